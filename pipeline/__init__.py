@@ -1,0 +1,1 @@
+"""How stages run: the only code that touches tables on disk or the terminal."""

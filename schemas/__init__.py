@@ -1,0 +1,1 @@
+"""What every table looks like. Nothing here but pyarrow."""

@@ -1,0 +1,1 @@
+"""Architectures in MLX: arrays in, arrays out; one file per architecture."""

@@ -1,0 +1,1 @@
+"""What any LoRA run needs. Knows no table and no family."""
