@@ -20,6 +20,6 @@ BUCKETS = TableSchema(
         column("scale", pa.float64(), "bucket pixels per source pixel; above 1 the image is enlarged"),
         column("crop_loss", pa.float64(), "share of the image's area that is cropped away, 0 to 1"),
         column("tokens", pa.int32(), "image tokens: width / 16 * height / 16"),
-        column("rejected", pa.string(), "why this resolution is not trained: too_small or same_crop (as a lower resolution)", null=True),
+        column("rejected", pa.string(), "why it is not trained: too_small or same_crop (as a lower resolution)", null=True),
     ),
 )

@@ -11,7 +11,7 @@ CAPTIONS = TableSchema(
     columns=(
         column("caption_id", pa.string(), "sha256 of the text (UTF-8), hex"),
         column("image_id", pa.string(), "the image it describes; empty for the empty caption and preview prompts"),
-        column("role", pa.string(), "caption (of an image), empty (caption dropout, negative prompt) or preview (a prompt to sample)"),
+        column("role", pa.string(), "caption (of an image), empty (caption dropout, negative prompt) or preview (to sample)"),
         column("text", pa.string(), "what the text encoder reads, after the template"),
         column("source", pa.string(), "sidecar, metadata, filename, template or config"),
         column("origin", pa.string(), "file it came from, with line or row number where it has one"),

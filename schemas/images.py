@@ -19,8 +19,12 @@ IMAGES = TableSchema(
         column("width", pa.int32(), "width after orientation, pixels; 0 if unknown"),
         column("height", pa.int32(), "height after orientation, pixels; 0 if unknown"),
         column("frames", pa.int32(), "number of frames; the first is used"),
-        column("rejected", pa.string(), "why the file is not used: unreadable, truncated, bomb, too_small, duplicate, unsupported",
-               null=True),
+        column(
+            "rejected",
+            pa.string(),
+            "why it is not used: unreadable, truncated, bomb, too_small, duplicate, unsupported",
+            null=True,
+        ),
         column("detail", pa.string(), "the reason in words; empty for a usable image"),
     ),
 )

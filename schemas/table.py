@@ -9,13 +9,17 @@ import pyarrow as pa
 
 # Where a row's tensor lies: appended to the columns of a tensor table when the runner stores it.
 LOCATOR = (
-    pa.field("part", pa.string(), nullable=False, metadata={"doc": "file under parts/ that holds the tensor; empty where there is none"}),
+    pa.field("part", pa.string(), nullable=False, metadata={"doc": "file under parts/ with the tensor; empty if none"}),
     pa.field("byte_offset", pa.int64(), nullable=False, metadata={"doc": "where the tensor starts in the part, bytes"}),
     pa.field("nbytes", pa.int64(), nullable=False, metadata={"doc": "the tensor's size, bytes"}),
 )
 # How a tensor travels in a batch and lies in a part: 16-bit words in row-major order, bfloat16 unless `dtype` says otherwise.
-TENSOR = pa.field("tensor", pa.list_(pa.field("item", pa.uint16(), nullable=False)), nullable=False,
-                  metadata={"doc": "the values, 16-bit words"})
+TENSOR = pa.field(
+    "tensor",
+    pa.list_(pa.field("item", pa.uint16(), nullable=False)),
+    nullable=False,
+    metadata={"doc": "the values, 16-bit words"},
+)
 
 
 def column(name: str, kind: pa.DataType, doc: str, *, null: bool = False, measured: bool = False) -> pa.Field:
