@@ -1,0 +1,166 @@
+"""A project: its folder, its configuration, and where each of its tables lies."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+import stages
+from pipeline import config as configuration
+from pipeline import fingerprint
+from pipeline.store import TableFolder
+from schemas.table import TableSchema
+from stages.models.families import Family, family
+from stages.stage import Stage, StageContext
+
+# What a family's record, and no file, says about how a component is used.
+RECORD = {
+    "text_encoder": ("text_kind", "text_layers", "text_tokens"),
+    "transformer": ("guidance_embedded", "real_cfg", "guidance"),
+}
+
+
+class NotBuilt(ValueError):  # noqa: N818  (a state that the user can mend, said in one line)
+    """A table that another needs is not there."""
+
+
+class Project:
+    """One project folder: `project.toml`, the images, `tables/`. Nothing is read before it is asked for."""
+
+    def __init__(self, path: Path, config: configuration.Config) -> None:
+        self.path = path
+        self.config = config
+        self.nouns = stages.PIPELINES[config.project.pipeline]
+        self.family: Family = family(config.project.family)
+        self.hashes = fingerprint.FileHashes(path / "tables" / "weights.json")
+        self._recipes: dict[str, dict[str, Any]] = {}
+
+    @classmethod
+    def open(cls, path: str | Path, overrides: Iterable[str] = ()) -> Project:
+        """The project in that folder. ValueError in one line if it is none or its configuration is wrong."""
+        folder = Path(path).expanduser()
+        if not folder.is_dir():
+            raise ValueError(f"{folder}: no such folder; `latentmill init {folder} --images IMAGES` makes a project")
+        return cls(folder, configuration.load(folder / configuration.FILE, overrides))
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.path.resolve().name
+
+    @property
+    def source(self) -> Path:
+        """The image folder; never written."""
+        return self.path / Path(self.config.sections["images"].folder).expanduser()
+
+    def stage(self, noun: str) -> Stage:
+        """The stage of that noun."""
+        if noun not in self.nouns:
+            raise ValueError(f"{noun}: no such stage{configuration.near(noun, self.nouns)}; there are {', '.join(self.nouns)}")
+        return stages.stage(noun)
+
+    # Weights
+
+    @functools.cached_property
+    def weights_root(self) -> Path:
+        """The folder with the family's weights, found, fetched or made."""
+        from pipeline import hub
+
+        return hub.resolve(self.config.project.weights, self.path, self.family)
+
+    def component(self, name: str) -> Path:
+        """Where one component's weights lie."""
+        from stages.models.weights import locate
+
+        return locate(self.weights_root, name, self.family)
+
+    def weight_recipe(self, name: str) -> dict[str, Any]:
+        """What a component is: the hash of its files, and what the family's record adds.
+
+        Weights that were here once and are gone are known by the hash they had.
+        """
+        label = f"{self.config.project.family} {self.config.project.weights} {name}"
+        try:
+            digest = self.hashes.component(label, self.component(name))
+        except ValueError:
+            remembered = self.hashes.last(label)
+            if remembered is None:
+                raise
+            digest = remembered
+        return {"sha256": digest, **{fact: getattr(self.family, fact) for fact in RECORD.get(name, ())}}
+
+    # Tables
+
+    def recipe(self, noun: str) -> dict[str, Any]:
+        """The recipe that the table has under the present configuration. NotBuilt if it depends on a table that is missing."""
+        if noun not in self._recipes:
+            stage = self.stage(noun)
+            self._recipes[noun] = fingerprint.recipe(
+                stage,
+                self.config.sections[noun],
+                {name: self.weight_recipe(name) for name in stage.loads},
+                {read.name: fingerprint.short(self.recipe(read.name)) for read in stage.reads if read.tensor},
+                stage.snapshot(self.context(stage)) if stage.snapshot else None,
+            )
+        return self._recipes[noun]
+
+    def current(self, noun: str) -> TableFolder:
+        """The table's folder under the present configuration, built or not."""
+        return TableFolder(self.path / "tables" / noun / fingerprint.short(self.recipe(noun)), self.stage(noun).writes)
+
+    def folder(self, noun: str) -> TableFolder:
+        """The table to look at: the current one, or, where that is not built, the one written last."""
+        schema = self.stage(noun).writes
+        parent = self.path / "tables" / noun
+        try:
+            found = self.current(noun)
+        except ValueError:  # weights or inputs are missing, so the recipe is unknown
+            found = TableFolder(parent / "none", schema)
+        if found.exists:
+            return found
+        manifests = sorted(parent.glob("*/manifest.json"), key=lambda p: p.stat().st_mtime)
+        return TableFolder(manifests[-1].parent, schema) if manifests else found
+
+    def built(self, schema: TableSchema, reader: str) -> TableFolder:
+        """A table that a stage reads. NotBuilt names the command that builds it."""
+        found = self.current(schema.name)
+        if not found.exists:
+            raise NotBuilt(
+                f"{reader} needs the table {schema.name}, which is not built for this configuration; run: make {schema.name} "
+                f"PROJECT={self.path}"
+            )
+        return found
+
+    # Context
+
+    def context(self, stage: Stage, **given: Any) -> StageContext:
+        """What `stage` is given, less what only a running stage has."""
+        empty = pa.table({f.name: pa.array([], f.type) for f in stage.writes.stored})
+        nothing: Callable[..., Any] = lambda *arguments: None  # noqa: E731
+        parts: dict[str, Any] = {
+            "config": self.config.sections[stage.name],
+            "family": self.family,
+            "source": self.source,
+            "artifacts": self.path / "tables" / stage.name,
+            "stored": empty,
+            "pending": empty,
+            "rows": lambda schema: self.built(schema, stage.name).rows(),
+            "tensors": lambda schema: self.built(schema, stage.name).tensors(),
+            "weights": lambda name: self._weights(stage, name),
+            "keep": nothing,
+            "say": nothing,
+            "progress": nothing,
+            "stop": lambda: False,
+        }
+        return StageContext(**(parts | given))
+
+    def _weights(self, stage: Stage, name: str) -> Path:
+        """A component's files; for a table that the stage reads, the folder of the files that its rows name."""
+        if name in [read.name for read in stage.reads]:
+            return self.built(stages.stage(name).writes, stage.name).folder / "artifacts"
+        assert name in stage.loads, f"{stage.name} does not say that it loads {name}"
+        return self.component(name)
