@@ -1,0 +1,321 @@
+"""The FLUX.2 transformer, as functions over a chain of blocks: a caller can walk it, trade its Linears, or just call it.
+
+Names of tensors are those of the diffusers layout. The residual stream is one array, text rows before image rows, in the
+dtype of the weights; nothing in a block widens it.
+
+B batch, T text rows, L image rows, S = T + L, C latent channels, J text features, D hidden, F feed-forward width,
+H heads, K head width, P = K / 2 rotary pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from stages.models.attention import attention
+
+Shared = dict[str, mx.array]  # what all blocks are given: modulation, rotary tables, text ids; arrays only
+Linear = Callable[[str, Any, mx.array], mx.array]  # (name within the block, weight, x) -> y: where a LoRA comes in
+
+EPS = 1e-6  # of every norm: no released FLUX.2 has another
+MODULATIONS = {
+    "text": "double_stream_modulation_txt",
+    "image": "double_stream_modulation_img",
+    "single": "single_stream_modulation",
+}
+TABLES_KEPT = 32  # rotary tables: one per image shape, 2.4 MB at 1024 px
+
+
+@dataclass(frozen=True)
+class Flux2Config:
+    """The transformer's sizes, with the names of its config.json."""
+
+    in_channels: int
+    num_layers: int
+    num_single_layers: int
+    attention_head_dim: int
+    num_attention_heads: int
+    joint_attention_dim: int
+    timestep_guidance_channels: int
+    mlp_ratio: float
+    axes_dims_rope: tuple[int, ...]
+    rope_theta: float
+    eps: float
+    guidance_embeds: bool
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Flux2Config:
+        """The sizes in a config.json; other keys are not ours. ValueError for a missing or an impossible field."""
+        missing = [f.name for f in fields(cls) if f.name not in config]
+        if missing:
+            raise ValueError(f"the transformer's config lacks {', '.join(missing)}; is this a FLUX.2 transformer?")
+        made = cls(**{f.name: config[f.name] for f in fields(cls)} | {"axes_dims_rope": tuple(config["axes_dims_rope"])})
+        if sum(made.axes_dims_rope) != made.attention_head_dim:
+            raise ValueError(f"axes_dims_rope {made.axes_dims_rope} must add up to attention_head_dim {made.attention_head_dim}")
+        if made.eps != EPS:
+            raise ValueError(f"the transformer's eps is {made.eps}; only {EPS} is known")
+        return made
+
+    @property
+    def hidden(self) -> int:
+        """D."""
+        return self.num_attention_heads * self.attention_head_dim
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor's name and shape, complete: what the weights must hold."""
+        D, K, F, C = self.hidden, self.attention_head_dim, int(self.hidden * self.mlp_ratio), self.in_channels
+        found: dict[str, tuple[int, ...]] = {"x_embedder": (D, C), "context_embedder": (D, self.joint_attention_dim)}
+        for kind in ("timestep", "guidance") if self.guidance_embeds else ("timestep",):
+            found[f"time_guidance_embed.{kind}_embedder.linear_1"] = (D, self.timestep_guidance_channels)
+            found[f"time_guidance_embed.{kind}_embedder.linear_2"] = (D, D)
+        for stream, name in MODULATIONS.items():
+            found[f"{name}.linear"] = (3 * D if stream == "single" else 6 * D, D)
+        double = {
+            f"attn.{n}": (D, D)
+            for n in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_out.0", "to_add_out")
+        }
+        norms = {f"attn.{n}": (K,) for n in ("norm_q", "norm_k", "norm_added_q", "norm_added_k")}
+        mlps = {f"{m}.{n}": s for m in ("ff", "ff_context") for n, s in (("linear_in", (2 * F, D)), ("linear_out", (D, F)))}
+        single = {"attn.to_qkv_mlp_proj": (3 * D + 2 * F, D), "attn.to_out": (D, D + F), "attn.norm_q": (K,), "attn.norm_k": (K,)}
+        for i in range(self.num_layers):
+            found |= {f"transformer_blocks.{i}.{n}": s for n, s in {**double, **norms, **mlps}.items()}
+        for i in range(self.num_single_layers):
+            found |= {f"single_transformer_blocks.{i}.{n}": s for n, s in single.items()}
+        found |= {"norm_out.linear": (2 * D, D), "proj_out": (C, D)}
+        return {f"{name}.weight": shape for name, shape in found.items()}
+
+
+@dataclass(frozen=True)
+class Block:
+    """One link of the chain. The weights' names are relative to the block: "attn.to_q.weight"."""
+
+    kind: str  # double or single
+    name: str  # transformer_blocks.0
+    weights: dict[str, Any]
+
+
+def image_ids(height: int, width: int) -> np.ndarray:
+    """Places of the image tokens of a latent of `height` x `width`, row by row: (L,4), (0, row, column, 0)."""
+    row, col = np.indices((height, width)).reshape(2, -1)
+    return np.stack([0 * row, row, col, 0 * row], axis=-1)
+
+
+def text_ids(count: int) -> np.ndarray:
+    """Places of `count` text rows, padding included: (T,4), (0, 0, 0, k)."""
+    ids_T4 = np.zeros((count, 4), np.int64)
+    ids_T4[:, 3] = np.arange(count)
+    return ids_T4
+
+
+def plain_linear(name: str, weight: Any, x: mx.array) -> mx.array:
+    """The Linear of a block as it stands."""
+    y: mx.array = x @ weight.T
+    return y
+
+
+class Flux2:
+    """The transformer. `model(...)` is the velocity; `enter`, the blocks in order, `leave` is the same in steps."""
+
+    def __init__(self, config: Flux2Config, weights: Mapping[str, Any]) -> None:
+        """`weights` has the names of `config.shapes()`; those of the blocks may be anything that the caller's Linear takes."""
+        self.config = config
+        self.top: dict[str, mx.array] = {}
+        doubles = [Block("double", f"transformer_blocks.{i}", {}) for i in range(config.num_layers)]
+        singles = [Block("single", f"single_transformer_blocks.{i}", {}) for i in range(config.num_single_layers)]
+        self.blocks = doubles + singles
+        inside = {block.name: block for block in self.blocks}
+        for name in config.shapes():
+            head, number, rest = [*name.split(".", 2), "", ""][:3]
+            if block := inside.get(f"{head}.{number}"):
+                block.weights[rest] = weights[name]
+            else:
+                self.top[name] = weights[name]
+        self._tables: OrderedDict[bytes, mx.array] = OrderedDict()
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """What it computes in."""
+        return self.top["x_embedder.weight"].dtype
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Every Linear of every block by its full name, "transformer_blocks.0.attn.to_out.0": (outputs, inputs)."""
+        inside = {n.removesuffix(".weight"): s for n, s in self.config.shapes().items() if "transformer_blocks." in n}
+        return {name: (shape[0], shape[1]) for name, shape in inside.items() if len(shape) == 2}
+
+    @staticmethod
+    def block(kind: str) -> Callable[..., mx.array]:
+        """The function of a kind of block: (weights, h_BSD, shared, linear=plain_linear) -> h_BSD."""
+        return {"double": double_block, "single": single_block}[kind]
+
+    def enter(
+        self,
+        x_BLC: mx.array,
+        x_ids_L4: np.ndarray,
+        ctx_BTJ: mx.array,
+        ctx_ids_T4: np.ndarray,
+        timesteps_B: mx.array,
+        guidance_B: mx.array | None = None,
+    ) -> tuple[mx.array, Shared]:
+        """The stream before the first block, and what all blocks share. `timesteps` is sigma, 0 (clean) to 1 (noise).
+
+        `guidance` (4.0, say) is for a model with a guidance embedding, which needs it; others ignore it.
+        """
+        top = self.top
+        temb_BD = self._embed("timestep", timesteps_B)
+        if self.config.guidance_embeds:
+            if guidance_B is None:
+                raise ValueError("this transformer has a guidance embedding: it needs a guidance value, one per image")
+            temb_BD = temb_BD + self._embed("guidance", guidance_B)
+        temb_BD = silu(temb_BD)
+        shared = {}
+        for stream, name in MODULATIONS.items():
+            shared[stream] = modulation(temb_BD @ top[f"{name}.linear.weight"].T, self.config.hidden)
+        scale_B1D, shift_B1D = mx.split((temb_BD @ top["norm_out.linear.weight"].T)[:, None], 2, axis=-1)
+        shared["out"] = mx.stack([shift_B1D, 1 + scale_B1D])
+        shared["rope"] = self._rope(np.concatenate([ctx_ids_T4, x_ids_L4]))
+        shared["ctx_ids"] = mx.array(np.asarray(ctx_ids_T4, np.int32))
+        h_BTD = ctx_BTJ.astype(self.dtype) @ top["context_embedder.weight"].T
+        h_BLD = x_BLC.astype(self.dtype) @ top["x_embedder.weight"].T
+        return mx.concatenate([h_BTD, h_BLD], axis=1), shared
+
+    def leave(self, h_BSD: mx.array, shared: Shared) -> mx.array:
+        """The velocity (noise - clean) of the image tokens, (B,L,C), from the stream after the last block."""
+        h_BLD = modulate(h_BSD[:, text_rows(shared) :], shared["out"])
+        return h_BLD @ self.top["proj_out.weight"].T
+
+    def __call__(
+        self,
+        x_BLC: mx.array,
+        x_ids_L4: np.ndarray,
+        ctx_BTJ: mx.array,
+        ctx_ids_T4: np.ndarray,
+        timesteps_B: mx.array,
+        guidance_B: mx.array | None = None,
+        linear_for: Callable[[str], Linear] | None = None,
+    ) -> mx.array:
+        """The velocity, (B,L,C). `linear_for` gives the Linear of a block by the block's name."""
+        h_BSD, shared = self.enter(x_BLC, x_ids_L4, ctx_BTJ, ctx_ids_T4, timesteps_B, guidance_B)
+        for block in self.blocks:
+            linear = linear_for(block.name) if linear_for else plain_linear
+            h_BSD = self.block(block.kind)(block.weights, h_BSD, shared, linear)
+        return self.leave(h_BSD, shared)
+
+    def _embed(self, kind: str, value_B: mx.array) -> mx.array:
+        """The embedding of sigma or guidance, (B,D). The sinusoid stays in float32: bfloat16 would round 937 to 936."""
+        half = self.config.timestep_guidance_channels // 2
+        freqs = mx.array(np.exp(-math.log(10000) * np.arange(half) / half), mx.float32)
+        angles = 1000 * value_B.astype(mx.float32)[:, None] * freqs
+        x = mx.concatenate([mx.cos(angles), mx.sin(angles)], axis=-1).astype(self.dtype)
+        first, second = (self.top[f"time_guidance_embed.{kind}_embedder.linear_{i}.weight"] for i in (1, 2))
+        return silu(x @ first.T) @ second.T
+
+    def _rope(self, ids_S4: np.ndarray) -> mx.array:
+        """Cosines and sines of all rows, (2,S,1,P,1) float32, from float64 angles; kept for the next batch of that shape."""
+        key = np.asarray(ids_S4, np.int64).tobytes()
+        if key not in self._tables:
+            axes = self.config.axes_dims_rope
+            freqs = [self.config.rope_theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim) for dim in axes]
+            angles_SP = np.concatenate([ids_S4[:, i, None] * f for i, f in enumerate(freqs)], axis=-1)
+            table = np.stack([np.cos(angles_SP), np.sin(angles_SP)])
+            self._tables[key] = mx.array(table[:, :, None, :, None], mx.float32)
+            if len(self._tables) > TABLES_KEPT:
+                self._tables.popitem(last=False)
+        self._tables.move_to_end(key)
+        return self._tables[key]
+
+
+def text_rows(shared: Shared) -> int:
+    """T: how many rows at the head of the stream are text. A shape, so that a compiled block knows it too."""
+    rows: int = shared["ctx_ids"].shape[0]
+    return rows
+
+
+def silu(x: mx.array) -> mx.array:
+    """x times its sigmoid."""
+    return x * mx.sigmoid(x)
+
+
+def modulation(y_BN: mx.array, hidden: int) -> mx.array:
+    """Shift, 1 + scale and gate, once or twice over, as (3 or 6,B,1,D): the one is added here, once for all blocks."""
+    y_NB1D = y_BN.reshape(y_BN.shape[0], -1, 1, hidden).swapaxes(0, 1)
+    one = mx.array([0, 1, 0] * (len(y_NB1D) // 3), y_BN.dtype)
+    return y_NB1D + one[:, None, None, None]
+
+
+def modulate(x_BSD: mx.array, mods: mx.array) -> mx.array:
+    """LayerNorm, then shift and scale: `mods` starts with the shift and 1 + scale."""
+    return mx.fast.layer_norm(x_BSD, None, None, EPS) * mods[1] + mods[0]
+
+
+def swiglu(x_BSF: mx.array) -> mx.array:
+    """The first half of the features gates the second."""
+    gate, up = mx.split(x_BSF, 2, axis=-1)
+    return silu(gate) * up
+
+
+def rotate(x_BSHK: mx.array, rope: mx.array) -> mx.array:
+    """Turn each pair of neighbouring features by its row's angles, in float32, and back to the dtype of x."""
+    x0, x1 = mx.split(x_BSHK.reshape(*x_BSHK.shape[:-1], -1, 2), 2, axis=-1)
+    cos, sin = rope[0], rope[1]
+    y0, y1 = x0 * cos - x1 * sin, x0 * sin + x1 * cos
+    return mx.concatenate([y0.astype(x_BSHK.dtype), y1.astype(x_BSHK.dtype)], axis=-1).reshape(x_BSHK.shape)
+
+
+def heads(x_BSD: mx.array, width: int) -> mx.array:
+    """The features as heads: (B,S,H,K)."""
+    return x_BSD.reshape(*x_BSD.shape[:2], -1, width)
+
+
+def attend(q_BSHK: mx.array, k_BSHK: mx.array, v_BSHK: mx.array, rope: mx.array) -> mx.array:
+    """Rotary positions, then attention of all rows over all rows: (B,S,D)."""
+    q_BHSK, k_BHSK, v_BHSK = (x.swapaxes(1, 2) for x in (rotate(q_BSHK, rope), rotate(k_BSHK, rope), v_BSHK))
+    y_BHSK = attention(q_BHSK, k_BHSK, v_BHSK, q_BSHK.shape[-1] ** -0.5)
+    return y_BHSK.swapaxes(1, 2).flatten(2)
+
+
+def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
+    """Text and image have weights of their own and meet in one attention; then a feed-forward each."""
+
+    def apply(name: str, x: mx.array) -> mx.array:
+        return linear(name, weights[f"{name}.weight"], x)
+
+    def joint(text_name: str, image_name: str, norms: tuple[str, str] | None = None) -> mx.array:
+        parts = []
+        for i, (name, x) in enumerate(((text_name, text_in), (image_name, image_in))):
+            y_BSHK = heads(apply(name, x), width)
+            parts.append(mx.fast.rms_norm(y_BSHK, weights[f"{norms[i]}.weight"], EPS) if norms else y_BSHK)
+        return mx.concatenate(parts, axis=1)
+
+    T, width = text_rows(shared), weights["attn.norm_q.weight"].shape[0]
+    h_BTD, h_BLD = mx.split(h_BSD, [T], axis=1)
+    text, image = shared["text"], shared["image"]
+    text_in, image_in = modulate(h_BTD, text), modulate(h_BLD, image)
+    q_BSHK = joint("attn.add_q_proj", "attn.to_q", ("attn.norm_added_q", "attn.norm_q"))
+    k_BSHK = joint("attn.add_k_proj", "attn.to_k", ("attn.norm_added_k", "attn.norm_k"))
+    v_BSHK = joint("attn.add_v_proj", "attn.to_v")
+    y_BTD, y_BLD = mx.split(attend(q_BSHK, k_BSHK, v_BSHK, shared["rope"]), [T], axis=1)
+    h_BTD = h_BTD + text[2] * apply("attn.to_add_out", y_BTD)
+    h_BLD = h_BLD + image[2] * apply("attn.to_out.0", y_BLD)
+    h_BTD = h_BTD + text[5] * apply("ff_context.linear_out", swiglu(apply("ff_context.linear_in", modulate(h_BTD, text[3:]))))
+    h_BLD = h_BLD + image[5] * apply("ff.linear_out", swiglu(apply("ff.linear_in", modulate(h_BLD, image[3:]))))
+    return mx.concatenate([h_BTD, h_BLD], axis=1)
+
+
+def single_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
+    """Text and image as one sequence; attention and feed-forward side by side between two Linears."""
+    mods, hidden = shared["single"], h_BSD.shape[-1]
+    q_norm, k_norm = weights["attn.norm_q.weight"], weights["attn.norm_k.weight"]
+    name = "attn.to_qkv_mlp_proj"
+    x = linear(name, weights[f"{name}.weight"], modulate(h_BSD, mods))
+    q, k, v, mlp = mx.split(x, [hidden, 2 * hidden, 3 * hidden], axis=-1)
+    q_BSHK, k_BSHK, v_BSHK = (heads(y, q_norm.shape[0]) for y in (q, k, v))
+    q_BSHK, k_BSHK = mx.fast.rms_norm(q_BSHK, q_norm, EPS), mx.fast.rms_norm(k_BSHK, k_norm, EPS)
+    y_BSF = mx.concatenate([attend(q_BSHK, k_BSHK, v_BSHK, shared["rope"]), swiglu(mlp)], axis=-1)
+    name = "attn.to_out"
+    return h_BSD + mods[2] * linear(name, weights[f"{name}.weight"], y_BSF)
