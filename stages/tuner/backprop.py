@@ -1,0 +1,216 @@
+"""Gradients of a chain of blocks: block by block, as one graph, or anything between. Knows no architecture.
+
+A framework that differentiates a whole graph keeps every block's activations until the backward pass. Here the chain is
+walked instead: forward, keeping only each block's input; then backward, last block first, each block computed again and
+differentiated by itself, and evaluated before the next begins. Only the adapters are trained, so this costs one more
+forward pass, and memory is that of the weights, one activation per block, and one block's work.
+
+Between the two lies a number: the last `n` blocks are differentiated as one graph, which keeps their activations and
+does not compute them again. "whole" is all of them, "blocks" none.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
+
+from stages.tuner import lora
+
+Tree = Any  # an array, or tuples, lists and dicts of arrays
+Arrays = dict[str, mx.array]
+Linear = Callable[[str, Any, mx.array], mx.array]  # (name within the block, weight, x) -> x @ weight.T, adapted
+BlockFunction = Callable[[Mapping[str, Any], Tree, Tree, Linear], Tree]  # (weights, h, shared, linear) -> h
+Loss = Callable[[mx.array], mx.array]  # prediction -> losses_B
+Plan = str | int  # "whole", "blocks", or how many of the last blocks keep their activations
+
+
+class Block(Protocol):
+    """One link: `name` prefixes its adapters, `kind` says which function computes it, `weights` are named within it."""
+
+    kind: str
+    name: str
+    weights: Mapping[str, Any]
+
+
+class Chain(Protocol):
+    """A model as a sequence of blocks. What all blocks share (modulation, rotary tables) takes no gradient."""
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """In order of the forward pass."""
+
+    def enter(self, **inputs: Any) -> tuple[Tree, Tree]:
+        """From the model's inputs to (h, shared)."""
+
+    def block(self, kind: str) -> BlockFunction:
+        """The function of that kind of block; the same weights for its name give the same function."""
+
+    def leave(self, h: Tree, shared: Tree) -> mx.array:
+        """From the last block's output to the prediction."""
+
+
+def loss_and_grads(
+    chain: Chain,
+    adapters: Arrays,
+    scales: Mapping[str, float],
+    inputs: Mapping[str, Any],
+    loss: Loss,
+    plan: Plan = "whole",
+) -> tuple[mx.array, Arrays]:
+    """(losses_B, the gradient of their mean in the adapters' own names and dtype).
+
+    `adapters` maps "<block>.<linear>.lora_A.weight" and the like to fp32 masters, `scales` "<block>.<linear>" to a
+    factor. Both results are the same for every plan up to rounding. `loss` maps the prediction to losses_B; where it is
+    a `functools.partial`, its arrays become arguments of the compiled graph, and the whole graph can be compiled.
+    """
+    walk = _Walk(chain, adapters, scales)
+    h, shared = chain.enter(**inputs)
+    kept = kept_blocks(plan, len(chain.blocks))
+    head = len(chain.blocks) - kept
+    entered = []
+    for n in range(head):
+        entered.append(h)
+        h = walk.forward(n, h, shared)
+        mx.eval(h)
+    losses_B, cotangent, grads = walk.tail(head, h, shared, loss)
+    mx.eval(losses_B, cotangent, grads)
+    for n in reversed(range(walk.first, head)):
+        cotangent, found = walk.backward(n, entered.pop(), shared, cotangent)
+        mx.eval(cotangent, found)
+        grads |= found
+    return losses_B, grads
+
+
+def kept_blocks(plan: Plan, blocks: int) -> int:
+    """How many of the last blocks a plan differentiates as one graph."""
+    if isinstance(plan, int):
+        return min(max(plan, 0), blocks)
+    if plan not in ("whole", "blocks"):
+        raise ValueError(f"the plan must be whole, blocks or a number of blocks to keep, not {plan!r}")
+    return blocks if plan == "whole" else 0
+
+
+class _Walk:
+    """One pass over a chain with one set of adapters."""
+
+    def __init__(self, chain: Chain, adapters: Arrays, scales: Mapping[str, float]) -> None:
+        self.chain = chain
+        self.compiled = _compiled_for(chain)
+        self.adapters = [_within(block.name, adapters) for block in chain.blocks]
+        self.scales = [_within(block.name, scales) for block in chain.blocks]
+        lost = set(adapters) - {f"{b.name}.{key}" for b, own in zip(chain.blocks, self.adapters, strict=True) for key in own}
+        if lost or not adapters:
+            raise ValueError(f"no block holds the adapter {min(lost)}" if lost else "there is no adapter to train")
+        self.first = min(n for n, own in enumerate(self.adapters) if own)
+
+    def forward(self, n: int, h: Tree, shared: Tree) -> Tree:
+        """The output of block n."""
+        block = self.chain.blocks[n]
+        return self.compiled(_forward, block.kind)(self.adapters[n], block.weights, h, shared, self.scales[n])
+
+    def backward(self, n: int, h: Tree, shared: Tree, cotangent: Tree) -> tuple[Tree, Arrays]:
+        """The gradients of block n by its input and by its adapters, from its input and the gradient by its output."""
+        block = self.chain.blocks[n]
+        run = self.compiled(_backward, block.kind)
+        back, grads = run(self.adapters[n], block.weights, h, shared, self.scales[n], cotangent)
+        return back, {f"{block.name}.{key}": grad for key, grad in grads.items()}
+
+    def tail(self, head: int, h: Tree, shared: Tree, loss: Loss) -> tuple[mx.array, Tree, Arrays]:
+        """Losses, the gradient by the input of block `head`, and those by all adapters from there on, as one graph."""
+        blocks = self.chain.blocks[head:]
+        bare, given = (loss.func, loss.keywords) if isinstance(loss, functools.partial) else (loss, None)
+        kinds = tuple(b.kind for b in blocks)
+        run = _tail(self.chain, kinds, bare) if given is None else self.compiled(_tail, kinds, bare)
+        own = self.adapters[head:]
+        losses_B, back, grads = run(own, [b.weights for b in blocks], h, shared, self.scales[head:], given or {})
+        named = {f"{b.name}.{key}": grad for b, found in zip(blocks, grads, strict=True) for key, grad in found.items()}
+        return losses_B, back, named
+
+
+def _forward(chain: Chain, kind: str) -> Callable[..., Tree]:
+    def forward(adapters: Arrays, weights: Tree, h: Tree, shared: Tree, scales: dict[str, float]) -> Tree:
+        return chain.block(kind)(weights, h, shared, lora.linear(adapters, scales))
+
+    return forward
+
+
+def _backward(chain: Chain, kind: str) -> Callable[..., Any]:
+    forward = _forward(chain, kind)
+
+    def backward(
+        adapters: Arrays, weights: Tree, h: Tree, shared: Tree, scales: dict[str, float], cotangent: Tree
+    ) -> tuple[Tree, Arrays]:
+        return _vjp(lambda h, adapters: forward(adapters, weights, h, shared, scales), h, adapters, cotangent)
+
+    return backward
+
+
+def _tail(chain: Chain, kinds: tuple[str, ...], loss: Callable[..., mx.array]) -> Callable[..., Any]:
+    def tail(
+        adapters: list[Arrays], weights: list[Tree], h: Tree, shared: Tree, scales: list[dict[str, float]], given: Arrays
+    ) -> tuple[mx.array, Tree, list[Arrays]]:
+        def run(h: Tree, adapters: list[Arrays]) -> tuple[mx.array, mx.array]:
+            for kind, own, weight, scale in zip(kinds, adapters, weights, scales, strict=True):
+                h = chain.block(kind)(weight, h, shared, lora.linear(own, scale))
+            losses_B = loss(chain.leave(h, shared), **given)
+            return losses_B.mean(), losses_B
+
+        (_, losses_B), (back, grads) = mx.value_and_grad(run, argnums=(0, 1))(h, adapters)
+        return losses_B, back, grads
+
+    return tail
+
+
+def _vjp(run: Callable[[Tree, Arrays], Tree], h: Tree, adapters: Arrays, cotangent: Tree) -> tuple[Tree, Arrays]:
+    """The gradients by h and by the adapters. A captured array would count as a constant, so all are arguments here."""
+    leaves = [leaf for _, leaf in tree_flatten(h)]
+
+    def flat(*primals: mx.array) -> list[mx.array]:
+        out = run(_like(h, primals), dict(zip(adapters, primals[len(leaves) :], strict=True)))
+        return [leaf for _, leaf in tree_flatten(out)]
+
+    _, grads = mx.vjp(flat, [*leaves, *adapters.values()], [leaf for _, leaf in tree_flatten(cotangent)])
+    return _like(h, grads), dict(zip(adapters, grads[len(leaves) :], strict=True))
+
+
+def _like(tree: Tree, leaves: Sequence[mx.array]) -> Tree:
+    """The first of `leaves`, arranged as `tree` is."""
+    each = iter(leaves)
+    return tree_map(lambda _: next(each), tree)
+
+
+def _within(block: str, flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of one block, by their names within it."""
+    prefix = block + "."
+    return {key.removeprefix(prefix): value for key, value in flat.items() if key.startswith(prefix)}
+
+
+class _Compiled:
+    """The compiled functions of one chain. It must not keep the chain alive: its weights are to go when it goes."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain: Chain = weakref.proxy(chain)
+        self.functions: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, make: Callable[..., Callable[..., Any]], *which: Any) -> Callable[..., Any]:
+        key = (make, *which)
+        if key not in self.functions:
+            plain = make(self.chain, *which)
+            # On the CPU backend mx.compile calls a C++ compiler, for minutes.
+            self.functions[key] = plain if mx.default_device() == mx.cpu else mx.compile(plain)
+        return self.functions[key]
+
+
+_COMPILED: dict[int, _Compiled] = {}
+
+
+def _compiled_for(chain: Chain) -> _Compiled:
+    if id(chain) not in _COMPILED:
+        _COMPILED[id(chain)] = _Compiled(chain)
+        weakref.finalize(chain, _COMPILED.pop, id(chain))
+    return _COMPILED[id(chain)]
