@@ -63,6 +63,7 @@ class Stage:
     loads: tuple[str, ...] = ()
     snapshot: Callable[[StageContext], pa.Table] | None = None
     version: int = 1
+    result: str = ""  # the artifact that a user came for, if there is one
 
     @property
     def name(self) -> str:

@@ -1,0 +1,197 @@
+"""The console command. Everything heavy is imported by the command that needs it, so that --help answers at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from pipeline.project import Project
+
+STOPPED = 130  # the shell's code for Ctrl-C
+
+PROJECT = click.option("--project", "-p", "path", default=".", show_default="this folder", help="The project's folder.")
+SET = click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a setting; may be repeated.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="latentmill")
+def cli() -> None:
+    """Turns a folder of images into a FLUX.2 LoRA, stage by stage; every stage writes a table that you can query."""
+
+
+@cli.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--images", required=True, type=click.Path(path_type=Path), help="The folder of images; it is only read.")
+@click.option("--family", default="klein-base-4b", show_default=True, help="The model family; see `latentmill families`.")
+@click.option("--weights", default="", help="A folder or hub id; empty: the family's own hub id.")
+@click.option("--trigger", default="", help="A word that will stand for your subject, put before every caption.")
+def init(folder: Path, images: Path, family: str, weights: str, trigger: str) -> None:
+    """Make a new project in FOLDER from a folder of images."""
+    from pipeline.init import new_project
+
+    for line in new_project(folder, images, family, weights, trigger):
+        click.echo(line)
+
+
+@cli.command()
+@click.argument("stage")
+@PROJECT
+@SET
+def run(stage: str, path: str, overrides: tuple[str, ...]) -> None:
+    """Bring the table of STAGE up to date from the tables that it reads."""
+    from pipeline import runner
+    from pipeline.terminal import Terminal
+
+    project = open_project(path, overrides)
+    project.stage(stage)
+    with Terminal(stage) as terminal:
+        outcome = runner.run(project, stage, terminal)
+    click.echo(summary(outcome))
+    for line in results(project, stage):
+        click.echo(line)
+
+
+@cli.command()
+@PROJECT
+@SET
+def status(path: str, overrides: tuple[str, ...]) -> None:
+    """Show every table: recipe, rows, bytes, what is missing."""
+    from pipeline.status import render
+
+    click.echo(render(open_project(path, overrides)))
+
+
+@cli.command()
+@click.argument("sql", required=False, envvar="SQL")
+@click.option("--format", "style", type=click.Choice(["table", "csv", "json"]), default="table", show_default=True)
+@PROJECT
+def query(sql: str | None, style: str, path: str) -> None:
+    """Ask the tables a question in SQL (DuckDB); each bears its noun: images, captions, ..., samples."""
+    from pipeline.query import run_query
+
+    if not sql:
+        raise ValueError(
+            """no SQL given; for instance: latentmill query "select rejected, count(*) from images group by all" """.strip()
+        )
+    click.echo(run_query(open_project(path), sql, style))
+
+
+@cli.command()
+@click.argument("what", required=False, envvar="WHAT")
+@PROJECT
+def follow(what: str | None, path: str) -> None:
+    """Follow one image through every table. WHAT: a path, an image_id, or part of a caption."""
+    from pipeline.follow import follow as through
+
+    if not what:
+        raise ValueError(
+            "follow what? A path, the start of an image_id, or part of a caption; with make: make follow WHAT=cat.jpg"
+        )
+    for line in through(open_project(path), what):
+        click.echo(line)
+
+
+@cli.command()
+@click.argument("out", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--style", type=click.Choice(["diffusers", "comfyui"]), default="diffusers", show_default=True, help="The key names."
+)
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="bfloat16", show_default=True)
+@click.option("--step", type=int, help="A checkpoint's step; without it, the end of the run.")
+@PROJECT
+def export(out: Path | None, style: str, dtype: str, step: int | None, path: str) -> None:
+    """Write the trained adapter to OUT in a form that other programs load."""
+    from pipeline.export import export_run
+
+    click.echo(f"wrote {export_run(open_project(path), out, style, dtype=dtype, step=step)}")
+
+
+@cli.command()
+@click.option("--runs", is_flag=True, help="Also delete the training runs and samples of other configurations.")
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@PROJECT
+def clean(runs: bool, dry_run: bool, path: str) -> None:
+    """Delete what no present row names: old rows, and tables of other configurations. Trained adapters stay."""
+    from pipeline.clean import clean as sweep
+
+    for line in sweep(open_project(path), runs=runs, dry_run=dry_run):
+        click.echo(line)
+
+
+@cli.command()
+def families() -> None:
+    """List the model families, their licences and sizes."""
+    from stages.models.families import FAMILIES
+
+    for family in FAMILIES.values():
+        click.echo(f"{family.name:16} {family.title}; {family.licence}{'; hub: ' + family.hub if family.hub else ''}")
+
+
+def open_project(path: str, overrides: tuple[str, ...] = ()) -> Project:
+    """The project in that folder."""
+    from pipeline.project import Project
+
+    return Project.open(path, overrides)
+
+
+def summary(outcome: Any) -> str:
+    """One line about a run."""
+    from pipeline.terminal import spell_bytes, spell_seconds
+
+    if outcome.up_to_date:
+        return f"{outcome.noun}: up to date, {outcome.rows} rows"
+    parts = [f"{outcome.written} rows written"]
+    parts += [f"{outcome.removed} rows no longer wanted"] if outcome.removed else []
+    parts += [f"{outcome.rows} in all", spell_seconds(outcome.seconds), f"peak memory {spell_bytes(outcome.peak_rss)}"]
+    parts += [f"of it MLX {spell_bytes(outcome.peak_mlx)}"] if outcome.peak_mlx else []
+    return f"{outcome.noun}: {', '.join(parts)}"
+
+
+def results(project: Project, noun: str) -> list[str]:
+    """Where the things lie that a user came for: the adapter, the grid."""
+    stage = project.stage(noun)
+    found = []
+    for name in [*(read.name for read in stage.reads), noun] if stage.result else []:
+        result = project.stage(name).result
+        path = project.current(name).folder / "artifacts" / result
+        found += [f"{result.split('.')[0]}: {path}"] if result and path.exists() else []
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command. A user's mistake is one line and exit code 2; an interrupt is one line and 130."""
+    sys.exit(guarded(lambda: cli.main(arguments, prog_name="latentmill", standalone_mode=False)))
+
+
+def guarded(command: Callable[[], Any]) -> int:
+    """The exit code of a command; what went wrong, in one line on standard error."""
+    from pipeline.errors import Stopped
+
+    try:
+        code = command()
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except Stopped as stop:
+        click.echo(str(stop), err=True)
+        return STOPPED
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted; what was committed is kept, and the same command goes on from there", err=True)
+        return STOPPED
+    except (ValueError, OSError, MemoryError) as error:
+        if os.environ.get("LATENTMILL_TRACEBACK"):
+            raise
+        click.echo(f"error: {one_line(error)}", err=True)
+        return 2
+    return code if isinstance(code, int) else 0
+
+
+def one_line(error: BaseException) -> str:
+    """An error's text without line breaks; its kind where it has no text."""
+    return " ".join(str(error).split()) or type(error).__name__

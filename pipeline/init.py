@@ -1,0 +1,72 @@
+"""A new project: a folder with a project.toml that names the images; the images stay where they are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pipeline import config
+from stages.models.families import family as family_record
+
+TEMPLATE = """\
+# A latentmill project. Every setting has a default; `latentmill status` says what each table would cost to rebuild.
+
+[project]
+family = {family}
+weights = {weights}  # a folder or a hub id; empty: {hub}
+
+[images]
+folder = {images}  # only read, never written
+
+[captions]
+trigger = {trigger}
+template = {template}
+preview_prompts = [{preview}]
+
+[buckets]
+resolutions = [512, 768]  # add 1024 for the last bit of detail, if it fits
+
+[train]
+steps = 1500  # more can be added later: the run goes on where it ended
+rank = 32
+lr = 1e-4
+
+[samples]
+checkpoints = "all"
+"""
+
+
+def new_project(folder: Path, images: Path, family: str, weights: str, trigger: str) -> list[str]:
+    """Write FOLDER/project.toml. Returns lines for the user. ValueError if something is in the way or missing."""
+    record = family_record(family)
+    file = folder / config.FILE
+    if file.exists():
+        raise ValueError(f"{file}: exists already; edit it, or choose another folder")
+    if not images.is_dir():
+        raise ValueError(f"{images}: no such folder of images")
+    values = {
+        "family": record.name,
+        "weights": weights,
+        "images": relative(images, folder),
+        "trigger": trigger,
+        "template": "{trigger}, {caption}" if trigger else "{caption}",
+    }
+    preview = quoted(f"a photo of {trigger}" if trigger else "a photo")
+    text = TEMPLATE.format(**{k: quoted(v) for k, v in values.items()}, hub=record.hub or "made by the project", preview=preview)
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    config.load(file)
+    return [f"wrote {file}; look it over, then:", f"  make train PROJECT={folder}"]
+
+
+def relative(images: Path, folder: Path) -> str:
+    """The images' path as the project names it: relative where both lie together, so that the two can move."""
+    inside = Path(os.path.relpath(images.resolve(), folder.resolve()))
+    return inside.as_posix() if len(inside.parts) - len([p for p in inside.parts if p == ".."]) and inside.parts[:2] != ("..", "..") \
+        else str(images.resolve())
+
+
+def quoted(text: str) -> str:
+    """A TOML basic string."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(c if c >= " " else f"\\u{ord(c):04x}" for c in escaped) + '"'

@@ -1,0 +1,165 @@
+"""Runs one stage: asks what is wanted, lets the stage make what is missing, commits it, and writes the manifest last."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pipeline.errors import Stopped
+from pipeline.project import Project
+from pipeline.store import Writer, missing
+from stages.stage import Stage, StageContext
+
+VERSIONS = ("latentmill", "mlx", "numpy", "pyarrow", "pylance", "pillow", "transformers")
+
+
+class Console(Protocol):
+    """Where a stage's lines and its progress go."""
+
+    def say(self, line: str) -> None:
+        """One line."""
+
+    def progress(self, done: int, total: int, unit: str) -> None:
+        """Move the bar."""
+
+
+@dataclass
+class Outcome:
+    """What a run did."""
+
+    noun: str
+    written: int = 0
+    removed: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+    peak_rss: int = 0  # bytes, the process's largest resident size
+    peak_mlx: int = 0  # bytes, MLX's largest active memory; 0 where MLX was not needed
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def up_to_date(self) -> bool:
+        """Nothing was written and nothing went."""
+        return not self.written and not self.removed
+
+
+def run(project: Project, noun: str, console: Console) -> Outcome:
+    """Bring one table up to date. Stopped if the user interrupts; ValueError in one line for what the user can mend."""
+    stage = project.stage(noun)
+    began = time.monotonic()
+    folder = project.current(noun)
+    with interruptible() as stop, folder.writer(project.recipe(noun)) as writer:
+        context = project.context(
+            stage,
+            artifacts=folder.folder / "artifacts",
+            stored=writer.stored,
+            keep=writer.keep,
+            say=console.say,
+            progress=console.progress,
+            stop=stop.is_set,
+            provenance=provenance(project, noun),
+        )
+        wanted = stage.wants(context)
+        context.pending = missing(wanted, writer.stored)
+        before = folder.rows().select(wanted.column_names) if folder.exists else None
+        written = work(stage, context, writer)
+        left = missing(wanted, writer.stored).num_rows
+        if left and stop.is_set():
+            raise Stopped(
+                f"{noun}: stopped; {written} new rows are kept, {left} are still to do. The same command goes on from here."
+            )
+        assert not left, f"{noun}: {left} rows that the stage wants were never yielded"
+        removed = missing(before, wanted).num_rows if before is not None else 0
+        outcome = Outcome(noun, written, removed, wanted.num_rows, time.monotonic() - began, peak_rss(), peak_mlx())
+        writer.finish(wanted, facts_of(outcome) if written or not folder.exists else {})
+    return outcome
+
+
+def work(stage: Stage, context: StageContext, writer: Writer) -> int:
+    """Let the stage run, commit its batches, give back its memory. Returns how many rows it wrote."""
+    written = 0
+    batches = stage.run(context)
+    try:
+        for batch in batches:
+            writer.append(batch)
+            written += batch.num_rows
+    finally:
+        batches.close() if hasattr(batches, "close") else None
+        writer.flush()
+        if "mlx.core" in sys.modules:
+            sys.modules["mlx.core"].clear_cache()
+    return written
+
+
+@contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """The first Ctrl-C (or SIGTERM) asks the stage to stop after its batch; a second one interrupts at once."""
+    stop = threading.Event()
+
+    def ask(number: int, frame: Any) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def provenance(project: Project, noun: str) -> dict[str, str]:
+    """What a file made by this run says of its making: family, recipe, the recipes of the tables it read, versions."""
+    from pipeline.fingerprint import short
+
+    reads = {f"recipe_{read.name}": short(project.recipe(read.name)) for read in project.stage(noun).reads}
+    versions = {f"version_{name}": version for name, version in software().items()}
+    return {"family": project.family.name, "project": project.name, "recipe": short(project.recipe(noun)), **reads, **versions}
+
+
+def software() -> dict[str, str]:
+    """Versions of what made a table."""
+    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    for name in VERSIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def facts_of(outcome: Outcome) -> dict[str, Any]:
+    """What the manifest keeps of the run that last wrote."""
+    return {
+        "run": {
+            "rows_written": outcome.written,
+            "seconds": round(outcome.seconds, 3),
+            "peak_rss": outcome.peak_rss,
+            "peak_mlx": outcome.peak_mlx,
+        },
+        "versions": software(),
+    }
+
+
+def peak_rss() -> int:
+    """The process's peak resident memory, bytes (Linux counts in KiB, macOS in bytes)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def peak_mlx() -> int:
+    """MLX's peak active memory, bytes; 0 if nothing needed MLX."""
+    core = sys.modules.get("mlx.core")
+    return int(core.get_peak_memory()) if core else 0
