@@ -60,10 +60,9 @@ def new_project(folder: Path, images: Path, family: str, weights: str, trigger: 
 
 
 def relative(images: Path, folder: Path) -> str:
-    """The images' path as the project names it: relative where both lie together, so that the two can move."""
-    inside = Path(os.path.relpath(images.resolve(), folder.resolve()))
-    return inside.as_posix() if len(inside.parts) - len([p for p in inside.parts if p == ".."]) and inside.parts[:2] != ("..", "..") \
-        else str(images.resolve())
+    """The images' path as the project names it: relative within the project or beside it, so that they can move together."""
+    found = Path(os.path.relpath(images.resolve(), folder.resolve()))
+    return str(images.resolve()) if found.parts[:2] == ("..", "..") else found.as_posix()
 
 
 def quoted(text: str) -> str:
