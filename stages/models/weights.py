@@ -17,7 +17,6 @@ import mlx.core as mx
 NAMED = 3  # keys named in a message; the rest is counted
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 DTYPES = ("BF16", "F16", "F32", "I64", "I32", "U8", "BOOL")  # U8 and the integers are buffers, never weights
-PREFIXES = ("model.diffusion_model.", "diffusion_model.")  # what single files may put before every key
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -94,14 +93,6 @@ def keys(path: Path) -> set[str]:
     return {key for file in files(path) for key in header(file)}
 
 
-def strip_prefix(key: str) -> str:
-    """A key without the prefix that some single files carry."""
-    for prefix in PREFIXES:
-        if key.startswith(prefix):
-            return key[len(prefix) :]
-    return key
-
-
 def read(path: Path) -> dict[str, mx.array]:
     """Every tensor of a component, lazily: nothing is read from disk until it is evaluated."""
     arrays: dict[str, mx.array] = {}
@@ -124,12 +115,13 @@ def load_component(
     convert: Callable[[dict[str, mx.array]], dict[str, mx.array]] | None = None,
     dtype: Any = None,
     ignore: Callable[[str], bool] | None = None,
+    arrange: Callable[[str, mx.array], mx.array] | None = None,
 ) -> dict[str, mx.array]:
     """Every tensor that `shapes` names, in its shape, read from a file or folder; anything else there is an error.
 
     `rename` turns a file's key into ours; `convert` turns a whole foreign layout into ours, lazily; keys that
-    `ignore` answers True for (ours, after renaming) are left out. `dtype` casts, tensor by tensor, so that no more
-    than one is held twice.
+    `ignore` answers True for (ours, after renaming) are left out. `dtype` (one for all, or a function of the key)
+    casts and `arrange` rearranges tensor by tensor, after the shapes were checked, so that only one is held twice.
     """
     arrays = read(path)
     if convert:
@@ -139,7 +131,7 @@ def load_component(
     if ignore:
         arrays = {k: v for k, v in arrays.items() if not ignore(k)}
     check(arrays, shapes, path)
-    return settle(arrays, dtype)
+    return settle(arrays, dtype, arrange)
 
 
 def check(arrays: Mapping[str, mx.array], shapes: Mapping[str, tuple[int, ...]], where: Path) -> None:
@@ -159,13 +151,20 @@ def check(arrays: Mapping[str, mx.array], shapes: Mapping[str, tuple[int, ...]],
         raise ValueError(f"{where} is of another size: {_some(wrong)}")
 
 
-def settle(arrays: dict[str, mx.array], dtype: Any = None) -> dict[str, mx.array]:
-    """Read and cast tensor by tensor. Empties `arrays` on the way: the source of a cast is let go at once."""
+def settle(
+    arrays: dict[str, mx.array],
+    dtype: Any = None,
+    arrange: Callable[[str, mx.array], mx.array] | None = None,
+) -> dict[str, mx.array]:
+    """Read, cast and rearrange tensor by tensor. Empties `arrays` on the way: the source of a cast is let go at once."""
     done: dict[str, mx.array] = {}
     for key in list(arrays):
         value = arrays.pop(key)
-        if dtype is not None and mx.issubdtype(value.dtype, mx.floating):
-            value = value.astype(dtype)
+        wanted = dtype(key) if callable(dtype) else dtype
+        if wanted is not None and mx.issubdtype(value.dtype, mx.floating):
+            value = value.astype(wanted)
+        if arrange:
+            value = arrange(key, value)
         mx.eval(value)
         done[key] = value
     return done

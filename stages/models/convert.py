@@ -1,0 +1,127 @@
+"""Weights in the layout of the model makers' single files, turned into the diffusers layout.
+
+The arrays may be lazy: nothing here reads them. Source of the tables: the reference repository's model.py and
+autoencoder.py beside the released diffusers folders; checked both ways at tiny sizes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import mlx.core as mx
+
+PREFIXES = ("model.diffusion_model.", "diffusion_model.")  # what single files may put before every key
+QUANTISED = (".input_scale", ".weight_scale", ".weight_scale_2", ".scale_weight", ".scale_input", "scaled_fp8")
+
+# Whole names first; then names inside a double or a single block.
+TRANSFORMER = {
+    "img_in": "x_embedder",
+    "txt_in": "context_embedder",
+    "time_in.in_layer": "time_guidance_embed.timestep_embedder.linear_1",
+    "time_in.out_layer": "time_guidance_embed.timestep_embedder.linear_2",
+    "guidance_in.in_layer": "time_guidance_embed.guidance_embedder.linear_1",
+    "guidance_in.out_layer": "time_guidance_embed.guidance_embedder.linear_2",
+    "double_stream_modulation_img.lin": "double_stream_modulation_img.linear",
+    "double_stream_modulation_txt.lin": "double_stream_modulation_txt.linear",
+    "single_stream_modulation.lin": "single_stream_modulation.linear",
+    "final_layer.linear": "proj_out",
+}
+DOUBLE = {
+    "img_attn.proj": "attn.to_out.0",
+    "txt_attn.proj": "attn.to_add_out",
+    "img_attn.norm.query_norm": "attn.norm_q",
+    "img_attn.norm.key_norm": "attn.norm_k",
+    "txt_attn.norm.query_norm": "attn.norm_added_q",
+    "txt_attn.norm.key_norm": "attn.norm_added_k",
+    "img_mlp.0": "ff.linear_in",
+    "img_mlp.2": "ff.linear_out",
+    "txt_mlp.0": "ff_context.linear_in",
+    "txt_mlp.2": "ff_context.linear_out",
+}
+SINGLE = {
+    "linear1": "attn.to_qkv_mlp_proj",
+    "linear2": "attn.to_out",
+    "norm.query_norm": "attn.norm_q",
+    "norm.key_norm": "attn.norm_k",
+}
+FUSED = {  # one matrix there, three here, rows in this order
+    "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+}
+ATTENTION = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "to_out.0"}
+
+
+def strip(key: str) -> str:
+    """A key without the prefix that some single files carry."""
+    return next((key[len(p) :] for p in PREFIXES if key.startswith(p)), key)
+
+
+def is_single_file(keys: Iterable[str]) -> bool:
+    """Whether the names are those of a single file rather than of the diffusers layout."""
+    marks = ("double_blocks.", "single_blocks.", "encoder.down.", "decoder.up.", "img_in.")
+    return any(strip(k).startswith(marks) for k in keys)
+
+
+def transformer(arrays: dict[str, mx.array], where: Path) -> dict[str, mx.array]:
+    """The transformer, renamed. Unknown keys are passed on, for the loader to name."""
+    converted: dict[str, mx.array] = {}
+    for found, value in arrays.items():
+        if found.endswith(QUANTISED):
+            raise ValueError(f"{where} holds scaled 8-bit weights ({found}), which are not supported: use the bfloat16 file")
+        key = strip(found)
+        name, _, ending = key.rpartition(".")
+        if key == "final_layer.adaLN_modulation.1.weight":  # shift, scale there; scale, shift here
+            half = value.shape[0] // 2
+            converted["norm_out.linear.weight"] = mx.concatenate([value[half:], value[:half]])
+        elif name in TRANSFORMER:
+            converted[f"{TRANSFORMER[name]}.{ending}"] = value
+        else:
+            converted |= _block(key, value)
+    return converted
+
+
+def _block(key: str, value: mx.array) -> dict[str, mx.array]:
+    """One tensor of a block: one entry, or three where it is fused."""
+    match = re.fullmatch(r"(double|single)_blocks\.(\d+)\.(.+)\.(weight|scale)", key)
+    if not match:
+        return {key: value}
+    kind, number, name, _ = match.groups()
+    prefix = f"transformer_blocks.{number}" if kind == "double" else f"single_transformer_blocks.{number}"
+    if kind == "double" and name in FUSED:
+        rows = value.shape[0] // 3
+        return {f"{prefix}.{part}.weight": value[i * rows : (i + 1) * rows] for i, part in enumerate(FUSED[name])}
+    known = DOUBLE if kind == "double" else SINGLE
+    return {f"{prefix}.{known[name]}.weight": value} if name in known else {key: value}
+
+
+def autoencoder(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The autoencoder, renamed; the 1x1 convolutions of its attention become matrices."""
+    levels = 1 + max((int(m[1]) for k in arrays if (m := re.match(r"decoder\.up\.(\d+)\.", k))), default=0)
+    converted: dict[str, mx.array] = {}
+    for found, value in arrays.items():
+        key = _autoencoder_key(found, levels)
+        flat = ".attentions.0.to_" in key and value.ndim == 4
+        converted[key] = value.reshape(value.shape[0], -1) if flat else value
+    return converted
+
+
+def _autoencoder_key(key: str, levels: int) -> str:
+    """The name of one of the autoencoder's tensors; the decoder's levels are counted the other way round."""
+    if match := re.fullmatch(r"(encoder|decoder)\.(down|up)\.(\d+)\.block\.(\d+)\.(.+)", key):
+        side, way, level, number, rest = match.groups()
+        at = int(level) if way == "down" else levels - 1 - int(level)
+        return f"{side}.{way}_blocks.{at}.resnets.{number}.{rest.replace('nin_shortcut', 'conv_shortcut')}"
+    if match := re.fullmatch(r"(encoder|decoder)\.(down|up)\.(\d+)\.(down|up)sample\.conv\.(.+)", key):
+        side, way, level, _, rest = match.groups()
+        at = int(level) if way == "down" else levels - 1 - int(level)
+        return f"{side}.{way}_blocks.{at}.{way}samplers.0.conv.{rest}"
+    if match := re.fullmatch(r"(encoder|decoder)\.mid\.block_(\d)\.(.+)", key):
+        return f"{match[1]}.mid_block.resnets.{int(match[2]) - 1}.{match[3]}"
+    if (match := re.fullmatch(r"(encoder|decoder)\.mid\.attn_1\.(\w+)\.(weight|bias)", key)) and match[2] in ATTENTION:
+        return f"{match[1]}.mid_block.attentions.0.{ATTENTION[match[2]]}.{match[3]}"
+    for old, new in (("encoder.quant_conv", "quant_conv"), ("decoder.post_quant_conv", "post_quant_conv")):
+        if key.startswith(old):
+            return new + key[len(old) :]
+    return re.sub(r"^(encoder|decoder)\.norm_out\.", r"\1.conv_norm_out.", key)

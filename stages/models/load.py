@@ -1,0 +1,64 @@
+"""From a folder of weights to a model: where each component lies, which layout it has, and its sizes.
+
+Two layouts are known: a diffusers folder (transformer/, vae/, text_encoder/, tokenizer/) and the model makers' single
+files (flux-2-klein-base-4b.safetensors, ae.safetensors) side by side in a folder. Both may be mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from stages.models import autoencoder, convert, flux2, weights
+from stages.models.families import Family
+
+FOLDERS = {"transformer": "transformer", "autoencoder": "vae", "text_encoder": "text_encoder", "tokenizer": "tokenizer"}
+AUTOENCODER_FILES = ("ae.safetensors", "flux2-vae.safetensors")
+
+
+def locate(root: Path, component: str, family: Family) -> Path:
+    """Where a component lies below `root`: a folder, or a single file. A ValueError says what was looked for."""
+    assert component in FOLDERS, component
+    folder = root / FOLDERS[component]
+    names = {"transformer": family.single_files, "autoencoder": AUTOENCODER_FILES}.get(component, ())
+    for path in (folder, *(root / name for name in names)):
+        if path.exists():
+            return path
+    looked = ", ".join([f"{folder.name}/", *names])
+    why = "" if root.is_dir() else "; that folder does not exist"
+    raise ValueError(f"the {component.replace('_', ' ')} of {family.name} is not in {root}: looked for {looked}{why}")
+
+
+def sizes(path: Path, default: Mapping[str, Any]) -> dict[str, Any]:
+    """A component's config: what its config.json says, the family record's values for a single file without one."""
+    return weights.read_config(path) or dict(default)
+
+
+def load_flux2(path: Path, family: Family, dtype: Any = None) -> flux2.Flux2:
+    """The transformer at `path`, either layout, every tensor cast to `dtype` (as stored, if None)."""
+    config = flux2.Flux2Config.from_dict(sizes(path, family.transformer))
+    foreign = convert.is_single_file(weights.keys(path))
+    arrays = weights.load_component(
+        path,
+        config.shapes(),
+        convert=(lambda found: convert.transformer(found, path)) if foreign else None,
+        dtype=dtype,
+    )
+    return flux2.Flux2(config, arrays)
+
+
+def load_autoencoder(path: Path, family: Family, dtype: Any = None) -> autoencoder.Autoencoder:
+    """The autoencoder at `path`, either layout, cast to `dtype`; the statistics of its latents stay in float32."""
+    config = autoencoder.AutoencoderConfig.from_dict(sizes(path, family.autoencoder))
+    arrays = weights.load_component(
+        path,
+        config.shapes(),
+        convert=convert.autoencoder if convert.is_single_file(weights.keys(path)) else None,
+        dtype=lambda key: mx.float32 if key.startswith("bn.") else dtype,
+        ignore=lambda key: key == "bn.num_batches_tracked",
+        arrange=autoencoder.arrange,
+    )
+    return autoencoder.Autoencoder(config, arrays)
