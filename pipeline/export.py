@@ -1,0 +1,163 @@
+"""Write a trained adapter in the form that other programs load: diffusers' names, or ComfyUI's fused ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+STYLES = {
+    "diffusers": "transformer.<diffusers name>: diffusers, and ComfyUI by its name map",
+    "comfyui": "diffusion_model.<reference name>, q, k and v fused: ComfyUI and what reads the reference layout; diffusers too",
+}
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def file_name(project: str, step: int | str, style: str) -> str:
+    """`cats-001000.safetensors`, and `cats-001000-comfyui.safetensors` for the fused form."""
+    safe = re.sub(r"[^\w.-]+", "-", project).strip("-.") or "adapter"
+    return f"{safe}-{int(step):06d}{'' if style == 'diffusers' else '-' + style}.safetensors"
+
+
+def export(
+    adapter: Path,
+    out: Path,
+    style: str,
+    *,
+    dtype: str,
+    metadata: dict[str, str],
+    say: Callable[[str], None] = lambda line: None,
+) -> Path:
+    """The adapter of the train stage as a file for `style`, one of STYLES, with values of `dtype`, one of DTYPES.
+
+    `out` is a file ending in .safetensors, or a folder, where the file is named after metadata's `project` and `step`.
+    `metadata` is added to what the adapter itself says. The scale alpha / rank is folded into B: the file is right also for
+    readers that look at no metadata. A file that is no export of the same project and style is never replaced.
+    """
+    _one_of("style", style, tuple(STYLES))
+    _one_of("dtype", dtype, DTYPES)
+    from stages.tuner import adapter_formats as formats
+
+    _, said = formats.load(adapter)
+    arrays, scales = formats.read_adapter(adapter)
+    _refuse_infinite(adapter, arrays)
+    said = {**said, **metadata}
+    name = file_name(said.get("project", adapter.stem), said.get("step", 0), style)
+    target = out if out.suffix == ".safetensors" else out / name
+    converted = (formats.to_diffusers if style == "diffusers" else formats.to_fused)(arrays, scales)
+    ranks = {key.removesuffix(formats.A): value.shape[0] for key, value in converted.items() if key.endswith(formats.A)}
+    described = {**_ours(said, style, dtype), **_fields(said, ranks)}
+    if style == "diffusers":
+        described["lora_adapter_metadata"] = json.dumps(_peft({n.removeprefix("transformer."): r for n, r in ranks.items()}))
+    _check_replaced(target, described, say)
+    _write(target, converted, dtype, described)
+    return target
+
+
+def _one_of(what: str, given: str, choices: tuple[str, ...]) -> None:
+    if given not in choices:
+        raise ValueError(f"unknown {what} {given!r}; there are {', '.join(choices)}")
+
+
+def _refuse_infinite(adapter: Path, arrays: dict[str, Any]) -> None:
+    import mlx.core as mx
+
+    for key, value in arrays.items():
+        if not mx.isfinite(value).all().item():
+            raise ValueError(f"{adapter}: {key} holds values that are not finite; the run diverged, export an earlier checkpoint")
+
+
+def _ours(said: dict[str, str], style: str, dtype: str) -> dict[str, str]:
+    """What the adapter and the caller say, plus how this file was made. All values are strings, as safetensors wants them."""
+    kept = {key: str(value) for key, value in said.items() if key not in ("format", "lora_adapter_metadata")}
+    made = {"export_style": style, "export_dtype": dtype, "scale": "folded into B", "software": _software()}
+    return {**kept, **made, "format": "pt"}
+
+
+def _fields(said: dict[str, str], ranks: dict[str, int]) -> dict[str, str]:
+    """The same in the field's words (kohya's ss_, Stability's modelspec), for programs that show them."""
+    common = str(Counter(ranks.values()).most_common(1)[0][0])
+    fields = {
+        "modelspec.sai_model_spec": "1.0.0",
+        "modelspec.implementation": "diffusers",
+        "modelspec.title": said.get("project", ""),
+        "modelspec.architecture": f"{said['family']}/lora" if "family" in said else "",
+        "modelspec.resolution": said.get("resolution", ""),
+        "modelspec.trigger_phrase": said.get("trigger", ""),
+        "ss_output_name": said.get("project", ""),
+        "ss_base_model_version": said.get("family", ""),
+        "ss_steps": said.get("step", ""),
+        "ss_network_module": "networks.lora",
+        "ss_network_dim": common,
+        "ss_network_alpha": common,  # as the file stands: the trained alpha is in B
+    }
+    return {key: str(value) for key, value in fields.items() if value}
+
+
+def _peft(ranks: dict[str, int]) -> dict[str, Any]:
+    """The configuration that diffusers hands to PEFT's LoraConfig. alpha = rank, for the scale is in B."""
+    common = Counter(ranks.values()).most_common(1)[0][0]
+    other = {"^" + re.escape(name): rank for name, rank in ranks.items() if rank != common}
+    return {
+        "transformer.r": common,
+        "transformer.lora_alpha": common,
+        "transformer.rank_pattern": other,
+        "transformer.alpha_pattern": dict(other),
+        "transformer.target_modules": list(ranks),
+    }
+
+
+def _software() -> str:
+    try:
+        return f"latentmill {version('latentmill')}"
+    except PackageNotFoundError:  # run from a checkout that was never installed
+        return "latentmill"
+
+
+def _check_replaced(target: Path, described: dict[str, str], say: Callable[[str], None]) -> None:
+    """An earlier export of the same project and style may be replaced, and it is said; anything else may not."""
+    if not target.exists():
+        return
+    from stages.tuner.adapter_formats import load
+
+    try:
+        _, found = load(target)
+    except ValueError:
+        found = {}
+    purpose = ("project", "export_style", "family")
+    if "export_style" not in found or any(found.get(key) != described.get(key) for key in purpose):
+        made = f"{described['export_style']} export of this project"
+        raise ValueError(f"{target} exists and is no {made}; move it away or give another name")
+    say(f"replaced {target} (it held step {found.get('step', '?')})")
+
+
+def _write(target: Path, arrays: dict[str, Any], dtype: str, metadata: dict[str, str]) -> None:
+    """Whole or not at all: a temporary beside the target, fsync, rename, fsync of the folder."""
+    import mlx.core as mx
+
+    cast = {key: mx.contiguous(value.astype(getattr(mx, dtype))) for key, value in arrays.items()}
+    overflown = [key for key, value in cast.items() if not mx.isfinite(value).all().item()]
+    if overflown:
+        raise ValueError(f"{overflown[0]} has values too large for {dtype}; export as bfloat16 or float32")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".tmp-{os.getpid()}-{target.name}")
+    try:
+        mx.save_safetensors(str(temporary), cast, metadata)
+        _fsync(temporary)
+        temporary.replace(target)
+        _fsync(target.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
