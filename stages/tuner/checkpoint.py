@@ -1,0 +1,143 @@
+"""Checkpoints: one folder per kept step, complete or worth nothing.
+
+    checkpoints/step-000250/adapter.safetensors     the adapter's float32 masters, and in the header what they are
+                            optimizer.safetensors   the optimizer's state
+                            rows.arrow              the rows of the run since the checkpoint before
+                            state.json              written last: step, what else must be known, size and sha256 of the others
+
+Every file is written whole or not at all, by the `keep` that the caller passes in; so a folder whose state.json agrees
+with its files is a checkpoint, and any other is none. Files are the same bytes for the same content.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pyarrow as pa
+
+Arrays = dict[str, mx.array]
+Keep = Callable[[str, Callable[[Path], None]], Path]  # keep(name, write): the file below the artifacts folder
+
+FOLDER = "checkpoints"
+ADAPTER, OPTIMIZER, ROWS, STATE = "adapter.safetensors", "optimizer.safetensors", "rows.arrow", "state.json"
+WORDS = {mx.float32: ("F32", np.float32), mx.int32: ("I32", np.int32)}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk that has a state.json: its step, its folder, what its state.json says."""
+
+    step: int
+    folder: Path
+    state: Mapping[str, Any]
+
+    def whole(self, *names: str) -> bool:
+        """Whether these files are there with the size and sha256 that they were written with."""
+        return all(self._whole(name) for name in names)
+
+    def _whole(self, name: str) -> bool:
+        written, path = self.state["files"].get(name), self.folder / name
+        return bool(written) and path.is_file() and path.stat().st_size == written["bytes"] and sha256(path) == written["sha256"]
+
+    def arrays(self, name: str) -> Arrays:
+        """The arrays of one of its files."""
+        loaded: Any = mx.load(str(self.folder / name))
+        mx.eval(loaded)
+        return dict(loaded)
+
+    def rows(self) -> pa.Table:
+        """The rows of the run between the checkpoint before and this one."""
+        with pa.ipc.open_file(pa.BufferReader((self.folder / ROWS).read_bytes())) as file:
+            return file.read_all()
+
+
+def found(artifacts: Path) -> list[Checkpoint]:
+    """Every checkpoint with a state.json, newest first. Their files are not looked at: ask `whole`."""
+    there = []
+    for path in artifacts.glob(f"{FOLDER}/step-*/{STATE}"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none: it was not written by us, or damaged
+            state = json.loads(path.read_text())
+            there.append(Checkpoint(int(state["step"]), path.parent, {**state, "files": dict(state["files"])}))
+    return sorted(there, key=lambda c: -c.step)
+
+
+def save(
+    keep: Keep, step: int, adapter: Arrays, optimizer: Arrays, rows: pa.Table, about: Mapping[str, str], facts: Mapping[str, Any]
+) -> Checkpoint:
+    """Keep a checkpoint. `about` goes into the adapter's header, `facts` into state.json."""
+    inside = f"{FOLDER}/step-{step:06d}"
+    written = {
+        ADAPTER: keep(f"{inside}/{ADAPTER}", lambda path: write_arrays(path, adapter, {**about, "step": str(step)})),
+        OPTIMIZER: keep(f"{inside}/{OPTIMIZER}", lambda path: write_arrays(path, optimizer, {"step": str(step)})),
+        ROWS: keep(f"{inside}/{ROWS}", lambda path: write_rows(path, rows)),
+    }
+    files = {name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for name, path in written.items()}
+    state = {"step": step, **facts, "files": files}
+    path = keep(f"{inside}/{STATE}", lambda path: _write_text(path, json.dumps(state, indent=1, sort_keys=True)))
+    return Checkpoint(step, path.parent, state)
+
+
+def publish(keep: Keep, saved: Checkpoint) -> None:
+    """Copy a checkpoint's adapter to the top: the result of the run."""
+    keep(ADAPTER, lambda path: _copy(saved.folder / ADAPTER, path))
+
+
+def published(artifacts: Path) -> int | None:
+    """The step of the adapter at the top; None if there is none."""
+    try:
+        with (artifacts / ADAPTER).open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        return int(header["__metadata__"]["step"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def prune(artifacts: Path, last: int) -> None:
+    """Let the optimizer states go, but for those of the last few checkpoints. Adapters all stay."""
+    for saved in found(artifacts)[max(last, 1) :]:
+        (saved.folder / OPTIMIZER).unlink(missing_ok=True)
+
+
+def write_arrays(path: Path, arrays: Mapping[str, mx.array], about: Mapping[str, str]) -> None:
+    """A safetensors file, array by array: sorted, so that equal content is equal bytes, which no library promises."""
+    entries: dict[str, Any] = {"__metadata__": dict(about)}
+    end = 0
+    for name in sorted(arrays):
+        value = arrays[name]
+        entries[name] = {"dtype": WORDS[value.dtype][0], "shape": list(value.shape), "data_offsets": [end, end + value.nbytes]}
+        end += value.nbytes
+    header = json.dumps(entries, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name in sorted(arrays):
+            file.write(np.ascontiguousarray(np.array(arrays[name]), WORDS[arrays[name].dtype][1]).tobytes())
+
+
+def write_rows(path: Path, rows: pa.Table) -> None:
+    """An Arrow file."""
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, rows.schema) as writer:
+        writer.write_table(rows)
+
+
+def sha256(path: Path) -> str:
+    """Of a file's bytes, hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def _copy(source: Path, path: Path) -> None:
+    shutil.copyfile(source, path)
