@@ -9,13 +9,39 @@ from collections import Counter
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeline.project import Project
 
 STYLES = {
     "diffusers": "transformer.<diffusers name>: diffusers, and ComfyUI by its name map",
     "comfyui": "diffusion_model.<reference name>, q, k and v fused: ComfyUI and what reads the reference layout; diffusers too",
 }
 DTYPES = ("float32", "bfloat16", "float16")
+
+
+def export_run(
+    project: Project,
+    out: Path | None,
+    style: str,
+    *,
+    dtype: str,
+    step: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Path:
+    """Export what the project trained: the run's result, or the checkpoint of `step`. Without `out`, into `exports/`."""
+    table = project.folder("train")
+    artifacts = table.folder / "artifacts"
+    checkpoints = {int(p.parent.name.split("-")[1]): p for p in artifacts.glob("checkpoints/step-*/adapter.safetensors")}
+    there = f"its checkpoints are {', '.join(map(str, sorted(checkpoints)))}" if checkpoints else "it has no checkpoint yet"
+    adapter = artifacts / project.stage("train").result if step is None else checkpoints.get(step)
+    if adapter is None or not adapter.is_file():
+        wanted = "finished adapter" if step is None else f"checkpoint of step {step}"
+        raise ValueError(f"{project.name} has no {wanted} to export; {there}; run: make train PROJECT={project.path}")
+    if table.folder != project.current("train").folder:
+        say(f"project.toml has changed since: this is the run of recipe {table.folder.name}")
+    return export(adapter, out or project.path / "exports", style, dtype=dtype, metadata={"project": project.name}, say=say)
 
 
 def file_name(project: str, step: int | str, style: str) -> str:
@@ -41,7 +67,7 @@ def export(
     """
     _one_of("style", style, tuple(STYLES))
     _one_of("dtype", dtype, DTYPES)
-    from stages.tuner import adapter_formats as formats
+    from stages.models import adapter_formats as formats
 
     _, said = formats.load(adapter)
     arrays, scales = formats.read_adapter(adapter)
@@ -123,7 +149,7 @@ def _check_replaced(target: Path, described: dict[str, str], say: Callable[[str]
     """An earlier export of the same project and style may be replaced, and it is said; anything else may not."""
     if not target.exists():
         return
-    from stages.tuner.adapter_formats import load
+    from stages.models.adapter_formats import load
 
     try:
         _, found = load(target)

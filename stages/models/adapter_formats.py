@@ -17,32 +17,22 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from stages.models import convert, weights
+
 A, B = ".lora_A.weight", ".lora_B.weight"
-# A linear of the reference layout -> the diffusers linears whose rows it stacks, in order; {} is the block's number.
-FUSED: dict[str, tuple[str, ...]] = {
-    "double_blocks.{}.img_attn.qkv": tuple(f"transformer_blocks.{{}}.attn.{n}" for n in ("to_q", "to_k", "to_v")),
-    "double_blocks.{}.img_attn.proj": ("transformer_blocks.{}.attn.to_out.0",),
-    "double_blocks.{}.img_mlp.0": ("transformer_blocks.{}.ff.linear_in",),
-    "double_blocks.{}.img_mlp.2": ("transformer_blocks.{}.ff.linear_out",),
-    "double_blocks.{}.txt_attn.qkv": tuple(f"transformer_blocks.{{}}.attn.add_{n}_proj" for n in "qkv"),
-    "double_blocks.{}.txt_attn.proj": ("transformer_blocks.{}.attn.to_add_out",),
-    "double_blocks.{}.txt_mlp.0": ("transformer_blocks.{}.ff_context.linear_in",),
-    "double_blocks.{}.txt_mlp.2": ("transformer_blocks.{}.ff_context.linear_out",),
-    "single_blocks.{}.linear1": ("single_transformer_blocks.{}.attn.to_qkv_mlp_proj",),
-    "single_blocks.{}.linear2": ("single_transformer_blocks.{}.attn.to_out",),
-    "img_in": ("x_embedder",),
-    "txt_in": ("context_embedder",),
-    "time_in.in_layer": ("time_guidance_embed.timestep_embedder.linear_1",),
-    "time_in.out_layer": ("time_guidance_embed.timestep_embedder.linear_2",),
-    "guidance_in.in_layer": ("time_guidance_embed.guidance_embedder.linear_1",),
-    "guidance_in.out_layer": ("time_guidance_embed.guidance_embedder.linear_2",),
-    "double_stream_modulation_img.lin": ("double_stream_modulation_img.linear",),
-    "double_stream_modulation_txt.lin": ("double_stream_modulation_txt.linear",),
-    "single_stream_modulation.lin": ("single_stream_modulation.linear",),
-    "final_layer.adaLN_modulation.1": ("norm_out.linear",),
-    "final_layer.linear": ("proj_out",),
-}
 _HALVES_SWAPPED = "final_layer.adaLN_modulation.1"  # rows are shift, scale; in diffusers scale, shift
+
+
+def _reference() -> dict[str, tuple[str, ...]]:
+    """A linear of the reference layout -> the diffusers linears whose rows it stacks, in order; {} is the block's number."""
+    double, single = "transformer_blocks.{}.", "single_transformer_blocks.{}."
+    found = {name: (ours,) for name, ours in convert.TRANSFORMER.items()} | {_HALVES_SWAPPED: ("norm_out.linear",)}
+    found |= {f"double_blocks.{{}}.{n}": tuple(double + p for p in parts) for n, parts in convert.FUSED.items()}
+    found |= {f"double_blocks.{{}}.{n}": (double + p,) for n, p in convert.DOUBLE.items() if "norm" not in n}
+    return found | {f"single_blocks.{{}}.{n}": (single + p,) for n, p in convert.SINGLE.items() if "norm" not in n}
+
+
+FUSED = _reference()
 _FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
 _FUSED_OF_KOHYA = {fused.replace(".", "_"): fused for fused in FUSED}
 _PREFIXES = ("base_model.model.", "diffusion_model.", "transformer.")
@@ -118,15 +108,9 @@ def read_adapter(path: Path) -> tuple[Arrays, Scales]:
 
 def load(path: Path) -> tuple[Arrays, dict[str, str]]:
     """The arrays and the metadata of a safetensors file; a missing, foreign or shortened file is one clear line."""
-    from safetensors import SafetensorError, safe_open
-
     if not path.is_file():
         raise ValueError(f"no adapter at {path}")
-    try:
-        with safe_open(str(path), "np"):  # compares the file's size with its header, which MLX does not
-            pass
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file ({error})") from None
+    weights.header(path)  # compares the file's size with its header, which MLX does not
     loaded: Any = mx.load(str(path), return_metadata=True)
     arrays, metadata = loaded
     return arrays, metadata
