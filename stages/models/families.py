@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+# A family's components and where each lies in a folder of the diffusers layout.
+FOLDERS = {"transformer": "transformer", "autoencoder": "vae", "text_encoder": "text_encoder", "tokenizer": "tokenizer"}
+
 # FLUX.2's autoencoder: one for every released family.
 AUTOENCODER: Mapping[str, Any] = {
     "in_channels": 3,

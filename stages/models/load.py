@@ -1,4 +1,4 @@
-"""From a folder of weights to a model: where each component lies, which layout it has, and its sizes.
+"""From files to a model: which layout they have, and the sizes of the architecture.
 
 Two layouts are known: a diffusers folder (transformer/, vae/, text_encoder/, tokenizer/) and the model makers' single
 files (flux-2-klein-base-4b.safetensors, ae.safetensors) side by side in a folder. Both may be mixed.
@@ -14,22 +14,6 @@ import mlx.core as mx
 
 from stages.models import autoencoder, convert, flux2, weights
 from stages.models.families import Family
-
-FOLDERS = {"transformer": "transformer", "autoencoder": "vae", "text_encoder": "text_encoder", "tokenizer": "tokenizer"}
-AUTOENCODER_FILES = ("ae.safetensors", "flux2-vae.safetensors")
-
-
-def locate(root: Path, component: str, family: Family) -> Path:
-    """Where a component lies below `root`: a folder, or a single file. A ValueError says what was looked for."""
-    assert component in FOLDERS, component
-    folder = root / FOLDERS[component]
-    names = {"transformer": family.single_files, "autoencoder": AUTOENCODER_FILES}.get(component, ())
-    for path in (folder, *(root / name for name in names)):
-        if path.exists():
-            return path
-    looked = ", ".join([f"{folder.name}/", *names])
-    why = "" if root.is_dir() else "; that folder does not exist"
-    raise ValueError(f"the {component.replace('_', ' ')} of {family.name} is not in {root}: looked for {looked}{why}")
 
 
 def sizes(path: Path, default: Mapping[str, Any]) -> dict[str, Any]:

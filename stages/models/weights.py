@@ -14,9 +14,25 @@ from typing import Any
 
 import mlx.core as mx
 
+from stages.models.families import FOLDERS, Family
+
 NAMED = 3  # keys named in a message; the rest is counted
+AUTOENCODER_FILES = ("ae.safetensors", "flux2-vae.safetensors")  # names of the autoencoder as one file
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 DTYPES = ("BF16", "F16", "F32", "I64", "I32", "U8", "BOOL")  # U8 and the integers are buffers, never weights
+
+
+def locate(root: Path, component: str, family: Family) -> Path:
+    """Where a component lies below `root`: a folder, or a single file. A ValueError says what was looked for."""
+    assert component in FOLDERS, component
+    folder = root / FOLDERS[component]
+    names = {"transformer": family.single_files, "autoencoder": AUTOENCODER_FILES}.get(component, ())
+    for path in (folder, *(root / name for name in names)):
+        if path.exists():
+            return path
+    looked = ", ".join([f"{folder.name}/", *names])
+    why = "" if root.is_dir() else "; that folder does not exist"
+    raise ValueError(f"the {component.replace('_', ' ')} of {family.name} is not in {root}: looked for {looked}{why}")
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -1,0 +1,99 @@
+"""Where a family's weights lie: a folder of the user's, the hub's cache, or a folder that the project makes itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from stages.models.families import FOLDERS, Family
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def resolve(spec: str, project: Path, family: Family, components: Iterable[str] = tuple(FOLDERS), *, fetch: bool = True) -> Path:
+    """The folder that `weights = spec` means for a family: found, fetched or made.
+
+    `spec` is a folder (absolute, from ~, or relative to the project), a hub id "org/name", or empty for the family's
+    own. From the hub only `components` are fetched, and only those that the cache lacks; with `fetch` False a missing
+    one is an error instead. ValueError says in one line what to do.
+    """
+    if not spec and family.seeded is not None:
+        return _made(project / "weights" / family.name, family.seeded, fetch)
+    hub = spec or family.hub
+    if not hub:
+        raise ValueError(f"no weights are published for {family.name}: set weights to a folder")
+    folder = project / Path(hub).expanduser()
+    if spec and folder.is_dir():
+        return folder
+    if not HUB_ID.fullmatch(hub):
+        kind = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise ValueError(f"weights = {spec!r}: the folder {folder} {kind}, and it is no hub id (org/name) either")
+    return _snapshot(hub, list(components), family, fetch)
+
+
+def _made(folder: Path, seed: int, make: bool) -> Path:
+    """A seeded family's folder, made once: beside its place first, so that it is whole when it appears."""
+    if folder.is_dir():
+        return folder
+    if not make:
+        raise ValueError(f"{folder} is not made yet; a stage that needs it makes it")
+    from stages.models import tiny
+
+    temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        tiny.make(temporary, seed)
+        temporary.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # else another process was first; its weights are the same
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def _snapshot(hub: str, components: list[str], family: Family, fetch: bool) -> Path:
+    """The cached copy of a hub repository's components. The network is asked only for what the cache lacks."""
+    from huggingface_hub import errors, snapshot_download
+
+    folders = [FOLDERS[c] for c in components]
+    patterns = [f"{name}/*" for name in folders] + ["*.json"]
+    try:
+        cached = Path(snapshot_download(hub, allow_patterns=patterns, local_files_only=True))
+        if all((cached / name).is_dir() for name in folders):
+            return cached
+    except errors.LocalEntryNotFoundError:
+        pass
+    if not fetch:
+        raise ValueError(f"{', '.join(folders)} of {hub} is not fetched yet; a stage that needs it fetches it")
+    try:
+        return Path(snapshot_download(hub, allow_patterns=patterns))
+    except (errors.HTTPError, OSError, ValueError) as error:
+        raise ValueError(_remedy(hub, folders, family, error)) from None
+
+
+def _remedy(hub: str, folders: list[str], family: Family, error: Exception) -> str:
+    """What went wrong and what the user can do about it, in one line."""
+    from huggingface_hub import constants, errors
+
+    page = f"{constants.ENDPOINT}/{hub}"
+    if isinstance(error, errors.GatedRepoError) or (family.gated and _status(error) in (401, 403)):
+        return f"{hub} is gated ({family.licence} licence): accept the licence at {page}, then run `hf auth login` and try again"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"the hub has no {hub}, or it is private: check weights in project.toml, or give a folder that exists"
+    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
+        return f"{hub} could not be written to {constants.HF_HUB_CACHE}: {error.strerror}"
+    what = " ".join(f"--include '{name}/*'" for name in folders)
+    return (
+        f"{hub} cannot be reached: where there is a network, run `hf download {hub} {what} --local-dir FOLDER`, "
+        'then set weights = "FOLDER" in project.toml'
+    )
+
+
+def _status(error: Exception) -> int:
+    """The status of an answer that was a refusal; 0 where there was none."""
+    return int(getattr(getattr(error, "response", None), "status_code", 0))
