@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import stages
-from stages.stage import selects
+from stages.stage import runtime, selects
 
 FILE = "project.toml"
 
@@ -27,6 +27,7 @@ class ProjectConfig:
     family: str = selects("klein-base-4b", "the model family; `latentmill families` lists them")
     weights: str = selects("", "a folder or a hub id; empty: the family's own hub id")
     pipeline: str = selects("lora", "which chain of stages")
+    commit_seconds: float = runtime(30.0, "rows are committed this often, seconds: what a kill can cost")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from stages.stage import Stage, StageContext
 # What a family's record, and no file, says about how a component is used.
 RECORD = {
     "text_encoder": ("text_kind", "text_layers", "text_tokens"),
-    "transformer": ("guidance_embedded", "real_cfg", "guidance"),
+    "transformer": ("guidance_embedded",),
 }
 
 

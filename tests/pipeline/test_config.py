@@ -1,0 +1,73 @@
+"""project.toml: what is refused, and how it is said."""
+
+import re
+
+import pytest
+
+from pipeline import config
+
+GOOD = '[project]\nfamily = "tiny"\n'
+
+
+def load(tmp_path, text: str, *overrides: str) -> config.Config:
+    (tmp_path / "project.toml").write_text(text)
+    return config.load(tmp_path / "project.toml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[buckets]\nresolution = [512]", "[buckets] resolution: no such key; did you mean resolutions?"),
+        ("[bucket]\nresolutions = [512]", "[bucket]: no such section; did you mean buckets?"),
+        ("[buckets]\nresolutions = 512", "[buckets] resolutions: 512 is a whole number; a list is wanted, like [512]"),
+        ("[buckets]\nresolutions = [500]", "500 is not a multiple of 16; 496 or 512 would be"),
+        ('[train]\nsteps = "many"', "[train] steps: 'many' is a string; a whole number is wanted"),
+        ("[train]\nsteps = true", "[train] steps: True is true or false; a whole number is wanted"),
+        ("train = 3", "[train]: 3 is a value; this is a section of its own"),
+        ("[train", "not valid TOML"),
+        ('[project]\npipeline = "lore"', "did you mean lora?"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_where_and_what_would_be_right(tmp_path, text, said):
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        load(tmp_path, text)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_names_the_command_that_makes_one(tmp_path):
+    with pytest.raises(ValueError, match="latentmill init"):
+        config.load(tmp_path / "project.toml")
+
+
+def test_a_whole_number_will_do_for_a_number(tmp_path):
+    assert load(tmp_path, GOOD + "[train]\nlr = 1").sections["train"].lr == 1.0
+
+
+def test_an_override_is_parsed_like_the_file(tmp_path):
+    made = load(tmp_path, GOOD, "train.steps=7", "buckets.resolutions=[64, 128]", "captions.trigger=sks")
+    assert made.sections["train"].steps == 7
+    assert made.sections["buckets"].resolutions == (64, 128)
+    assert made.sections["captions"].trigger == "sks"
+
+
+@pytest.mark.parametrize("override", ["steps=7", "train.steps", "train.=3", "train.stepz=7"])
+def test_a_wrong_override_is_refused(tmp_path, override):
+    with pytest.raises(ValueError):
+        load(tmp_path, GOOD, override)
+
+
+def test_every_setting_says_what_it_is():
+    import dataclasses
+
+    import stages
+
+    def check(kind: type) -> None:
+        for field in dataclasses.fields(kind):
+            assert field.metadata.get("doc"), f"{kind.__name__}.{field.name} has no doc"
+            assert field.metadata.get("kind") in ("setting", "selects", "runtime"), f"{kind.__name__}.{field.name}"
+            if dataclasses.is_dataclass(field.default):
+                check(type(field.default))
+
+    check(config.ProjectConfig)
+    for noun in stages.PIPELINES["lora"]:
+        check(stages.stage(noun).config)

@@ -1,0 +1,211 @@
+"""Bad input through the command line: one clear line, a non-zero exit code, nothing lost."""
+
+import json
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from pipeline.project import Project
+from tests import projects
+
+USER = 2
+STOPPED = 130
+
+
+@pytest.fixture
+def project(tmp_path, tiny_weights) -> Path:
+    return projects.make(tmp_path / "project", tiny_weights, images=3)
+
+
+@pytest.fixture
+def weights(tmp_path, tiny_weights) -> Path:
+    """A copy of the weights that may be damaged."""
+    shutil.copytree(tiny_weights, tmp_path / "weights")
+    return tmp_path / "weights"
+
+
+def refused(folder: Path, *arguments: str) -> str:
+    """The one line on standard error."""
+    process = projects.command(folder, *arguments)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == USER, f"{process.returncode}\n{out}\n{err}"
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and "Traceback" not in err, err
+    return lines[0]
+
+
+def test_a_project_folder_that_is_missing_is_named(tmp_path):
+    assert "nowhere" in refused(tmp_path / "nowhere", "run", "images")
+
+
+def test_a_missing_image_folder_is_named(project):
+    (project / "images").rename(project / "pictures")
+    assert "images" in refused(project, "run", "images")
+
+
+def test_an_empty_image_folder_is_named(project):
+    shutil.rmtree(project / "images")
+    (project / "images").mkdir()
+    assert "images" in refused(project, "run", "images")
+
+
+def test_images_without_captions_are_counted_and_named(project):
+    for path in (project / "images").glob("*.txt"):
+        path.unlink()
+    projects.latentmill(project, "run", "images")
+    line = refused(project, "run", "captions")
+    assert "3" in line and "picture0.png" in line
+
+
+def test_a_stage_that_does_not_exist_gets_the_nearest_name(project):
+    assert "did you mean latents?" in refused(project, "run", "latent")
+
+
+def test_a_stage_before_its_inputs_names_the_command(project):
+    assert "make buckets" in refused(project, "run", "latents")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("resolutions", "resolution", "did you mean resolutions?"),
+        ("[64, 96]", "[500]", "496 or 512"),
+        ("steps = 6", 'steps = "six"', "a whole number is wanted"),
+        ('"tiny"', '"tinny"', "tiny"),
+    ],
+)
+def test_a_mistake_in_the_project_file_stops_before_anything_is_written(project, old, new, said):
+    projects.edit(project, old, new)
+    assert said in refused(project, "run", "images")
+    assert not (project / "tables").exists()
+
+
+def test_missing_weights_are_named(project, weights):
+    use(project, weights)
+    shutil.rmtree(weights / "vae")
+    assert "vae" in refused(project, "run", "latents")
+    shutil.rmtree(weights)
+    assert "weights" in refused(project, "run", "embeddings")
+
+
+def use(project: Path, weights: Path) -> None:
+    """Point the project at other weights, and build what needs none."""
+    lines = (project / "project.toml").read_text().splitlines()
+    lines = [f'weights = "{weights}"' if line.startswith("weights") else line for line in lines]
+    (project / "project.toml").write_text("\n".join(lines))
+    projects.build(project, "images", "captions", "buckets")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
+def test_weights_cut_short_are_refused_with_the_file(project, weights, share):
+    use(project, weights)
+    file = next((weights / "vae").glob("*.safetensors"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(len(whole) * share)])
+    assert file.name in refused(project, "run", "latents")
+    file.write_bytes(whole)
+    projects.latentmill(project, "run", "latents")
+
+
+def test_weights_of_another_shape_are_refused_with_the_tensor(project, weights):
+    use(project, weights)
+    file = next((weights / "text_encoder").glob("*.safetensors"))
+    arrays = load_file(file)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    arrays[name] = np.zeros((3, 3), np.float32)
+    save_file(arrays, file)
+    assert name.removeprefix("model.") in refused(project, "run", "embeddings")
+
+
+def test_a_header_that_is_not_json_is_refused(project, weights):
+    use(project, weights)
+    file = next((weights / "vae").glob("*.safetensors"))
+    file.write_bytes(struct.pack("<Q", 10) + b"not json at all")
+    assert file.name in refused(project, "run", "latents")
+
+
+def test_a_second_writer_is_told_who_writes(project):
+    folder = Project.open(project).current("images")
+    with folder.writer(Project.open(project).recipe("images")):
+        line = refused(project, "run", "images")
+    assert "images" in line and str(project) in line or "writ" in line
+    projects.latentmill(project, "run", "images")
+
+
+LIMITED = """
+import resource, signal, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+from pipeline.cli import main
+main(sys.argv[2:])
+"""
+
+
+def test_a_disk_that_is_full_is_one_line_and_the_next_run_goes_on(project):
+    """A limit on file sizes stands for the full disk: the write fails in the same place, with the system's error."""
+    projects.build(project, "images", "captions", "buckets")
+    words = [sys.executable, "-c", LIMITED, "6000", "run", "latents", "--project", str(project)]
+    done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == USER, done.stderr
+    assert "Traceback" not in done.stderr and "latents" in done.stderr
+    assert not Project.open(project).current("latents").exists
+    projects.latentmill(project, "run", "latents")
+    assert projects.content(project, "latents").num_rows == 6
+
+
+@pytest.mark.parametrize("noun", ["latents", "train"])
+def test_an_interrupt_saves_and_says_how_to_go_on(project, noun):
+    projects.edit(project, "steps = 6", "steps = 4000")
+    for number in range(3, 40):
+        projects.add_image(project, f"more{number}.png", seed=number)
+    projects.build(project, "images", "captions", "buckets", *(["latents", "embeddings"] if noun == "train" else []))
+    process = projects.command(project, "run", noun)
+    time.sleep(4)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode in (STOPPED, 0), err
+    assert "Traceback" not in err
+    if process.returncode == STOPPED:
+        assert "goes on from here" in err or "goes on from there" in err
+    assert not list(project.rglob(".tmp-*"))
+
+
+def test_sql_that_is_wrong_is_one_line(project):
+    projects.build(project, "images")
+    assert "imagess" in refused(project, "query", "select * from imagess")
+
+
+def test_init_refuses_to_overwrite_a_project(project):
+    text = (project / "project.toml").read_text()
+    words = [sys.executable, "-m", "pipeline", "init", str(project), "--images", str(project / "images")]
+    done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True)
+    assert done.returncode == USER and "exists already" in done.stderr
+    assert (project / "project.toml").read_text() == text
+
+
+def test_init_makes_a_project_that_opens(tmp_path, project):
+    words = [
+        sys.executable,
+        "-m",
+        "pipeline",
+        "init",
+        str(tmp_path / "new"),
+        "--images",
+        str(project / "images"),
+        "--trigger",
+        'o"hm',
+    ]
+    done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    made = Project.open(tmp_path / "new")
+    assert made.source.resolve() == (project / "images").resolve()
+    assert made.config.sections["captions"].trigger == 'o"hm'
+    assert json.loads(json.dumps(made.family.name)) == "klein-base-4b"

@@ -1,0 +1,131 @@
+"""Small real projects for the tests of the whole chain: real images, tiny weights, every stage through the runner."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+
+from pipeline import runner
+from pipeline.project import Project
+from pipeline.runner import Outcome
+
+ROOT = Path(__file__).parents[1]
+CONFIG = """
+[project]
+family = "tiny"
+weights = "{weights}"
+commit_seconds = 0.0
+
+[captions]
+preview_prompts = ["a red thing"]
+
+[buckets]
+resolutions = [64, 96]
+
+[embeddings]
+precision = "float32"
+
+[train]
+precision = "float32"
+steps = 6
+rank = 2
+checkpoint_every = 2
+caption_dropout = 0.2
+
+[samples]
+width = 64
+height = 64
+steps = 2
+"""
+SIZES = ((160, 120), (120, 160), (128, 128), (200, 90), (150, 150))
+
+
+class Silent:
+    """A console that remembers what was said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def progress(self, done: int, total: int, unit: str) -> None:
+        assert 0 <= done <= total and unit
+
+
+def draw(path: Path, seed: int, size: tuple[int, int]) -> None:
+    """A smooth random picture, the same for the same seed."""
+    generator = np.random.default_rng(seed)
+    coarse = Image.fromarray(generator.integers(0, 256, (6, 6, 3), dtype=np.uint8), "RGB")
+    coarse.resize(size, Image.Resampling.BICUBIC).save(path)
+
+
+def make(folder: Path, weights: Path, images: int = 4) -> Path:
+    """A project of a few captioned images."""
+    (folder / "images").mkdir(parents=True)
+    for number in range(images):
+        add_image(folder, f"picture{number}.png", seed=number, size=SIZES[number % len(SIZES)])
+    (folder / "project.toml").write_text(CONFIG.format(weights=weights))
+    return folder
+
+
+def add_image(folder: Path, name: str, seed: int, size: tuple[int, int] = (128, 96), caption: str = "") -> None:
+    """One image with its sidecar."""
+    path = folder / "images" / name
+    draw(path, seed, size)
+    path.with_suffix(".txt").write_text(caption or f"picture number {seed}")
+
+
+def edit(folder: Path, old: str, new: str) -> None:
+    """Change project.toml."""
+    file = folder / "project.toml"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def build(folder: Path, *nouns: str, console: Silent | None = None) -> dict[str, Outcome]:
+    """Run stages in order (all of them by default), in this process; what each did, by noun."""
+    outcomes = {}
+    for noun in nouns or Project.open(folder).nouns:
+        outcomes[noun] = runner.run(Project.open(folder), noun, console or Silent())
+    return outcomes
+
+
+def written(outcomes: dict[str, Outcome]) -> dict[str, int]:
+    """How many rows each stage wrote."""
+    return {noun: outcome.written for noun, outcome in outcomes.items()}
+
+
+def content(folder: Path, noun: str) -> pa.Table:
+    """A table's rows in the columns in which equal runs agree, sorted by key, with the tensors' words where it has any."""
+    found = Project.open(folder).current(noun)
+    rows = found.rows().sort_by([(name, "ascending") for name in found.schema.key])
+    table = rows.select(found.schema.compared)
+    if not found.schema.tensor:
+        return table
+    reader = found.tensors()
+    keys = rows[found.schema.key[0]].to_pylist()
+    shapes = rows["shape"].to_pylist()
+    words = [np.asarray(reader.read(k)).tobytes() if shape else b"" for k, shape in zip(keys, shapes, strict=True)]
+    return table.append_column("words", pa.array(words, pa.large_binary()))
+
+
+def command(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """`latentmill ARGUMENTS --project FOLDER` as a process of its own."""
+    words = [sys.executable, "-m", "pipeline", *arguments, "--project", str(folder)]
+    return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def latentmill(folder: Path, *arguments: str, code: int = 0) -> str:
+    """The same, awaited; the exit code must be `code`. Returns standard output and error together."""
+    process = command(folder, *arguments)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == code, f"{arguments}: {process.returncode}\n{out}\n{err}"
+    assert "Traceback" not in err, err
+    return out + err

@@ -1,0 +1,116 @@
+"""The laws of the house, over every stage."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+import stages
+from pipeline.project import Project
+from schemas.table import TableSchema
+from tests import projects
+
+ROOT = Path(__file__).parents[1]
+NOUNS = stages.PIPELINES["lora"]
+SOURCES = sorted(p for folder in ("pipeline", "stages", "schemas") for p in (ROOT / folder).rglob("*.py"))
+
+
+def makefile_edges() -> dict[str, set[str]]:
+    """target -> the targets it depends on, from the Makefile's text."""
+    edges: dict[str, set[str]] = {}
+    for line in (ROOT / "Makefile").read_text().splitlines():
+        found = re.match(r"^([a-z]+):(?!=)\s*([a-z ./]*)$", line)
+        if found:
+            edges.setdefault(found[1], set()).update(found[2].split())
+    return edges
+
+
+def reachable(edges: dict[str, set[str]], target: str) -> set[str]:
+    seen: set[str] = set()
+    todo = list(edges[target])
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            todo += edges.get(name, ())
+    return seen
+
+
+@pytest.mark.parametrize("noun", NOUNS)
+def test_one_noun_names_schema_stage_section_target_and_test(noun):
+    stage = stages.stage(noun)
+    assert stage.name == stage.writes.name == noun
+    assert (ROOT / "schemas" / f"{noun}.py").exists()
+    assert (ROOT / "stages" / f"{noun}.py").exists()
+    assert (ROOT / "tests" / "stages" / f"test_{noun}.py").exists()
+    assert noun in makefile_edges()
+    assert stage.config.__name__ == f"{noun.title()}Config"
+
+
+@pytest.mark.parametrize("noun", NOUNS)
+def test_make_runs_what_a_stage_reads_before_it(noun):
+    edges = makefile_edges()
+    for read in stages.stage(noun).reads:
+        assert read.name in reachable(edges, noun)
+
+
+@pytest.mark.parametrize("noun", NOUNS)
+def test_a_stage_reads_only_what_an_earlier_stage_writes(noun):
+    earlier = {stages.stage(n).writes.name for n in NOUNS[: NOUNS.index(noun)]}
+    assert {read.name for read in stages.stage(noun).reads} <= earlier
+
+
+@pytest.mark.parametrize("noun", NOUNS)
+def test_a_schema_describes_every_column_and_avoids_types_that_duckdb_chokes_on(noun):
+    schema: TableSchema = stages.stage(noun).writes
+    assert schema.doc and set(schema.key) <= {f.name for f in schema.columns}
+    for field in schema.stored:
+        assert field.metadata[b"doc"], f"{noun}.{field.name}"
+        assert not re.search(r"halffloat|large_|uint|dictionary|struct", str(field.type)), f"{noun}.{field.name}: {field.type}"
+
+
+def test_a_whole_run_gives_back_mlx_memory_stage_by_stage(tmp_path, tiny_weights):
+    folder = projects.make(tmp_path / "project", tiny_weights, images=2)
+    for noun in NOUNS:
+        before = mx.get_active_memory()
+        projects.build(folder, noun)
+        assert mx.get_active_memory() <= before + 4096, noun
+
+
+def test_a_stage_with_nothing_to_do_loads_no_weights(tmp_path, tiny_weights, monkeypatch):
+    folder = projects.make(tmp_path / "project", tiny_weights, images=2)
+    projects.build(folder)
+
+    def refuse(self, stage, name):
+        if name != "train":
+            raise AssertionError(f"{stage.name} asked for {name}")
+        return real(self, stage, name)
+
+    real = Project._weights
+    monkeypatch.setattr(Project, "_weights", refuse)
+    assert all(outcome.up_to_date for outcome in projects.build(folder).values())
+
+
+def test_help_needs_nothing_heavy():
+    heavy = ("mlx", "pyarrow", "lance", "duckdb", "transformers", "PIL")
+    code = f"import sys; import pipeline.cli; print([m for m in {heavy} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_source_file_is_short_and_well_named(path):
+    assert len(path.read_text().splitlines()) <= 450
+    assert path.stem not in ("utils", "common", "helpers", "misc")
+
+
+def test_every_dependency_is_bounded_on_both_sides():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for requirement in project["dependencies"]:
+        name = requirement.split(";")[0]
+        assert ">=" in name, requirement
+        assert "<" in name or name.startswith("mkl"), requirement
