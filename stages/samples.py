@@ -1,0 +1,309 @@
+"""samples: preview images, drawn by checkpoints of the adapter and by the bare base from the same noise, and a grid of them.
+
+B batch, L image tokens, C latent channels, h and w latent height and width, J text features, T text rows, H and W pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from schemas.captions import CAPTIONS
+from schemas.embeddings import EMBEDDINGS
+from schemas.samples import SAMPLES
+from schemas.train import TRAIN
+from stages.grid import grid
+from stages.models import sampling
+from stages.models.adapter_formats import read_adapter
+from stages.models.flux2 import Flux2, Linear, image_ids, text_ids
+from stages.models.load import load_autoencoder, load_flux2
+from stages.stage import Stage, StageContext, selects, setting
+from stages.tuner import checkpoint, lora
+
+GRID = "grid.png"
+PIXELS = 16  # per image token, along one side
+SHORT = 16  # hex digits of an id in a file's name
+WANTED = ("adapter_id", "step", "caption_id", "prompt", "seed", "width", "height")
+DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SamplesConfig:
+    """[samples]: which previews are drawn, and how."""
+
+    checkpoints: str | tuple[int, ...] = selects("last", '"last", "all", or a list of steps; a preview takes minutes on a Mac')
+    base: bool = selects(True, "also the base without an adapter, to compare with")
+    seeds: tuple[int, ...] = selects((0,), "seeds of the starting noise: one preview each per prompt and checkpoint")
+    width: int = selects(768, "pixels, a multiple of 16; the larger of the default training resolutions")
+    height: int = selects(768, "pixels, a multiple of 16")
+    steps: int | None = setting(None, "denoising steps; by default the family's own number")
+    guidance: float | None = setting(None, "how strongly the prompt is followed; by default the family's own value")
+    precision: Literal["bfloat16", "float32"] = setting("bfloat16", "what the transformer computes in; float32 on a CPU")
+
+    def __post_init__(self) -> None:
+        """Refuse what no preview can be drawn with."""
+        if isinstance(self.checkpoints, str) and self.checkpoints not in ("all", "last"):
+            raise ValueError(f'checkpoints: {self.checkpoints!r} is neither "all", "last" nor a list of steps like [500, 1000]')
+        for name in ("width", "height"):
+            value = getattr(self, name)
+            if value < PIXELS or value % PIXELS:
+                raise ValueError(f"{name}: {value} is no multiple of {PIXELS}; {max(1, round(value / PIXELS)) * PIXELS} is")
+        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds: {list(self.seeds)} should be different whole numbers, 0 or more, like [0, 1]")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps: {self.steps} is too few; 1 is the least, 0 denoising steps leave noise")
+
+
+@dataclass(frozen=True)
+class Drawer:
+    """Who draws: a checkpoint's adapter, or the bare base."""
+
+    adapter_id: str = ""
+    step: int = 0
+    checkpoint: checkpoint.Checkpoint | None = None
+
+    @property
+    def label(self) -> str:
+        """Its name over a column of the grid."""
+        return f"step {self.step}" if self.checkpoint else "base"
+
+
+def drawers(context: StageContext) -> list[Drawer]:
+    """The base, if wanted, and the chosen checkpoints in order of step; ValueError for a step without a checkpoint."""
+    chosen = context.config.checkpoints
+    found = {one.step: one for one in checkpoint.found(context.weights(TRAIN.name))}
+    steps = sorted(found)
+    if chosen == "last":
+        steps = steps[-1:]
+    elif chosen != "all":
+        absent = [step for step in chosen if step not in found]
+        if absent:
+            there = ", ".join(map(str, steps)) or "none at all"
+            raise ValueError(f"samples.checkpoints: there is no checkpoint of step {absent[0]}; there are {there}")
+        steps = sorted(set(chosen))
+    made = {"": Drawer()} if context.config.base else {}
+    for step in steps:
+        digest = found[step].state["files"][checkpoint.ADAPTER]["sha256"]
+        made.setdefault(digest, Drawer(digest, step, found[step]))
+    return list(made.values())
+
+
+def wanted(context: StageContext) -> pa.Table:
+    """Every drawer, every preview prompt, every seed."""
+    return rows_wanted(context, drawers(context))
+
+
+def rows_wanted(context: StageContext, who: list[Drawer]) -> pa.Table:
+    """The same, for drawers that are known already."""
+    config = context.config
+    captions = sorted(context.rows(CAPTIONS).to_pylist(), key=lambda row: row["position"])
+    prompts = {row["caption_id"]: row["text"] for row in captions if row["role"] == "preview"}
+    rows = [
+        (drawer.adapter_id, drawer.step, caption_id, prompt, seed, config.width, config.height)
+        for drawer in who
+        for caption_id, prompt in prompts.items()
+        for seed in config.seeds
+    ]
+    schema = pa.schema([SAMPLES.stored.field(name) for name in WANTED])
+    return pa.Table.from_pylist([dict(zip(WANTED, row, strict=True)) for row in rows], schema=schema)
+
+
+def draw_samples(context: StageContext) -> Iterator[pa.RecordBatch]:
+    """Drawer by drawer: the transformer draws all of its latents and goes, then the autoencoder shows them; then the grid."""
+    who = drawers(context)
+    pending = context.pending.to_pylist()
+    steps = context.config.steps or context.family.sampling_steps
+    bar = Bar(context.progress, len(pending) * steps)
+    fresh: list[Row] = []
+    for drawer in who:
+        rows = [row for row in pending if row["adapter_id"] == drawer.adapter_id]
+        if not rows or context.stop():
+            continue
+        drawn = draw(context, drawer, rows, steps, bar)
+        mx.clear_cache()  # the transformer is gone: give its memory back before the autoencoder comes
+        for row in show(context, drawer, drawn):
+            fresh.append(row)
+            yield from SAMPLES.table([row]).to_batches()
+    keep_grid(context, who, fresh)
+
+
+@dataclass
+class Bar:
+    """How many denoising steps of all are done."""
+
+    progress: Callable[[int, int, str], None]
+    total: int
+    done: int = 0
+
+    def step(self) -> None:
+        """One more."""
+        self.done += 1
+        self.progress(self.done, self.total, "steps")
+
+
+@dataclass
+class Drawn:
+    """A row that still lacks its picture."""
+
+    row: Row
+    latents: mx.array  # (1,C,h,w)
+    seconds: float
+
+
+def draw(context: StageContext, drawer: Drawer, rows: list[Row], steps: int, bar: Bar) -> list[Drawn]:
+    """The latents of these rows; fewer, if the user asks to stop. The transformer lives only in here."""
+    model = load_flux2(context.weights("transformer"), context.family, DTYPES[context.config.precision])
+    linear_for = adapted(model, drawer.checkpoint) if drawer.checkpoint else None
+    guidance = context.family.guidance if context.config.guidance is None else context.config.guidance
+    read = partial(embedding, context)
+    negative_BTJ = read(empty_caption(context)) if context.family.real_cfg and guidance > 1 else None
+    done: list[Drawn] = []
+    for row in rows:
+        started, (h, w) = time.perf_counter(), (row["height"] // PIXELS, row["width"] // PIXELS)
+        velocity = velocity_of(model, linear_for, (h, w), read(row["caption_id"]), negative_BTJ, guidance)
+        x_BChw = sampling.noise(row["seed"], (1, model.config.in_channels, h, w))
+        for x_BChw in sampling.euler(velocity, x_BChw, sampling.sigmas(h * w, steps)):  # noqa: B007, B020
+            bar.step()
+            if context.stop():
+                return done
+        done.append(Drawn(row, x_BChw, time.perf_counter() - started))
+    return done
+
+
+def velocity_of(
+    model: Flux2,
+    linear_for: Callable[[str], Linear] | None,
+    size: tuple[int, int],
+    prompt_BTJ: mx.array,
+    negative_BTJ: mx.array | None,
+    guidance: float,
+) -> sampling.Velocity:
+    """The transformer as a velocity over (1,C,h,w); with a negative prompt, two passes and guidance between them."""
+    ids_L4 = image_ids(*size)
+
+    def towards(text_BTJ: mx.array, x_BChw: mx.array, sigma: float) -> mx.array:
+        x_BLC = x_BChw.flatten(2).swapaxes(1, 2)
+        ctx_ids_T4 = text_ids(text_BTJ.shape[1])
+        v_BLC = model(x_BLC, ids_L4, text_BTJ, ctx_ids_T4, mx.array([sigma]), mx.array([guidance]), linear_for)
+        v_BChw = v_BLC.swapaxes(1, 2).reshape(x_BChw.shape).astype(mx.float32)
+        mx.eval(v_BChw)  # one pass in memory at a time
+        return v_BChw
+
+    def velocity(x_BChw: mx.array, sigma: float) -> mx.array:
+        v_BChw = towards(prompt_BTJ, x_BChw, sigma)
+        return v_BChw if negative_BTJ is None else sampling.guided(v_BChw, towards(negative_BTJ, x_BChw, sigma), guidance)
+
+    return velocity
+
+
+def adapted(model: Flux2, source: checkpoint.Checkpoint) -> Callable[[str], Linear]:
+    """The Linears of each block with the adapter's share added; ValueError if the adapter is of another transformer."""
+    file = source.folder / checkpoint.ADAPTER
+    if not source.whole(checkpoint.ADAPTER):
+        raise ValueError(f"{file} is not what was saved there: choose another checkpoint, or train again from one before it")
+    arrays, scales = read_adapter(file)
+    known = model.linears()
+    for name in scales:
+        shape = (arrays[name + lora.B].shape[0], arrays[name + lora.A].shape[1])
+        if known.get(name) != shape:
+            raise ValueError(f"{file} adapts {name} of shape {shape}; the transformer's is {known.get(name, 'not there')}")
+    made: dict[str, Linear] = {}
+    for block in model.blocks:
+        mine = {
+            n.removeprefix(block.name + "."): a.astype(model.dtype) for n, a in arrays.items() if n.startswith(block.name + ".")
+        }
+        made[block.name] = lora.linear(mine, {n.removeprefix(block.name + "."): s for n, s in scales.items()})
+    return made.__getitem__
+
+
+def embedding(context: StageContext, caption_id: str) -> mx.array:
+    """A caption's embedding, (1,T,J) bfloat16."""
+    reader = context.tensors(EMBEDDINGS)
+    reader.ahead([caption_id])
+    return mx.array(reader.read(caption_id)).view(mx.bfloat16)[None]
+
+
+def empty_caption(context: StageContext) -> str:
+    """The id of the empty caption: the negative prompt."""
+    found: list[str] = [row["caption_id"] for row in context.rows(CAPTIONS).to_pylist() if row["role"] == "empty"]
+    assert found, "captions always holds the empty caption"
+    return found[0]
+
+
+def show(context: StageContext, drawer: Drawer, drawn: list[Drawn]) -> Iterator[Row]:
+    """Decode, keep each picture, and give its row. The autoencoder lives only in here."""
+    if not drawn:
+        return
+    autoencoder = load_autoencoder(context.weights("autoencoder"), context.family, mx.float32)
+    for one in drawn:
+        started = time.perf_counter()
+        image_BHWC = mx.clip(mx.round((autoencoder.decode(one.latents) + 1) * 127.5), 0, 255)
+        pixels_HWC = np.array(image_BHWC[0].astype(mx.uint8))
+        name = "{}-{}-{}-{width}x{height}.png".format(
+            drawer.adapter_id[:SHORT] or "base", one.row["caption_id"][:SHORT], one.row["seed"], **one.row
+        )
+        said = {"prompt": one.row["prompt"], "seed": one.row["seed"], "step": drawer.step, "adapter_id": drawer.adapter_id}
+        keep_png(context, f"images/{name}", Image.fromarray(pixels_HWC), said | context.provenance)
+        yield {**one.row, "path": f"images/{name}", "seconds": one.seconds + time.perf_counter() - started}
+
+
+def keep_png(context: StageContext, name: str, image: Image.Image, said: dict[str, Any]) -> None:
+    """A PNG that says how it was made."""
+    info = PngInfo()
+    for key, value in said.items():
+        info.add_itxt(key, str(value))
+    context.keep(name, lambda path: image.save(path, format="PNG", pnginfo=info))
+
+
+def keep_grid(context: StageContext, who: list[Drawer], fresh: list[Row]) -> None:
+    """Write the grid of all wanted previews, unless it shows them already: a row per prompt and seed, a column per drawer."""
+    rows = rows_wanted(context, who).to_pylist()
+    content = hashlib.sha256(json.dumps([list(row.values()) for row in rows]).encode()).hexdigest()
+    if not rows or (not fresh and shown(context.artifacts / GRID) == content):
+        return
+    unfinished = {cell(row) for row in context.pending.to_pylist()} - {cell(row) for row in fresh}
+    paths = {cell(row): context.artifacts / row["path"] for row in [*context.stored.to_pylist(), *fresh]}
+    there = {key: path for key, path in paths.items() if key not in unfinished and path.exists()}
+    labels = {(row["caption_id"], row["seed"]): f"{row['prompt']}\nseed {row['seed']}" for row in rows}
+    size = (context.config.width, context.config.height)
+    cells = [[there.get((drawer.adapter_id, *key, *size)) for drawer in who] for key in labels]
+    page = grid(cells, [drawer.label for drawer in who], list(labels.values()), size)
+    keep_png(context, GRID, page, {"content": "" if unfinished else content} | context.provenance)
+
+
+def cell(row: Row) -> tuple[Any, ...]:
+    """A row's key."""
+    return tuple(row[name] for name in SAMPLES.key)
+
+
+def shown(path: Path) -> str:
+    """What the grid at `path` says that it shows; empty if there is no grid, or none that can be read."""
+    try:
+        with Image.open(path) as image:
+            return str(image.info.get("content", ""))
+    except OSError:
+        return ""
+
+
+STAGE = Stage(
+    reads=(TRAIN, CAPTIONS, EMBEDDINGS),
+    writes=SAMPLES,
+    loads=("transformer", "autoencoder"),
+    config=SamplesConfig,
+    wants=wanted,
+    run=draw_samples,
+)
