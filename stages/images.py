@@ -29,8 +29,8 @@ IMAGE_SUFFIXES = frozenset({
 })
 # No rows: what lies beside images and describes them.
 SIDE_SUFFIXES = frozenset({
-    ".caption", ".captions", ".csv", ".ini", ".json", ".jsonl", ".lock", ".log", ".md", ".parquet", ".py", ".rst", ".tags", ".toml",
-    ".tsv", ".txt", ".xml", ".xmp", ".yaml", ".yml",
+    ".caption", ".captions", ".csv", ".ini", ".json", ".jsonl", ".lock", ".log", ".md", ".parquet", ".py", ".rst", ".tags",
+    ".toml", ".tsv", ".txt", ".xml", ".xmp", ".yaml", ".yml",
 })
 SIDE_NAMES = frozenset({"authors", "copying", "credits", "license", "licence", "makefile", "notice", "readme", "thumbs.db"})
 # fmt: on
