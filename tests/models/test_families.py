@@ -1,0 +1,53 @@
+import dataclasses
+
+import pytest
+
+from stages.models.families import FAMILIES, family
+
+
+def test_a_family_is_found_by_its_name():
+    assert family("klein-base-4b").hub == "black-forest-labs/FLUX.2-klein-base-4B"
+    assert all(name == record.name for name, record in FAMILIES.items())
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_one():
+    with pytest.raises(ValueError, match=r"no family 'klein-bse-4b'; did you mean 'klein-base-4b'\?"):
+        family("klein-bse-4b")
+
+
+def test_a_record_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        family("tiny").guidance = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("record", FAMILIES.values(), ids=lambda f: f.name)
+def test_the_text_features_of_a_family_are_its_chosen_hidden_states_side_by_side(record):
+    assert record.transformer["joint_attention_dim"] == len(record.text_layers) * record.text_encoder["hidden_size"]
+    assert max(record.text_layers) <= record.text_encoder["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("record", FAMILIES.values(), ids=lambda f: f.name)
+def test_a_family_either_says_where_its_weights_are_or_is_made_from_a_seed(record):
+    assert bool(record.hub) == (record.seeded is None)
+    assert not record.gated or record.hub
+
+
+@pytest.mark.parametrize("record", FAMILIES.values(), ids=lambda f: f.name)
+def test_guidance_enters_one_way_only(record):
+    assert not (record.guidance_embedded and record.real_cfg)
+    assert record.guidance_embedded == record.transformer["guidance_embeds"]
+    assert record.real_cfg or record.guidance_embedded or record.guidance == 1.0
+
+
+@pytest.mark.parametrize("name", ["klein-4b", "klein-9b", "dev"])
+def test_the_transformers_have_the_released_number_of_bytes(name):
+    from stages.models.flux2 import Flux2Config
+
+    shapes = Flux2Config.from_dict(family(name).transformer).shapes()
+    parameters = 0
+    for shape in shapes.values():
+        size = 1
+        for side in shape:
+            size *= side
+        parameters += size
+    assert 2 * parameters == family(name).bytes_bf16["transformer"]
