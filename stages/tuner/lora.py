@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from stages.tuner import draws
+from stages.tuner import draws, quantize
 
 Arrays = dict[str, mx.array]
 Linear = Callable[[str, Any, mx.array], mx.array]  # (name within the block, weight, x) -> y
@@ -97,7 +97,7 @@ def linear(adapters: Mapping[str, mx.array], scales: Mapping[str, float]) -> Lin
     """
 
     def apply(name: str, weight: Any, x: mx.array) -> mx.array:
-        y: mx.array = x @ weight.T
+        y = quantize.matmul(x, weight)
         if name + A not in adapters:
             return y
         down, up = adapters[name + A].astype(x.dtype), adapters[name + B].astype(x.dtype)
