@@ -1,13 +1,87 @@
-"""Scaled dot-product attention.
+"""Scaled dot-product attention, with a gradient that needs no rows-by-rows matrix.
 
-B batch, H heads, L query rows, S key rows, K head width.
+MLX has a fused gradient on CUDA alone, in half precision and for a number of query rows that is a multiple of 128.
+Elsewhere it keeps the (B,H,L,S) probabilities of every attention until the backward pass. Here, then: on CUDA the queries
+are padded with rows that are thrown away, which changes nothing; where there is no fused gradient the work goes query chunk
+by query chunk, each chunk's probabilities computed again for the gradient, one chunk alive at a time.
+
+B batch, H heads, L query rows, S key rows, K head width, C query rows of a chunk.
 """
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import mlx.core as mx
+
+FUSED_ROWS = 128  # the fused gradient wants a multiple of so many query rows
+CHUNK_BYTES = 256 << 20  # of one chunk's (B,H,C,S) matrix; large enough to keep a GPU busy
 
 
 def attention(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float, mask: mx.array | None = None) -> mx.array:
     """Attention of every query over every key: (B,H,L,K). `mask` is additive or boolean, broadcast to (B,H,L,S)."""
-    return mx.fast.scaled_dot_product_attention(q_BHLK, k_BHSK, v_BHSK, scale=scale, mask=mask)
+    L = q_BHLK.shape[2]
+    if mask is None and fused_gradient(q_BHLK):
+        q_BHLK = mx.pad(q_BHLK, [(0, 0), (0, 0), (0, -L % FUSED_ROWS), (0, 0)]) if L % FUSED_ROWS else q_BHLK
+    elif mask is None and chunk_rows(q_BHLK, k_BHSK) < L:
+        return chunked(q_BHLK, k_BHSK, v_BHSK, scale)
+    y_BHLK = mx.fast.scaled_dot_product_attention(q_BHLK, k_BHSK, v_BHSK, scale=scale, mask=mask)
+    return y_BHLK[:, :, :L]
+
+
+def fused_gradient(q_BHLK: mx.array) -> bool:
+    """Whether the backend has a fused gradient for these: cuDNN does, in half precision, for heads of at most 128."""
+    on = mx.cuda.is_available() and mx.default_device() == mx.gpu and os.environ.get("MLX_CUDA_USE_CUDNN_SDPA", "1") != "0"
+    return on and q_BHLK.dtype in (mx.bfloat16, mx.float16) and q_BHLK.shape[-1] <= 128 and q_BHLK.shape[-1] % 8 == 0
+
+
+def chunk_rows(q_BHLK: mx.array, k_BHSK: mx.array) -> int:
+    """C: query rows whose scores against all keys fit CHUNK_BYTES, in multiples that suit a matrix unit; at least one."""
+    B, H, _, _ = q_BHLK.shape
+    rows = CHUNK_BYTES // (B * H * k_BHSK.shape[2] * q_BHLK.dtype.size)
+    return int(max(1, rows - rows % FUSED_ROWS if rows > FUSED_ROWS else rows))
+
+
+def chunked(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float, rows: int | None = None) -> mx.array:
+    """The same attention, `rows` query rows at a time, forward and in the gradient; exact to rounding.
+
+    A softmax runs over keys, so a chunk of queries has all it needs: no running maximum, no saved statistics.
+    """
+    L = q_BHLK.shape[2]
+    C = rows or chunk_rows(q_BHLK, k_BHSK)
+    starts = range(0, L, C)
+
+    @mx.custom_function
+    def forward(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array) -> mx.array:
+        parts: list[mx.array] = []
+        for start in starts:
+            q_BHCK = _after(q_BHLK[:, :, start : start + C], parts[-1:])
+            parts.append(mx.fast.scaled_dot_product_attention(q_BHCK, k_BHSK, v_BHSK, scale=scale))
+        return mx.concatenate(parts, axis=2)
+
+    @forward.vjp
+    def backward(primals: tuple[mx.array, ...], dy_BHLK: mx.array, y_BHLK: mx.array) -> tuple[mx.array, ...]:
+        q_BHLK, k_BHSK, v_BHSK = primals
+        dq_parts: list[mx.array] = []
+        dk_BHSK = dv_BHSK = mx.zeros(k_BHSK.shape, mx.float32)
+        for start in starts:
+            q, dy, y = (x[:, :, start : start + C] for x in (q_BHLK, dy_BHLK, y_BHLK))
+            q = _after(scale * q, [dk_BHSK, dv_BHSK, *dq_parts[-1:]])
+            p_BHCS = mx.softmax(q @ k_BHSK.swapaxes(-1, -2), axis=-1, precise=True)
+            dv_BHSK = dv_BHSK + (p_BHCS.swapaxes(-1, -2) @ dy).astype(mx.float32)
+            pull_BHC1 = (dy.astype(mx.float32) * y).sum(-1, keepdims=True)
+            ds_BHCS = (p_BHCS * ((dy @ v_BHSK.swapaxes(-1, -2)) - pull_BHC1)).astype(q.dtype)
+            dk_BHSK = dk_BHSK + (ds_BHCS.swapaxes(-1, -2) @ q).astype(mx.float32)
+            dq_parts.append(scale * (ds_BHCS @ k_BHSK))
+        return mx.concatenate(dq_parts, axis=2), dk_BHSK.astype(k_BHSK.dtype), dv_BHSK.astype(v_BHSK.dtype)
+
+    made: Any = forward(q_BHLK, k_BHSK, v_BHSK)
+    y_BHLK: mx.array = made
+    return y_BHLK
+
+
+def _after(x: mx.array, done: list[mx.array]) -> mx.array:
+    """x, not before those are done: MLX would else start all chunks side by side and hold them all."""
+    found: mx.array = mx.depends([x], done)[0] if done else x
+    return found

@@ -5,15 +5,16 @@ walked instead: forward, keeping only each block's input; then backward, last bl
 differentiated by itself, and evaluated before the next begins. Only the adapters are trained, so this costs one more
 forward pass, and memory is that of the weights, one activation per block, and one block's work.
 
-Between the two lies a number: the last `n` blocks are differentiated as one graph, which keeps their activations and
-does not compute them again. "whole" is all of them, "blocks" none.
+Between the two lies a number: the last n blocks are differentiated as one graph, which keeps their activations and does
+not compute them again. "whole" is all of them, "blocks" one.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -26,6 +27,7 @@ Arrays = dict[str, mx.array]
 Linear = Callable[[str, Any, mx.array], mx.array]  # (name within the block, weight, x) -> x @ weight.T, adapted
 BlockFunction = Callable[[Mapping[str, Any], Tree, Tree, Linear], Tree]  # (weights, h, shared, linear) -> h
 Loss = Callable[[mx.array], mx.array]  # prediction -> losses_B
+dispatch: Callable[..., None] = mx.async_eval  # evaluate these, without waiting; MLX leaves it untyped
 Plan = str | int  # "whole", "blocks", or how many of the last blocks keep their activations
 
 
@@ -61,38 +63,58 @@ def loss_and_grads(
     inputs: Mapping[str, Any],
     loss: Loss,
     plan: Plan = "whole",
+    memory_limit: int | None = None,
 ) -> tuple[mx.array, Arrays]:
-    """(losses_B, the gradient of their mean in the adapters' own names and dtype).
+    """(losses_B, the gradient of their mean in the adapters' own names and dtype), dispatched, not awaited.
 
     `adapters` maps "<block>.<linear>.lora_A.weight" and the like to fp32 masters, `scales` "<block>.<linear>" to a
-    factor. Both results are the same for every plan up to rounding. `loss` maps the prediction to losses_B; where it is
-    a `functools.partial`, its arrays become arguments of the compiled graph, and the whole graph can be compiled.
+    factor. The results are the same for every plan, up to rounding. `loss` maps the prediction to losses_B; what it
+    holds must come through `functools.partial(function, name=array, ...)` to be compiled with the last blocks: those
+    arrays become arguments of the graph, where a captured array would be frozen into it. A plain closure works too,
+    uncompiled.
+
+    Blocks are dispatched ahead of the device as long as live memory stays below `memory_limit` bytes (MLX's own limit
+    where None): above it, the next operation waits until running work has freed some.
     """
     walk = _Walk(chain, adapters, scales)
-    h, shared = chain.enter(**inputs)
-    kept = kept_blocks(plan, len(chain.blocks))
-    head = len(chain.blocks) - kept
-    entered = []
-    for n in range(head):
-        entered.append(h)
-        h = walk.forward(n, h, shared)
-        mx.eval(h)
-    losses_B, cotangent, grads = walk.tail(head, h, shared, loss)
-    mx.eval(losses_B, cotangent, grads)
-    for n in reversed(range(walk.first, head)):
-        cotangent, found = walk.backward(n, entered.pop(), shared, cotangent)
-        mx.eval(cotangent, found)
-        grads |= found
+    head = len(chain.blocks) - kept_blocks(plan, len(chain.blocks))
+    with _limit(memory_limit):
+        h, shared = chain.enter(**inputs)
+        dispatch(h, shared)
+        entered = []
+        for n in range(head):
+            entered.append(h)
+            h = walk.forward(n, h, shared)
+            dispatch(h)
+        losses_B, cotangent, grads = walk.tail(head, h, shared, loss)
+        del h
+        dispatch(losses_B, cotangent, grads)
+        for n in reversed(range(walk.first, head)):
+            cotangent, found = walk.backward(n, entered.pop(), shared, cotangent)
+            dispatch(cotangent, found)
+            grads |= found
     return losses_B, grads
 
 
 def kept_blocks(plan: Plan, blocks: int) -> int:
-    """How many of the last blocks a plan differentiates as one graph."""
+    """How many of the last blocks a plan differentiates as one graph. The last one is free: its turn comes at once."""
     if isinstance(plan, int):
-        return min(max(plan, 0), blocks)
+        return min(max(plan, 1), blocks)
     if plan not in ("whole", "blocks"):
         raise ValueError(f"the plan must be whole, blocks or a number of blocks to keep, not {plan!r}")
-    return blocks if plan == "whole" else 0
+    return blocks if plan == "whole" else 1
+
+
+@contextmanager
+def _limit(memory_limit: int | None) -> Iterator[None]:
+    if memory_limit is None:
+        yield
+        return
+    before = mx.set_memory_limit(memory_limit)
+    try:
+        yield
+    finally:
+        mx.set_memory_limit(before)
 
 
 class _Walk:
@@ -114,22 +136,29 @@ class _Walk:
         return self.compiled(_forward, block.kind)(self.adapters[n], block.weights, h, shared, self.scales[n])
 
     def backward(self, n: int, h: Tree, shared: Tree, cotangent: Tree) -> tuple[Tree, Arrays]:
-        """The gradients of block n by its input and by its adapters, from its input and the gradient by its output."""
+        """The gradients of block n by its input and by its adapters, from its input and the gradient by its output.
+
+        Nothing is trained before the first block with an adapter: the gradient by its input is left out.
+        """
         block = self.chain.blocks[n]
-        run = self.compiled(_backward, block.kind)
+        run = self.compiled(_backward, block.kind, n > self.first)
         back, grads = run(self.adapters[n], block.weights, h, shared, self.scales[n], cotangent)
         return back, {f"{block.name}.{key}": grad for key, grad in grads.items()}
 
     def tail(self, head: int, h: Tree, shared: Tree, loss: Loss) -> tuple[mx.array, Tree, Arrays]:
         """Losses, the gradient by the input of block `head`, and those by all adapters from there on, as one graph."""
         blocks = self.chain.blocks[head:]
-        bare, given = (loss.func, loss.keywords) if isinstance(loss, functools.partial) else (loss, None)
-        kinds = tuple(b.kind for b in blocks)
-        run = _tail(self.chain, kinds, bare) if given is None else self.compiled(_tail, kinds, bare)
-        own = self.adapters[head:]
-        losses_B, back, grads = run(own, [b.weights for b in blocks], h, shared, self.scales[head:], given or {})
+        which = tuple(b.kind for b in blocks), head > self.first
+        if isinstance(loss, functools.partial):
+            run, given = self.compiled(_tail, *which, loss.func), loss.keywords
+        else:
+            run, given = _tail(self.chain, *which, loss), {}
+        losses_B, back, grads = run(self.adapters[head:], [b.weights for b in blocks], h, shared, self.scales[head:], given)
         named = {f"{b.name}.{key}": grad for b, found in zip(blocks, grads, strict=True) for key, grad in found.items()}
         return losses_B, back, named
+
+
+# Functions of explicit arrays, to be compiled. `through`: whether the gradient by the input h is wanted too.
 
 
 def _forward(chain: Chain, kind: str) -> Callable[..., Tree]:
@@ -139,28 +168,31 @@ def _forward(chain: Chain, kind: str) -> Callable[..., Tree]:
     return forward
 
 
-def _backward(chain: Chain, kind: str) -> Callable[..., Any]:
+def _backward(chain: Chain, kind: str, through: bool) -> Callable[..., Any]:
     forward = _forward(chain, kind)
 
     def backward(
         adapters: Arrays, weights: Tree, h: Tree, shared: Tree, scales: dict[str, float], cotangent: Tree
     ) -> tuple[Tree, Arrays]:
+        if not through:
+            return (), _vjp(lambda _, adapters: forward(adapters, weights, h, shared, scales), (), adapters, cotangent)[1]
         return _vjp(lambda h, adapters: forward(adapters, weights, h, shared, scales), h, adapters, cotangent)
 
     return backward
 
 
-def _tail(chain: Chain, kinds: tuple[str, ...], loss: Callable[..., mx.array]) -> Callable[..., Any]:
+def _tail(chain: Chain, kinds: tuple[str, ...], through: bool, loss: Callable[..., mx.array]) -> Callable[..., Any]:
     def tail(
         adapters: list[Arrays], weights: list[Tree], h: Tree, shared: Tree, scales: list[dict[str, float]], given: Arrays
     ) -> tuple[mx.array, Tree, list[Arrays]]:
-        def run(h: Tree, adapters: list[Arrays]) -> tuple[mx.array, mx.array]:
+        def run(adapters: list[Arrays], h: Tree) -> tuple[mx.array, mx.array]:
             for kind, own, weight, scale in zip(kinds, adapters, weights, scales, strict=True):
                 h = chain.block(kind)(weight, h, shared, lora.linear(own, scale))
             losses_B = loss(chain.leave(h, shared), **given)
             return losses_B.mean(), losses_B
 
-        (_, losses_B), (back, grads) = mx.value_and_grad(run, argnums=(0, 1))(h, adapters)
+        (_, losses_B), found = mx.value_and_grad(run, argnums=(0, 1) if through else 0)(adapters, h)
+        grads, back = found if through else (found, ())
         return losses_B, back, grads
 
     return tail
@@ -201,9 +233,13 @@ class _Compiled:
         key = (make, *which)
         if key not in self.functions:
             plain = make(self.chain, *which)
-            # On the CPU backend mx.compile calls a C++ compiler, for minutes.
-            self.functions[key] = plain if mx.default_device() == mx.cpu else mx.compile(plain)
+            self.functions[key] = mx.compile(plain) if compiles() else plain
         return self.functions[key]
+
+
+def compiles() -> bool:
+    """Whether mx.compile pays: on the CPU backend it calls a C++ compiler, for minutes."""
+    return mx.default_device() != mx.cpu
 
 
 _COMPILED: dict[int, _Compiled] = {}

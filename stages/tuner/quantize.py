@@ -1,0 +1,99 @@
+"""A base in 8 or 4 bits: weights kept packed, unpacked once per visit of a block.
+
+R rows, I inputs, O outputs, G = I / 64 groups: every 64 weights of a row share a scale and an offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+GROUP = 64
+BITS = (8, 4)
+
+
+class QuantizedWeight(NamedTuple):
+    """A packed (O,I) weight. A tuple of arrays, so that it travels through mx.compile like any other weight."""
+
+    packed: mx.array  # (O, I * bits / 32) uint32
+    scales: mx.array  # (O, G)
+    offsets: mx.array  # (O, G)
+
+    @property
+    def bits(self) -> int:
+        """Bits per weight; the shapes tell."""
+        return 32 * self.packed.shape[-1] // (GROUP * self.scales.shape[-1])
+
+    def dense(self) -> mx.array:
+        """The (O,I) weight that it stands for, in the dtype that it was packed from."""
+        return mx.dequantize(*self, group_size=GROUP, bits=self.bits)
+
+
+Weight = mx.array | QuantizedWeight
+
+
+def pack(weight_OI: mx.array, bits: int) -> QuantizedWeight:
+    """Pack a weight, at once: its bf16 array can be let go. ValueError for bits or a width that cannot be packed."""
+    if bits not in BITS:
+        raise ValueError(f"base_bits must be 8, 4 or 16 (not packed), not {bits}")
+    if weight_OI.ndim != 2 or weight_OI.shape[-1] % GROUP:
+        raise ValueError(f"a weight of shape {weight_OI.shape} cannot be packed: rows must be a multiple of {GROUP} wide")
+    packed = QuantizedWeight(*mx.quantize(weight_OI, group_size=GROUP, bits=bits))
+    mx.eval(*packed)
+    return packed
+
+
+def packer(bits: int, names: Callable[[str], bool]) -> Callable[[str, mx.array], Weight]:
+    """What a loader passes each tensor through: those that `names` names are packed, one at a time, the rest stay.
+
+    Done while loading, memory peaks at the packed size and one tensor. Matrices narrower than a group stay as well.
+    """
+
+    def each(name: str, weight: mx.array) -> Weight:
+        fits = weight.ndim == 2 and weight.shape[-1] % GROUP == 0
+        return pack(weight, bits) if bits < 16 and fits and names(name) else weight
+
+    return each
+
+
+def pack_weights(weights: dict[str, Any], bits: int, names: Callable[[str], bool]) -> None:
+    """Pack a dict of weights in place, tensor by tensor, each let go before the next is read: peak as in `packer`."""
+    each = packer(bits, names)
+    for name in list(weights):
+        weights[name] = each(name, weights.pop(name))
+
+
+def dense(weight: Weight) -> mx.array:
+    """The weight as one array."""
+    return weight.dense() if isinstance(weight, QuantizedWeight) else weight
+
+
+def matmul(x: mx.array, weight: Weight) -> mx.array:
+    """x @ weight.T, (..., O). A packed weight is unpacked for the product and again for its gradient, and kept for neither.
+
+    Over thousands of rows this beats a quantised product, which unpacks every tile of the weight once per tile of rows.
+    """
+    product: Any = _product_of(weight) if isinstance(weight, QuantizedWeight) else lambda x: x @ weight.T
+    y: mx.array = product(x)
+    return y
+
+
+def _product_of(weight: QuantizedWeight) -> Any:
+    @mx.custom_function
+    def product(x: mx.array) -> mx.array:
+        return x @ weight.dense().T
+
+    @product.vjp
+    def gradient(x: mx.array, dy: mx.array, y: mx.array) -> mx.array:
+        # Made to follow dy: the compiler would else see the same unpacking twice, and keep the array from the one to the other.
+        later = weight._replace(packed=mx.depends([weight.packed], [dy])[0])
+        return dy @ later.dense()
+
+    return product
+
+
+def nbytes(weights: Mapping[str, Weight]) -> int:
+    """Bytes of all weights as they are kept."""
+    return sum(sum(part.nbytes for part in w) if isinstance(w, QuantizedWeight) else w.nbytes for w in weights.values())

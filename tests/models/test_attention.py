@@ -1,0 +1,70 @@
+import mlx.core as mx
+import pytest
+
+import stages  # noqa: F401  a fast BLAS, before MLX
+from stages.models import attention as module
+from stages.models.attention import attention, chunk_rows, chunked
+
+
+def drawn(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(sum(shape) + len(shape))).astype(dtype)
+
+
+def plain(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+    return mx.softmax(q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5, axis=-1) @ v
+
+
+def apart(found: mx.array, true: mx.array) -> float:
+    return (mx.linalg.norm((found - true).flatten()) / mx.linalg.norm(true.flatten())).item()
+
+
+@pytest.mark.parametrize(("queries", "keys", "rows"), [(40, 40, 8), (37, 37, 8), (5, 29, 2), (16, 16, 16), (7, 3, 100)])
+def test_chunked_attention_and_its_gradients_are_those_of_plain_attention(queries, keys, rows):
+    q, k, v, dy = drawn(2, 3, queries, 16), drawn(2, 3, keys, 16), 2 * drawn(2, 3, keys, 16) + 1, drawn(2, 3, queries, 16)[::-1]
+    (true,), true_grads = mx.vjp(plain, [q, k, v], [dy])
+    (y,), grads = mx.vjp(lambda q, k, v: chunked(q, k, v, 0.25, rows), [q, k, v], [dy])
+    assert apart(y, true) < 1e-6
+    for found, wanted in zip(grads, true_grads, strict=True):
+        assert apart(found, wanted) < 2e-6
+
+
+def test_attention_goes_by_chunks_where_its_scores_would_not_fit_and_gives_the_same(monkeypatch):
+    q, k, v = (drawn(1, 2, 300, 8) + i for i in range(3))
+    whole = attention(q, k, v, 8**-0.5)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 2 * 300 * 4 * 130)
+    assert chunk_rows(q, k) == 128
+    assert apart(attention(q, k, v, 8**-0.5), whole) < 1e-6
+
+
+def test_a_gradient_by_chunks_holds_one_chunk_and_not_the_matrix():
+    rows, width = 1024, 8
+    q, k, v, dy = (drawn(1, 2, rows, width) + i for i in range(4))
+    mx.eval(q, k, v, dy)
+
+    def peak(run) -> int:
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        limit = mx.set_memory_limit(before)  # nothing is dispatched ahead: what is live is what is needed
+        mx.eval(mx.vjp(run, [q, k, v], [dy]))
+        mx.set_memory_limit(limit)
+        return mx.get_peak_memory() - before
+
+    matrix = 2 * rows * rows * 4
+    assert peak(lambda q, k, v: chunked(q, k, v, 0.3, 64)) < matrix / 2
+    assert peak(plain) > matrix
+
+
+def test_chunked_attention_in_bfloat16_stays_bfloat16_and_near_the_truth():
+    q, k, v, dy = (drawn(1, 2, 64, 16) + i / 4 for i in range(4))
+    _, true = mx.vjp(plain, [q, k, v], [dy])
+    low = [x.astype(mx.bfloat16) for x in (q, k, v)]
+    (y,), grads = mx.vjp(lambda q, k, v: chunked(q, k, v, 0.25, 16), low, [dy.astype(mx.bfloat16)])
+    assert {x.dtype for x in (y, *grads)} == {mx.bfloat16}
+    for found, wanted in zip(grads, true, strict=True):
+        assert apart(found.astype(mx.float32), wanted) < 0.02
+
+
+def test_a_mask_still_masks():
+    q, k, v = (drawn(1, 2, 6, 8) + i for i in range(3))
+    mask = mx.arange(6) < 4
+    assert apart(attention(q, k, v, 0.3, mask), attention(q, k[:, :, :4], v[:, :, :4], 0.3)) < 1e-6
