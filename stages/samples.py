@@ -124,8 +124,9 @@ def rows_wanted(context: StageContext, who: list[Drawer]) -> pa.Table:
 
 def draw_samples(context: StageContext) -> Iterator[pa.RecordBatch]:
     """Drawer by drawer: the transformer draws all of its latents and goes, then the autoencoder shows them; then the grid."""
-    who = drawers(context)
-    pending = context.pending.to_pylist()
+    who, pending = drawers(context), context.pending.to_pylist()
+    if not rows_wanted(context, who).num_rows:
+        context.say("no previews: they need a prompt in [captions] preview_prompts, and the base or a checkpoint")
     steps = context.config.steps or context.family.sampling_steps
     bar = Bar(context.progress, len(pending) * steps)
     fresh: list[Row] = []

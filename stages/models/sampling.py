@@ -51,6 +51,12 @@ def euler(velocity: Velocity, x: mx.array, levels: Sequence[float]) -> Iterator[
         yield x
 
 
+def sample(velocity: Velocity, x: mx.array, levels: Sequence[float]) -> mx.array:
+    """Where Euler's steps from `x`, noise, end: the drawn latents."""
+    *_, drawn = euler(velocity, x, levels)
+    return drawn
+
+
 def guided(with_prompt: mx.array, without: mx.array, guidance: float) -> mx.array:
     """Classifier-free guidance: beyond the velocity with the prompt, away from the one with the empty prompt."""
     return without + guidance * (with_prompt - without)
