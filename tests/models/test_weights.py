@@ -45,7 +45,7 @@ def test_a_file_longer_than_its_header_says_is_refused(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"\x01", struct.pack("<Q", 10**6) + b"{}", struct.pack("<Q", 2) + b"[]"])
 def test_a_file_that_is_no_safetensors_is_refused_in_one_line(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match="not a (whole )?safetensors file") as caught:
+    with pytest.raises(ValueError, match=r"not a (whole )?safetensors file") as caught:
         weights.load_component(tmp_path, SHAPES)
     assert "\n" not in str(caught.value)
 
