@@ -52,7 +52,7 @@ def load(file: Path, overrides: Iterable[str] = ()) -> Config:
     if name not in stages.PIPELINES:
         raise ValueError(f"{file.name} [project] pipeline: {name!r} is not a pipeline{near(name, stages.PIPELINES)}")
     nouns = stages.PIPELINES[name]
-    kinds = {"project": ProjectConfig, **{noun: stages.stage(noun).config for noun in nouns}}
+    kinds = {"project": ProjectConfig, **{noun: stages.find(noun).config for noun in nouns}}
     for section in raw:
         if section not in kinds:
             raise ValueError(f"{file.name} [{section}]: no such section{near(section, kinds)}; there are {', '.join(kinds)}")

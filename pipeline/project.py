@@ -38,6 +38,7 @@ class Project:
         self.family: Family = family(config.project.family)
         self.hashes = fingerprint.FileHashes(path / "tables" / "weights.json")
         self._recipes: dict[str, dict[str, Any]] = {}
+        self._rows: dict[str, pa.Table] = {}  # what was read once stays: one command sees one state of its inputs
 
     @classmethod
     def open(cls, path: str | Path, overrides: Iterable[str] = ()) -> Project:
@@ -61,7 +62,7 @@ class Project:
         """The stage of that noun."""
         if noun not in self.nouns:
             raise ValueError(f"{noun}: no such stage{configuration.near(noun, self.nouns)}; there are {', '.join(self.nouns)}")
-        return stages.stage(noun)
+        return stages.find(noun)
 
     # Weights
 
@@ -148,7 +149,7 @@ class Project:
             "artifacts": self.path / "tables" / stage.name,
             "stored": empty,
             "pending": empty,
-            "rows": lambda schema: self.built(schema, stage.name).rows(),
+            "rows": lambda schema: self._read(schema, stage.name),
             "tensors": lambda schema: self.built(schema, stage.name).tensors(),
             "weights": lambda name: self._weights(stage, name),
             "keep": nothing,
@@ -158,9 +159,14 @@ class Project:
         }
         return StageContext(**(parts | given))
 
+    def _read(self, schema: TableSchema, reader: str) -> pa.Table:
+        if schema.name not in self._rows:
+            self._rows[schema.name] = self.built(schema, reader).rows()
+        return self._rows[schema.name]
+
     def _weights(self, stage: Stage, name: str) -> Path:
         """A component's files; for a table that the stage reads, the folder of the files that its rows name."""
         if name in [read.name for read in stage.reads]:
-            return self.built(stages.stage(name).writes, stage.name).folder / "artifacts"
+            return self.built(stages.find(name).writes, stage.name).folder / "artifacts"
         assert name in stage.loads, f"{stage.name} does not say that it loads {name}"
         return self.component(name)

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 from pipeline.errors import Stopped
 from pipeline.project import Project
-from pipeline.store import Writer, missing
+from pipeline.store import missing
+from pipeline.writer import Writer
 from stages.stage import Stage, StageContext
 
 VERSIONS = ("latentmill", "mlx", "numpy", "pyarrow", "pylance", "pillow", "transformers")
@@ -56,7 +57,10 @@ def run(project: Project, noun: str, console: Console) -> Outcome:
     stage = project.stage(noun)
     began = time.monotonic()
     folder = project.current(noun)
-    with interruptible() as stop, folder.writer(project.recipe(noun)) as writer:
+    with (
+        interruptible() as stop,
+        folder.writer(project.recipe(noun), flush_seconds=project.config.project.commit_seconds) as writer,
+    ):
         context = project.context(
             stage,
             artifacts=folder.folder / "artifacts",

@@ -17,7 +17,7 @@ PIPELINES: dict[str, tuple[str, ...]] = {
 }
 
 
-def stage(noun: str) -> Stage:
+def find(noun: str) -> Stage:
     """The stage that writes the table of that name."""
     found: Stage = import_module(f"stages.{noun}").STAGE
     assert found.writes.name == noun

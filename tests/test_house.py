@@ -42,7 +42,7 @@ def reachable(edges: dict[str, set[str]], target: str) -> set[str]:
 
 @pytest.mark.parametrize("noun", NOUNS)
 def test_one_noun_names_schema_stage_section_target_and_test(noun):
-    stage = stages.stage(noun)
+    stage = stages.find(noun)
     assert stage.name == stage.writes.name == noun
     assert (ROOT / "schemas" / f"{noun}.py").exists()
     assert (ROOT / "stages" / f"{noun}.py").exists()
@@ -54,19 +54,19 @@ def test_one_noun_names_schema_stage_section_target_and_test(noun):
 @pytest.mark.parametrize("noun", NOUNS)
 def test_make_runs_what_a_stage_reads_before_it(noun):
     edges = makefile_edges()
-    for read in stages.stage(noun).reads:
+    for read in stages.find(noun).reads:
         assert read.name in reachable(edges, noun)
 
 
 @pytest.mark.parametrize("noun", NOUNS)
 def test_a_stage_reads_only_what_an_earlier_stage_writes(noun):
-    earlier = {stages.stage(n).writes.name for n in NOUNS[: NOUNS.index(noun)]}
-    assert {read.name for read in stages.stage(noun).reads} <= earlier
+    earlier = {stages.find(n).writes.name for n in NOUNS[: NOUNS.index(noun)]}
+    assert {read.name for read in stages.find(noun).reads} <= earlier
 
 
 @pytest.mark.parametrize("noun", NOUNS)
 def test_a_schema_describes_every_column_and_avoids_types_that_duckdb_chokes_on(noun):
-    schema: TableSchema = stages.stage(noun).writes
+    schema: TableSchema = stages.find(noun).writes
     assert schema.doc and set(schema.key) <= {f.name for f in schema.columns}
     for field in schema.stored:
         assert field.metadata[b"doc"], f"{noun}.{field.name}"

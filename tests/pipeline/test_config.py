@@ -70,4 +70,4 @@ def test_every_setting_says_what_it_is():
 
     check(config.ProjectConfig)
     for noun in stages.PIPELINES["lora"]:
-        check(stages.stage(noun).config)
+        check(stages.find(noun).config)

@@ -1,0 +1,140 @@
+"""The whole chain on a tiny klein model that diffusers itself wrote, beside what diffusers computes."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline.project import Project
+from tests import projects
+
+ROOT = Path(__file__).parents[1]
+PHOTOS = ("photo_cat.jpg", "photo_coffee.jpg", "emoji3d_fox_face.webp")
+ULP = 2.0**-7  # bfloat16 keeps 8 significant bits: two roundings of nearly equal numbers differ by at most one step
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory, tiny_weights):
+    """diffusers' pipeline, and the folder that its save_pretrained wrote."""
+    from diffusers import Flux2KleinPipeline
+
+    pipe = Flux2KleinPipeline.from_pretrained(tiny_weights)
+    folder = tmp_path_factory.mktemp("reference") / "saved"
+    pipe.save_pretrained(folder)
+    return pipe, folder
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory, reference) -> Path:
+    folder = projects.make(tmp_path_factory.mktemp("real") / "project", reference[1], images=0)
+    chosen = [p for p in sorted((ROOT / "data" / "example" / "images").iterdir()) if p.suffix in (".jpg", ".webp", ".png")][::9]
+    for path in chosen:
+        shutil.copy(path, folder / "images" / path.name)
+        (folder / "images" / path.name).with_suffix(".txt").write_text(f"a picture called {path.stem}")
+    projects.build(folder)
+    return folder
+
+
+def floats(table: pa.Table) -> list[np.ndarray]:
+    """The stored tensors as float32."""
+    words = [np.frombuffer(w, np.uint16).astype(np.uint32) << 16 for w in table["words"].to_pylist()]
+    return [w.view(np.float32).reshape(shape) for w, shape in zip(words, table["shape"].to_pylist(), strict=True)]
+
+
+def close(ours: np.ndarray, theirs: np.ndarray) -> None:
+    np.testing.assert_allclose(ours, theirs, rtol=ULP, atol=1e-4)
+
+
+def test_the_latents_table_holds_what_diffusers_encodes(project, reference):
+    import torch
+
+    from stages.pixels import open_image
+
+    pipe, _ = reference
+    table = projects.content(project, "latents")
+    paths = {row["image_id"]: row["path"] for row in projects.content(project, "images").to_pylist()}
+    assert table.num_rows >= 4
+    for row, ours in zip(table.to_pylist(), floats(table), strict=True):
+        image = open_image(project / "images" / paths[row["image_id"]])
+        box = (row["crop_x"], row["crop_y"], row["crop_x"] + row["crop_w"], row["crop_y"] + row["crop_h"])
+        pixels = np.asarray(image.resize((row["width"], row["height"]), 1, box=box), np.float32) / 127.5 - 1
+        with torch.no_grad():
+            mode = pipe.vae.encode(torch.from_numpy(pixels).permute(2, 0, 1)[None]).latent_dist.mode()
+            packed = pipe._patchify_latents(mode)
+            mean = pipe.vae.bn.running_mean.view(1, -1, 1, 1)
+            std = torch.sqrt(pipe.vae.bn.running_var.view(1, -1, 1, 1) + pipe.vae.config.batch_norm_eps)
+            theirs = ((packed - mean) / std)[0].numpy()
+        close(ours, theirs)
+
+
+def test_the_embeddings_table_holds_what_diffusers_encodes(project, reference):
+    import torch
+
+    pipe, _ = reference
+    family = Project.open(project).family
+    texts = {row["caption_id"]: row["text"] for row in projects.content(project, "captions").to_pylist()}
+    table = projects.content(project, "embeddings")
+    assert "" in texts.values() and len(texts) == table.num_rows
+    for row, ours in zip(table.to_pylist(), floats(table), strict=True):
+        with torch.no_grad():
+            theirs, _ = pipe.encode_prompt(
+                texts[row["caption_id"]],
+                device="cpu",
+                max_sequence_length=family.text_tokens,
+                text_encoder_out_layers=family.text_layers,
+            )
+        close(ours, theirs[0].float().numpy())
+
+
+@pytest.mark.parametrize("style", ["diffusers", "comfyui"])
+def test_the_exported_adapter_gives_our_velocity_in_diffusers(project, reference, tmp_path, style):
+    import mlx.core as mx
+    import torch
+    from diffusers import Flux2KleinPipeline
+
+    from pipeline.export import export_run, read_adapter
+    from stages.models import flux2
+    from stages.models.load import load_flux2
+    from stages.tuner import lora
+
+    opened = Project.open(project)
+    file = export_run(opened, tmp_path / "lora.safetensors", style, dtype="float32", step=None)
+    pipe = Flux2KleinPipeline.from_pretrained(reference[1])
+    bare = {name: value.clone() for name, value in pipe.transformer.state_dict().items()}
+    pipe.load_lora_weights(str(file))
+    assert len(pipe.transformer.state_dict()) > len(bare)
+
+    model = load_flux2(opened.component("transformer"), opened.family, mx.float32)
+    adapters, scales = read_adapter(opened.current("train").folder / "artifacts" / "adapter.safetensors")
+
+    def adapted(block: str):
+        inside = {name.removeprefix(f"{block}."): value for name, value in adapters.items() if name.startswith(f"{block}.")}
+        return lora.linear(inside, {n.removeprefix(f"{block}."): s for n, s in scales.items() if n.startswith(f"{block}.")})
+
+    generator = np.random.default_rng(0)
+    x_1LC, ctx_1TJ = generator.standard_normal((1, 12, 128)), generator.standard_normal((1, 7, model.config.joint_attention_dim))
+    x_ids, ctx_ids = flux2.image_ids(3, 4), flux2.text_ids(7)
+    ours = model(
+        mx.array(x_1LC.astype(np.float32)),
+        x_ids,
+        mx.array(ctx_1TJ.astype(np.float32)),
+        ctx_ids,
+        mx.array([0.6]),
+        linear_for=adapted,
+    )
+    with torch.no_grad():
+        theirs = pipe.transformer(
+            hidden_states=torch.tensor(x_1LC, dtype=torch.float32),
+            encoder_hidden_states=torch.tensor(ctx_1TJ, dtype=torch.float32),
+            timestep=torch.tensor([0.6]),
+            img_ids=torch.tensor(np.array(x_ids))[None],
+            txt_ids=torch.tensor(np.array(ctx_ids))[None],
+            guidance=None,
+            return_dict=False,
+        )[0]
+    np.testing.assert_allclose(np.array(ours), theirs.numpy(), atol=2e-5)
+    merged = np.abs(np.array(model(mx.array(x_1LC.astype(np.float32)), x_ids, mx.array(ctx_1TJ.astype(np.float32)), ctx_ids,
+                                   mx.array([0.6]))) - np.array(ours)).max()  # fmt: skip
+    assert merged > 1e-6, "the adapter changes nothing, so this test would pass without it"
