@@ -9,7 +9,7 @@ import pyarrow as pa
 
 # Where a row's tensor lies: appended to the columns of a tensor table when the runner stores it.
 LOCATOR = (
-    pa.field("part", pa.string(), nullable=False, metadata={"doc": "file under parts/ with the tensor; empty if none"}),
+    pa.field("part", pa.string(), nullable=False, metadata={"doc": "file under parts/ that holds the row and its tensor"}),
     pa.field("byte_offset", pa.int64(), nullable=False, metadata={"doc": "where the tensor starts in the part, bytes"}),
     pa.field("nbytes", pa.int64(), nullable=False, metadata={"doc": "the tensor's size, bytes"}),
 )

@@ -1,0 +1,124 @@
+"""The rows of a table in Lance: versions that stand or do not, on the disk before anyone counts on them.
+
+Lance itself asks the disk for nothing: after a power cut its newest manifest may be empty. So every commit is followed by
+an fsync of what is new, and a writer begins by stepping back to the newest version that can be read.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.disk import error_number, make_folder, sync
+
+LIVE = pa.field("live", pa.bool_(), metadata={"doc": "wanted by the last run that finished; null: written since"})
+FORMAT = "2.2"  # the newest that DuckDB's extension for Lance reads
+PINNED = "manifest"  # the tag that keeps a version from being cleaned away
+_GONE = 2  # "no such file": part of the table is lost, which is damage; other system errors are not
+
+
+class Damaged(Exception):  # noqa: N818  (says what the table is)
+    """A version of the table, or all of it, cannot be read."""
+
+
+class Index:
+    """One Lance dataset of small rows."""
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self.path = path
+        self.schema = schema
+        self._synced: set[tuple[str, int, int]] = set()
+
+    def read(self, version: int) -> pa.Table:
+        """All rows of one version. Damaged if they cannot be read."""
+        import lance
+
+        try:
+            rows = lance.dataset(self.path, version=version).to_table()
+            return rows.select(self.schema.names).cast(self.schema)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Lance's Rust gives up so
+                raise
+            if error_number(error) not in (None, _GONE):
+                raise
+            raise Damaged(f"{self.path} cannot be read at version {version}: {str(error).splitlines()[0]}") from error
+
+    def recover(self) -> tuple[int, pa.Table]:
+        """The newest version that can be read, and its rows; 0 and none if there is no such. What is newer is deleted."""
+        for version, path in sorted(self._manifests().items(), reverse=True):
+            try:
+                return version, self.read(version)
+            except Damaged:
+                with path.open("rb"):  # what we may not open is not damaged
+                    pass
+                path.unlink()
+                self._hint().unlink(missing_ok=True)
+                sync(path.parent)
+        if self.path.exists():
+            shutil.rmtree(self.path)
+            sync(self.path.parent)
+        return 0, self.schema.empty_table()
+
+    def append(self, rows: pa.Table) -> int:
+        """Add rows, in one commit; returns its version."""
+        return self._commit(rows, "append" if self._manifests() else "create")
+
+    def replace(self, rows: pa.Table) -> int:
+        """Make these all the rows there are, in one commit; returns its version."""
+        return self._commit(rows, "overwrite" if self._manifests() else "create")
+
+    def prune(self, pinned: int | None) -> None:
+        """Delete every version but the newest and the pinned one, and files that no version names."""
+        import lance
+
+        dataset = lance.dataset(self.path)
+        with suppress(OSError):  # a tag is our own memory for the length of this call, never the manifest's
+            shutil.rmtree(self.path / "_refs")
+        if pinned is not None and pinned != dataset.version:
+            dataset.tags.create(PINNED, pinned)
+        dataset.cleanup_old_versions(older_than=timedelta(0), delete_unverified=True, error_if_tagged_old_versions=False)
+        self._sync()
+
+    def data_bytes(self, version: int) -> int:
+        """Bytes of the data files of one version."""
+        import lance
+
+        fragments = lance.dataset(self.path, version=version).get_fragments()
+        return sum((self.path / "data" / file.path).stat().st_size for part in fragments for file in part.data_files())
+
+    def _commit(self, rows: pa.Table, mode: str) -> int:
+        import lance
+
+        make_folder(self.path.parent)
+        rows = rows.cast(self.schema).combine_chunks()
+        dataset: Any = lance.write_dataset(rows, self.path, mode=mode, data_storage_version=FORMAT)
+        self._sync()
+        return int(dataset.version)
+
+    def _sync(self) -> None:
+        """Put on the disk what is new below the folder, then the folders' names."""
+        found = {(str(p), s.st_size, s.st_mtime_ns) for p in self.path.rglob("*") if p.is_file() for s in [p.stat()]}
+        for name, _, _ in found - self._synced:
+            sync(Path(name))
+        for folder in [*(p for p in self.path.iterdir() if p.is_dir()), self.path, self.path.parent]:
+            sync(folder)
+        self._synced = found
+
+    def _manifests(self) -> dict[int, Path]:
+        """Versions and their manifests. Lance counts names down from 2^64 - 1, so that the newest is listed first."""
+        found = {}
+        for path in self.path.glob("_versions/*.manifest"):
+            if path.stem.isdigit():
+                number = int(path.stem)
+                found[2**64 - 1 - number if len(path.stem) == 20 else number] = path
+        return found
+
+    def _hint(self) -> Path:
+        return self.path / "_versions" / "latest_version_hint.json"
