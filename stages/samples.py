@@ -307,4 +307,5 @@ STAGE = Stage(
     config=SamplesConfig,
     wants=wanted,
     run=draw_samples,
+    result="grid.png",
 )

@@ -384,4 +384,5 @@ STAGE = Stage(
     wants=wanted_samples,
     run=train,
     snapshot=snapshot,
+    result="adapter.safetensors",
 )

@@ -38,6 +38,7 @@ checkpoint_every = 2
 caption_dropout = 0.2
 
 [samples]
+checkpoints = "all"
 width = 64
 height = 64
 steps = 2
