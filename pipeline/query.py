@@ -45,7 +45,7 @@ create or replace temp macro bf16(u) as (case
 UNUSED = """
 create or replace temp view unused as
 with usable as (select path, image_id from images where rejected is null),
-dropped(at, table_name, image_id, reason) as (
+dropped(place, noun, image_id, reason) as (
     select 2, 'captions', image_id, 'no caption' from usable
     where (select built from tables where noun = 'captions')
       and image_id not in (select image_id from captions where role = 'caption')
@@ -56,12 +56,12 @@ dropped(at, table_name, image_id, reason) as (
     select 4, 'latents', image_id, string_agg(distinct rejected, ', ' order by rejected) from latents
     group by image_id having bool_and(rejected is not null)
 )
-select path, image_id, 'images' as table_name, rejected || case when detail = '' then '' else ': ' || detail end as reason
+select path, image_id, 'images' as noun, rejected || case when detail = '' then '' else ': ' || detail end as reason
 from images where rejected is not null
 union all
-select path, image_id, arg_min(table_name, at), arg_min(reason, at)
+select path, image_id, arg_min(noun, place), arg_min(reason, place)
 from usable join dropped using (image_id) group by path, image_id
-order by table_name, path
+order by noun, path
 """
 
 
@@ -168,7 +168,7 @@ def _clear(error: Exception, sql: str, catalog: duckdb.DuckDBPyConnection) -> st
         nouns = [str(noun) for (noun,) in catalog.execute("select noun from tables").fetchall()]
         return f"{said} There are {', '.join([*nouns, 'tables', 'columns', 'unused'])}."
     if re.search(r"column.*(not found|does not exist|FROM clause)|not have a column", said, re.IGNORECASE):
-        for noun, names in catalog.execute("select noun, string_agg(name, ', ') from columns group by noun").fetchall():
+        for noun, names in catalog.execute("select noun, string_agg(name, ', ') from columns group by noun order by noun").fetchall():
             if re.search(rf"\b{noun}\b", sql, re.IGNORECASE):
                 said += f" {noun} has {names}."
     return said
