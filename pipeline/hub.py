@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from stages.models.families import FOLDERS, Family
@@ -47,6 +48,10 @@ def _made(folder: Path, seed: int, make: bool) -> Path:
     temporary.mkdir(parents=True)
     try:
         tiny.make(temporary, seed)
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as written:
+                    os.fsync(written.fileno())
         temporary.rename(folder)
     except OSError:
         if not folder.is_dir():  # else another process was first; its weights are the same
@@ -62,18 +67,31 @@ def _snapshot(hub: str, components: list[str], family: Family, fetch: bool) -> P
 
     folders = [FOLDERS[c] for c in components]
     patterns = [f"{name}/*" for name in folders] + ["*.json"]
-    try:
+    with suppress(errors.LocalEntryNotFoundError):
         cached = Path(snapshot_download(hub, allow_patterns=patterns, local_files_only=True))
-        if all((cached / name).is_dir() for name in folders):
+        if not _lacking(cached, folders):
             return cached
-    except errors.LocalEntryNotFoundError:
-        pass
     if not fetch:
         raise ValueError(f"{', '.join(folders)} of {hub} is not fetched yet; a stage that needs it fetches it")
     try:
-        return Path(snapshot_download(hub, allow_patterns=patterns))
+        copy = Path(snapshot_download(hub, allow_patterns=patterns))
     except (errors.HTTPError, OSError, ValueError) as error:
         raise ValueError(_remedy(hub, folders, family, error)) from None
+    if lacking := _lacking(copy, folders):  # what the cache has is returned when the network fails, too
+        raise ValueError(f"{hub} gave no {', '.join(lacking)}: {_by_hand(hub, folders)}")
+    return copy
+
+
+def _lacking(copy: Path, folders: list[str]) -> list[str]:
+    return [f"{name}/" for name in folders if not (copy / name).is_dir()]
+
+
+def _by_hand(hub: str, folders: list[str]) -> str:
+    what = " ".join(f"--include '{name}/*'" for name in folders)
+    return (
+        f"where there is a network, run `hf download {hub} {what} --local-dir FOLDER`, "
+        'then set weights = "FOLDER" in project.toml'
+    )
 
 
 def _remedy(hub: str, folders: list[str], family: Family, error: Exception) -> str:
@@ -87,11 +105,7 @@ def _remedy(hub: str, folders: list[str], family: Family, error: Exception) -> s
         return f"the hub has no {hub}, or it is private: check weights in project.toml, or give a folder that exists"
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
         return f"{hub} could not be written to {constants.HF_HUB_CACHE}: {error.strerror}"
-    what = " ".join(f"--include '{name}/*'" for name in folders)
-    return (
-        f"{hub} cannot be reached: where there is a network, run `hf download {hub} {what} --local-dir FOLDER`, "
-        'then set weights = "FOLDER" in project.toml'
-    )
+    return f"{hub} cannot be reached: {_by_hand(hub, folders)}"
 
 
 def _status(error: Exception) -> int:

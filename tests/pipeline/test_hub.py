@@ -1,0 +1,148 @@
+import dataclasses
+import json
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants, errors
+
+from pipeline import hub
+from stages.models import tiny
+from stages.models.families import family
+from stages.models.weights import locate
+
+HUB = "black-forest-labs/FLUX.2-klein-base-4B"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and no way out."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "cache"
+
+
+def put(cache, name, *folders):
+    """A repository as the hub's client caches it."""
+    root = cache / f"models--{name.replace('/', '--')}"
+    snapshot = root / "snapshots" / ("a" * 40)
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / "main").write_text("a" * 40)
+    for folder in folders:
+        (snapshot / folder).mkdir(parents=True)
+        (snapshot / folder / "config.json").write_text("{}")
+    return snapshot
+
+
+class Answer:
+    """What the hub's client makes of a refusal."""
+
+    def __init__(self, status):
+        self.status_code = status
+        self.headers = {}
+        self.request = None
+
+
+def refusing(monkeypatch, error):
+    def snapshot_download(name, *, allow_patterns, local_files_only=False):
+        if local_files_only:
+            raise errors.LocalEntryNotFoundError("not there")
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+
+
+def test_a_folder_is_found_relative_to_the_project_absolute_or_from_home(tmp_path, monkeypatch):
+    (tmp_path / "project" / "org" / "name").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    record = family("klein-base-4b")
+    for spec in ("org/name", str(tmp_path / "project/org/name"), "~/project/org/name"):
+        assert hub.resolve(spec, tmp_path / "project", record) == tmp_path / "project" / "org" / "name"
+
+
+@pytest.mark.parametrize("spec", ["/no/such/folder", "./weights", "a/b/c", "weights"])
+def test_a_folder_that_is_not_there_is_refused_with_the_place_looked_at(tmp_path, spec):
+    with pytest.raises(ValueError, match=r"the folder .* does not exist, and it is no hub id"):
+        hub.resolve(spec, tmp_path, family("klein-base-4b"))
+
+
+def test_a_cached_repository_is_used_without_a_network(tmp_path, cache):
+    snapshot = put(cache, HUB, "transformer", "vae", "text_encoder", "tokenizer")
+    assert hub.resolve("", tmp_path, family("klein-base-4b")) == snapshot
+    assert hub.resolve(HUB, tmp_path, family("klein-4b")) == snapshot
+
+
+def test_only_the_components_asked_for_must_be_there(tmp_path, cache):
+    snapshot = put(cache, HUB, "vae")
+    assert hub.resolve("", tmp_path, family("klein-base-4b"), ["autoencoder"]) == snapshot
+    with pytest.raises(ValueError, match=r"hf download .* --include 'transformer/\*'"):
+        hub.resolve("", tmp_path, family("klein-base-4b"), ["transformer"])
+
+
+def test_without_leave_to_fetch_a_missing_repository_is_an_error_at_once(tmp_path):
+    with pytest.raises(ValueError, match="is not fetched yet"):
+        hub.resolve("", tmp_path, family("klein-base-4b"), fetch=False)
+
+
+def test_offline_the_message_says_what_to_fetch_and_where_to_put_it(tmp_path):
+    with pytest.raises(ValueError, match="cannot be reached") as caught:
+        hub.resolve("", tmp_path, family("klein-base-4b"))
+    message = str(caught.value)
+    assert f"hf download {HUB}" in message
+    assert "vae/*" in message
+    assert 'weights = "FOLDER"' in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "error", [errors.GatedRepoError("no", response=Answer(403)), errors.HfHubHTTPError("no", response=Answer(401))]
+)
+def test_a_gated_repository_names_its_licence_page(tmp_path, monkeypatch, error):
+    refusing(monkeypatch, error)
+    with pytest.raises(ValueError, match=r"gated .*accept the licence at .*/black-forest-labs/FLUX\.2-klein-base-9B"):
+        hub.resolve("", tmp_path, family("klein-base-9b"))
+
+
+def test_a_repository_that_does_not_exist_is_said_to(tmp_path, monkeypatch):
+    refusing(monkeypatch, errors.RepositoryNotFoundError("no", response=Answer(404)))
+    with pytest.raises(ValueError, match="the hub has no someone/nothing"):
+        hub.resolve("someone/nothing", tmp_path, family("klein-base-4b"))
+
+
+def test_a_full_disk_is_said_to_be_one(tmp_path, monkeypatch):
+    refusing(monkeypatch, OSError(28, "No space left on device"))
+    with pytest.raises(ValueError, match=r"could not be written to .*No space left on device"):
+        hub.resolve("", tmp_path, family("klein-base-4b"))
+
+
+def test_a_seeded_familys_weights_are_made_once_by_the_project(tmp_path, monkeypatch):
+    record = family("tiny")
+    folder = hub.resolve("", tmp_path, record)
+    assert folder == tmp_path / "weights" / "tiny"
+    for component in ("transformer", "autoencoder", "text_encoder", "tokenizer"):
+        assert locate(folder, component, record).is_dir()
+    assert [p.name for p in (tmp_path / "weights").iterdir()] == ["tiny"]
+    monkeypatch.setattr(tiny, "make", None)
+    assert hub.resolve("", tmp_path, record) == folder
+
+
+def test_weights_that_could_not_be_made_whole_do_not_appear(tmp_path, monkeypatch):
+    def half(folder, seed):
+        (folder / "model_index.json").write_text(json.dumps({}))
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tiny, "make", half)
+    with pytest.raises(OSError, match="No space"):
+        hub.resolve("", tmp_path, family("tiny"))
+    assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_a_seeded_family_is_not_made_where_it_may_not_be(tmp_path):
+    with pytest.raises(ValueError, match="is not made yet"):
+        hub.resolve("", tmp_path, family("tiny"), fetch=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_family_without_published_weights_needs_a_folder(tmp_path):
+    nameless = dataclasses.replace(family("klein-base-4b"), hub="")
+    with pytest.raises(ValueError, match="set weights to a folder"):
+        hub.resolve("", tmp_path, nameless)
