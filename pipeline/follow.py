@@ -168,8 +168,8 @@ def _train(catalog: Catalog, image_id: str) -> Iterator[str]:
         return
     steps = drawn["steps"]
     named = ", ".join(map(str, steps[:STEPS_NAMED])) + (f", ... {steps[-1]}" if len(steps) > STEPS_NAMED else "")
-    dropped = f", {drawn['dropped']} times without its caption" if drawn["dropped"] else ""
-    yield f"drawn {drawn['times']} times in {drawn['last']} steps{dropped}: steps {named}"
+    dropped = f", {_times(drawn['dropped'])} without its caption" if drawn["dropped"] else ""
+    yield f"drawn {_times(drawn['times'])} in {drawn['last']} steps{dropped}: steps {named}"
     against = f"all images at these noise levels {drawn['level']:.4f}; all samples {drawn['every']:.4f}"
     yield f"mean loss {drawn['loss']:.4f}; {against}"
     for way, order in (("highest", "desc"), ("lowest", "asc")):
@@ -190,3 +190,7 @@ def _samples(catalog: Catalog, image_id: str) -> Iterator[str]:
     if not rows:
         (count,) = catalog.ask("select count(*) as n, count(distinct prompt) as prompts from samples")
         yield f"no preview has its caption as prompt ({count['n']} previews of {count['prompts']} prompts)"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
