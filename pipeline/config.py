@@ -53,10 +53,10 @@ def load(file: Path, overrides: Iterable[str] = ()) -> Config:
         raise ValueError(f"{file.name} [project] pipeline: {name!r} is not a pipeline{near(name, stages.PIPELINES)}")
     nouns = stages.PIPELINES[name]
     kinds = {"project": ProjectConfig, **{noun: stages.find(noun).config for noun in nouns}}
-    for section in raw:
-        if section not in kinds:
-            raise ValueError(f"{file.name} [{section}]: no such section{near(section, kinds)}; there are {', '.join(kinds)}")
-    parsed = {name: section(kind, raw.get(name, {}), f"{file.name} [{name}]") for name, kind in kinds.items()}
+    for key in raw:
+        if key not in kinds:
+            raise ValueError(f"{file.name} [{key}]: no such section{near(key, kinds)}; there are {', '.join(kinds)}")
+    parsed = {key: section(kind, raw.get(key, {}), f"{file.name} [{key}]") for key, kind in kinds.items()}
     return Config(project=parsed.pop("project"), sections=parsed)
 
 
@@ -131,8 +131,15 @@ def _mapping(kinds: tuple[Any, ...], value: Any, where: str) -> dict[str, Any]:
 
 
 def _noun(kind: Any) -> str:
-    words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", list: "a list", dict: "a section"}
-    return words.get(kind) or getattr(kind, "__name__", str(kind))
+    words: dict[Any, str] = {
+        int: "a whole number",
+        float: "a number",
+        str: "a string",
+        bool: "true or false",
+        list: "a list",
+        dict: "a section",
+    }
+    return words.get(kind) or str(getattr(kind, "__name__", kind))
 
 
 def near(word: str, words: Iterable[str]) -> str:

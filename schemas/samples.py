@@ -8,6 +8,7 @@ SAMPLES = TableSchema(
     name="samples",
     doc="One row per preview: a prompt, a seed, and the adapter that drew it; the bare base too.",
     key=("adapter_id", "caption_id", "seed", "width", "height"),
+    costly=True,
     columns=(
         column("adapter_id", pa.string(), "sha256 of the adapter's weights, hex; empty for the bare base"),
         column("step", pa.int32(), "training step of the checkpoint; 0 for the bare base"),

@@ -32,7 +32,8 @@ class TableSchema:
     """One table: the noun that names it, the columns that identify a row, and all columns in order.
 
     `tensor` is True where every row also carries a 16-bit tensor: batches then end in a column `tensor`
-    (list of uint16), which the runner puts into Arrow parts, keeping a locator in the row.
+    (list of uint16), which the runner puts into Arrow parts, keeping a locator in the row. `costly` is True where a
+    row that nobody wants any more is kept, out of sight, until `clean`: it may be wanted again, and is dear to make.
     """
 
     name: str
@@ -40,6 +41,7 @@ class TableSchema:
     key: tuple[str, ...]
     columns: tuple[pa.Field, ...]
     tensor: bool = False
+    costly: bool = False
 
     @property
     def batch(self) -> pa.Schema:
