@@ -34,9 +34,14 @@ Plan = str | int  # "whole", "blocks", or how many of the last blocks keep their
 class Block(Protocol):
     """One link: `name` prefixes its adapters, `kind` says which function computes it, `weights` are named within it."""
 
-    kind: str
-    name: str
-    weights: Mapping[str, Any]
+    @property
+    def kind(self) -> str: ...  # noqa: D102
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+
+    @property
+    def weights(self) -> Mapping[str, Any]: ...  # noqa: D102
 
 
 class Chain(Protocol):
@@ -46,14 +51,16 @@ class Chain(Protocol):
     def blocks(self) -> Sequence[Block]:
         """In order of the forward pass."""
 
-    def enter(self, **inputs: Any) -> tuple[Tree, Tree]:
-        """From the model's inputs to (h, shared)."""
+    @property
+    def enter(self) -> Callable[..., tuple[Tree, Tree]]:
+        """From the model's inputs, by name, to (h, shared)."""
 
     def block(self, kind: str) -> BlockFunction:
-        """The function of that kind of block; the same weights for its name give the same function."""
+        """The function of that kind of block, which depends on its arguments alone."""
 
-    def leave(self, h: Tree, shared: Tree) -> mx.array:
-        """From the last block's output to the prediction."""
+    @property
+    def leave(self) -> Callable[[Tree, Tree], mx.array]:
+        """From the last block's output and shared to the prediction."""
 
 
 def loss_and_grads(
