@@ -98,7 +98,8 @@ def run_torch(case: Any, measure: Callable[[Callable[[], None], int], dict[str, 
         def forward(self, h: Any, mods: Any, rope: Any) -> Any:
             text, image = h[:, :TEXT_ROWS], h[:, TEXT_ROWS:]
             parts = zip(self.text.project(text, mods), self.image.project(image, mods), strict=True)
-            y = attend(*(torch.cat(pair, 1) for pair in parts), rope)
+            q, k, v = (torch.cat(pair, 1) for pair in parts)
+            y = attend(q, k, v, rope)
             y_text, y_image = y[:, :TEXT_ROWS], y[:, TEXT_ROWS:]
             return torch.cat([self.text.finish(text, y_text, mods), self.image.finish(image, y_image, mods)], 1)
 
@@ -120,7 +121,7 @@ def run_torch(case: Any, measure: Callable[[Callable[[], None], int], dict[str, 
         for block in blocks:
             h = checkpoint(block, h, mods, rope, use_reentrant=False) if "checkpoint" in case.plan else block(h, mods, rope)
         loss = nn.functional.mse_loss(h[:, TEXT_ROWS:].float(), target)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -35,13 +35,13 @@ class Block(Protocol):
     """One link: `name` prefixes its adapters, `kind` says which function computes it, `weights` are named within it."""
 
     @property
-    def kind(self) -> str: ...  # noqa: D102
+    def kind(self) -> str: ...
 
     @property
-    def name(self) -> str: ...  # noqa: D102
+    def name(self) -> str: ...
 
     @property
-    def weights(self) -> Mapping[str, Any]: ...  # noqa: D102
+    def weights(self) -> Mapping[str, Any]: ...
 
 
 class Chain(Protocol):
