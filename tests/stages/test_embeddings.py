@@ -149,7 +149,8 @@ def test_progress_counts_the_texts_to_do(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [False, True])
 def test_its_memory_is_given_back(folder: Path, tmp_path: Path, cut: bool) -> None:
     before = mx.get_active_memory()
-    batches = STAGE.run(given(folder, tmp_path, config=EmbeddingsConfig(precision="float32", batch_size=1)))
+    context = given(folder, tmp_path, config=EmbeddingsConfig(precision="float32", batch_size=1))
+    batches = STAGE.run(context)
     next(batches)
     assert mx.get_active_memory() > before
     if cut:
@@ -157,6 +158,7 @@ def test_its_memory_is_given_back(folder: Path, tmp_path: Path, cut: bool) -> No
     else:
         list(batches)
     assert mx.get_active_memory() == before
+    assert context.pending.num_rows == 4  # the context is still held, and holds no model
 
 
 def test_values_that_are_not_finite_are_refused_with_a_remedy(folder: Path, tmp_path: Path) -> None:
