@@ -95,9 +95,10 @@ def published(artifacts: Path) -> int | None:
     """The step of the adapter at the top; None if there is none."""
     try:
         with (artifacts / ADAPTER).open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(size, (artifacts / ADAPTER).stat().st_size)))
         return int(header["__metadata__"]["step"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

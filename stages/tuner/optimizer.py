@@ -54,8 +54,11 @@ def _correction(beta: float, step: mx.array) -> mx.array:
 
 
 def global_norm(grads: Mapping[str, mx.array]) -> mx.array:
-    """The Euclidean norm of all arrays together, a float32 scalar; lazy, one reduction for all."""
-    squares = [mx.sum(mx.square(grad.astype(mx.float32))) for grad in grads.values()]
+    """The Euclidean norm of all arrays together, a float32 scalar; lazy, one reduction for all.
+
+    Summed in the order of names: a dict that was read from a file has another order, and a sum other last bits.
+    """
+    squares = [mx.sum(mx.square(grads[name].astype(mx.float32))) for name in sorted(grads)]
     return mx.sqrt(mx.sum(mx.stack(squares)))
 
 

@@ -1,0 +1,92 @@
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pyarrow as pa
+import pytest
+from safetensors.numpy import load_file
+
+import stages  # noqa: F401  a fast BLAS, before MLX
+from stages.tuner import checkpoint
+from stages.tuner.checkpoint import ADAPTER, OPTIMIZER, ROWS, STATE
+
+ADAPTERS = {"b.lora_B.weight": mx.array([[1.0], [-2.5]]), "b.lora_A.weight": mx.array([[0.5, 3.0, 4.0]])}
+STATES = {"step": mx.array(7, mx.int32), "b.m": mx.zeros((2, 2))}
+
+
+def keeper(folder: Path):
+    def keep(name, write):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path.with_name(".tmp"))
+        path.with_name(".tmp").rename(path)
+        return path
+
+    return keep
+
+
+def save(folder: Path, step: int, **facts):
+    return checkpoint.save(keeper(folder), step, ADAPTERS, STATES, pa.table({"step": [step]}), {"rank": "1"}, facts)
+
+
+def test_what_is_saved_is_found_and_read_back_bit_for_bit(tmp_path):
+    save(tmp_path, 7, skipped=2)
+    (found,) = checkpoint.found(tmp_path)
+    assert (found.step, found.state["skipped"]) == (7, 2)
+    assert found.folder == tmp_path / "checkpoints" / "step-000007"
+    assert found.whole(ADAPTER, OPTIMIZER, ROWS)
+    for name, arrays in ((ADAPTER, ADAPTERS), (OPTIMIZER, STATES)):
+        read = found.arrays(name)
+        assert set(read) == set(arrays)
+        assert all(read[key].dtype == value.dtype and mx.array_equal(read[key], value) for key, value in arrays.items())
+    assert found.rows().to_pylist() == [{"step": 7}]
+
+
+def test_other_programs_read_the_adapter(tmp_path):
+    saved = save(tmp_path, 7)
+    arrays = load_file(saved.folder / ADAPTER)
+    assert all(np.array_equal(arrays[name], np.array(value)) for name, value in ADAPTERS.items())
+    assert mx.load(str(saved.folder / ADAPTER), return_metadata=True)[1] == {"rank": "1", "step": "7"}
+
+
+def test_equal_content_is_equal_bytes(tmp_path):
+    first, second = save(tmp_path / "a", 7), save(tmp_path / "b", 7)
+    assert (first.folder / ADAPTER).read_bytes() == (second.folder / ADAPTER).read_bytes()
+
+
+@pytest.mark.parametrize("name", [ADAPTER, OPTIMIZER, ROWS])
+def test_a_file_that_is_gone_cut_or_changed_makes_a_checkpoint_not_whole(tmp_path, name):
+    for number, damage in enumerate((lambda b: b[:-1], lambda b: b[:-1] + bytes([b[-1] ^ 1]), lambda b: None)):
+        saved = save(tmp_path / str(number), 7)
+        damaged = damage((saved.folder / name).read_bytes())
+        (saved.folder / name).unlink() if damaged is None else (saved.folder / name).write_bytes(damaged)
+        (found,) = checkpoint.found(tmp_path / str(number))
+        assert not found.whole(name)
+        assert all(found.whole(other) for other in {ADAPTER, OPTIMIZER, ROWS} - {name})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", json.dumps({"step": 3}), json.dumps({"step": None, "files": {}})])
+def test_a_folder_without_a_readable_state_is_no_checkpoint(tmp_path, text):
+    saved = save(tmp_path, 7)
+    (saved.folder / STATE).write_text(text)
+    assert checkpoint.found(tmp_path) == []
+
+
+def test_the_newest_comes_first_and_only_the_newest_keep_their_optimizer(tmp_path):
+    for step in (5, 20, 10):
+        save(tmp_path, step)
+    assert [found.step for found in checkpoint.found(tmp_path)] == [20, 10, 5]
+    checkpoint.prune(tmp_path, 2)
+    assert [found.whole(OPTIMIZER) for found in checkpoint.found(tmp_path)] == [True, True, False]
+    assert all(found.whole(ADAPTER, ROWS) for found in checkpoint.found(tmp_path))
+
+
+def test_the_published_adapter_is_a_copy_and_says_its_step(tmp_path):
+    assert checkpoint.published(tmp_path) is None
+    saved = save(tmp_path, 7)
+    checkpoint.publish(keeper(tmp_path), saved)
+    assert checkpoint.published(tmp_path) == 7
+    assert (tmp_path / ADAPTER).read_bytes() == (saved.folder / ADAPTER).read_bytes()
+    (tmp_path / ADAPTER).write_bytes(b"short")
+    assert checkpoint.published(tmp_path) is None
