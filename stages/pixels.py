@@ -37,7 +37,16 @@ UPRIGHT = {
 # Values that count as white in a mode without a fixed range: the smallest that holds all pixels of the image.
 WHITES = {"I": (65535.0, 2147483647.0), "F": (1.0, 255.0, 65535.0)}
 HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"msf1")
-CUT_WORDS = ("truncat", "not enough", "unpack requires", "end of file", "end of data", "broken data stream", "premature")
+CUT_WORDS = (
+    "truncat",
+    "not enough",
+    "unpack requires",
+    "end of file",
+    "end of data",
+    "expected to read",
+    "broken data stream",
+    "premature",
+)
 
 
 class ImageError(ValueError):
@@ -174,7 +183,7 @@ def _cut_short(file: BinaryIO) -> bool:
     if head[:2] == b"BM":
         return bool(size < struct.unpack("<I", head[2:6])[0])
     if head[:4] in (b"II*\0", b"MM\0*"):
-        return bool(size < 2 + struct.unpack("<I" if head[:1] == b"I" else ">I", head[4:8])[0])
+        return _directory_passes_the_end(file, size, "<" if head[:1] == b"I" else ">")
     if head[4:8] in (b"ftyp", b"jP  "):
         return _boxes_pass_the_end(file, size)
     return False
@@ -194,6 +203,22 @@ def _boxes_pass_the_end(file: BinaryIO, size: int) -> bool:
             return False
         at += length
     return at > size
+
+
+def _directory_passes_the_end(file: BinaryIO, size: int, order: str) -> bool:
+    """TIFF: whether the first directory, or a value that it keeps elsewhere, lies beyond the end."""
+    at = struct.unpack(order + "I", _peek(file, 4, 4))[0]
+    count = _peek(file, at, 2)
+    if len(count) < 2:
+        return True
+    entries = _peek(file, at + 2, 12 * struct.unpack(order + "H", count)[0])
+    if len(entries) < 12 * struct.unpack(order + "H", count)[0]:
+        return True
+    for _, kind, number, value in struct.iter_unpack(order + "HHII", entries):
+        nbytes = number * {3: 2, 4: 4, 5: 8, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8}.get(kind, 1)
+        if nbytes > 4 and value + nbytes > size:
+            return True
+    return False
 
 
 # Pixels: the range, then the colour, then what shows through.
