@@ -126,8 +126,8 @@ def test_another_family_with_the_same_autoencoder_keeps_the_latents(project, tin
     tiny.make(other, seed=5)
     shutil.rmtree(other / "vae")
     shutil.copytree(tiny_weights / "vae", other / "vae")
-    projects.edit(project, str(tiny_weights), str(other))
     texts = projects.content(project, "embeddings").num_rows
+    projects.edit(project, str(tiny_weights), str(other))
     rows(project, embeddings=texts, train=STEPS, samples=4)
 
 
