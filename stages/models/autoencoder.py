@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 NORM_EPS = 1e-6  # of every group normalisation; not in the config
+QUERIES = 4096  # attention rows at once: at 1024 px four times, 0.27 GB of scores each instead of 1.07
 FIXED = {"act_fn": "silu", "patch_size": (2, 2)}  # what this code does; a config that says otherwise is refused
 
 
@@ -227,12 +228,16 @@ class Autoencoder:
         return _done(x_BHWC + h_BHWC)
 
     def _attention(self, name: str, x_BHWC: mx.array) -> mx.array:
-        """One head over all positions, as wide as the channels."""
+        """One head over all positions, as wide as the channels: too wide for fused kernels, so scores exist in memory."""
         B, H, W, C = x_BHWC.shape
         x_BPC = self._norm(f"{name}.group_norm", x_BHWC).reshape(B, H * W, C)
         q_B1PC, k_B1PC, v_B1PC = (self._linear(f"{name}.{part}", x_BPC)[:, None] for part in ("to_q", "to_k", "to_v"))
-        out_B1PC = mx.fast.scaled_dot_product_attention(q_B1PC, k_B1PC, v_B1PC, scale=C**-0.5)
-        return _done(x_BHWC + self._linear(f"{name}.to_out.0", out_B1PC[:, 0]).reshape(B, H, W, C))
+        parts = []
+        for start in range(0, H * W, QUERIES):
+            some_B1QC = q_B1PC[:, :, start : start + QUERIES]
+            parts.append(_done(mx.fast.scaled_dot_product_attention(some_B1QC, k_B1PC, v_B1PC, scale=C**-0.5)))
+        out_BPC = mx.concatenate(parts, axis=2)[:, 0]
+        return _done(x_BHWC + self._linear(f"{name}.to_out.0", out_BPC).reshape(B, H, W, C))
 
     def _middle(self, name: str, x_BHWC: mx.array) -> mx.array:
         x_BHWC = self._resnet(f"{name}.resnets.0", x_BHWC)

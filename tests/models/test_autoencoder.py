@@ -107,6 +107,14 @@ def makers_layout(state):
     return found
 
 
+def test_attention_in_parts_changes_nothing(released, tmp_path, monkeypatch):
+    model = ours(released, tmp_path)
+    x_BHWC = mx.array(images(2, 48, 80, 3))
+    whole = np.array(model.encode(x_BHWC))
+    monkeypatch.setattr(autoencoder, "QUERIES", 7)
+    np.testing.assert_allclose(np.array(model.encode(x_BHWC)), whole, atol=1e-5)
+
+
 def test_the_shapes_are_those_of_the_released_file():
     shapes = AutoencoderConfig.from_dict(AUTOENCODER).shapes()
     assert len(shapes) == 250  # and one counter, which is not read
