@@ -78,6 +78,11 @@ def readable_size(size: int) -> str:
     return f"{-(-size // 2**20)} MB" if size < 2**30 else f"{size / 2**30:.1f} GB"
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, without what follows its first line."""
+    return str(error).partition("\n")[0]
+
+
 def error_number(error: BaseException) -> int | None:
     """The system's number of an error; Lance puts it in the text ("os error 28") of errors of many types."""
     if isinstance(error, OSError) and error.errno is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.disk import error_number, make_folder, sync
+from pipeline.disk import error_number, first_line, make_folder, sync
 
 LIVE = pa.field("live", pa.bool_(), metadata={"doc": "wanted by the last run that finished; null: written since"})
 FORMAT = "2.2"  # the newest that DuckDB's extension for Lance reads
@@ -48,7 +48,7 @@ class Index:
                 raise
             if error_number(error) not in (None, _GONE):
                 raise
-            raise Damaged(f"{self.path} cannot be read at version {version}: {str(error).splitlines()[0]}") from error
+            raise Damaged(f"{self.path} cannot be read at version {version}: {first_line(error)}") from error
 
     def recover(self) -> tuple[int, pa.Table]:
         """The newest version that can be read, and its rows; 0 and none if there is no such. What is newer is deleted."""
@@ -76,14 +76,13 @@ class Index:
 
     def prune(self, pinned: int | None) -> None:
         """Delete every version but the newest and the pinned one, and files that no version names."""
-        import lance
-
-        dataset = lance.dataset(self.path)
-        with suppress(OSError):  # a tag is our own memory for the length of this call, never the manifest's
-            shutil.rmtree(self.path / "_refs")
-        if pinned is not None and pinned != dataset.version:
-            dataset.tags.create(PINNED, pinned)
-        dataset.cleanup_old_versions(older_than=timedelta(0), delete_unverified=True, error_if_tagged_old_versions=False)
+        try:
+            self._clean(pinned)
+        except Exception as error:
+            if error_number(error) not in (None, _GONE):
+                raise
+            self._drop_unreadable()  # Lance reads every old manifest and stops at the first that is damaged
+            self._clean(pinned)
         self._sync()
 
     def data_bytes(self, version: int) -> int:
@@ -92,6 +91,23 @@ class Index:
 
         fragments = lance.dataset(self.path, version=version).get_fragments()
         return sum((self.path / "data" / file.path).stat().st_size for part in fragments for file in part.data_files())
+
+    def _clean(self, pinned: int | None) -> None:
+        import lance
+
+        dataset = lance.dataset(self.path)
+        with suppress(FileNotFoundError):  # a tag lives for the length of this call; which version counts, the manifest says
+            shutil.rmtree(self.path / "_refs")
+        if pinned is not None and pinned != dataset.version:
+            dataset.tags.create(PINNED, pinned)
+        dataset.cleanup_old_versions(older_than=timedelta(0), delete_unverified=True, error_if_tagged_old_versions=False)
+
+    def _drop_unreadable(self) -> None:
+        for version, path in sorted(self._manifests().items())[:-1]:
+            try:
+                self.read(version)
+            except Damaged:
+                path.unlink()
 
     def _commit(self, rows: pa.Table, mode: str) -> int:
         import lance
