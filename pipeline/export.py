@@ -39,9 +39,17 @@ def export_run(
     if adapter is None or not adapter.is_file():
         wanted = "finished adapter" if step is None else f"checkpoint of step {step}"
         raise ValueError(f"{project.name} has no {wanted} to export; {there}; run: make train PROJECT={project.path}")
-    if table.folder != project.current("train").folder:
-        say(f"project.toml has changed since: this is the run of recipe {table.folder.name}")
+    if table.folder.name != _recipe_now(project):
+        say(f"the project has changed since it was trained: this is the run of recipe {table.folder.name}")
     return export(adapter, out or project.path / "exports", style, dtype=dtype, metadata={"project": project.name}, say=say)
+
+
+def _recipe_now(project: Project) -> str:
+    """The recipe that a run would have now; empty where tables or weights are missing that it depends on."""
+    try:
+        return project.current("train").folder.name
+    except ValueError:
+        return ""
 
 
 def file_name(project: str, step: int | str, style: str) -> str:

@@ -189,7 +189,7 @@ def _samples(catalog: Catalog, image_id: str) -> Iterator[str]:
         yield f"step {row['step']}: {row['path']}, with its caption"
     if not rows:
         (count,) = catalog.ask("select count(*) as n, count(distinct prompt) as prompts from samples")
-        yield f"no preview has its caption as prompt ({count['n']} previews of {count['prompts']} prompts)"
+        yield f"no preview has its caption as prompt; previews: {count['n']}, prompts: {count['prompts']}"
 
 
 def _times(count: int) -> str:

@@ -26,7 +26,8 @@ _HALVES_SWAPPED = "final_layer.adaLN_modulation.1"  # rows are shift, scale; in 
 def _reference() -> dict[str, tuple[str, ...]]:
     """A linear of the reference layout -> the diffusers linears whose rows it stacks, in order; {} is the block's number."""
     double, single = "transformer_blocks.{}.", "single_transformer_blocks.{}."
-    found = {name: (ours,) for name, ours in convert.TRANSFORMER.items()} | {_HALVES_SWAPPED: ("norm_out.linear",)}
+    found: dict[str, tuple[str, ...]] = {name: (ours,) for name, ours in convert.TRANSFORMER.items()}
+    found[_HALVES_SWAPPED] = ("norm_out.linear",)
     found |= {f"double_blocks.{{}}.{n}": tuple(double + p for p in parts) for n, parts in convert.FUSED.items()}
     found |= {f"double_blocks.{{}}.{n}": (double + p,) for n, p in convert.DOUBLE.items() if "norm" not in n}
     return found | {f"single_blocks.{{}}.{n}": (single + p,) for n, p in convert.SINGLE.items() if "norm" not in n}

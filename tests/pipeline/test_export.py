@@ -6,13 +6,14 @@ import copy
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import pipeline.export
-from pipeline.export import DTYPES, STYLES, export, file_name
+from pipeline.export import DTYPES, STYLES, export, export_run, file_name
 from stages.models.adapter_formats import A, B, linears, load, read_adapter
 
 ATTN = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -300,6 +301,33 @@ def test_what_cannot_be_exported_is_one_clear_line(tmp_path: Path, transformer: 
         with pytest.raises(ValueError, match="there are"):
             export(good, tmp_path / "out", style, dtype=dtype, metadata={})
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+def test_the_result_of_a_run_or_the_checkpoint_of_a_step_is_exported(tmp_path: Path, transformer: Any) -> None:
+    lines: list[str] = []
+    project: Any = SimpleNamespace(name="cats", path=tmp_path, stage=lambda noun: SimpleNamespace(result="adapter.safetensors"))
+    project.folder = project.current = lambda noun: SimpleNamespace(folder=tmp_path / "tables" / noun / "abc")
+
+    def run(step: int | None = None, out: Path | None = None) -> Path:
+        return export_run(project, out, "diffusers", dtype="float32", step=step, say=lines.append)
+
+    artifacts = tmp_path / "tables" / "train" / "abc" / "artifacts"
+    with pytest.raises(ValueError, match=r"no finished adapter .* no checkpoint yet; run: make train"):
+        run()
+    for step in (20, 40):
+        (artifacts / f"checkpoints/step-{step:06d}").mkdir(parents=True)
+        trained(artifacts / f"checkpoints/step-{step:06d}" / "adapter.safetensors", transformer, BLOCKS[:1], step=str(step))
+    for missing in (None, 30):
+        with pytest.raises(ValueError, match="its checkpoints are 20, 40; run: make train"):
+            run(missing)
+    trained(artifacts / "adapter.safetensors", transformer, BLOCKS[:1], step="40")
+    assert run() == tmp_path / "exports" / "cats-000040.safetensors"
+    assert run(20) == tmp_path / "exports" / "cats-000020.safetensors"
+    assert run(20, tmp_path / "mine.safetensors") == tmp_path / "mine.safetensors"
+    assert lines == []
+    project.current = lambda noun: SimpleNamespace(folder=tmp_path / "tables" / noun / "def")
+    run(out=tmp_path / "new")
+    assert len(lines) == 1 and "recipe abc" in lines[0]
 
 
 def test_a_file_is_named_after_project_step_and_style() -> None:

@@ -54,7 +54,7 @@ def test_an_image_that_was_never_drawn_or_has_nothing_says_so(project: Told) -> 
 
 def test_a_preview_of_its_caption_is_told(project: Told) -> None:
     assert "step 40: previews/40.png" in story(project, "sub/b.png")
-    assert "no preview has its caption as prompt (2 previews of 1 prompts)" in story(project, "a.jpg")
+    assert "no preview has its caption as prompt; previews: 2, prompts: 1" in story(project, "a.jpg")
 
 
 @pytest.mark.parametrize("what", ["sub/b.png", "b.png", "SUB/", digest("sub/b.png"), digest("sub/b.png")[:7].upper(), "Blue DOG"])

@@ -12,6 +12,7 @@ import pytest
 from pipeline.query import CELL_WIDTH, ROWS_SHOWN, open_catalog, run_query
 from schemas.train import TRAIN
 from stages import PIPELINES
+from tests import projects
 from tests.pipeline import tables
 from tests.pipeline.tables import Told, digest
 
@@ -120,6 +121,17 @@ def test_a_plain_user_of_duckdb_gets_the_tables_in_three_lines(project: Told) ->
     assert connection.sql("select count(*) from images").fetchall() == [(7,)]
     open_catalog(project, connection)  # again: the tables as they are now
     assert connection.sql("select count(*) from unused").fetchall() == [(5,)]
+
+
+def test_a_project_folder_opens_by_its_path_whatever_is_built_and_without_weights(tmp_path: Path) -> None:
+    folder = projects.make(tmp_path / "project", tmp_path / "absent", images=2)
+    projects.build(folder, "images", "captions")
+    catalog = open_catalog(str(folder))
+    sql = "select path, text from images join captions using (image_id) order by path"
+    assert catalog.sql(sql).fetchall() == [(f"picture{n}.png", f"picture number {n}") for n in (0, 1)]
+    built = catalog.sql("select noun, rows from tables where built").fetchall()
+    assert built == [("images", 2), ("captions", 4)]
+    assert catalog.sql("select * from train join latents using (image_id)").fetchall() == []
 
 
 def test_a_table_is_aligned_cut_and_counted(project: Told) -> None:
