@@ -94,7 +94,7 @@ def drawers(context: StageContext) -> list[Drawer]:
         if absent:
             there = ", ".join(map(str, steps)) or "none at all"
             raise ValueError(f"samples.checkpoints: there is no checkpoint of step {absent[0]}; there are {there}")
-        steps = sorted(set(chosen))
+        steps = sorted(chosen)
     made = {"": Drawer()} if context.config.base else {}
     for step in steps:
         digest = found[step].state["files"][checkpoint.ADAPTER]["sha256"]
@@ -283,7 +283,7 @@ def keep_grid(context: StageContext, who: list[Drawer], fresh: list[Row]) -> Non
     size = (context.config.width, context.config.height)
     cells = [[there.get((drawer.adapter_id, *key, *size)) for drawer in who] for key in labels]
     page = grid(cells, [drawer.label for drawer in who], list(labels.values()), size)
-    keep_png(context, GRID, page, {"content": "" if unfinished else content} | context.provenance)
+    keep_png(context, GRID, page, {"content": content} | context.provenance)
 
 
 def cell(row: Row) -> tuple[Any, ...]:

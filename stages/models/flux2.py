@@ -10,7 +10,6 @@ H heads, K head width, P = K / 2 rotary pairs.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -136,7 +135,7 @@ class Flux2:
                 block.weights[rest] = weights[name]
             else:
                 self.top[name] = weights[name]
-        self._tables: OrderedDict[bytes, mx.array] = OrderedDict()
+        self._tables: dict[bytes, mx.array] = {}
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -225,8 +224,7 @@ class Flux2:
             table = np.stack([np.cos(angles_SP), np.sin(angles_SP)])
             self._tables[key] = mx.array(table[:, :, None, :, None], mx.float32)
             if len(self._tables) > TABLES_KEPT:
-                self._tables.popitem(last=False)
-        self._tables.move_to_end(key)
+                self._tables.pop(next(iter(self._tables)))
         return self._tables[key]
 
 

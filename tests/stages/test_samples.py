@@ -280,3 +280,19 @@ def test_memory_is_given_back_when_the_stage_ends(root: Path, tmp_path: Path) ->
 def test_settings_that_no_preview_can_be_drawn_with_are_refused(values: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line):
         SamplesConfig(**values)
+
+
+def test_a_project_without_preview_prompts_is_told_why_there_are_no_previews(root: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    made = harness.context(
+        STAGE,
+        tmp_path,
+        {**tables(), "captions": CAPTIONS.table([])},
+        config=CONFIG,
+        family=TINY,
+        weights={"train": root / "train"},
+    )
+    made.say = said.append
+    assert harness.run(STAGE, made).num_rows == 0
+    assert len(said) == 1 and "preview_prompts" in said[0]
+    assert not (made.artifacts / "grid.png").exists()
