@@ -221,7 +221,7 @@ class Autoencoder:
         return x_BHWC * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
 
     def _resnet(self, name: str, x_BHWC: mx.array) -> mx.array:
-        h_BHWC = self._conv(f"{name}.conv1", silu(self._norm(f"{name}.norm1", x_BHWC)))
+        h_BHWC = _done(self._conv(f"{name}.conv1", silu(self._norm(f"{name}.norm1", x_BHWC))))
         h_BHWC = self._conv(f"{name}.conv2", silu(self._norm(f"{name}.norm2", h_BHWC)))
         if f"{name}.conv_shortcut.weight" in self.weights:
             x_BHWC = self._conv(f"{name}.conv_shortcut", x_BHWC, pad=0)
