@@ -196,6 +196,16 @@ def test_rows_that_a_kill_lost_are_told_again_without_training(whole, transforme
     assert run.rows == whole.rows
 
 
+def test_rows_that_nobody_holds_any_more_are_trained_again(whole, transformer, tmp_path):
+    run = Run(tmp_path, transformer, whole.config).go()
+    (tmp_path / "artifacts" / "checkpoints" / "step-000003" / "rows.arrow").unlink()
+    for key in [key for key in run.stored if key[0] == 2]:
+        del run.stored[key]
+    run.go()
+    assert run.said[-3].endswith("steps 1 to 7")
+    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
+
+
 def test_a_finished_run_loads_nothing_and_writes_nothing(whole):
     before = {path: path.stat().st_mtime_ns for path in whole.folder.rglob("*")}
     whole.loaded = 0
@@ -265,6 +275,15 @@ def test_there_is_a_row_for_every_sample_wanted_and_it_says_what_was_drawn(whole
     for _, row in sorted(whole.stored.items()):
         assert row["seconds"] > row["read_seconds"] >= 0
         assert row["peak_bytes"] > 0
+
+
+def test_the_samples_of_a_step_draw_apart(transformer, tmp_path):
+    config = replace(BASE, batch_size=7, steps=40, caption_dropout=0.5)
+    course = train.course_of(Run(tmp_path, transformer, config, tables(((64, 64),) * 7)).context())
+    steps = [micro for step in range(1, 41) for micro in course.step(step)]
+    assert all(len({sample.sigma for sample in samples}) == 7 for samples in steps)
+    assert len({tuple(sample.dropped for sample in samples) for samples in steps}) > 20
+    assert 0.4 < np.mean([sample.dropped for samples in steps for sample in samples]) < 0.6
 
 
 def test_unequal_micro_batches_count_by_their_samples(transformer, tmp_path):
