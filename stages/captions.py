@@ -101,16 +101,17 @@ def gather(ctx: StageContext) -> tuple[list[dict[str, Any]], list[str]]:
     lookups = [_lookup(source, ctx.source, config, paths, notes) for source in sources]
     rows: list[dict[str, Any]] = []
     without: list[str] = []
-    for image_id, names in _paths(images).items():
+    usable = _paths(images)
+    for image_id, names in usable.items():
         # Equal files under several names are one image: a caption beside any of them will do, the first name's first.
         found = next((captions for name in names for lookup in lookups if (captions := lookup(name))), [])
         if not found:
             without.append(names[0])
         rows += _image_rows(image_id, [(_fill(config, c.text), c) for c in found] or _for_missing(config, names[0]))
     if without and config.missing == "error":
-        raise ValueError(_missing(without, len(without) + len({row["image_id"] for row in rows}), config))
+        raise ValueError(_missing(without, len(usable), config))
     if without:
-        notes.append(f"{len(without)} images have no caption: {_few(without)}; captions.missing = {config.missing}")
+        notes.append(f"captions.missing = {config.missing}, for {len(without)} of {len(usable)} images: {_few(without)}")
     notes += _check_trigger(config, [row["text"] for row in rows])
     rows.append(_row("", "empty", "", "config", "", 0))
     prompts = dict.fromkeys(prompt.replace("{trigger}", config.trigger) for prompt in config.preview_prompts)
