@@ -109,7 +109,10 @@ def export(out: Path | None, style: str, dtype: str, step: int | None, path: str
     """Write the trained adapter to OUT in a form that other programs load."""
     from pipeline.export import export_run
 
-    click.echo(f"wrote {export_run(open_project(path), out, style, dtype=dtype, step=step)}")
+    def say(line: str) -> None:
+        click.echo(line, err=True)
+
+    click.echo(f"wrote {export_run(open_project(path), out, style, dtype=dtype, step=step, say=say)}")
 
 
 @cli.command()

@@ -39,6 +39,7 @@ caption_dropout = 0.2
 
 [samples]
 checkpoints = "all"
+precision = "float32"
 width = 64
 height = 64
 steps = 2

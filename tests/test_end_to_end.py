@@ -94,8 +94,9 @@ def test_the_exported_adapter_gives_our_velocity_in_diffusers(project, reference
     import torch
     from diffusers import Flux2KleinPipeline
 
-    from pipeline.export import export_run, read_adapter
+    from pipeline.export import export_run
     from stages.models import flux2
+    from stages.models.adapter_formats import read_adapter
     from stages.models.load import load_flux2
     from stages.tuner import lora
 

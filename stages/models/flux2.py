@@ -206,9 +206,13 @@ class Flux2:
         return self.leave(h_BSD, shared)
 
     def _embed(self, kind: str, value_B: mx.array) -> mx.array:
-        """The embedding of sigma or guidance, (B,D). The sinusoid stays in float32: bfloat16 would round 937 to 936."""
+        """The embedding of sigma or guidance, (B,D). The sinusoid is float32's: bfloat16 would round 937 to 936.
+
+        The exponents are rounded to float32 as the reference does, since a last bit of a frequency is a thousand in the angle.
+        """
         half = self.config.timestep_guidance_channels // 2
-        freqs = mx.array(np.exp(-math.log(10000) * np.arange(half) / half), mx.float32)
+        exponents = np.float32(-math.log(10000)) * np.arange(half, dtype=np.float32) / np.float32(half)
+        freqs = mx.array(np.exp(exponents.astype(np.float64)), mx.float32)
         angles = 1000 * value_B.astype(mx.float32)[:, None] * freqs
         x = mx.concatenate([mx.cos(angles), mx.sin(angles)], axis=-1).astype(self.dtype)
         first, second = (self.top[f"time_guidance_embed.{kind}_embedder.linear_{i}.weight"] for i in (1, 2))
