@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -169,7 +170,9 @@ def results(project: Project, noun: str) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command. A user's mistake is one line and exit code 2; an interrupt is one line and 130."""
-    sys.exit(guarded(lambda: cli.main(arguments, prog_name="latentmill", standalone_mode=False)))
+    code = guarded(lambda: cli.main(arguments, prog_name="latentmill", standalone_mode=False))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is done: an interrupt while Python winds up would only look like a failure
+    sys.exit(code)
 
 
 def guarded(command: Callable[[], Any]) -> int:
