@@ -249,7 +249,7 @@ def train(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     if start is None or start.step < last:
         yield from go_on(ctx, start)
         return
-    publish(ctx, start)
+    checkpoint.publish(ctx.keep, start)
 
 
 def resume(ctx: StageContext, last: int) -> tuple[Checkpoint | None, list[dict[str, Any]]]:
@@ -339,13 +339,7 @@ def keep(ctx: StageContext, trainer: Trainer, step: int, since: list[dict[str, A
     saved = checkpoint.save(ctx.keep, step, trainer.adapter, trainer.state, TRAIN.table(since), about, facts)
     checkpoint.prune(ctx.artifacts, ctx.config.keep_states)
     if step == ctx.config.steps:
-        publish(ctx, saved)
-
-
-def publish(ctx: StageContext, saved: Checkpoint) -> None:
-    """Make a checkpoint's adapter the run's result."""
-    checkpoint.publish(ctx.keep, saved)
-    ctx.say(f"adapter: {ctx.artifacts / checkpoint.ADAPTER}")
+        checkpoint.publish(ctx.keep, saved)
 
 
 def rows_of(micros: list[Micro], text_rows: dict[str, int], measured: Measured, around: dict[str, Any]) -> list[dict[str, Any]]:

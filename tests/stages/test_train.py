@@ -182,7 +182,7 @@ def test_a_checkpoint_of_any_kind_of_damage_is_passed_over(whole, transformer, t
     file = tmp_path / "artifacts" / "checkpoints" / "step-000006" / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     run.go()
-    assert run.said[-3].endswith("steps 4 to 7")
+    assert run.said[-2].endswith("steps 4 to 7")
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
 
 
@@ -202,7 +202,7 @@ def test_rows_that_nobody_holds_any_more_are_trained_again(whole, transformer, t
     for key in [key for key in run.stored if key[0] == 2]:
         del run.stored[key]
     run.go()
-    assert run.said[-3].endswith("steps 1 to 7")
+    assert run.said[-2].endswith("steps 1 to 7")
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
 
 
@@ -219,7 +219,7 @@ def test_a_finished_run_is_made_longer_and_equals_one_that_was_long_from_the_sta
     assert run.adapter == (run.folder / "artifacts/checkpoints/step-000004/adapter.safetensors").read_bytes()
     run.config = whole.config
     run.go()
-    assert run.said[-3].endswith("steps 5 to 7")
+    assert run.said[-2].endswith("steps 5 to 7")
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
 
 
@@ -429,7 +429,6 @@ def test_the_masters_stay_float32_under_bfloat16(transformer, tmp_path):
 def test_the_adapter_says_what_it_is(whole):
     metadata = mx.load(str(whole.folder / "artifacts" / "adapter.safetensors"), return_metadata=True)[1]
     assert metadata == {"family": "tiny", "rank": "2", "alpha": "2", "step": "7"}
-    assert whole.said[-1] == f"adapter: {whole.folder / 'artifacts' / 'adapter.safetensors'}"
 
 
 def test_targets_choose_what_is_trained(transformer, tmp_path):
