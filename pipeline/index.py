@@ -6,11 +6,12 @@ an fsync of what is new, and a writer begins by stepping back to the newest vers
 
 from __future__ import annotations
 
+import errno
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -87,10 +88,7 @@ class Index:
 
     def data_bytes(self, version: int) -> int:
         """Bytes of the data files of one version."""
-        import lance
-
-        fragments = lance.dataset(self.path, version=version).get_fragments()
-        return sum((self.path / "data" / file.path).stat().st_size for part in fragments for file in part.data_files())
+        return sum(path.stat().st_size for path, _ in self._data(version))
 
     def _clean(self, pinned: int | None) -> None:
         import lance
@@ -113,14 +111,35 @@ class Index:
         import lance
 
         make_folder(self.path.parent)
-        rows = rows.cast(self.schema).combine_chunks()
-        dataset: Any = lance.write_dataset(rows, self.path, mode=mode, data_storage_version=FORMAT)
-        self._sync()
-        return int(dataset.version)
+        before = self._files()
+        try:
+            rows = rows.cast(self.schema).combine_chunks()
+            version = int(lance.write_dataset(rows, self.path, mode=mode, data_storage_version=FORMAT).version)
+            for path, size in self._data(version):
+                if path.stat().st_size != size:  # on a full disk Lance writes short and says nothing
+                    raise OSError(errno.ENOSPC, f"{path} has {path.stat().st_size} of {size} bytes")
+            self._sync()
+        except BaseException:
+            for path in self._files() - before:  # or the next commit would stand on what is not whole
+                path.unlink()
+            self._hint().unlink(missing_ok=True)
+            raise
+        return version
+
+    def _data(self, version: int) -> Iterator[tuple[Path, int]]:
+        """The data files of a version and the sizes they should have."""
+        import lance
+
+        for fragment in lance.dataset(self.path, version=version).get_fragments():
+            for file in fragment.data_files():
+                yield self.path / "data" / file.path, file.file_size_bytes
+
+    def _files(self) -> set[Path]:
+        return {path for path in self.path.rglob("*") if path.is_file()}
 
     def _sync(self) -> None:
         """Put on the disk what is new below the folder, then the folders' names."""
-        found = {(str(p), s.st_size, s.st_mtime_ns) for p in self.path.rglob("*") if p.is_file() for s in [p.stat()]}
+        found = {(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self._files()}
         for name, _, _ in found - self._synced:
             sync(Path(name))
         for folder in [*(p for p in self.path.iterdir() if p.is_dir()), self.path, self.path.parent]:

@@ -133,6 +133,8 @@ class Writer:
                 self._publish(self.table.manifest()["facts"])
             for path in doomed:
                 path.unlink()
+            if doomed:
+                sync(self.table.parts)
         return max(0, before - size_of(self.table.folder))
 
     def _commit(self) -> None:

@@ -76,6 +76,17 @@ def written(folder: Path, *numbers: int, part_bytes: int = 5000) -> TableFolder:
     return table
 
 
+def lances(table: TableFolder, pattern: str) -> list[Path]:
+    """Files of the Lance table, the newest manifest first."""
+    return sorted((table.folder / "rows.lance").glob(pattern))
+
+
+def lines(table: TableFolder) -> list[str]:
+    """The texts of NOTES."""
+    texts: list[str] = table.rows()["text"].to_pylist()
+    return texts
+
+
 def numbers(rows: pa.Table) -> list[int]:
     return [int(name.removeprefix("row-")) for name in rows["name"].to_pylist()]
 
