@@ -49,7 +49,7 @@ def run(stage: str, path: str, overrides: tuple[str, ...]) -> None:
     from pipeline import runner
     from pipeline.terminal import Terminal
 
-    project = open_project(path, overrides)
+    project = open_project(path, overrides, fetch=True)
     project.stage(stage)
     with Terminal(stage) as terminal:
         outcome = runner.run(project, stage, terminal)
@@ -137,11 +137,11 @@ def families() -> None:
         click.echo(f"{family.name:16} {family.title}; {family.licence}{'; hub: ' + family.hub if family.hub else ''}")
 
 
-def open_project(path: str, overrides: tuple[str, ...] = ()) -> Project:
-    """The project in that folder."""
+def open_project(path: str, overrides: tuple[str, ...] = (), *, fetch: bool = False) -> Project:
+    """The project in that folder. `fetch`: weights may be downloaded."""
     from pipeline.project import Project
 
-    return Project.open(path, overrides)
+    return Project.open(path, overrides, fetch=fetch)
 
 
 def summary(outcome: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,9 @@ class NotBuilt(ValueError):  # noqa: N818  (a state that the user can mend, said
 class Project:
     """One project folder: `project.toml`, the images, `tables/`. Nothing is read before it is asked for."""
 
-    def __init__(self, path: Path, config: configuration.Config) -> None:
+    def __init__(self, path: Path, config: configuration.Config, *, fetch: bool = False) -> None:
         self.path = path
+        self.fetch = fetch  # whether weights that were never here may be downloaded: only to run a stage
         self.config = config
         self.nouns = stages.PIPELINES[config.project.pipeline]
         self.family: Family = family(config.project.family)
@@ -41,12 +41,12 @@ class Project:
         self._rows: dict[str, pa.Table] = {}  # what was read once stays: one command sees one state of its inputs
 
     @classmethod
-    def open(cls, path: str | Path, overrides: Iterable[str] = ()) -> Project:
+    def open(cls, path: str | Path, overrides: Iterable[str] = (), *, fetch: bool = False) -> Project:
         """The project in that folder. ValueError in one line if it is none or its configuration is wrong."""
         folder = Path(path).expanduser()
         if not folder.is_dir():
             raise ValueError(f"{folder}: no such folder; `latentmill init {folder} --images IMAGES` makes a project")
-        return cls(folder, configuration.load(folder / configuration.FILE, overrides))
+        return cls(folder, configuration.load(folder / configuration.FILE, overrides), fetch=fetch)
 
     @property
     def name(self) -> str:
@@ -66,32 +66,24 @@ class Project:
 
     # Weights
 
-    @functools.cached_property
-    def weights_root(self) -> Path:
-        """The folder with the family's weights, found, fetched or made."""
+    def component(self, name: str, *, fetch: bool = True) -> Path:
+        """Where one component's weights lie: a folder or a file. They are fetched or made if they may be."""
         from pipeline import hub
-
-        return hub.resolve(self.config.project.weights, self.path, self.family)
-
-    def component(self, name: str) -> Path:
-        """Where one component's weights lie."""
         from stages.models.weights import locate
 
-        return locate(self.weights_root, name, self.family)
+        root = hub.resolve(self.config.project.weights, self.path, self.family, (name,), fetch=fetch)
+        return locate(root, name, self.family)
 
     def weight_recipe(self, name: str) -> dict[str, Any]:
         """What a component is: the hash of its files, and what the family's record adds.
 
-        Weights that were here once and are gone are known by the hash they had.
+        Weights that were here once and are gone are known by the hash they had; only what was never here is fetched.
         """
         label = f"{self.config.project.family} {self.config.project.weights} {name}"
         try:
-            digest = self.hashes.component(label, self.component(name))
+            digest = self.hashes.component(label, self.component(name, fetch=False))
         except ValueError:
-            remembered = self.hashes.last(label)
-            if remembered is None:
-                raise
-            digest = remembered
+            digest = self.hashes.last(label) or self.hashes.component(label, self.component(name, fetch=self.fetch))
         return {"sha256": digest, **{fact: getattr(self.family, fact) for fact in RECORD.get(name, ())}}
 
     # Tables

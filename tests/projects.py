@@ -95,7 +95,7 @@ def build(folder: Path, *nouns: str, console: Silent | None = None) -> dict[str,
     """Run stages in order (all of them by default), in this process; what each did, by noun."""
     outcomes = {}
     for noun in nouns or Project.open(folder).nouns:
-        outcomes[noun] = runner.run(Project.open(folder), noun, console or Silent())
+        outcomes[noun] = runner.run(Project.open(folder, fetch=True), noun, console or Silent())
     return outcomes
 
 
