@@ -117,7 +117,7 @@ def test_a_file_cut_short_anywhere_is_refused_as_truncated_unless_all_pixels_are
             assert error.reason == "truncated", f"{size} of {len(data)} bytes: {error}"
         else:  # only an end mark is missing
             assert size > len(data) * 0.9 and image.tobytes() == opened(data).tobytes()
-    assert refused(b"").reason == "unreadable"
+    assert (refused(b"").reason, refused(b"").detail) == ("unreadable", "the file is empty")
 
 
 @pytest.mark.parametrize("kind", FORMATS)
