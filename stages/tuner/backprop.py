@@ -94,10 +94,12 @@ def loss_and_grads(
             h = walk.forward(n, h, shared)
             dispatch(h)
         losses_B, cotangent, grads = walk.tail(head, h, shared, loss)
-        del h
+        # Nothing is trained before the first: there, what is let go is not computed.
+        h, cotangent = (), cotangent if head > walk.first else ()
         dispatch(losses_B, cotangent, grads)
         for n in reversed(range(walk.first, head)):
             cotangent, found = walk.backward(n, entered.pop(), shared, cotangent)
+            cotangent = cotangent if n > walk.first else ()
             dispatch(cotangent, found)
             grads |= found
     return losses_B, grads
@@ -143,29 +145,26 @@ class _Walk:
         return self.compiled(_forward, block.kind)(self.adapters[n], block.weights, h, shared, self.scales[n])
 
     def backward(self, n: int, h: Tree, shared: Tree, cotangent: Tree) -> tuple[Tree, Arrays]:
-        """The gradients of block n by its input and by its adapters, from its input and the gradient by its output.
-
-        Nothing is trained before the first block with an adapter: the gradient by its input is left out.
-        """
+        """The gradients of block n by its input and by its adapters, from its input and the gradient by its output."""
         block = self.chain.blocks[n]
-        run = self.compiled(_backward, block.kind, n > self.first)
+        run = self.compiled(_backward, block.kind)
         back, grads = run(self.adapters[n], block.weights, h, shared, self.scales[n], cotangent)
         return back, {f"{block.name}.{key}": grad for key, grad in grads.items()}
 
     def tail(self, head: int, h: Tree, shared: Tree, loss: Loss) -> tuple[mx.array, Tree, Arrays]:
         """Losses, the gradient by the input of block `head`, and those by all adapters from there on, as one graph."""
         blocks = self.chain.blocks[head:]
-        which = tuple(b.kind for b in blocks), head > self.first
+        kinds = tuple(b.kind for b in blocks)
         if isinstance(loss, functools.partial):
-            run, given = self.compiled(_tail, *which, loss.func), loss.keywords
+            run, given = self.compiled(_tail, kinds, loss.func), loss.keywords
         else:
-            run, given = _tail(self.chain, *which, loss), {}
+            run, given = _tail(self.chain, kinds, loss), {}
         losses_B, back, grads = run(self.adapters[head:], [b.weights for b in blocks], h, shared, self.scales[head:], given)
         named = {f"{b.name}.{key}": grad for b, found in zip(blocks, grads, strict=True) for key, grad in found.items()}
         return losses_B, back, named
 
 
-# Functions of explicit arrays, to be compiled. `through`: whether the gradient by the input h is wanted too.
+# Functions of explicit arrays, to be compiled.
 
 
 def _forward(chain: Chain, kind: str) -> Callable[..., Tree]:
@@ -175,20 +174,18 @@ def _forward(chain: Chain, kind: str) -> Callable[..., Tree]:
     return forward
 
 
-def _backward(chain: Chain, kind: str, through: bool) -> Callable[..., Any]:
+def _backward(chain: Chain, kind: str) -> Callable[..., Any]:
     forward = _forward(chain, kind)
 
     def backward(
         adapters: Arrays, weights: Tree, h: Tree, shared: Tree, scales: dict[str, float], cotangent: Tree
     ) -> tuple[Tree, Arrays]:
-        if not through:
-            return (), _vjp(lambda _, adapters: forward(adapters, weights, h, shared, scales), (), adapters, cotangent)[1]
         return _vjp(lambda h, adapters: forward(adapters, weights, h, shared, scales), h, adapters, cotangent)
 
     return backward
 
 
-def _tail(chain: Chain, kinds: tuple[str, ...], through: bool, loss: Callable[..., mx.array]) -> Callable[..., Any]:
+def _tail(chain: Chain, kinds: tuple[str, ...], loss: Callable[..., mx.array]) -> Callable[..., Any]:
     def tail(
         adapters: list[Arrays], weights: list[Tree], h: Tree, shared: Tree, scales: list[dict[str, float]], given: Arrays
     ) -> tuple[mx.array, Tree, list[Arrays]]:
@@ -198,8 +195,7 @@ def _tail(chain: Chain, kinds: tuple[str, ...], through: bool, loss: Callable[..
             losses_B = loss(chain.leave(h, shared), **given)
             return losses_B.mean(), losses_B
 
-        (_, losses_B), found = mx.value_and_grad(run, argnums=(0, 1) if through else 0)(adapters, h)
-        grads, back = found if through else (found, ())
+        (_, losses_B), (grads, back) = mx.value_and_grad(run, argnums=(0, 1))(adapters, h)
         return losses_B, back, grads
 
     return tail

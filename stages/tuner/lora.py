@@ -101,7 +101,7 @@ def linear(adapters: Mapping[str, mx.array], scales: Mapping[str, float]) -> Lin
         if name + A not in adapters:
             return y
         down, up = adapters[name + A].astype(x.dtype), adapters[name + B].astype(x.dtype)
-        return y + scales[name] * ((x @ down.T) @ up.T)
+        return mx.addmm(y, scales[name] * (x @ down.T), up.T)
 
     return apply
 
