@@ -6,7 +6,6 @@ A cell is one token: the autoencoder's 8 pixels, in patches of 2 x 2. Shapes are
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -168,7 +167,7 @@ def _summarise(ctx: StageContext, resolution: int, rows: list[dict[str, Any]]) -
         return
     shapes = len({(row["width"], row["height"]) for row in rows})
     loss = sum(row["crop_loss"] for row in rows) / len(rows)
-    low = math.prod((resolution, resolution)) / 4
+    low = resolution**2 / 4
     small = sum(row["width"] * row["height"] < low for row in rows)
     note = f"; {small} with less than a quarter of its pixels, at their own size" if small else ""
     ctx.say(f"{resolution}: {len(rows)} images in {shapes} shapes, {loss:.1%} cropped away on average{note}")
