@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from pipeline.lock import Lock
 from pipeline.project import Project
 from pipeline.terminal import spell_bytes
 
@@ -13,7 +14,10 @@ RESULTS = ("train", "samples")  # made by hours of work, and what a user came fo
 
 
 def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
-    """Free disk; a line for each thing that went (or, with `dry_run`, would go)."""
+    """Free disk; a line for each thing that went (or, with `dry_run`, would go). ValueError while a stage is running."""
+    for lock in (project.path / "tables").glob("*/*/lock"):
+        with Lock(lock):  # readers hold no lock, but every stage that reads also writes
+            pass
     freed = 0
     for noun in project.nouns:
         try:
