@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,6 +56,7 @@ class Outcome:
 def run(project: Project, noun: str, console: Console) -> Outcome:
     """Bring one table up to date. Stopped if the user interrupts; ValueError in one line for what the user can mend."""
     stage = project.stage(noun)
+    warnings.filterwarnings("ignore", module="PIL")  # what Pillow warns of is a row's reason, or harmless
     began = time.monotonic()
     folder = project.current(noun)
     with (

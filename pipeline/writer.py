@@ -99,14 +99,14 @@ class Writer:
     def finish(self, live: pa.Table | None, facts: dict[str, Any]) -> dict[str, Any]:
         """Show the table to readers: rows that equal one of `live` in its columns (None: every row). Returns the manifest.
 
-        Rows that nobody wants are dropped, but kept out of sight where they are dear to make (`schema.costly`). `facts` are added to those of the
+        Rows that nobody wants are dropped, but kept out of sight where they are dear to make (tensors, `schema.costly`). `facts` are added to those of the
         manifest, which is left alone if there is nothing new.
         """
         self.flush()
         rows = newest(self._rows, self.schema.key)
         wanted = pa.array([True] * rows.num_rows, pa.bool_()) if live is None else matches(rows, live, live.column_names)
         rows = rows.set_column(rows.schema.get_field_index(LIVE.name), LIVE, wanted)
-        rows = rows if self.schema.costly else rows.filter(wanted)
+        rows = rows if self.schema.tensor or self.schema.costly else rows.filter(wanted)
         old = self.table.manifest() if self.table.exists else None
         same = self._version == self._pinned() and rows["live"].equals(self._rows["live"])
         told = {**(old or {}).get("facts", {}), **json.loads(json.dumps(facts))}

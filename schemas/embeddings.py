@@ -9,7 +9,6 @@ EMBEDDINGS = TableSchema(
     doc="One row per distinct caption: three hidden states of the text encoder, concatenated, padded to the family's length.",
     key=("caption_id",),
     tensor=True,
-    costly=True,
     columns=(
         column("caption_id", pa.string(), "sha256 of the text, hex"),
         column("tokens", pa.int32(), "real tokens, chat template included, before padding"),

@@ -9,7 +9,6 @@ LATENTS = TableSchema(
     doc="One row per image, crop, size and flip: the autoencoder's posterior mean, patchified and normalised.",
     key=("latent_id",),
     tensor=True,
-    costly=True,
     columns=(
         column("latent_id", pa.string(), "sha256 over image_id, crop, size and flip, hex"),
         column("image_id", pa.string(), "the image"),
