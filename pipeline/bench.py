@@ -35,7 +35,7 @@ class Case:
     plan: str = "blocks"
     bits: int = 16
     rank: int = 32
-    limit_gb: float = 0.0  # MLX's memory limit; 0: its own
+    limit_gb: float = 0.0  # what live memory is held under; 0: MLX's own limit
     unfused: bool = False
     backend: str = "mlx"
     steps: int = 6
@@ -65,6 +65,7 @@ def run_mlx(case: Case) -> dict[str, Any]:
     from stages.models.flux2 import Flux2, Flux2Config, image_ids, text_ids
     from stages.tuner import lora, quantize
     from stages.tuner.backprop import compiles, loss_and_grads
+    from stages.tuner.memory import footprint
     from stages.tuner.optimizer import AdamW, clip, global_norm
 
     family = FAMILIES[case.family]
@@ -90,17 +91,15 @@ def run_mlx(case: Case) -> dict[str, Any]:
     def squared_error(v_BLC: mx.array, target_BLC: mx.array) -> mx.array:
         return mx.square(v_BLC.astype(mx.float32) - target_BLC).mean(axis=(1, 2))
 
+    def inputs_of(x_BLC: mx.array) -> dict[str, Any]:
+        ids = {"x_ids_L4": image_ids(case.height // 16, case.width // 16), "ctx_ids_T4": text_ids(T)}
+        guidance_B = mx.array([1.0]) if config.guidance_embeds else None
+        return ids | {"x_BLC": x_BLC, "ctx_BTJ": ctx_BTJ, "timesteps_B": mx.array([0.5]), "guidance_B": guidance_B}
+
     def step() -> None:
         nonlocal adapters, state
         noise_BLC, x0_BLC = mx.random.normal((2, 1, L, 128))
-        inputs = {
-            "x_BLC": (noise_BLC + x0_BLC) / 2,
-            "x_ids_L4": image_ids(case.height // 16, case.width // 16),
-            "ctx_BTJ": ctx_BTJ,
-            "ctx_ids_T4": text_ids(T),
-            "timesteps_B": mx.array([0.5]),
-            "guidance_B": mx.array([1.0]) if config.guidance_embeds else None,
-        }
+        inputs = inputs_of((noise_BLC + x0_BLC) / 2)
         loss = functools.partial(squared_error, target_BLC=noise_BLC - x0_BLC)
         losses_B, grads = loss_and_grads(model, adapters, scales, inputs, loss, plan, limit)
         norm = global_norm(grads)
@@ -110,9 +109,11 @@ def run_mlx(case: Case) -> dict[str, Any]:
 
     mx.eval(adapters, state)
     mx.reset_peak_memory()
-    found = measure(step, case.steps)
-    more = {"peak_gb": mx.get_peak_memory() / 1e9, "active_gb": mx.get_active_memory() / 1e9, "load_peak_gb": load_peak / 1e9}
-    return found | more | {"cache_gb": mx.get_cache_memory() / 1e9, "version": importlib.metadata.version("mlx")}
+    found: dict[str, Any] = measure(step, case.steps)
+    peak, active, cache = mx.get_peak_memory(), mx.get_active_memory(), mx.get_cache_memory()
+    need = footprint(model, adapters, scales, inputs_of(mx.random.normal((1, L, 128)))).need(plan)
+    sizes = {"peak_gb": peak, "foretold_gb": need, "active_gb": active, "cache_gb": cache, "load_peak_gb": load_peak}
+    return found | {name: size / 1e9 for name, size in sizes.items()} | {"version": importlib.metadata.version("mlx")}
 
 
 def run(case: Case) -> dict[str, Any]:

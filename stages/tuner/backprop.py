@@ -83,7 +83,7 @@ def loss_and_grads(
     Blocks are dispatched ahead of the device as long as live memory stays below `memory_limit` bytes (MLX's own limit
     where None): above it, the next operation waits until running work has freed some.
     """
-    walk = _Walk(chain, adapters, scales)
+    walk = Walk(chain, adapters, scales)
     head = len(chain.blocks) - kept_blocks(plan, len(chain.blocks))
     with _limit(memory_limit):
         h, shared = chain.enter(**inputs)
@@ -126,7 +126,7 @@ def _limit(memory_limit: int | None) -> Iterator[None]:
         mx.set_memory_limit(before)
 
 
-class _Walk:
+class Walk:
     """One pass over a chain with one set of adapters."""
 
     def __init__(self, chain: Chain, adapters: Arrays, scales: Mapping[str, float]) -> None:
@@ -143,6 +143,11 @@ class _Walk:
         """The output of block n."""
         block = self.chain.blocks[n]
         return self.compiled(_forward, block.kind)(self.adapters[n], block.weights, h, shared, self.scales[n])
+
+    def plainly(self, n: int, adapters: Arrays, h: Tree, shared: Tree) -> Tree:
+        """The output of block n with any adapters, not compiled."""
+        block = self.chain.blocks[n]
+        return _forward(self.chain, block.kind)(adapters, block.weights, h, shared, self.scales[n])
 
     def backward(self, n: int, h: Tree, shared: Tree, cotangent: Tree) -> tuple[Tree, Arrays]:
         """The gradients of block n by its input and by its adapters, from its input and the gradient by its output."""
@@ -164,7 +169,7 @@ class _Walk:
         return losses_B, back, named
 
 
-# Functions of explicit arrays, to be compiled.
+# Functions of explicit arrays, to be compiled. A captured array would count as a constant, and be frozen into the graph.
 
 
 def _forward(chain: Chain, kind: str) -> Callable[..., Tree]:
@@ -180,7 +185,10 @@ def _backward(chain: Chain, kind: str) -> Callable[..., Any]:
     def backward(
         adapters: Arrays, weights: Tree, h: Tree, shared: Tree, scales: dict[str, float], cotangent: Tree
     ) -> tuple[Tree, Arrays]:
-        return _vjp(lambda h, adapters: forward(adapters, weights, h, shared, scales), h, adapters, cotangent)
+        def run(h: Tree, adapters: Arrays) -> Tree:
+            return forward(adapters, weights, h, shared, scales)
+
+        return vjp(run, h, adapters, cotangent)[1]
 
     return backward
 
@@ -201,16 +209,18 @@ def _tail(chain: Chain, kinds: tuple[str, ...], loss: Callable[..., mx.array]) -
     return tail
 
 
-def _vjp(run: Callable[[Tree, Arrays], Tree], h: Tree, adapters: Arrays, cotangent: Tree) -> tuple[Tree, Arrays]:
-    """The gradients by h and by the adapters. A captured array would count as a constant, so all are arguments here."""
+def vjp(
+    run: Callable[[Tree, Arrays], Tree], h: Tree, adapters: Arrays, cotangent: Tree
+) -> tuple[list[mx.array], tuple[Tree, Arrays]]:
+    """(The arrays of run(h, adapters), its gradients by h and by the adapters), from the gradient by its result."""
     leaves = [leaf for _, leaf in tree_flatten(h)]
 
     def flat(*primals: mx.array) -> list[mx.array]:
         out = run(_like(h, primals), dict(zip(adapters, primals[len(leaves) :], strict=True)))
         return [leaf for _, leaf in tree_flatten(out)]
 
-    _, grads = mx.vjp(flat, [*leaves, *adapters.values()], [leaf for _, leaf in tree_flatten(cotangent)])
-    return _like(h, grads), dict(zip(adapters, grads[len(leaves) :], strict=True))
+    out, grads = mx.vjp(flat, [*leaves, *adapters.values()], [leaf for _, leaf in tree_flatten(cotangent)])
+    return out, (_like(h, grads), dict(zip(adapters, grads[len(leaves) :], strict=True)))
 
 
 def _like(tree: Tree, leaves: Sequence[mx.array]) -> Tree:
