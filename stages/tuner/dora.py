@@ -6,7 +6,7 @@ PEFT, the length |W + s B A| takes no gradient. m starts as |W|, so that the fir
 What it costs beside LoRA: at every visit of a block its weights are read once more and s B A is built, for the lengths
 (rows in chunks, so no second weight exists at once); and the outputs of its adapted Linears are kept for the gradient by m.
 
-O outputs, I inputs, R rank.
+O outputs, c some of them, I inputs, R rank.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ CHUNK = 1 << 24  # values of a weight in float32 at once: 64 MB
 
 def lengths(weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale: float) -> mx.array:
     """The length of each row of W + scale B A: (O,) float32, computed in float32. A packed W counts as what it stands for."""
+    wide_RI = down_RI.astype(mx.float32)
     rows = max(1, CHUNK // down_RI.shape[1])
-    found = []
+    found: list[mx.array] = []
     for start in range(0, up_OR.shape[0], rows):
-        chunk_OI = quantize.dense(_rows(weight, start, start + rows)).astype(mx.float32)
-        moved_OI = chunk_OI + scale * (up_OR[start : start + rows].astype(mx.float32) @ down_RI.astype(mx.float32))
-        found.append(mx.sqrt(mx.sum(mx.square(moved_OI), axis=1)))
+        up_cR, weight_cI = _rows(up_OR, weight, slice(start, start + rows), after=found[-1:])
+        moved_cI = quantize.dense(weight_cI).astype(mx.float32) + scale * (up_cR.astype(mx.float32) @ wide_RI)
+        found.append(mx.sqrt(mx.sum(mx.square(moved_cI), axis=1)))
     return mx.concatenate(found)
 
 
@@ -47,10 +48,13 @@ def stretch(
     return stretched
 
 
-def _rows(weight: quantize.Weight, start: int, end: int) -> quantize.Weight:
-    if isinstance(weight, quantize.QuantizedWeight):
-        return quantize.QuantizedWeight(*(part[start:end] for part in weight))
-    return weight[start:end]
+def _rows(up_OR: mx.array, weight: quantize.Weight, rows: slice, after: list[mx.array]) -> tuple[mx.array, quantize.Weight]:
+    """Some rows of both, not before `after` is there: or all chunks would be in memory together."""
+    packed = isinstance(weight, quantize.QuantizedWeight)
+    parts = [part[rows] for part in (up_OR, *(weight if packed else [weight]))]
+    if after:
+        parts = mx.depends(parts, after)
+    return parts[0], quantize.QuantizedWeight(*parts[1:]) if packed else parts[1]
 
 
 @mx.custom_function

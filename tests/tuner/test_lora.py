@@ -1,3 +1,5 @@
+import json
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -35,6 +37,58 @@ def test_a_pattern_that_names_nothing_is_refused_with_what_is_near():
 def test_alpha_is_the_rank_unless_given():
     assert lora.scales(lora.choose(LINEARS, ["*"], 4)) == dict.fromkeys(LINEARS, 1.0)
     assert lora.scales(lora.choose(LINEARS, ["*"], 4, 2.0)) == dict.fromkeys(LINEARS, 0.5)
+
+
+def test_the_first_pattern_that_matches_gives_a_linear_its_rank_and_alpha():
+    found = lora.choose(
+        LINEARS, ["*"], 8, ranks={"transformer_blocks.1.*": 2, "attn.to_q": 4, "ff.*": 0}, alphas={"to_out": 3.0, "*": 1.0}
+    )
+    assert {t.name: (t.rank, t.alpha) for t in found} == {
+        "transformer_blocks.0.attn.to_q": (4, 1.0),
+        "transformer_blocks.1.attn.to_q": (2, 1.0),
+        "single_transformer_blocks.0.attn.to_out": (8, 3.0),
+    }
+    assert [t.scale for t in lora.choose(LINEARS, ["*"], 8, ranks={"to_q": 4})] == [1.0] * 4
+    assert [t.scale for t in lora.choose(LINEARS, ["to_q"], 8, 4.0, ranks={"transformer_blocks.1.*": 2})] == [0.5, 2.0]
+
+
+def test_rslora_divides_alpha_by_the_root_of_the_rank():
+    found = lora.choose(LINEARS, ["*"], 16, 8.0, ranks={"to_q": 4}, rslora=True)
+    assert [t.scale for t in found] == [4.0, 2.0, 4.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ranks": {"to_k": 4}}, "the rank of 'to_k' applies to no target; near it: to_q"),
+        ({"alphas": {"to_out": 4.0}}, "the alpha of 'to_out' applies to no target"),
+        ({"ranks": {"to_q": -1}}, "the rank of 'to_q' is -1; it must be above 0, or a rank of 0"),
+        ({"alphas": {"to_q": 0.0}}, "the alpha of 'to_q' is 0.0; it must be above 0"),
+        ({"ranks": {"*": 0}}, "the rank of every one is 0"),
+        ({"rslora": True}, "so it needs an alpha; 4 changes nothing"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_refused_in_one_line(settings, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        lora.choose(LINEARS, ["attn.to_q"], 16, **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_header_names_the_scales_that_alpha_and_rank_do_not_give():
+    def said(**settings):
+        return lora.described(lora.choose(LINEARS, ["to_q"], 8, **settings))
+
+    assert said() == {"variant": "lora", "rank": "8", "alpha": "8"}
+    assert said(alpha=2.0, ranks={"transformer_blocks.1.*": 2}) == {"variant": "lora", "rank": "8", "alpha": "2"}
+    both = dict.fromkeys(names("to_q"), 1.0)
+    assert json.loads(said(ranks={"transformer_blocks.1.*": 2})["scales"]) == both
+    assert json.loads(said(alpha=4.0, rslora=True, ranks={"*": 16})["scales"]) == both
+
+
+def test_weight_decay_spares_the_magnitudes_alone():
+    target = lora.choose({"q": (8, 8)}, ["*"], 2, variant="dora")
+    made = lora.init(target, 0, {"q": mx.eye(8)})
+    assert [name for name in made if not lora.decays(name)] == ["q.lora_magnitude_vector"]
 
 
 def test_fresh_adapters_are_uniform_within_the_kaiming_bound_and_b_is_zero():
