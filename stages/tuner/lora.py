@@ -186,7 +186,7 @@ def linear(adapters: Mapping[str, mx.array], scales: Mapping[str, float]) -> Lin
         if name + A not in adapters:
             return y
         down, up = adapters[name + A].astype(x.dtype), adapters[name + B].astype(x.dtype)
-        y = y + scales[name] * ((x @ down.T) @ up.T)
+        y = mx.addmm(y, scales[name] * (x @ down.T), up.T)  # added by the product: no pass over y of its own
         if name + dora.MAGNITUDE not in adapters:
             return y
         return dora.stretch(y, adapters[name + dora.MAGNITUDE], weight, adapters[name + A], adapters[name + B], scales[name])
