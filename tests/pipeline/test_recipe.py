@@ -1,0 +1,89 @@
+"""The recipe page says what the code does."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+import stages
+from pipeline.recipe import FILE, PEERS, SOURCES, TRAINERS, defaults, entries, peers, plain, render, settings, toml
+from stages.stage import runtime, setting
+from stages.tuner.noise import BASES
+from stages.tuner.weighting import WEIGHTS
+
+PAGE = FILE.read_text(encoding="utf-8")
+
+
+def test_the_generated_parts_on_disk_are_what_the_code_says() -> None:
+    assert render(PAGE) == PAGE, "run: make recipe"
+
+
+def test_every_setting_of_train_has_a_line_with_its_default_and_its_meaning() -> None:
+    text = settings()
+    for entry in entries(stages.find("train").config, "train"):
+        section = text.split(f"### [{entry.section}]")[1].split("###")[0]
+        (line,) = [x for x in section.splitlines() if x.startswith(f"| `{entry.name}` |")]
+        assert toml(entry.default) in line and entry.doc.replace("|", "\\|") in line
+
+
+def test_a_source_is_given_only_for_a_setting_that_exists() -> None:
+    assert set(SOURCES) <= set(defaults())
+
+
+def test_every_trainer_has_a_cell_in_every_row() -> None:
+    assert {line.count("|") for line in peers().splitlines()} == {len(TRAINERS) + 3}
+    assert all(len(line.split("|")) == len(TRAINERS) + 2 for line in PEERS.strip().splitlines())
+
+
+def test_no_line_of_a_table_has_more_cells_than_its_head() -> None:
+    cells = 0
+    for line in PAGE.splitlines():
+        bare = line.replace("\\|", "").count("|") if line.startswith("|") else 0
+        assert not cells or not bare or bare == cells, line
+        cells = bare
+
+
+def test_every_distribution_and_every_weight_is_explained() -> None:
+    for name in (*BASES, *WEIGHTS):
+        assert f"\n| `{name}` | " in PAGE, name
+
+
+def test_every_link_of_the_page_leads_somewhere() -> None:
+    heads = {re.sub(r"[^a-z -]", "", head.lower()).replace(" ", "-") for head in re.findall(r"^## (.*)$", PAGE, re.MULTILINE)}
+    for target in re.findall(r"\]\(([^)]+)\)", PAGE):
+        assert target[1:] in heads if target.startswith("#") else (FILE.parent / target).is_file(), target
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    decay: float = setting(0.99, "how much | stays")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    inner: Inner | None = setting(None, "an average")  # noqa: RUF009
+    name: str = runtime("x", "a name")
+
+
+def test_a_section_that_is_off_by_default_is_shown_with_its_settings() -> None:
+    found = list(entries(Outer, "train"))
+    assert [(e.key, e.optional, e.changes) for e in found] == [
+        ("train.name", False, "nothing"),
+        ("train.inner.decay", True, "another run"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "as_toml", "in_words"),
+    [
+        (None, "unset", "unset"),
+        (True, "`true`", "true"),
+        (1e-4, "`0.0001`", "0.0001"),
+        (("a", "b"), '`["a", "b"]`', "a, b"),
+        ((512, 768), "`[512, 768]`", "512, 768"),
+    ],
+)
+def test_a_default_is_written_as_the_project_file_would_have_it(value: object, as_toml: str, in_words: str) -> None:
+    assert (toml(value), plain(value)) == (as_toml, in_words)
