@@ -1,4 +1,4 @@
-"""captions: which texts an image is trained with, and the two kinds of text that belong to no image.
+"""captions: which texts an image is trained with, and the kinds of text that belong to no image.
 
 An image's captions are in files beside it (sidecars: a.txt for a.png, or a.png.txt), in metadata.jsonl or metadata.csv in
 its folder or above (the imagefolder form of Hugging Face datasets: file_name and text), or are its file name.
@@ -42,6 +42,10 @@ class CaptionsConfig:
     template: str = setting("{caption}", "made of {caption} and {trigger}; without {caption}, one text for all images")
     trigger: str = setting("", "the word that calls up what is learnt; put where the template or a preview prompt has {trigger}")
     missing: str = setting("error", "image without a caption: error, empty, trigger, filename or skip; untold, it is a mistake")
+    class_word: str = selects(
+        "",
+        'what the trigger is one of ("cat"): captions with it in the trigger\'s place, to preserve what the base draws for them',
+    )
     preview_prompts: tuple[str, ...] = selects((), "prompts that the stage samples draws")
 
     def __post_init__(self) -> None:
@@ -57,6 +61,10 @@ class CaptionsConfig:
                 raise ValueError(f'captions.{where} has {{trigger}}, but no word is set: captions.trigger = "..."')
         if self.missing == "trigger" and not self.trigger:
             raise ValueError('captions.missing = "trigger", but no word is set: captions.trigger = "..."')
+        if self.class_word and not self.trigger:
+            raise ValueError('captions.class_word stands in for the trigger, but no word is set: captions.trigger = "..."')
+        if self.class_word and self.trigger in self.class_word:
+            raise ValueError(f'captions.class_word "{self.class_word}" holds the trigger "{self.trigger}" that it replaces')
         if not self.template.strip():
             raise ValueError('captions.template is empty: "{caption}" is the caption as it stands')
         if not self.sources:
@@ -114,6 +122,10 @@ def gather(ctx: StageContext) -> tuple[list[dict[str, Any]], list[str]]:
         notes.append(f"captions.missing = {config.missing}, for {len(without)} of {len(usable)} images: {_few(without)}")
     notes += _check_trigger(config, [row["text"] for row in rows])
     rows.append(_row("", "empty", "", "config", "", 0))
+    if config.trigger:
+        rows.append(_row("", "trigger", config.trigger, "config", "captions.trigger", 0))
+    if config.class_word:
+        rows += _class_rows(config, rows)
     prompts = dict.fromkeys(prompt.replace("{trigger}", config.trigger) for prompt in config.preview_prompts)
     rows += [_row("", "preview", prompt, "config", "", position) for position, prompt in enumerate(prompts)]
     return rows, notes
@@ -142,6 +154,20 @@ def _image_rows(image_id: str, texts: list[tuple[str, Caption]]) -> list[dict[st
         _row(image_id, "caption", text, first[text].source, first[text].origin, position)
         for position, text in enumerate(distinct)
     ]
+
+
+def _class_rows(config: CaptionsConfig, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every text that has the trigger, with the class word in its place; its position is that of the text it was made of."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        if row["role"] in ("caption", "trigger") and config.trigger in row["text"]:
+            text = row["text"].replace(config.trigger, config.class_word)
+            found.setdefault((row["image_id"], text), _row(row["image_id"], "class", text, *_origin(row)))
+    return list(found.values())
+
+
+def _origin(row: dict[str, Any]) -> tuple[str, str, int]:
+    return row["source"], row["origin"], row["position"]
 
 
 def _row(image_id: str, role: str, text: str, source: str, origin: str, position: int) -> dict[str, Any]:

@@ -234,6 +234,29 @@ def test_the_empty_caption_and_the_preview_prompts_are_rows_of_no_image(captione
     assert previews == [(0, "a ohwx at sea"), (1, "a boat"), (2, "a dog")]
 
 
+def test_the_trigger_alone_is_a_row_where_one_is_set(captioned):
+    assert not [row for row in captioned.rows() if row["role"] == "trigger"]
+    rows = captioned.rows(trigger="ohwx", template="{trigger}, {caption}")
+    assert [(row["image_id"], row["text"], row["position"]) for row in rows if row["role"] == "trigger"] == [("", "ohwx", 0)]
+
+
+def test_the_class_word_makes_rows_of_texts_with_the_trigger_and_changes_no_other(folder):
+    folder.write("a.txt", "ohwx and ohwx\na dog\nohwx cat\ntoy and ohwx")
+    folder.write("sub/b.txt", "ohwx cat")
+    plain = folder.rows(trigger="ohwx", lines="many")
+    rows = folder.rows(trigger="ohwx", lines="many", class_word="toy")
+    assert [row for row in rows if row["role"] != "class"] == plain
+    made = [(row["image_id"], row["text"], row["position"], row["origin"]) for row in rows if row["role"] == "class"]
+    assert made == [
+        ("a.png", "toy and toy", 0, "a.txt:1"),
+        ("a.png", "toy cat", 2, "a.txt:3"),
+        ("sub/b.jpg", "toy cat", 0, "sub/b.txt:1"),
+        ("", "toy", 0, "captions.trigger"),
+    ]
+    keys = [tuple(row[name] for name in CAPTIONS.key) for row in rows]
+    assert len(set(keys)) == len(keys)
+
+
 def test_images_that_are_rejected_have_no_caption_but_a_duplicates_caption_serves_its_twin(folder):
     folder.images.clear()
     folder.add("a.png", "1")
@@ -270,6 +293,8 @@ def test_one_caption_edited_makes_one_row_pending_and_nothing_else(captioned):
         ({"preview_prompts": ("{trigger}",)}, "captions.preview_prompts has {trigger}"),
         ({"preview_prompts": ("{caption}",)}, 'captions.preview_prompts: the placeholder "caption"'),
         ({"missing": "trigger"}, "no word is set"),
+        ({"class_word": "cat"}, "captions.class_word stands in for the trigger, but no word is set"),
+        ({"class_word": "a cat", "trigger": "cat"}, 'captions.class_word "a cat" holds the trigger "cat"'),
         ({"extension": "txt"}, 'captions.extension = "txt" must be a dot and a name'),
     ],
 )

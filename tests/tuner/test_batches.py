@@ -1,7 +1,7 @@
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from stages.tuner.batches import Order, plan
+from stages.tuner.batches import Order, counts, plan
 
 shapes = st.lists(st.sampled_from([(64, 64), (64, 96), (96, 64)]), min_size=1, max_size=40)
 
@@ -39,3 +39,41 @@ def test_batches_of_different_shapes_are_mixed():
     mixed = [(64, 64)] * 20 + [(96, 64)] * 20
     first = [batch.rows[0] < 20 for batch in plan(mixed, 1, 0, 0)]
     assert 4 < sum(first[:20]) < 16
+
+
+rated = st.lists(
+    st.tuples(st.sampled_from([(64, 64), (64, 96)]), st.sampled_from([0.0, 0.25, 1 / 3, 1.0, 2.0])), min_size=1, max_size=20
+).filter(lambda rows: any(rate for _, rate in rows))
+
+
+@settings(max_examples=60, deadline=None)
+@given(rated, st.integers(0, 3))
+def test_rows_come_as_often_as_their_rates_say_and_take_turns(rows, seed):
+    rates = [rate for _, rate in rows]
+    epochs = [counts(rates, seed, epoch) for epoch in range(12)]
+    for row, rate in enumerate(rates):
+        assert sum(epoch[row] for epoch in epochs) == round(12 * rate)
+        assert all(abs(epoch[row] - rate) < 1 for epoch in epochs)
+    for rate in set(rates):
+        sizes = [sum(n for n, r in zip(epoch, rates, strict=True) if r == rate) for epoch in epochs]
+        assert max(sizes) - min(sizes) <= 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(rated, st.integers(1, 3), st.integers(1, 3))
+def test_epochs_of_unequal_length_are_walked_without_a_gap_from_any_step(rows, size, accumulate):
+    shapes, rates = zip(*rows, strict=True)
+    order = Order(shapes, size, 0, accumulate, rates)
+    walked = [batch for step in range(1, 12) for batch in order.step(step)]
+    epochs = [batch for epoch in range(walked[-1].epoch + 1) for batch in plan(shapes, size, 0, epoch, rates)]
+    assert walked == epochs[: len(walked)]
+    assert Order(shapes, size, 0, accumulate, rates).step(11) == order.step(11)
+    for batch in walked:
+        assert 1 <= len(batch.rows) <= size
+        assert len({shapes[row] for row in batch.rows}) == 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(shapes, st.integers(1, 3), st.integers(0, 3))
+def test_equal_rates_change_no_draw(shapes, size, epoch):
+    assert plan(shapes, size, 0, epoch, [1.0] * len(shapes)) == plan(shapes, size, 0, epoch)
