@@ -1,6 +1,7 @@
 """Checkpoints: one folder per kept step, complete or worth nothing.
 
     checkpoints/step-000250/adapter.safetensors     the adapter's float32 masters, and in the header what they are
+                            adapter_ema.safetensors their average over the steps, where one is kept
                             optimizer.safetensors   the optimizer's state
                             rows.arrow              the rows of the run since the checkpoint before
                             state.json              written last: step, what else must be known, size and sha256 of the others
@@ -12,6 +13,7 @@ with its files is a checkpoint, and any other is none. Files are the same bytes 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import shutil
@@ -28,8 +30,14 @@ Arrays = dict[str, mx.array]
 Keep = Callable[[str, Callable[[Path], None]], Path]  # keep(name, write): the file below the artifacts folder
 
 FOLDER = "checkpoints"
-ADAPTER, OPTIMIZER, ROWS, STATE = "adapter.safetensors", "optimizer.safetensors", "rows.arrow", "state.json"
-WORDS = {mx.float32: ("F32", np.float32), mx.int32: ("I32", np.int32)}
+ADAPTER, EMA = "adapter.safetensors", "adapter_ema.safetensors"
+OPTIMIZER, ROWS, STATE = "optimizer.safetensors", "rows.arrow", "state.json"
+WORDS = {
+    mx.float32: ("F32", np.float32),
+    mx.int32: ("I32", np.int32),
+    mx.int8: ("I8", np.int8),
+    mx.uint8: ("U8", np.uint8),
+}
 
 
 @dataclass(frozen=True)
@@ -71,15 +79,23 @@ def found(artifacts: Path) -> list[Checkpoint]:
 
 
 def save(
-    keep: Keep, step: int, adapter: Arrays, optimizer: Arrays, rows: pa.Table, about: Mapping[str, str], facts: Mapping[str, Any]
+    keep: Keep,
+    step: int,
+    adapters: Mapping[str, Arrays],
+    optimizer: Arrays,
+    rows: pa.Table,
+    about: Mapping[str, str],
+    facts: Mapping[str, Any],
 ) -> Checkpoint:
-    """Keep a checkpoint. `about` goes into the adapter's header, `facts` into state.json."""
+    """Keep a checkpoint. `adapters` by file: ADAPTER, and EMA if there is one; `about` goes into their headers, `facts` into state.json."""
     inside = f"{FOLDER}/step-{step:06d}"
+    header = {**about, "step": str(step)}
     written = {
-        ADAPTER: keep(f"{inside}/{ADAPTER}", lambda path: write_arrays(path, adapter, {**about, "step": str(step)})),
-        OPTIMIZER: keep(f"{inside}/{OPTIMIZER}", lambda path: write_arrays(path, optimizer, {"step": str(step)})),
-        ROWS: keep(f"{inside}/{ROWS}", lambda path: write_rows(path, rows)),
+        name: keep(f"{inside}/{name}", lambda path, arrays=arrays: write_arrays(path, arrays, header))
+        for name, arrays in adapters.items()
     }
+    written[OPTIMIZER] = keep(f"{inside}/{OPTIMIZER}", lambda path: write_arrays(path, optimizer, {"step": str(step)}))
+    written[ROWS] = keep(f"{inside}/{ROWS}", lambda path: write_rows(path, rows))
     files = {name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for name, path in written.items()}
     state = {"step": step, **facts, "files": files}
     path = keep(f"{inside}/{STATE}", lambda path: _write_text(path, json.dumps(state, indent=1, sort_keys=True)))
@@ -87,8 +103,10 @@ def save(
 
 
 def publish(keep: Keep, saved: Checkpoint) -> None:
-    """Copy a checkpoint's adapter to the top: the result of the run."""
-    keep(ADAPTER, lambda path: _copy(saved.folder / ADAPTER, path))
+    """Copy a checkpoint's adapters to the top: the result of the run. The plain one comes last, and says that all are there."""
+    for name in (EMA, ADAPTER):
+        if name in saved.state["files"]:
+            keep(name, functools.partial(_copy, saved.folder / name))
 
 
 def published(artifacts: Path) -> int | None:

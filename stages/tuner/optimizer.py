@@ -1,56 +1,134 @@
 """Optimizers as functions over flat dicts of float32 arrays; the state is explicit, flat and of arrays only.
 
-An optimizer has `init(params) -> state` and `update(params, grads, state, lr) -> (params, state)`, both lazy.
+An optimizer has `init(params) -> state` and `update(params, grads, state, lr) -> (params, state)`, both lazy, without a
+look at any value. Each has a file of its own, which says when to use it; `make` finds it by name, and a `Stepper` makes
+the whole of a step from it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Protocol
 
 import mlx.core as mx
+
+from stages.tuner import ema, stacks
+from stages.tuner.adafactor import Adafactor
+from stages.tuner.adamw import AdamW
+from stages.tuner.adamw8bit import AdamW8bit
+from stages.tuner.backprop import compiles
+from stages.tuner.lion import Lion
+from stages.tuner.prodigy import Prodigy
+
+__all__ = ["METHODS", "AdamW", "Optimizer", "Stepper", "clip", "global_norm", "make"]
 
 Arrays = dict[str, mx.array]
 
 
-@dataclass(frozen=True)
-class AdamW:
-    """Adam with decoupled weight decay: Loshchilov and Hutter 2019, arXiv 1711.05101."""
-
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+class Optimizer(Protocol):
+    """What every optimizer is."""
 
     def init(self, params: Mapping[str, mx.array]) -> Arrays:
-        """Both moments of every array at zero, and how many updates there were."""
-        state = {"step": mx.zeros((), mx.int32)}
-        for name, value in params.items():
-            state[f"{name}.m"] = mx.zeros_like(value)
-            state[f"{name}.v"] = mx.zeros_like(value)
-        return state
+        """The state before the first step."""
 
     def update(
-        self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, lr: float
+        self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, lr: float | mx.array
     ) -> tuple[Arrays, Arrays]:
-        """One step down the gradient: the new arrays and the new state."""
-        step = state["step"] + 1
-        rate, root = lr / _correction(self.beta1, step), mx.sqrt(_correction(self.beta2, step))
-        fresh: Arrays = {}
-        after: Arrays = {"step": step}
-        for name, value in params.items():
-            grad = grads[name]
-            m = self.beta1 * state[f"{name}.m"] + (1 - self.beta1) * grad
-            v = self.beta2 * state[f"{name}.v"] + (1 - self.beta2) * mx.square(grad)
-            fresh[name] = (1 - lr * self.weight_decay) * value - rate * m / (mx.sqrt(v) / root + self.eps)
-            after[f"{name}.m"], after[f"{name}.v"] = m, v
-        return fresh, after
+        """One step down the gradient: the new arrays and the new state, of the same names, shapes and dtypes."""
 
 
-def _correction(beta: float, step: mx.array) -> mx.array:
-    """1 - beta^step, to the last bits of float32 even where beta^step is near 1."""
-    return -mx.expm1(step.astype(mx.float32) * math.log(beta))
+class Method(Optimizer, Protocol):
+    """An optimizer that has a name, and a learning rate to begin with."""
+
+    usual_lr: ClassVar[float]
+
+
+METHODS: dict[str, Callable[..., Method]] = {
+    "adamw": AdamW,
+    "adamw8bit": AdamW8bit,
+    "adafactor": Adafactor,
+    "lion": Lion,
+    "prodigy": Prodigy,
+}
+LIMITS = {  # of their numbers: least, and what they must stay below
+    **dict.fromkeys(("beta1", "beta2", "beta3"), (0.0, 1.0)),
+    **dict.fromkeys(("d0", "d_coef", "clip_threshold", "decay_rate"), (1e-30, math.inf)),
+    **dict.fromkeys(("eps", "floor", "weight_decay"), (0.0, math.inf)),
+}
+
+
+def make(name: str, **numbers: Any) -> Method:
+    """The optimizer of that name with these numbers, each its field's default where it is not given.
+
+    ValueError for a name that there is not, a number that this optimizer does not have, or one out of range.
+    """
+    if name not in METHODS:
+        raise ValueError(f"optimizer: {name!r} is not known; {_choice(name, METHODS)}")
+    fields = [field.name for field in dataclasses.fields(METHODS[name])]  # type: ignore[arg-type]
+    for number, value in numbers.items():
+        if number not in fields:
+            raise ValueError(f"optimizer: {name} has no {number!r}; {_choice(number, fields)}")
+        low, high = LIMITS.get(number, (None, None))
+        if low is not None and value is not None and not low <= value < high:
+            raise ValueError(f"optimizer: {number} = {value} is wrong; {low:g} or more and below {high:g} is wanted")
+    return METHODS[name](**numbers)
+
+
+def _choice(word: str, words: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, words, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(words)}"
+
+
+class Stepper:
+    """A step as one function of arrays: norm, clip, the optimizer's update, and nothing where something is not finite.
+
+    Arrays of one shape go through it as one (see `stacks`), and the state is that of the stacks: their names are those
+    of their first arrays. On a GPU the whole is compiled once. Names are sorted on the way in, since the order of a
+    dict, which a file changes, would change the compiled graph, and with it last bits.
+    """
+
+    def __init__(self, method: Optimizer, limit: float) -> None:
+        self.method, self.limit = method, limit
+        self._run = mx.compile(self._step) if compiles() else self._step
+
+    def init(self, params: Arrays) -> Arrays:
+        """The state before the first step."""
+        return self.method.init(stacks.stack(params, stacks.plan(params)))
+
+    def __call__(
+        self, params: Arrays, grads: Arrays, state: Arrays, lr: float, sound: mx.array
+    ) -> tuple[Arrays, Arrays, mx.array, mx.array]:
+        """(params, state, norm, done), lazy. `norm` is the gradients' before they are clipped to `limit`.
+
+        Where `sound`, a boolean array of one value, is false or the norm is not finite, `done` is false, and params and
+        state are what they were.
+        """
+        found: Any = self._run(_sorted(params), _sorted(grads), _sorted(state), mx.array(lr, mx.float32), sound)
+        return found  # type: ignore[no-any-return]
+
+    def average(self, params: Arrays, state: Arrays) -> Arrays:
+        """The adapter of averages that a state holds, where the optimizer is `ema.Averaged`; empty where it is not."""
+        found = ema.arrays(state)
+        return stacks.unstack(found, stacks.plan(params)) if found else {}
+
+    def _step(self, params: Arrays, grads: Arrays, state: Arrays, lr: mx.array, sound: mx.array) -> Any:
+        plan = stacks.plan(params)
+        old, slope = stacks.stack(params, plan), stacks.stack(grads, plan)
+        norm = global_norm(slope)
+        done = sound & mx.isfinite(norm)
+        fresh, after = self.method.update(old, clip(slope, norm, self.limit), state, lr)
+        return stacks.unstack(_pick(done, fresh, old), plan), _pick(done, after, state), norm, done
+
+
+def _pick(condition: mx.array, these: Arrays, those: Arrays) -> Arrays:
+    return {name: mx.where(condition, these[name], those[name]) for name in sorted(those)}
+
+
+def _sorted(arrays: Arrays) -> Arrays:
+    return {name: arrays[name] for name in sorted(arrays)}
 
 
 def global_norm(grads: Mapping[str, mx.array]) -> mx.array:

@@ -14,18 +14,20 @@ def gradient(step: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_adamw_follows_torch_over_fifty_steps(weight_decay):
+def test_adamw_follows_torch_over_fifty_steps_and_vectors_do_not_decay(weight_decay):
     import torch
 
     start = gradient(1000)
     theirs = {name: torch.nn.Parameter(torch.tensor(value)) for name, value in start.items()}
-    reference = torch.optim.AdamW(theirs.values(), lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=weight_decay)
+    groups = [{"params": [theirs["a"]], "weight_decay": weight_decay}, {"params": [theirs["b"]], "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.99), eps=1e-8)
     ours = {name: mx.array(value) for name, value in start.items()}
     adamw = optimizer.AdamW(0.9, 0.99, 1e-8, weight_decay)
     state = adamw.init(ours)
     for step in range(1, 51):
         lr = 1e-2 / step
-        reference.param_groups[0]["lr"] = lr
+        for group in reference.param_groups:
+            group["lr"] = lr
         grads = gradient(step)
         for name, value in theirs.items():
             value.grad = torch.tensor(grads[name])

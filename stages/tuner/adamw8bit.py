@@ -1,0 +1,93 @@
+"""AdamW with its moments in 8 bits a value, by blocks: after Dettmers et al. 2021, arXiv 2110.02861. Plain MLX operations.
+
+A block is 256 values in a row with one float32 scale, its largest magnitude, which is thus kept exactly. A value x of
+the block is stored as the nearest of 127 (255 without a sign) steps of |x / scale|^(1/4). The paper's table of values
+spans seven decades; a second moment that falls below them becomes zero, and the step divided by it has no bound. Here
+the levels are a formula, fine near the scale and down to 2e-10 of it, and only a zero is stored as zero.
+
+N values of an array, K = ceil(N / 256) blocks of S = 256.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from stages.tuner import decay
+from stages.tuner.adamw import AdamW, Arrays, correction
+
+BLOCK = 256
+
+
+@dataclass(frozen=True)
+class AdamW8bit(AdamW):
+    """AdamW in a quarter of its state: for large ranks, or where the last half gigabyte decides.
+
+    A step computes in float32 and rounds only what it stores. DRIFT
+    Arrays of fewer values than a block keep float32 moments.
+    """
+
+    def init(self, params: Mapping[str, mx.array]) -> Arrays:
+        """Both moments of every array at zero, and how many updates there were."""
+        state = {"step": mx.zeros((), mx.int32)}
+        for name, value in params.items():
+            zeros = mx.zeros(value.shape, mx.float32)
+            state |= _store(f"{name}.m", zeros, signed=True) | _store(f"{name}.v", zeros, signed=False)
+        return state
+
+    def update(
+        self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, lr: float | mx.array
+    ) -> tuple[Arrays, Arrays]:
+        """One step down the gradient: the new arrays and the new state."""
+        step = state["step"] + 1
+        rate, root = lr / correction(self.beta1, step), mx.sqrt(correction(self.beta2, step))
+        fresh: Arrays = {}
+        after: Arrays = {"step": step}
+        for name, value in params.items():
+            grad = grads[name]
+            m = self.beta1 * _load(state, f"{name}.m", value.shape) + (1 - self.beta1) * grad
+            v = self.beta2 * _load(state, f"{name}.v", value.shape) + (1 - self.beta2) * mx.square(grad)
+            kept = decay.shrink(value, lr, self.weight_decay)
+            fresh[name] = kept - rate * m / (mx.sqrt(v) / root + self.eps)
+            after |= _store(f"{name}.m", m, signed=True) | _store(f"{name}.v", v, signed=False)
+        return fresh, after
+
+
+def quantize(x_KS: mx.array, signed: bool) -> tuple[mx.array, mx.array]:
+    """(codes_KS, scale_K1) of float32 blocks: int8 of -127 .. 127, or uint8 for values of no sign."""
+    size_KS = mx.abs(x_KS)
+    scale_K1 = mx.max(size_KS, axis=1, keepdims=True)
+    share_KS = size_KS / mx.where(scale_K1 > 0, scale_K1, 1.0)
+    level_KS = mx.round((127 if signed else 255) * mx.sqrt(mx.sqrt(share_KS)))
+    if signed:
+        return (level_KS * mx.sign(x_KS)).astype(mx.int8), scale_K1
+    # A second moment of zero under a first moment that is not would be a step of m / eps.
+    return mx.maximum(level_KS, (size_KS > 0).astype(mx.float32)).astype(mx.uint8), scale_K1
+
+
+def dequantize(codes_KS: mx.array, scale_K1: mx.array) -> mx.array:
+    """The float32 blocks that codes and scales stand for."""
+    root_KS = codes_KS.astype(mx.float32) / (127 if codes_KS.dtype == mx.int8 else 255)
+    return root_KS * mx.abs(root_KS) * mx.square(root_KS) * scale_K1
+
+
+def _store(key: str, x: mx.array, signed: bool) -> Arrays:
+    """A moment as it is kept: float32 where it is small, else codes and scales."""
+    if x.size < BLOCK:
+        return {key: x}
+    padded = mx.pad(x.reshape(-1), (0, -x.size % BLOCK)) if x.size % BLOCK else x
+    codes_KS, scale_K1 = quantize(padded.reshape(-1, BLOCK), signed)
+    return {key: codes_KS, f"{key}.scale": scale_K1}
+
+
+def _load(state: Mapping[str, mx.array], key: str, shape: tuple[int, ...]) -> mx.array:
+    """A moment in float32, in its array's shape."""
+    if f"{key}.scale" not in state:
+        return state[key]
+    flat_N = dequantize(state[key], state[f"{key}.scale"]).reshape(-1)
+    size = 1
+    for axis in shape:
+        size *= axis
+    return flat_N[:size].reshape(shape)

@@ -1,0 +1,91 @@
+"""Prodigy: AdamW that finds its own rate. Mishchenko and Defazio 2023, arXiv 2306.06101, in the form of its authors' code.
+
+d is the estimate of how far the arrays have to go, one number over all of them; it only grows. A gradient that keeps
+pointing away from the start says that d is too small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import mlx.core as mx
+
+from stages.tuner import decay
+from stages.tuner.adamw import correction
+
+Arrays = dict[str, mx.array]
+
+
+@dataclass(frozen=True)
+class Prodigy:
+    """For a first run on new data, when no learning rate is known: lr is then a factor, and stays at 1. State: four times
+    the adapter's size.
+
+    Steer it by `d_coef` (0.5 slower, 2 faster), not by lr. `safeguard_warmup` keeps a warm-up from inflating d, and
+    `bias_correction` is Adam's; both are on, as trainers of diffusion models have them, where the authors' are off.
+    `growth_rate` bounds the factor by which d grows in a step: 1.02 is a warm-up of its own.
+    """
+
+    usual_lr: ClassVar[float] = 1.0
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    beta3: float | None = None  # decay of what d is estimated from; sqrt(beta2) where None
+    eps: float = 1e-8
+    d0: float = 1e-6
+    d_coef: float = 1.0
+    growth_rate: float = math.inf
+    safeguard_warmup: bool = True
+    bias_correction: bool = True
+    weight_decay: float = 0.0
+
+    def init(self, params: Mapping[str, mx.array]) -> Arrays:
+        """The arrays as they start, all moments at zero, d at d0, and how many updates there were."""
+        state = {"step": mx.zeros((), mx.int32), "numerator": mx.zeros((), mx.float32)}
+        state["d"] = state["d_max"] = mx.array(self.d0, mx.float32)
+        for name, value in params.items():
+            state[f"{name}.start"] = value
+            state |= {f"{name}.{moment}": mx.zeros_like(value) for moment in "mvs"}
+        return state
+
+    def update(
+        self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, lr: float | mx.array
+    ) -> tuple[Arrays, Arrays]:
+        """One step down the gradient: the new arrays and the new state."""
+        step, d = state["step"] + 1, state["d"]
+        rate = d * lr
+        if self.bias_correction:
+            rate = rate * mx.sqrt(correction(self.beta2, step)) / correction(self.beta1, step)
+        after = {"step": step} | self._distance(params, grads, state, rate)
+        fresh: Arrays = {}
+        for name, value in params.items():
+            grad = grads[name]
+            m = self.beta1 * state[f"{name}.m"] + (1 - self.beta1) * (d * grad)
+            v = self.beta2 * state[f"{name}.v"] + (1 - self.beta2) * mx.square(d * grad)
+            kept = decay.shrink(value, rate, self.weight_decay)
+            fresh[name] = kept - rate * m / (mx.sqrt(v) + after["d"] * self.eps)
+            after |= {f"{name}.m": m, f"{name}.v": v, f"{name}.start": state[f"{name}.start"]}
+        return fresh, after
+
+    def _distance(self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, rate: mx.array) -> Arrays:
+        """d after this gradient, and what it is estimated from: how much of the gradient points away from the start."""
+        beta3, d = math.sqrt(self.beta2) if self.beta3 is None else self.beta3, state["d"]
+        gain = d / self.d0 * (d if self.safeguard_warmup else rate)
+        after: Arrays = {}
+        away, sizes = [], []
+        for name in sorted(params):  # or a dict from a file, of another order, would add up to other last bits
+            away.append(mx.sum(grads[name] * (state[f"{name}.start"] - params[name])))
+            after[f"{name}.s"] = beta3 * state[f"{name}.s"] + gain * grads[name]
+            sizes.append(mx.sum(mx.abs(after[f"{name}.s"])))
+        numerator = beta3 * state["numerator"] + d / self.d0 * rate * mx.sum(mx.stack(away))
+        size = mx.sum(mx.stack(sizes))
+        estimate = mx.where(size > 0, self.d_coef * numerator / mx.where(size > 0, size, 1.0), d)
+        longest = mx.maximum(state["d_max"], estimate)
+        after |= {"numerator": numerator, "d_max": longest, "d": longest}
+        if math.isfinite(self.growth_rate):  # the first estimate above d0 is believed, however large
+            bound = mx.where(d == self.d0, mx.maximum(d, estimate), d) * self.growth_rate
+            after["d"] = mx.minimum(longest, bound)
+        return after

@@ -1,0 +1,48 @@
+"""Arrays of one shape as one array: a few large operations in place of hundreds of small ones.
+
+An adapter has hundreds of arrays of a dozen shapes, and a GPU needs longer to be told of a small operation than to do
+it. N arrays of a stack, R rows, C columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import mlx.core as mx
+
+Arrays = dict[str, mx.array]
+Plan = dict[str, list[str]]  # the stack's name, which is that of its first array, and the names of all
+
+LARGEST = 1 << 23  # values of a stack: 32 MiB, which bounds what a step holds beside the arrays
+
+
+def plan(arrays: Mapping[str, mx.array]) -> Plan:
+    """Matrices of one shape together, in the order of names; any other array by itself. A function of names and shapes."""
+    stacks: Plan = {}
+    latest: dict[tuple[int, ...], str] = {}
+    for name in sorted(arrays):
+        shape = tuple(arrays[name].shape)
+        at = latest.get(shape)
+        if len(shape) != 2 or at is None or (len(stacks[at]) + 1) * math.prod(shape) > LARGEST:
+            latest[shape] = at = name
+            stacks[at] = []
+        stacks[at].append(name)
+    return stacks
+
+
+def stack(arrays: Mapping[str, mx.array], plan: Plan) -> Arrays:
+    """The stacks of these arrays: (N,R,C) where they are matrices, even of one."""
+    return {
+        name: mx.stack([arrays[each] for each in names]) if arrays[name].ndim == 2 else arrays[name]
+        for name, names in plan.items()
+    }
+
+
+def unstack(stacks: Mapping[str, mx.array], plan: Plan) -> Arrays:
+    """The arrays of these stacks, by their own names: views."""
+    return {
+        each: stacks[name][n] if stacks[name].ndim == 3 else stacks[name]
+        for name, names in plan.items()
+        for n, each in enumerate(names)
+    }
