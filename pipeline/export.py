@@ -19,6 +19,18 @@ STYLES = {
     "comfyui": "diffusion_model.<reference name>, q, k and v fused: ComfyUI and what reads the reference layout; diffusers too",
 }
 DTYPES = ("float32", "bfloat16", "float16")
+LOADS = {  # by style: what loads where, for all but a plain LoRA, which loads everywhere
+    "diffusers": {
+        "dora": "a DoRA in PEFT's names: exact in diffusers; ComfyUI would leave out its magnitudes: use style comfyui there",
+        "lokr": "a LoKr in PEFT's names: for diffusers, and for ComfyUI by its name map",
+    },
+    "comfyui": {
+        "dora": "a DoRA with dora_scale: for ComfyUI, near but not exact where it divides rows by |W| and not by |W + BA| "
+        "(until its change 15458 is in); diffusers would drop dora_scale: use style diffusers there",
+        "lokr": "a LoKr in LyCORIS' names: for ComfyUI and LyCORIS, and for diffusers",
+    },
+}
+NETWORKS = {"lora": "networks.lora", "dora": "networks.lora", "lokr": "lycoris.kohya"}  # kohya's words
 
 
 def export_run(
@@ -67,11 +79,11 @@ def export(
     metadata: dict[str, str],
     say: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """The adapter of the train stage as a file for `style`, one of STYLES, with values of `dtype`, one of DTYPES.
+    """The adapter of the train stage as a file for `style`, one of STYLES, with matrices of `dtype`, one of DTYPES.
 
     `out` is a file ending in .safetensors, or a folder, where the file is named after metadata's `project` and `step`.
-    `metadata` is added to what the adapter itself says. The scale alpha / rank is folded into B: the file is right also for
-    readers that look at no metadata. A file that is no export of the same project and style is never replaced.
+    `metadata` is added to what the adapter itself says. The scale alpha / rank is folded into the arrays: the file is right also
+    for readers that look at no metadata. A file that is no export of the same project and style is never replaced.
     """
     _one_of("style", style, tuple(STYLES))
     _one_of("dtype", dtype, DTYPES)
@@ -83,14 +95,24 @@ def export(
     said = {**said, **metadata}
     name = file_name(said.get("project", adapter.stem), said.get("step", 0), style)
     target = out if out.suffix == ".safetensors" else out / name
-    converted = (formats.to_diffusers if style == "diffusers" else formats.to_fused)(arrays, scales)
-    ranks = {key.removesuffix(formats.A): value.shape[0] for key, value in converted.items() if key.endswith(formats.A)}
-    described = {**_ours(said, style, dtype), **_fields(said, ranks)}
-    if style == "diffusers":
-        described["lora_adapter_metadata"] = json.dumps(_peft({n.removeprefix("transformer."): r for n, r in ranks.items()}))
+    converted = (formats.to_diffusers if style == "diffusers" else formats.to_comfyui)(arrays, scales)
+    variant, ranks = formats.variant(arrays), _ranks(converted)
+    described = {**_ours(said, style, dtype), **_fields(said, ranks, variant)}
+    if style == "diffusers" and variant != "lokr":  # diffusers reads a LoKr's settings from its shapes
+        settings = _peft({name.removeprefix("transformer."): rank for name, rank in ranks.items()}, variant)
+        described["lora_adapter_metadata"] = json.dumps(settings)
     _check_replaced(target, described, say)
     _write(target, converted, dtype, described)
+    if variant in LOADS[style]:
+        say(LOADS[style][variant])
     return target
+
+
+def _ranks(converted: dict[str, Any]) -> dict[str, int]:
+    """The rank of each linear in the file; a LoKr of two whole factors has none."""
+    from stages.models.adapter_names import W2_B, A
+
+    return {key.removesuffix(end): value.shape[0] for end in (A, W2_B) for key, value in converted.items() if key.endswith(end)}
 
 
 def _one_of(what: str, given: str, choices: tuple[str, ...]) -> None:
@@ -108,42 +130,44 @@ def _refuse_infinite(adapter: Path, arrays: dict[str, Any]) -> None:
 
 def _ours(said: dict[str, str], style: str, dtype: str) -> dict[str, str]:
     """What the adapter and the caller say, plus how this file was made. All values are strings, as safetensors wants them."""
-    kept = {key: str(value) for key, value in said.items() if key not in ("format", "lora_adapter_metadata")}
-    made = {"export_style": style, "export_dtype": dtype, "scale": "folded into B", "software": _software()}
+    kept = {key: str(value) for key, value in said.items() if key not in ("format", "lora_adapter_metadata", "scales")}
+    made = {"export_style": style, "export_dtype": dtype, "scale": "folded into the arrays", "software": _software()}
     return {**kept, **made, "format": "pt"}
 
 
-def _fields(said: dict[str, str], ranks: dict[str, int]) -> dict[str, str]:
+def _fields(said: dict[str, str], ranks: dict[str, int], variant: str) -> dict[str, str]:
     """The same in the field's words (kohya's ss_, Stability's modelspec), for programs that show them."""
-    common = str(Counter(ranks.values()).most_common(1)[0][0])
+    common = str(Counter(ranks.values()).most_common(1)[0][0]) if ranks else ""
     fields = {
         "modelspec.sai_model_spec": "1.0.0",
         "modelspec.implementation": "diffusers",
         "modelspec.title": said.get("project", ""),
-        "modelspec.architecture": f"{said['family']}/lora" if "family" in said else "",
+        "modelspec.architecture": f"{said['family']}/{'lokr' if variant == 'lokr' else 'lora'}" if "family" in said else "",
         "modelspec.resolution": said.get("resolution", ""),
         "modelspec.trigger_phrase": said.get("trigger", ""),
         "ss_output_name": said.get("project", ""),
         "ss_base_model_version": said.get("family", ""),
         "ss_steps": said.get("step", ""),
-        "ss_network_module": "networks.lora",
+        "ss_network_module": NETWORKS[variant],
+        "ss_network_args": json.dumps({"algo": "lokr"}) if variant == "lokr" else "",
         "ss_network_dim": common,
-        "ss_network_alpha": common,  # as the file stands: the trained alpha is in B
+        "ss_network_alpha": common,  # as the file stands: the trained alpha is in the arrays
     }
     return {key: str(value) for key, value in fields.items() if value}
 
 
-def _peft(ranks: dict[str, int]) -> dict[str, Any]:
+def _peft(ranks: dict[str, int], variant: str) -> dict[str, Any]:
     """The configuration that diffusers hands to PEFT's LoraConfig. alpha = rank, for the scale is in B."""
     common = Counter(ranks.values()).most_common(1)[0][0]
     other = {"^" + re.escape(name): rank for name, rank in ranks.items() if rank != common}
-    return {
+    settings = {
         "transformer.r": common,
         "transformer.lora_alpha": common,
         "transformer.rank_pattern": other,
         "transformer.alpha_pattern": dict(other),
         "transformer.target_modules": list(ranks),
     }
+    return settings | {"transformer.use_dora": True} if variant == "dora" else settings
 
 
 def _software() -> str:
@@ -171,10 +195,13 @@ def _check_replaced(target: Path, described: dict[str, str], say: Callable[[str]
 
 
 def _write(target: Path, arrays: dict[str, Any], dtype: str, metadata: dict[str, str]) -> None:
-    """Whole or not at all: a temporary beside the target, fsync, rename, fsync of the folder."""
+    """Whole or not at all: a temporary beside the target, fsync, rename, fsync of the folder. Matrices have the dtype."""
     import mlx.core as mx
 
-    cast = {key: mx.contiguous(value.astype(getattr(mx, dtype))) for key, value in arrays.items()}
+    from stages.models.adapter_names import EXACT
+
+    wanted = {key: mx.float32 if key.endswith(EXACT) else getattr(mx, dtype) for key in arrays}
+    cast = {key: mx.contiguous(value.astype(wanted[key])) for key, value in arrays.items()}
     overflown = [key for key, value in cast.items() if not mx.isfinite(value).all().item()]
     if overflown:
         raise ValueError(f"{overflown[0]} has values too large for {dtype}; export as bfloat16 or float32")
