@@ -208,11 +208,6 @@ def shape_of(arrays: Mapping[str, mx.array]) -> tuple[int, int]:
     return outer[0] * inner[0].shape[0], outer[1] * inner[1].shape[1]
 
 
-def decays(name: str) -> bool:
-    """Whether weight decay suits an array: it pulls towards zero, which for all but magnitudes is the base model."""
-    return not name.endswith(dora.MAGNITUDE)
-
-
 def moved(adapters: Mapping[str, mx.array]) -> mx.array:
     """The largest magnitude in anything that started at zero, a scalar: zero means that nothing was learnt."""
     return mx.max(mx.stack([mx.max(mx.abs(value)) for name, value in adapters.items() if name.endswith(ZERO)]))

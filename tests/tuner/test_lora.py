@@ -85,12 +85,6 @@ def test_a_header_names_the_scales_that_alpha_and_rank_do_not_give():
     assert json.loads(said(alpha=4.0, rslora=True, ranks={"*": 16})["scales"]) == both
 
 
-def test_weight_decay_spares_the_magnitudes_alone():
-    target = lora.choose({"q": (8, 8)}, ["*"], 2, variant="dora")
-    made = lora.init(target, 0, {"q": mx.eye(8)})
-    assert [name for name in made if not lora.decays(name)] == ["q.lora_magnitude_vector"]
-
-
 def test_fresh_adapters_are_uniform_within_the_kaiming_bound_and_b_is_zero():
     made = lora.init(lora.choose({"wide": (16, 1024)}, ["*"], 64), 0)
     a = np.array(made["wide.lora_A.weight"])
