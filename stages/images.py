@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from schemas.images import IMAGES
+from stages import masks
 from stages.pixels import CEILING, MAX_PIXELS, ImageError, probe
 from stages.stage import Stage, StageContext, runtime, selects, setting
 
@@ -104,14 +105,21 @@ STAGE = Stage(reads=(), writes=IMAGES, config=ImagesConfig, wants=wanted_images,
 
 
 def scan(folder: Path) -> list[Row]:
-    """Every file that is a row, sorted by path: hidden files, captions and licences are not. `ValueError`: no folder."""
+    """Every file that is a row, sorted by path: hidden files, captions, masks and licences are not. `ValueError`: no folder."""
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "does not exist"
         near = difflib.get_close_matches(folder.name, _folders_beside(folder), 1)
         hint = f'; did you mean "{near[0]}"' if near else ""
         raise ValueError(f"image folder {folder} {what}: put the images there, or set images.folder{hint}")
     rows = [_stat_row(folder, entry) for entry in _files(folder, set()) if not _beside(Path(entry.name))]
-    return sorted(rows, key=lambda row: str(row["path"]))
+    of_others = masks.among(row["path"] for row in rows)
+    return sorted((row for row in rows if row["path"] not in of_others), key=lambda row: str(row["path"]))
+
+
+def _masks(folder: Path) -> int:
+    """How many files are no rows because they are masks."""
+    names = (Path(entry.path).relative_to(folder).as_posix() for entry in _files(folder, set()))
+    return len(masks.among(name for name in names if not _beside(Path(name))))
 
 
 def _files(folder: Path, seen: set[tuple[int, int]]) -> Iterator[os.DirEntry[str]]:
@@ -244,7 +252,9 @@ def _batches(rows: list[Row]) -> Iterator[pa.RecordBatch]:
 def _summarise(ctx: StageContext, rows: list[Row]) -> None:
     counts = Counter(row["rejected"] for row in rows if row["rejected"])
     reasons = "".join(f", {count} {reason}" for reason, count in sorted(counts.items()))
-    ctx.say(f"{len(rows)} files: {len(rows) - counts.total()} usable{reasons}")
+    beside = _masks(ctx.source)
+    also = f"; {beside} more are masks of others" if beside else ""
+    ctx.say(f"{len(rows)} files: {len(rows) - counts.total()} usable{reasons}{also}")
     bad = sorted(f"{row['path']} ({row['rejected']})" for row in rows if row["rejected"])
     if bad:
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""

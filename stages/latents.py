@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -25,15 +25,18 @@ from PIL import Image, ImageOps
 from schemas.buckets import BUCKETS
 from schemas.images import IMAGES
 from schemas.latents import LATENTS
+from stages import masks
 from stages.models.autoencoder import Autoencoder
 from stages.models.load import load_autoencoder
-from stages.pixels import ImageError, open_image
+from stages.pixels import ImageError, open_alpha, open_image
 from stages.stage import Stage, StageContext, runtime, selects, setting
 
 Row = dict[str, Any]
 
 PRECISIONS = ("float32", "bfloat16")
-WANTED = ("latent_id", "image_id", "width", "height", "crop_x", "crop_y", "crop_w", "crop_h", "flip")
+WANTED = ("latent_id", "image_id", "width", "height", "crop_x", "crop_y", "crop_w", "crop_h", "flip", "mask_id")
+ALPHA = "alpha"  # the mask_id of an image's own alpha channel, which its image_id covers
+HIDES_ALPHA = ("PNG", "GIF", "WEBP")  # formats in which a mode without an alpha channel may still have transparent pixels
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,9 @@ class LatentsConfig:
     """Section [latents]."""
 
     flip: bool = selects(False, "a mirrored copy of every crop as extra rows; off: text and faces are not symmetric")
+    mask: Literal["none", "alpha", "file"] = selects(
+        "none", "what says which part is trained: the image's alpha channel, or a file beside it, cat.mask.png or masks/cat.png"
+    )
     background: str = setting("#ffffff", "colour behind transparent pixels")
     precision: str = setting("float32", "what the autoencoder computes in; bfloat16 halves its memory and is less exact")
     batch_size: int = runtime(8, "rows handed over at once; what a kill can lose. Every image is encoded by itself")
@@ -62,21 +68,60 @@ def latent_id(row: Row) -> str:
     """The key: sha256 over everything of the crop that the values depend on."""
     crop = [repr(float(row[name])) for name in ("crop_x", "crop_y", "crop_w", "crop_h")]
     parts = [row["image_id"], str(row["width"]), str(row["height"]), *crop, str(bool(row["flip"])).lower()]
+    parts += [row["mask_id"]] if row.get("mask_id") else []
     return hashlib.sha256("|".join(parts).encode()).hexdigest()
 
 
 def wanted_latents(ctx: StageContext) -> pa.Table:
     """One row per usable crop, and its mirror image where that is asked for; equal crops are one row."""
-    usable = set(_paths(ctx))
+    mask_ids = _mask_ids(ctx)
     crops: dict[str, Row] = {}
     for bucket in ctx.rows(BUCKETS).to_pylist():
-        if bucket["rejected"] is not None or bucket["image_id"] not in usable:
+        if bucket["rejected"] is not None or bucket["image_id"] not in mask_ids:
             continue
         for flip in (False, True) if ctx.config.flip else (False,):
-            row = {name: bucket[name] for name in WANTED if name in bucket} | {"flip": flip}
+            row = {name: bucket[name] for name in WANTED if name in bucket}
+            row |= {"flip": flip, "mask_id": mask_ids[bucket["image_id"]]}
             row["latent_id"] = latent_id(row)
             crops[row["latent_id"]] = row
     return pa.Table.from_pylist(list(crops.values()), schema=pa.schema([LATENTS.batch.field(name) for name in WANTED]))
+
+
+def _mask_ids(ctx: StageContext) -> dict[str, str]:
+    """The mask of every usable image by the id of its content; "" for none. ValueError if masks are wanted and none is there."""
+    rows = [row for row in ctx.rows(IMAGES).to_pylist() if row["rejected"] is None]
+    if ctx.config.mask == "none":
+        return {row["image_id"]: "" for row in rows}
+    if ctx.config.mask == "alpha":
+        clear = {row["image_id"]: "A" in row["mode"].upper() or row["format"] in HIDES_ALPHA for row in rows}
+        return {image_id: ALPHA if there else "" for image_id, there in clear.items()}
+    files = _mask_files(ctx)
+    if rows and not files:
+        name = Path(rows[0]["path"]).stem
+        raise ValueError(
+            f'latents.mask = "file", but none of the {len(rows)} images has one: {name}.mask.png beside it, or masks/{name}.png'
+        )
+    return {
+        row["image_id"]: hashlib.sha256(_bytes(files[row["image_id"]])).hexdigest() if row["image_id"] in files else ""
+        for row in rows
+    }
+
+
+def _mask_files(ctx: StageContext) -> dict[str, Path]:
+    """image_id -> its mask file, for every usable image that has one under any of its names."""
+    names: dict[str, list[str]] = {}
+    for row in sorted(ctx.rows(IMAGES).to_pylist(), key=lambda row: (row["rejected"] is not None, row["path"])):
+        if row["rejected"] in (None, "duplicate"):
+            names.setdefault(row["image_id"], []).append(row["path"])
+    find = masks.finder(ctx.source)
+    return {image_id: ctx.source / path for image_id, paths in names.items() if (path := find(paths))}
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"the mask {path} cannot be read: {error.strerror or error}") from error
 
 
 def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
@@ -115,38 +160,51 @@ def _encoded(ctx: StageContext, model: Autoencoder, changed: list[str]) -> Gener
     for row in ctx.pending.to_pylist():
         by_image.setdefault(row["image_id"], []).append(row)
     paths = _paths(ctx)
-    jobs = [(image_id, ctx.source / paths[image_id], crops) for image_id, crops in by_image.items()]
+    files = _mask_files(ctx) if ctx.config.mask == "file" else {}
+    jobs = [Job(image_id, ctx.source / paths[image_id], crops, files.get(image_id)) for image_id, crops in by_image.items()]
     done, total = 0, ctx.pending.num_rows
     ctx.progress(done, total, "images")
-    for (_, path, crops), future in _ahead(jobs, ctx.config.background, ctx.config.workers):
+    for job, future in _ahead(jobs, ctx.config.background, ctx.config.workers):
         try:
             pixels = future.result()
         except Changed:
-            changed.append(path.name)
+            changed.append(job.path.name)
             continue
         except ImageError as error:
             reason = str(error)
-            finished = (_rejected(row, reason) for row in crops)
+            finished = (_rejected(row, reason) for row in job.crops)
         else:
-            finished = (_row(row, encode(model, pixels_HWC)) for row, pixels_HWC in zip(crops, pixels, strict=True))
+            finished = (
+                _row(row, encode(model, pixels_HWC), mask) for row, (pixels_HWC, mask) in zip(job.crops, pixels, strict=True)
+            )
         for row in finished:
             yield row
             done += 1
             ctx.progress(done, total, "images")
 
 
-Job = tuple[str, Path, list[Row]]
+Cut = tuple[np.ndarray, bytes | None]  # a crop's pixels, and its mask by tokens
 
 
-def _ahead(jobs: list[Job], background: str, workers: int) -> Iterator[tuple[Job, Future[list[np.ndarray]]]]:
+@dataclass(frozen=True)
+class Job:
+    """An image to be decoded, and what to cut from it; `mask` is the file that masks it, if one does."""
+
+    image_id: str
+    path: Path
+    crops: list[Row]
+    mask: Path | None
+
+
+def _ahead(jobs: list[Job], background: str, workers: int) -> Iterator[tuple[Job, Future[list[Cut]]]]:
     """The jobs in order, each with its crops on the way; a bounded number is decoded before it is asked for."""
-    waiting: deque[tuple[Job, Future[list[np.ndarray]]]] = deque()
+    waiting: deque[tuple[Job, Future[list[Cut]]]] = deque()
     todo = iter(jobs)
     with ThreadPoolExecutor(workers, thread_name_prefix="decode") as pool:
         try:
             while True:
                 while len(waiting) <= workers and (job := next(todo, None)):
-                    waiting.append((job, pool.submit(crops_of, *job, background)))
+                    waiting.append((job, pool.submit(crops_of, job, background)))
                 if not waiting:
                     return
                 yield waiting.popleft()
@@ -154,16 +212,37 @@ def _ahead(jobs: list[Job], background: str, workers: int) -> Iterator[tuple[Job
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def crops_of(image_id: str, path: Path, crops: list[Row], background: str) -> list[np.ndarray]:
-    """An image's crops, resized: uint8 H, W, 3 each. Raises ImageError for a bad file, Changed for another file."""
+def crops_of(job: Job, background: str) -> list[Cut]:
+    """An image's crops, resized, with their masks. Raises ImageError for a bad file, Changed for another file."""
+    data = _unchanged(job.path, job.image_id)
+    image = open_image(io.BytesIO(data), background)
+    mask = _mask(job, data, image)
+    return [(cut(image, row), masks.per_token(mask, image.size, row) if mask else None) for row in job.crops]
+
+
+def _mask(job: Job, data: bytes, image: Image.Image) -> Image.Image | None:
+    """The mask of the whole image; all crops of an image have the same one."""
+    mask_id = job.crops[0]["mask_id"]
+    if mask_id in ("", ALPHA):
+        return open_alpha(io.BytesIO(data)) if mask_id else None
+    if job.mask is None:
+        raise Changed(job.path.name)
+    mask = masks.read_mask(job.mask, _unchanged(job.mask, mask_id))
+    if not masks.fits(mask, image):
+        sizes = f"{mask.width} x {mask.height}, the image {image.width} x {image.height}"
+        raise ImageError("mask", f"{job.mask.name} is {sizes}: another shape")
+    return mask
+
+
+def _unchanged(path: Path, digest: str) -> bytes:
+    """A file's bytes, if they are still those of that sha256."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise Changed(str(error)) from error
-    if hashlib.sha256(data).hexdigest() != image_id:
+    if hashlib.sha256(data).hexdigest() != digest:
         raise Changed(path.name)
-    image = open_image(io.BytesIO(data), background)
-    return [cut(image, row) for row in crops]
+    return data
 
 
 def cut(image: Image.Image, row: Row) -> np.ndarray:
@@ -181,7 +260,7 @@ def encode(model: Autoencoder, pixels_HWC: np.ndarray) -> np.ndarray:
     return np.array(model.encode(image_1HWC)[0].astype(mx.bfloat16).view(mx.uint16))
 
 
-def _row(row: Row, words_Chw: np.ndarray) -> Row:
+def _row(row: Row, words_Chw: np.ndarray, mask: bytes | None) -> Row:
     """The finished row; its statistics are those of the stored values."""
     values = (words_Chw.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     if not np.isfinite(values).all():
@@ -192,13 +271,14 @@ def _row(row: Row, words_Chw: np.ndarray) -> Row:
         "mean": float(values.mean()),
         "std": float(values.std()),
         "absmax": float(np.abs(values).max()),
+        "mask": mask,
         "rejected": None,
         "tensor": words_Chw.reshape(-1),
     }
 
 
 def _rejected(row: Row, reason: str) -> Row:
-    empty = {"shape": [], "dtype": "bfloat16", "mean": 0.0, "std": 0.0, "absmax": 0.0}
+    empty = {"shape": [], "dtype": "bfloat16", "mean": 0.0, "std": 0.0, "absmax": 0.0, "mask": None}
     return row | empty | {"rejected": reason, "tensor": np.zeros(0, np.uint16)}
 
 

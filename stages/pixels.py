@@ -89,6 +89,17 @@ def open_image(file: Path | BinaryIO, background: str = "#ffffff", max_pixels: i
         return flat.transpose(turn) if turn is not None else flat
 
 
+def open_alpha(file: Path | BinaryIO, max_pixels: int = CEILING) -> Image.Image | None:
+    """The first frame's opacity: upright, 0 transparent to 255 opaque; None if the file knows none. Raises `ImageError` alone."""
+    with _decoded(file, max_pixels) as (image, _, _):
+        made = _eight_bit(image)
+        if not made.has_transparency_data:
+            return None
+        alpha = made.convert("RGBA").getchannel("A")
+        turn = UPRIGHT.get(_orientation(image))
+        return alpha.transpose(turn) if turn is not None else alpha
+
+
 # Opening: whatever a decoder raises for damaged bytes becomes an ImageError.
 
 

@@ -309,3 +309,10 @@ def test_the_example_has_24_usable_images_each_with_its_licence(tmp_path):
 def test_a_setting_out_of_range_is_named(wrong):
     with pytest.raises(ValueError, match=rf"images\.{next(iter(wrong))} = "):
         ImagesConfig(**wrong)
+
+
+def test_masks_of_other_images_are_no_rows_but_said(project):
+    for name in ("a.png", "a.mask.png", "masks/a.png", "masks/b.png"):
+        draw(project.source / name, seed=len(name))
+    assert sorted(project.run()) == ["a.png", "masks/b.png"]
+    assert project.said == ["2 files: 2 usable; 2 more are masks of others"]
