@@ -240,17 +240,17 @@ def test_float32_masters_do_not_widen_a_bfloat16_stream_nor_its_gradient(variant
     assert {g.dtype for g in grads} == {mx.float32}
 
 
-def test_a_magnitude_learns_in_steps_far_below_half_precision():
-    weight, x = mx.eye(8, dtype=mx.bfloat16), mx.full((4096, 8), 2.0, mx.bfloat16)
+def test_a_magnitude_is_not_rounded_to_the_half_precision_of_the_stream():
+    weight, x = mx.eye(8, dtype=mx.bfloat16), mx.full((4096, 8), 1.5, mx.bfloat16)
     target = lora.choose({"q": (8, 8)}, ["*"], 2, variant="dora")
     arrays = lora.init(target, 0, {"q": weight})
 
     def run(magnitude):
         return lora.linear({**arrays, "q.lora_magnitude_vector": magnitude}, {"q": 1.0})("q", weight, x)
 
-    (y,), (grad,) = mx.vjp(run, [arrays["q.lora_magnitude_vector"] * (1 + 2**-7)], [mx.ones((4096, 8), mx.bfloat16)])
-    assert y[0, 0].item() == 2 * (1 + 2**-7)
-    assert mx.array_equal(grad, mx.full((8,), 8192.0))  # a sum of 4096 twos, which half precision cannot reach by adding
+    (y,), (grad,) = mx.vjp(run, [arrays["q.lora_magnitude_vector"] * (1 + 3 / 256)], [mx.ones((4096, 8), mx.bfloat16)])
+    assert y[0, 0].item() == 1.515625  # 1.5 (1 + 3/256), rounded once; with 1 + 3/256 rounded first it were 1.5234375
+    assert mx.array_equal(grad, mx.full((8,), 4096 * 1.5))  # a sum that half precision cannot reach by adding
 
 
 def test_the_lengths_of_rows_are_the_same_in_chunks_of_any_size(monkeypatch):
@@ -299,6 +299,14 @@ def test_a_dimension_is_factored_as_pefts_lokr_factors_it():
             if factor * factor <= dimension:
                 assert lokr.factors(dimension, factor) == factorization(dimension, factor)
         assert lokr.factors(dimension, None) == factorization(dimension, -1)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 6, 7, 12, 40])
+def test_a_lokr_has_the_arrays_that_pefts_has_at_that_rank(rank):
+    target = lora.choose({"q": (OUT, IN)}, ["*"], rank, variant="lokr", factor=4)[0]
+    module = in_peft("lokr", normal(5, OUT, IN), {}, target)
+    wanted = {name: tuple(value.shape) for name, value in module.named_parameters() if "lokr" in name}
+    assert {PEFT_NAMES[ending]: shape for ending, shape in target.shapes.items()} == wanted
 
 
 def test_a_whole_second_factor_has_no_rank_and_so_no_scale():
