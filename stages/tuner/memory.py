@@ -48,11 +48,11 @@ class Footprint:
     kept: Mapping[str, int]  # by kind: what of it stays where the block is not computed again
 
     def need(self, plan: Plan) -> int:
-        """Bytes at the peak of a step."""
+        """Bytes at the peak of a step: in the tail's backward pass, or in the dearest visit before it."""
         tail = kept_blocks(plan, len(self.kinds))
-        head = len(self.kinds) - tail
-        keeps = sum(self.kept[kind] for kind in self.kinds[head:])
-        return self.held + self.grads + head * self.stream + max(max(self.visit.values()), keeps + min(self.visit.values()))
+        head, last = self.kinds[: len(self.kinds) - tail], self.kinds[len(self.kinds) - tail :]
+        work = sum(self.kept[kind] for kind in last) + max(self.visit[kind] - self.kept[kind] for kind in last)
+        return self.held + self.grads + len(head) * self.stream + max([work, *(self.visit[kind] for kind in head)])
 
     def plan(self, limit: int) -> Plan:
         """The fastest plan that needs at most `limit` bytes: whole, or as many kept blocks as fit. ValueError if none does."""

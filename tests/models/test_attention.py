@@ -36,6 +36,17 @@ def test_attention_goes_by_chunks_where_its_scores_would_not_fit_and_gives_the_s
     assert apart(attention(q, k, v, 8**-0.5), whole) < 1e-6
 
 
+def test_query_rows_added_for_a_fused_gradient_change_neither_result_nor_gradients(monkeypatch):
+    monkeypatch.setattr(module, "fused_gradient", lambda q: True)
+    q, k, v, dy = (drawn(1, 2, 37, 8) + i for i in range(4))
+    (true,), true_grads = mx.vjp(plain, [q, k, v], [dy])
+    (y,), grads = mx.vjp(lambda q, k, v: attention(q, k, v, 8**-0.5), [q, k, v], [dy])
+    assert y.shape == q.shape
+    assert apart(y, true) < 1e-6
+    for found, wanted in zip(grads, true_grads, strict=True):
+        assert apart(found, wanted) < 2e-6
+
+
 def test_a_gradient_by_chunks_holds_one_chunk_and_not_the_matrix():
     rows, width = 1024, 8
     q, k, v, dy = (drawn(1, 2, rows, width) + i for i in range(4))

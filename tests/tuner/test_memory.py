@@ -17,20 +17,20 @@ FOOTPRINT = Footprint(
 
 
 def test_each_block_that_is_kept_costs_its_activations_instead_of_its_input():
-    assert FOOTPRINT.need("blocks") == 1000 + 50 + 5 * 10 + 180
-    assert FOOTPRINT.need(3) == 1000 + 50 + 3 * 10 + 3 * 80 + 100
-    assert FOOTPRINT.need("whole") == FOOTPRINT.need(6) == 1000 + 50 + 4 * 80 + 2 * 90 + 100
+    assert FOOTPRINT.need("blocks") == 1000 + 50 + 5 * 10 + 120
+    assert FOOTPRINT.need(3) == 1000 + 50 + 3 * 10 + 3 * 80 + 20
+    assert FOOTPRINT.need("whole") == FOOTPRINT.need(6) == 1000 + 50 + 4 * 80 + 2 * 90 + 30
 
 
-@pytest.mark.parametrize(("limit", "plan"), [(5000, "whole"), (1650, "whole"), (1649, 5), (1280, "blocks"), (1350, 2)])
+@pytest.mark.parametrize(("limit", "plan"), [(5000, "whole"), (1580, "whole"), (1579, 5), (1220, "blocks"), (1275, 2)])
 def test_the_plan_is_the_fastest_that_fits(limit, plan):
     assert FOOTPRINT.plan(limit) == plan
     assert FOOTPRINT.need(plan) <= limit
 
 
 def test_what_cannot_fit_is_refused_with_the_settings_that_would():
-    with pytest.raises(ValueError, match=r"needs 0.0 GB and may take 0.0 GB: batches of 71% .*base_bits = 8 or 4"):
-        FOOTPRINT.plan(1200)
+    with pytest.raises(ValueError, match=r"needs 0.0 GB and may take 0.0 GB: batches of 82% .*base_bits = 8 or 4"):
+        FOOTPRINT.plan(1180)
     with pytest.raises(ValueError, match="the weights alone fill it"):
         FOOTPRINT.plan(900)
 
@@ -46,7 +46,8 @@ def test_a_step_peaks_near_what_was_foretold(plan):
     mx.eval(loss.keywords)
     mx.reset_peak_memory()
     mx.eval(loss_and_grads(model, adapters, scales, inputs, loss, plan, memory_limit=1))
-    assert 0.7 < (mx.get_peak_memory() - found.held) / (found.need(plan) - found.held) < 1.3
+    # The CPU backend frees when its thread gets to it.
+    assert 0.6 < (mx.get_peak_memory() - found.held) / (found.need(plan) - found.held) < 1.5
 
 
 def test_the_budget_is_the_setting_or_the_device_less_headroom():
