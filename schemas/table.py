@@ -22,9 +22,12 @@ TENSOR = pa.field(
 )
 
 
-def column(name: str, kind: pa.DataType, doc: str, *, null: bool = False, measured: bool = False) -> pa.Field:
-    """One column. `doc` names the unit. `measured` marks clocks and memory: two equal runs may differ in it."""
-    return pa.field(name, kind, nullable=null, metadata={"doc": doc, "measured": "yes" if measured else ""})
+def column(name: str, kind: pa.DataType, doc: str, *, null: bool = False, measured: bool = False, default: str = "") -> pa.Field:
+    """One column. `doc` names the unit. `measured` marks clocks and memory: two equal runs may differ in it.
+
+    `default` is what a row holds that does not say otherwise.
+    """
+    return pa.field(name, kind, nullable=null, metadata={"doc": doc, "measured": "yes" if measured else "", "default": default})
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class TableSchema:
     def table(self, rows: list[dict[str, Any]]) -> pa.Table:
         """Rows as a table of this schema; a missing column or a wrong type is an error."""
         names = set(self.batch.names)
+        defaults = {f.name: f.metadata[b"default"].decode() for f in self.columns if f.metadata.get(b"default")}
+        rows = [defaults | row for row in rows]
         for row in rows:
             assert set(row) == names, f"{self.name}: columns {sorted(set(row) ^ names)} are missing or unknown"
         return pa.Table.from_pylist(rows, schema=self.batch)

@@ -1,102 +1,28 @@
-"""What a run trains on: which rows of the tables, what each step draws of them, and reading it ahead of the device.
+"""What each step of a run draws of the rows that it trains on, and reading it ahead of the device.
 
-B batch, C latent channels, H W latent height and width, T text rows, J text features.
+B batch, C latent channels, H W latent height and width, L = H W image tokens, T text rows, J text features.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from schemas.buckets import BUCKETS
-from schemas.captions import CAPTIONS
 from schemas.embeddings import EMBEDDINGS
-from schemas.images import IMAGES
 from schemas.latents import LATENTS
-from stages.stage import StageContext
+from stages.crops import Crop, Data, usable
+from stages.stage import StageContext, TensorReader
 from stages.tuner import draws
 from stages.tuner.batches import Order
-from stages.tuner.noise import Noise
+from stages.tuner.noise import Noise, place
 
-Row = dict[str, Any]
-PLACE = ("image_id", "width", "height", "crop_x", "crop_y", "crop_w", "crop_h")  # what a bucket and its latents share
-
-
-@dataclass(frozen=True)
-class Crop:
-    """One latent that may be trained on, with the captions of its image."""
-
-    latent_id: str
-    image_id: str
-    width: int
-    height: int
-    captions: tuple[str, ...]
-
-    @property
-    def tokens(self) -> int:
-        """Image tokens: one per 16 x 16 pixels."""
-        return self.width // 16 * (self.height // 16)
-
-
-@dataclass(frozen=True)
-class Data:
-    """All that a run trains on, in an order that depends on content alone."""
-
-    crops: tuple[Crop, ...]
-    empty: str  # the empty caption's id; "" where no caption is ever dropped
-    text_rows: dict[str, int]  # rows of each caption's embedding
-
-
-def usable(ctx: StageContext) -> Data:
-    """The crops that the current buckets name, encoded and captioned. ValueError if there is none or a table lacks some."""
-    images = {row["image_id"] for row in ctx.rows(IMAGES).to_pylist() if row["rejected"] is None}
-    buckets = [row for row in ctx.rows(BUCKETS).to_pylist() if row["rejected"] is None]
-    places = {_place(row) for row in buckets if row["image_id"] in images}
-    latents = [row for row in ctx.rows(LATENTS).to_pylist() if _place(row) in places]
-    lost = len(places - {_place(row) for row in latents})
-    if lost:
-        raise ValueError(f"train: {lost} of {len(places)} crops have no latent; run the stage latents")
-    captions, empty = _captions(ctx)
-    encoded = [row for row in latents if row["rejected"] is None]
-    used = sorted((row for row in encoded if row["image_id"] in captions), key=lambda row: str(row["latent_id"]))
-    if not used:
-        raise ValueError(
-            f"train: there is nothing to train on: of {len(places)} crops {len(latents) - len(encoded)} could not be encoded "
-            f"and {len(encoded)} have no caption; see the tables buckets, latents and captions"
-        )
-    text_rows = {row["caption_id"]: row["shape"][0] for row in ctx.rows(EMBEDDINGS).to_pylist()}
-    crops = tuple(Crop(r["latent_id"], r["image_id"], r["width"], r["height"], captions[r["image_id"]]) for r in used)
-    read = {caption for crop in crops for caption in crop.captions} | ({empty} if empty else set())
-    if read - set(text_rows):
-        raise ValueError(
-            f"train: {len(read - set(text_rows))} of {len(read)} captions have no embedding; run the stage embeddings"
-        )
-    return Data(crops, empty, text_rows)
-
-
-def _place(row: Row) -> tuple[Any, ...]:
-    return tuple(row[name] for name in PLACE)
-
-
-def _captions(ctx: StageContext) -> tuple[dict[str, tuple[str, ...]], str]:
-    """The captions of each image in their order, and the empty caption where some are to be dropped."""
-    found: dict[str, list[str]] = {}
-    empty = ""
-    for row in sorted(ctx.rows(CAPTIONS).to_pylist(), key=lambda row: (row["position"], row["caption_id"])):
-        if row["role"] == "caption":
-            found.setdefault(row["image_id"], []).append(row["caption_id"])
-        elif row["role"] == "empty":
-            empty = row["caption_id"]
-    if not ctx.config.caption_dropout:
-        empty = ""
-    elif not empty:
-        raise ValueError("train: caption_dropout needs the empty caption, of which captions has no row; run the stage captions")
-    return {image: tuple(ids) for image, ids in found.items()}, empty
+__all__ = ["Course", "Crop", "Data", "Feed", "Micro", "Sample", "usable"]
 
 
 @dataclass(frozen=True)
@@ -109,6 +35,7 @@ class Sample:
     caption_id: str
     dropped: bool
     sigma: float
+    class_id: str = ""  # its caption with the class word in the trigger's place; "" where there is none
 
 
 @dataclass(frozen=True)
@@ -120,6 +47,9 @@ class Course:
     order: Order
     noise: Noise
     caption_dropout: float
+    strata: int = 1  # of the noise levels
+    classes_every: int = 0  # at every so many steps the class captions are read too; 0: never
+    mask_floor: float = 0.0  # the least weight of a token
 
     def sizes(self, step: int) -> list[int]:
         """How many samples each micro-batch of a step has."""
@@ -139,9 +69,14 @@ class Course:
     def sample(self, step: int, number: int, epoch: int, crop: Crop) -> Sample:
         """One sample's draws."""
         dropped = draws.uniform(self.seed, "dropout", step, number) < self.caption_dropout
-        caption = crop.captions[draws.choice(len(crop.captions), self.seed, "caption", step, number)]
-        sigma = self.noise.draw(draws.generator(self.seed, "sigma", step, number), crop.tokens)
-        return Sample(number, epoch, crop, self.data.empty if dropped else caption, dropped, sigma)
+        at = draws.choice(len(crop.captions), self.seed, "caption", step, number)
+        sigma = self.noise.sigma(place(self.seed, step, number, self.strata), crop.tokens)
+        text, made = (self.data.empty, self.data.empty_class) if dropped else (crop.captions[at], crop.class_of(at))
+        return Sample(number, epoch, crop, text, dropped, sigma, made)
+
+    def noise_of(self, step: int, sample: Sample, shape: tuple[int, ...]) -> np.ndarray:
+        """The noise of one sample."""
+        return draws.normal(shape, self.seed, "noise", step, sample.number)
 
 
 @dataclass
@@ -152,6 +87,42 @@ class Micro:
     x0_BCHW: np.ndarray  # noqa: N815
     noise_BCHW: np.ndarray  # noqa: N815
     ctx_BTJ: np.ndarray  # noqa: N815
+    mask_BL: np.ndarray | None = None  # noqa: N815  (float32; None where no sample has a mask)
+    class_BTJ: np.ndarray | None = None  # noqa: N815  (of samples without a class caption: their own caption)
+    class_B: np.ndarray | None = None  # noqa: N815  (float32: 1 where there is a class caption, else 0)
+
+    def part(self, start: int, stop: int) -> Micro:
+        """The samples start .. stop - 1 alone."""
+        arrays = {name: value[start:stop] for name, value in vars(self).items() if value is not None}
+        return replace(self, **arrays)
+
+
+def read(
+    samples: list[Sample],
+    latents: TensorReader,
+    embeddings: TensorReader,
+    noise: Callable[[Sample, tuple[int, ...]], np.ndarray],
+    *,
+    classes: bool = False,
+    mask_floor: float = 0.0,
+) -> Micro:
+    """Copy the rows of one micro-batch."""
+    x0_BCHW = np.stack([latents.read(s.crop.latent_id) for s in samples])
+    noise_BCHW = np.stack([noise(s, x0_BCHW.shape[1:]) for s in samples])
+    ctx_BTJ = np.stack([embeddings.read(s.caption_id) for s in samples])
+    made = Micro(samples, x0_BCHW, noise_BCHW, ctx_BTJ, mask_of(samples, mask_floor))
+    if classes and any(s.class_id for s in samples):
+        made.class_BTJ = np.stack([embeddings.read(s.class_id or s.caption_id) for s in samples])
+        made.class_B = np.array([bool(s.class_id) for s in samples], np.float32)
+    return made
+
+
+def mask_of(samples: Sequence[Sample], floor: float) -> np.ndarray | None:
+    """The weight of each token, (B,L) float32, floor .. 1; None where no sample has a mask."""
+    if not any(s.crop.mask for s in samples):
+        return None
+    masks = [np.frombuffer(s.crop.mask or b"\xff" * s.crop.tokens, np.uint8) for s in samples]
+    return np.maximum(np.stack(masks).astype(np.float32) / 255, np.float32(floor))
 
 
 class Feed:
@@ -162,7 +133,7 @@ class Feed:
         self.course, self.steps = course, steps
 
     def __iter__(self) -> Iterator[tuple[int, list[Micro], float]]:
-        self.ask(self.course.step(self.steps.start))
+        self.ask(self.steps.start)
         with ThreadPoolExecutor(1, "feed") as pool:
             coming = pool.submit(self.load, self.steps.start)
             for step in self.steps:
@@ -175,17 +146,20 @@ class Feed:
 
     def load(self, step: int) -> list[Micro]:
         """Copy a step's rows and draw its noise; then ask for the pages of the step after it."""
-        micros = []
-        for samples in self.course.step(step):
-            x0_BCHW = np.stack([self.latents.read(s.crop.latent_id) for s in samples])
-            ctx_BTJ = np.stack([self.embeddings.read(s.caption_id) for s in samples])
-            noise = [draws.normal(x0_BCHW.shape[1:], self.course.seed, "noise", step, s.number) for s in samples]
-            micros.append(Micro(samples, x0_BCHW, np.stack(noise), ctx_BTJ))
+        noise = functools.partial(self.course.noise_of, step)
+        options: Any = {"classes": self.classes(step), "mask_floor": self.course.mask_floor}
+        micros = [read(samples, self.latents, self.embeddings, noise, **options) for samples in self.course.step(step)]
         if step + 1 in self.steps:
-            self.ask(self.course.step(step + 1))
+            self.ask(step + 1)
         return micros
 
-    def ask(self, micros: list[list[Sample]]) -> None:
-        """Let the readers know what comes next; what was read before is copied by now."""
-        self.latents.ahead([s.crop.latent_id for micro in micros for s in micro])
-        self.embeddings.ahead([s.caption_id for micro in micros for s in micro])
+    def ask(self, step: int) -> None:
+        """Let the readers know what a step reads; what was read before is copied by now."""
+        samples = [s for micro in self.course.step(step) for s in micro]
+        self.latents.ahead([s.crop.latent_id for s in samples])
+        made = [s.class_id for s in samples if s.class_id] if self.classes(step) else []
+        self.embeddings.ahead([s.caption_id for s in samples] + made)
+
+    def classes(self, step: int) -> bool:
+        """Whether the class captions are read at this step."""
+        return bool(self.course.classes_every) and step % self.course.classes_every == 0
