@@ -11,7 +11,8 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from stages.tuner import decay
+from stages.tuner.decay import shrink
+from stages.tuner.moments import Go, count, weights
 
 Arrays = dict[str, mx.array]
 
@@ -50,33 +51,33 @@ class Adafactor:
         return state
 
     def update(
-        self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, lr: float | mx.array
+        self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, lr: float | mx.array, go: Go = True
     ) -> tuple[Arrays, Arrays]:
         """One step down the gradient: the new arrays and the new state."""
-        step = state["step"] + 1
-        count = step.astype(mx.float32)
-        beta2 = 1 - count**-self.decay_rate
-        base = mx.minimum(1e-2, mx.rsqrt(count)) if self.relative_step else lr
+        n = (state["step"] + 1).astype(mx.float32)
+        base = mx.minimum(1e-2, mx.rsqrt(n)) if self.relative_step else lr
+        both = weights(1 - n**-self.decay_rate, go)
         fresh: Arrays = {}
-        after: Arrays = {"step": step}
+        after: Arrays = {"step": count(state["step"], go)}
         for name, value in params.items():
             rate = base * mx.maximum(self.floor, _rms(value)) if self.scale_parameter else base
-            change, moments = self._scaled(name, grads[name], state, beta2)
+            change, moments = self._scaled(name, grads[name], state, *both)
             change = rate * change / mx.maximum(1.0, _rms(change) / self.clip_threshold)
             after |= moments
             if self.beta1:
-                after[f"{name}.m"] = change = self.beta1 * state[f"{name}.m"] + (1 - self.beta1) * change
-            fresh[name] = decay.shrink(value, rate, self.weight_decay) - change
+                old, new = weights(self.beta1, go)
+                after[f"{name}.m"] = change = old * state[f"{name}.m"] + new * change
+            fresh[name] = shrink(value, mx.where(go, rate * self.weight_decay, 0.0)) - mx.where(go, change, 0.0)
         return fresh, after
 
-    def _scaled(self, name: str, grad: mx.array, state: Arrays, beta2: mx.array) -> tuple[mx.array, Arrays]:
+    def _scaled(self, name: str, grad: mx.array, state: Arrays, old: mx.array, new: mx.array) -> tuple[mx.array, Arrays]:
         """The gradient over the root of its second moment, and the moments."""
         square = mx.square(grad) + self.eps
         if grad.ndim < 2:
-            v = beta2 * state[f"{name}.v"] + (1 - beta2) * square
+            v = old * state[f"{name}.v"] + new * square
             return grad * mx.rsqrt(v), {f"{name}.v": v}
-        row_R = beta2 * state[f"{name}.row"] + (1 - beta2) * mx.mean(square, axis=-1)
-        column_C = beta2 * state[f"{name}.column"] + (1 - beta2) * mx.mean(square, axis=-2)
+        row_R = old * state[f"{name}.row"] + new * mx.mean(square, axis=-1)
+        column_C = old * state[f"{name}.column"] + new * mx.mean(square, axis=-2)
         share_R = row_R / mx.mean(row_R, axis=-1, keepdims=True)
         scaled_RC = grad * mx.rsqrt(share_R)[..., None] * mx.rsqrt(column_C)[..., None, :]
         return scaled_RC, {f"{name}.row": row_R, f"{name}.column": column_C}

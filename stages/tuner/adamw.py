@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import mlx.core as mx
 
-from stages.tuner import decay
+from stages.tuner.decay import shrink
+from stages.tuner.moments import Go, correction, count, weights
 
 Arrays = dict[str, mx.array]
 
@@ -29,30 +29,31 @@ class AdamW:
         """Both moments of every array at zero, and how many updates there were."""
         state = {"step": mx.zeros((), mx.int32)}
         for name, value in params.items():
-            state[f"{name}.m"] = mx.zeros_like(value)
-            state[f"{name}.v"] = mx.zeros_like(value)
+            state |= self._kept(f"{name}.m", mx.zeros_like(value)) | self._kept(f"{name}.v", mx.zeros_like(value))
         return state
 
     def update(
-        self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, lr: float | mx.array
+        self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, lr: float | mx.array, go: Go = True
     ) -> tuple[Arrays, Arrays]:
         """One step down the gradient: the new arrays and the new state."""
         step = state["step"] + 1
-        rate, root = lr / correction(self.beta1, step), mx.sqrt(correction(self.beta2, step))
+        rate, root = mx.where(go, lr / correction(self.beta1, step), 0.0), mx.sqrt(correction(self.beta2, step))
+        (old1, new1), (old2, new2) = weights(self.beta1, go), weights(self.beta2, go)
+        shrinkage = mx.where(go, lr * self.weight_decay, 0.0)
         fresh: Arrays = {}
-        after: Arrays = {"step": step}
+        after: Arrays = {"step": count(state["step"], go)}
         for name, value in params.items():
             grad = grads[name]
-            m = self.beta1 * state[f"{name}.m"] + (1 - self.beta1) * grad
-            v = self.beta2 * state[f"{name}.v"] + (1 - self.beta2) * mx.square(grad)
-            kept = decay.shrink(value, lr, self.weight_decay)
-            fresh[name] = kept - rate * m / (mx.sqrt(v) / root + self.eps)
-            after[f"{name}.m"], after[f"{name}.v"] = m, v
+            m = old1 * self._read(state, f"{name}.m", value) + new1 * grad
+            v = old2 * self._read(state, f"{name}.v", value) + new2 * mx.square(grad)
+            fresh[name] = shrink(value, shrinkage) - rate * m / (mx.sqrt(v) / root + self.eps)
+            after |= self._kept(f"{name}.m", m) | self._kept(f"{name}.v", v)
         return fresh, after
 
+    def _kept(self, key: str, moment: mx.array) -> Arrays:
+        """A moment as the state has it."""
+        return {key: moment}
 
-def correction(beta: float, step: mx.array) -> mx.array:
-    """1 - beta^step, to the last bits of float32 even where beta^step is near 1."""
-    if beta == 0:
-        return mx.ones((), mx.float32)
-    return -mx.expm1(step.astype(mx.float32) * math.log(beta))
+    def _read(self, state: Mapping[str, mx.array], key: str, like: mx.array) -> mx.array:
+        """A moment in float32, in the shape of its array."""
+        return state[key]

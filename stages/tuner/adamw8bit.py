@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from stages.tuner import decay
-from stages.tuner.adamw import AdamW, Arrays, correction
+from stages.tuner.adamw import AdamW, Arrays
 
 BLOCK = 256
 
@@ -31,30 +30,17 @@ class AdamW8bit(AdamW):
     and 6.4 % (the paper's table of values: 5 %, 7 %, 9 %). Arrays of fewer values than a block keep float32 moments.
     """
 
-    def init(self, params: Mapping[str, mx.array]) -> Arrays:
-        """Both moments of every array at zero, and how many updates there were."""
-        state = {"step": mx.zeros((), mx.int32)}
-        for name, value in params.items():
-            zeros = mx.zeros(value.shape, mx.float32)
-            state |= _store(f"{name}.m", zeros, signed=True) | _store(f"{name}.v", zeros, signed=False)
-        return state
+    def _kept(self, key: str, moment: mx.array) -> Arrays:
+        if moment.size < BLOCK:
+            return {key: moment}
+        padded = mx.pad(moment.reshape(-1), (0, -moment.size % BLOCK)) if moment.size % BLOCK else moment
+        codes_KS, scale_K1 = quantize(padded.reshape(-1, BLOCK), signed=key.endswith(".m"))
+        return {key: codes_KS, f"{key}.scale": scale_K1}
 
-    def update(
-        self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, lr: float | mx.array
-    ) -> tuple[Arrays, Arrays]:
-        """One step down the gradient: the new arrays and the new state."""
-        step = state["step"] + 1
-        rate, root = lr / correction(self.beta1, step), mx.sqrt(correction(self.beta2, step))
-        fresh: Arrays = {}
-        after: Arrays = {"step": step}
-        for name, value in params.items():
-            grad = grads[name]
-            m = self.beta1 * _load(state, f"{name}.m", value.shape) + (1 - self.beta1) * grad
-            v = self.beta2 * _load(state, f"{name}.v", value.shape) + (1 - self.beta2) * mx.square(grad)
-            kept = decay.shrink(value, lr, self.weight_decay)
-            fresh[name] = kept - rate * m / (mx.sqrt(v) / root + self.eps)
-            after |= _store(f"{name}.m", m, signed=True) | _store(f"{name}.v", v, signed=False)
-        return fresh, after
+    def _read(self, state: Mapping[str, mx.array], key: str, like: mx.array) -> mx.array:
+        if like.size < BLOCK:
+            return state[key]
+        return dequantize(state[key], state[f"{key}.scale"]).reshape(-1)[: like.size].reshape(like.shape)
 
 
 def quantize(x_KS: mx.array, signed: bool) -> tuple[mx.array, mx.array]:
@@ -73,23 +59,3 @@ def dequantize(codes_KS: mx.array, scale_K1: mx.array) -> mx.array:
     """The float32 blocks that codes and scales stand for."""
     root_KS = codes_KS.astype(mx.float32) / (127 if codes_KS.dtype == mx.int8 else 255)
     return root_KS * mx.abs(root_KS) * mx.square(root_KS) * scale_K1
-
-
-def _store(key: str, x: mx.array, signed: bool) -> Arrays:
-    """A moment as it is kept: float32 where it is small, else codes and scales."""
-    if x.size < BLOCK:
-        return {key: x}
-    padded = mx.pad(x.reshape(-1), (0, -x.size % BLOCK)) if x.size % BLOCK else x
-    codes_KS, scale_K1 = quantize(padded.reshape(-1, BLOCK), signed)
-    return {key: codes_KS, f"{key}.scale": scale_K1}
-
-
-def _load(state: Mapping[str, mx.array], key: str, shape: tuple[int, ...]) -> mx.array:
-    """A moment in float32, in its array's shape."""
-    if f"{key}.scale" not in state:
-        return state[key]
-    flat_N = dequantize(state[key], state[f"{key}.scale"]).reshape(-1)
-    size = 1
-    for axis in shape:
-        size *= axis
-    return flat_N[:size].reshape(shape)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import mlx.core as mx
 
 
-def shrink(value: mx.array, rate: float | mx.array, weight_decay: float) -> mx.array:
-    """(1 - rate * weight_decay) * value for matrices; a vector or a number as it is.
+def shrink(value: mx.array, share: mx.array) -> mx.array:
+    """A matrix without this share of it; a vector or a number as it is.
 
     A matrix of an adapter is an offset, which decays towards the base model; a magnitude (DoRA's) or a bias has no
     business at zero.
     """
-    return (1 - rate * weight_decay) * value if weight_decay and value.ndim > 1 else value
+    return (1 - share) * value if value.ndim > 1 else value

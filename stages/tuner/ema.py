@@ -13,6 +13,8 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from stages.tuner.moments import Go, count, weights
+
 Arrays = dict[str, mx.array]
 
 PREFIX, COUNT = "ema.", "ema_updates"
@@ -24,7 +26,7 @@ class Method(Protocol):
     def init(self, params: Mapping[str, mx.array]) -> Arrays: ...
 
     def update(
-        self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, lr: float | mx.array
+        self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, lr: float | mx.array, go: Go = True
     ) -> tuple[Arrays, Arrays]: ...
 
 
@@ -49,12 +51,12 @@ class Averaged:
         return self.method.init(params) | init(params)
 
     def update(
-        self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, lr: float | mx.array
+        self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, lr: float | mx.array, go: Go = True
     ) -> tuple[Arrays, Arrays]:
         """One step of the optimizer, and of the average after it."""
         inner = {name: value for name, value in state.items() if not _is_ours(name)}
-        fresh, after = self.method.update(params, grads, inner, lr)
-        return fresh, after | update(fresh, state, self.decay)
+        fresh, after = self.method.update(params, grads, inner, lr, go)
+        return fresh, after | update(fresh, state, self.decay, go)
 
 
 def init(params: Mapping[str, mx.array]) -> Arrays:
@@ -62,13 +64,12 @@ def init(params: Mapping[str, mx.array]) -> Arrays:
     return {COUNT: mx.zeros((), mx.int32)} | {PREFIX + name: value for name, value in params.items()}
 
 
-def update(params: Mapping[str, mx.array], state: Mapping[str, mx.array], decay: float) -> Arrays:
-    """The state after these arrays too; other entries of `state` are left out."""
-    count = state[COUNT]
-    n = count.astype(mx.float32)
-    keep = mx.minimum(decay, (1 + n) / (10 + n))
-    moved = {PREFIX + name: state[PREFIX + name] + (1 - keep) * (value - state[PREFIX + name]) for name, value in params.items()}
-    return {COUNT: count + 1} | moved
+def update(params: Mapping[str, mx.array], state: Mapping[str, mx.array], decay: float, go: Go = True) -> Arrays:
+    """The state after these arrays too, or as it was where no step was taken; other entries of `state` are left out."""
+    n = state[COUNT].astype(mx.float32)
+    _, new = weights(mx.minimum(decay, (1 + n) / (10 + n)), go)
+    moved = {PREFIX + name: state[PREFIX + name] + new * (value - state[PREFIX + name]) for name, value in params.items()}
+    return {COUNT: count(state[COUNT], go)} | moved
 
 
 def arrays(state: Mapping[str, mx.array]) -> Arrays:

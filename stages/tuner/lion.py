@@ -8,7 +8,8 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from stages.tuner import decay
+from stages.tuner.decay import shrink
+from stages.tuner.moments import Go, weights
 
 Arrays = dict[str, mx.array]
 
@@ -31,15 +32,16 @@ class Lion:
         return {f"{name}.m": mx.zeros_like(value) for name, value in params.items()}
 
     def update(
-        self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, lr: float | mx.array
+        self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, lr: float | mx.array, go: Go = True
     ) -> tuple[Arrays, Arrays]:
         """One step down the gradient: the new arrays and the new state."""
+        rate, shrinkage = mx.where(go, lr, 0.0), mx.where(go, lr * self.weight_decay, 0.0)
+        old, new = weights(self.beta2, go)
         fresh: Arrays = {}
         after: Arrays = {}
         for name, value in params.items():
             grad, m = grads[name], state[f"{name}.m"]
             direction = mx.sign(self.beta1 * m + (1 - self.beta1) * grad)
-            kept = decay.shrink(value, lr, self.weight_decay)
-            fresh[name] = kept - lr * direction
-            after[f"{name}.m"] = self.beta2 * m + (1 - self.beta2) * grad
+            fresh[name] = shrink(value, shrinkage) - rate * direction
+            after[f"{name}.m"] = old * m + new * grad
         return fresh, after

@@ -1,7 +1,7 @@
 """Optimizers as functions over flat dicts of float32 arrays; the state is explicit, flat and of arrays only.
 
-An optimizer has `init(params) -> state` and `update(params, grads, state, lr) -> (params, state)`, both lazy, without a
-look at any value. Each has a file of its own, which says when to use it; `make` finds it by name, and a `Stepper` makes
+An optimizer has `init(params) -> state` and `update(params, grads, state, lr, go) -> (params, state)`, both lazy, without
+a look at any value. Each has a file of its own, which says when to use it; `make` finds it by name, and a `Stepper` makes
 the whole of a step from it.
 """
 
@@ -21,6 +21,7 @@ from stages.tuner.adamw import AdamW
 from stages.tuner.adamw8bit import AdamW8bit
 from stages.tuner.backprop import compiles
 from stages.tuner.lion import Lion
+from stages.tuner.moments import Go
 from stages.tuner.prodigy import Prodigy
 
 __all__ = ["METHODS", "AdamW", "Optimizer", "Stepper", "clip", "global_norm", "make"]
@@ -35,9 +36,12 @@ class Optimizer(Protocol):
         """The state before the first step."""
 
     def update(
-        self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, lr: float | mx.array
+        self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, lr: float | mx.array, go: Go = True
     ) -> tuple[Arrays, Arrays]:
-        """One step down the gradient: the new arrays and the new state, of the same names, shapes and dtypes."""
+        """One step down the gradient: the new arrays and the new state, of the same names, shapes and dtypes.
+
+        Where `go` is false, both as they were; the gradients must be finite even then.
+        """
 
 
 class Method(Optimizer, Protocol):
@@ -86,13 +90,12 @@ class Stepper:
     """A step as one function of arrays: norm, clip, the optimizer's update, and nothing where something is not finite.
 
     Arrays of one shape go through it as one (see `stacks`), and the state is that of the stacks: their names are those
-    of their first arrays. On a GPU the whole is compiled once. Names are sorted on the way in, since the order of a
-    dict, which a file changes, would change the compiled graph, and with it last bits.
+    of their first arrays. On a GPU the update is compiled, AdamW's to one pass over the memory of each stack.
     """
 
     def __init__(self, method: Optimizer, limit: float) -> None:
         self.method, self.limit = method, limit
-        self._run = mx.compile(self._step) if compiles() else self._step
+        self._update = mx.compile(self._clipped) if compiles() else self._clipped
 
     def init(self, params: Arrays) -> Arrays:
         """The state before the first step."""
@@ -106,29 +109,23 @@ class Stepper:
         Where `sound`, a boolean array of one value, is false or the norm is not finite, `done` is false, and params and
         state are what they were.
         """
-        found: Any = self._run(_sorted(params), _sorted(grads), _sorted(state), mx.array(lr, mx.float32), sound)
-        return found  # type: ignore[no-any-return]
+        plan = stacks.plan(params)
+        slope = stacks.stack(grads, plan)
+        norm = global_norm(slope)
+        done = sound & mx.isfinite(norm)
+        # Names in order: that of a dict from a file is another, and would make another compiled graph, of other last bits.
+        state = {name: state[name] for name in sorted(state)}
+        found: Any = self._update(stacks.stack(params, plan), slope, state, mx.array(lr, mx.float32), norm, done)
+        return stacks.unstack(found[0], plan), found[1], norm, done
 
     def average(self, params: Arrays, state: Arrays) -> Arrays:
         """The adapter of averages that a state holds, where the optimizer is `ema.Averaged`; empty where it is not."""
         found = ema.arrays(state)
         return stacks.unstack(found, stacks.plan(params)) if found else {}
 
-    def _step(self, params: Arrays, grads: Arrays, state: Arrays, lr: mx.array, sound: mx.array) -> Any:
-        plan = stacks.plan(params)
-        old, slope = stacks.stack(params, plan), stacks.stack(grads, plan)
-        norm = global_norm(slope)
-        done = sound & mx.isfinite(norm)
-        fresh, after = self.method.update(old, clip(slope, norm, self.limit), state, lr)
-        return stacks.unstack(_pick(done, fresh, old), plan), _pick(done, after, state), norm, done
-
-
-def _pick(condition: mx.array, these: Arrays, those: Arrays) -> Arrays:
-    return {name: mx.where(condition, these[name], those[name]) for name in sorted(those)}
-
-
-def _sorted(arrays: Arrays) -> Arrays:
-    return {name: arrays[name] for name in sorted(arrays)}
+    def _clipped(self, params: Arrays, grads: Arrays, state: Arrays, lr: mx.array, norm: mx.array, done: mx.array) -> Any:
+        finite = {name: mx.where(done, grad, 0.0) for name, grad in clip(grads, norm, self.limit).items()}
+        return self.method.update(params, finite, state, lr, done)
 
 
 def global_norm(grads: Mapping[str, mx.array]) -> mx.array:

@@ -13,8 +13,8 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from stages.tuner import decay
-from stages.tuner.adamw import correction
+from stages.tuner.decay import shrink
+from stages.tuner.moments import Go, correction, count, weights
 
 Arrays = dict[str, mx.array]
 
@@ -52,40 +52,43 @@ class Prodigy:
         return state
 
     def update(
-        self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, lr: float | mx.array
+        self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, lr: float | mx.array, go: Go = True
     ) -> tuple[Arrays, Arrays]:
         """One step down the gradient: the new arrays and the new state."""
         step, d = state["step"] + 1, state["d"]
         rate = d * lr
         if self.bias_correction:
             rate = rate * mx.sqrt(correction(self.beta2, step)) / correction(self.beta1, step)
-        after = {"step": step} | self._distance(params, grads, state, rate)
+        rate = mx.where(go, rate, 0.0)
+        after = {"step": count(state["step"], go)} | self._distance(params, grads, state, rate, go)
+        (old1, new1), (old2, new2) = weights(self.beta1, go), weights(self.beta2, go)
         fresh: Arrays = {}
         for name, value in params.items():
-            grad = grads[name]
-            m = self.beta1 * state[f"{name}.m"] + (1 - self.beta1) * (d * grad)
-            v = self.beta2 * state[f"{name}.v"] + (1 - self.beta2) * mx.square(d * grad)
-            kept = decay.shrink(value, rate, self.weight_decay)
-            fresh[name] = kept - rate * m / (mx.sqrt(v) + after["d"] * self.eps)
+            grad = d * grads[name]
+            m = old1 * state[f"{name}.m"] + new1 * grad
+            v = old2 * state[f"{name}.v"] + new2 * mx.square(grad)
+            fresh[name] = shrink(value, rate * self.weight_decay) - rate * m / (mx.sqrt(v) + after["d"] * self.eps)
             after |= {f"{name}.m": m, f"{name}.v": v, f"{name}.start": state[f"{name}.start"]}
         return fresh, after
 
-    def _distance(self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, rate: mx.array) -> Arrays:
+    def _distance(
+        self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, rate: mx.array, go: Go
+    ) -> Arrays:
         """d after this gradient, and what it is estimated from: how much of the gradient points away from the start."""
-        beta3, d = math.sqrt(self.beta2) if self.beta3 is None else self.beta3, state["d"]
-        gain = d / self.d0 * (d if self.safeguard_warmup else rate)
+        d, kept = state["d"], mx.where(go, math.sqrt(self.beta2) if self.beta3 is None else self.beta3, 1.0)
+        gain = d / self.d0 * (mx.where(go, d, 0.0) if self.safeguard_warmup else rate)
         after: Arrays = {}
         away, sizes = [], []
         for name in sorted(params):  # or a dict from a file, of another order, would add up to other last bits
             away.append(mx.sum(grads[name] * (state[f"{name}.start"] - params[name])))
-            after[f"{name}.s"] = beta3 * state[f"{name}.s"] + gain * grads[name]
+            after[f"{name}.s"] = kept * state[f"{name}.s"] + gain * grads[name]
             sizes.append(mx.sum(mx.abs(after[f"{name}.s"])))
-        numerator = beta3 * state["numerator"] + d / self.d0 * rate * mx.sum(mx.stack(away))
+        numerator = kept * state["numerator"] + d / self.d0 * rate * mx.sum(mx.stack(away))
         size = mx.sum(mx.stack(sizes))
         estimate = mx.where(size > 0, self.d_coef * numerator / mx.where(size > 0, size, 1.0), d)
-        longest = mx.maximum(state["d_max"], estimate)
-        after |= {"numerator": numerator, "d_max": longest, "d": longest}
+        longest = mx.maximum(state["d_max"], mx.where(go, estimate, 0.0))
+        after |= {"numerator": numerator, "d_max": longest, "d": mx.where(go, longest, d)}
         if math.isfinite(self.growth_rate):  # the first estimate above d0 is believed, however large
             bound = mx.where(d == self.d0, mx.maximum(d, estimate), d) * self.growth_rate
-            after["d"] = mx.minimum(longest, bound)
+            after["d"] = mx.where(go, mx.minimum(longest, bound), d)
         return after
