@@ -1,0 +1,53 @@
+"""What the README says can be done is done here, as it stands there."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.project import Project
+from pipeline.query import run_query
+from tests import projects
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory, tiny_weights) -> Path:
+    folder = projects.make(tmp_path_factory.mktemp("readme") / "project", tiny_weights, images=3)
+    projects.build(folder)
+    return folder
+
+
+@pytest.mark.parametrize("sql", blocks("sql"))
+def test_a_query_of_the_readme_answers_over_a_finished_project(built, sql):
+    answer = run_query(Project.open(built), sql, "csv")
+    assert answer.splitlines()[0].count(",") >= 1
+
+
+def test_the_mean_loss_of_every_image_bears_its_path_and_caption(built):
+    lines = run_query(Project.open(built), blocks("sql")[0], "csv").splitlines()
+    assert lines[0] == "path,text,draws,loss"
+    assert {line.split(",")[0] for line in lines[1:]} <= {f"picture{n}.png" for n in range(3)}
+    assert len(lines) > 1
+
+
+def test_plain_duckdb_does_the_same_in_three_lines(built):
+    (code,) = blocks("python")
+    assert len(code.strip().splitlines()) == 3
+    code = code.replace("data/example", str(built))
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "picture0.png" in out
+
+
+def test_every_make_target_that_the_readme_names_exists():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"^make ([a-z]+)|`make ([a-z]+)", README, re.MULTILINE))
+    assert {a or b for a, b in named} <= targets
