@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from stages.models import tiny
 from tests import projects
@@ -99,6 +100,23 @@ def test_a_runtime_setting_costs_nothing(project):
 def test_a_significant_setting_costs_its_stage_and_what_reads_it(project):
     projects.edit(project, "[train]", '[latents]\nbackground = "#000000"\n\n[train]')
     rows(project, latents=4 * RESOLUTIONS, train=STEPS, samples=3)
+
+
+def test_a_mask_costs_the_latents_of_its_image_and_so_does_another(project):
+    projects.edit(project, "[train]", '[latents]\nmask = "file"\n\n[train]')
+    for grey in (255, 128):
+        Image.new("L", (160, 120), grey).save(project / "images" / "picture0.mask.png")
+        rows(project, latents=RESOLUTIONS, train=STEPS, samples=3)
+        masks = projects.content(project, "latents")["mask"].to_pylist()
+        assert {byte for tokens in masks if tokens for byte in tokens} == {grey}
+        assert sum(tokens is not None for tokens in masks) == RESOLUTIONS
+
+
+def test_a_class_word_costs_its_own_captions_and_embeddings_alone(project):
+    projects.edit(project, "[captions]", '[captions]\ntrigger = "picture"')
+    rows(project, captions=4 + 3, embeddings=1)
+    projects.edit(project, 'trigger = "picture"', 'trigger = "picture"\nclass_word = "thing"')
+    rows(project, captions=4 + 1, embeddings=4 + 1)
 
 
 def test_going_back_to_an_earlier_setting_costs_nothing(project):
