@@ -150,6 +150,9 @@ def summary(outcome: Any) -> str:
 
     if outcome.up_to_date:
         return f"{outcome.noun}: up to date, {outcome.rows} rows"
+    if outcome.left:
+        kept = f"{outcome.noun}: {outcome.reason}; {outcome.written} new rows are kept, {outcome.left} are still to do"
+        return f"{kept}. The same command goes on from here."
     parts = [f"{outcome.written} rows written"]
     parts += [f"{outcome.removed} rows no longer wanted"] if outcome.removed else []
     parts += [f"{outcome.rows} in all", spell_seconds(outcome.seconds), f"peak memory {spell_bytes(outcome.peak_rss)}"]

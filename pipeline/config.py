@@ -139,6 +139,8 @@ def _noun(kind: Any) -> str:
         list: "a list",
         dict: "a section",
     }
+    if typing.get_origin(kind) is typing.Literal:
+        return " or ".join(map(repr, typing.get_args(kind)))
     return words.get(kind) or str(getattr(kind, "__name__", kind))
 
 

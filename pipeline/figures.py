@@ -10,7 +10,7 @@ import numpy as np
 from pipeline import plot
 from pipeline.plot import Chart, Curve, Panel
 from stages.models.sampling import sigmas
-from stages.train import NoiseConfig
+from stages.trainconfig import NoiseConfig
 from stages.tuner.noise import BASES, Noise
 from stages.tuner.weighting import WEIGHTS, weight
 

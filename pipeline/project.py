@@ -148,6 +148,7 @@ class Project:
             "say": nothing,
             "progress": nothing,
             "stop": lambda: False,
+            "root": self.path,
         }
         return StageContext(**(parts | given))
 

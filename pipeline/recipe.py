@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import stages
-from stages.train import GUIDANCE
+from stages.trainer import GUIDANCE
 from stages.tuner.noise import ELSEWHERE
 
 FILE = Path(__file__).parent.parent / "data" / "recipe.md"

@@ -46,11 +46,13 @@ class Outcome:
     peak_rss: int = 0  # bytes, the process's largest resident size
     peak_mlx: int = 0  # bytes, MLX's largest active memory; 0 where MLX was not needed
     facts: dict[str, Any] = field(default_factory=dict)
+    left: int = 0  # rows still to do, where the stage ended early of its own accord
+    reason: str = ""  # why it did
 
     @property
     def up_to_date(self) -> bool:
         """Nothing was written and nothing went."""
-        return not self.written and not self.removed
+        return not self.written and not self.removed and not self.left
 
 
 def run(project: Project, noun: str, console: Console) -> Outcome:
@@ -59,6 +61,7 @@ def run(project: Project, noun: str, console: Console) -> Outcome:
     warnings.filterwarnings("ignore", module="PIL")  # what Pillow warns of is a row's reason, or harmless
     began = time.monotonic()
     folder = project.current(noun)
+    reasons: list[str] = []
     with (
         interruptible() as stop,
         folder.writer(project.recipe(noun), flush_seconds=project.config.project.commit_seconds) as writer,
@@ -71,6 +74,7 @@ def run(project: Project, noun: str, console: Console) -> Outcome:
             say=console.say,
             progress=console.progress,
             stop=stop.is_set,
+            pause=reasons.append,
             provenance=provenance(project, noun),
         )
         wanted = stage.wants(context)
@@ -78,9 +82,17 @@ def run(project: Project, noun: str, console: Console) -> Outcome:
         before = folder.rows().select(wanted.column_names) if folder.exists else None
         written = work(stage, context, writer)
         left = missing(wanted, writer.stored).num_rows
+        if left:  # what a stage wants may show by its work: training that ends when it no longer gets better
+            context.stored = writer.stored
+            wanted = stage.wants(context)
+            left = missing(wanted, writer.stored).num_rows
         if left and stop.is_set():
             raise Stopped(
                 f"{noun}: stopped; {written} new rows are kept, {left} are still to do. The same command goes on from here."
+            )
+        if left and reasons:
+            return Outcome(
+                noun, written, 0, wanted.num_rows, time.monotonic() - began, peak_rss(), peak_mlx(), left=left, reason=reasons[-1]
             )
         assert not left, f"{noun}: {left} rows that the stage wants were never yielded"
         removed = missing(before, wanted).num_rows if before is not None else 0

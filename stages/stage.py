@@ -41,6 +41,8 @@ class StageContext:
     say: Callable[[str], None]  # one line for the user
     progress: Callable[[int, int, str], None]  # done, total, unit: moves the bar
     stop: Callable[[], bool]  # True once the user asked to stop: finish the batch and return
+    pause: Callable[[str], None] = lambda reason: None  # say that `run` returns early, and why: no mistake, and no interrupt
+    root: Path = Path()  # what a relative path in a setting starts from
     provenance: dict[str, str] = dataclasses.field(default_factory=dict)  # recipe, versions: for a file's metadata
 
 

@@ -6,7 +6,7 @@ files (flux-2-klein-base-4b.safetensors, ae.safetensors) side by side in a folde
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,13 @@ def sizes(path: Path, default: Mapping[str, Any]) -> dict[str, Any]:
     return weights.read_config(path) or dict(default)
 
 
-def load_flux2(path: Path, family: Family, dtype: Any = None) -> flux2.Flux2:
-    """The transformer at `path`, either layout, every tensor cast to `dtype` (as stored, if None)."""
+def load_flux2(
+    path: Path, family: Family, dtype: Any = None, arrange: Callable[[str, mx.array], Any] | None = None
+) -> flux2.Flux2:
+    """The transformer at `path`, either layout, every tensor cast to `dtype` (as stored, if None), then passed through `arrange`.
+
+    One tensor is so held at a time: `arrange` may pack it.
+    """
     config = flux2.Flux2Config.from_dict(sizes(path, family.transformer))
     foreign = convert.is_single_file(weights.keys(path))
     arrays = weights.load_component(
@@ -30,6 +35,7 @@ def load_flux2(path: Path, family: Family, dtype: Any = None) -> flux2.Flux2:
         config.shapes(),
         convert=(lambda found: convert.transformer(found, path)) if foreign else None,
         dtype=dtype,
+        arrange=arrange,
     )
     return flux2.Flux2(config, arrays)
 

@@ -30,7 +30,7 @@ Arrays = dict[str, mx.array]
 Keep = Callable[[str, Callable[[Path], None]], Path]  # keep(name, write): the file below the artifacts folder
 
 FOLDER = "checkpoints"
-ADAPTER, EMA = "adapter.safetensors", "adapter_ema.safetensors"
+ADAPTER, EMA, BEST = "adapter.safetensors", "adapter_ema.safetensors", "adapter_best.safetensors"
 OPTIMIZER, ROWS, STATE = "optimizer.safetensors", "rows.arrow", "state.json"
 WORDS = {
     mx.float32: ("F32", np.float32),
@@ -81,29 +81,36 @@ def found(artifacts: Path) -> list[Checkpoint]:
 def save(
     keep: Keep,
     step: int,
-    adapters: Mapping[str, Arrays],
+    adapter: Arrays,
     optimizer: Arrays,
     rows: pa.Table,
     about: Mapping[str, str],
     facts: Mapping[str, Any],
+    averaged: Arrays | None = None,
 ) -> Checkpoint:
-    """Keep a checkpoint. `adapters` by file: ADAPTER, and EMA if there is one; `about` goes into their headers, `facts` into state.json."""
+    """Keep a checkpoint. `about` goes into the header of the adapter and of its average, `facts` into state.json."""
     inside = f"{FOLDER}/step-{step:06d}"
     header = {**about, "step": str(step)}
     written = {
-        name: keep(f"{inside}/{name}", lambda path, arrays=arrays: write_arrays(path, arrays, header))
-        for name, arrays in adapters.items()
+        ADAPTER: keep(f"{inside}/{ADAPTER}", lambda path: write_arrays(path, adapter, header)),
+        OPTIMIZER: keep(f"{inside}/{OPTIMIZER}", lambda path: write_arrays(path, optimizer, {"step": str(step)})),
+        ROWS: keep(f"{inside}/{ROWS}", lambda path: write_rows(path, rows)),
     }
-    written[OPTIMIZER] = keep(f"{inside}/{OPTIMIZER}", lambda path: write_arrays(path, optimizer, {"step": str(step)}))
-    written[ROWS] = keep(f"{inside}/{ROWS}", lambda path: write_rows(path, rows))
+    if averaged is not None:
+        written[EMA] = keep(f"{inside}/{EMA}", lambda path: write_arrays(path, averaged, header))
     files = {name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for name, path in written.items()}
     state = {"step": step, **facts, "files": files}
     path = keep(f"{inside}/{STATE}", lambda path: _write_text(path, json.dumps(state, indent=1, sort_keys=True)))
     return Checkpoint(step, path.parent, state)
 
 
-def publish(keep: Keep, saved: Checkpoint) -> None:
-    """Copy a checkpoint's adapters to the top: the result of the run. The plain one comes last, and says that all are there."""
+def publish(keep: Keep, saved: Checkpoint, best: Checkpoint | None = None) -> None:
+    """Copy a checkpoint's adapters to the top: the result of the run, and BEST, the adapter of another one, if there is.
+
+    The plain adapter comes last, and says that all are there.
+    """
+    if best:
+        keep(BEST, functools.partial(_copy, best.folder / ADAPTER))
     for name in (EMA, ADAPTER):
         if name in saved.state["files"]:
             keep(name, functools.partial(_copy, saved.folder / name))

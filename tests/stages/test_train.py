@@ -15,10 +15,11 @@ import pyarrow as pa
 import pytest
 
 from schemas import buckets, captions, embeddings, images, latents
-from stages import train, trainset
+from stages import train, trainer, trainset
 from stages.models.families import family
 from stages.models.flux2 import Flux2Config
-from stages.train import STAGE, NoiseConfig, ScheduleConfig, TrainConfig
+from stages.train import STAGE
+from stages.trainconfig import NoiseConfig, ScheduleConfig, TrainConfig
 from stages.tuner import checkpoint, lora
 from tests import harness
 
@@ -106,7 +107,7 @@ class Run:
     transformer: Path
     config: TrainConfig = BASE
     tables: dict[str, pa.Table] = dataclasses.field(default_factory=tables)
-    stored: dict[tuple[int, int], dict[str, Any]] = dataclasses.field(default_factory=dict)
+    stored: dict[train.Key, dict[str, Any]] = dataclasses.field(default_factory=dict)
     said: list[str] = dataclasses.field(default_factory=list)
     loaded: int = 0
 
@@ -133,7 +134,7 @@ class Run:
                 running.close()
                 break
         for row in yielded[: len(yielded) - lose]:
-            self.stored[row["step"], row["sample"]] = row
+            self.stored[train.key_of(row)] = row
         return self
 
     @property
@@ -171,7 +172,7 @@ def test_a_run_that_is_stopped_and_killed_ends_with_the_bits_of_an_unbroken_one(
 
 def test_a_stop_keeps_a_checkpoint_of_that_very_step_and_the_next_run_goes_on_from_it(whole, transformer, tmp_path):
     run = Run(tmp_path, transformer, whole.config).go(stop_at=2)
-    assert max(step for step, _ in run.stored) == 2
+    assert max(step for step, _, _ in run.stored) == 2
     assert [saved.step for saved in checkpoint.found(tmp_path / "artifacts")] == [2]
     first = run.go(kill_at=3).said[-2]
     assert first.endswith("steps 3 to 7")
@@ -288,14 +289,14 @@ def test_the_samples_of_a_step_draw_apart(transformer, tmp_path):
 
 def test_unequal_micro_batches_count_by_their_samples(transformer, tmp_path):
     run = Run(tmp_path, transformer, replace(BASE, batch_size=3, accumulate=2, steps=1), tables(((64, 64),) * 4))
-    trainer = train.Trainer(run.context(), None)
+    made = trainer.Trainer(run.context(), None)
     ((_, micros, _),) = list(trainset.Feed(run.context(), train.course_of(run.context()), range(1, 2)))
     assert sorted(len(micro.samples) for micro in micros) == [1, 3]
     fields = ("x0_BCHW", "noise_BCHW", "ctx_BTJ")
     joint = trainset.Micro(
         [s for m in micros for s in m.samples], *(np.concatenate([getattr(m, name) for m in micros]) for name in fields)
     )
-    apart, together = trainer.gradient(micros), trainer.gradient([joint])
+    apart, together = made.gradient(micros), made.gradient([joint])
     np.testing.assert_allclose(np.array(apart[0]), np.array(together[0]), rtol=1e-5)
     for name, grad in together[1].items():
         np.testing.assert_allclose(np.array(apart[1][name]), np.array(grad), rtol=1e-4, atol=1e-6 * mx.abs(grad).max().item())
@@ -303,9 +304,9 @@ def test_unequal_micro_batches_count_by_their_samples(transformer, tmp_path):
 
 def test_one_step_alone_gives_its_logged_losses(whole):
     saved = next(s for s in checkpoint.found(whole.folder / "artifacts") if s.step == 6)
-    trainer = train.Trainer(whole.context(), saved)
+    made = trainer.Trainer(whole.context(), saved)
     ((_, micros, _),) = list(trainset.Feed(whole.context(), train.course_of(whole.context()), range(7, 8)))
-    assert trainer.gradient(micros)[0].tolist() == [row["loss"] for row in whole.rows if row["step"] == 7]
+    assert made.gradient(micros)[0].tolist() == [row["loss"] for row in whole.rows if row["step"] == 7]
 
 
 def test_rows_that_cannot_be_used_are_left_out(tmp_path, transformer):
@@ -359,22 +360,20 @@ def test_losses_and_every_gradient_of_a_step_equal_torchs_with_peft(guidance, tm
 
     folder = weights(tmp_path / "transformer", guidance=guidance)
     run = Run(tmp_path, folder, replace(BASE, batch_size=3, rank=3, alpha=1.5))
-    trainer = train.Trainer(run.context(), None)
+    made = trainer.Trainer(run.context(), None)
     draw = np.random.default_rng(5)
-    trainer.adapter = {
-        name: mx.array(draw.normal(0, 0.1, value.shape).astype(np.float32)) for name, value in trainer.adapter.items()
-    }
+    made.adapter = {name: mx.array(draw.normal(0, 0.1, value.shape).astype(np.float32)) for name, value in made.adapter.items()}
     ((_, (micro,), _),) = list(trainset.Feed(run.context(), train.course_of(run.context()), range(1, 2)))
-    losses, grads = trainer.gradient([micro])
+    losses, grads = made.gradient([micro])
 
     reference = Flux2Transformer2DModel.from_pretrained(folder)
-    names = [target.name for target in trainer.targets]
+    names = [target.name for target in made.targets]
     reference.add_adapter(LoraConfig(r=3, lora_alpha=1.5, target_modules=names, init_lora_weights=False))
     theirs = {name: value for name, value in reference.named_parameters() if "lora_" in name}
     assert len(theirs) == len(grads) == 2 * len(names)
     with torch.no_grad():
         for name, value in theirs.items():
-            value.copy_(torch.tensor(np.array(trainer.adapter[name.replace(".default", "")])))
+            value.copy_(torch.tensor(np.array(made.adapter[name.replace(".default", "")])))
     B, C, H, W = micro.x0_BCHW.shape
     x0, eps = torch.tensor(plain(micro.x0_BCHW)), torch.tensor(micro.noise_BCHW)
     sigma = torch.tensor([s.sigma for s in micro.samples])[:, None, None, None]
@@ -428,7 +427,7 @@ def test_the_masters_stay_float32_under_bfloat16(transformer, tmp_path):
 
 def test_the_adapter_says_what_it_is(whole):
     metadata = mx.load(str(whole.folder / "artifacts" / "adapter.safetensors"), return_metadata=True)[1]
-    assert metadata == {"family": "tiny", "rank": "2", "alpha": "2", "step": "7"}
+    assert metadata == {"family": "tiny", "variant": "lora", "rank": "2", "alpha": "2", "step": "7"}
 
 
 def test_targets_choose_what_is_trained(transformer, tmp_path):
@@ -446,14 +445,14 @@ def test_targets_choose_what_is_trained(transformer, tmp_path):
 def broken(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     """Make the losses and gradients of these calls not a number."""
     calls = iter(range(1, 1000))
-    real = train.loss_and_grads
+    real = trainer.loss_and_grads
 
     def compute(*given: Any) -> Any:
         losses, grads = real(*given)
         factor = float("nan") if next(calls) in steps else 1.0
         return losses * factor, {name: grad * factor for name, grad in grads.items()}
 
-    monkeypatch.setattr(train, "loss_and_grads", compute)
+    monkeypatch.setattr(trainer, "loss_and_grads", compute)
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_said(transformer, tmp_path, monkeypatch):
@@ -479,7 +478,7 @@ def test_three_steps_in_a_row_that_are_not_finite_end_the_run_also_across_a_resu
 
 
 def test_an_adapter_that_does_not_move_ends_the_run(transformer, tmp_path, monkeypatch):
-    monkeypatch.setattr(train.optimizer, "clip", lambda grads, norm, limit: {name: 0 * grad for name, grad in grads.items()})
+    monkeypatch.setattr(trainer.optimizer, "clip", lambda grads, norm, limit: {name: 0 * grad for name, grad in grads.items()})
     with pytest.raises(ValueError, match="stopped at step 10: the adapter has not moved"):
         Run(tmp_path, transformer, replace(BASE, steps=12, batch_size=1)).go()
 

@@ -1,0 +1,78 @@
+"""Steering a training run from outside: files in its artifacts folder, and segments of steps or minutes.
+
+    stop         a checkpoint is kept and the run ends; the same command goes on
+    checkpoint   a checkpoint is kept and the run goes on
+    pause        a checkpoint is kept and the run waits, with all in memory, until the file is gone
+
+Looked for once per step, after it: a step is never left half done. `stop` and `checkpoint` are removed when they are heeded.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from stages.stage import StageContext
+
+STOP, CHECKPOINT, PAUSE = "stop", "checkpoint", "pause"
+WAIT = 0.2  # seconds between two looks at `pause`
+
+
+@dataclass
+class Control:
+    """What was asked for, after each step. `ending` is true once the run is to end early."""
+
+    ctx: StageContext
+    began: float = field(default_factory=time.monotonic)
+    done: int = 0
+    ending: bool = False
+
+    def __post_init__(self) -> None:
+        self.taken(STOP)  # what was meant for an earlier run
+
+    def step(self) -> None:
+        """Another step is done: whether the run should end now. Says so, where it is not an interrupt."""
+        self.done += 1
+        c = self.ctx.config
+        minutes = (time.monotonic() - self.began) / 60
+        if self.ctx.stop():
+            self.ending = True
+        elif self.taken(STOP):
+            self._end("stopped by the file `stop`")
+        elif c.stop_after_steps is not None and self.done >= c.stop_after_steps:
+            self._end(f"stopped after {self.done} steps, as [train] stop_after_steps says")
+        elif c.stop_after_minutes is not None and minutes >= c.stop_after_minutes:
+            self._end(f"stopped after {minutes:.1f} minutes, as [train] stop_after_minutes says")
+
+    def saves(self) -> bool:
+        """Whether a checkpoint is to be kept now: at an end, where one was asked for, and before a pause."""
+        return bool(self.taken(CHECKPOINT)) or self.ending or self.paused
+
+    @property
+    def paused(self) -> bool:
+        """Whether the run should wait."""
+        return (self.ctx.artifacts / PAUSE).exists()
+
+    def wait(self) -> None:
+        """Return at once, or when the pause is over."""
+        if not self.paused or self.ending:
+            return
+        self.ctx.say(f"paused; remove {self.ctx.artifacts / PAUSE} to go on")
+        while self.paused and not self.ending:
+            time.sleep(WAIT)
+            if self.ctx.stop():
+                self.ending = True
+            elif self.taken(STOP):
+                self._end("stopped by the file `stop`")
+
+    def taken(self, name: str) -> bool:
+        """Whether a file lay there. It is gone afterwards."""
+        try:
+            (self.ctx.artifacts / name).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _end(self, reason: str) -> None:
+        self.ending = True
+        self.ctx.pause(reason)

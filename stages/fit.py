@@ -1,0 +1,162 @@
+"""What of a training run fits into memory: the plan, and how much of a batch is computed at once, before a weight is loaded.
+
+The plan changes no row but for the last bits of a gradient, so it is no part of the recipe. For a run to end the same
+however often it is stopped, it keeps the plan that it began with: every checkpoint says it, and only a setting or another
+device with less memory changes it, which is said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from stages import trainer
+from stages.models import attention, flux2
+from stages.models.load import sizes
+from stages.stage import StageContext
+from stages.trainconfig import TrainConfig
+from stages.trainset import Course
+from stages.tuner import memory, planner
+from stages.tuner.backprop import Plan
+from stages.tuner.checkpoint import Checkpoint
+from stages.tuner.planner import Estimate
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a run computes its steps. `piece`: tokens at once, where the micro-batch follows memory; `needs` is an estimate."""
+
+    plan: Plan
+    piece: int | None
+    limit: int
+    needs: int
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {"plan": self.plan, "piece": self.piece}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The largest of a run: samples, pixels, text rows."""
+
+    samples: int
+    width: int
+    height: int
+    text: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of one sample."""
+        return self.width // 16 * (self.height // 16) + self.text
+
+
+def largest(course: Course) -> Batch:
+    """The batch of an epoch that has the most tokens."""
+    text = max(course.data.text_rows.values())
+    batches = [course.order.batch_at(n).rows for n in range(course.order.per_epoch)]
+    found = [(len(rows), course.data.crops[rows[0]]) for rows in batches]
+    count, crop = max(found, key=lambda one: (one[0] * (one[1].tokens + text), one[1].width))
+    return Batch(count, crop.width, crop.height, text)
+
+
+class Question:
+    """What a run would need, asked of shapes alone."""
+
+    def __init__(self, ctx: StageContext) -> None:
+        self.c: TrainConfig = ctx.config
+        self.dtype: Any = getattr(mx, self.c.precision)
+        config = flux2.Flux2Config.from_dict(sizes(ctx.weights("transformer"), ctx.family.transformer))
+        self.shapes = config.shapes()
+        # Arrays that are never computed take no memory: a model of them has every shape.
+        self.ghost = flux2.Flux2(config, {name: mx.zeros(shape, self.dtype) for name, shape in self.shapes.items()})
+        targets = trainer.choose(self.ghost.linears(), self.c)
+        adapter = {t.name + end: mx.zeros(shape) for t in targets for end, shape in t.shapes.items()}
+        self.adapter = sum(value.nbytes for value in adapter.values())
+        self.state = sum(value.nbytes for value in trainer.stepper_of(self.c).init(adapter).values())
+
+    def weights(self, bits: int | None = None) -> int:
+        """Bytes of the base; `bits` in place of what the settings say."""
+        each = [(shape, trainer.bits_of(name.removesuffix(".weight"), self.c, bits)) for name, shape in self.shapes.items()]
+        return planner.weight_bytes(each, self.dtype.size)
+
+    def estimate(self, batch: Batch, samples: int) -> Estimate:
+        """What so many samples at once need."""
+        config, B, rows = self.ghost.config, samples, batch.length - batch.text
+        inputs = {
+            "x_BLC": mx.zeros((B, rows, config.in_channels)),
+            "x_ids_L4": flux2.image_ids(batch.height // 16, batch.width // 16),
+            "ctx_BTJ": mx.zeros((B, batch.text, config.joint_attention_dim)),
+            "ctx_ids_T4": flux2.text_ids(batch.text),
+            "timesteps_B": mx.zeros((B,)),
+            "guidance_B": mx.zeros((B,)),
+        }
+        scores = self.scores(B, batch.length)
+        return planner.estimate(self.ghost, inputs, self.weights(), self.adapter, self.state, **scores)
+
+    def scores(self, B: int, S: int) -> dict[str, int]:
+        """Bytes of attention's scores: none where it is fused, a chunk's where it goes by chunks."""
+        config = self.ghost.config
+        q_BHSK = mx.zeros((B, config.num_attention_heads, S, config.attention_head_dim), self.dtype)
+        if attention.fused_gradient(q_BHSK):
+            return {}
+        whole = B * config.num_attention_heads * S * S * self.dtype.size
+        chunked = attention.chunk_rows(q_BHSK, q_BHSK) < S
+        return {"scores": min(whole, attention.CHUNK_BYTES), "kept_scores": 0 if chunked else whole}
+
+
+def choose(ctx: StageContext, course: Course, start: Checkpoint | None) -> Fit:
+    """The plan and the piece of this run. ValueError in one line, with what would fit, if nothing does."""
+    c: TrainConfig = ctx.config
+    batch, ask, limit = largest(course), Question(ctx), memory.budget(c.memory_gb)
+    samples = min(c.micro_batch, batch.samples) if isinstance(c.micro_batch, int) else batch.samples
+    if c.micro_batch == "auto":
+        while samples > 1 and ask.estimate(batch, samples).need("blocks") > limit:
+            samples = (samples + 1) // 2
+    found = ask.estimate(batch, samples)
+    begun = start.state.get("plan") if start else None
+    plan = c.memory if c.memory != "auto" else begun if begun and found.need(begun) <= limit else fastest(found, limit)
+    needs = found.need(plan or "blocks")
+    if plan is None or needs > limit:
+        raise ValueError(refusal(ask, batch, samples, plan or "blocks", limit))
+    if begun not in (None, plan):
+        ctx.say(f"the run began with the plan {begun} and goes on with {plan}: the same gradients up to rounding, not to the bit")
+    piece = (start.state.get("piece") if start else None) or samples * batch.length if c.micro_batch == "auto" else None
+    ctx.say(f"plan {named(plan, len(found.traffic))}: about {needs / GB:.2g} GB of {limit / GB:.3g} GB are expected at the peak")
+    return Fit(plan, piece, limit, needs)
+
+
+def fastest(found: Estimate, limit: int) -> Plan | None:
+    """The plan with the most blocks kept that needs at most `limit` bytes; None if none does."""
+    blocks = len(found.traffic)
+    fits = [n for n in range(1, blocks + 1) if found.need(n) <= limit]
+    return None if not fits else "whole" if fits[-1] == blocks else "blocks" if fits[-1] == 1 else fits[-1]
+
+
+def named(plan: Plan, blocks: int) -> str:
+    """A plan in words."""
+    return plan if isinstance(plan, str) else f"{plan} (of {blocks} blocks the last {plan} are not computed twice)"
+
+
+def refusal(ask: Question, batch: Batch, samples: int, plan: Plan, limit: int) -> str:
+    """What does not fit, and the settings that would; where none would, what comes nearest."""
+    found = ask.estimate(batch, samples)
+    others = {'memory = "blocks"': found.need("blocks")} if plan != "blocks" else {}
+    if samples > 1:
+        others["micro_batch = 1"] = ask.estimate(batch, 1).need("blocks")
+    for bits in (8, 4):
+        if bits < ask.c.base_bits:
+            others[f"base_bits = {bits}"] = found.with_weights(ask.weights(bits)).need("blocks")
+    small = [text for text, needs in others.items() if needs <= limit]
+    nearest = small[0] if small else min(others, key=lambda text: others[text], default="")
+    would = f"[train] {nearest} would need {others[nearest] / GB:.3g} GB" if nearest else "the base is as small as it gets"
+    more = "" if small else ", too much as well; train at a lower resolution, or a smaller family"
+    return (
+        f"train: the plan {plan} needs about {found.need(plan) / GB:.3g} GB at {batch.width} x {batch.height} px, and may take "
+        f"{limit / GB:.3g} GB: {would}{more}"
+    )

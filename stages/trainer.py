@@ -1,0 +1,234 @@
+"""One training step: a batch of rows from disk in, the next adapter and optimizer state out.
+
+B batch, C latent channels, H W latent height and width, L = H W image tokens, T text rows, J text features; words are bfloat16.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from stages.models import flux2
+from stages.models.adapter_formats import read_adapter
+from stages.models.load import load_flux2
+from stages.stage import StageContext
+from stages.trainconfig import LossConfig, TrainConfig, longest_first
+from stages.trainset import Micro
+from stages.tuner import checkpoint, ema, lora, loss, optimizer, quantize, weighting
+from stages.tuner.backprop import Plan, Walk, loss_and_grads
+from stages.tuner.checkpoint import Checkpoint
+from stages.tuner.initial import initial
+
+GUIDANCE = 1.0  # what a family with guidance embedded is trained at; every trainer but one does
+
+Arrays = dict[str, mx.array]
+Loss = Callable[[mx.array], mx.array]
+
+
+def tokens(x_BCHW: mx.array) -> mx.array:
+    """A latent as a sequence, row by row: (B,L,C)."""
+    return x_BCHW.reshape(*x_BCHW.shape[:2], -1).swapaxes(1, 2)
+
+
+def prepare(micro: Micro, guided: bool, c: LossConfig) -> tuple[dict[str, Any], Loss]:
+    """What the model is given, and the loss of its answer. Mixed in float32; the model casts."""
+    x0_BLC = tokens(mx.array(micro.x0_BCHW).view(mx.bfloat16)).astype(mx.float32)
+    noise_BLC = tokens(mx.array(micro.noise_BCHW))
+    sigma_B = mx.array([s.sigma for s in micro.samples], mx.float32)
+    sigma_B11 = sigma_B[:, None, None]
+    inputs = {
+        "x_BLC": (1 - sigma_B11) * x0_BLC + sigma_B11 * noise_BLC,
+        "x_ids_L4": flux2.image_ids(*micro.x0_BCHW.shape[2:]),
+        "ctx_BTJ": mx.array(micro.ctx_BTJ).view(mx.bfloat16),
+        "ctx_ids_T4": flux2.text_ids(micro.ctx_BTJ.shape[1]),
+        "timesteps_B": sigma_B,
+        "guidance_B": mx.full(sigma_B.shape, GUIDANCE) if guided else None,
+    }
+    return inputs, loss_of(micro, noise_BLC - x0_BLC, c)
+
+
+def loss_of(micro: Micro, target_BLC: mx.array, c: LossConfig) -> Loss:
+    """What is asked of the answer. Arrays are keywords, so that the loss is compiled with the last blocks."""
+    given = {"target_BLC": target_BLC}
+    if c.weight != "none":
+        sigma_B = np.array([s.sigma for s in micro.samples])
+        given["weight_B"] = mx.array(weighting.weight(c.weight, sigma_B).astype(np.float32))
+    if micro.mask_BL is not None:
+        given["mask_BL"] = mx.array(micro.mask_BL)
+    if c.kind == "pseudo_huber":
+        return functools.partial(loss.pseudo_huber, c=mx.array(c.huber_c, mx.float32), **given)
+    return functools.partial(loss.mse, **given)
+
+
+def load(ctx: StageContext) -> Any:
+    """The transformer, its blocks packed while they are read."""
+    c: TrainConfig = ctx.config
+    return load_flux2(ctx.weights("transformer"), ctx.family, getattr(mx, c.precision), packing(c))
+
+
+def packing(c: TrainConfig) -> Callable[[str, mx.array], Any] | None:
+    """What each tensor passes through on its way in; None where no bits are saved."""
+    if c.base_bits == 16 and not c.base_bits_for:
+        return None
+    packers = {bits: quantize.packer(bits, lambda name: True) for bits in (16, *quantize.BITS)}
+    return lambda name, weight: packers[bits_of(name.removesuffix(".weight"), c)](name, weight)
+
+
+def bits_of(name: str, c: TrainConfig, otherwise: int | None = None) -> int:
+    """The bits of a Linear's weight, `otherwise` in place of [train] base_bits; what is outside the blocks stays as it is."""
+    if "transformer_blocks." not in name:
+        return 16
+    own = (bits for pattern, bits in longest_first(c.base_bits_for).items() if lora.matches(name, pattern))
+    return next(own, otherwise or c.base_bits)
+
+
+def choose(linears: Mapping[str, tuple[int, int]], c: TrainConfig) -> list[lora.Target]:
+    """The Linears that are adapted. ValueError for a pattern that names none."""
+    for pattern in c.base_bits_for or {}:
+        if not any(lora.matches(name, pattern) for name in linears):
+            raise ValueError(f"[train] base_bits_for: {pattern!r} matches no Linear{lora.nearest(pattern, linears)}")
+    return lora.choose(
+        linears,
+        c.targets,
+        c.rank,
+        c.alpha,
+        ranks=longest_first(c.rank_for),
+        alphas=longest_first(c.alpha_for),
+        variant=c.variant,
+        rslora=c.rslora,
+        factor=c.factor,
+    )
+
+
+def stepper_of(c: TrainConfig) -> optimizer.Stepper:
+    """The optimizer, with the average of what it trains where one is kept."""
+    made = c.optimizer.made()
+    return optimizer.Stepper(ema.Averaged(made, c.ema.decay) if c.ema else made, c.clip)
+
+
+@dataclass
+class Measured:
+    """What a step says of itself."""
+
+    losses: list[float]
+    norm: float
+    finite: bool
+    ratio: float | None  # of the update's length to the adapter's, where it was asked for
+
+
+class Trainer:
+    """The model, the adapter, the optimizer's state, and what one step does to them."""
+
+    def __init__(self, ctx: StageContext, start: Checkpoint | None) -> None:
+        c: TrainConfig = ctx.config
+        self.config = c
+        self.model = load(ctx)
+        self.targets = choose(self.model.linears(), c)
+        self.scales = lora.scales(self.targets)
+        self.take = stepper_of(c)
+        self.adapter = start.arrays(checkpoint.ADAPTER) if start else self.fresh(ctx)
+        self.state = start.arrays(checkpoint.OPTIMIZER) if start else self.take.init(self.adapter)
+        mx.eval(self.adapter, self.state)
+        self.plan: Plan = "whole"
+        self.limit: int | None = None  # bytes that may be live before the next block is dispatched
+        self.piece: int | None = None  # image and text tokens computed at once; None: all of a batch
+        self.most: int | None = c.micro_batch if isinstance(c.micro_batch, int) else None  # the same in samples
+
+    def fresh(self, ctx: StageContext) -> Arrays:
+        """The adapter before the first step: one that changes nothing, or what another one has learnt."""
+        bases = lora.bases_of(self.model.blocks, self.targets) if self.config.variant == "dora" else None
+        made = lora.init(self.targets, self.config.seed, bases)
+        if not self.config.initial:
+            return made
+        found, scales = read_adapter(ctx.root / self.config.initial)
+        return initial(found, scales, self.targets, made, bases)
+
+    def pieces(self, micros: Iterable[Micro]) -> Iterator[Micro]:
+        """The batches of a step in the pieces that are computed at once."""
+        for micro in micros:
+            count = len(micro.samples)
+            most = min(self.most or count, max(1, self.piece // length(micro)) if self.piece else count)
+            if most >= count:
+                yield micro
+            else:
+                yield from (micro.part(start, start + most) for start in range(0, count, most))
+
+    def gradient(self, micros: list[Micro]) -> tuple[mx.array, Arrays]:
+        """The losses of all samples, and the gradient of their mean whatever the sizes of the pieces."""
+        count = sum(len(micro.samples) for micro in micros)
+        total: Arrays = {}
+        losses: list[mx.array] = []
+        for micro in self.pieces(micros):
+            for losses_B, grads in self.terms(micro):
+                losses += [] if losses_B is None else [losses_B]
+                share = len(micro.samples) / count
+                if share < 1 or total:
+                    grads = {name: share * grad + total.get(name, 0.0) for name, grad in grads.items()}
+                    mx.eval(grads)  # or every piece's gradient would wait for the last
+                total = grads
+        return mx.concatenate(losses) if len(losses) > 1 else losses[0], total
+
+    def terms(self, micro: Micro) -> Iterator[tuple[mx.array | None, Arrays]]:
+        """What a piece is trained by: its losses with their gradient, and, unnamed, how far it strays from the base's class."""
+        inputs, asked = prepare(micro, self.model.config.guidance_embeds, self.config.loss)
+        yield loss_and_grads(self.model, self.adapter, self.scales, inputs, asked, self.plan, self.limit)
+        if micro.class_BTJ is None or self.config.preservation is None:
+            return
+        inputs["ctx_BTJ"] = mx.array(micro.class_BTJ).view(mx.bfloat16)
+        assert micro.class_B is not None
+        weight_B = self.config.preservation.weight * mx.array(micro.class_B)
+        strays = functools.partial(loss.preservation, base_BLC=self.base(inputs), weight_B=weight_B)
+        yield None, loss_and_grads(self.model, self.adapter, self.scales, inputs, strays, self.plan, self.limit)[1]
+
+    def base(self, inputs: dict[str, Any]) -> mx.array:
+        """What the model answers without the adapter."""
+        h, shared = self.model.enter(**inputs)
+        for block in self.model.blocks:
+            h = self.model.block(block.kind)(block.weights, h, shared, lora.linear({}, {}))
+            mx.eval(h)  # one block's work in memory at a time
+        answer: mx.array = self.model.leave(h, shared)
+        mx.eval(answer)
+        return answer
+
+    def measure(self, micro: Micro) -> list[float]:
+        """The losses of samples as the adapter is now; nothing is learnt from them."""
+        inputs, asked = prepare(micro, self.model.config.guidance_embeds, self.config.loss)
+        walk = Walk(self.model, self.adapter, self.scales)
+        h, shared = self.model.enter(**inputs)
+        for n in range(len(self.model.blocks)):
+            h = walk.forward(n, h, shared)
+            mx.eval(h)
+        losses: Any = asked(self.model.leave(h, shared)).tolist()
+        found: list[float] = losses
+        return found
+
+    @property
+    def average(self) -> Arrays | None:
+        """The average of the adapter over the steps, if one is kept."""
+        return self.take.average(self.adapter, self.state) or None
+
+    def step(self, micros: list[Micro], lr: float, ratio: bool = False) -> Measured:
+        """One update by the mean over the step's samples; none where anything is not finite."""
+        losses, grads = self.gradient(micros)
+        before = self.adapter
+        self.adapter, self.state, norm, done = self.take(before, grads, self.state, lr, mx.all(mx.isfinite(losses)))
+        moved = update_ratio(before, self.adapter) if ratio else None
+        mx.eval(self.adapter, self.state, norm, losses, done, moved)
+        numbers: Any = (losses.tolist(), norm.item(), done.item(), None if moved is None else moved.item())
+        return Measured(*numbers)
+
+
+def length(micro: Micro) -> int:
+    """Tokens of one sample, image and text."""
+    return int(micro.x0_BCHW.shape[2] * micro.x0_BCHW.shape[3] + micro.ctx_BTJ.shape[1])
+
+
+def update_ratio(before: Arrays, after: Arrays) -> mx.array:
+    """How long the way from one adapter to the next is, beside the adapter's own length; a scalar."""
+    way = optimizer.global_norm({name: after[name] - before[name] for name in before})
+    return way / mx.maximum(optimizer.global_norm(before), 1e-30)
