@@ -56,7 +56,7 @@ class Validation:
     def means(self, rows: pa.Table) -> dict[int, float]:
         """The mean loss of each whole measurement among rows of the table train."""
         columns = (rows[name].to_pylist() for name in ("split", "step", "loss"))
-        found = [(step, loss) for split, step, loss in zip(*columns, strict=True) if split == "validation" and self.due(step)]
+        found = [(step, loss) for split, step, loss in zip(*columns, strict=True) if split == "validation"]
         return validation.means(found, self.count)
 
     def ends(self, rows: pa.Table, steps: int) -> int:
@@ -66,6 +66,6 @@ class Validation:
         found = validation.stops_at(self.means(rows), self.config.every, self.config.patience, self.config.min_delta)
         return steps if found is None else min(found, steps)
 
-    def best(self, rows: pa.Table) -> int | None:
-        """The step with the lowest mean loss among rows of the table train; None before the first measurement after a step."""
-        return validation.best(self.means(rows))
+    def best(self, rows: pa.Table, last: int) -> int | None:
+        """The step up to `last` with the lowest mean loss among rows of the table train; None without any but the start."""
+        return validation.best({step: mean for step, mean in self.means(rows).items() if step <= last})

@@ -208,7 +208,7 @@ def test_rows_wanted_and_written_tell_when_a_run_ends_and_which_step_was_best():
     stored = table(TRAIN, rows)
     assert measured.ends(stored.slice(0, 3 * measured.count), 1000) == 1000
     assert measured.ends(stored, 1000) == 30 and measured.ends(stored, 20) == 20
-    assert measured.best(stored) == 40
+    assert measured.best(stored, 40) == 40 and measured.best(stored, 39) == 10 and measured.best(stored, 9) is None
     assert Validation(measured.crops, ValidationConfig(), 3).ends(stored, 77) == 77
 
 
