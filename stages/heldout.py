@@ -66,6 +66,6 @@ class Validation:
         found = validation.stops_at(self.means(rows), self.config.every, self.config.patience, self.config.min_delta)
         return steps if found is None else min(found, steps)
 
-    def best(self, rows: pa.Table, last: int) -> int | None:
-        """The step up to `last` with the lowest mean loss among rows of the table train; None without any but the start."""
-        return validation.best({step: mean for step, mean in self.means(rows).items() if step <= last})
+    def best(self, rows: pa.Table, last: int | None = None) -> int | None:
+        """The step with the lowest mean loss among rows of the table train, up to `last`; None without any but the start."""
+        return validation.best({step: mean for step, mean in self.means(rows).items() if last is None or step <= last})
