@@ -24,6 +24,7 @@ from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.planner import Estimate
 
 GB = 1e9
+HEADROOM = 0.9  # of the limit, which a piece twice as large must not pass
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,17 @@ def fastest(found: Estimate, limit: int) -> Plan | None:
     blocks = len(found.traffic)
     fits = [n for n in range(1, blocks + 1) if found.need(n) <= limit]
     return None if not fits else "whole" if fits[-1] == blocks else "blocks" if fits[-1] == 1 else fits[-1]
+
+
+def follow(piece: int, used: int, held: int, peak: int, limit: int) -> int:
+    """The next step's piece, in tokens: smaller after a peak above the limit, twice as large where that is sure to fit.
+
+    `used` is the largest piece of the step, `held` the bytes that lie there between steps, `peak` the step's own.
+    """
+    if peak > limit:
+        return max(1, used // 2)
+    room = held + 2 * (peak - held) <= HEADROOM * limit
+    return 2 * used if room and piece < 2 * used else piece
 
 
 def named(plan: Plan, blocks: int) -> str:

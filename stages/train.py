@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -29,19 +28,14 @@ from stages.heldout import Validation
 from stages.stage import Stage, StageContext
 from stages.trainconfig import TrainConfig
 from stages.trainer import Measured, Trainer
-from stages.trainset import Course, Feed, Sample
+from stages.trainlog import Row, batch_of, batches_of, health, introduce, looks, rows_of, warn
+from stages.trainset import Course, Feed, Micro
 from stages.tuner import checkpoint, lora
 from stages.tuner.batches import Order
 from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.noise import Noise
 from stages.tuner.schedule import Schedule
 
-SKIPS = 3  # steps in a row without a finite loss and gradient that end the run
-HEALTH = 10  # the step after which every run must have moved its adapter
-LOOKS = 100  # steps between two looks at the update's size
-RATIOS = (1e-7, 0.5)  # of the update's length to the adapter's: lost in float32's rounding; the adapter made anew in two steps
-
-Row = dict[str, Any]
 Key = tuple[int, str, int]
 
 
@@ -67,6 +61,12 @@ def validation_of(ctx: StageContext, data: Data) -> Validation | None:
     """What the run is measured by, if it is."""
     c: TrainConfig = ctx.config
     return Validation(data.held, c.validation, c.batch_size, c.mask.floor if c.mask else 0.0) if c.validation else None
+
+
+def schedule_of(c: TrainConfig) -> Schedule:
+    """The learning rate over the steps."""
+    s = c.schedule
+    return Schedule(c.lr, s.shape, s.warmup_steps, s.decay_steps, s.floor)
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
@@ -144,6 +144,7 @@ class Run:
     measured: list[Row]  # every row of a measurement so far
     since: list[Row] = field(default_factory=list)  # rows that no checkpoint holds yet
     skipped: int = 0  # steps in a row that were not finite
+    peak: int = 0  # bytes, before MLX's own peak was last set back
     last: int = 0  # the last step, as far as is known
     best: int | None = None  # the step that measured best
 
@@ -155,12 +156,11 @@ class Run:
         self.last = self.ctx.config.steps
         if self.validation and self.measured:
             rows = TRAIN.table(self.measured)
-            self.last, self.best = self.validation.ends(rows, self.last), self.validation.best(rows)
+            self.last, self.best = self.validation.ends(rows, self.last), self.validation.best(rows, self.last)
 
     def go(self) -> Iterator[pa.RecordBatch]:
         """Train, step by step."""
-        ctx, c, s = self.ctx, self.ctx.config, self.ctx.config.schedule
-        schedule = Schedule(c.lr, s.shape, s.warmup_steps, s.decay_steps, s.floor)
+        ctx, c, schedule = self.ctx, self.ctx.config, schedule_of(self.ctx.config)
         warn(ctx)
         self.fit = fit.choose(ctx, self.course, self.start)
         self.trainer = trainer = Trainer(ctx, self.start)
@@ -170,13 +170,14 @@ class Run:
         introduce(ctx, self.course, trainer, steps)
         control = Control(ctx)
         if not self.start:
-            yield from batches_of(self.measure({"step": 0, "lr": 0.0, "grad_norm": 0.0, "read_seconds": 0.0}))
+            yield from batches_of(self.measure({"step": 0, "lr": 0.0, "grad_norm": 0.0, "peak_bytes": mx.get_peak_memory()}))
         began = time.perf_counter()
         for step, micros, waited in Feed(ctx, self.course, steps):
             lr = schedule.at(step)
-            measured = trainer.step(micros, lr, ratio=step % LOOKS == 0 or step == HEALTH)
+            measured = self.step(micros, lr, look=looks(step))
             now = time.perf_counter()
-            around = {"step": step, "lr": lr, "grad_norm": measured.norm, "seconds": now - began, "read_seconds": waited}
+            around: Row = {"step": step, "lr": lr, "grad_norm": measured.norm, "seconds": now - began, "read_seconds": waited}
+            around["peak_bytes"] = max(self.peak, mx.get_peak_memory())
             rows = rows_of([s for micro in micros for s in micro.samples], measured.losses, self.text_rows, around)
             self.since += rows
             self.skipped = 0 if measured.finite else self.skipped + 1
@@ -191,6 +192,20 @@ class Run:
             control.wait()
             if control.ending or step >= self.last:
                 return
+
+    def step(self, micros: list[Micro], lr: float, look: bool) -> Measured:
+        """One step of the trainer. Where the micro-batch follows memory, the next one's is found from the peak of this one."""
+        trainer = self.trainer
+        if trainer.piece is None or trainer.limit is None:
+            return trainer.step(micros, lr, look)
+        self.peak = max(self.peak, mx.get_peak_memory())
+        mx.reset_peak_memory()
+        measured = trainer.step(micros, lr, look)
+        piece = fit.follow(trainer.piece, trainer.used, mx.get_active_memory(), mx.get_peak_memory(), trainer.limit)
+        if piece != trainer.piece:
+            self.ctx.say(f"the micro-batch is now {piece} tokens, {'fewer' if piece < trainer.piece else 'more'} than before")
+        trainer.piece = piece
+        return measured
 
     @property
     def text_rows(self) -> dict[str, int]:
@@ -234,74 +249,6 @@ class Run:
             ctx.say(f"ended after step {saved.step}: [train.validation] patience saw nothing better since step {self.best}")
         kept = next((found for found in checkpoint.found(ctx.artifacts) if found.step == self.best), None)
         checkpoint.publish(ctx.keep, saved, kept)
-
-
-def warn(ctx: StageContext) -> None:
-    """Say what is legal but seldom meant."""
-    if ctx.family.distilled:
-        ctx.say(f"{ctx.family.title}: LoRAs are trained on the base model and used on this one; here they may not learn well")
-    if ctx.config.precision == "bfloat16" and mx.default_device() == mx.cpu:
-        ctx.say('bfloat16 is slow on a CPU; [train] precision = "float32" is faster')
-
-
-def introduce(ctx: StageContext, course: Course, trainer: Trainer, steps: range) -> None:
-    """Say what is trained, on what."""
-    size = sum(value.size for value in trainer.adapter.values())
-    crops = course.data.crops
-    images, shapes = {crop.image_id for crop in crops}, {(crop.width, crop.height) for crop in crops}
-    ctx.say(
-        f"rank {ctx.config.rank} on {len(trainer.targets)} Linears: {size / 1e6:.2f} M values; steps {steps.start} to {steps[-1]}"
-    )
-    ctx.say(f"{len(crops)} crops of {len(images)} images in {len(shapes)} shapes, {course.order.per_epoch} batches an epoch")
-
-
-def health(ctx: StageContext, trainer: Trainer, step: int, skipped: int, measured: Measured) -> None:
-    """End a run that cannot learn, in one line; say what looks wrong."""
-    lr = ctx.config.lr
-    if skipped:
-        ctx.say(f"step {step}: the loss or the gradient is not finite; the step is skipped")
-    if skipped >= SKIPS:
-        raise ValueError(
-            f"train: stopped at step {step}: {skipped} steps in a row had no finite loss and gradient; lower [train] lr "
-            f'({lr:g}), or try precision = "float32"'
-        )
-    if step == HEALTH and not ctx.config.initial and not lora.moved(trainer.adapter).item():
-        raise ValueError(f"train: stopped at step {step}: the adapter has not moved; raise [train] lr ({lr:g})")
-    if measured.ratio is not None and measured.finite and not RATIOS[0] <= measured.ratio <= RATIOS[1]:
-        wrong = "raise" if measured.ratio < RATIOS[0] else "lower"
-        ctx.say(f"step {step}: the update is {measured.ratio:.1g} of the adapter's length; {wrong} [train] lr ({lr:g})")
-
-
-def rows_of(samples: list[Sample], losses: list[float], text_rows: dict[str, int], around: Row) -> list[Row]:
-    """A row per sample of a step; `around` is what they share."""
-    around = {"split": "train", **around, "peak_bytes": mx.get_peak_memory()}
-    return [
-        {
-            "sample": s.number,
-            "epoch": s.epoch,
-            "image_id": s.crop.image_id,
-            "latent_id": s.crop.latent_id,
-            "caption_id": s.caption_id,
-            "width": s.crop.width,
-            "height": s.crop.height,
-            "dropped": s.dropped,
-            "sigma": s.sigma,
-            "loss": loss,
-            "tokens": s.crop.tokens + text_rows[s.caption_id],
-            **around,
-        }
-        for s, loss in zip(samples, losses, strict=True)
-    ]
-
-
-def batch_of(rows: list[Row]) -> pa.RecordBatch:
-    """Rows as one record batch."""
-    return TRAIN.table(rows).combine_chunks().to_batches()[0]
-
-
-def batches_of(rows: list[Row]) -> list[pa.RecordBatch]:
-    """The same; nothing where there are no rows."""
-    return [batch_of(rows)] if rows else []
 
 
 STAGE = Stage(

@@ -137,6 +137,7 @@ class Trainer:
         self.plan: Plan = "whole"
         self.limit: int | None = None  # bytes that may be live before the next block is dispatched
         self.piece: int | None = None  # image and text tokens computed at once; None: all of a batch
+        self.used = 0  # the largest piece of the last step
         self.most: int | None = c.micro_batch if isinstance(c.micro_batch, int) else None  # the same in samples
 
     def fresh(self, ctx: StageContext) -> Arrays:
@@ -152,7 +153,8 @@ class Trainer:
         """The batches of a step in the pieces that are computed at once."""
         for micro in micros:
             count = len(micro.samples)
-            most = min(self.most or count, max(1, self.piece // length(micro)) if self.piece else count)
+            most = min(self.most or count, count, max(1, self.piece // length(micro)) if self.piece else count)
+            self.used = max(self.used, most * length(micro))
             if most >= count:
                 yield micro
             else:
@@ -214,6 +216,7 @@ class Trainer:
 
     def step(self, micros: list[Micro], lr: float, ratio: bool = False) -> Measured:
         """One update by the mean over the step's samples; none where anything is not finite."""
+        self.used = 0
         losses, grads = self.gradient(micros)
         before = self.adapter
         self.adapter, self.state, norm, done = self.take(before, grads, self.state, lr, mx.all(mx.isfinite(losses)))

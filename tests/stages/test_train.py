@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 from schemas import buckets, captions, embeddings, images, latents
-from stages import train, trainer, trainset
+from stages import train, trainer, trainlog, trainset
 from stages.models.families import family
 from stages.models.flux2 import Flux2Config
 from stages.train import STAGE
@@ -487,7 +487,7 @@ def test_a_distilled_family_is_trained_with_a_warning(transformer, tmp_path):
     run = Run(tmp_path, transformer)
     context = run.context()
     context.family = replace(TINY, distilled=True)
-    train.warn(context)
+    trainlog.warn(context)
     assert "base model" in run.said[0]
 
 
