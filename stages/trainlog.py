@@ -1,0 +1,94 @@
+"""What a training run says of itself: its rows, and lines for the user where something looks wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pyarrow as pa
+
+from schemas.train import TRAIN
+from stages.stage import StageContext
+from stages.trainer import Measured, Trainer
+from stages.trainset import Course, Sample
+from stages.tuner import lora
+
+SKIPS = 3  # steps in a row without a finite loss and gradient that end the run
+HEALTH = 10  # the step after which every run must have moved its adapter
+LOOKS = 100  # steps between two looks at the update's size
+RATIOS = (1e-7, 0.5)  # of the update's length to the adapter's: lost in float32's rounding; the adapter made anew in two steps
+
+Row = dict[str, Any]
+
+
+def warn(ctx: StageContext) -> None:
+    """Say what is legal but seldom meant."""
+    if ctx.family.distilled:
+        ctx.say(f"{ctx.family.title}: LoRAs are trained on the base model and used on this one; here they may not learn well")
+    if ctx.config.precision == "bfloat16" and mx.default_device() == mx.cpu:
+        ctx.say('bfloat16 is slow on a CPU; [train] precision = "float32" is faster')
+
+
+def introduce(ctx: StageContext, course: Course, trainer: Trainer, steps: range) -> None:
+    """Say what is trained, on what."""
+    size = sum(value.size for value in trainer.adapter.values())
+    crops = course.data.crops
+    images, shapes = {crop.image_id for crop in crops}, {(crop.width, crop.height) for crop in crops}
+    ctx.say(
+        f"rank {ctx.config.rank} on {len(trainer.targets)} Linears: {size / 1e6:.2f} M values; steps {steps.start} to {steps[-1]}"
+    )
+    ctx.say(f"{len(crops)} crops of {len(images)} images in {len(shapes)} shapes, {course.order.per_epoch} batches an epoch")
+
+
+def looks(step: int) -> bool:
+    """Whether the update's size is looked at after this step."""
+    return step % LOOKS == 0 or step == HEALTH
+
+
+def health(ctx: StageContext, trainer: Trainer, step: int, skipped: int, measured: Measured) -> None:
+    """End a run that cannot learn, in one line; say what looks wrong."""
+    lr = ctx.config.lr
+    if skipped:
+        ctx.say(f"step {step}: the loss or the gradient is not finite; the step is skipped")
+    if skipped >= SKIPS:
+        raise ValueError(
+            f"train: stopped at step {step}: {skipped} steps in a row had no finite loss and gradient; lower [train] lr "
+            f'({lr:g}), or try precision = "float32"'
+        )
+    if step == HEALTH and not ctx.config.initial and not lora.moved(trainer.adapter).item():
+        raise ValueError(f"train: stopped at step {step}: the adapter has not moved; raise [train] lr ({lr:g})")
+    if measured.ratio is not None and measured.finite and not RATIOS[0] <= measured.ratio <= RATIOS[1]:
+        wrong = "raise" if measured.ratio < RATIOS[0] else "lower"
+        ctx.say(f"step {step}: the update is {measured.ratio:.1g} of the adapter's length; {wrong} [train] lr ({lr:g})")
+
+
+def rows_of(samples: list[Sample], losses: list[float], text_rows: dict[str, int], around: Row) -> list[Row]:
+    """A row per sample of a step; `around` is what they share."""
+    return [
+        {
+            "sample": s.number,
+            "epoch": s.epoch,
+            "image_id": s.crop.image_id,
+            "latent_id": s.crop.latent_id,
+            "caption_id": s.caption_id,
+            "width": s.crop.width,
+            "height": s.crop.height,
+            "dropped": s.dropped,
+            "sigma": s.sigma,
+            "loss": loss,
+            "tokens": s.crop.tokens + text_rows[s.caption_id],
+            "split": "train",
+            **around,
+        }
+        for s, loss in zip(samples, losses, strict=True)
+    ]
+
+
+def batch_of(rows: list[Row]) -> pa.RecordBatch:
+    """Rows as one record batch."""
+    return TRAIN.table(rows).combine_chunks().to_batches()[0]
+
+
+def batches_of(rows: list[Row]) -> list[pa.RecordBatch]:
+    """The same; nothing where there are no rows."""
+    return [batch_of(rows)] if rows else []
