@@ -1,34 +1,40 @@
-"""Measure training steps: MLX by plan, bits and attention routing, beside PyTorch. `python -m pipeline.bench --help`.
+"""Measure: training steps by family, resolution, plan, bits and backend; encoding; reading. `latentmill bench --help`.
 
-Every case runs in a process of its own, on random weights in a family's true shape, and prints one JSON row. A step is
-what training does: noise in, losses and gradients, clip, AdamW, one wait at the end. B = 1, text rows as the family has.
+Every case runs in a process of its own, on random weights in a family's true shape, and gives one row. Rows are lines of
+JSON, which DuckDB reads as a table: select * from 'bench.jsonl'.
 """
 
 from __future__ import annotations
 
+import datetime
 import functools
 import importlib.metadata
 import importlib.util
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import click
 
-LR = 1e-4
+import stages  # noqa: F401  (before mlx.core)
+
 UNFUSED = {"MLX_CUDA_USE_CUDNN_SDPA": "0"}  # how Metal routes training
-TIGHT = {"MLX_MAX_MB_PER_BUFFER": "200"}  # CUDA hands over less at a time and frees sooner; at 512 px that costs a quarter
+BUFFER = "MLX_MAX_MB_PER_BUFFER"  # CUDA: what is handed over at once; MLX reads it when the first operation is computed
+TIGHT_MB = "200"  # frees sooner; at 512 px that costs a quarter of the time
+KINDS = ("train", "autoencoder", "text_encoder", "loader")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training set-up. `plan` is backprop's for MLX; for torch: eager or compiled, with +checkpoint."""
+    """One set-up. `plan` is backprop's for MLX; for torch: eager or compiled, with +checkpoint."""
 
     family: str = "klein-base-4b"
     width: int = 1024
@@ -36,9 +42,12 @@ class Case:
     plan: str = "blocks"
     bits: int = 16
     rank: int = 32
+    optimizer: str = "adamw"
     tight: bool = False  # hold live memory to what the plan was foretold to need; else MLX's own limit holds
     unfused: bool = False
     backend: str = "mlx"
+    kind: str = "train"  # of KINDS
+    dtype: str = "bfloat16"  # of the encoders
     steps: int = 6
 
     @property
@@ -47,7 +56,7 @@ class Case:
         return self.width // 16 * (self.height // 16)
 
 
-def measure(step: Callable[[], None], steps: int) -> dict[str, float]:
+def measure(step: Callable[[], Any], steps: int) -> dict[str, float]:
     """Seconds of the first step and the median, least and most of the others, the second left out as warm-up too."""
     seconds = []
     for _ in range(steps + 2):
@@ -58,83 +67,94 @@ def measure(step: Callable[[], None], steps: int) -> dict[str, float]:
     return {"first_s": seconds[0], "s": statistics.median(warm), "least_s": min(warm), "most_s": max(warm)}
 
 
-def run_mlx(case: Case) -> dict[str, Any]:
-    """Train a few steps with the tuner."""
+def run_train(case: Case) -> dict[str, Any]:
+    """Train a few steps with the tuner; one more, phase by phase, says where memory peaks."""
     import mlx.core as mx
 
-    from stages.models.families import FAMILIES
-    from stages.models.flux2 import Flux2, Flux2Config, image_ids, text_ids
-    from stages.tuner import lora, quantize
-    from stages.tuner.backprop import compiles, loss_and_grads
-    from stages.tuner.memory import footprint
-    from stages.tuner.optimizer import AdamW, clip, global_norm
+    from pipeline.bench_train import Rig
+    from stages.models.families import family
+    from stages.tuner.memory import Meter
 
-    family = FAMILIES[case.family]
-    config = Flux2Config.from_dict(family.transformer)
-    pack = quantize.packer(case.bits, lambda name: "transformer_blocks." in name)
-    weights = {}
-    for number, (name, shape) in enumerate(config.shapes().items()):
-        drawn = mx.random.normal(shape, mx.bfloat16, key=mx.random.key(number)) * shape[-1] ** -0.5
-        weights[name] = pack(name, drawn)
-        mx.eval(weights[name])
+    rig = Rig(family(case.family), case.bits, case.rank, case.optimizer, (case.width, case.height))
     load_peak = mx.get_peak_memory()
-    model = Flux2(config, weights)
-    del weights
-    targets = lora.choose(model.linears(), ["*"], case.rank)
-    adapters, scales, optimizer = lora.init(targets, 0), lora.scales(targets), AdamW()
-    state = optimizer.init(adapters)
-    update = mx.compile(optimizer.update) if compiles() else optimizer.update
     plan: Any = int(case.plan) if case.plan.isdigit() else case.plan
-    L, T = case.image_tokens, 512
-    ctx_BTJ = mx.random.normal((1, T, config.joint_attention_dim), mx.bfloat16)
-
-    def squared_error(v_BLC: mx.array, target_BLC: mx.array) -> mx.array:
-        return mx.square(v_BLC.astype(mx.float32) - target_BLC).mean(axis=(1, 2))
-
-    def inputs_of(x_BLC: mx.array) -> dict[str, Any]:
-        ids = {"x_ids_L4": image_ids(case.height // 16, case.width // 16), "ctx_ids_T4": text_ids(T)}
-        guidance_B = mx.array([1.0]) if config.guidance_embeds else None
-        return ids | {"x_BLC": x_BLC, "ctx_BTJ": ctx_BTJ, "timesteps_B": mx.array([0.5]), "guidance_B": guidance_B}
-
-    def step() -> None:
-        nonlocal adapters, state
-        noise_BLC, x0_BLC = mx.random.normal((2, 1, L, 128))
-        inputs = inputs_of((noise_BLC + x0_BLC) / 2)
-        loss = functools.partial(squared_error, target_BLC=noise_BLC - x0_BLC)
-        losses_B, grads = loss_and_grads(model, adapters, scales, inputs, loss, plan, need if case.tight else None)
-        norm = global_norm(grads)
-        adapters, state = update(adapters, clip(grads, norm, 1.0), state, LR)
-        mx.eval(adapters, state, losses_B, norm)
-        assert norm.item() == norm.item(), "the gradient is not finite"
-
-    mx.eval(adapters, state)
     began = time.perf_counter()
-    need = footprint(model, adapters, scales, inputs_of(mx.random.normal((1, L, 128)))).need(plan)
+    foretold = rig.footprint()
     tried = time.perf_counter() - began
+    need = foretold.need(plan)
+    rig.limit = need if case.tight else None
     mx.clear_cache()
     mx.reset_peak_memory()
-    found: dict[str, Any] = measure(step, case.steps)
+    found: dict[str, Any] = measure(functools.partial(rig.step, plan), case.steps)
     found["first_s"] += tried
-    peak, active, cache = mx.get_peak_memory(), mx.get_active_memory(), mx.get_cache_memory()
-    sizes = {"peak_gb": peak, "foretold_gb": need, "active_gb": active, "cache_gb": cache, "load_peak_gb": load_peak}
-    return found | {name: size / 1e9 for name, size in sizes.items()} | {"version": importlib.metadata.version("mlx")}
+    sizes = {"peak_gb": mx.get_peak_memory(), "foretold_gb": need, "held_gb": foretold.held, "load_peak_gb": load_peak}
+    sizes |= {"visit_gb": max(foretold.visit.values()), "cache_gb": mx.get_cache_memory()}
+    meter = Meter()
+    rig.step(plan, meter)
+    sizes |= {f"{row['phase']}_gb": row["peak"] for row in meter.rows}
+    return found | {name: size / 1e9 for name, size in sizes.items()}
+
+
+def run_encoder(case: Case) -> dict[str, Any]:
+    """Encode one image, or one caption, a few times."""
+    import mlx.core as mx
+
+    from pipeline.bench_models import Captions, Images
+    from stages.models.families import family
+
+    found, dtype = family(case.family), getattr(mx, case.dtype)
+    encoder = Images(found, (case.width, case.height), dtype) if case.kind == "autoencoder" else Captions(found, dtype)
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    return measure(encoder.step, case.steps) | {"peak_gb": mx.get_peak_memory() / 1e9, "held_gb": held / 1e9}
+
+
+def run_loader(case: Case) -> dict[str, Any]:
+    """Read latents and embeddings of 24 samples per step that is asked for."""
+    from pipeline.bench_reading import read_epoch
+    from stages.models.families import family
+
+    found = family(case.family)
+    return read_epoch(24 * case.steps, case.width, found.text_tokens, found.transformer["joint_attention_dim"])
 
 
 def run(case: Case) -> dict[str, Any]:
-    """A case's row: what was asked and what was found."""
+    """A case's row: what was asked, what was found, on what."""
+    if case.kind not in KINDS:
+        raise ValueError(f"kind: {case.kind!r} is not known; there are {', '.join(KINDS)}")
+    if case.tight:
+        os.environ.setdefault(BUFFER, TIGHT_MB)
     if case.backend == "torch":
         from pipeline.bench_torch import run_torch
 
         found = run_torch(case, measure)
     else:
-        found = run_mlx(case)
-    return asdict(case) | {"tokens": case.image_tokens + 512} | found
+        found = {"train": run_train, "loader": run_loader}.get(case.kind, run_encoder)(case)
+    return asdict(case) | found | where(case.backend)
+
+
+def where(backend: str) -> dict[str, Any]:
+    """Chip, versions, date."""
+    if backend == "torch":
+        import torch
+
+        chip, version = torch.cuda.get_device_name(), str(torch.__version__)
+    else:
+        import mlx.core as mx
+
+        # "CPU" and its machine, as the CPU backend knows no name of its own
+        chip = str(mx.device_info().get("device_name") or f"CPU {platform.machine()}")
+        version = importlib.metadata.version("mlx")
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    made = importlib.metadata.version("latentmill") if importlib.util.find_spec("latentmill") else ""
+    about = {"chip": chip, "version": version, "system": platform.system(), "python": platform.python_version(), "date": date}
+    return about | {"latentmill": made, "buffer_mb": os.environ.get(BUFFER, "")}
 
 
 def apart(case: Case) -> dict[str, Any]:
     """The same in a process of its own; a failure is a row too."""
     command = [sys.executable, "-m", "pipeline.bench", "--one", json.dumps(asdict(case))]
-    environment = os.environ | (UNFUSED if case.unfused else {}) | (TIGHT if case.tight else {})
+    environment = os.environ | (UNFUSED if case.unfused else {})
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         return asdict(case) | {"error": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]}
@@ -142,8 +162,18 @@ def apart(case: Case) -> dict[str, Any]:
     return row
 
 
+def quick() -> Iterator[Case]:
+    """A minute on a CPU: every kind of case, with the tiny family."""
+    yield Case("tiny", 256, 256, kind="loader", steps=1)
+    yield Case("tiny", 256, 256, kind="autoencoder", dtype="float32", steps=3)
+    yield Case("tiny", 256, 256, kind="text_encoder", dtype="float32", steps=3)
+    for plan in ("whole", "blocks"):
+        yield Case("tiny", 256, 256, plan, steps=3)
+    yield from (Case("tiny", 256, 256, "blocks", bits, tight=True, steps=3) for bits in (8, 4))
+
+
 def standard(family: str) -> Iterator[Case]:
-    """The cases of the documentation's table."""
+    """A family's training steps, by plan, bits and resolution, beside PyTorch where it is installed."""
     for px in (512, 768, 1024):
         yield Case(family, px, px, "whole")
         yield Case(family, px, px, "blocks")
@@ -158,18 +188,37 @@ def standard(family: str) -> Iterator[Case]:
                 yield Case(family, px, px, plan, backend="torch")
 
 
+def large() -> Iterator[Case]:
+    """The larger families, packed, and the encoders."""
+    for bits in (4, 8):
+        for px in (512, 768, 1024):
+            yield Case("dev", px, px, bits=bits, optimizer="adamw8bit", tight=True, steps=3)
+            yield Case("klein-base-9b", px, px, bits=bits, tight=True, steps=3)
+    yield Case("dev", 512, 512, bits=4, tight=True, steps=3)
+    yield from (Case(kind="autoencoder", dtype=dtype, steps=3) for dtype in ("bfloat16", "float32"))
+    yield Case(kind="text_encoder", steps=3)
+
+
 @click.command()
-@click.option("--one", default="", help="a case as JSON: run it here and print its row")
-@click.option("--case", "cases", multiple=True, help="a case as JSON, fields left out have defaults; may be repeated")
-@click.option("--family", default="klein-base-4b", help="family of the standard cases, where no case is given")
-def main(one: str, cases: tuple[str, ...], family: str) -> None:
-    """Measure training steps and print one JSON row per case."""
+@click.option("--one", default="", hidden=True, help="a case as JSON: run it here and print its row")
+@click.option("--case", "cases", multiple=True, help="A case as JSON, fields left out have defaults; may be repeated.")
+@click.option("--family", default="", help="Training steps of that family, every plan, bits and resolution.")
+@click.option("--gpu", is_flag=True, help="All cases for a GPU: klein 4B beside PyTorch, the larger families, the encoders.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="A file to add the rows to.")
+def main(one: str, cases: tuple[str, ...], family: str, gpu: bool, out: Path | None) -> None:
+    """Measure, and print one JSON row per case; without options a few quick ones that any CPU runs."""
     if one:
         click.echo(json.dumps(run(Case(**json.loads(one)))))
         return
-    wanted = [Case(**json.loads(case)) for case in cases] or list(standard(family))
-    for case in wanted:
-        click.echo(json.dumps(apart(case)))
+    wanted = [Case(**json.loads(case)) for case in cases]
+    wanted += list(standard("klein-base-4b")) + list(large()) if gpu else []
+    wanted += list(standard(family)) if family else []
+    for case in wanted or quick():
+        line = json.dumps(apart(case))
+        click.echo(line)
+        if out:
+            with out.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
 
 
 if __name__ == "__main__":

@@ -112,9 +112,17 @@ def text_ids(count: int) -> np.ndarray:
     return ids_T4
 
 
+def packs_outside(name: str) -> bool:
+    """Whether a Linear outside the blocks is worth packing: dev has 1.6 GB of them, all but a few MB in these.
+
+    They steer every block, so they are packed to no less than 8 bits.
+    """
+    return name.startswith(("context_embedder", "time_guidance_embed", "norm_out", *MODULATIONS.values()))
+
+
 def plain_linear(name: str, weight: Any, x: mx.array) -> mx.array:
-    """The Linear of a block as it stands."""
-    y: mx.array = x @ weight.T
+    """A Linear as it stands: an array, or a packed weight, which says what it stands for by `dense()`."""
+    y: mx.array = x @ (weight if isinstance(weight, mx.array) else weight.dense()).T
     return y
 
 
@@ -122,9 +130,12 @@ class Flux2:
     """The transformer. `model(...)` is the velocity; `enter`, the blocks in order, `leave` is the same in steps."""
 
     def __init__(self, config: Flux2Config, weights: Mapping[str, Any]) -> None:
-        """`weights` has the names of `config.shapes()`; those of the blocks may be anything that the caller's Linear takes."""
+        """`weights` has the names of `config.shapes()`; those of the blocks may be anything that the caller's Linear takes.
+
+        Outside the blocks a weight is an array, or has `dense()`; that of x_embedder is an array.
+        """
         self.config = config
-        self.top: dict[str, mx.array] = {}
+        self.top: dict[str, Any] = {}
         doubles = [Block("double", f"transformer_blocks.{i}", {}) for i in range(config.num_layers)]
         singles = [Block("single", f"single_transformer_blocks.{i}", {}) for i in range(config.num_single_layers)]
         self.blocks = doubles + singles
@@ -140,7 +151,8 @@ class Flux2:
     @property
     def dtype(self) -> mx.Dtype:
         """What it computes in."""
-        return self.top["x_embedder.weight"].dtype
+        found: mx.Dtype = self.top["x_embedder.weight"].dtype
+        return found
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Every Linear of every block by its full name, "transformer_blocks.0.attn.to_out.0": (outputs, inputs)."""
@@ -165,7 +177,6 @@ class Flux2:
 
         `guidance` (4.0, say) is for a model with a guidance embedding, which needs it; others ignore it.
         """
-        top = self.top
         temb_BD = self._embed("timestep", timesteps_B)
         if self.config.guidance_embeds:
             if guidance_B is None:
@@ -174,19 +185,19 @@ class Flux2:
         temb_BD = silu(temb_BD)
         shared = {}
         for stream, name in MODULATIONS.items():
-            shared[stream] = modulation(temb_BD @ top[f"{name}.linear.weight"].T, self.config.hidden)
-        scale_B1D, shift_B1D = mx.split((temb_BD @ top["norm_out.linear.weight"].T)[:, None], 2, axis=-1)
+            shared[stream] = modulation(self._linear(f"{name}.linear", temb_BD), self.config.hidden)
+        scale_B1D, shift_B1D = mx.split(self._linear("norm_out.linear", temb_BD)[:, None], 2, axis=-1)
         shared["out"] = mx.stack([shift_B1D, 1 + scale_B1D])
         shared["rope"] = self._rope(np.concatenate([ctx_ids_T4, x_ids_L4]))
         shared["ctx_ids"] = mx.array(np.asarray(ctx_ids_T4, np.int32))
-        h_BTD = ctx_BTJ.astype(self.dtype) @ top["context_embedder.weight"].T
-        h_BLD = x_BLC.astype(self.dtype) @ top["x_embedder.weight"].T
+        h_BTD = self._linear("context_embedder", ctx_BTJ.astype(self.dtype))
+        h_BLD = self._linear("x_embedder", x_BLC.astype(self.dtype))
         return mx.concatenate([h_BTD, h_BLD], axis=1), shared
 
     def leave(self, h_BSD: mx.array, shared: Shared) -> mx.array:
         """The velocity (noise - clean) of the image tokens, (B,L,C), from the stream after the last block."""
         h_BLD = modulate(h_BSD[:, text_rows(shared) :], shared["out"])
-        return h_BLD @ self.top["proj_out.weight"].T
+        return self._linear("proj_out", h_BLD)
 
     def __call__(
         self,
@@ -215,8 +226,12 @@ class Flux2:
         freqs = mx.array(np.exp(exponents.astype(np.float64)), mx.float32)
         angles = 1000 * value_B.astype(mx.float32)[:, None] * freqs
         x = mx.concatenate([mx.cos(angles), mx.sin(angles)], axis=-1).astype(self.dtype)
-        first, second = (self.top[f"time_guidance_embed.{kind}_embedder.linear_{i}.weight"] for i in (1, 2))
-        return silu(x @ first.T) @ second.T
+        first, second = (f"time_guidance_embed.{kind}_embedder.linear_{i}" for i in (1, 2))
+        return self._linear(second, silu(self._linear(first, x)))
+
+    def _linear(self, name: str, x: mx.array) -> mx.array:
+        """A Linear outside the blocks."""
+        return plain_linear(name, self.top[f"{name}.weight"], x)
 
     def _rope(self, ids_S4: np.ndarray) -> mx.array:
         """Cosines and sines of all rows, each twice, (2,S,1,K) float32 from float64 angles; kept for batches of that shape."""

@@ -7,16 +7,18 @@ block computed again and differentiated by itself) and what it keeps (its activa
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from stages.tuner.backprop import Arrays, Chain, Plan, Tree, Walk, kept_blocks, vjp
+
+Item = TypeVar("Item")
 
 GB = 1e9
 HEADROOM = 0.15  # of the device's memory: for the system, MLX's cache and what is being copied
@@ -42,17 +44,26 @@ class Footprint:
 
     held: int
     stream: int  # one block's input
-    grads: int  # all gradients
     kinds: tuple[str, ...]  # of the blocks, in order
+    grads: Mapping[str, int]  # by kind: one block's gradients
     visit: Mapping[str, int]  # by kind: what computing and differentiating one block takes beside its input
     kept: Mapping[str, int]  # by kind: what of it stays where the block is not computed again
 
     def need(self, plan: Plan) -> int:
-        """Bytes at the peak of a step: in the tail's backward pass, or in the dearest visit before it."""
-        tail = kept_blocks(plan, len(self.kinds))
-        head, last = self.kinds[: len(self.kinds) - tail], self.kinds[len(self.kinds) - tail :]
+        """Bytes at the peak of a step: in the tail's backward pass, or in a visit before it.
+
+        On the way back inputs are let go while gradients gather, so both are counted visit by visit.
+        """
+        head = len(self.kinds) - kept_blocks(plan, len(self.kinds))
+        last = self.kinds[head:]
+        found = sum(self.grads[kind] for kind in last)
         work = sum(self.kept[kind] for kind in last) + max(self.visit[kind] - self.kept[kind] for kind in last)
-        return self.held + self.grads + len(head) * self.stream + max([work, *(self.visit[kind] for kind in head)])
+        most = head * self.stream + found + work
+        for n in reversed(range(head)):
+            kind = self.kinds[n]
+            most = max(most, (n + 1) * self.stream + found + self.stream + self.visit[kind])  # + its output's gradient
+            found += self.grads[kind]
+        return self.held + most
 
     def plan(self, limit: int) -> Plan:
         """The fastest plan that needs at most `limit` bytes: whole, or as many kept blocks as fit. ValueError if none does."""
@@ -77,7 +88,8 @@ def footprint(chain: Chain, adapters: Arrays, scales: Mapping[str, float], input
     kinds = tuple(block.kind for block in chain.blocks)
     visit = {kind: _visit(walk, kinds.index(kind), h, shared) for kind in set(kinds)}
     kept = {kind: _kept(walk, kinds.index(kind), h, shared) for kind in set(kinds)}
-    return Footprint(held, _nbytes(h), _nbytes(adapters), kinds, visit, kept)
+    grads = {kind: _nbytes(walk.adapters[kinds.index(kind)]) for kind in set(kinds)}
+    return Footprint(held, _nbytes(h), kinds, grads, visit, kept)
 
 
 def _visit(walk: Walk, n: int, h: Tree, shared: Tree) -> int:
@@ -118,6 +130,18 @@ class Meter:
         yield
         sizes = {"active": mx.get_active_memory(), "peak": mx.get_peak_memory(), "cache": mx.get_cache_memory()}
         self.rows.append({"step": self.step, "phase": name, "before": before, **sizes})
+
+    def over(self, items: Iterable[Item], name: str) -> Iterator[Item]:
+        """The same items, the making of each measured as one phase of one step: any stage's `run` can go through it."""
+        each = iter(items)
+        while True:
+            with self.phase(name):
+                item = next(each, each)
+            if item is each:
+                self.rows.pop()  # the end is no item
+                return
+            self.step += 1
+            yield item  # type: ignore[misc]
 
     @property
     def peak(self) -> int:
