@@ -26,6 +26,7 @@ class Control:
     began: float = field(default_factory=time.monotonic)
     done: int = 0
     ending: bool = False
+    waiting: bool = False  # a pause was seen; from then on it has its checkpoint
 
     def __post_init__(self) -> None:
         self.taken(STOP)  # what was meant for an earlier run
@@ -33,6 +34,7 @@ class Control:
     def step(self) -> None:
         """Another step is done: whether the run should end now. Says so, where it is not an interrupt."""
         self.done += 1
+        self.waiting = self.paused
         c = self.ctx.config
         minutes = (time.monotonic() - self.began) / 60
         if self.ctx.stop():
@@ -46,16 +48,16 @@ class Control:
 
     def saves(self) -> bool:
         """Whether a checkpoint is to be kept now: at an end, where one was asked for, and before a pause."""
-        return bool(self.taken(CHECKPOINT)) or self.ending or self.paused
+        return self.taken(CHECKPOINT) or self.ending or self.waiting
 
     @property
     def paused(self) -> bool:
-        """Whether the run should wait."""
+        """Whether the file is there."""
         return (self.ctx.artifacts / PAUSE).exists()
 
     def wait(self) -> None:
         """Return at once, or when the pause is over."""
-        if not self.paused or self.ending:
+        if not self.waiting or self.ending:
             return
         self.ctx.say(f"paused; remove {self.ctx.artifacts / PAUSE} to go on")
         while self.paused and not self.ending:

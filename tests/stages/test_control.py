@@ -1,0 +1,198 @@
+"""Steering a run from outside, and what fits into memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages import control, fit
+from stages.control import Control
+from stages.train import STAGE, course_of
+from stages.tuner import checkpoint
+from tests.stages.runs import BASE, Run, weights
+
+
+@pytest.fixture(scope="module")
+def transformer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return weights(tmp_path_factory.mktemp("weights") / "transformer")
+
+
+@pytest.fixture(scope="module")
+def whole(transformer: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Run(tmp_path_factory.mktemp("whole"), transformer).go()
+
+
+def steered(run: Run, files: dict[int, str]) -> list[str]:
+    """Run on, a file appearing after each of these steps; why the stage ended early, if it did."""
+    context = run.context()
+    reasons: list[str] = []
+    context.pause = reasons.append
+    for batch in STAGE.run(context):
+        for row in batch.to_pylist():
+            run.stored[row["step"], row["split"], row["sample"]] = row
+        if name := files.pop(row["step"], ""):
+            (run.folder / "artifacts" / name).touch()
+    return reasons
+
+
+def steps(run: Run) -> list[int]:
+    return sorted(saved.step for saved in checkpoint.found(run.folder / "artifacts"))
+
+
+def test_the_file_stop_ends_the_run_after_the_step_with_a_checkpoint_and_is_gone(whole, transformer, tmp_path):
+    run = Run(tmp_path, transformer)
+    assert steered(run, {1: "stop"}) == ["stopped by the file `stop`"]
+    assert (steps(run), max(step for step, _, _ in run.stored)) == ([2], 2)
+    assert not (tmp_path / "artifacts" / "stop").exists()
+    run.go()
+    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
+
+
+def test_a_file_stop_left_over_from_before_does_not_end_the_next_run(transformer, tmp_path):
+    run = Run(tmp_path, transformer)
+    run.context()
+    (tmp_path / "artifacts" / "stop").touch()
+    assert steered(run, {}) == []
+    assert steps(run) == [3, 6, 7]
+
+
+def test_the_file_checkpoint_keeps_one_and_changes_nothing_else(whole, transformer, tmp_path):
+    run = Run(tmp_path, transformer)
+    assert steered(run, {1: "checkpoint"}) == []
+    assert steps(run) == [2, 3, 6, 7]
+    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
+
+
+def test_a_pause_lasts_until_the_file_is_gone_and_has_a_checkpoint_before_it(whole, transformer, tmp_path, monkeypatch):
+    run = Run(tmp_path, transformer)
+    waits: list[list[int]] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(steps(run))
+        if len(waits) == 3:
+            (tmp_path / "artifacts" / "pause").unlink()
+
+    monkeypatch.setattr(control.time, "sleep", sleep)
+    assert steered(run, {1: "pause"}) == []
+    assert waits == [[2]] * 3
+    assert [line for line in run.said if line.startswith("paused; remove ")]
+    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
+
+
+def test_a_pause_ends_with_the_file_stop_too(transformer, tmp_path, monkeypatch):
+    run = Run(tmp_path, transformer)
+    monkeypatch.setattr(control.time, "sleep", lambda seconds: (tmp_path / "artifacts" / "stop").touch())
+    assert steered(run, {1: "pause"}) == ["stopped by the file `stop`"]
+    assert steps(run) == [2]
+
+
+def test_training_in_segments_of_steps_ends_as_in_one_go(whole, transformer, tmp_path):
+    run = Run(tmp_path, transformer, replace(BASE, stop_after_steps=2))
+    for segment in (2, 4, 6):
+        assert steered(run, {}) == ["stopped after 2 steps, as [train] stop_after_steps says"]
+        assert max(step for step, _, _ in run.stored) == segment
+    assert steered(run, {}) == []
+    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
+
+
+def test_a_segment_of_minutes_ends_after_the_step_in_which_they_are_over(transformer, tmp_path):
+    context = Run(tmp_path, transformer, replace(BASE, stop_after_minutes=5.0)).context()
+    reasons: list[str] = []
+    context.pause = reasons.append
+    made = Control(context)
+    made.step()
+    assert not made.ending
+    made.began -= 301
+    made.step()
+    assert made.ending
+    assert reasons == ["stopped after 5.0 minutes, as [train] stop_after_minutes says"]
+
+
+# What fits
+
+
+def asked(run: Run, start: Any = None) -> fit.Fit:
+    context = run.context()
+    return fit.choose(context, course_of(context), start)
+
+
+def needs(run: Run, plan: Any, samples: int = 2) -> float:
+    """GB."""
+    context = run.context()
+    return fit.Question(context).estimate(fit.largest(course_of(context)), samples).need(plan) / fit.GB
+
+
+def test_the_plan_is_the_fastest_that_fits_the_budget_and_is_said(transformer, tmp_path):
+    run = Run(tmp_path, transformer)
+    assert asked(run).plan == "whole"
+    whole, blocks = needs(run, "whole"), needs(run, "blocks")
+    assert blocks < whole
+    run.config = replace(BASE, memory_gb=(whole + blocks) / 2)
+    assert asked(run).plan == "blocks"
+    assert run.said[-1].startswith("plan blocks: about ")
+    run.config = replace(BASE, memory=1, memory_gb=whole)
+    assert asked(run).plan == 1
+
+
+def test_what_cannot_fit_is_refused_before_a_weight_is_loaded_with_the_setting_that_would(transformer, tmp_path, monkeypatch):
+    wide = weights(tmp_path / "wide", attention_head_dim=32, axes_dims_rope=(8, 8, 8, 8))
+    run = Run(tmp_path, wide, replace(BASE, memory_gb=needs(Run(tmp_path, wide), "blocks") * 0.95))
+    monkeypatch.setattr("stages.trainer.load", lambda ctx: pytest.fail("weights were loaded"))
+    with pytest.raises(
+        ValueError, match=r"^train: the plan blocks needs about .* GB at 96 x 64 px, .* would need .* GB$"
+    ) as caught:
+        run.go()
+    assert "micro_batch = 1" in str(caught.value)
+    run.config = replace(run.config, batch_size=1, memory_gb=needs(run, "blocks", 1) * 0.95)
+    with pytest.raises(ValueError, match=r"\[train\] base_bits = 8 would need"):
+        run.go()
+    run.config = replace(run.config, memory_gb=1e-6)
+    with pytest.raises(ValueError, match=r"base_bits = 4 would need .*, too much as well; train at a lower resolution"):
+        run.go()
+    run.config = replace(run.config, memory="whole", memory_gb=needs(run, "whole", 1) * 0.99)
+    with pytest.raises(ValueError, match=r'the plan whole needs .* memory = "blocks" would need'):
+        run.go()
+
+
+def test_a_run_keeps_the_plan_that_it_began_with_unless_a_setting_or_memory_says_otherwise(transformer, tmp_path):
+    run = Run(tmp_path, transformer, replace(BASE, memory="blocks")).go(stop_at=2)
+    (start,) = checkpoint.found(tmp_path / "artifacts")
+    run.config = BASE
+    assert asked(run, start).plan == "blocks"
+    assert "went" not in run.said[-1]
+    run.config = replace(BASE, memory="whole")
+    assert asked(run, start).plan == "whole"
+    assert any(line.startswith("the run began with the plan blocks and goes on with whole") for line in run.said)
+
+
+def test_the_plan_of_a_run_changes_no_row_but_for_rounding(whole, transformer, tmp_path):
+    run = Run(tmp_path, transformer, replace(BASE, memory="blocks")).go()
+    for ours, theirs in zip(run.rows, whole.rows, strict=True):
+        assert ours.pop("loss") == pytest.approx(theirs["loss"], rel=1e-4)
+        assert ours.pop("grad_norm") == pytest.approx(theirs["grad_norm"], rel=1e-3)
+        assert ours.items() <= theirs.items()
+
+
+def test_the_micro_batch_follows_memory_between_one_sample_and_the_batch(transformer, tmp_path):
+    assert fit.follow(100, 100, held=10, peak=60, limit=50) == 50
+    assert fit.follow(100, 100, held=10, peak=30, limit=100) == 200
+    assert fit.follow(100, 100, held=10, peak=60, limit=100) == 100
+    assert fit.follow(100, 40, held=10, peak=20, limit=100) == 100, "a small step says nothing about a large one"
+    run = Run(tmp_path, transformer, replace(BASE, micro_batch="auto"))
+    chosen = asked(run)
+    batch = fit.largest(course_of(run.context()))
+    assert chosen.piece == batch.samples * batch.length
+    run.config = replace(BASE, micro_batch="auto", memory_gb=needs(run, "blocks", 1) * 1.001)
+    assert asked(run).piece == batch.length
+
+
+def test_a_run_whose_micro_batch_follows_memory_has_the_same_rows_but_for_rounding(whole, transformer, tmp_path, monkeypatch):
+    sizes = iter([10, 22, 5, 40, 22, 10, 22])
+    monkeypatch.setattr(fit, "follow", lambda *given: next(sizes))
+    run = Run(tmp_path, transformer, replace(BASE, micro_batch="auto")).go()
+    for ours, theirs in zip(run.rows, whole.rows, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    assert any(line.startswith("the micro-batch is now 10 tokens, fewer") for line in run.said)
