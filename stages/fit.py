@@ -83,7 +83,7 @@ class Question:
 
     def weights(self, bits: int | None = None) -> int:
         """Bytes of the base; `bits` in place of what the settings say."""
-        each = [(shape, trainer.bits_of(name.removesuffix(".weight"), self.c, bits)) for name, shape in self.shapes.items()]
+        each = [(shape, trainer.bits_of(name, self.c, bits)) for name, shape in self.shapes.items()]
         return planner.weight_bytes(each, self.dtype.size)
 
     def estimate(self, batch: Batch, samples: int) -> Estimate:

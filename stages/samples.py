@@ -31,6 +31,7 @@ from stages.models.flux2 import Flux2, Linear, image_ids, text_ids
 from stages.models.load import load_autoencoder, load_flux2
 from stages.stage import Stage, StageContext, selects, setting
 from stages.tuner import checkpoint, lora
+from stages.tuner.checkpoint import ADAPTER, EMA
 
 GRID = "grid.png"
 PIXELS = 16  # per image token, along one side
@@ -46,6 +47,7 @@ class SamplesConfig:
     """[samples]: which previews are drawn, and how."""
 
     checkpoints: str | tuple[int, ...] = selects("last", '"last", "all", or a list of steps; a preview takes minutes on a Mac')
+    average: bool = selects(False, "draw by the average of the adapter ([train.ema]) where a checkpoint has one")
     base: bool = selects(True, "also the base without an adapter, to compare with")
     seeds: tuple[int, ...] = selects((0,), "seeds of the starting noise: one preview each per prompt and checkpoint")
     width: int = selects(768, "pixels, a multiple of 16; the larger of the default training resolutions")
@@ -75,11 +77,13 @@ class Drawer:
     adapter_id: str = ""
     step: int = 0
     checkpoint: checkpoint.Checkpoint | None = None
+    file: str = ADAPTER  # of the checkpoint: the adapter, or its average
 
     @property
     def label(self) -> str:
         """Its name over a column of the grid."""
-        return f"step {self.step}" if self.checkpoint else "base"
+        average = ", average" if self.file == EMA else ""
+        return f"step {self.step}{average}" if self.checkpoint else "base"
 
 
 def drawers(context: StageContext) -> list[Drawer]:
@@ -97,8 +101,10 @@ def drawers(context: StageContext) -> list[Drawer]:
         steps = sorted(chosen)
     made = {"": Drawer()} if context.config.base else {}
     for step in steps:
-        digest = found[step].state["files"][checkpoint.ADAPTER]["sha256"]
-        made.setdefault(digest, Drawer(digest, step, found[step]))
+        files = found[step].state["files"]
+        name = EMA if context.config.average and EMA in files else ADAPTER
+        digest = files[name]["sha256"]
+        made.setdefault(digest, Drawer(digest, step, found[step], name))
     return list(made.values())
 
 
@@ -168,7 +174,7 @@ class Drawn:
 def draw(context: StageContext, drawer: Drawer, rows: list[Row], steps: int, bar: Bar) -> list[Drawn]:
     """The latents of these rows; fewer, if the user asks to stop. The transformer lives only in here."""
     model = load_flux2(context.weights("transformer"), context.family, DTYPES[context.config.precision])
-    linear_for = adapted(model, drawer.checkpoint) if drawer.checkpoint else None
+    linear_for = adapted(model, drawer.checkpoint, drawer.file) if drawer.checkpoint else None
     guidance = context.family.guidance if context.config.guidance is None else context.config.guidance
     read = partial(embedding, context)
     negative_BTJ = read(empty_caption(context)) if context.family.real_cfg and guidance > 1 else None
@@ -211,23 +217,22 @@ def velocity_of(
     return velocity
 
 
-def adapted(model: Flux2, source: checkpoint.Checkpoint) -> Callable[[str], Linear]:
+def adapted(model: Flux2, source: checkpoint.Checkpoint, name: str = ADAPTER) -> Callable[[str], Linear]:
     """The Linears of each block with the adapter's share added; ValueError if the adapter is of another transformer."""
-    file = source.folder / checkpoint.ADAPTER
-    if not source.whole(checkpoint.ADAPTER):
+    file = source.folder / name
+    if not source.whole(name):
         raise ValueError(f"{file} is not what was saved there: choose another checkpoint, or train again from one before it")
     arrays, scales = read_adapter(file)
     known = model.linears()
-    for name in scales:
-        shape = (arrays[name + lora.B].shape[0], arrays[name + lora.A].shape[1])
-        if known.get(name) != shape:
-            raise ValueError(f"{file} adapts {name} of shape {shape}; the transformer's is {known.get(name, 'not there')}")
+    for linear in scales:
+        shape = lora.shape_of(lora.of_linear(arrays, linear))
+        if known.get(linear) != shape:
+            raise ValueError(f"{file} adapts {linear} of shape {shape}; the transformer's is {known.get(linear, 'not there')}")
     made: dict[str, Linear] = {}
     for block in model.blocks:
-        mine = {
-            n.removeprefix(block.name + "."): a.astype(model.dtype) for n, a in arrays.items() if n.startswith(block.name + ".")
-        }
-        made[block.name] = lora.linear(mine, {n.removeprefix(block.name + "."): s for n, s in scales.items()})
+        prefix = block.name + "."
+        own = {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
+        made[block.name] = lora.linear(own, {n.removeprefix(prefix): s for n, s in scales.items() if n.startswith(prefix)})
     return made.__getitem__
 
 

@@ -24,6 +24,7 @@ from stages.tuner.backprop import Plan, Walk, loss_and_grads
 from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.initial import initial
 
+OUTSIDE_BITS = 8  # the least of a Linear outside the blocks: those steer every block
 GUIDANCE = 1.0  # what a family with guidance embedded is trained at; every trainer but one does
 
 Arrays = dict[str, mx.array]
@@ -76,15 +77,16 @@ def packing(c: TrainConfig) -> Callable[[str, mx.array], Any] | None:
     if c.base_bits == 16 and not c.base_bits_for:
         return None
     packers = {bits: quantize.packer(bits, lambda name: True) for bits in (16, *quantize.BITS)}
-    return lambda name, weight: packers[bits_of(name.removesuffix(".weight"), c)](name, weight)
+    return lambda name, weight: packers[bits_of(name, c)](name, weight)
 
 
 def bits_of(name: str, c: TrainConfig, otherwise: int | None = None) -> int:
-    """The bits of a Linear's weight, `otherwise` in place of [train] base_bits; what is outside the blocks stays as it is."""
+    """The bits of a tensor, `otherwise` in place of [train] base_bits. Outside the blocks few are packed, and none to 4 bits."""
+    bits = otherwise or c.base_bits
     if "transformer_blocks." not in name:
-        return 16
-    own = (bits for pattern, bits in longest_first(c.base_bits_for).items() if lora.matches(name, pattern))
-    return next(own, otherwise or c.base_bits)
+        return max(bits, OUTSIDE_BITS) if flux2.packs_outside(name) else 16
+    linear = name.removesuffix(".weight")
+    return next((own for pattern, own in longest_first(c.base_bits_for).items() if lora.matches(linear, pattern)), bits)
 
 
 def choose(linears: Mapping[str, tuple[int, int]], c: TrainConfig) -> list[lora.Target]:

@@ -16,7 +16,7 @@ from stages.tuner import lora
 SKIPS = 3  # steps in a row without a finite loss and gradient that end the run
 HEALTH = 10  # the step after which every run must have moved its adapter
 LOOKS = 100  # steps between two looks at the update's size
-RATIOS = (1e-7, 0.1)  # of the update's length to the adapter's: lost in the rounding of float32; the adapter made anew in ten steps
+RATIOS = (1e-7, 0.1)  # of the update's length to the adapter's: lost in float32's rounding; the adapter made anew in ten steps
 
 Row = dict[str, Any]
 

@@ -18,12 +18,14 @@ from schemas.captions import CAPTIONS
 from schemas.embeddings import EMBEDDINGS
 from schemas.samples import SAMPLES
 from schemas.train import TRAIN
+from stages import samples
 from stages.models import sampling, tiny
 from stages.models.families import family
-from stages.models.flux2 import Flux2Config
+from stages.models.flux2 import Flux2, Flux2Config, image_ids, text_ids
+from stages.models.load import load_flux2
 from stages.samples import STAGE, SamplesConfig
 from stages.stage import StageContext
-from stages.tuner import checkpoint, lora
+from stages.tuner import checkpoint, lora, merge
 from tests import harness
 
 TINY = family("tiny")
@@ -296,3 +298,54 @@ def test_a_project_without_preview_prompts_is_told_why_there_are_no_previews(roo
     assert harness.run(STAGE, made).num_rows == 0
     assert len(said) == 1 and "preview_prompts" in said[0]
     assert not (made.artifacts / "grid.png").exists()
+
+
+def kept_in(folder: Path) -> Any:
+    def keep(name: str, write: Any) -> Path:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+        return path
+
+    return keep
+
+
+def test_the_average_draws_where_it_is_asked_for_and_there(root: Path, tmp_path: Path) -> None:
+    (plain,) = [saved for saved in checkpoint.found(root / "train") if saved.step == 10]
+    arrays = plain.arrays(checkpoint.ADAPTER)
+    averaged = {name: value / 2 for name, value in arrays.items()}
+    about = {"rank": "2", "alpha": "4.0"}
+    checkpoint.save(kept_in(tmp_path / "train"), 10, arrays, {}, TRAIN.table([]), about, {}, averaged)
+    checkpoint.save(kept_in(tmp_path / "train"), 20, averaged, {}, TRAIN.table([]), about, {})
+    made = context(root, tmp_path)
+    made.weights = lambda name: tmp_path / "train"
+    labels = {}
+    for average in (False, True):
+        made.config = replace(CONFIG, average=average)
+        labels[average] = [drawer.label for drawer in samples.drawers(made)]
+    assert labels == {False: ["base", "step 10", "step 20"], True: ["base", "step 10, average", "step 20"]}
+
+
+@pytest.mark.parametrize("variant", ["dora", "lokr"])
+def test_every_variant_of_an_adapter_draws_as_the_weights_that_it_merges_into(variant: Any, root: Path, tmp_path: Path) -> None:
+    model = load_flux2(root / "weights" / "transformer", TINY, mx.float32)
+    targets = lora.choose(model.linears(), ["*"], 2, 3.0, variant=variant)
+    draw = np.random.default_rng(3)
+    arrays = {
+        name: value + mx.array(draw.normal(0, 0.05, value.shape).astype(np.float32))
+        for name, value in lora.init(targets, 0, lora.bases_of(model.blocks, targets)).items()
+    }
+    about = {"family": "tiny", **lora.described(targets)}
+    saved = checkpoint.save(kept_in(tmp_path), 10, arrays, {}, TRAIN.table([]), about, {})
+    every = model.top | {f"{block.name}.{name}": weight for block in model.blocks for name, weight in block.weights.items()}
+    merged = Flux2(model.config, dict(merge.merged(every, arrays, lora.scales(targets))))
+    given = (
+        mx.array(draw.normal(size=(1, 4, 128)), mx.float32),
+        image_ids(2, 2),
+        mx.ones((1, 5, 192)),
+        text_ids(5),
+        mx.array([0.5]),
+    )
+    expected = merged(*given)
+    assert mx.abs(model(*given) - expected).max() > 1e-2
+    assert mx.abs(model(*given, linear_for=samples.adapted(model, saved)) - expected).max() < 1e-4

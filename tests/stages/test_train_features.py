@@ -230,9 +230,10 @@ def test_what_the_base_packs_is_what_the_settings_say(transformer, tmp_path):
     assert single + "to_out.weight" not in bits
     assert len(bits) == 12
     assert set(bits.values()) == {4}
-    assert trainer.bits_of("single_transformer_blocks.0.attn.to_out", config) == 16
-    assert trainer.bits_of("single_transformer_blocks.0.attn.to_qkv_mlp_proj", config) == 8
-    assert trainer.bits_of("proj_out", config) == 16
+    assert trainer.bits_of("single_transformer_blocks.0.attn.to_out.weight", config) == 16
+    assert trainer.bits_of("single_transformer_blocks.0.attn.to_qkv_mlp_proj.weight", config) == 8
+    assert trainer.bits_of("proj_out.weight", config) == 16
+    assert trainer.bits_of("single_stream_modulation.linear.weight", config) == 8, "what steers every block"
     with pytest.raises(ValueError, match=r"base_bits_for: 'attn.to_v_' matches no Linear; near it: attn.to_v"):
         trainer.Trainer(Run(tmp_path, transformer, replace(BASE, base_bits_for={"attn.to_v_": 8})).context(), None)
 
