@@ -4,8 +4,16 @@
 PROJECT ?= data/example
 PYTHON ?= python3
 LATENTMILL = .venv/bin/python -m pipeline
-RUN = $(LATENTMILL) run --project "$(PROJECT)" $(foreach value,$(SET),--set $(value))
+RUN = $(LATENTMILL) run
+# Through the environment, and by other names, so that spaces, quotes and dollars reach the command as they were typed.
+export LATENTMILL_PROJECT := $(value PROJECT)
+export LATENTMILL_SET := $(value SET)
+export LATENTMILL_SQL := $(value SQL)
+export LATENTMILL_WHAT := $(value WHAT)
+unexport PROJECT SET SQL WHAT
 
+# One stage at a time, also under `make -j`: never two models in memory.
+.NOTPARALLEL:
 .PHONY: images captions ingest buckets latents embeddings train samples status query follow export test check format bench clean dictionary
 .DEFAULT_GOAL := train
 
@@ -38,26 +46,24 @@ samples: train
 # Looking
 
 status: .venv/ready
-	@$(LATENTMILL) status --project "$(PROJECT)"
+	@$(LATENTMILL) status
 
-query: export SQL := $(value SQL)
 query: .venv/ready
-	@$(LATENTMILL) query --project "$(PROJECT)"
+	@$(LATENTMILL) query
 
-follow: export WHAT := $(value WHAT)
 follow: .venv/ready
-	@$(LATENTMILL) follow --project "$(PROJECT)"
+	@$(LATENTMILL) follow
 
 export: .venv/ready
-	@$(LATENTMILL) export --project "$(PROJECT)"
+	@$(LATENTMILL) export
 
 clean: .venv/ready
-	@$(LATENTMILL) clean --project "$(PROJECT)"
+	@$(LATENTMILL) clean
 
 # Development
 
 test: .venv/test
-	.venv/bin/python -m pytest
+	env -u LATENTMILL_PROJECT -u LATENTMILL_SET -u LATENTMILL_SQL -u LATENTMILL_WHAT .venv/bin/python -m pytest
 
 check: .venv/check
 	.venv/bin/ruff check .

@@ -6,8 +6,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from pipeline.disk import TEMPORARY, size_of
 from pipeline.lock import Lock
 from pipeline.project import Project
+from pipeline.store import TableFolder
 from pipeline.terminal import spell_bytes
 
 RESULTS = ("train", "samples")  # made by hours of work, and what a user came for
@@ -15,9 +17,10 @@ RESULTS = ("train", "samples")  # made by hours of work, and what a user came fo
 
 def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
     """Free disk; a line for each thing that went (or, with `dry_run`, would go). ValueError while a stage is running."""
-    for lock in (project.path / "tables").glob("*/*/lock"):
-        with Lock(lock):  # readers hold no lock, but every stage that reads also writes
-            pass
+    if not dry_run:
+        for lock in (project.path / "tables").glob("*/*/lock"):
+            with Lock(lock):  # readers hold no lock, but every stage that reads also writes
+                pass
     freed = 0
     for noun in project.nouns:
         try:
@@ -25,19 +28,21 @@ def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
         except ValueError as error:
             yield f"{noun}: left alone, since its recipe is unknown: {error}"
             continue
-        if noun in RESULTS and not runs:
-            continue
-        for folder in others(current.folder):
-            size = bytes_of(folder)
-            freed += size
-            yield f"{noun}: {folder.name}, another configuration, {spell_bytes(size)}"
-            if not dry_run:
-                shutil.rmtree(folder)
-        if noun not in RESULTS and current.exists and current.usage()["dead"]:
+        strange = others(current.folder)
+        if strange and not current.exists:
+            # A mistake in project.toml makes every table another configuration's; and a run that nothing follows is the last.
+            yield f"{noun}: {spelled(strange)} left alone, since the present one has no table yet"
+        elif strange and noun in RESULTS and not runs:
+            yield f"{noun}: {spelled(strange)} left alone; --runs deletes what they trained and drew"
+        else:
+            for folder in strange:
+                freed += size_of(folder)
+                yield f"{noun}: {folder.name}, another configuration, {spell_bytes(size_of(folder))}"
+                if not dry_run:
+                    remove(folder)
+        if (noun not in RESULTS or runs) and current.exists and current.usage()["dead"]:
             yield f"{noun}: {current.usage()['dead']} rows that nothing names any more"
-            if not dry_run:
-                with current.writer(project.recipe(noun)) as writer:
-                    freed += writer.collect()
+            freed += current.reclaimable() if dry_run else collected(current, project.recipe(noun))
     yield f"{'would free' if dry_run else 'freed'} {spell_bytes(freed)}"
 
 
@@ -48,6 +53,22 @@ def others(current: Path) -> list[Path]:
     return sorted(p for p in current.parent.iterdir() if p.is_dir() and p.name != current.name)
 
 
-def bytes_of(folder: Path) -> int:
-    """All files below a folder, bytes."""
-    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+def spelled(folders: list[Path]) -> str:
+    """How many other configurations there are, and their size."""
+    count = f"{len(folders)} other configuration{'s' if len(folders) > 1 else ''}"
+    return f"{count} ({spell_bytes(sum(map(size_of, folders)))})"
+
+
+def remove(folder: Path) -> None:
+    """Delete a table: out of every reader's sight first, so that a kill leaves no half of one."""
+    with Lock(folder / "lock"):
+        gone = folder if folder.name.startswith(TEMPORARY) else folder.with_name(f"{TEMPORARY}{folder.name}")
+        (folder / "manifest.json").unlink(missing_ok=True)
+        folder.rename(gone)
+    shutil.rmtree(gone)
+
+
+def collected(table: TableFolder, recipe: dict[str, object]) -> int:
+    """Forget the rows of one table that nobody wants; the bytes that this freed."""
+    with table.writer(recipe) as writer:
+        return writer.collect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -16,8 +17,16 @@ if TYPE_CHECKING:
 
 STOPPED = 130  # the shell's code for Ctrl-C
 
-PROJECT = click.option("--project", "-p", "path", default=".", show_default="this folder", help="The project's folder.")
-SET = click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a setting; may be repeated.")
+PROJECT = click.option(
+    "--project", "-p", "path", default=".", envvar="LATENTMILL_PROJECT", show_default="this folder", help="The project's folder."
+)
+SET = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Override a setting; may be repeated.",
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -69,10 +78,11 @@ def status(path: str, overrides: tuple[str, ...]) -> None:
 
 
 @cli.command()
-@click.argument("sql", required=False, envvar="SQL")
+@click.argument("sql", required=False, envvar="LATENTMILL_SQL")
 @click.option("--format", "style", type=click.Choice(["table", "csv", "json"]), default="table", show_default=True)
 @PROJECT
-def query(sql: str | None, style: str, path: str) -> None:
+@SET
+def query(sql: str | None, style: str, path: str, overrides: tuple[str, ...]) -> None:
     """Ask the tables a question in SQL (DuckDB); each bears its noun: images, captions, ..., samples."""
     from pipeline.query import run_query
 
@@ -80,13 +90,14 @@ def query(sql: str | None, style: str, path: str) -> None:
         raise ValueError(
             """no SQL given; for instance: latentmill query "select rejected, count(*) from images group by all" """.strip()
         )
-    click.echo(run_query(open_project(path), sql, style))
+    click.echo(run_query(open_project(path, overrides), sql, style))
 
 
 @cli.command()
-@click.argument("what", required=False, envvar="WHAT")
+@click.argument("what", required=False, envvar="LATENTMILL_WHAT")
 @PROJECT
-def follow(what: str | None, path: str) -> None:
+@SET
+def follow(what: str | None, path: str, overrides: tuple[str, ...]) -> None:
     """Follow one image through every table. WHAT: a path, an image_id, or part of a caption."""
     from pipeline.follow import follow as through
 
@@ -94,7 +105,7 @@ def follow(what: str | None, path: str) -> None:
         raise ValueError(
             "follow what? A path, the start of an image_id, or part of a caption; with make: make follow WHAT=cat.jpg"
         )
-    for line in through(open_project(path), what):
+    for line in through(open_project(path, overrides), what):
         click.echo(line)
 
 
@@ -106,25 +117,27 @@ def follow(what: str | None, path: str) -> None:
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="bfloat16", show_default=True)
 @click.option("--step", type=int, help="A checkpoint's step; without it, the end of the run.")
 @PROJECT
-def export(out: Path | None, style: str, dtype: str, step: int | None, path: str) -> None:
+@SET
+def export(out: Path | None, style: str, dtype: str, step: int | None, path: str, overrides: tuple[str, ...]) -> None:
     """Write the trained adapter to OUT in a form that other programs load."""
     from pipeline.export import export_run
 
     def say(line: str) -> None:
         click.echo(line, err=True)
 
-    click.echo(f"wrote {export_run(open_project(path), out, style, dtype=dtype, step=step, say=say)}")
+    click.echo(f"wrote {export_run(open_project(path, overrides), out, style, dtype=dtype, step=step, say=say)}")
 
 
 @cli.command()
 @click.option("--runs", is_flag=True, help="Also delete the training runs and samples of other configurations.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @PROJECT
-def clean(runs: bool, dry_run: bool, path: str) -> None:
+@SET
+def clean(runs: bool, dry_run: bool, path: str, overrides: tuple[str, ...]) -> None:
     """Delete what no present row names: old rows, and tables of other configurations. Trained adapters stay."""
     from pipeline.clean import clean as sweep
 
-    for line in sweep(open_project(path), runs=runs, dry_run=dry_run):
+    for line in sweep(open_project(path, overrides), runs=runs, dry_run=dry_run):
         click.echo(line)
 
 
@@ -141,7 +154,12 @@ def open_project(path: str, overrides: tuple[str, ...] = (), *, fetch: bool = Fa
     """The project in that folder. `fetch`: weights may be downloaded."""
     from pipeline.project import Project
 
-    return Project.open(path, overrides, fetch=fetch)
+    return Project.open(path, overrides or split_overrides(os.environ.get("LATENTMILL_SET", "")), fetch=fetch)
+
+
+def split_overrides(text: str) -> tuple[str, ...]:
+    """What `make SET=...` hands on: each override begins at a section.key=, so that values may hold spaces, as [64, 96] does."""
+    return tuple(re.split(r"\s+(?=[A-Za-z_]\w*(?:\.\w+)+\s*=)", text.strip())) if text.strip() else ()
 
 
 def summary(outcome: Any) -> str:
@@ -198,9 +216,16 @@ def guarded(command: Callable[[], Any]) -> int:
             raise
         click.echo(f"error: {one_line(error)}", err=True)
         return 2
+    except RuntimeError as error:  # MLX's way to say that the memory is gone; any other is a mistake of ours
+        if os.environ.get("LATENTMILL_TRACEBACK") or not re.search(r"alloc|out of memory", str(error), re.IGNORECASE):
+            raise
+        click.echo(f"error: not enough memory: {one_line(error)}; smaller batches or resolutions need less", err=True)
+        return 2
     return code if isinstance(code, int) else 0
 
 
 def one_line(error: BaseException) -> str:
     """An error's text without line breaks; its kind where it has no text."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror.lower()}"
     return " ".join(str(error).split()) or type(error).__name__

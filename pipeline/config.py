@@ -29,6 +29,10 @@ class ProjectConfig:
     pipeline: str = selects("lora", "which chain of stages")
     commit_seconds: float = runtime(30.0, "rows are committed this often, seconds: what a kill can cost")
 
+    def __post_init__(self) -> None:
+        if not self.commit_seconds >= 0:
+            raise ValueError(f"commit_seconds: {self.commit_seconds} is wrong; 0 (after every batch) or more is wanted")
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -41,14 +45,19 @@ class Config:
 def load(file: Path, overrides: Iterable[str] = ()) -> Config:
     """Read a project file, then apply `section.key=value` overrides. ValueError in one line for a user's mistake."""
     try:
-        raw = tomllib.loads(file.read_text(encoding="utf-8"))
+        raw = tomllib.loads(file.read_text(encoding="utf-8-sig"))  # some editors put a mark before the text
     except FileNotFoundError:
         raise ValueError(f"{file.parent}: no {FILE} here; `latentmill init FOLDER --images IMAGES` makes one") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: not valid TOML: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     for text in overrides:
         _override(raw, text)
-    name = raw.get("project", {}).get("pipeline", ProjectConfig.pipeline)
+    head = raw.get("project")
+    name = head.get("pipeline") if isinstance(head, dict) else None
+    if not isinstance(name, str):
+        name = ProjectConfig.pipeline  # another type is refused below, with all others
     if name not in stages.PIPELINES:
         raise ValueError(f"{file.name} [project] pipeline: {name!r} is not a pipeline{near(name, stages.PIPELINES)}")
     nouns = stages.PIPELINES[name]
@@ -73,7 +82,8 @@ def section(kind: type, raw: Any, where: str) -> Any:
     try:
         return kind(**values)
     except ValueError as error:
-        raise ValueError(f"{where} {error}") from None
+        section = where.rpartition("[")[2].rstrip("]")
+        raise ValueError(f"{where} {str(error).removeprefix(section + '.')}") from None
 
 
 def value_of(kind: Any, value: Any, where: str) -> Any:

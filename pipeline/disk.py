@@ -21,6 +21,13 @@ class DiskError(ValueError):
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
+def from_home(path: str | Path) -> Path:
+    """A path in which ~ may stand for a home folder; of a user whom nobody knows, as it is."""
+    with suppress(RuntimeError):
+        return Path(path).expanduser()
+    return Path(path)
+
+
 def sync(path: Path) -> None:
     """Wait until a file's bytes, or a folder's names, are on the disk itself."""
     handle = os.open(path, os.O_RDONLY)

@@ -109,7 +109,8 @@ class FileHashes:
         if self.known[kind].get(name) == value:
             return
         self.known[kind][name] = value
-        self.file.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.file.with_name(f".tmp-{os.getpid()}-{self.file.name}")
-        temporary.write_text(json.dumps(self.known, indent=1))
-        temporary.replace(self.file)
+        with contextlib.suppress(OSError):  # a folder that may only be read: the files are hashed again the next time
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(self.known, indent=1))
+            temporary.replace(self.file)

@@ -9,9 +9,14 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from pipeline.disk import from_home
 from stages.models.families import FOLDERS, Family
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class Absent(ValueError):  # noqa: N818  (no mistake: the first stage that needs them brings them)
+    """Weights that are not here yet and will come by themselves."""
 
 
 def resolve(spec: str, project: Path, family: Family, components: Iterable[str] = tuple(FOLDERS), *, fetch: bool = True) -> Path:
@@ -26,7 +31,7 @@ def resolve(spec: str, project: Path, family: Family, components: Iterable[str] 
     hub = spec or family.hub
     if not hub:
         raise ValueError(f"no weights are published for {family.name}: set weights to a folder")
-    folder = project / Path(hub).expanduser()
+    folder = project / from_home(hub)
     if spec and folder.is_dir():
         return folder
     if not HUB_ID.fullmatch(hub):
@@ -40,7 +45,7 @@ def _made(folder: Path, seed: int, make: bool) -> Path:
     if folder.is_dir():
         return folder
     if not make:
-        raise ValueError(f"{folder} is not made yet; a stage that needs it makes it")
+        raise Absent(f"{folder} is not made yet; a stage that needs it makes it")
     from stages.models import tiny
 
     temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
@@ -72,13 +77,13 @@ def _snapshot(hub: str, components: list[str], family: Family, fetch: bool) -> P
         if not _lacking(cached, folders):
             return cached
     if not fetch:
-        raise ValueError(f"{', '.join(folders)} of {hub} is not fetched yet; a stage that needs it fetches it")
+        raise Absent(f"{', '.join(folders)} of {hub} is not fetched yet; a stage that needs it fetches it")
     try:
         copy = Path(snapshot_download(hub, allow_patterns=patterns))
     except (errors.HTTPError, OSError, ValueError) as error:
-        raise ValueError(_remedy(hub, folders, family, error)) from None
+        raise ValueError(_remedy(hub, family, error)) from None
     if lacking := _lacking(copy, folders):  # what the cache has is returned when the network fails, too
-        raise ValueError(f"{hub} gave no {', '.join(lacking)}: {_by_hand(hub, folders)}")
+        raise ValueError(f"{hub} gave no {', '.join(lacking)}: {_by_hand(hub)}")
     return copy
 
 
@@ -86,15 +91,15 @@ def _lacking(copy: Path, folders: list[str]) -> list[str]:
     return [f"{name}/" for name in folders if not (copy / name).is_dir()]
 
 
-def _by_hand(hub: str, folders: list[str]) -> str:
-    what = " ".join(f"--include '{name}/*'" for name in folders)
+def _by_hand(hub: str) -> str:
+    what = " ".join(f"--include '{name}/*'" for name in FOLDERS.values())  # a folder that is given serves every stage
     return (
         f"where there is a network, run `hf download {hub} {what} --local-dir FOLDER`, "
         'then set weights = "FOLDER" in project.toml'
     )
 
 
-def _remedy(hub: str, folders: list[str], family: Family, error: Exception) -> str:
+def _remedy(hub: str, family: Family, error: Exception) -> str:
     """What went wrong and what the user can do about it, in one line."""
     from huggingface_hub import constants, errors
 
@@ -105,7 +110,7 @@ def _remedy(hub: str, folders: list[str], family: Family, error: Exception) -> s
         return f"the hub has no {hub}, or it is private: check weights in project.toml, or give a folder that exists"
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
         return f"{hub} could not be written to {constants.HF_HUB_CACHE}: {error.strerror}"
-    return f"{hub} cannot be reached: {_by_hand(hub, folders)}"
+    return f"{hub} cannot be reached: {_by_hand(hub)}"
 
 
 def _status(error: Exception) -> int:

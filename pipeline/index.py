@@ -51,6 +51,13 @@ class Index:
                 raise
             raise Damaged(f"{self.path} cannot be read at version {version}: {first_line(error)}") from error
 
+    def newest(self) -> pa.Table:
+        """The rows of the newest version that can be read, whoever wrote it; none if there is no such. Nothing is changed."""
+        for version in sorted(self._manifests(), reverse=True):
+            with suppress(Damaged):  # or cleaned away just now
+                return self.read(version)
+        return self.schema.empty_table()
+
     def recover(self) -> tuple[int, pa.Table]:
         """The newest version that can be read, and its rows; 0 and none if there is no such. What is newer is deleted."""
         for version, path in sorted(self._manifests().items(), reverse=True):

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 from pipeline import config
+from pipeline.disk import from_home
+from pipeline.project import spelled
 from stages.models.families import family as family_record
 
 TEMPLATE = """\
@@ -39,14 +41,16 @@ checkpoints = "all"
 def new_project(folder: Path, images: Path, family: str, weights: str, trigger: str) -> list[str]:
     """Write FOLDER/project.toml. Returns lines for the user. ValueError if something is in the way or missing."""
     record = family_record(family)
+    folder, images = from_home(folder), from_home(images)
     file = folder / config.FILE
     if file.exists():
         raise ValueError(f"{file}: exists already; edit it, or choose another folder")
     if not images.is_dir():
         raise ValueError(f"{images}: no such folder of images")
+    local = from_home(weights)
     values = {
         "family": record.name,
-        "weights": weights,
+        "weights": relative(local, folder) if weights and local.is_dir() else weights,
         "images": relative(images, folder),
         "trigger": trigger,
         "template": "{trigger}, {caption}" if trigger else "{caption}",
@@ -55,14 +59,18 @@ def new_project(folder: Path, images: Path, family: str, weights: str, trigger: 
     text = TEMPLATE.format(**{k: quoted(v) for k, v in values.items()}, hub=record.hub or "made by the project", preview=preview)
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
-    config.load(file)
-    return [f"wrote {file}; look it over, then:", f"  make train PROJECT={folder}"]
+    try:
+        config.load(file)
+    except ValueError:
+        file.unlink()  # or the next try would find it in the way
+        raise
+    return [f"wrote {file}; look it over, then:", f"  make train PROJECT={spelled(folder)}"]
 
 
-def relative(images: Path, folder: Path) -> str:
-    """The images' path as the project names it: relative within the project or beside it, so that they can move together."""
-    found = Path(os.path.relpath(images.resolve(), folder.resolve()))
-    return str(images.resolve()) if found.parts[:2] == ("..", "..") else found.as_posix()
+def relative(path: Path, folder: Path) -> str:
+    """A path as the project names it: relative within the project or beside it, so that they can move together."""
+    found = Path(os.path.relpath(path.resolve(), folder.resolve()))
+    return str(path.resolve()) if found.parts[:2] == ("..", "..") else found.as_posix()
 
 
 def quoted(text: str) -> str:

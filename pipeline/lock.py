@@ -51,6 +51,26 @@ def holder(path: Path) -> str:
         return "another process"  # it has the lock and has not yet written who it is
 
 
+def held(path: Path) -> str:
+    """Who holds the lock now, in words; empty if nobody does."""
+    try:
+        who = json.loads(path.read_text())
+        if who["host"] == platform.node():
+            os.kill(who["pid"], 0)  # who is gone holds nothing; to try the lock could get in a new writer's way
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except PermissionError:
+        return holder(path)  # a process of another user
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return holder(path)
+    finally:
+        os.close(handle)
+    return ""
+
+
 def _ourselves() -> dict[str, str | int]:
     program = Path(sys.argv[0] or "python")
     name = program.parent.name if program.name == "__main__.py" else program.name

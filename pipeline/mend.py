@@ -33,13 +33,7 @@ def repacked(rows: pa.Table, parts: Path, schema: TableSchema, part_bytes: int) 
 
     While a run is unfinished a key may have two rows, and moving the older would make it the newer: then nothing moves.
     """
-    used = _sums(rows)
-    settled = not rows["live"].null_count
-    doomed = []
-    for path in sorted(parts.glob("*.arrow")):
-        sparse = settled and path.name in used and 2 * used[path.name] < path.stat().st_size
-        if path.name not in used or (sparse and 2 * used[path.name] < pc.sum(read_index(path, schema)["nbytes"]).as_py()):
-            doomed.append(path)
+    doomed = _doomed(rows, parts, schema)
     moving = rows.filter(_of_parts(rows, {path.name for path in doomed}, True))
     if not moving.num_rows:
         return rows, doomed
@@ -50,6 +44,24 @@ def repacked(rows: pa.Table, parts: Path, schema: TableSchema, part_bytes: int) 
         found = write_part(parts, next_number(parts), tensors, schema)
         moved.append(found.append_column(LIVE, pa.array([live[name] for name in found[key].to_pylist()], pa.bool_())))
     return pa.concat_tables(moved).sort_by(key), doomed
+
+
+def spare(rows: pa.Table, parts: Path, schema: TableSchema) -> int:
+    """How many bytes `repacked` would free: those of the parts that go, less the tensors that move out of them."""
+    doomed, used = _doomed(rows, parts, schema), _sums(rows)
+    return sum(path.stat().st_size - used.get(path.name, 0) for path in doomed)
+
+
+def _doomed(rows: pa.Table, parts: Path, schema: TableSchema) -> list[Path]:
+    """Parts of which no row is named, or less than half of their bytes."""
+    used = _sums(rows)
+    settled = not rows["live"].null_count
+    doomed = []
+    for path in sorted(parts.glob("*.arrow")):
+        sparse = settled and path.name in used and 2 * used[path.name] < path.stat().st_size
+        if path.name not in used or (sparse and 2 * used[path.name] < pc.sum(read_index(path, schema)["nbytes"]).as_py()):
+            doomed.append(path)
+    return doomed
 
 
 def _newer(rows: pa.Table, strange: list[Path], schema: TableSchema) -> Iterator[pa.Table]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pyarrow as pa
 import stages
 from pipeline import config as configuration
 from pipeline import fingerprint
+from pipeline.disk import from_home
 from pipeline.store import TableFolder
 from schemas.table import TableSchema
 from stages.models.families import Family, family
@@ -21,6 +23,9 @@ RECORD = {
     "text_encoder": ("text_kind", "text_layers", "text_tokens"),
     "transformer": ("guidance_embedded",),
 }
+
+
+CHECKOUT = Path(__file__).parents[1]  # where make runs
 
 
 class NotBuilt(ValueError):  # noqa: N818  (a state that the user can mend, said in one line)
@@ -43,9 +48,10 @@ class Project:
     @classmethod
     def open(cls, path: str | Path, overrides: Iterable[str] = (), *, fetch: bool = False) -> Project:
         """The project in that folder. ValueError in one line if it is none or its configuration is wrong."""
-        folder = Path(path).expanduser()
+        folder = from_home(path)
         if not folder.is_dir():
-            raise ValueError(f"{folder}: no such folder; `latentmill init {folder} --images IMAGES` makes a project")
+            what = "is a file, not a project's folder" if folder.exists() else "no such folder"
+            raise ValueError(f"{folder}: {what}; `latentmill init FOLDER --images IMAGES` makes a project")
         return cls(folder, configuration.load(folder / configuration.FILE, overrides), fetch=fetch)
 
     @property
@@ -56,7 +62,7 @@ class Project:
     @property
     def source(self) -> Path:
         """The image folder; never written."""
-        return self.path / Path(self.config.sections["images"].folder).expanduser()
+        return self.path / from_home(self.config.sections["images"].folder)
 
     def stage(self, noun: str) -> Stage:
         """The stage of that noun."""
@@ -123,8 +129,8 @@ class Project:
         found = self.current(schema.name)
         if not found.exists:
             raise NotBuilt(
-                f"{reader} needs the table {schema.name}, which is not built for this configuration; run: make {schema.name} "
-                f"PROJECT={self.path}"
+                f"{reader} needs the table {schema.name}, which is not built for this configuration; "
+                f"run: make {schema.name} PROJECT={spelled(self.path)}"
             )
         return found
 
@@ -163,3 +169,9 @@ class Project:
             return self.built(stages.find(name).writes, stage.name).folder / "artifacts"
         assert name in stage.loads, f"{stage.name} does not say that it loads {name}"
         return self.component(name)
+
+
+def spelled(folder: Path) -> str:
+    """A project's folder as a command line in the checkout has it, whatever characters it holds."""
+    same = folder.is_absolute() or (CHECKOUT / folder).resolve() == folder.resolve()
+    return shlex.quote(str(folder if same else folder.resolve()))

@@ -78,7 +78,7 @@ def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConne
     catalog = connection or duckdb.connect(config={"autoinstall_known_extensions": "false"})  # offline: a typo fetches nothing
     for noun in opened.nouns:
         folder = opened.folder(noun)
-        catalog.register(noun, folder.rows() if folder.exists else opened.stage(noun).writes.stored.empty_table())
+        catalog.register(noun, folder.rows() if folder.fits else opened.stage(noun).writes.stored.empty_table())
     catalog.register("tables", _tables(opened))
     catalog.register("columns", _columns(opened))
     catalog.execute(BF16)
@@ -136,9 +136,10 @@ def _tables(project: Project) -> pa.Table:
     rows = []
     for noun in project.nouns:
         folder = project.folder(noun)
-        usage = folder.usage() if folder.exists else {"rows": 0, "dead": 0, "bytes": 0}
-        recipe, doc = folder.folder.name if folder.exists else None, project.stage(noun).writes.doc
-        rows.append((noun, folder.exists, recipe, usage["rows"], usage["dead"], usage["bytes"], str(folder.folder), doc))
+        built = folder.fits
+        usage = folder.usage() if built else {"rows": 0, "dead": 0, "bytes": 0}
+        recipe, doc = folder.folder.name if built else None, project.stage(noun).writes.doc
+        rows.append((noun, built, recipe, usage["rows"], usage["dead"], usage["bytes"], str(folder.folder), doc))
     names = ("noun", "built", "recipe", "rows", "dead", "bytes", "folder", "doc")
     kinds = (pa.string(), pa.bool_(), pa.string(), pa.int64(), pa.int64(), pa.int64(), pa.string(), pa.string())
     return _arrow(rows, names, kinds)
@@ -168,7 +169,9 @@ def _clear(error: Exception, sql: str, catalog: duckdb.DuckDBPyConnection) -> st
         nouns = [str(noun) for (noun,) in catalog.execute("select noun from tables").fetchall()]
         return f"{said} There are {', '.join([*nouns, 'tables', 'columns', 'unused'])}."
     if re.search(r"column.*(not found|does not exist|FROM clause)|not have a column", said, re.IGNORECASE):
-        for noun, names in catalog.execute("select noun, string_agg(name, ', ') from columns group by noun order by noun").fetchall():
+        for noun, names in catalog.execute(
+            "select noun, string_agg(name, ', ') from columns group by noun order by noun"
+        ).fetchall():
             if re.search(rf"\b{noun}\b", sql, re.IGNORECASE):
                 said += f" {noun} has {names}."
     return said

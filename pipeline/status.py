@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeline.fingerprint import short
+from pipeline.hub import Absent
+from pipeline.lock import held
 from pipeline.project import NotBuilt, Project
-from pipeline.store import missing
+from pipeline.rows import missing
 from pipeline.terminal import spell_bytes
 
 
@@ -18,56 +20,88 @@ class TableState:
     recipe: str = "-"
     rows: int = 0
     missing: int | None = None
+    unseen: int = 0  # wanted rows that are there, but that no finished run has shown to readers
+    begun: bool = False  # a run has committed rows and did not finish
     surplus: int = 0
     dead: int = 0
     nbytes: int = 0
     peak: int = 0
+    writer: str = ""
     note: str = ""
+    behind: list[str] = field(default_factory=list)  # tables that it reads and that are not up to date
 
 
 def state(project: Project, noun: str) -> TableState:
     """Ask one table, without weights and without writing."""
     found = TableState(noun)
     try:
-        found.recipe = short(project.recipe(noun))
-        folder = project.current(noun)
-        stored = folder.rows() if folder.exists else None
-        stage = project.stage(noun)
-        context = project.context(
-            stage, artifacts=folder.folder / "artifacts", **({"stored": stored} if stored is not None else {})
-        )
-        wanted = stage.wants(context)
-        found.missing = missing(wanted, context.stored).num_rows
-        found.surplus = missing(context.stored.select(wanted.column_names), wanted).num_rows
-        usage = folder.usage()
-        found.rows, found.dead, found.nbytes = usage["rows"], usage["dead"], usage["bytes"]
-        found.peak = folder.manifest().get("facts", {}).get("run", {}).get("peak_rss", 0) if folder.exists else 0
+        _ask(project, found)
     except NotBuilt as error:
         found.note = f"waits: {str(error).split(',')[0]}"
+    except Absent:
+        found.note = f"not built; its weights come with it: make {noun}"
     except ValueError as error:
         found.note = str(error)
     return found
 
 
+def _ask(project: Project, found: TableState) -> None:
+    stage = project.stage(found.noun)
+    found.recipe = short(project.recipe(found.noun))
+    folder = project.current(found.noun)
+    found.writer = held(folder.folder / "lock")
+    usage = folder.usage()
+    found.rows, found.dead, found.nbytes = usage["rows"], usage["dead"], usage["bytes"]
+    committed = folder.committed()
+    found.begun = bool(committed["live"].null_count)
+    stored = committed.select(folder.schema.stored.names).cast(folder.schema.stored)
+    shown = folder.rows() if folder.exists else stored.slice(0, 0)
+    wanted = stage.wants(project.context(stage, artifacts=folder.folder / "artifacts", stored=stored))
+    found.missing = missing(wanted, stored).num_rows
+    found.unseen = missing(wanted, shown).num_rows - found.missing
+    found.surplus = missing(shown.select(wanted.column_names), wanted).num_rows
+    if folder.exists:
+        found.peak = folder.manifest().get("facts", {}).get("run", {}).get("peak_rss", 0)
+
+
 def describe(found: TableState) -> str:
     """The state in words."""
+    if found.writer:
+        so_far = f"{found.unseen} of {found.unseen + (found.missing or 0)} rows are there; " if found.begun else ""
+        return f"{so_far}being written by {found.writer}"
     if found.note:
         return found.note
-    if not found.missing and not found.surplus:
-        return "up to date"
-    parts = [f"{found.missing} rows missing"] if found.missing else []
-    parts += [f"{found.surplus} rows no longer wanted"] if found.surplus else []
-    return f"{', '.join(parts)}: make {found.noun}"
+    if found.missing or found.unseen or found.surplus:
+        return f"{', '.join(_parts(found))}: make {found.noun}"
+    return (
+        f"up to date, but {' and '.join(found.behind)} {'is' if len(found.behind) == 1 else 'are'} not"
+        if found.behind
+        else "up to date"
+    )
+
+
+def _parts(found: TableState) -> list[str]:
+    missed = found.missing or 0
+    if found.begun:
+        parts = [f"interrupted: {found.unseen} of {found.unseen + missed} rows are there"]
+    else:
+        parts = [f"{missed} rows missing"] if missed else []
+        parts += [f"{found.unseen} rows wanted again"] if found.unseen else []
+    return [*parts, *([f"{found.surplus} rows no longer wanted"] if found.surplus else [])]
 
 
 def render(project: Project) -> str:
     """The table of tables, one line each."""
     head = ("table", "recipe", "rows", "dead", "bytes", "peak memory", "state")
     lines = [head]
+    stale: dict[str, bool] = {}
     for noun in project.nouns:
         found = state(project, noun)
+        found.behind = [read.name for read in project.stage(noun).reads if stale[read.name]]
+        said = describe(found)
+        stale[noun] = said != "up to date"
         peak = spell_bytes(found.peak) if found.peak else "-"
-        lines.append((noun, found.recipe, str(found.rows), str(found.dead), spell_bytes(found.nbytes), peak, describe(found)))
+        lines.append((noun, found.recipe, str(found.rows), str(found.dead), spell_bytes(found.nbytes), peak, said))
     widths = [max(len(line[i]) for line in lines) for i in range(len(head) - 1)]
     body = ["  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[-1]]) for line in lines]
     return "\n".join([f"{project.name}: family {project.family.name}, {project.path}", *body])

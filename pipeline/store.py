@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.disk import size_of
 from pipeline.index import LIVE, Damaged, Index
+from pipeline.mend import spare
 from pipeline.parts import PART_BYTES, PartReader
-from pipeline.rows import missing
+from pipeline.rows import missing, newest
 from pipeline.writer import FLUSH_SECONDS, Writer
 from schemas.table import TableSchema
 
@@ -48,6 +50,14 @@ class TableFolder:
             return False
         return True
 
+    @property
+    def fits(self) -> bool:
+        """Whether the table is there and has the columns of today: an earlier version may have written others."""
+        if not self.exists:
+            return False
+        columns = self.manifest().get("recipe", {}).get("columns")
+        return columns is None or columns == {field.name: str(field.type) for field in self.schema.batch}
+
     def manifest(self) -> dict[str, Any]:
         """What the last finished run left: recipe, counts, the Lance version to read, facts. ValueError if there is none."""
         path = self.folder / "manifest.json"
@@ -71,6 +81,17 @@ class TableFolder:
                 return self.rows()
             raise ValueError(f"{error}; run the stage again") from error
         return rows.filter(rows["live"]).select(self.schema.stored.names).cast(self.schema.stored)
+
+    def committed(self) -> pa.Table:
+        """Every committed row with its column `live`, the newest of each key: of a run in progress or killed, too."""
+        return newest(self.index.newest(), self.schema.key)
+
+    def reclaimable(self) -> int:
+        """About how many bytes `Writer.collect` would free."""
+        rows = self.index.newest()
+        if not self.exists or not self.schema.tensor or not rows.num_rows:
+            return 0
+        return spare(rows.filter(pc.fill_null(rows["live"], True)), self.parts, self.schema)
 
     def tensors(self) -> PartReader:
         """The tensors of `rows()`. ValueError if a part is missing or too short."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from types import TracebackType
 
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+WAIT_SECONDS = 1.0  # a stage that has nothing to do is over by then; one that loads weights shows that it lives
 QUIET_SECONDS = 15.0  # without a terminal, one progress line this often
 
 
@@ -32,30 +34,43 @@ class Terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(), TimeRemainingColumn())
         self.bar = Progress(*columns, console=self.console, transient=True) if sys.stderr.isatty() else None
         self.task = self.bar.add_task(noun, total=None, visible=False) if self.bar else None
-        self.began = self.told = time.monotonic()
+        self.waiting = threading.Timer(WAIT_SECONDS, self._appear)
+        self.waiting.daemon = True
+        self.told = time.monotonic()
+        self.first: tuple[float, int] | None = None  # when, and how far it was: a run that goes on does not begin at 0
 
     def __enter__(self) -> Terminal:
         if self.bar:
             self.bar.start()
+            self.waiting.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.waiting.cancel()
         if self.bar:
             self.bar.stop()
+
+    def _appear(self) -> None:
+        if self.bar and self.task is not None:
+            self.bar.update(self.task, visible=True)
 
     def say(self, line: str) -> None:
         """One line, named after the stage."""
         self.console.print(f"{self.noun}: {line}", markup=False)
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        """Move the bar; without a terminal, a line now and then."""
+        """Move the bar; without a terminal, a line now and then. `unit`: what is counted, image or images."""
+        unit = unit.removesuffix("s")
         if self.bar and self.task is not None:
             self.bar.update(self.task, completed=done, total=total, visible=True, unit=unit)
             return
         now = time.monotonic()
-        if done and now - self.told >= QUIET_SECONDS:
+        if self.first is None:
+            self.first = (now, done)
+        since, before = self.first
+        if done > before and now - self.told >= QUIET_SECONDS:
             self.told = now
-            speed = done / (now - self.began)
+            speed = (done - before) / (now - since)
             self.say(f"{done} of {total} {unit}s, {spell_rate(speed, unit)}, {spell_seconds((total - done) / speed)} left")
 
 

@@ -99,8 +99,8 @@ class Writer:
     def finish(self, live: pa.Table | None, facts: dict[str, Any]) -> dict[str, Any]:
         """Show the table to readers: rows that equal one of `live` in its columns (None: every row). Returns the manifest.
 
-        Rows that nobody wants are dropped, but kept out of sight where they are dear to make (tensors, `schema.costly`). `facts` are added to those of the
-        manifest, which is left alone if there is nothing new.
+        Rows that nobody wants are dropped, but kept out of sight where they are dear to make (tensors, `schema.costly`).
+        `facts` are added to those of the manifest, which is left alone if there is nothing new.
         """
         self.flush()
         rows = newest(self._rows, self.schema.key)
