@@ -19,7 +19,7 @@ from stages.tuner import ema, stacks
 from stages.tuner.adafactor import Adafactor
 from stages.tuner.adamw import AdamW
 from stages.tuner.adamw8bit import AdamW8bit
-from stages.tuner.backprop import compiles
+from stages.tuner.backprop import compiles, dispatch
 from stages.tuner.lion import Lion
 from stages.tuner.moments import Go
 from stages.tuner.prodigy import Prodigy
@@ -91,6 +91,10 @@ class Stepper:
 
     Arrays of one shape go through it as one (see `stacks`), and the state is that of the stacks: their names are those
     of their first arrays. On a GPU the update is compiled, AdamW's to one pass over the memory of each stack.
+
+    Stacks are handed over one after another, where they need nothing of each other, so that one's intermediate arrays
+    are let go before the next one's are made. A caller who keeps neither gradients nor old arrays while the new ones are
+    computed needs no second copy of them.
     """
 
     def __init__(self, method: Optimizer, limit: float) -> None:
@@ -104,7 +108,7 @@ class Stepper:
     def __call__(
         self, params: Arrays, grads: Arrays, state: Arrays, lr: float, sound: mx.array
     ) -> tuple[Arrays, Arrays, mx.array, mx.array]:
-        """(params, state, norm, done), lazy. `norm` is the gradients' before they are clipped to `limit`.
+        """(params, state, norm, done), not awaited. `norm` is the gradients' before they are clipped to `limit`.
 
         Where `sound`, a boolean array of one value, is false or the norm is not finite, `done` is false, and params and
         state are what they were.
@@ -113,10 +117,24 @@ class Stepper:
         slope = stacks.stack(grads, plan)
         norm = global_norm(slope)
         done = sound & mx.isfinite(norm)
+        after: Arrays = {}
+        fresh: Arrays = {}
         # Names in order: that of a dict from a file is another, and would make another compiled graph, of other last bits.
-        state = {name: state[name] for name in sorted(state)}
-        found: Any = self._update(stacks.stack(params, plan), slope, state, mx.array(lr, mx.float32), norm, done)
-        return stacks.unstack(found[0], plan), found[1], norm, done
+        owners = {key: _owner(key, plan) for key in sorted(state)}
+        for part in [list(plan)] if self._together else [[name] for name in plan]:
+            held = {key: state[key] for key, owner in owners.items() if owner is None or owner in part}
+            old = stacks.stack(params, {name: plan[name] for name in part})
+            own: Any = self._update(old, {name: slope.pop(name) for name in part}, held, mx.array(lr, mx.float32), norm, done)
+            del old, held
+            dispatch(own)
+            fresh |= own[0]
+            after |= own[1]
+        return stacks.unstack(fresh, plan), after, norm, done
+
+    @property
+    def _together(self) -> bool:
+        """Whether the step of one array depends on the others."""
+        return isinstance(getattr(self.method, "method", self.method), Prodigy)
 
     def average(self, params: Arrays, state: Arrays) -> Arrays:
         """The adapter of averages that a state holds, where the optimizer is `ema.Averaged`; empty where it is not."""
@@ -126,6 +144,14 @@ class Stepper:
     def _clipped(self, params: Arrays, grads: Arrays, state: Arrays, lr: mx.array, norm: mx.array, done: mx.array) -> Any:
         finite = {name: mx.where(done, grad, 0.0) for name, grad in clip(grads, norm, self.limit).items()}
         return self.method.update(params, finite, state, lr, done)
+
+
+def _owner(key: str, plan: stacks.Plan) -> str | None:
+    """The stack that an entry of a state belongs to; None where it belongs to all."""
+    name = key.removeprefix(ema.PREFIX)
+    while name and name not in plan:
+        name = name.rpartition(".")[0]  # "<stack>.m", "<stack>.m.scale"
+    return name or None
 
 
 def global_norm(grads: Mapping[str, mx.array]) -> mx.array:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 GROUP = 64
+CHUNK = 1 << 28  # bytes of a weight that is unpacked at once: of dev's Linears the largest has 0.68 GB
 BITS = (8, 4)
 
 
@@ -74,24 +75,49 @@ def matmul(x: mx.array, weight: Weight) -> mx.array:
     """x @ weight.T, (..., O). A packed weight is unpacked for the product and again for its gradient, and kept for neither.
 
     Over thousands of rows this beats a quantised product, which unpacks every tile of the weight once per tile of rows.
+    A large one is unpacked some outputs at a time.
     """
-    product: Any = _product_of(weight) if isinstance(weight, QuantizedWeight) else lambda x: x @ weight.T
-    y: mx.array = product(x)
+    if not isinstance(weight, QuantizedWeight):
+        return x @ weight.T
+    y: mx.array = _product_of(weight)(x)
     return y
 
 
 def _product_of(weight: QuantizedWeight) -> Any:
     @mx.custom_function
     def product(x: mx.array) -> mx.array:
-        return x @ weight.dense().T
+        ys: list[mx.array] = []
+        for part in _parts(weight):
+            # Made to follow the one before: all parts would else be unpacked at once.
+            ys.append(x @ _later(part, ys[-1] if ys else x).dense().T)
+        return mx.concatenate(ys, axis=-1) if len(ys) > 1 else ys[0]
 
     @product.vjp
     def gradient(x: mx.array, dy: mx.array, y: mx.array) -> mx.array:
         # Made to follow dy: the compiler would else see the same unpacking twice, and keep the array from the one to the other.
-        later = weight._replace(packed=mx.depends([weight.packed], [dy])[0])
-        return dy @ later.dense()
+        dx, start = None, 0
+        for part in _parts(weight):
+            end = start + part.packed.shape[0]
+            dense = _later(part, dy if dx is None else dx).dense()
+            dx = dy[..., start:end] @ dense if dx is None else mx.addmm(dx, dy[..., start:end], dense)
+            start = end
+        assert dx is not None
+        return dx
 
     return product
+
+
+def _parts(weight: QuantizedWeight) -> list[QuantizedWeight]:
+    """The weight by outputs, in parts of at most CHUNK bytes unpacked; one, where it is small."""
+    rows = weight.packed.shape[0]
+    size = rows * weight.scales.shape[-1] * GROUP * weight.scales.dtype.size
+    step = -(-rows // -(-size // CHUNK))
+    return [QuantizedWeight(*(part[start : start + step] for part in weight)) for start in range(0, rows, step)]
+
+
+def _later(weight: QuantizedWeight, after: mx.array) -> QuantizedWeight:
+    """The same weight, not unpacked before `after` is computed."""
+    return weight._replace(packed=mx.depends([weight.packed], [after])[0])
 
 
 def nbytes(weights: Mapping[str, Weight]) -> int:

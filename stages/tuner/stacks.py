@@ -42,7 +42,12 @@ def stack(arrays: Mapping[str, mx.array], plan: Plan) -> Arrays:
 def unstack(stacks: Mapping[str, mx.array], plan: Plan) -> Arrays:
     """The arrays of these stacks, by their own names: views."""
     return {
-        each: stacks[name][n] if stacks[name].ndim == 3 else stacks[name]
+        each: part.squeeze(0) if part.ndim == 3 else part
         for name, names in plan.items()
-        for n, each in enumerate(names)
+        for each, part in zip(names, _parts(stacks[name]), strict=True)
     }
+
+
+def _parts(stack: mx.array) -> list[mx.array]:
+    """The (1,R,C) pieces of a stack, views; anything else as the one piece that it is. An index would copy."""
+    return list(mx.split(stack, stack.shape[0], axis=0)) if stack.ndim == 3 else [stack]

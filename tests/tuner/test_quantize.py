@@ -2,6 +2,7 @@ import mlx.core as mx
 import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
+from stages.tuner import quantize
 from stages.tuner.quantize import QuantizedWeight, dense, matmul, nbytes, pack, pack_weights
 
 
@@ -63,3 +64,23 @@ def test_bits_and_shapes_that_cannot_be_packed_are_refused():
         pack(drawn(64, 64), 5)
     with pytest.raises(ValueError, match=r"\(64, 65\) cannot be packed"):
         pack(drawn(64, 65), 8)
+
+
+def test_a_large_weight_is_unpacked_in_parts_that_give_the_same_product_and_gradient(monkeypatch):
+    x, dy, weight = drawn(2, 5, 128), drawn(2, 5, 100), pack(drawn(100, 128), 4)
+    monkeypatch.setattr(quantize, "CHUNK", 30 * 128 * 4)
+    assert [part.packed.shape[0] for part in quantize._parts(weight)] == [25, 25, 25, 25]
+    (y,), (dx,) = mx.vjp(lambda x: matmul(x, weight), [x], [dy])
+    assert mx.allclose(y, x @ dense(weight).T, rtol=1e-6, atol=1e-5)
+    assert mx.allclose(dx, dy @ dense(weight), rtol=1e-6, atol=1e-5)
+
+
+def test_a_large_weight_is_never_unpacked_as_a_whole(monkeypatch):
+    x, weight = drawn(4, 1024), pack(drawn(4096, 1024), 4)
+    mx.eval(x)
+    monkeypatch.setattr(quantize, "CHUNK", 1 << 20)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(mx.grad(lambda x: matmul(x, weight).sum())(x))
+    assert mx.get_peak_memory() - before < 8 << 20 < 4096 * 1024 * 4
