@@ -35,6 +35,8 @@ SIDE_SUFFIXES = frozenset({
 })
 SIDE_NAMES = frozenset({"authors", "copying", "credits", "license", "licence", "makefile", "notice", "readme", "thumbs.db"})
 # fmt: on
+PROJECT_FILE = "project.toml"  # where it lies among the images, the folders beside it are the project's own
+PROJECT_FOLDERS = frozenset({"tables", "weights", "exports"})
 
 BATCH = 64  # files a batch: at a few milliseconds each, a kill loses well under a second of work
 
@@ -123,7 +125,7 @@ def _masks(folder: Path) -> int:
 
 
 def _files(folder: Path, seen: set[tuple[int, int]]) -> Iterator[os.DirEntry[str]]:
-    """Files below a folder; a link to a folder is followed, but no folder is entered twice."""
+    """Files below a folder; a link to a folder is followed, but no folder is entered twice, and none that a project writes."""
     try:
         about = folder.stat()
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -132,6 +134,8 @@ def _files(folder: Path, seen: set[tuple[int, int]]) -> Iterator[os.DirEntry[str
     if (about.st_dev, about.st_ino) in seen:
         return
     seen.add((about.st_dev, about.st_ino))
+    if any(entry.name == PROJECT_FILE for entry in entries):
+        entries = [entry for entry in entries if entry.name not in PROJECT_FOLDERS]
     for entry in entries:
         if entry.name.startswith((".", "__MACOSX")):
             continue

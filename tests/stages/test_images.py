@@ -316,3 +316,10 @@ def test_masks_of_other_images_are_no_rows_but_said(project):
         draw(project.source / name, seed=len(name))
     assert sorted(project.run()) == ["a.png", "masks/b.png"]
     assert project.said == ["2 files: 2 usable; 2 more are masks of others"]
+
+
+def test_a_project_among_its_own_images_does_not_take_what_it_made_for_images(tmp_path):
+    for name in ("a.png", "sub/b.png", "tables/samples/1/grid.png", "weights/x.png", "sub/tables/c.png", "exports/d.safetensors"):
+        draw(tmp_path / name, len(name)) if name.endswith("png") else (tmp_path / "exports").mkdir()
+    (tmp_path / "project.toml").write_text("")
+    assert [row["path"] for row in scan(tmp_path)] == ["a.png", "sub/b.png", "sub/tables/c.png"]
