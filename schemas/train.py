@@ -25,7 +25,11 @@ TRAIN = TableSchema(
         column("height", pa.int32(), "bucket height, pixels"),
         column("dropped", pa.bool_(), "caption replaced by the empty caption, or the trigger alone"),
         column("sigma", pa.float32(), "noise level, 0 (clean) to 1 (noise)"),
-        column("loss", pa.float32(), "mean squared error of the velocity, this sample alone"),
+        column(
+            "loss",
+            pa.float32(),
+            "mean squared error of the velocity, this sample alone; in train, as the sections loss and mask of [train] weigh it",
+        ),
         column("lr", pa.float64(), "learning rate of the step"),
         column("grad_norm", pa.float32(), "global norm of the gradient before clipping"),
         column("tokens", pa.int32(), "tokens of this sample through the transformer: image and text"),

@@ -29,17 +29,11 @@ HEADROOM = 0.9  # of the limit, which a piece twice as large must not pass
 
 @dataclass(frozen=True)
 class Fit:
-    """How a run computes its steps. `piece`: tokens at once, where the micro-batch follows memory; `needs` is an estimate."""
+    """How a run computes its steps. `piece`: tokens at once, where the micro-batch follows memory; `limit`: bytes."""
 
     plan: Plan
     piece: int | None
     limit: int
-    needs: int
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
-        return {"plan": self.plan, "piece": self.piece}
 
 
 @dataclass(frozen=True)
@@ -129,7 +123,7 @@ def choose(ctx: StageContext, course: Course, start: Checkpoint | None) -> Fit:
         ctx.say(f"the run began with the plan {begun} and goes on with {plan}: the same gradients up to rounding, not to the bit")
     piece = (start.state.get("piece") if start else None) or samples * batch.length if c.micro_batch == "auto" else None
     ctx.say(f"plan {named(plan, len(found.traffic))}: about {needs / GB:.2g} GB of {limit / GB:.3g} GB are expected at the peak")
-    return Fit(plan, piece, limit, needs)
+    return Fit(plan, piece, limit)
 
 
 def fastest(found: Estimate, limit: int) -> Plan | None:

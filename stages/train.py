@@ -162,9 +162,9 @@ class Run:
         """Train, step by step."""
         ctx, c, schedule = self.ctx, self.ctx.config, schedule_of(self.ctx.config)
         warn(ctx)
-        self.fit = fit.choose(ctx, self.course, self.start)
+        chosen = fit.choose(ctx, self.course, self.start)
         self.trainer = trainer = Trainer(ctx, self.start)
-        trainer.plan, trainer.piece, trainer.limit = self.fit.plan, self.fit.piece, self.fit.limit
+        trainer.plan, trainer.piece, trainer.limit = chosen.plan, chosen.piece, chosen.limit
         steps = range(self.start.step + 1 if self.start else 1, c.steps + 1)
         self.skipped = self.start.state["skipped"] if self.start else 0
         introduce(ctx, self.course, trainer, steps)

@@ -20,7 +20,7 @@ from stages.stage import StageContext
 from stages.trainconfig import LossConfig, TrainConfig, longest_first
 from stages.trainset import Micro
 from stages.tuner import checkpoint, ema, lora, loss, optimizer, quantize, weighting
-from stages.tuner.backprop import Plan, Walk, loss_and_grads
+from stages.tuner.backprop import Plan, Walk, dispatch, loss_and_grads
 from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.initial import initial
 
@@ -194,19 +194,22 @@ class Trainer:
         h, shared = self.model.enter(**inputs)
         for block in self.model.blocks:
             h = self.model.block(block.kind)(block.weights, h, shared, lora.linear({}, {}))
-            mx.eval(h)  # one block's work in memory at a time
+            dispatch(h)
         answer: mx.array = self.model.leave(h, shared)
-        mx.eval(answer)
+        mx.eval(answer)  # or its graph would stay in that of the gradient
         return answer
 
     def measure(self, micro: Micro) -> list[float]:
-        """The losses of samples as the adapter is now; nothing is learnt from them."""
-        inputs, asked = prepare(micro, self.model.config.guidance_embeds, self.config.loss)
+        """The losses of samples as the adapter is now, from which nothing is learnt.
+
+        They are plain mean squares, whatever [train.loss] says, so that runs with other losses can be compared by them.
+        """
+        inputs, asked = prepare(micro, self.model.config.guidance_embeds, LossConfig())
         walk = Walk(self.model, self.adapter, self.scales)
         h, shared = self.model.enter(**inputs)
         for n in range(len(self.model.blocks)):
             h = walk.forward(n, h, shared)
-            mx.eval(h)
+            dispatch(h)
         losses: Any = asked(self.model.leave(h, shared)).tolist()
         found: list[float] = losses
         return found

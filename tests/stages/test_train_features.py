@@ -268,6 +268,15 @@ def test_measuring_a_run_does_not_change_what_it_learns(transformer, tmp_path):
     assert adapters[0] == adapters[1]
 
 
+def test_runs_with_other_losses_are_measured_alike(transformer, tmp_path):
+    aside = ValidationConfig(paths=("image0",))
+    plain = Run(tmp_path / "a", transformer, replace(BASE, steps=1, validation=aside)).go()
+    other = replace(plain.config, loss=LossConfig(kind="pseudo_huber", weight="bell"))
+    weighed = Run(tmp_path / "b", transformer, other).go()
+    for ours, theirs in zip(weighed.rows, plain.rows, strict=True):
+        assert (ours["loss"] == theirs["loss"]) == (ours["split"] == "validation")
+
+
 def test_patience_ends_a_run_and_more_patience_makes_it_go_on(transformer, tmp_path):
     stuck = ValidationConfig(paths=("image0",), every=1, patience=2, min_delta=100.0)
     run = Run(tmp_path, transformer, replace(BASE, validation=stuck)).go()
