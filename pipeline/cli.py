@@ -129,6 +129,21 @@ def export(out: Path | None, style: str, dtype: str, step: int | None, path: str
 
 
 @cli.command()
+@click.argument("step", type=int)
+@PROJECT
+@SET
+def replay(step: int, path: str, overrides: tuple[str, ...]) -> None:
+    """Compute one step of the training run once more, and compare its losses with the table."""
+    from pipeline.replay import replay_run
+    from pipeline.terminal import Terminal
+
+    with Terminal("replay") as terminal:
+        lines = list(replay_run(open_project(path, overrides), step, terminal.progress))
+    for line in lines:
+        click.echo(line)
+
+
+@cli.command()
 @click.option("--runs", is_flag=True, help="Also delete the training runs and samples of other configurations.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @PROJECT

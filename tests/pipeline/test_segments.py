@@ -19,6 +19,7 @@ def test_training_in_segments_is_no_mistake_and_ends_as_in_one_go(tmp_path, tiny
     said = projects.latentmill(folder, "run", "train")
     assert "2 rows written" in said
     assert projects.content(folder, "train").equals(projects.content(whole, "train"))
+    assert projects.latentmill(folder, "replay", "5").endswith("step 5: the same to the bit\n")
 
 
 def test_a_run_that_validation_ends_early_is_whole_and_up_to_date(tmp_path, tiny_weights):
