@@ -9,7 +9,7 @@ from PIL import Image
 from pipeline import plot
 from pipeline.figures import FIGURES, FOLDER, defaults, draw_all, loss_weights, noise_levels
 from pipeline.plot import Chart, Curve, Panel
-from stages.train import NoiseConfig
+from stages.trainconfig import NoiseConfig
 from stages.tuner.noise import BASES
 from stages.tuner.weighting import WEIGHTS
 
