@@ -13,12 +13,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from stages.tuner.backprop import Chain, Plan, Tree, kept_blocks
+from stages.tuner.backprop import Chain, Plan, Tree, compiles, kept_blocks
 from stages.tuner.quantize import GROUP
 
 KEPT = 1.9  # bytes that a block keeps for its gradient, per byte into and out of its Linears
 VISIT = 2.0  # bytes alive while a block is computed and differentiated, likewise
 VISIT_SCORES = 2.5  # the same per byte of a matrix of attention scores, where there is one
+UPDATE = 7  # adapters' worth of arrays beside the adapter while an optimizer's step is taken: gradients, stacks, the new one
+UPDATE_COMPILED = 3  # the same where the step is one pass
 FACTOR = 1.25  # the measured peak of a step is within this factor of the estimate, either way
 
 
@@ -36,12 +38,15 @@ class Estimate:
 
     def need(self, plan: Plan) -> int:
         """The most that lies there at once: in the backward pass, or when the optimizer has old and new side by side."""
-        tail = kept_blocks(plan, len(self.traffic))
-        head = len(self.traffic) - tail
+        blocks = len(self.traffic)
+        tail = kept_blocks(plan, blocks)
+        head = blocks - tail
         kept = sum(KEPT * traffic + self.kept_scores for traffic in self.traffic[head + 1 :])  # the last one's is its visit's
         visit = VISIT * max(self.traffic) + VISIT_SCORES * self.scores
-        work = 2 * self.adapter + self.state + head * self.stream + int(kept + visit)
-        return self.weights + max(work, 3 * self.adapter + 2 * self.state)
+        # Inputs are let go on the way back, while gradients gather.
+        behind = max(head * self.stream + self.adapter * tail // blocks + kept, self.stream + self.adapter)
+        update = (UPDATE_COMPILED if compiles() else UPDATE) * self.adapter
+        return self.weights + self.state + self.adapter + int(max(behind + visit, update))
 
     def with_weights(self, weights: int) -> Estimate:
         """The same run on weights of another size."""

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.tuner import checkpoint
-from stages.tuner.checkpoint import ADAPTER, OPTIMIZER, ROWS, STATE
+from stages.tuner.checkpoint import ADAPTER, BEST, EMA, OPTIMIZER, ROWS, STATE
 
 ADAPTERS = {"b.lora_B.weight": mx.array([[1.0], [-2.5]]), "b.lora_A.weight": mx.array([[0.5, 3.0, 4.0]])}
 STATES = {"step": mx.array(7, mx.int32), "b.m": mx.zeros((2, 2))}
@@ -90,3 +90,28 @@ def test_the_published_adapter_is_a_copy_and_says_its_step(tmp_path):
     assert (tmp_path / ADAPTER).read_bytes() == (saved.folder / ADAPTER).read_bytes()
     (tmp_path / ADAPTER).write_bytes(b"short")
     assert checkpoint.published(tmp_path) is None
+
+
+def test_an_average_is_part_of_its_checkpoint_and_of_the_result(tmp_path):
+    averaged = {name: value / 2 for name, value in ADAPTERS.items()}
+    saved = checkpoint.save(keeper(tmp_path), 7, ADAPTERS, STATES, pa.table({"step": [7]}), {"rank": "1"}, {}, averaged)
+    assert saved.whole(ADAPTER, EMA, OPTIMIZER, ROWS)
+    assert not save(tmp_path, 8).whole(EMA)
+    checkpoint.publish(keeper(tmp_path), saved)
+    assert (tmp_path / EMA).read_bytes() == (saved.folder / EMA).read_bytes()
+    assert mx.load(str(tmp_path / EMA), return_metadata=True)[1] == {"rank": "1", "step": "7"}
+    assert not (tmp_path / BEST).exists()
+
+
+def test_the_best_adapter_lies_beside_the_last(tmp_path):
+    last, best = save(tmp_path, 9), save(tmp_path, 4)
+    checkpoint.publish(keeper(tmp_path), last, best)
+    assert (tmp_path / BEST).read_bytes() == (best.folder / ADAPTER).read_bytes()
+    assert checkpoint.published(tmp_path) == 9
+
+
+def test_every_kind_of_state_that_an_optimizer_keeps_comes_back(tmp_path):
+    kinds = {str(kind): mx.array([1, 2, 3], kind) for kind in (mx.float32, mx.int32, mx.int8, mx.uint8)}
+    saved = checkpoint.save(keeper(tmp_path), 7, ADAPTERS, kinds, pa.table({"step": [7]}), {}, {})
+    read = saved.arrays(OPTIMIZER)
+    assert all(read[name].dtype == value.dtype and mx.array_equal(read[name], value) for name, value in kinds.items())

@@ -37,7 +37,7 @@ def nbytes(arrays: dict) -> int:
 
 
 @pytest.mark.parametrize("plan", ["blocks", 3, "whole"])
-@pytest.mark.parametrize(("heads", "width", "side", "bits"), [(2, 64, 12, 16), (4, 32, 20, 16), (4, 64, 12, 4)])
+@pytest.mark.parametrize(("heads", "width", "side", "bits"), [(2, 64, 12, 16), (4, 32, 20, 16), (4, 64, 12, 4), (4, 64, 4, 8)])
 def test_the_estimate_is_within_its_stated_factor_of_the_measured_peak(heads, width, side, bits, plan):
     c = config(heads, width)
     each = quantize.packer(bits, lambda name: "transformer_blocks." in name)
@@ -45,9 +45,10 @@ def test_the_estimate_is_within_its_stated_factor_of_the_measured_peak(heads, wi
     shapes = [(shape, bits if "transformer_blocks." in name else 16) for name, shape in c.shapes().items()]
     assert planner.weight_bytes(shapes, 4) == quantize.nbytes(arrays)
     model = Flux2(c, arrays)
-    targets = lora.choose(model.linears(), ["*"], 4)
+    targets = lora.choose(model.linears(), ["*"], 4 if side > 4 else 32)
     adapter = lora.init(targets, 0)
-    state = optimizer.Stepper(optimizer.AdamW(), 1.0).init(adapter)
+    stepper = optimizer.Stepper(optimizer.AdamW(), 1.0)
+    state = stepper.init(adapter)
     given, target = inputs(c, side), mx.zeros((1, side * side, c.in_channels))
     mx.eval(adapter, state, given["x_BLC"], given["ctx_BTJ"], target, list(arrays.values()))
     del arrays
@@ -59,7 +60,9 @@ def test_the_estimate_is_within_its_stated_factor_of_the_measured_peak(heads, wi
     before = mx.get_active_memory() - sum(held.values())  # of other tests
     mx.reset_peak_memory()
     asked = functools.partial(loss.mse, target_BLC=target)
-    mx.eval(loss_and_grads(model, adapter, lora.scales(targets), given, asked, plan, memory_limit=1))
+    losses, grads = loss_and_grads(model, adapter, lora.scales(targets), given, asked, plan, memory_limit=1)
+    mx.eval(losses, grads)
+    mx.eval(stepper(adapter, grads, state, 1e-4, mx.array(True)))
     measured = mx.get_peak_memory() - before
     assert 1 / planner.FACTOR < found.need(plan) / measured < planner.FACTOR
 
