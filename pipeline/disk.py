@@ -99,15 +99,15 @@ def error_number(error: BaseException) -> int | None:
 
 
 @contextmanager
-def writing(table: str, folder: Path, kept: Callable[[], int], need: Callable[[], int]) -> Iterator[None]:
-    """Turn what the disk refuses into one line: what was written, how many rows are safe, what would help."""
+def writing(table: str, folder: Path, kept: Callable[[], str], need: Callable[[], int]) -> Iterator[None]:
+    """Turn what the disk refuses into one line: what was written, what is safe, what would help."""
     try:
         yield
     except Exception as error:
         number = error_number(error)
         if number is None or number == errno.ENOENT:
             raise
-        safe = f"{kept()} rows are kept"
+        safe = kept()
         if number in _FULL:
             line = f"disk full while writing {table}: {safe}; free {readable_size(need())} or more and run again"
         else:

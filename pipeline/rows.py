@@ -18,14 +18,14 @@ def missing(wanted: pa.Table, stored: pa.Table) -> pa.Table:
 
 def matches(rows: pa.Table, others: pa.Table, columns: list[str]) -> pa.Array:
     """For each of `rows`, whether one of `others` equals it in those columns; null equals null."""
-    import duckdb
-
     found = np.zeros(rows.num_rows, bool)
     if _same(
         rows.select(columns), others.select(columns)
     ):  # nothing has changed: the common case, and DuckDB takes long to begin
         return pa.array(~found)
     if rows.num_rows and others.num_rows:
+        import duckdb
+
         same = " and ".join(f'rows."{name}" is not distinct from others."{name}"' for name in columns)
         places = pa.array(np.arange(rows.num_rows))
         with duckdb.connect() as connection:

@@ -85,21 +85,25 @@ def _parts(found: TableState) -> list[str]:
     if found.begun:
         parts = [f"interrupted: {found.unseen} of {found.unseen + missed} rows are there"]
     else:
-        parts = [f"{missed} rows missing"] if missed else []
-        parts += [f"{found.unseen} rows wanted again"] if found.unseen else []
-    return [*parts, *([f"{found.surplus} rows no longer wanted"] if found.surplus else [])]
+        parts = [f"{_rows(missed)} missing"] if missed else []
+        parts += [f"{_rows(found.unseen)} wanted again"] if found.unseen else []
+    return [*parts, *([f"{_rows(found.surplus)} no longer wanted"] if found.surplus else [])]
+
+
+def _rows(count: int) -> str:
+    return f"{count} row{'' if count == 1 else 's'}"
 
 
 def render(project: Project) -> str:
     """The table of tables, one line each."""
     head = ("table", "recipe", "rows", "dead", "bytes", "peak memory", "state")
     lines = [head]
-    stale: dict[str, bool] = {}
+    stale: dict[str, list[str]] = {}  # noun -> the tables that are not up to date among it and those that it depends on
     for noun in project.nouns:
         found = state(project, noun)
-        found.behind = [read.name for read in project.stage(noun).reads if stale[read.name]]
+        found.behind = list(dict.fromkeys(name for read in project.stage(noun).reads for name in stale[read.name]))
         said = describe(found)
-        stale[noun] = said != "up to date"
+        stale[noun] = found.behind if said.startswith("up to date") else [noun]
         peak = spell_bytes(found.peak) if found.peak else "-"
         lines.append((noun, found.recipe, str(found.rows), str(found.dead), spell_bytes(found.nbytes), peak, said))
     widths = [max(len(line[i]) for line in lines) for i in range(len(head) - 1)]

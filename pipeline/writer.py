@@ -44,6 +44,7 @@ class Writer:
         self._rows = table.index.schema.empty_table()  # every row of the index in order of writing: a later one is newer
         self._version = 0  # of the index; 0 if there is none
         self._commits = 0
+        self._open = False
         self._failed = False
 
     def __enter__(self) -> Writer:
@@ -52,6 +53,7 @@ class Writer:
             held.enter_context(Lock(self.table.folder / "lock"))
             sweep(self.table.folder)
             self._mend()
+            self._open = True
             self._held = held.pop_all()
         return self
 
@@ -217,8 +219,8 @@ class Writer:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        def kept() -> int:
-            return int(self.stored.num_rows)
+        def kept() -> str:
+            return f"{self.stored.num_rows} rows are kept" if self._open else "what was there is as it was"
 
         try:
             with writing(self.schema.name, self.table.folder, kept, lambda: max(self._buffered_bytes, 1)):

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from pipeline import config
+from pipeline.project import Project
 
 GOOD = '[project]\nfamily = "tiny"\n'
 
@@ -26,6 +27,10 @@ def load(tmp_path, text: str, *overrides: str) -> config.Config:
         ("train = 3", "[train]: 3 is a value; this is a section of its own"),
         ("[train", "not valid TOML"),
         ('[project]\npipeline = "lore"', "did you mean lora?"),
+        ('[project]\npipeline = ["lora"]', "[project] pipeline: ['lora'] is a list; a string is wanted"),
+        ("project = 3", "[project]: 3 is a value; this is a section of its own"),
+        ("[project]\ncommit_seconds = -1", "commit_seconds: -1.0 is wrong"),
+        ("[buckets]\nresolutions = []", "[buckets] resolutions must name"),
     ],
 )
 def test_a_mistake_is_one_line_that_says_where_and_what_would_be_right(tmp_path, text, said):
@@ -37,6 +42,23 @@ def test_a_mistake_is_one_line_that_says_where_and_what_would_be_right(tmp_path,
 def test_a_missing_file_names_the_command_that_makes_one(tmp_path):
     with pytest.raises(ValueError, match="latentmill init"):
         config.load(tmp_path / "project.toml")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "project.toml").mkdir()
+    with pytest.raises(ValueError, match=r"project\.toml cannot be read: Is a directory"):
+        config.load(tmp_path / "project.toml")
+
+
+def test_a_mark_before_the_text_is_passed_over(tmp_path):
+    assert load(tmp_path, "\ufeff" + GOOD).project.family == "tiny"
+
+
+def test_a_home_folder_of_nobody_is_a_folder_that_is_missing(tmp_path):
+    made = Project(tmp_path, load(tmp_path, GOOD, "images.folder=~nobody-at-all/cats"))
+    assert made.source == tmp_path / "~nobody-at-all" / "cats"
+    with pytest.raises(ValueError, match="no such folder"):
+        Project.open("~nobody-at-all")
 
 
 def test_a_whole_number_will_do_for_a_number(tmp_path):

@@ -109,3 +109,9 @@ def test_a_lost_memory_costs_only_reading(tmp_path, folder):
     first = fingerprint.FileHashes(memory).component("autoencoder", folder)
     memory.write_text("{ not json")
     assert fingerprint.FileHashes(memory).component("autoencoder", folder) == first
+
+
+def test_a_project_that_may_only_be_read_is_read(tmp_path, folder):
+    (tmp_path / "a file").write_text("where a folder would be made")
+    hashes = fingerprint.FileHashes(tmp_path / "a file" / "weights.json")
+    assert hashes.component("vae", folder) == fingerprint.FileHashes(tmp_path / "weights.json").component("vae", folder)

@@ -88,7 +88,7 @@ def test_offline_the_message_says_what_to_fetch_and_where_to_put_it(tmp_path):
         hub.resolve("", tmp_path, family("klein-base-4b"))
     message = str(caught.value)
     assert f"hf download {HUB}" in message
-    assert "vae/*" in message
+    assert all(f"--include '{name}/*'" in message for name in ("transformer", "vae", "text_encoder", "tokenizer"))
     assert 'weights = "FOLDER"' in message
     assert "\n" not in message
 

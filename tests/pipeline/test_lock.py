@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.lock import Lock
+from pipeline.lock import Lock, held
 
 HOLD = "import sys, time; from pathlib import Path; from pipeline.lock import Lock\nwith Lock(Path(sys.argv[1])):\n"
 HOLD += "    sys.stdout.write('held\\n'); sys.stdout.flush(); time.sleep(600)"
@@ -55,3 +55,13 @@ def test_a_holder_that_has_not_signed_yet_is_another_process(tmp_path: Path):
         (tmp_path / "lock").write_text("")
         with pytest.raises(ValueError, match="is being written by another process"):
             Lock(tmp_path / "lock").__enter__()
+
+
+def test_who_holds_a_lock_can_be_asked_without_taking_it(tmp_path: Path):
+    path = tmp_path / "lock"
+    assert held(path) == ""
+    with Lock(path):
+        assert f"process {os.getpid()} " in held(path)
+    assert held(path) == ""
+    with Lock(path):
+        pass

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from pipeline.cli import guarded, one_line
+from pipeline.init import new_project
 from pipeline.project import Project
 from tests import projects
 
@@ -212,3 +214,37 @@ def test_init_makes_a_project_that_opens(tmp_path, project):
     assert made.source.resolve() == (project / "images").resolve()
     assert made.config.sections["captions"].trigger == 'o"hm'
     assert json.loads(json.dumps(made.family.name)) == "klein-base-4b"
+
+
+def test_init_that_fails_leaves_no_file_in_the_way(tmp_path, project):
+    with pytest.raises(ValueError, match="placeholder"):
+        new_project(tmp_path / "new", project / "images", "tiny", "", "{caption}")
+    assert not (tmp_path / "new" / "project.toml").exists()
+    said = new_project(tmp_path / "my cats", project / "images", "tiny", "", "sks")
+    assert said[-1].endswith(f"make train PROJECT='{tmp_path}/my cats'")
+
+
+def test_init_finds_weights_where_the_shell_does(tmp_path, project, tiny_weights, monkeypatch):
+    monkeypatch.chdir(tiny_weights.parent)
+    new_project(tmp_path / "deep" / "new", project / "images", "tiny", tiny_weights.name, "")
+    made = Project.open(tmp_path / "deep" / "new")
+    assert made.component("autoencoder", fetch=False).is_relative_to(tiny_weights.resolve())
+
+
+def test_memory_that_is_gone_is_one_line_and_other_failures_are_not(capsys):
+    def full() -> None:
+        raise RuntimeError("[malloc] Unable to allocate 5 bytes.")
+
+    def wrong() -> None:
+        raise RuntimeError("something else")
+
+    assert guarded(full) == USER
+    assert capsys.readouterr().err.startswith("error: not enough memory: [malloc]")
+    with pytest.raises(RuntimeError):
+        guarded(wrong)
+
+
+def test_a_system_error_names_its_file_and_no_number(tmp_path):
+    with pytest.raises(OSError) as error:
+        (tmp_path / "no").read_text()
+    assert one_line(error.value) == f"{tmp_path}/no: no such file or directory"

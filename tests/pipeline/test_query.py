@@ -198,3 +198,14 @@ def test_parquet_files_and_a_catalog_hold_every_table(project: Told, tmp_path: P
             assert there == ask(project, f"select * from {noun} order by all")
             parquet = str(out / f"{noun}.parquet").replace("'", "''")
             assert there == catalog.execute(f"select * from '{parquet}' order by all").fetchall()
+
+
+def test_a_table_of_an_earlier_version_with_other_columns_counts_as_not_built(tmp_path: Path) -> None:
+    project = tables.make(tmp_path, NOUNS[:2])
+    file = project.folder("captions").folder / "manifest.json"
+    manifest = json.loads(file.read_text())
+    columns = {f.name: str(f.type) for f in project.stage("captions").writes.batch}
+    for said, rows in ((columns, 7), (columns | {"more": "int32"}, 0)):
+        file.write_text(json.dumps(manifest | {"recipe": {"columns": said}}))
+        assert ask(project, "select count(*) from captions") == [(rows,)]
+        assert ask(project, "select built from tables where noun = 'captions'") == [(bool(rows),)]

@@ -1,7 +1,10 @@
 """Which rows are missing."""
 
+import sys
+
 import numpy as np
 import pyarrow as pa
+import pytest
 
 from pipeline.store import missing
 from tests.pipeline.stores import name_of
@@ -20,3 +23,11 @@ def test_missing_compares_lists_and_a_hundred_thousand_rows():
     rows = pa.table({"key": [name_of(n) for n in range(count)], "shape": pa.array(np.arange(2 * count).reshape(-1, 2).tolist())})
     stored = rows.filter(pa.array(np.arange(count) % 1000 != 7))
     assert missing(rows, stored)["key"].to_pylist() == [name_of(n) for n in range(7, count, 1000)]
+
+
+def test_equal_rows_in_another_order_are_found_without_duckdb(monkeypatch):
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    rows = pa.table({"a": [1, 2, 3], "b": ["x", None, "z"]})
+    assert missing(rows, rows.take([2, 0, 1])).num_rows == 0
+    with pytest.raises(ImportError):
+        missing(rows, rows.slice(1))

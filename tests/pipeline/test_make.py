@@ -1,0 +1,49 @@
+"""What is typed after `make` reaches the command as it was typed."""
+
+import subprocess
+
+import pytest
+
+from pipeline.cli import split_overrides
+from pipeline.project import CHECKOUT, spelled
+from tests import projects
+
+
+def through_make(target: str, name: str, variable: str, value: str) -> str:
+    """What the command finds in the environment when make is given `variable=value`; nothing is installed or run."""
+    words = ["make", "-s", "-o", ".venv/ready", target, f"LATENTMILL=printenv {name} #", f"{variable}={value}"]
+    done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.removesuffix("\n")
+
+
+@pytest.mark.parametrize(
+    ("target", "variable", "value"),
+    [
+        ("query", "SQL", "select '$x', $$a$$, \"b\" from t where c like '%`d`' -- $(shell echo no)\n;"),
+        ("follow", "WHAT", 'it\'s a $5 "cat" & a dog.jpg'),
+        ("status", "PROJECT", "data/my cats é $HOME 'q'"),
+        ("status", "SET", 'buckets.resolutions=[64, 96] captions.template={trigger}, "$x"'),
+    ],
+)
+def test_quotes_dollars_and_spaces_survive_make(target, variable, value):
+    assert through_make(target, f"LATENTMILL_{variable}", variable, value) == value
+
+
+def test_set_holds_several_settings_whose_values_may_hold_spaces():
+    assert split_overrides("") == split_overrides("  ") == ()
+    text = "train.steps=4  buckets.resolutions=[64, 96] captions.template={caption} = a, b\ntrain.noise.mean = 1"
+    assert split_overrides(text) == (
+        "train.steps=4",
+        "buckets.resolutions=[64, 96]",
+        "captions.template={caption} = a, b",
+        "train.noise.mean = 1",
+    )
+
+
+def test_a_project_is_named_so_that_make_finds_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(CHECKOUT)
+    assert spelled(CHECKOUT / "data" / "cats") == str(CHECKOUT / "data" / "cats")
+    assert spelled(type(CHECKOUT)("data/my cats")) == "'data/my cats'"
+    monkeypatch.chdir(tmp_path)
+    assert spelled(type(CHECKOUT)(".")) == str(tmp_path.resolve())
