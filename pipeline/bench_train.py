@@ -17,7 +17,7 @@ import numpy as np
 from stages.models.families import Family
 from stages.models.flux2 import Flux2, Flux2Config, image_ids, packs_outside, text_ids
 from stages.tuner import lora, loss, optimizer, quantize
-from stages.tuner.backprop import Plan, loss_and_grads
+from stages.tuner.backprop import Plan, compiles, loss_and_grads
 from stages.tuner.memory import Footprint, Meter, footprint
 
 LR = 1e-4
@@ -31,7 +31,7 @@ def bits_of(name: str, bits: int) -> int:
     return max(bits, OUTSIDE_BITS) if packs_outside(name) else 16
 
 
-def drawn(config: Flux2Config, bits: int, dtype: Any = mx.bfloat16) -> dict[str, Any]:
+def drawn(config: Flux2Config, bits: int, dtype: Any) -> dict[str, Any]:
     """Random weights, each packed before the next is drawn."""
     packers = {n: quantize.packer(n, lambda name: True) for n in (16, *quantize.BITS)}
     weights = {}
@@ -49,7 +49,8 @@ class Rig:
         """`size`: width and height, pixels. `config`: sizes that are not the family's own."""
         self.config = config or Flux2Config.from_dict(family.transformer)
         self.size, self.text_rows = size, family.text_tokens
-        self.model = Flux2(self.config, drawn(self.config, bits))
+        self.dtype: Any = mx.bfloat16 if compiles() else mx.float32  # a CPU is slow in bfloat16
+        self.model = Flux2(self.config, drawn(self.config, bits, self.dtype))
         targets = lora.choose(self.model.linears(), ["*"], rank)
         self.adapters, self.scales = lora.init(targets, 0), lora.scales(targets)
         self.stepper = optimizer.Stepper(optimizer.make(method), 1.0)
@@ -68,7 +69,7 @@ class Rig:
         return {
             "x_BLC": x_BLC,
             "x_ids_L4": image_ids(self.size[1] // 16, self.size[0] // 16),
-            "ctx_BTJ": mx.random.normal((1, T, self.config.joint_attention_dim), mx.bfloat16),
+            "ctx_BTJ": mx.random.normal((1, T, self.config.joint_attention_dim), self.dtype),
             "ctx_ids_T4": text_ids(T),
             "timesteps_B": mx.array([0.5]),
             "guidance_B": mx.array([1.0]) if self.config.guidance_embeds else None,

@@ -157,6 +157,31 @@ def clean(runs: bool, dry_run: bool, path: str, overrides: tuple[str, ...]) -> N
 
 
 @cli.command()
+@click.option("--project", "-p", "path", help="The project whose settings are taken; without it, --family.")
+@click.option("--family", help="A family's true shape, on random weights.")
+@click.option("--pixels", type=int, help="Side of the images; a project's largest resolution.")
+@click.option("--bits", type=click.Choice(["16", "8", "4"]), help="Of the base's weights.")
+@click.option("--plan", help="whole, blocks, a number of blocks to keep, or auto.")
+@click.option("--rank", type=int, help="Of the adapter.")
+@click.option("--steps", type=int, default=6, show_default=True, help="How many are measured.")
+def memory(path: str | None, **given: Any) -> None:
+    """Show what training takes of memory, phase by phase, what leaks, and what would fit."""
+    from pipeline.memory import command
+
+    for line in command(open_project(path) if path else None, given):
+        click.echo(line)
+
+
+@cli.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench(arguments: tuple[str, ...]) -> None:
+    """Measure steps, encoders and reading; a row each. `latentmill bench --help` has the options."""
+    from pipeline.bench import main as measure
+
+    measure(list(arguments), prog_name="latentmill bench", standalone_mode=False)
+
+
+@cli.command()
 def families() -> None:
     """List the model families, their licences and sizes."""
     from stages.models.families import FAMILIES

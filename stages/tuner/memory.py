@@ -7,10 +7,10 @@ block computed again and differentiated by itself) and what it keeps (its activa
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -149,12 +149,26 @@ class Meter:
         return max((row["peak"] for row in self.rows), default=0)
 
     def leaks(self, least: int = 1 << 20) -> dict[str, int]:
-        """Phases that add memory, and end with more of it every time by at least `least` bytes: bytes a time, by phase."""
+        """Phases that leave at least `least` bytes behind every time: bytes a time, by phase.
+
+        What one phase adds and a later one lets go is no leak: what is let go counts against what was added last.
+        """
+        added: list[list[Any]] = []  # [phase, which time, bytes that are still there]
+        times: Counter[str] = Counter()
+        for row in self.rows:
+            change, name = row["active"] - row["before"], row["phase"]
+            if change > 0:
+                added.append([name, times[name], change])
+            while change < 0 and added:
+                gone = min(-change, added[-1][2])
+                change, added[-1][2] = change + gone, added[-1][2] - gone
+                if not added[-1][2]:
+                    added.pop()
+            times[name] += 1
         found = {}
-        for name in dict.fromkeys(row["phase"] for row in self.rows):
-            rows = [row for row in self.rows if row["phase"] == name][1:]  # the first may fill caches of its own
-            growth = [after["active"] - row["active"] for row, after in pairwise(rows)]
-            adds = all(row["active"] > row["before"] for row in rows)
-            if len(growth) >= 3 and adds and min(growth) >= least:
-                found[name] = sum(growth) // len(growth)
+        for name, count in times.items():
+            # The first time may fill caches of its own; what the last one left may be let go yet.
+            left = {n: size for phase, n, size in added if phase == name and size >= least and 0 < n < count - 1}
+            if count >= 5 and len(left) == count - 2:
+                found[name] = sum(left.values()) // len(left)
         return found
