@@ -249,6 +249,13 @@ def test_the_average_is_kept_beside_the_adapter_and_is_another_one(whole):
         assert saved.whole(checkpoint.EMA)
 
 
+def test_a_checkpoint_holds_the_rows_since_the_one_before_it(whole):
+    found = checkpoint.found(whole.folder / ARTIFACTS)[::-1]
+    since = [[row["step"] for row in saved.rows().to_pylist()] for saved in found]
+    assert [min(steps) for steps in since] == [0, *(saved.step + 1 for saved in found[:-1])]
+    assert [max(steps) for steps in since] == [saved.step for saved in found]
+
+
 def test_held_out_images_are_measured_and_never_trained_on(whole):
     split = {"train": set(), "validation": set()}
     for row in whole.rows:
