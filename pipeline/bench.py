@@ -30,7 +30,7 @@ from pipeline.bench_table import page
 UNFUSED = {"MLX_CUDA_USE_CUDNN_SDPA": "0"}  # how Metal routes training
 BUFFER = "MLX_MAX_MB_PER_BUFFER"  # CUDA: what is handed over at once; MLX reads it when the first operation is computed
 TIGHT_MB = "200"  # frees sooner; at 512 px that costs a quarter of the time
-SLACK = 0.25  # of a visit: room in which the next one is prepared; without it a step of klein 4B in 4 bits took a fifth longer
+SLACK = 0.25  # of a visit: room in which the next one is prepared; none at all seemed to cost klein 4B in 4 bits a fifth
 KINDS = ("train", "autoencoder", "text_encoder", "loader")
 
 

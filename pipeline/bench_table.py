@@ -18,7 +18,7 @@ def page(rows: list[Row]) -> Iterator[str]:
     for row in rows:
         if "error" in row:
             yield f"Failed: {row['family']} {size(row)}, {label(row)}: {row['error']}"
-    yield "Measured by `python -m pipeline.bench --gpu --out FILE`, or one case of it, on:"
+    yield "Measured by `python -m pipeline.bench` (`--gpu` for all of it, `--case` for one row), on:"
     yield ""
     for about in sorted({origin(row) for row in good}):
         yield f"- {about}"
