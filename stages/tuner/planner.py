@@ -20,7 +20,7 @@ KEPT = 1.9  # bytes that a block keeps for its gradient, per byte into and out o
 VISIT = 2.0  # bytes alive while a block is computed and differentiated, likewise
 VISIT_SCORES = 2.5  # the same per byte of a matrix of attention scores, where there is one
 UPDATE = 7  # adapters' worth of arrays beside the adapter while an optimizer's step is taken: gradients, stacks, the new one
-UPDATE_COMPILED = 3  # the same where the step is one pass
+UPDATE_COMPILED = 5  # the same where the step is compiled
 FACTOR = 1.25  # the measured peak of a step is within this factor of the estimate, either way
 
 
