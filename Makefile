@@ -3,6 +3,7 @@
 
 PROJECT ?= data/example
 PYTHON ?= python3
+EVERY ?= 250
 LATENTMILL = .venv/bin/python -m pipeline
 RUN = $(LATENTMILL) run
 # Through the environment, and by other names, so that spaces, quotes and dollars reach the command as they were typed.
@@ -14,7 +15,8 @@ unexport PROJECT SET SQL WHAT
 
 # One stage at a time, also under `make -j`: never two models in memory.
 .NOTPARALLEL:
-.PHONY: images captions ingest buckets latents embeddings train samples status query follow export test check format bench clean dictionary
+.PHONY: images captions ingest buckets latents embeddings train samples segments status query follow memory export clean
+.PHONY: test check format bench dictionary recipe figures
 .DEFAULT_GOAL := train
 
 # Stages
@@ -43,6 +45,10 @@ train: latents embeddings captions buckets images
 
 samples: train
 
+# The same in segments: EVERY steps, previews, and on.
+segments: latents embeddings captions buckets images
+	@$(LATENTMILL) segments --every $(EVERY)
+
 # Looking
 
 status: .venv/ready
@@ -53,6 +59,9 @@ query: .venv/ready
 
 follow: .venv/ready
 	@$(LATENTMILL) follow
+
+memory: .venv/ready
+	@$(LATENTMILL) memory
 
 export: .venv/ready
 	@$(LATENTMILL) export
@@ -77,6 +86,12 @@ format: .venv/check
 
 dictionary: .venv/ready
 	.venv/bin/python -c "from pipeline.dictionary import write; write()"
+
+recipe: .venv/ready
+	.venv/bin/python -c "from pipeline.recipe import write; write()"
+
+figures: .venv/ready
+	.venv/bin/python -c "from pipeline.figures import draw_all; draw_all()"
 
 bench: .venv/ready
 	$(LATENTMILL) bench

@@ -68,6 +68,17 @@ def run(stage: str, path: str, overrides: tuple[str, ...]) -> None:
 
 
 @cli.command()
+@click.option("--every", type=click.IntRange(1), default=250, show_default=True, help="Steps from one preview to the next.")
+@PROJECT
+@SET
+def segments(every: int, path: str, overrides: tuple[str, ...]) -> int:
+    """Train in segments, each a process of its own, and draw previews after each."""
+    from pipeline.segments import segments as walk
+
+    return walk(path, every, overrides)
+
+
+@cli.command()
 @PROJECT
 @SET
 def status(path: str, overrides: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import platform
 import resource
@@ -91,9 +92,9 @@ def run(project: Project, noun: str, console: Console) -> Outcome:
                 f"{noun}: stopped; {written} new rows are kept, {left} are still to do. The same command goes on from here."
             )
         if left and reasons:
-            return Outcome(
-                noun, written, 0, wanted.num_rows, time.monotonic() - began, peak_rss(), peak_mlx(), left=left, reason=reasons[-1]
-            )
+            outcome = Outcome(noun, written, 0, wanted.num_rows, time.monotonic() - began, peak_rss(), peak_mlx())
+            writer.finish(wanted, facts_of(outcome))  # what there is may be looked at, and previewed
+            return dataclasses.replace(outcome, left=left, reason=reasons[-1])
         assert not left, f"{noun}: {left} rows that the stage wants were never yielded"
         removed = missing(before, wanted).num_rows if before is not None else 0
         outcome = Outcome(noun, written, removed, wanted.num_rows, time.monotonic() - began, peak_rss(), peak_mlx())

@@ -29,3 +29,20 @@ def test_a_run_that_validation_ends_early_is_whole_and_up_to_date(tmp_path, tiny
     assert outcomes["train"].left == 0
     assert max(projects.content(folder, "train")["step"].to_pylist()) == 2
     assert projects.build(folder, "train")["train"].up_to_date
+
+
+def test_segments_draw_previews_on_the_way_and_end_as_in_one_go(tmp_path, tiny_weights):
+    whole = projects.make(tmp_path / "whole" / "cats", tiny_weights, images=2)
+    projects.build(whole)
+    folder = projects.make(tmp_path / "segments" / "cats", tiny_weights, images=2)
+    projects.build(folder, "images", "captions", "buckets", "latents", "embeddings")
+    said = projects.latentmill(folder, "segments", "--every", "4")
+    assert said.index("stopped after 4 steps") < said.index("grid:") < said.index("2 rows written")
+    assert said.count("grid:") == 2
+    for noun in ("train", "samples"):
+        assert projects.content(folder, noun).equals(projects.content(whole, noun))
+
+
+def test_segments_end_with_the_exit_code_of_what_went_wrong(tmp_path):
+    said = projects.latentmill(tmp_path / "nowhere", "segments", code=2)
+    assert "no such folder" in said
