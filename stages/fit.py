@@ -25,15 +25,20 @@ from stages.tuner.planner import Estimate
 
 GB = 1e9
 HEADROOM = 0.9  # of the limit, which a piece twice as large must not pass
+SLACK = 1.15  # of what is expected: work is handed to the device ahead until so much is live, and no further
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How a run computes its steps. `piece`: tokens at once, where the micro-batch follows memory; `limit`: bytes."""
+    """How a run computes its steps. `piece`: tokens at once, where the micro-batch follows memory.
+
+    `limit`: bytes that training may take; `bound`: bytes that may be live before the next block waits for the device.
+    """
 
     plan: Plan
     piece: int | None
     limit: int
+    bound: int
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,8 @@ def choose(ctx: StageContext, course: Course, start: Checkpoint | None) -> Fit:
         ctx.say(f"the run began with the plan {begun} and goes on with {plan}: the same gradients up to rounding, not to the bit")
     piece = (start.state.get("piece") if start else None) or samples * batch.length if c.micro_batch == "auto" else None
     ctx.say(f"plan {named(plan, len(found.traffic))}: about {needs / GB:.2g} GB of {limit / GB:.3g} GB are expected at the peak")
-    return Fit(plan, piece, limit)
+    bound = limit if plan == "whole" or piece else min(limit, round(SLACK * needs))
+    return Fit(plan, piece, limit, bound)
 
 
 def fastest(found: Estimate, limit: int) -> Plan | None:

@@ -147,6 +147,7 @@ class Run:
     peak: int = 0  # bytes, before MLX's own peak was last set back
     last: int = 0  # the last step, as far as is known
     best: int | None = None  # the step that measured best
+    limit: int = 0  # bytes that training may take
 
     def __post_init__(self) -> None:
         self.judge()
@@ -164,7 +165,8 @@ class Run:
         warn(ctx)
         chosen = fit.choose(ctx, self.course, self.start)
         self.trainer = trainer = Trainer(ctx, self.start)
-        trainer.plan, trainer.piece, trainer.limit = chosen.plan, chosen.piece, chosen.limit
+        trainer.plan, trainer.piece, trainer.bound = chosen.plan, chosen.piece, chosen.bound
+        self.limit = chosen.limit
         steps = range(self.start.step + 1 if self.start else 1, c.steps + 1)
         self.skipped = self.start.state["skipped"] if self.start else 0
         introduce(ctx, self.course, trainer, steps)
@@ -196,12 +198,12 @@ class Run:
     def step(self, micros: list[Micro], lr: float, look: bool) -> Measured:
         """One step of the trainer. Where the micro-batch follows memory, the next one's is found from the peak of this one."""
         trainer = self.trainer
-        if trainer.piece is None or trainer.limit is None:
+        if trainer.piece is None:
             return trainer.step(micros, lr, look)
         self.peak = max(self.peak, mx.get_peak_memory())
         mx.reset_peak_memory()
         measured = trainer.step(micros, lr, look)
-        piece = fit.follow(trainer.piece, trainer.used, mx.get_active_memory(), mx.get_peak_memory(), trainer.limit)
+        piece = fit.follow(trainer.piece, trainer.used, mx.get_active_memory(), mx.get_peak_memory(), self.limit)
         if piece != trainer.piece:
             self.ctx.say(f"the micro-batch is now {piece} tokens, {'fewer' if piece < trainer.piece else 'more'} than before")
         trainer.piece = piece

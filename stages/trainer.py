@@ -137,7 +137,7 @@ class Trainer:
         self.state = start.arrays(checkpoint.OPTIMIZER) if start else self.take.init(self.adapter)
         mx.eval(self.adapter, self.state)
         self.plan: Plan = "whole"
-        self.limit: int | None = None  # bytes that may be live before the next block is dispatched
+        self.bound: int | None = None  # bytes that may be live before the next block is dispatched
         self.piece: int | None = None  # image and text tokens computed at once; None: all of a batch
         self.used = 0  # the largest piece of the last step
         self.most: int | None = c.micro_batch if isinstance(c.micro_batch, int) else None  # the same in samples
@@ -180,14 +180,14 @@ class Trainer:
     def terms(self, micro: Micro) -> Iterator[tuple[mx.array | None, Arrays]]:
         """What a piece is trained by: its losses with their gradient, and, unnamed, how far it strays from the base's class."""
         inputs, asked = prepare(micro, self.model.config.guidance_embeds, self.config.loss)
-        yield loss_and_grads(self.model, self.adapter, self.scales, inputs, asked, self.plan, self.limit)
+        yield loss_and_grads(self.model, self.adapter, self.scales, inputs, asked, self.plan, self.bound)
         if micro.class_BTJ is None or self.config.preservation is None:
             return
         inputs["ctx_BTJ"] = mx.array(micro.class_BTJ).view(mx.bfloat16)
         assert micro.class_B is not None
         weight_B = self.config.preservation.weight * mx.array(micro.class_B)
         strays = functools.partial(loss.preservation, base_BLC=self.base(inputs), weight_B=weight_B)
-        yield None, loss_and_grads(self.model, self.adapter, self.scales, inputs, strays, self.plan, self.limit)[1]
+        yield None, loss_and_grads(self.model, self.adapter, self.scales, inputs, strays, self.plan, self.bound)[1]
 
     def base(self, inputs: dict[str, Any]) -> mx.array:
         """What the model answers without the adapter."""
@@ -223,9 +223,10 @@ class Trainer:
         """One update by the mean over the step's samples; none where anything is not finite."""
         self.used = 0
         losses, grads = self.gradient(micros)
-        before = self.adapter
-        self.adapter, self.state, norm, done = self.take(before, grads, self.state, lr, mx.all(mx.isfinite(losses)))
-        moved = update_ratio(before, self.adapter) if ratio else None
+        before = self.adapter if ratio else None
+        self.adapter, self.state, norm, done = self.take(self.adapter, grads, self.state, lr, mx.all(mx.isfinite(losses)))
+        del grads  # with no other name on them, the update may take their memory, and that of the arrays before it
+        moved = None if before is None else update_ratio(before, self.adapter)
         mx.eval(self.adapter, self.state, norm, losses, done, moved)
         numbers: Any = (losses.tolist(), norm.item(), done.item(), None if moved is None else moved.item())
         return Measured(*numbers)
