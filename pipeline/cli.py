@@ -25,7 +25,7 @@ SET = click.option(
     "overrides",
     multiple=True,
     metavar="SECTION.KEY=VALUE",
-    help="Override a setting; may be repeated.",
+    help="Override a setting; may be repeated. `make` hands SET over in LATENTMILL_SET.",
 )
 
 
@@ -54,7 +54,11 @@ def init(folder: Path, images: Path, family: str, weights: str, trigger: str) ->
 @PROJECT
 @SET
 def run(stage: str, path: str, overrides: tuple[str, ...]) -> None:
-    """Bring the table of STAGE up to date from the tables that it reads."""
+    """Bring the table of a stage up to date.
+
+    STAGE is images, captions, buckets, latents, embeddings, train or samples. The tables that it reads are taken as they
+    stand; `make STAGE` brings those up to date first.
+    """
     from pipeline import runner
     from pipeline.terminal import Terminal
 
@@ -82,7 +86,10 @@ def segments(every: int, path: str, overrides: tuple[str, ...]) -> int:
 @PROJECT
 @SET
 def status(path: str, overrides: tuple[str, ...]) -> None:
-    """Show every table: recipe, rows, bytes, what is missing."""
+    """Show what stands and what is missing.
+
+    Every table with its recipe, rows and bytes, and what the next run would do. Nothing is written.
+    """
     from pipeline.status import render
 
     click.echo(render(open_project(path, overrides)))
@@ -94,7 +101,10 @@ def status(path: str, overrides: tuple[str, ...]) -> None:
 @PROJECT
 @SET
 def query(sql: str | None, style: str, path: str, overrides: tuple[str, ...]) -> None:
-    """Ask the tables a question in SQL (DuckDB); each bears its noun: images, captions, ..., samples."""
+    """Ask the tables in SQL (DuckDB).
+
+    Each bears its noun: images, captions, ..., samples. Also: tables, columns, unused.
+    """
     from pipeline.query import run_query
 
     if not sql:
@@ -130,7 +140,10 @@ def follow(what: str | None, path: str, overrides: tuple[str, ...]) -> None:
 @PROJECT
 @SET
 def export(out: Path | None, style: str, dtype: str, step: int | None, path: str, overrides: tuple[str, ...]) -> None:
-    """Write the trained adapter to OUT in a form that other programs load."""
+    """Write the adapter for other programs.
+
+    OUT is a file ending in .safetensors, or a folder; without it, exports/ in the project.
+    """
     from pipeline.export import export_run
 
     def say(line: str) -> None:
@@ -155,12 +168,15 @@ def replay(step: int, path: str, overrides: tuple[str, ...]) -> None:
 
 
 @cli.command()
-@click.option("--runs", is_flag=True, help="Also delete the training runs and samples of other configurations.")
+@click.option("--runs", is_flag=True, help="Also runs and samples of other configurations, where the present one has its own.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @PROJECT
 @SET
 def clean(runs: bool, dry_run: bool, path: str, overrides: tuple[str, ...]) -> None:
-    """Delete what no present row names: old rows, and tables of other configurations. Trained adapters stay."""
+    """Free disk: delete what no present row names.
+
+    Old rows, and tables of other configurations where the present one has its own. Trained adapters stay.
+    """
     from pipeline.clean import clean as sweep
 
     for line in sweep(open_project(path, overrides), runs=runs, dry_run=dry_run):
