@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.disk import TEMPORARY, size_of
-from pipeline.lock import Lock
+from pipeline.lock import Lock, held
 from pipeline.project import Project
 from pipeline.store import TableFolder
 from pipeline.terminal import spell_bytes
@@ -18,9 +18,9 @@ RESULTS = ("train", "samples")  # made by hours of work, and what a user came fo
 def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
     """Free disk; a line for each thing that went (or, with `dry_run`, would go). ValueError while a stage is running."""
     if not dry_run:
-        for lock in (project.path / "tables").glob("*/*/lock"):
-            with Lock(lock):  # readers hold no lock, but every stage that reads also writes
-                pass
+        for lock in (project.path / "tables").glob("*/*/lock"):  # readers hold none, but every stage that reads also writes
+            if who := held(lock):
+                raise ValueError(f"{lock.parent} is being written by {who}; wait for it or stop it")
     freed = 0
     for noun in project.nouns:
         try:

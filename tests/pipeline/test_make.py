@@ -47,3 +47,9 @@ def test_a_project_is_named_so_that_make_finds_it(tmp_path, monkeypatch):
     assert spelled(type(CHECKOUT)("data/my cats")) == "'data/my cats'"
     monkeypatch.chdir(tmp_path)
     assert spelled(type(CHECKOUT)(".")) == str(tmp_path.resolve())
+
+
+def test_make_runs_nothing_that_stands_in_a_question(tmp_path):
+    text = f"$(shell touch {tmp_path}/done)"
+    assert through_make("query", "LATENTMILL_SQL", "SQL", text) == text
+    assert not (tmp_path / "done").exists()
