@@ -11,13 +11,20 @@ export LATENTMILL_PROJECT := $(value PROJECT)
 export LATENTMILL_SET := $(value SET)
 export LATENTMILL_SQL := $(value SQL)
 export LATENTMILL_WHAT := $(value WHAT)
-unexport PROJECT SET SQL WHAT
+export LATENTMILL_IMAGES := $(value IMAGES)
+export LATENTMILL_FAMILY := $(value FAMILY)
+export LATENTMILL_TRIGGER := $(value TRIGGER)
+unexport PROJECT SET SQL WHAT IMAGES FAMILY TRIGGER
 
 # One stage at a time, also under `make -j`: never two models in memory.
 .NOTPARALLEL:
-.PHONY: images captions ingest buckets latents embeddings train samples segments status query follow memory export clean
+.PHONY: init images captions ingest buckets latents embeddings train samples segments status query follow memory export clean
 .PHONY: test check format bench dictionary recipe figures
 .DEFAULT_GOAL := train
+
+# A new project: make init PROJECT=data/cats IMAGES=~/Pictures/cats FAMILY=klein-base-4b TRIGGER="ohwx cat"
+init: .venv/ready
+	@$(LATENTMILL) init
 
 # Stages
 
@@ -72,7 +79,7 @@ clean: .venv/ready
 # Development
 
 test: .venv/test
-	env -u LATENTMILL_PROJECT -u LATENTMILL_SET -u LATENTMILL_SQL -u LATENTMILL_WHAT .venv/bin/python -m pytest
+	env $(foreach name,PROJECT SET SQL WHAT IMAGES FAMILY TRIGGER,-u LATENTMILL_$(name)) .venv/bin/python -m pytest
 
 check: .venv/check
 	.venv/bin/ruff check .

@@ -36,16 +36,33 @@ def cli() -> None:
 
 
 @cli.command()
-@click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--images", required=True, type=click.Path(path_type=Path), help="The folder of images; it is only read.")
-@click.option("--family", default="klein-base-4b", show_default=True, help="The model family; see `latentmill families`.")
+@click.argument("folder", type=click.Path(path_type=Path), envvar="LATENTMILL_PROJECT")
+@click.option(
+    "--images",
+    required=True,
+    type=click.Path(path_type=Path),
+    envvar="LATENTMILL_IMAGES",
+    help="The folder of images; it is only read.",
+)
+@click.option(
+    "--family",
+    default="klein-base-4b",
+    envvar="LATENTMILL_FAMILY",
+    show_default=True,
+    help="The model family; see `latentmill families`.",
+)
 @click.option("--weights", default="", help="A folder or hub id; empty: the family's own hub id.")
-@click.option("--trigger", default="", help="A word that will stand for your subject, put before every caption.")
+@click.option(
+    "--trigger",
+    default="",
+    envvar="LATENTMILL_TRIGGER",
+    help="A word that will stand for your subject, put before every caption.",
+)
 def init(folder: Path, images: Path, family: str, weights: str, trigger: str) -> None:
     """Make a new project in FOLDER from a folder of images."""
     from pipeline.init import new_project
 
-    for line in new_project(folder, images, family, weights, trigger):
+    for line in new_project(folder.expanduser(), images.expanduser(), family, weights, trigger):
         click.echo(line)
 
 
@@ -79,7 +96,7 @@ def segments(every: int, path: str, overrides: tuple[str, ...]) -> int:
     """Train in segments, each a process of its own, and draw previews after each."""
     from pipeline.segments import segments as walk
 
-    return walk(path, every, overrides)
+    return walk(path, every, overrides or split_overrides(os.environ.get("LATENTMILL_SET", "")))
 
 
 @cli.command()
