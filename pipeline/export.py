@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pipeline.disk import whole
 
 if TYPE_CHECKING:
     from pipeline.project import Project
@@ -195,7 +196,7 @@ def _check_replaced(target: Path, described: dict[str, str], say: Callable[[str]
 
 
 def _write(target: Path, arrays: dict[str, Any], dtype: str, metadata: dict[str, str]) -> None:
-    """Whole or not at all: a temporary beside the target, fsync, rename, fsync of the folder. Matrices have the dtype."""
+    """Whole or not at all. Matrices have the dtype."""
     import mlx.core as mx
 
     from stages.models.adapter_names import EXACT
@@ -205,20 +206,6 @@ def _write(target: Path, arrays: dict[str, Any], dtype: str, metadata: dict[str,
     overflown = [key for key, value in cast.items() if not mx.isfinite(value).all().item()]
     if overflown:
         raise ValueError(f"{overflown[0]} has values too large for {dtype}; export as bfloat16 or float32")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".tmp-{os.getpid()}-{target.name}")
-    try:
+    with whole(target) as temporary:
+        temporary.touch()  # a folder that cannot be written says so as the system does; MLX would not
         mx.save_safetensors(str(temporary), cast, metadata)
-        _fsync(temporary)
-        temporary.replace(target)
-        _fsync(target.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

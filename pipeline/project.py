@@ -16,6 +16,7 @@ from pipeline.disk import from_home
 from pipeline.store import TableFolder
 from schemas.table import TableSchema
 from stages.models.families import Family, family
+from stages.models.text_encoder import refuse
 from stages.stage import Stage, StageContext
 
 # What a family's record, and no file, says about how a component is used.
@@ -85,6 +86,8 @@ class Project:
 
         Weights that were here once and are gone are known by the hash they had; only what was never here is fetched.
         """
+        if name == "text_encoder":  # before 35 GB are fetched for nothing
+            refuse(self.family)
         label = f"{self.config.project.family} {self.config.project.weights} {name}"
         try:
             digest = self.hashes.component(label, self.component(name, fetch=False))

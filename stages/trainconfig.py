@@ -182,7 +182,8 @@ class TrainConfig:
     stop_after_minutes: float | None = runtime(None, "end this command after so long: a Mac's GPU watchdog, a slot of time")
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulate", "rank", "checkpoint_every", "keep_states", "stop_after_steps"):
+        check(self, "steps", 1, 1_000_000)  # each is a row: beyond that it is a slip of the finger
+        for name in ("batch_size", "accumulate", "rank", "checkpoint_every", "keep_states", "stop_after_steps"):
             check(self, name, 1)
         for name in ("lr", "memory_gb", "stop_after_minutes", "alpha"):
             check(self, name, 1e-12)

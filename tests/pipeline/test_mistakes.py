@@ -248,3 +248,19 @@ def test_a_system_error_names_its_file_and_no_number(tmp_path):
     with pytest.raises(OSError) as error:
         (tmp_path / "no").read_text()
     assert one_line(error.value) == f"{tmp_path}/no: no such file or directory"
+
+
+def test_a_family_whose_text_encoder_is_not_built_is_refused_before_anything_is_fetched(project):
+    projects.edit(project, '"tiny"', '"dev"')
+    projects.build(project, "images", "captions")
+    assert "mistral3" in refused(project, "run", "embeddings")
+
+
+def test_a_slip_in_the_number_of_steps_is_refused(project):
+    assert "1e+06" in refused(project, "status", "--set", "train.steps=999999999999")
+
+
+def test_an_export_where_no_file_can_be_made_is_one_line(project):
+    projects.build(project)
+    (project / "file").write_text("")
+    assert "file" in refused(project, "export", str(project / "file" / "cats.safetensors"))
