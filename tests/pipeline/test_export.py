@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import pipeline.export
+import pipeline.disk
 from pipeline.export import DTYPES, STYLES, export, export_run, file_name
 from stages.models.adapter_formats import A, B, linears, load, read_adapter
 from tests.pipeline.reference import BLOCKS, OUTSIDE, forward, through_diffusers, tiny_transformer
@@ -214,7 +214,7 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, transformer: A
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pipeline.export, "_fsync", full)
+    monkeypatch.setattr(pipeline.disk, "sync", full)
     with pytest.raises(OSError, match="No space"):
         export(tmp_path / "a.safetensors", tmp_path / "out", "comfyui", dtype="float32", metadata={})
     assert not list((tmp_path / "out").iterdir())
