@@ -30,7 +30,6 @@ from pipeline.bench_table import page
 UNFUSED = {"MLX_CUDA_USE_CUDNN_SDPA": "0"}  # how Metal routes training
 BUFFER = "MLX_MAX_MB_PER_BUFFER"  # CUDA: what is handed over at once; MLX reads it when the first operation is computed
 TIGHT_MB = "200"  # frees sooner; at 512 px that costs a quarter of the time
-SLACK = 0.25  # of a visit: room in which the next one is prepared; none at all seemed to cost klein 4B in 4 bits a fifth
 KINDS = ("train", "autoencoder", "text_encoder", "loader")
 
 
@@ -45,7 +44,7 @@ class Case:
     bits: int = 16
     rank: int = 32
     optimizer: str = "adamw"
-    tight: bool = False  # hold live memory near what the plan was foretold to need; else MLX's own limit holds
+    tight: bool = False  # hold live memory near what the plan is expected to need, as training does; else MLX's own limit holds
     unfused: bool = False
     backend: str = "mlx"
     kind: str = "train"  # of KINDS
@@ -73,28 +72,26 @@ def run_train(case: Case) -> dict[str, Any]:
     """Train a few steps with the tuner; one more, phase by phase, says where memory peaks."""
     import mlx.core as mx
 
-    from pipeline.bench_train import Rig
+    from pipeline.bench_train import Rig, settings
+    from stages import fit
     from stages.models.families import family
-    from stages.tuner.memory import Meter
+    from stages.tuner.memory import Meter, budget
 
-    rig = Rig(family(case.family), case.bits, case.rank, case.optimizer, (case.width, case.height))
-    load_peak = mx.get_peak_memory()
+    found_family = family(case.family)
+    c = settings(case.optimizer, base_bits=case.bits, rank=case.rank)
+    rig = Rig(found_family, c, fit.Batch(1, case.width, case.height, found_family.text_tokens))
+    sizes = {"load_peak_gb": mx.get_peak_memory(), "held_gb": mx.get_active_memory()}
     plan: Any = int(case.plan) if case.plan.isdigit() else case.plan
-    began = time.perf_counter()
-    foretold = rig.footprint()
-    tried = time.perf_counter() - began
-    need = foretold.need(plan)
-    rig.limit = need + int(SLACK * max(foretold.visit.values())) if case.tight else None
+    need = fit.Question(c, rig.config).estimate(rig.batch, 1).need(plan)
+    rig.bound = fit.bound(plan, need, budget()) if case.tight else None
     mx.clear_cache()
     mx.reset_peak_memory()
     found: dict[str, Any] = measure(functools.partial(rig.step, plan), case.steps)
-    found["first_s"] += tried
-    sizes = {"peak_gb": mx.get_peak_memory(), "foretold_gb": need, "held_gb": foretold.held, "load_peak_gb": load_peak}
-    sizes |= {"visit_gb": max(foretold.visit.values()), "cache_gb": mx.get_cache_memory()}
+    sizes |= {"peak_gb": mx.get_peak_memory(), "foretold_gb": need, "cache_gb": mx.get_cache_memory()}
     meter = Meter()
     rig.step(plan, meter)
     sizes |= {f"{row['phase']}_gb": row["peak"] for row in meter.rows}
-    found |= {"tokens": rig.image_tokens + rig.text_rows, "dtype": str(rig.dtype).removeprefix("mlx.core.")}
+    found |= {"tokens": rig.batch.length, "dtype": c.precision}
     return found | {name: size / 1e9 for name, size in sizes.items()}
 
 

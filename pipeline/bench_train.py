@@ -1,8 +1,8 @@
 """One training step of a family's true shape on random weights: what the benchmark times and the memory profile weighs.
 
-A step is what training does: noise in, losses and gradients, clip, the optimizer, one wait at the end. B = 1.
+A step is what training does: noise in, losses and gradients, clip, the optimizer, one wait at the end.
 
-L image tokens, T text rows, C latent channels, J text features.
+B samples, L image tokens, T text rows, C latent channels, J text features.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from stages import trainer
+from stages.fit import Batch
 from stages.models.families import Family
-from stages.models.flux2 import Flux2, Flux2Config, image_ids, packs_outside, text_ids
-from stages.tuner import lora, loss, optimizer, quantize
+from stages.models.flux2 import Flux2, Flux2Config, image_ids, text_ids
+from stages.trainconfig import OptimizerConfig, TrainConfig
+from stages.tuner import lora, loss, optimizer
 from stages.tuner.backprop import Plan, compiles, loss_and_grads
-from stages.tuner.memory import Footprint, Meter, footprint
-
-LR = 1e-4
-OUTSIDE_BITS = 8  # least bits of a packed Linear outside the blocks
+from stages.tuner.memory import Meter
 
 
-def bits_of(name: str, bits: int) -> int:
-    """Bits of a tensor of a base packed to `bits`."""
-    if "transformer_blocks." in name:
-        return bits
-    return max(bits, OUTSIDE_BITS) if packs_outside(name) else 16
+def settings(method: str = "adamw", **given: Any) -> TrainConfig:
+    """[train] as a measurement wants it, with an optimizer and its own learning rate; in float32 on a CPU, slow in bfloat16."""
+    chosen: Any = {"kind": method}
+    lr, precision = optimizer.make(method).usual_lr, "bfloat16" if compiles() else "float32"
+    return TrainConfig(**{"optimizer": OptimizerConfig(**chosen), "lr": lr, "precision": precision, **given})
 
 
-def drawn(config: Flux2Config, bits: int, dtype: Any) -> dict[str, Any]:
-    """Random weights, each packed before the next is drawn."""
-    packers = {n: quantize.packer(n, lambda name: True) for n in (16, *quantize.BITS)}
-    weights = {}
+def drawn(config: Flux2Config, c: TrainConfig) -> dict[str, Any]:
+    """Random weights, each packed as training would before the next is drawn."""
+    pack, dtype = trainer.packing(c), getattr(mx, c.precision)
+    weights: dict[str, Any] = {}
     for number, (name, shape) in enumerate(config.shapes().items()):
         value = mx.random.normal(shape, dtype, key=mx.random.key(number)) * shape[-1] ** -0.5
-        weights[name] = packers[bits_of(name, bits)](name, value)
+        weights[name] = pack(name, value) if pack else value
         mx.eval(weights[name])
     return weights
 
@@ -45,64 +45,54 @@ def drawn(config: Flux2Config, bits: int, dtype: Any) -> dict[str, Any]:
 class Rig:
     """A model, an adapter, an optimizer, and what one step does to them."""
 
-    def __init__(self, family: Family, bits: int, rank: int, method: str, size: tuple[int, int], config: Any = None) -> None:
-        """`size`: width and height, pixels. `config`: sizes that are not the family's own."""
-        self.config = config or Flux2Config.from_dict(family.transformer)
-        self.size, self.text_rows = size, family.text_tokens
-        self.dtype: Any = mx.bfloat16 if compiles() else mx.float32  # a CPU is slow in bfloat16
-        self.model = Flux2(self.config, drawn(self.config, bits, self.dtype))
-        targets = lora.choose(self.model.linears(), ["*"], rank)
-        self.adapters, self.scales = lora.init(targets, 0), lora.scales(targets)
-        self.stepper = optimizer.Stepper(optimizer.make(method), 1.0)
+    def __init__(self, family: Family, c: TrainConfig, batch: Batch) -> None:
+        self.config = Flux2Config.from_dict(family.transformer)
+        self.c, self.batch = c, batch
+        self.dtype: Any = getattr(mx, c.precision)
+        self.model = Flux2(self.config, drawn(self.config, c))
+        targets = trainer.choose(self.model.linears(), c)
+        bases = lora.bases_of(self.model.blocks, targets) if c.variant == "dora" else None
+        self.adapters, self.scales = lora.init(targets, 0, bases), lora.scales(targets)
+        self.stepper = trainer.stepper_of(c)
         self.state = self.stepper.init(self.adapters)
-        self.limit: int | None = None
+        self.bound: int | None = None  # bytes that may be live before the next block waits for the device
         mx.eval(self.adapters, self.state)
-
-    @property
-    def image_tokens(self) -> int:
-        """L."""
-        return self.size[0] // 16 * (self.size[1] // 16)
 
     def inputs(self, x_BLC: mx.array) -> dict[str, Any]:
         """What the model is given, at sigma one half."""
-        T = self.text_rows
+        B, T = self.batch.samples, self.batch.text
         return {
             "x_BLC": x_BLC,
-            "x_ids_L4": image_ids(self.size[1] // 16, self.size[0] // 16),
-            "ctx_BTJ": mx.random.normal((1, T, self.config.joint_attention_dim), self.dtype),
+            "x_ids_L4": image_ids(self.batch.height // 16, self.batch.width // 16),
+            "ctx_BTJ": mx.random.normal((B, T, self.config.joint_attention_dim), self.dtype),
             "ctx_ids_T4": text_ids(T),
-            "timesteps_B": mx.array([0.5]),
-            "guidance_B": mx.array([1.0]) if self.config.guidance_embeds else None,
+            "timesteps_B": mx.full((B,), 0.5),
+            "guidance_B": mx.ones((B,)) if self.config.guidance_embeds else None,
         }
 
-    def footprint(self) -> Footprint:
-        """What a step will take, tried on one block of each kind."""
-        C = self.config.in_channels
-        return footprint(self.model, self.adapters, self.scales, self.inputs(mx.random.normal((1, self.image_tokens, C))))
-
     def step(self, plan: Plan, meter: Meter | None = None) -> float:
-        """One step; returns its loss. With a meter each phase is waited for, which a step without one is not.
+        """One step; returns the mean loss. With a meter each phase is waited for, which a step without one is not.
 
         Nothing keeps the gradients or the old adapter while the new one is computed: they are let go one by one.
         """
         with _phase(meter, "batch"):
-            noise_BLC, x0_BLC = mx.random.normal((2, 1, self.image_tokens, self.config.in_channels))
+            noise_BLC, x0_BLC = mx.random.normal((2, self.batch.samples, self.batch.image, self.config.in_channels))
             inputs = self.inputs((noise_BLC + x0_BLC) / 2)
             asked = functools.partial(loss.mse, target_BLC=noise_BLC - x0_BLC)
             if meter:
                 mx.eval(inputs["x_BLC"], inputs["ctx_BTJ"], asked.keywords)
         with _phase(meter, "gradients"):
-            losses_B, grads = loss_and_grads(self.model, self.adapters, self.scales, inputs, asked, plan, self.limit)
+            losses_B, grads = loss_and_grads(self.model, self.adapters, self.scales, inputs, asked, plan, self.bound)
             if meter:
                 mx.eval(losses_B, grads)
         with _phase(meter, "optimizer"):
             sound = mx.all(mx.isfinite(losses_B))
-            self.adapters, self.state, norm, done = self.stepper(self.adapters, grads, self.state, LR, sound)
+            self.adapters, self.state, norm, done = self.stepper(self.adapters, grads, self.state, self.c.lr, sound)
             del grads, inputs
             mx.eval(self.adapters, self.state, losses_B, norm, done)
         if not done.item():
-            raise ValueError(f"the gradient of {self.size[0]} x {self.size[1]} px is not finite")
-        return float(np.array(losses_B)[0])
+            raise ValueError(f"the gradient of {self.batch.width} x {self.batch.height} px is not finite")
+        return float(np.array(losses_B).mean())
 
 
 def _phase(meter: Meter | None, name: str) -> AbstractContextManager[None]:

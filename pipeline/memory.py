@@ -5,7 +5,6 @@ Random weights in the family's true shape, since memory depends on shapes alone;
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,21 +15,21 @@ import pyarrow.parquet as pq
 
 import stages  # noqa: F401  (before mlx.core)
 from pipeline import plot
-from pipeline.bench_train import Rig, bits_of
+from pipeline.bench_train import Rig, settings
 from pipeline.plot import Chart, Curve, Panel
 from pipeline.terminal import spell_bytes
+from stages import fit
 from stages.models.families import Family, family
 from stages.models.flux2 import Flux2Config
+from stages.trainconfig import TrainConfig
 from stages.tuner.backprop import Plan
-from stages.tuner.memory import Footprint, Meter, budget
-from stages.tuner.planner import weight_bytes
+from stages.tuner.memory import Meter, budget
 
 if TYPE_CHECKING:
     from pipeline.project import Project
 
 ROWS, PICTURE = "memory.parquet", "memory.png"
 SIDES = (512, 768, 1024)  # pixels: what is advised on
-BITS = (16, 8, 4)
 COLORS = {"batch": plot.GREEN, "gradients": plot.BLUE, "optimizer": plot.ORANGE}
 PANELS = (("peak", "peak"), ("active after", "active"))  # title, column
 SCALES = (("MB", 1e6), ("10 MB", 1e7), ("100 MB", 1e8), ("GB", 1e9), ("10 GB", 1e10))  # of the plot's axis
@@ -38,48 +37,54 @@ SCALES = (("MB", 1e6), ("10 MB", 1e7), ("100 MB", 1e8), ("GB", 1e9), ("10 GB", 1
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, as far as memory cares. `plan` is backprop's, or auto; `limit`: bytes that training may take."""
+    """What is trained, as far as memory cares: images of that side, as [train] says."""
 
     family: Family
+    train: TrainConfig
     pixels: int
-    bits: int = 16
-    rank: int = 32
-    optimizer: str = "adamw"
-    plan: str = "auto"
-    steps: int = 6
-    limit: int = 0
+    steps: int = 6  # that are measured
 
     @property
-    def may_take(self) -> int:
-        """The limit, or the device's memory less headroom."""
-        return self.limit or budget()
+    def limit(self) -> int:
+        """Bytes that training may take."""
+        return budget(self.train.memory_gb)
+
+    @property
+    def ask(self) -> fit.Question:
+        """What training would ask of these shapes."""
+        return fit.Question(self.train, Flux2Config.from_dict(self.family.transformer))
+
+    def batch(self, side: int) -> fit.Batch:
+        """A whole batch of images of that side."""
+        return fit.Batch(self.train.batch_size, side, side, self.family.text_tokens)
 
 
-def of_project(project: Project, given: dict[str, Any]) -> Setup:
-    """A project's settings, at its largest resolution; what is `given` instead of None holds instead."""
-    train, sides = project.config.sections["train"], project.config.sections["buckets"].resolutions
-    limit = budget(train.memory_gb) if train.memory_gb else 0
-    own = Setup(project.family, max(sides), train.base_bits, train.rank, train.optimizer.kind, str(train.memory), limit=limit)
-    return replace(own, **{name: value for name, value in given.items() if value is not None})
+def asked(project: Project | None, given: dict[str, Any]) -> Setup:
+    """A project's settings at its largest resolution, or a family's; what is `given` instead of None holds instead.
+
+    ValueError for what cannot be measured.
+    """
+    pixels, steps = given["pixels"], given["steps"]
+    if project:
+        train, own = project.config.sections["train"], max(project.config.sections["buckets"].resolutions)
+    else:
+        train, own = settings(), SIDES[0]
+    plan = given["plan"] and (int(given["plan"]) if given["plan"].isdigit() else given["plan"])
+    other = {"base_bits": given["bits"] and int(given["bits"]), "rank": given["rank"], "memory": plan}
+    train = replace(train, **{name: value for name, value in other.items() if value is not None})
+    chosen = project.family if project and not given["family"] else family(given["family"] or "klein-base-4b")
+    pixels = own if pixels is None else pixels
+    if pixels < 32 or pixels % 16:
+        raise ValueError(f"memory: {pixels} pixels are wrong; a multiple of 16 is wanted, 512 for instance")
+    if steps < 1:
+        raise ValueError(f"memory: {steps} steps are wrong; 1 or more is wanted")
+    return Setup(chosen, train, pixels, steps)
 
 
 def command(project: Project | None, given: dict[str, Any]) -> Iterator[str]:
     """What `latentmill memory` says. ValueError for settings that are wrong or cannot fit."""
-    settled = given | {"bits": int(given["bits"]) if given["bits"] else None}
-    name = settled.pop("family")
-    chosen_family = family(name or "klein-base-4b") if name or not project else None
-    if project:
-        setup = of_project(project, settled | {"family": chosen_family})
-        folder = project.path / "tables" / "memory"
-    else:
-        assert chosen_family
-        setup = replace(Setup(chosen_family, SIDES[0]), **{key: value for key, value in settled.items() if value is not None})
-        folder = Path("memory")
-    if setup.pixels < 32 or setup.pixels % 16:
-        raise ValueError(f"memory: {setup.pixels} pixels are wrong; a multiple of 16 is wanted, 512 for instance")
-    if setup.steps < 1 or setup.rank < 1:
-        raise ValueError(f"memory: {setup.steps} steps of rank {setup.rank} are wrong; 1 or more of both is wanted")
-    yield from report(setup, folder)
+    setup = asked(project, given)
+    yield from report(setup, project.path / "tables" / "memory" if project else Path("memory"))
 
 
 def profile(rig: Rig, plan: Plan, steps: int) -> Meter:
@@ -91,28 +96,25 @@ def profile(rig: Rig, plan: Plan, steps: int) -> Meter:
     return meter
 
 
-def chosen(setup: Setup, foretold: Footprint) -> Plan:
-    """The plan that is asked for; for auto the fastest that fits."""
-    if setup.plan == "auto":
-        return foretold.plan(setup.may_take)
-    return int(setup.plan) if setup.plan.isdigit() else setup.plan
-
-
 def report(setup: Setup, folder: Path) -> Iterator[str]:
     """Profile, write the rows and the plot into `folder`, and say it all, line by line. ValueError if it cannot fit."""
-    rig = Rig(setup.family, setup.bits, setup.rank, setup.optimizer, (setup.pixels, setup.pixels))
-    foretold = rig.footprint()
-    plan = chosen(setup, foretold)
+    c, batch = setup.train, setup.batch(setup.pixels)
+    samples, plan, need = fit.settle(setup.ask, batch, setup.limit)
+    rig = Rig(setup.family, c, replace(batch, samples=samples))
+    rig.bound = fit.bound(plan, need, setup.limit)
     meter = profile(rig, plan, setup.steps)
     del rig
-    yield f"{setup.family.title}, {setup.pixels} px, {setup.bits} bits, rank {setup.rank}, {setup.optimizer}, plan {plan}"
+    images = "" if samples == 1 else f" x {samples}"
+    what = f"{setup.family.title}, {setup.pixels} px{images}, {c.base_bits} bits"
+    yield f"{what}, {c.variant} of rank {c.rank}, {c.optimizer.kind}, plan {plan}"
     yield from lines(meter)
-    yield f"peak {spell_bytes(meter.peak)}, foretold {spell_bytes(foretold.need(plan))}, of it held {spell_bytes(foretold.held)}"
+    yield f"peak {spell_bytes(meter.peak)}, expected {spell_bytes(need)}, of it held {spell_bytes(meter.rows[0]['before'])}"
     yield from leaks(meter)
     folder.mkdir(parents=True, exist_ok=True)
-    facts = {"family": setup.family.name, "pixels": setup.pixels, "bits": setup.bits, "rank": setup.rank, "plan": str(plan)}
-    pq.write_table(pa.Table.from_pylist([facts | {"optimizer": setup.optimizer} | row for row in meter.rows]), folder / ROWS)
-    plot.save(chart(meter, f"{setup.family.title}, {setup.pixels} px, {setup.bits} bits, plan {plan}"), folder / PICTURE)
+    facts = {"family": setup.family.name, "pixels": setup.pixels, "samples": samples, "bits": c.base_bits, "rank": c.rank}
+    facts |= {"variant": c.variant, "optimizer": c.optimizer.kind, "plan": str(plan)}
+    pq.write_table(pa.Table.from_pylist([facts | row for row in meter.rows]), folder / ROWS)
+    plot.save(chart(meter, f"{what}, plan {plan}"), folder / PICTURE)
     yield f"rows: {folder / ROWS}   plot: {folder / PICTURE}"
     yield from advice(setup)
 
@@ -159,37 +161,17 @@ def _curves(meter: Meter, phases: list[str], what: str, scale: float) -> list[Cu
 
 def advice(setup: Setup) -> Iterator[str]:
     """What a step would need at other resolutions and bits, and what that means for this device."""
-    needs = {bits: {side: print_of(setup, side, rig, bits) for side in SIDES} for bits, rig in _rigs(setup)}
-    limit = setup.may_take
-    yield f"a step may take {spell_bytes(limit)} and needs, computing every block twice (blocks) or none (whole):"
-    for bits, prints in needs.items():
-        cells = [f"{side} px {spell_bytes(p.need('blocks'))} / {spell_bytes(p.need('whole'))}" for side, p in prints.items()]
+    ask, limit = setup.ask, setup.limit
+    found = {side: ask.estimate(setup.batch(side), 1) for side in SIDES}
+    yield f"one image may take {spell_bytes(limit)} and needs, computing every block twice (blocks) or none (whole):"
+    for bits in fit.BITS:
+        packed = {side: each.with_weights(ask.weights(bits)) for side, each in found.items()}
+        cells = [f"{side} px {spell_bytes(p.need('blocks'))} / {spell_bytes(p.need('whole'))}" for side, p in packed.items()]
         yield f"  base_bits = {bits}: " + ", ".join(cells)
     for side in SIDES:
-        fits = next((bits for bits in BITS if needs[bits][side].need("blocks") <= limit), None)
-        if fits is None:
-            least = needs[BITS[-1]][side].need("blocks")
-            yield f"{side} px would not fit: with base_bits = {BITS[-1]} it needs {spell_bytes(least)}"
+        bits, plan, need = fit.roomiest(ask, setup.batch(side), limit)
+        packing = "" if bits == setup.train.base_bits else f" with base_bits = {bits}"
+        if plan is None:
+            yield f"{side} px would not fit:{packing} it needs {spell_bytes(need)}"
         else:
-            plan = needs[fits][side].plan(limit)
-            yield f"{side} px would fit" + (f" with base_bits = {fits}" if fits < 16 else "") + f", plan {plan}"
-
-
-def _rigs(setup: Setup) -> Iterator[tuple[int, Rig]]:
-    """One block of each kind, by bits: enough to learn what all of them need."""
-    whole = Flux2Config.from_dict(setup.family.transformer)
-    small = replace(whole, num_layers=min(1, whole.num_layers), num_single_layers=min(1, whole.num_single_layers))
-    for bits in BITS:
-        yield bits, Rig(setup.family, bits, setup.rank, setup.optimizer, (SIDES[0], SIDES[0]), small)
-
-
-def print_of(setup: Setup, side: int, rig: Rig, bits: int) -> Footprint:
-    """The whole model's footprint from that of one block of each kind."""
-    rig.size = (side, side)
-    one = rig.footprint()
-    whole = Flux2Config.from_dict(setup.family.transformer)
-    kinds = ("double",) * whole.num_layers + ("single",) * whole.num_single_layers
-    adapter = sum(one.grads[kind] for kind in kinds)
-    states = sum(math.prod(value.shape) * value.dtype.size for value in rig.state.values()) / sum(one.grads.values())
-    weights = weight_bytes([(shape, bits_of(name, bits)) for name, shape in whole.shapes().items()], rig.dtype.size)
-    return replace(one, held=weights + int(adapter * (1 + states)), kinds=kinds)
+            yield f"{side} px would fit{packing}, plan {plan}"

@@ -18,12 +18,13 @@ from stages.models.load import sizes
 from stages.stage import StageContext
 from stages.trainconfig import TrainConfig
 from stages.trainset import Course
-from stages.tuner import memory, planner
+from stages.tuner import memory, planner, quantize
 from stages.tuner.backprop import Plan
 from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.planner import Estimate
 
 GB = 1e9
+BITS = (16, *quantize.BITS)  # what base_bits may be, the best first
 HEADROOM = 0.9  # of the limit, which a piece twice as large must not pass
 SLACK = 1.15  # of what is expected: work is handed to the device ahead until so much is live, and no further
 
@@ -51,9 +52,14 @@ class Batch:
     text: int
 
     @property
+    def image(self) -> int:
+        """Image tokens of one sample."""
+        return self.width // 16 * (self.height // 16)
+
+    @property
     def length(self) -> int:
-        """Tokens of one sample."""
-        return self.width // 16 * (self.height // 16) + self.text
+        """All tokens of one sample."""
+        return self.image + self.text
 
 
 def largest(course: Course) -> Batch:
@@ -66,19 +72,18 @@ def largest(course: Course) -> Batch:
 
 
 class Question:
-    """What a run would need, asked of shapes alone."""
+    """What a run with these settings would need, asked of a transformer's shapes alone."""
 
-    def __init__(self, ctx: StageContext) -> None:
-        self.c: TrainConfig = ctx.config
-        self.dtype: Any = getattr(mx, self.c.precision)
-        config = flux2.Flux2Config.from_dict(sizes(ctx.weights("transformer"), ctx.family.transformer))
+    def __init__(self, c: TrainConfig, config: flux2.Flux2Config) -> None:
+        self.c = c
+        self.dtype: Any = getattr(mx, c.precision)
         self.shapes = config.shapes()
         # Arrays that are never computed take no memory: a model of them has every shape.
         self.ghost = flux2.Flux2(config, {name: mx.zeros(shape, self.dtype) for name, shape in self.shapes.items()})
-        targets = trainer.choose(self.ghost.linears(), self.c)
+        targets = trainer.choose(self.ghost.linears(), c)
         adapter = {t.name + end: mx.zeros(shape) for t in targets for end, shape in t.shapes.items()}
         self.adapter = sum(value.nbytes for value in adapter.values())
-        self.state = sum(value.nbytes for value in trainer.stepper_of(self.c).init(adapter).values())
+        self.state = sum(value.nbytes for value in trainer.stepper_of(c).init(adapter).values())
 
     def weights(self, bits: int | None = None) -> int:
         """Bytes of the base; `bits` in place of what the settings say."""
@@ -87,9 +92,9 @@ class Question:
 
     def estimate(self, batch: Batch, samples: int) -> Estimate:
         """What so many samples at once need."""
-        config, B, rows = self.ghost.config, samples, batch.length - batch.text
+        config, B = self.ghost.config, samples
         inputs = {
-            "x_BLC": mx.zeros((B, rows, config.in_channels)),
+            "x_BLC": mx.zeros((B, batch.image, config.in_channels)),
             "x_ids_L4": flux2.image_ids(batch.height // 16, batch.width // 16),
             "ctx_BTJ": mx.zeros((B, batch.text, config.joint_attention_dim)),
             "ctx_ids_T4": flux2.text_ids(batch.text),
@@ -113,23 +118,49 @@ class Question:
 def choose(ctx: StageContext, course: Course, start: Checkpoint | None) -> Fit:
     """The plan and the piece of this run. ValueError in one line, with what would fit, if nothing does."""
     c: TrainConfig = ctx.config
-    batch, ask, limit = largest(course), Question(ctx), memory.budget(c.memory_gb)
+    config = flux2.Flux2Config.from_dict(sizes(ctx.weights("transformer"), ctx.family.transformer))
+    ask, batch, limit = Question(c, config), largest(course), memory.budget(c.memory_gb)
+    begun = start.state.get("plan") if start else None
+    samples, plan, needs = settle(ask, batch, limit, begun)
+    if begun not in (None, plan):
+        ctx.say(f"the run began with the plan {begun} and goes on with {plan}: the same gradients up to rounding, not to the bit")
+    piece = (start.state.get("piece") if start else None) or samples * batch.length if c.micro_batch == "auto" else None
+    blocks = len(ask.ghost.blocks)
+    ctx.say(f"plan {named(plan, blocks)}: about {needs / GB:.2g} GB of {limit / GB:.3g} GB are expected at the peak")
+    return Fit(plan, piece, limit, limit if piece else bound(plan, needs, limit))
+
+
+def settle(ask: Question, batch: Batch, limit: int, begun: Plan | None = None) -> tuple[int, Plan, int]:
+    """(samples at once, plan, bytes at the peak): what the settings say; else what a run began with, or the fastest that fits.
+
+    ValueError in one line, with what would fit, if nothing does.
+    """
+    c = ask.c
     samples = min(c.micro_batch, batch.samples) if isinstance(c.micro_batch, int) else batch.samples
     if c.micro_batch == "auto":
         while samples > 1 and ask.estimate(batch, samples).need("blocks") > limit:
             samples = (samples + 1) // 2
     found = ask.estimate(batch, samples)
-    begun = start.state.get("plan") if start else None
     plan = c.memory if c.memory != "auto" else begun if begun and found.need(begun) <= limit else fastest(found, limit)
     needs = found.need(plan or "blocks")
     if plan is None or needs > limit:
         raise ValueError(refusal(ask, batch, samples, plan or "blocks", limit))
-    if begun not in (None, plan):
-        ctx.say(f"the run began with the plan {begun} and goes on with {plan}: the same gradients up to rounding, not to the bit")
-    piece = (start.state.get("piece") if start else None) or samples * batch.length if c.micro_batch == "auto" else None
-    ctx.say(f"plan {named(plan, len(found.traffic))}: about {needs / GB:.2g} GB of {limit / GB:.3g} GB are expected at the peak")
-    bound = limit if plan == "whole" or piece else min(limit, round(SLACK * needs))
-    return Fit(plan, piece, limit, bound)
+    return samples, plan, needs
+
+
+def bound(plan: Plan, needs: int, limit: int) -> int:
+    """Bytes that may be live before the next block waits for the device, where `needs` are expected."""
+    return limit if plan == "whole" else min(limit, round(SLACK * needs))
+
+
+def roomiest(ask: Question, batch: Batch, limit: int) -> tuple[int, Plan | None, int]:
+    """(base_bits, plan, bytes at the peak) of the most bits with which a sample fits; of the least, and no plan, if none does."""
+    found = ask.estimate(batch, 1)
+    for bits in BITS:
+        packed = found.with_weights(ask.weights(bits))
+        if plan := fastest(packed, limit):
+            return bits, plan, packed.need(plan)
+    return bits, None, packed.need("blocks")
 
 
 def fastest(found: Estimate, limit: int) -> Plan | None:
@@ -161,7 +192,7 @@ def refusal(ask: Question, batch: Batch, samples: int, plan: Plan, limit: int) -
     others = {'memory = "blocks"': found.need("blocks")} if plan != "blocks" else {}
     if samples > 1:
         others["micro_batch = 1"] = ask.estimate(batch, 1).need("blocks")
-    for bits in (8, 4):
+    for bits in BITS:
         if bits < ask.c.base_bits:
             others[f"base_bits = {bits}"] = found.with_weights(ask.weights(bits)).need("blocks")
     small = [text for text, needs in others.items() if needs <= limit]

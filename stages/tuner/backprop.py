@@ -144,11 +144,6 @@ class Walk:
         block = self.chain.blocks[n]
         return self.compiled(_forward, block.kind)(self.adapters[n], block.weights, h, shared, self.scales[n])
 
-    def plainly(self, n: int, adapters: Arrays, h: Tree, shared: Tree) -> Tree:
-        """The output of block n with any adapters, not compiled."""
-        block = self.chain.blocks[n]
-        return _forward(self.chain, block.kind)(adapters, block.weights, h, shared, self.scales[n])
-
     def backward(self, n: int, h: Tree, shared: Tree, cotangent: Tree) -> tuple[Tree, Arrays]:
         """The gradients of block n by its input and by its adapters, from its input and the gradient by its output."""
         block = self.chain.blocks[n]
@@ -188,7 +183,7 @@ def _backward(chain: Chain, kind: str) -> Callable[..., Any]:
         def run(h: Tree, adapters: Arrays) -> Tree:
             return forward(adapters, weights, h, shared, scales)
 
-        return vjp(run, h, adapters, cotangent)[1]
+        return _vjp(run, h, adapters, cotangent)
 
     return backward
 
@@ -209,18 +204,16 @@ def _tail(chain: Chain, kinds: tuple[str, ...], loss: Callable[..., mx.array]) -
     return tail
 
 
-def vjp(
-    run: Callable[[Tree, Arrays], Tree], h: Tree, adapters: Arrays, cotangent: Tree
-) -> tuple[list[mx.array], tuple[Tree, Arrays]]:
-    """(The arrays of run(h, adapters), its gradients by h and by the adapters), from the gradient by its result."""
+def _vjp(run: Callable[[Tree, Arrays], Tree], h: Tree, adapters: Arrays, cotangent: Tree) -> tuple[Tree, Arrays]:
+    """The gradients of run(h, adapters) by h and by the adapters, from the gradient by its result."""
     leaves = [leaf for _, leaf in tree_flatten(h)]
 
     def flat(*primals: mx.array) -> list[mx.array]:
         out = run(_like(h, primals), dict(zip(adapters, primals[len(leaves) :], strict=True)))
         return [leaf for _, leaf in tree_flatten(out)]
 
-    out, grads = mx.vjp(flat, [*leaves, *adapters.values()], [leaf for _, leaf in tree_flatten(cotangent)])
-    return out, (_like(h, grads), dict(zip(adapters, grads[len(leaves) :], strict=True)))
+    _, grads = mx.vjp(flat, [*leaves, *adapters.values()], [leaf for _, leaf in tree_flatten(cotangent)])
+    return _like(h, grads), dict(zip(adapters, grads[len(leaves) :], strict=True))
 
 
 def _like(tree: Tree, leaves: Sequence[mx.array]) -> Tree:

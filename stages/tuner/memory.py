@@ -1,8 +1,4 @@
-"""Memory: what the device has, what a plan will take, which plan fits, and what was used. Measured, not guessed.
-
-What a step needs is found by trying one block of each kind on the largest batch, before the first step: its visit (the
-block computed again and differentiated by itself) and what it keeps (its activations, where it is not computed again).
-"""
+"""Memory: what the device has, and what was used of it, phase by phase. What a run will take, `planner` says."""
 
 from __future__ import annotations
 
@@ -14,9 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
-
-from stages.tuner.backprop import Arrays, Chain, Plan, Tree, Walk, kept_blocks, vjp
 
 Item = TypeVar("Item")
 
@@ -36,83 +29,6 @@ def device_bytes() -> int:
 def budget(limit_gb: float | None = None) -> int:
     """Bytes that training may take: the setting, or the device's memory less headroom."""
     return int(limit_gb * GB if limit_gb else device_bytes() * (1 - HEADROOM))
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What one batch takes, bytes. `held` lies there anyway: weights, adapters, the optimizer's state."""
-
-    held: int
-    stream: int  # one block's input
-    kinds: tuple[str, ...]  # of the blocks, in order
-    grads: Mapping[str, int]  # by kind: one block's gradients
-    visit: Mapping[str, int]  # by kind: what computing and differentiating one block takes beside its input
-    kept: Mapping[str, int]  # by kind: what of it stays where the block is not computed again
-
-    def need(self, plan: Plan) -> int:
-        """Bytes at the peak of a step: in the tail's backward pass, or in a visit before it.
-
-        On the way back inputs are let go while gradients gather, so both are counted visit by visit.
-        """
-        head = len(self.kinds) - kept_blocks(plan, len(self.kinds))
-        last = self.kinds[head:]
-        found = sum(self.grads[kind] for kind in last)
-        work = sum(self.kept[kind] for kind in last) + max(self.visit[kind] - self.kept[kind] for kind in last)
-        most = head * self.stream + found + work
-        for n in reversed(range(head)):
-            kind = self.kinds[n]
-            most = max(most, (n + 1) * self.stream + found + self.stream + self.visit[kind])  # + its output's gradient
-            found += self.grads[kind]
-        return self.held + most
-
-    def plan(self, limit: int) -> Plan:
-        """The fastest plan that needs at most `limit` bytes: whole, or as many kept blocks as fit. ValueError if none does."""
-        fits = [n for n in range(1, len(self.kinds) + 1) if self.need(n) <= limit]
-        if not fits:
-            work = self.need("blocks") - self.held
-            share = (limit - self.held) / work
-            smaller = f"batches of {share:.0%} of these pixels would fit" if share > 0.05 else "the weights alone fill it"
-            raise ValueError(
-                f"a training step needs {self.need('blocks') / GB:.1f} GB and may take {limit / GB:.1f} GB: {smaller}; "
-                "lower the resolution or batch_size, or pack the base ([train] base_bits = 8 or 4)"
-            )
-        return "whole" if fits[-1] == len(self.kinds) else "blocks" if fits[-1] == 1 else fits[-1]
-
-
-def footprint(chain: Chain, adapters: Arrays, scales: Mapping[str, float], inputs: Mapping[str, Any]) -> Footprint:
-    """Try one block of each kind on `inputs`, the largest batch that will come. What is compiled for it is used later."""
-    held = mx.get_active_memory()
-    h, shared = chain.enter(**inputs)
-    mx.eval(h, shared)
-    walk = Walk(chain, adapters, scales)
-    kinds = tuple(block.kind for block in chain.blocks)
-    visit = {kind: _visit(walk, kinds.index(kind), h, shared) for kind in set(kinds)}
-    kept = {kind: _kept(walk, kinds.index(kind), h, shared) for kind in set(kinds)}
-    grads = {kind: _nbytes(walk.adapters[kinds.index(kind)]) for kind in set(kinds)}
-    return Footprint(held, _nbytes(h), kinds, grads, visit, kept)
-
-
-def _visit(walk: Walk, n: int, h: Tree, shared: Tree) -> int:
-    before = mx.get_active_memory()
-    limit = mx.set_memory_limit(before)  # nothing is dispatched ahead: what is live is what is needed
-    mx.reset_peak_memory()
-    mx.eval(walk.backward(n, h, shared, h))
-    mx.set_memory_limit(limit)
-    return mx.get_peak_memory() - before
-
-
-def _kept(walk: Walk, n: int, h: Tree, shared: Tree) -> int:
-    """With the gradient asked for but not computed, a block's output leaves behind what the gradient will need."""
-    before = mx.get_active_memory()
-    out, grads = vjp(lambda h, adapters: walk.plainly(n, adapters, h, shared), h, walk.adapters[n], h)
-    mx.eval(out)
-    kept = mx.get_active_memory() - before
-    del grads
-    return kept
-
-
-def _nbytes(tree: Tree) -> int:
-    return sum(leaf.nbytes for _, leaf in tree_flatten(tree))
 
 
 @dataclass

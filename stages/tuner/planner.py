@@ -1,5 +1,5 @@
 """How much memory training will take, from shapes alone: asked before any weight is loaded, so that a run which cannot fit
-ends at once, with the setting that would make it fit. An estimate; `memory.footprint` measures, once the weights are there.
+ends at once, with the setting that would make it fit. An estimate: tests hold it to what steps took, small and at true size.
 
 The blocks are traced on arrays that are never computed: what passes through their Linears says how much a block keeps for
 its gradient. Constants below come from measurements of FLUX.2's blocks.
@@ -46,7 +46,12 @@ class Estimate:
         # Inputs are let go on the way back, while gradients gather.
         behind = max(head * self.stream + self.adapter * tail // blocks + kept, self.stream + self.adapter)
         update = (UPDATE_COMPILED if compiles() else UPDATE) * self.adapter
-        return self.weights + self.state + self.adapter + int(max(behind + visit, update))
+        return self.held + int(max(behind + visit, update))
+
+    @property
+    def held(self) -> int:
+        """What lies there between steps."""
+        return self.weights + self.state + self.adapter
 
     def with_weights(self, weights: int) -> Estimate:
         """The same run on weights of another size."""

@@ -15,6 +15,7 @@ def test_a_case_becomes_one_row_of_json_with_seconds_and_memory():
     assert row["tokens"] == 4 * 3 + 64
     assert 0 < row["s"] <= row["most_s"] < math.inf
     assert 0 < row["held_gb"] < row["peak_gb"]
+    assert row["held_gb"] < row["foretold_gb"]
     assert row["chip"] and row["version"] and row["date"]
 
 

@@ -6,18 +6,19 @@ import pytest
 from PIL import Image
 
 from pipeline import memory, plot
-from pipeline.bench_train import Rig
+from pipeline.bench_train import Rig, settings
 from pipeline.memory import Setup
 from pipeline.project import Project
+from stages import fit
 from stages.models.families import FAMILIES
-from stages.models.flux2 import Flux2Config
+from stages.tuner.planner import FACTOR
 
-TINY = Setup(FAMILIES["tiny"], 128, steps=6)
+TINY = Setup(FAMILIES["tiny"], settings(rank=4), 128)
 
 
 @pytest.fixture(scope="module")
 def rig():
-    return Rig(TINY.family, 16, 32, "adamw", (128, 128))
+    return Rig(TINY.family, settings(), TINY.batch(128))
 
 
 class Leaking(Rig):
@@ -58,45 +59,54 @@ def test_the_peak_of_all_phases_is_mlx_s_own_within_a_hundredth(rig):
 
 def test_a_planted_leak_is_found_in_its_phase_and_none_where_there_is_none(rig):
     assert list(memory.leaks(memory.profile(rig, "whole", 6))) == ["no phase keeps more from step to step"]
-    found = list(memory.leaks(memory.profile(Leaking(TINY.family, 16, 4, "adamw", (64, 64)), "whole", 6)))
+    found = list(memory.leaks(memory.profile(Leaking(TINY.family, TINY.train, TINY.batch(64)), "whole", 6)))
     assert len(found) == 1
     assert found[0].startswith("LEAK: batch keeps 2.1")
 
 
 def test_a_report_has_rows_a_plot_and_advice(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "SIDES", (64, 96))
-    said = list(memory.report(replace(TINY, steps=2, bits=4, limit=10**10), tmp_path))
+    train = settings(base_bits=4, rank=4, variant="dora", batch_size=2)
+    said = list(memory.report(replace(TINY, train=train, steps=2), tmp_path))
     rows = pq.read_table(tmp_path / memory.ROWS).to_pylist()
     assert [(row["step"], row["phase"]) for row in rows] == [
         (step, phase) for step in (1, 2) for phase in ("batch", "gradients", "optimizer")
     ]
-    assert all(row["peak"] >= row["active"] > 0 and row["bits"] == 4 for row in rows)
+    assert all(row["peak"] >= row["active"] > 0 and row["bits"] == 4 and row["samples"] == 2 for row in rows)
     assert set(plot.read(tmp_path / memory.PICTURE)) and Image.open(tmp_path / memory.PICTURE).size[0] > 500
-    assert "96 px would fit, plan whole" in said
+    assert said[0].endswith("128 px x 2, 4 bits, dora of rank 4, adamw, plan whole")
+    assert "96 px would fit with base_bits = 16, plan whole" in said
+
+
+def test_what_is_expected_is_what_training_expects_and_near_what_is_measured(rig):
+    setup = replace(TINY, train=rig.c)
+    for plan in ("blocks", "whole"):
+        train = replace(rig.c, memory=plan)
+        samples, chosen, need = fit.settle(replace(setup, train=train).ask, rig.batch, setup.limit)
+        assert (samples, chosen) == (1, plan)
+        meter = memory.profile(rig, plan, 2)
+        elsewhere = meter.rows[0]["before"] - setup.ask.estimate(rig.batch, 1).held
+        assert 1 / FACTOR < need / (meter.peak - elsewhere) < FACTOR
 
 
 def test_advice_says_which_bits_would_fit_and_what_would_not(monkeypatch):
     monkeypatch.setattr(memory, "SIDES", (64, 128))
-    monkeypatch.setattr(memory, "print_of", lambda setup, side, rig, bits: fake(side * bits))
-    monkeypatch.setattr(memory, "_rigs", lambda setup: [(bits, None) for bits in memory.BITS])
-    said = list(memory.advice(replace(TINY, limit=128 * 8)))
-    assert said[-2:] == ["64 px would fit, plan whole", "128 px would fit with base_bits = 8, plan whole"]
-    assert list(memory.advice(replace(TINY, limit=300)))[-1] == "128 px would not fit: with base_bits = 4 it needs 512 B"
+
+    def limited(side: int, bits: int) -> Setup:
+        found = TINY.ask.estimate(TINY.batch(side), 1).with_weights(TINY.ask.weights(bits))
+        return replace(TINY, train=settings(rank=4, memory_gb=found.need("blocks") / 1e9 + 1e-6))
+
+    assert list(memory.advice(limited(128, 16)))[-1] == "128 px would fit, plan blocks"
+    assert list(memory.advice(limited(128, 4)))[-1] == "128 px would fit with base_bits = 4, plan blocks"
+    said = list(memory.advice(limited(64, 4)))
+    assert said[-2] == "64 px would fit with base_bits = 4, plan blocks"
+    assert said[-1].startswith("128 px would not fit: with base_bits = 4 it needs ")
 
 
-def fake(need):
-    return memory.Footprint(need, 0, ("single",), {"single": 0}, {"single": 0}, {"single": 0})
-
-
-def test_one_block_of_each_kind_foretells_the_whole(rig):
-    config = Flux2Config.from_dict(TINY.family.transformer)
-    small = Rig(TINY.family, 16, 32, "adamw", (128, 128), replace(config, num_layers=1, num_single_layers=1))
-    told, measured = memory.print_of(TINY, 128, small, 16), rig.footprint()
-    assert told.kinds == measured.kinds
-    assert told.grads == measured.grads
-    held = sum(v.nbytes for v in rig.adapters.values()) + sum(v.nbytes for v in rig.state.values())
-    weights = sum(v.nbytes for b in rig.model.blocks for v in b.weights.values()) + sum(v.nbytes for v in rig.model.top.values())
-    assert told.held == pytest.approx(held + weights, rel=0.01)
+def test_what_cannot_fit_is_refused_as_training_refuses_it(tmp_path):
+    setup = replace(TINY, train=settings(rank=4, memory_gb=1e-6))
+    with pytest.raises(ValueError, match=r"^train: the plan blocks needs about .* base_bits = 4 would need .*, too much as well"):
+        list(memory.report(setup, tmp_path))
 
 
 def test_a_project_s_settings_are_profiled_and_what_is_given_holds_instead(tmp_path):
@@ -104,10 +114,13 @@ def test_a_project_s_settings_are_profiled_and_what_is_given_holds_instead(tmp_p
     folder.mkdir()
     (folder / "project.toml").write_text(
         '[project]\nfamily = "tiny"\n[images]\nfolder = "images"\n'
-        "[buckets]\nresolutions = [64, 96]\n[train]\nrank = 4\nbase_bits = 8\n"
+        '[buckets]\nresolutions = [64, 96]\n[train]\nrank = 4\nbase_bits = 8\nvariant = "dora"\n'
     )
-    nothing = dict.fromkeys(("family", "pixels", "bits", "plan", "rank"))
-    found = memory.of_project(Project.open(folder), {"pixels": None, "steps": 2, "plan": "blocks"})
-    assert (found.pixels, found.bits, found.rank, found.plan, found.steps) == (96, 8, 4, "blocks", 2)
+    nothing = dict.fromkeys(("family", "pixels", "bits", "plan", "rank")) | {"steps": 2}
+    found = memory.asked(Project.open(folder), nothing | {"plan": "3", "bits": "16"})
+    assert (found.family.name, found.pixels, found.steps) == ("tiny", 96, 2)
+    assert (found.train.base_bits, found.train.rank, found.train.variant, found.train.memory) == (16, 4, "dora", 3)
     with pytest.raises(ValueError, match="500 pixels are wrong"):
-        list(memory.command(Project.open(folder), nothing | {"pixels": 500, "steps": 1}))
+        memory.asked(Project.open(folder), nothing | {"pixels": 500})
+    with pytest.raises(ValueError, match="the plan must be whole, blocks or a number"):
+        list(memory.report(memory.asked(Project.open(folder), nothing | {"plan": "sideways"}), tmp_path))

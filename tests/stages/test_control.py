@@ -10,6 +10,8 @@ import pytest
 
 from stages import control, fit
 from stages.control import Control
+from stages.models.flux2 import Flux2Config
+from stages.models.weights import read_config
 from stages.train import STAGE, course_of
 from stages.tuner import checkpoint
 from tests.stages.runs import BASE, Run, weights
@@ -122,7 +124,8 @@ def asked(run: Run, start: Any = None) -> fit.Fit:
 def needs(run: Run, plan: Any, samples: int = 2) -> float:
     """GB."""
     context = run.context()
-    return fit.Question(context).estimate(fit.largest(course_of(context)), samples).need(plan) / fit.GB
+    ask = fit.Question(run.config, Flux2Config.from_dict(read_config(context.weights("transformer"))))
+    return ask.estimate(fit.largest(course_of(context)), samples).need(plan) / fit.GB
 
 
 def test_the_plan_is_the_fastest_that_fits_the_budget_and_is_said(transformer, tmp_path):
