@@ -81,6 +81,30 @@ def test_a_whole_run_gives_back_mlx_memory_stage_by_stage(tmp_path, tiny_weights
         assert mx.get_active_memory() <= before + 4096, noun
 
 
+RUNTIME = (
+    "[images]\nworkers = 1\n\n[captions]",
+    "[latents]\nbatch_size = 1\nworkers = 1\n\n[embeddings]\nbatch_size = 1\n",
+    '[train]\ncheckpoint_every = 3\nmemory = "whole"\nkeep_states = 1\n',
+)
+
+
+def test_rows_do_not_depend_on_runtime_settings(tmp_path, tiny_weights):
+    plain = projects.make(tmp_path / "one" / "project", tiny_weights, images=2)
+    other = projects.make(tmp_path / "two" / "project", tiny_weights, images=2)
+    text = (other / "project.toml").read_text().replace("commit_seconds = 0.0", "commit_seconds = 30.0")
+    text = text.replace("checkpoint_every = 2\n", "").replace('checkpoints = "all"', 'checkpoints = "last"')
+    for section, changed in zip(("[captions]", "[embeddings]\n", "[train]\n"), RUNTIME, strict=True):
+        text = text.replace(section, changed)
+    (other / "project.toml").write_text(text)
+    projects.edit(plain, 'checkpoints = "all"', 'checkpoints = "last"')
+    for noun in NOUNS:
+        projects.build(plain, noun)
+        projects.build(other, noun)
+        assert Project.open(plain).recipe(noun) == Project.open(other).recipe(noun), noun
+        clocks = {"inode", "mtime_ns"} & set(projects.content(plain, noun).column_names)
+        assert projects.content(plain, noun).drop_columns(clocks) == projects.content(other, noun).drop_columns(clocks), noun
+
+
 def test_a_stage_with_nothing_to_do_loads_no_weights(tmp_path, tiny_weights, monkeypatch):
     folder = projects.make(tmp_path / "project", tiny_weights, images=2)
     projects.build(folder)
