@@ -18,7 +18,7 @@ def check(section: Any, name: str, low: float, high: float = math.inf) -> None:
     value = getattr(section, name)
     if value is not None and not low <= value <= high:
         raise ValueError(
-            f"{name}: {value} is wrong; {low:g} " + ("or more" if high == math.inf else f"to {high:g}") + " is wanted"
+            f"{name}: {value} is wrong; {low:g} " + ("or more" if high == math.inf else f"to {high:.9g}") + " is wanted"
         )
 
 

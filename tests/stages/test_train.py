@@ -19,6 +19,7 @@ from stages.trainconfig import NoiseConfig, ScheduleConfig, TrainConfig
 from stages.tuner import checkpoint, lora
 from tests import harness
 from tests.stages.runs import BASE, SHAPES, TEXT_ROWS, TINY, Run, rows_of, tables, weights
+from tests.tuner.test_backprop import assert_same
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +170,9 @@ def test_the_samples_of_a_step_draw_apart(transformer, tmp_path):
 def test_unequal_micro_batches_count_by_their_samples(transformer, tmp_path):
     run = Run(tmp_path, transformer, replace(BASE, batch_size=3, accumulate=2, steps=1), tables(((64, 64),) * 4))
     made = trainer.Trainer(run.context(), None)
+    made.adapter = {
+        name: value + 0.1 * mx.random.normal(value.shape, key=mx.random.key(1)) for name, value in made.adapter.items()
+    }
     ((_, micros, _),) = list(trainset.Feed(run.context(), train.course_of(run.context()), range(1, 2)))
     assert sorted(len(micro.samples) for micro in micros) == [1, 3]
     fields = ("x0_BCHW", "noise_BCHW", "ctx_BTJ")
@@ -177,8 +181,7 @@ def test_unequal_micro_batches_count_by_their_samples(transformer, tmp_path):
     )
     apart, together = made.gradient(micros), made.gradient([joint])
     np.testing.assert_allclose(np.array(apart[0]), np.array(together[0]), rtol=1e-5)
-    for name, grad in together[1].items():
-        np.testing.assert_allclose(np.array(apart[1][name]), np.array(grad), rtol=1e-4, atol=1e-6 * mx.abs(grad).max().item())
+    assert_same(apart[1], together[1], 1e-5)  # 2e-6 was seen; see PIECES in test_train_features.py
 
 
 def test_one_step_alone_gives_its_logged_losses(whole):
@@ -373,7 +376,7 @@ def test_a_distilled_family_is_trained_with_a_warning(transformer, tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"steps": 0}, "steps: 0 is wrong; 1 or more is wanted"),
+        ({"steps": 0}, "steps: 0 is wrong; 1 to 1000000 is wanted"),
         ({"caption_dropout": 1.5}, "caption_dropout: 1.5 is wrong; 0 to 1 is wanted"),
         ({"alpha": 0.0}, "alpha: 0.0 is wrong"),
         ({"lr": -1e-4}, "lr: -0.0001 is wrong"),

@@ -28,8 +28,13 @@ from stages.trainconfig import (
 )
 from stages.tuner import checkpoint, lora, quantize
 from tests.stages.runs import BASE, TEXT_ROWS, Run, rows_of, tables, weights, words
+from tests.tuner.test_backprop import assert_same
 
 ARTIFACTS = "artifacts"
+# Every plan asks BLAS for the same products. Pieces of a batch have fewer rows, for which MKL rounds otherwise where it has
+# several threads: one product is then 7e-7 of its largest value from the true one, and after all of them an array's gradient
+# was seen to differ by 4.2e-6 of its largest value (4e-7 with one thread); all arrays together by 9e-7.
+PIECES = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -184,11 +189,14 @@ def test_plans_and_micro_batches_give_the_same_gradient_with_masks_and_preservat
     assert any(micro.class_BTJ is not None for micro in micros)
     assert any(micro.mask_BL is not None for micro in micros)
     losses, grads = made.gradient(micros)
-    for plan, most, piece in (("blocks", None, None), (2, 2, None), ("whole", None, 30), ("blocks", 1, None)):
+    for plan, most, piece in (("blocks", None, None), (2, 3, None), ("whole", None, 30), ("blocks", 1, None)):
         made.plan, made.most, made.piece = plan, most, piece
         again, found = made.gradient(micros)
         np.testing.assert_allclose(np.array(again), np.array(losses), rtol=1e-5)
-        assert apart(found, grads) < 3e-6  # float32 sums in another order, of terms that partly cancel
+        pieces = made.used < max(len(micro.samples) * trainer.length(micro) for micro in micros)
+        assert_same(found, grads, PIECES if pieces else 1e-6)
+        assert apart(found, grads) < 2e-6
+        made.used = 0
 
 
 def test_preservation_is_the_gradient_of_the_distance_to_the_base(transformer, tmp_path):

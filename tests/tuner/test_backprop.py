@@ -76,11 +76,12 @@ def plainly(model, adapters, scales, inputs, loss):
 
 
 def assert_same(found, wanted, bound=1e-6):
+    """Each array's largest difference is within `bound` of its largest gradient."""
     assert set(found) == set(wanted)
     for name, grad in wanted.items():
-        size = mx.linalg.norm(grad).item()
+        size = mx.abs(grad).max().item()
         assert size > 0, f"{name} takes no gradient"
-        assert mx.linalg.norm(found[name] - grad).item() <= bound * size, name
+        assert mx.abs(found[name] - grad).max().item() <= bound * size, name
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -137,7 +138,7 @@ def test_two_micro_batches_add_up_to_the_batch(plan):
         one = {name: value[i : i + 1] if name.split("_")[1].startswith("B") else value for name, value in both.items()}
         _, grads = loss_and_grads(model, adapters, scales, one, functools.partial(squared, target=target[i : i + 1]), plan)
         summed = {name: summed.get(name, 0) + grad / 2 for name, grad in grads.items()}
-    assert_same(summed, whole, 2e-6)
+    assert_same(summed, whole)
 
 
 @pytest.mark.parametrize("plan", ["whole", "blocks"])
@@ -203,7 +204,7 @@ def test_a_compiled_block_holds_nothing_of_the_step_that_compiled_it(plan, monke
             steps.append(loss_and_grads(model, adapters, {f"toys.{i}.fc": 0.5 for i in range(3)}, inputs, loss, plan))
     for (plain_B, plain), (losses_B, grads) in zip(steps[:2], steps[2:], strict=True):
         assert mx.allclose(losses_B, plain_B, rtol=1e-5)
-        assert_same(grads, plain, 1e-5)
+        assert_same(grads, plain)
 
 
 def test_a_memory_limit_is_put_back_and_changes_no_number():

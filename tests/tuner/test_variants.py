@@ -12,6 +12,7 @@ import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.models.flux2 import Flux2, Flux2Config, image_ids, text_ids
 from stages.tuner import backprop, dora, initial, lokr, lora, merge, quantize
 from stages.tuner.backprop import loss_and_grads
+from tests.tuner.test_backprop import assert_same
 
 CONFIG = Flux2Config(
     in_channels=8,
@@ -181,11 +182,9 @@ def test_every_plan_gives_the_gradients_of_the_whole_graph(variant, bits, plan):
 
     (_, true_B), true = mx.value_and_grad(plainly)(adapters)
     assert mx.allclose(losses_B, true_B, rtol=1e-6)
-    assert set(grads) == set(true) == set(adapters)
-    for name, grad in true.items():
-        assert grads[name].dtype == mx.float32
-        assert mx.linalg.norm(grad).item() > 0, f"{name} takes no gradient"
-        assert close(grads[name], grad, 3e-6), name
+    assert set(true) == set(adapters)
+    assert_same(grads, true)
+    assert {grad.dtype for grad in grads.values()} == {mx.float32}
 
 
 @pytest.mark.parametrize("variant", ["dora", "lokr", "whole lokr"])
@@ -222,7 +221,7 @@ def test_a_compiled_block_gives_the_same_gradients(variant, monkeypatch):
             loss = functools.partial(lambda y, target: mx.square(y - target).mean(-1), target=normal(step, 3, 8))
             found.append(loss_and_grads(model, moved, lora.scales(targets), {"x": normal(step, 3, 8)}, loss, "blocks")[1])
     for plain, fast in zip(found[:2], found[2:], strict=True):
-        assert all(close(fast[name], grad, 1e-5) for name, grad in plain.items())
+        assert_same(fast, plain)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
