@@ -30,6 +30,13 @@ TRAIN = TableSchema(
             pa.float32(),
             "mean squared error of the velocity, this sample alone; in train, as the sections loss and mask of [train] weigh it",
         ),
+        column(
+            "preservation",
+            pa.float32(),
+            "what its answer to the class caption costs beside the loss, for straying from the bare base's: mean squared, times "
+            "[train.preservation] weight; null where it was not asked for",
+            null=True,
+        ),
         column("lr", pa.float64(), "learning rate of the step"),
         column("grad_norm", pa.float32(), "global norm of the gradient before clipping"),
         column("tokens", pa.int32(), "tokens of this sample through the transformer: image and text"),

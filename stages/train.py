@@ -180,7 +180,8 @@ class Run:
             now = time.perf_counter()
             around: Row = {"step": step, "lr": lr, "grad_norm": measured.norm, "seconds": now - began, "read_seconds": waited}
             around["peak_bytes"] = max(self.peak, mx.get_peak_memory())
-            rows = rows_of([s for micro in micros for s in micro.samples], measured.losses, self.text_rows, around)
+            samples = [s for micro in micros for s in micro.samples]
+            rows = rows_of(samples, measured.losses, measured.preservation, self.text_rows, around)
             self.since += rows
             self.skipped = 0 if measured.finite else self.skipped + 1
             health(ctx, trainer, step, self.skipped, measured)
@@ -223,7 +224,7 @@ class Run:
         for micro in self.validation.load(self.ctx):
             losses = self.trainer.measure(micro)
             seconds = {"seconds": time.perf_counter() - began, "read_seconds": 0.0, "split": "validation"}
-            rows += rows_of(micro.samples, losses, self.text_rows, around | seconds)
+            rows += rows_of(micro.samples, losses, [None] * len(losses), self.text_rows, around | seconds)
             began = time.perf_counter()
         self.measured += rows
         self.since += rows

@@ -118,6 +118,7 @@ class Measured:
     """What a step says of itself."""
 
     losses: list[float]
+    preservation: list[float | None]  # what straying from the base costs each sample; None where it was not asked for
     norm: float
     finite: bool
     ratio: float | None  # of the update's length to the adapter's, where it was asked for
@@ -162,23 +163,29 @@ class Trainer:
             else:
                 yield from (micro.part(start, start + most) for start in range(0, count, most))
 
-    def gradient(self, micros: list[Micro]) -> tuple[mx.array, Arrays]:
-        """The losses of all samples, and the gradient of their mean whatever the sizes of the pieces."""
+    def gradient(self, micros: list[Micro]) -> tuple[mx.array, Arrays, mx.array]:
+        """Of all samples the losses, the gradient of the mean of all that they cost, and what straying costs.
+
+        The gradient is the same whatever the sizes of the pieces. Where nothing holds a sample to the base, straying costs 0.
+        """
         count = sum(len(micro.samples) for micro in micros)
         total: Arrays = {}
-        losses: list[mx.array] = []
+        losses, strays = [], []
         for micro in self.pieces(micros):
+            costs = []
             for losses_B, grads in self.terms(micro):
-                losses += [] if losses_B is None else [losses_B]
+                costs.append(losses_B)
                 share = len(micro.samples) / count
                 if share < 1 or total:
                     grads = {name: share * grad + total.get(name, 0.0) for name, grad in grads.items()}
                     mx.eval(grads)  # or every piece's gradient would wait for the last
                 total = grads
-        return mx.concatenate(losses) if len(losses) > 1 else losses[0], total
+            losses.append(costs[0])
+            strays.append(costs[1] if len(costs) > 1 else mx.zeros_like(costs[0]))
+        return mx.concatenate(losses), total, mx.concatenate(strays)
 
-    def terms(self, micro: Micro) -> Iterator[tuple[mx.array | None, Arrays]]:
-        """What a piece is trained by: its losses with their gradient, and, unnamed, how far it strays from the base's class."""
+    def terms(self, micro: Micro) -> Iterator[tuple[mx.array, Arrays]]:
+        """What a piece is trained by, each with its gradient: the losses, and where it is asked for, what straying costs."""
         inputs, asked = prepare(micro, self.model.config.guidance_embeds, self.config.loss)
         yield loss_and_grads(self.model, self.adapter, self.scales, inputs, asked, self.plan, self.bound)
         if micro.class_BTJ is None or self.config.preservation is None:
@@ -187,7 +194,7 @@ class Trainer:
         assert micro.class_B is not None
         weight_B = self.config.preservation.weight * mx.array(micro.class_B)
         strays = functools.partial(loss.preservation, base_BLC=self.base(inputs), weight_B=weight_B)
-        yield None, loss_and_grads(self.model, self.adapter, self.scales, inputs, strays, self.plan, self.bound)[1]
+        yield loss_and_grads(self.model, self.adapter, self.scales, inputs, strays, self.plan, self.bound)
 
     def base(self, inputs: dict[str, Any]) -> mx.array:
         """What the model answers without the adapter."""
@@ -222,13 +229,16 @@ class Trainer:
     def step(self, micros: list[Micro], lr: float, ratio: bool = False) -> Measured:
         """One update by the mean over the step's samples; none where anything is not finite."""
         self.used = 0
-        losses, grads = self.gradient(micros)
+        losses, grads, strays = self.gradient(micros)
         before = self.adapter if ratio else None
         self.adapter, self.state, norm, done = self.take(self.adapter, grads, self.state, lr, mx.all(mx.isfinite(losses)))
         del grads  # with no other name on them, the update may take their memory, and that of the arrays before it
         moved = None if before is None else update_ratio(before, self.adapter)
-        mx.eval(self.adapter, self.state, norm, losses, done, moved)
-        numbers: Any = (losses.tolist(), norm.item(), done.item(), None if moved is None else moved.item())
+        mx.eval(self.adapter, self.state, norm, losses, strays, done, moved)
+        held = [one for micro in micros for one in micro.held]
+        strayed: Any = strays.tolist()
+        costs = [cost if one else None for cost, one in zip(strayed, held, strict=True)]
+        numbers: Any = (losses.tolist(), costs, norm.item(), done.item(), None if moved is None else moved.item())
         return Measured(*numbers)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -62,7 +63,9 @@ def health(ctx: StageContext, trainer: Trainer, step: int, skipped: int, measure
         ctx.say(f"step {step}: the update is {measured.ratio:.1g} of the adapter's length; {wrong} [train] lr ({lr:g})")
 
 
-def rows_of(samples: list[Sample], losses: list[float], text_rows: dict[str, int], around: Row) -> list[Row]:
+def rows_of(
+    samples: Iterable[Sample], losses: list[float], preservation: list[float | None], text_rows: dict[str, int], around: Row
+) -> list[Row]:
     """A row per sample of a step; `around` is what they share."""
     return [
         {
@@ -76,11 +79,12 @@ def rows_of(samples: list[Sample], losses: list[float], text_rows: dict[str, int
             "dropped": s.dropped,
             "sigma": s.sigma,
             "loss": loss,
+            "preservation": held,
             "tokens": s.crop.tokens + text_rows[s.caption_id],
             "split": "train",
             **around,
         }
-        for s, loss in zip(samples, losses, strict=True)
+        for s, loss, held in zip(samples, losses, preservation, strict=True)
     ]
 
 

@@ -91,6 +91,11 @@ class Micro:
     class_BTJ: np.ndarray | None = None  # noqa: N815  (of samples without a class caption: their own caption)
     class_B: np.ndarray | None = None  # noqa: N815  (float32: 1 where there is a class caption, else 0)
 
+    @property
+    def held(self) -> list[bool]:
+        """Of each sample, whether it comes with a class caption, by which it is held to the base."""
+        return [False] * len(self.samples) if self.class_B is None else [bool(one) for one in self.class_B]
+
     def part(self, start: int, stop: int) -> Micro:
         """The samples start .. stop - 1 alone."""
         arrays = {name: value[start:stop] for name, value in vars(self).items() if value is not None}

@@ -188,11 +188,12 @@ def test_plans_and_micro_batches_give_the_same_gradient_with_masks_and_preservat
     made, micros = step_of(run, 4)
     assert any(micro.class_BTJ is not None for micro in micros)
     assert any(micro.mask_BL is not None for micro in micros)
-    losses, grads = made.gradient(micros)
+    losses, grads, strays = made.gradient(micros)
     for plan, most, piece in (("blocks", None, None), (2, 3, None), ("whole", None, 30), ("blocks", 1, None)):
         made.plan, made.most, made.piece = plan, most, piece
-        again, found = made.gradient(micros)
+        again, found, strayed = made.gradient(micros)
         np.testing.assert_allclose(np.array(again), np.array(losses), rtol=1e-5)
+        np.testing.assert_allclose(np.array(strayed), np.array(strays), rtol=1e-5)
         pieces = made.used < max(len(micro.samples) * trainer.length(micro) for micro in micros)
         assert_same(found, grads, PIECES if pieces else 1e-6)
         assert apart(found, grads) < 2e-6
@@ -203,9 +204,9 @@ def test_preservation_is_the_gradient_of_the_distance_to_the_base(transformer, t
     config = replace(BASE, preservation=PreservationConfig(weight=3.0), caption_dropout=0.0)
     run = Run(tmp_path, transformer, config, rich())
     made, micros = step_of(run)
-    _, with_it = made.gradient(micros)
+    _, with_it, strays = made.gradient(micros)
     plain = [replace(micro, class_BTJ=None, class_B=None) for micro in micros]
-    _, without = made.gradient(plain)
+    _, without, nothing = made.gradient(plain)
     (micro,) = micros
     inputs, _ = trainer.prepare(micro, False, config.loss)
     inputs["ctx_BTJ"] = mx.array(micro.class_BTJ).view(mx.bfloat16)
@@ -220,6 +221,16 @@ def test_preservation_is_the_gradient_of_the_distance_to_the_base(transformer, t
 
     expected = mx.grad(distance)(made.adapter)
     assert apart({name: with_it[name] - without[name] for name in with_it}, expected) < 1e-4
+    assert strays.mean().item() == pytest.approx(distance(made.adapter).item(), rel=1e-5)
+    assert not nothing.any()
+
+
+def test_what_straying_costs_is_in_the_rows_of_the_steps_and_samples_that_ask_for_it(whole):
+    trained = [row for row in whole.rows if row["split"] == "train"]
+    for row in trained:  # at every second step; a dropped caption has no class
+        assert (row["preservation"] is None) == (row["step"] % 2 == 1 or row["dropped"])
+    assert all(0 < row["preservation"] < row["loss"] for row in trained if row["preservation"] is not None)
+    assert all(row["preservation"] is None for row in whole.rows if row["split"] == "validation")
 
 
 def test_what_the_base_packs_is_what_the_settings_say(transformer, tmp_path):
