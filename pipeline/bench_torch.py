@@ -121,7 +121,7 @@ def run_torch(case: Any, measure: Callable[[Callable[[], None], int], dict[str, 
         for block in blocks:
             h = checkpoint(block, h, mods, rope, use_reentrant=False) if "checkpoint" in case.plan else block(h, mods, rope)
         loss = nn.functional.mse_loss(h[:, TEXT_ROWS:].float(), target)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
