@@ -154,19 +154,28 @@ def follow(what: str | None, path: str, overrides: tuple[str, ...]) -> None:
 )
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="bfloat16", show_default=True)
 @click.option("--step", type=int, help="A checkpoint's step; without it, the end of the run.")
+@click.option("--merged", is_flag=True, help="The whole transformer with the adapter in its weights, as diffusers loads one.")
 @PROJECT
 @SET
-def export(out: Path | None, style: str, dtype: str, step: int | None, path: str, overrides: tuple[str, ...]) -> None:
+def export(
+    out: Path | None, style: str, dtype: str, step: int | None, merged: bool, path: str, overrides: tuple[str, ...]
+) -> None:
     """Write the adapter for other programs.
 
-    OUT is a file ending in .safetensors, or a folder; without it, exports/ in the project.
+    OUT is a file ending in .safetensors, or a folder; without it, exports/ in the project. With --merged it is a new folder.
     """
-    from pipeline.export import export_run
+    from pipeline.export import export_run, merge_run
 
     def say(line: str) -> None:
         click.echo(line, err=True)
 
-    click.echo(f"wrote {export_run(open_project(path, overrides), out, style, dtype=dtype, step=step, say=say)}")
+    project = open_project(path, overrides)
+    if merged and style != "diffusers":
+        raise ValueError(f"export: --merged writes diffusers' layout; leave out --style {style}")
+    if merged:
+        click.echo(f"wrote {merge_run(project, out, dtype=dtype, step=step, say=say)}")
+    else:
+        click.echo(f"wrote {export_run(project, out, style, dtype=dtype, step=step, say=say)}")
 
 
 @cli.command()

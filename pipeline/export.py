@@ -44,6 +44,26 @@ def export_run(
     say: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Export what the project trained: the run's result, or the checkpoint of `step`. Without `out`, into `exports/`."""
+    adapter = adapter_of(project, step, say)
+    return export(adapter, out or project.path / "exports", style, dtype=dtype, metadata={"project": project.name}, say=say)
+
+
+def merge_run(
+    project: Project, out: Path | None, *, dtype: str, step: int | None = None, say: Callable[[str], None] = lambda line: None
+) -> Path:
+    """Write the project's transformer with what was trained merged into it, as the new folder `out`, or one in `exports/`."""
+    from pipeline.merged import write_merged
+    from stages.models.adapter_formats import load
+
+    adapter = adapter_of(project, step, say)
+    said = load(adapter)[1]
+    name = Path(file_name(project.name, said.get("step", 0), "merged")).stem
+    base = project.component("transformer", fetch=False)
+    return write_merged(base, project.family, adapter, out or project.path / "exports" / name, dtype=dtype)
+
+
+def adapter_of(project: Project, step: int | None, say: Callable[[str], None]) -> Path:
+    """The run's result, or the checkpoint of `step`. ValueError, with the checkpoints there are, if it is not there."""
     table = project.folder("train")
     artifacts = table.folder / "artifacts"
     checkpoints = {int(p.parent.name.split("-")[1]): p for p in artifacts.glob("checkpoints/step-*/adapter.safetensors")}
@@ -54,7 +74,7 @@ def export_run(
         raise ValueError(f"{project.name} has no {wanted} to export; {there}; run: make train PROJECT={project.path}")
     if table.folder.name != _recipe_now(project):
         say(f"the project has changed since it was trained: this is the run of recipe {table.folder.name}")
-    return export(adapter, out or project.path / "exports", style, dtype=dtype, metadata={"project": project.name}, say=say)
+    return adapter
 
 
 def _recipe_now(project: Project) -> str:

@@ -37,17 +37,21 @@ def merged(
 
     ValueError for an adapter of a Linear that is not there, or of another size.
     """
-    for name in scales:
-        shape, there = lora.shape_of(lora.of_linear(adapters, name)), weights.get(f"{name}.weight")
-        found = None if there is None else _shape(there)
-        if found != shape:
-            raise ValueError(f"the adapter is for {name} of shape {shape}; the model's is {found or 'not there'}")
+    check({key: _shape(weight) for key, weight in weights.items()}, adapters, scales)
     for key, weight in weights.items():
         name = key.removesuffix(".weight")
         yield key, merge(weight, lora.of_linear(adapters, name), scales[name]) if name in scales else weight
 
 
-def _shape(weight: quantize.Weight) -> tuple[int, int]:
+def check(shapes: Mapping[str, tuple[int, ...]], adapters: Mapping[str, mx.array], scales: Mapping[str, float]) -> None:
+    """ValueError for an adapter of a Linear that is not among the weights of these shapes, or of another size."""
+    for name in scales:
+        shape, found = lora.shape_of(lora.of_linear(adapters, name)), shapes.get(f"{name}.weight")
+        if found != shape:
+            raise ValueError(f"the adapter is for {name} of shape {shape}; the model's is {found or 'not there'}")
+
+
+def _shape(weight: quantize.Weight) -> tuple[int, ...]:
     if isinstance(weight, quantize.QuantizedWeight):
         return weight.scales.shape[0], weight.scales.shape[1] * quantize.GROUP
-    return weight.shape[0], weight.shape[1]
+    return tuple(weight.shape)
