@@ -32,16 +32,14 @@ class Control:
         self.taken(STOP)  # what was meant for an earlier run
 
     def step(self) -> None:
-        """Another step is done: whether the run should end now. Says so, where it is not an interrupt."""
+        """Another step is done: find what was asked for meanwhile. Says why the run ends, where it is not an interrupt."""
         self.done += 1
         self.waiting = self.paused
         c = self.ctx.config
         minutes = (time.monotonic() - self.began) / 60
-        if self.ctx.stop():
-            self.ending = True
-        elif self.taken(STOP):
-            self._end("stopped by the file `stop`")
-        elif c.stop_after_steps is not None and self.done >= c.stop_after_steps:
+        if self._stopped():
+            return
+        if c.stop_after_steps is not None and self.done >= c.stop_after_steps:
             self._end(f"stopped after {self.done} steps, as [train] stop_after_steps says")
         elif c.stop_after_minutes is not None and minutes >= c.stop_after_minutes:
             self._end(f"stopped after {minutes:.1f} minutes, as [train] stop_after_minutes says")
@@ -62,10 +60,7 @@ class Control:
         self.ctx.say(f"paused; remove {self.ctx.artifacts / PAUSE} to go on")
         while self.paused and not self.ending:
             time.sleep(WAIT)
-            if self.ctx.stop():
-                self.ending = True
-            elif self.taken(STOP):
-                self._end("stopped by the file `stop`")
+            self._stopped()
 
     def taken(self, name: str) -> bool:
         """Whether a file lay there. It is gone afterwards."""
@@ -74,6 +69,14 @@ class Control:
         except FileNotFoundError:
             return False
         return True
+
+    def _stopped(self) -> bool:
+        """Whether an interrupt or the file `stop` ends the run."""
+        if self.ctx.stop():
+            self.ending = True
+        elif self.taken(STOP):
+            self._end("stopped by the file `stop`")
+        return self.ending
 
     def _end(self, reason: str) -> None:
         self.ending = True

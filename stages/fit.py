@@ -7,6 +7,8 @@ device with less memory changes it, which is said.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,12 +65,13 @@ class Batch:
 
 
 def largest(course: Course) -> Batch:
-    """The batch of an epoch that has the most tokens."""
+    """The batch that has the most tokens of all that any epoch may have."""
     text = max(course.data.text_rows.values())
-    batches = [course.order.batch_at(n).rows for n in range(course.order.per_epoch)]
-    found = [(len(rows), course.data.crops[rows[0]]) for rows in batches]
-    count, crop = max(found, key=lambda one: (one[0] * (one[1].tokens + text), one[1].width))
-    return Batch(count, crop.width, crop.height, text)
+    most: Counter[tuple[int, int]] = Counter()  # crops of each shape in an epoch
+    for crop in course.data.crops:
+        most[crop.width, crop.height] += math.ceil(crop.rate)
+    found = [Batch(min(course.order.batch_size, count), *shape, text) for shape, count in most.items()]
+    return max(found, key=lambda batch: (batch.samples * batch.length, batch.width))
 
 
 class Question:

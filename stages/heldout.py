@@ -30,17 +30,17 @@ class Validation:
         """Whether to measure the adapter as it is after that step; 0: before the first."""
         return step % self.config.every == 0
 
-    def samples(self, epoch: int = 0) -> list[list[Sample]]:
+    def samples(self) -> list[list[Sample]]:
         """One measurement, micro-batch by micro-batch: every crop, with its first caption, at every level."""
         drawn = [(self.crops[row], float(np.float32(sigma))) for batch in self.batches for row, sigma in batch]
-        made = iter([Sample(n, epoch, crop, crop.captions[0], False, sigma) for n, (crop, sigma) in enumerate(drawn)])
+        made = iter([Sample(n, 0, crop, crop.captions[0], False, sigma) for n, (crop, sigma) in enumerate(drawn)])
         return [[next(made) for _ in batch] for batch in self.batches]
 
-    def load(self, ctx: StageContext, epoch: int = 0) -> Iterator[Micro]:
+    def load(self, ctx: StageContext) -> Iterator[Micro]:
         """The same, read from disk one after the other, by readers of its own: a Feed's let go of pages at their own pace."""
         latents, embeddings = ctx.tensors(LATENTS), ctx.tensors(EMBEDDINGS)
-        for samples in self.samples(epoch):
-            yield read(samples, latents, embeddings, self.noise_of, mask_floor=self.mask_floor)
+        for samples in self.samples():
+            yield read(samples, latents, embeddings, self.noise_of, self.mask_floor)
 
     def noise_of(self, sample: Sample, shape: tuple[int, ...]) -> np.ndarray:
         """A crop's noise, the same at every level."""

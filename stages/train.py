@@ -69,6 +69,12 @@ def schedule_of(c: TrainConfig) -> Schedule:
     return Schedule(c.lr, s.shape, s.warmup_steps, s.decay_steps, s.floor)
 
 
+def last_of(ctx: StageContext, validation: Validation | None) -> int:
+    """The last step, as far as the stored rows say."""
+    steps: int = ctx.config.steps
+    return validation.ends(ctx.stored, steps) if validation else steps
+
+
 def snapshot(ctx: StageContext) -> pa.Table:
     """All that the result depends on: every pair of crop and caption that may be drawn, and how; the adapter to start from."""
     data = data_of(ctx)
@@ -87,7 +93,7 @@ def wanted_samples(ctx: StageContext) -> pa.Table:
     """(step, split, sample) of every sample that the run draws, and of every one that it is measured by."""
     data = data_of(ctx)
     course, validation = course_of(ctx, data), validation_of(ctx, data)
-    last = validation.ends(ctx.stored, ctx.config.steps) if validation else ctx.config.steps
+    last = last_of(ctx, validation)
     sizes = [sum(course.sizes(step)) for step in range(1, last + 1)]
     steps = np.repeat(np.arange(1, len(sizes) + 1, dtype=np.int32), sizes)
     samples = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])
@@ -99,7 +105,7 @@ def train(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     """Train from the newest checkpoint on. A step's rows come after its checkpoint, so that stored rows imply the result."""
     data = data_of(ctx)
     validation = validation_of(ctx, data)
-    last = validation.ends(ctx.stored, ctx.config.steps) if validation else ctx.config.steps
+    last = last_of(ctx, validation)
     if not ctx.pending.num_rows and checkpoint.published(ctx.artifacts) == last:
         return
     start, retold = resume(ctx, last)
@@ -188,7 +194,7 @@ class Run:
             rows += self.measure(around)
             began = time.perf_counter()
             control.step()
-            if step % c.checkpoint_every == 0 or step >= self.last or control.saves() or self.best == step:
+            if control.saves() or step % c.checkpoint_every == 0 or step >= self.last or step == self.best:
                 self.keep(step)
             yield from batches_of(rows)
             ctx.progress(step, self.last, "step")

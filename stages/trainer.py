@@ -76,8 +76,7 @@ def packing(c: TrainConfig) -> Callable[[str, mx.array], Any] | None:
     """What each tensor passes through on its way in; None where no bits are saved."""
     if c.base_bits == 16 and not c.base_bits_for:
         return None
-    packers = {bits: quantize.packer(bits, lambda name: True) for bits in (16, *quantize.BITS)}
-    return lambda name, weight: packers[bits_of(name, c)](name, weight)
+    return lambda name, weight: quantize.fit(weight, bits_of(name, c))
 
 
 def bits_of(name: str, c: TrainConfig, otherwise: int | None = None) -> int:

@@ -10,19 +10,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from schemas.embeddings import EMBEDDINGS
 from schemas.latents import LATENTS
-from stages.crops import Crop, Data, usable
+from stages.crops import Crop, Data
 from stages.stage import StageContext, TensorReader
 from stages.tuner import draws
 from stages.tuner.batches import Order
 from stages.tuner.noise import Noise, place
-
-__all__ = ["Course", "Crop", "Data", "Feed", "Micro", "Sample", "usable"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class Sample:
     caption_id: str
     dropped: bool
     sigma: float
-    class_id: str = ""  # its caption with the class word in the trigger's place; "" where there is none
+    class_id: str = ""  # its caption with the class word in the trigger's place; "" where there is none, or none is asked for
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Course:
     noise: Noise
     caption_dropout: float
     strata: int = 1  # of the noise levels
-    classes_every: int = 0  # at every so many steps the class captions are read too; 0: never
+    classes_every: int = 0  # at every so many steps samples have their class captions too; 0: never
     mask_floor: float = 0.0  # the least weight of a token
 
     def sizes(self, step: int) -> list[int]:
@@ -72,7 +69,8 @@ class Course:
         at = draws.choice(len(crop.captions), self.seed, "caption", step, number)
         sigma = self.noise.sigma(place(self.seed, step, number, self.strata), crop.tokens)
         text, made = (self.data.empty, self.data.empty_class) if dropped else (crop.captions[at], crop.class_of(at))
-        return Sample(number, epoch, crop, text, dropped, sigma, made)
+        asked = self.classes_every and step % self.classes_every == 0
+        return Sample(number, epoch, crop, text, dropped, sigma, made if asked else "")
 
     def noise_of(self, step: int, sample: Sample, shape: tuple[int, ...]) -> np.ndarray:
         """The noise of one sample."""
@@ -88,7 +86,7 @@ class Micro:
     noise_BCHW: np.ndarray  # noqa: N815
     ctx_BTJ: np.ndarray  # noqa: N815
     mask_BL: np.ndarray | None = None  # noqa: N815  (float32; None where no sample has a mask)
-    class_BTJ: np.ndarray | None = None  # noqa: N815  (of samples without a class caption: their own caption)
+    class_BTJ: np.ndarray | None = None  # noqa: N815  (of samples without a class caption their own; None where all are)
     class_B: np.ndarray | None = None  # noqa: N815  (float32: 1 where there is a class caption, else 0)
 
     @property
@@ -107,16 +105,14 @@ def read(
     latents: TensorReader,
     embeddings: TensorReader,
     noise: Callable[[Sample, tuple[int, ...]], np.ndarray],
-    *,
-    classes: bool = False,
-    mask_floor: float = 0.0,
+    mask_floor: float,
 ) -> Micro:
     """Copy the rows of one micro-batch."""
     x0_BCHW = np.stack([latents.read(s.crop.latent_id) for s in samples])
     noise_BCHW = np.stack([noise(s, x0_BCHW.shape[1:]) for s in samples])
     ctx_BTJ = np.stack([embeddings.read(s.caption_id) for s in samples])
     made = Micro(samples, x0_BCHW, noise_BCHW, ctx_BTJ, mask_of(samples, mask_floor))
-    if classes and any(s.class_id for s in samples):
+    if any(s.class_id for s in samples):
         made.class_BTJ = np.stack([embeddings.read(s.class_id or s.caption_id) for s in samples])
         made.class_B = np.array([bool(s.class_id) for s in samples], np.float32)
     return made
@@ -152,8 +148,8 @@ class Feed:
     def load(self, step: int) -> list[Micro]:
         """Copy a step's rows and draw its noise; then ask for the pages of the step after it."""
         noise = functools.partial(self.course.noise_of, step)
-        options: Any = {"classes": self.classes(step), "mask_floor": self.course.mask_floor}
-        micros = [read(samples, self.latents, self.embeddings, noise, **options) for samples in self.course.step(step)]
+        floor = self.course.mask_floor
+        micros = [read(samples, self.latents, self.embeddings, noise, floor) for samples in self.course.step(step)]
         if step + 1 in self.steps:
             self.ask(step + 1)
         return micros
@@ -162,9 +158,4 @@ class Feed:
         """Let the readers know what a step reads; what was read before is copied by now."""
         samples = [s for micro in self.course.step(step) for s in micro]
         self.latents.ahead([s.crop.latent_id for s in samples])
-        made = [s.class_id for s in samples if s.class_id] if self.classes(step) else []
-        self.embeddings.ahead([s.caption_id for s in samples] + made)
-
-    def classes(self, step: int) -> bool:
-        """Whether the class captions are read at this step."""
-        return bool(self.course.classes_every) and step % self.course.classes_every == 0
+        self.embeddings.ahead([caption for s in samples for caption in (s.caption_id, s.class_id) if caption])

@@ -71,7 +71,7 @@ class Order:
         """`accumulate` micro-batches make a step. `rates`: occurrences of each row per epoch; None: 1 each."""
         assert shapes, "there is nothing to put in order"
         assert rates is None or (len(rates) == len(shapes) and min(rates) >= 0 and max(rates) > 0), rates
-        self.accumulate = accumulate
+        self.batch_size, self.accumulate = batch_size, accumulate
         self._epoch = functools.lru_cache(maxsize=4)(lambda epoch: plan(shapes, batch_size, seed, epoch, rates))
         self._size = functools.partial(_batches, shapes, batch_size, seed, rates=rates)
         self._even = rates is None or all(rate % 1 == 0 for rate in rates)  # then every epoch is as long as the first

@@ -6,15 +6,13 @@ not wanted is left out: that is what `backprop.loss_and_grads` can hand to a com
 A weight over sigma multiplies a sample's loss; a mask weighs its tokens, and is divided out by its own mass, so that a
 sample with a small subject counts as much as one without a mask.
 
-B batch, L image tokens, C latent channels, H W pixels.
+B batch, L image tokens, C latent channels.
 """
 
 from __future__ import annotations
 
 import mlx.core as mx
-import numpy as np
 
-PATCH = 16  # pixels along the side of a token
 MASSLESS = 1e-6  # the mass below which a sample's mask counts as empty
 
 
@@ -48,19 +46,6 @@ def preservation(
     `1 - mask_BL`, it holds the background. The base's prediction is a constant here.
     """
     return _mean(mx.square(_difference(v_BLC, base_BLC)), weight_B, mask_BL)
-
-
-def token_weights(mask_HW: np.ndarray, floor: float) -> np.ndarray:
-    """The weight of each token from a mask's pixels, 0 (ignore) to 1: (L,) float32 within [floor, 1].
-
-    The mean over the 16 x 16 pixels of the token. The mask has the size of the crop as it is trained on.
-    """
-    height, width = mask_HW.shape
-    if height % PATCH or width % PATCH:
-        raise ValueError(f"a mask of {width} x {height} px does not divide into tokens of {PATCH} x {PATCH} px")
-    cells = mask_HW.astype(np.float32).reshape(height // PATCH, PATCH, width // PATCH, PATCH)
-    found: np.ndarray = np.clip(cells.mean(axis=(1, 3)).reshape(-1), floor, 1.0)
-    return found
 
 
 def _difference(v_BLC: mx.array, target_BLC: mx.array) -> mx.array:

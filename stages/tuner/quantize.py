@@ -5,7 +5,7 @@ R rows, I inputs, O outputs, G = I / 64 groups: every 64 weights of a row share 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -46,24 +46,13 @@ def pack(weight_OI: mx.array, bits: int) -> QuantizedWeight:
     return packed
 
 
-def packer(bits: int, names: Callable[[str], bool]) -> Callable[[str, mx.array], Weight]:
-    """What a loader passes each tensor through: those that `names` names are packed, one at a time, the rest stay.
+def fit(weight: mx.array, bits: int) -> Weight:
+    """A weight in that many bits: packed, at once, or as it is for 16 bits and where it is no matrix of whole groups.
 
-    Done while loading, memory peaks at the packed size and one tensor. Matrices narrower than a group stay as well.
+    Done to one after another while loading, memory peaks at the packed size and one tensor.
     """
-
-    def each(name: str, weight: mx.array) -> Weight:
-        fits = weight.ndim == 2 and weight.shape[-1] % GROUP == 0
-        return pack(weight, bits) if bits < 16 and fits and names(name) else weight
-
-    return each
-
-
-def pack_weights(weights: dict[str, Any], bits: int, names: Callable[[str], bool]) -> None:
-    """Pack a dict of weights in place, tensor by tensor, each let go before the next is read: peak as in `packer`."""
-    each = packer(bits, names)
-    for name in list(weights):
-        weights[name] = each(name, weights.pop(name))
+    fits = weight.ndim == 2 and weight.shape[-1] % GROUP == 0
+    return pack(weight, bits) if bits < 16 and fits else weight
 
 
 def dense(weight: Weight) -> mx.array:

@@ -68,6 +68,12 @@ def test_the_file_checkpoint_keeps_one_and_changes_nothing_else(whole, transform
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
 
 
+def test_the_file_checkpoint_at_a_step_that_keeps_one_anyway_costs_no_other(transformer, tmp_path):
+    run = Run(tmp_path, transformer)
+    assert steered(run, {2: "checkpoint"}) == []
+    assert steps(run) == [3, 6, 7]
+
+
 def test_a_pause_lasts_until_the_file_is_gone_and_has_a_checkpoint_before_it(whole, transformer, tmp_path, monkeypatch):
     run = Run(tmp_path, transformer)
     waits: list[list[int]] = []

@@ -14,6 +14,7 @@ import pytest
 
 from schemas import latents
 from stages import train, trainer, trainlog, trainset
+from stages.crops import usable
 from stages.train import STAGE
 from stages.trainconfig import NoiseConfig, ScheduleConfig, TrainConfig
 from stages.tuner import checkpoint, lora
@@ -199,7 +200,7 @@ def test_rows_that_cannot_be_used_are_left_out(tmp_path, transformer):
     made["captions"] = made["captions"].filter(pa.compute.not_equal(made["captions"]["image_id"], "image3"))
     other = rows_of(latents.LATENTS, {"latent_id": "old crop", "image_id": "image4", "width": 96, "height": 64, "shape": [1]})
     made["latents"] = pa.concat_tables([made["latents"], other])
-    data = trainset.usable(Run(tmp_path, transformer, tables=made).context())
+    data = usable(Run(tmp_path, transformer, tables=made).context())
     assert [crop.latent_id for crop in data.crops] == ["latent4", "latent5", "latent6"]
 
 

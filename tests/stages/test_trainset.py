@@ -13,9 +13,11 @@ from schemas.embeddings import EMBEDDINGS
 from schemas.images import IMAGES
 from schemas.latents import LATENTS
 from schemas.train import TRAIN
+from stages import fit
+from stages.crops import usable
 from stages.heldout import Validation
 from stages.selection import DataConfig, ValidationConfig
-from stages.trainset import Course, Feed, Micro, usable
+from stages.trainset import Course, Feed, Micro
 from stages.tuner import validation
 from stages.tuner.batches import Order
 from stages.tuner.noise import Noise
@@ -109,6 +111,13 @@ def test_resolutions_and_folders_come_as_often_as_they_should():
     assert made.step(77) == course(Project(), config).step(77)
 
 
+def test_the_largest_batch_is_found_among_crops_that_the_first_epochs_do_not_have():
+    made = course(Project(), DataConfig(resolutions={"512": 1, "768": 0.01}), batch_size=3)
+    assert {sample.crop.width for sample in drawn(made, 8)} == {32}
+    batch = fit.largest(made)
+    assert (batch.samples, batch.width, batch.height, batch.text) == (3, 48, 48, 2)
+
+
 def test_what_is_left_out_is_neither_drawn_nor_asked_for():
     project = Project()
     project.tables["embeddings"] = project.tables["embeddings"].filter(
@@ -123,7 +132,7 @@ def test_what_is_left_out_is_neither_drawn_nor_asked_for():
 
 def test_a_dropped_caption_becomes_the_empty_one_or_the_trigger():
     for config, text, made in ((DataConfig(), "nothing", ""), (DataConfig(dropped="trigger"), "word", "kind")):
-        samples = drawn(course(Project(0.5), config, classes=True), 30)
+        samples = drawn(course(Project(0.5), config, classes=True, more={"classes_every": 1}), 30)
         assert {(s.caption_id, s.class_id) for s in samples if s.dropped} == {(text, made)}
         assert {s.dropped for s in samples} == {True, False}
     with pytest.raises(ValueError, match=r'dropped = "trigger": captions has no such row; set trigger in \[captions\]'):
@@ -186,7 +195,7 @@ def test_held_out_images_are_never_trained_on_and_measured_as_they_are():
 def test_every_measurement_has_the_same_samples_noise_and_levels():
     project = Project()
     measured = Validation(usable(project, held=HELD).held, HELD, 3)
-    first, again = list(measured.load(project)), list(measured.load(project, epoch=4))
+    first, again = list(measured.load(project)), list(measured.load(project))
     samples = [sample for micro in first for sample in micro.samples]
     assert [s.number for s in samples] == list(range(measured.count)) and measured.count == 2 * len(measured.crops)
     assert {(s.crop.latent_id, s.sigma) for s in samples} == {(c.latent_id, s) for c in measured.crops for s in (0.25, 0.5)}

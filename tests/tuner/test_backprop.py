@@ -120,7 +120,7 @@ def test_a_loss_that_captures_its_arrays_serves_as_well(plan):
 def test_a_packed_base_gives_the_gradients_of_the_weights_that_it_stands_for(plan, bits):
     model, dense = tiny(), tiny()
     for block, other in zip(model.blocks, dense.blocks, strict=True):
-        quantize.pack_weights(block.weights, bits, lambda name: True)
+        block.weights.update({name: quantize.fit(weight, bits) for name, weight in block.weights.items()})
         other.weights.update({name: quantize.dense(weight) for name, weight in block.weights.items()})
     adapters, scales = trained(model)
     _, grads = loss_and_grads(model, adapters, scales, batch(), loss_of(), plan)

@@ -104,16 +104,3 @@ def test_a_partial_of_arrays_compiles_with_every_keyword():
         assert mx.array_equal(run(v, given), functools.partial(loss.pseudo_huber, **given)(v))
     finally:
         mx.enable_compile()
-
-
-def test_a_tokens_weight_is_the_mean_of_its_pixels_within_the_floor():
-    mask_HW = np.zeros((32, 48))
-    mask_HW[:16, :16] = 1
-    mask_HW[:16, 16:24] = 1
-    np.testing.assert_allclose(loss.token_weights(mask_HW, 0.1), [1, 0.5, 0.1, 0.1, 0.1, 0.1])
-    assert loss.token_weights(mask_HW, 0.0).dtype == np.float32
-
-
-def test_a_mask_of_another_size_than_a_crop_is_refused():
-    with pytest.raises(ValueError, match="40 x 32 px does not divide"):
-        loss.token_weights(np.ones((32, 40)), 0.1)

@@ -3,7 +3,7 @@ import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.tuner import quantize
-from stages.tuner.quantize import QuantizedWeight, dense, matmul, nbytes, pack, pack_weights
+from stages.tuner.quantize import QuantizedWeight, dense, fit, matmul, nbytes, pack
 
 
 def drawn(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
@@ -45,7 +45,8 @@ def test_weights_are_packed_one_at_a_time_and_the_others_stay():
     mx.eval(weights)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    pack_weights(weights, 4, lambda name: name != "7.weight")
+    for name in names:
+        weights[name] = fit(weights.pop(name), 16 if name == "7.weight" else 4)
     assert list(weights) == names
     assert {n for n, w in weights.items() if not isinstance(w, QuantizedWeight)} == {"7.weight", "norm.weight", "narrow.weight"}
     assert mx.get_peak_memory() - before < 2 * 256 * 256 * 4
@@ -53,10 +54,8 @@ def test_weights_are_packed_one_at_a_time_and_the_others_stay():
 
 
 def test_16_bits_leave_every_weight_as_it_is():
-    weights = {"a.weight": drawn(64, 64)}
-    kept = weights["a.weight"]
-    pack_weights(weights, 16, lambda name: True)
-    assert weights["a.weight"] is kept
+    weight = drawn(64, 64)
+    assert fit(weight, 16) is weight
 
 
 def test_bits_and_shapes_that_cannot_be_packed_are_refused():
