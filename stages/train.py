@@ -252,7 +252,7 @@ class Run:
             self.publish(saved)
 
     def publish(self, saved: Checkpoint) -> None:
-        """Put the result on top, and say how it compares."""
+        """Put the result on top, with the best adapter beside it; say so where patience ended the run."""
         ctx = self.ctx
         if saved.step < ctx.config.steps:
             ctx.say(f"ended after step {saved.step}: [train.validation] patience saw nothing better since step {self.best}")
