@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import tomllib
 import types
 import typing
@@ -71,19 +72,31 @@ def load(file: Path, overrides: Iterable[str] = ()) -> Config:
 
 def section(kind: type, raw: Any, where: str) -> Any:
     """One section's values as its dataclass."""
+    name = where.rpartition("[")[2].rstrip("]")
     if not isinstance(raw, dict):
-        raise ValueError(f"{where}: {raw!r} is a value; this is a section of its own")
+        raise ValueError(f"{where}: {raw!r} is a value; this is a section of its own, with lines of its own below [{name}]")
     hints = typing.get_type_hints(kind)
     names = [f.name for f in dataclasses.fields(kind)]
     for key in raw:
         if key not in names:
-            raise ValueError(f"{where} {key}: no such key{near(key, names)}; there are {', '.join(names)}")
+            raise ValueError(
+                f"{where} {key}: no such key{_elsewhere(key, name, hints) or near(key, names)}; there are {', '.join(names)}"
+            )
     values = {key: value_of(hints[key], value, f"{where} {key}") for key, value in raw.items()}
     try:
         return kind(**values)
     except ValueError as error:
-        section = where.rpartition("[")[2].rstrip("]")
-        raise ValueError(f"{where} {str(error).removeprefix(section + '.')}") from None
+        own = f"{name}.", f"{name.rpartition('.')[2]}: "
+        raise ValueError(f"{where} {str(error).removeprefix(own[0]).removeprefix(own[1])}") from None
+
+
+def _elsewhere(key: str, name: str, hints: Mapping[str, Any]) -> str:
+    """`; it belongs into [train.schedule]` where a section within this one has the key, else ''."""
+    for inner, hint in hints.items():
+        for kind in typing.get_args(hint) or (hint,):
+            if dataclasses.is_dataclass(kind) and key in [f.name for f in dataclasses.fields(kind)]:
+                return f"; it belongs into [{name}.{inner}]"
+    return ""
 
 
 def value_of(kind: Any, value: Any, where: str) -> Any:
@@ -92,7 +105,8 @@ def value_of(kind: Any, value: Any, where: str) -> Any:
         kinds = [k for k in typing.get_args(kind) if k is not type(None)]
         return _first_that_fits(kinds, value, where)
     if dataclasses.is_dataclass(kind):
-        return section(typing.cast(type, kind), value, where)
+        head, _, name = where.rpartition("] ")
+        return section(typing.cast(type, kind), value, f"{head}.{name}]")
     if typing.get_origin(kind) is tuple:
         return _tuple(typing.get_args(kind), value, where)
     if typing.get_origin(kind) is typing.Literal:
@@ -101,6 +115,8 @@ def value_of(kind: Any, value: Any, where: str) -> Any:
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if kind is float and isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where}: {value} is no number to go by; a finite one is wanted")
     if kind is Path and isinstance(value, str):
         return Path(value)
     if typing.get_origin(kind) in (dict, Mapping) or kind is dict:
@@ -156,7 +172,7 @@ def _noun(kind: Any) -> str:
 
 def near(word: str, words: Iterable[str]) -> str:
     """`; did you mean x?` where something like it exists, else ''."""
-    found = difflib.get_close_matches(str(word), list(words), n=1, cutoff=0.5)
+    found = difflib.get_close_matches(str(word), list(words), n=1, cutoff=0.6)
     return f"; did you mean {found[0]}?" if found else ""
 
 

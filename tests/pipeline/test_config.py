@@ -31,6 +31,17 @@ def load(tmp_path, text: str, *overrides: str) -> config.Config:
         ("project = 3", "[project]: 3 is a value; this is a section of its own"),
         ("[project]\ncommit_seconds = -1", "commit_seconds: -1.0 is wrong"),
         ("[buckets]\nresolutions = []", "[buckets] resolutions must name"),
+        ("[train]\nlr = inf", "[train] lr: inf is no number to go by"),
+        ("[train.alpha_for]\n'*' = nan", "[train] alpha_for.*: nan is no number to go by"),
+        (
+            "[train]\nema = true",
+            "[train.ema]: True is a value; this is a section of its own, with lines of its own below [train.ema]",
+        ),
+        ("[train.optimizer]\nbeta1 = 1", "project.toml [train.optimizer] beta1 = 1.0 is wrong; 0 or more and below 1"),
+        ("[train.noise]\nstd = 0", "project.toml [train.noise] std: 0.0 is wrong"),
+        ("[train.data]\nrepeat = 3", "[train.data] repeat: no such key; did you mean repeats?"),
+        ("[train]\nweight_decay = 0.1", "[train] weight_decay: no such key; it belongs into [train.optimizer]; there are steps"),
+        ("[train]\nlearning_rate = 0.1", "[train] learning_rate: no such key; there are steps"),
     ],
 )
 def test_a_mistake_is_one_line_that_says_where_and_what_would_be_right(tmp_path, text, said):
