@@ -16,6 +16,8 @@ from typing import Literal
 from stages.stage import selects, setting
 from stages.tuner import draws
 
+LEAST, MOST = 1e-3, 1e3  # of a rate that is given: an epoch is a list in memory, and has at least one crop
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -34,13 +36,13 @@ class DataConfig:
     def __post_init__(self) -> None:
         for name in ("resolutions", "repeats"):
             for key, value in (getattr(self, name) or {}).items():
-                if not 0 <= value < math.inf:
-                    raise ValueError(f"{name}: {value} of {key!r} is wrong; 0 or more is wanted")
+                if value and not LEAST <= value <= MOST:
+                    raise ValueError(f"{name}: {value:g} of {key!r} is wrong; 0, or {LEAST:g} to {MOST:g}, is wanted")
         for key in self.resolutions or {}:
             if not key.isdecimal():
                 raise ValueError(f"resolutions: {key!r} is no resolution; one of [buckets] resolutions is wanted, like 512")
         if self.resolutions is not None and not any(self.resolutions.values()):
-            raise ValueError("resolutions: all are 0, which leaves nothing to train on")
+            raise ValueError("resolutions: none is above 0, which leaves nothing to train on")
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,9 @@ class ValidationConfig:
     def __post_init__(self) -> None:
         for name, low, high in (("share", 0, 1), ("most", 1, math.inf), ("every", 1, math.inf), ("min_delta", 0, math.inf)):
             if not low <= getattr(self, name) <= high:
-                raise ValueError(f"{name}: {getattr(self, name)} is wrong; {low} " + ("to 1" if high == 1 else "or more"))
+                raise ValueError(
+                    f"{name}: {getattr(self, name)} is wrong; {low} " + ("to 1" if high == 1 else "or more") + " is wanted"
+                )
         if self.patience is not None and self.patience < 1:
             raise ValueError(f"patience: {self.patience} is wrong; 1 or more, or leave it out to never end early")
         if not self.sigmas or not all(0 < sigma <= 1 for sigma in self.sigmas) or len(set(self.sigmas)) < len(self.sigmas):
@@ -87,7 +91,9 @@ def rates(config: DataConfig, crops: Sequence[tuple[int, str]]) -> list[float]:
             raise ValueError(f"[train.data] repeats: {given!r} is the path of no image that is trained on{near}")
     longest = sorted(folders, key=len, reverse=True)
     times = [next((folders[f] for f in longest if _below(path, f)), 1.0) for _, path in crops]
-    return [weights[resolution] * count for (resolution, _), count in zip(crops, times, strict=True)]
+    found = [weights[resolution] * count for (resolution, _), count in zip(crops, times, strict=True)]
+    most = max(found, default=0.0)
+    return [rate / most for rate in found] if 0 < most < 1 else found  # or there would be epochs without a crop
 
 
 def _weights(config: DataConfig, there: Iterable[int]) -> dict[int, float]:

@@ -78,6 +78,8 @@ class NoiseConfig:
     def __post_init__(self) -> None:
         check(self, "std", 1e-6)
         check(self, "scale", -0.999, 1.75)
+        if self.scale is not None and self.base != "mode":
+            raise ValueError(f'scale: base = "{self.base}" has none; leave it out, or choose base = "mode"')
         check(self, "shift_factor", 1e-6)
         check(self, "strata", 1)
 
@@ -183,7 +185,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check(self, "steps", 1, 1_000_000)  # each is a row: beyond that it is a slip of the finger
-        for name in ("batch_size", "accumulate", "rank", "checkpoint_every", "keep_states", "stop_after_steps"):
+        for name in ("batch_size", "accumulate", "rank", "factor", "checkpoint_every", "keep_states", "stop_after_steps"):
             check(self, name, 1)
         for name in ("lr", "memory_gb", "stop_after_minutes", "alpha"):
             check(self, name, 1e-12)
@@ -197,6 +199,8 @@ class TrainConfig:
                 raise ValueError(f"base_bits_for: {bits} of {pattern!r} is wrong; 16, 8 or 4 is wanted")
         if self.optimizer.kind == "prodigy" and self.lr < 0.01:
             raise ValueError(f"lr: prodigy finds the rate itself, and lr is a factor of it; {self.lr:g} is too small, 1 is usual")
+        if self.factor is not None and self.variant != "lokr":
+            raise ValueError(f'factor: variant = "{self.variant}" has none; leave it out, or choose variant = "lokr"')
         if self.rslora and self.variant == "lokr":
             raise ValueError('rslora: it is of no use with variant = "lokr"; leave one of them out')
 

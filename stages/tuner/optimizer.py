@@ -60,7 +60,8 @@ METHODS: dict[str, Callable[..., Method]] = {
 LIMITS = {  # of their numbers: least, and what they must stay below
     **dict.fromkeys(("beta1", "beta2", "beta3"), (0.0, 1.0)),
     **dict.fromkeys(("d0", "d_coef", "clip_threshold", "decay_rate"), (1e-30, math.inf)),
-    **dict.fromkeys(("eps", "floor", "weight_decay"), (0.0, math.inf)),
+    "eps": (1e-30, math.inf),  # or an array without a gradient, as A is in the first step, would be 0 / 0
+    **dict.fromkeys(("floor", "weight_decay"), (0.0, math.inf)),
 }
 
 
@@ -77,7 +78,8 @@ def make(name: str, **numbers: Any) -> Method:
             raise ValueError(f"optimizer: {name} has no {number!r}; {_choice(number, fields)}")
         low, high = LIMITS.get(number, (None, None))
         if low is not None and value is not None and not low <= value < high:
-            raise ValueError(f"optimizer: {number} = {value} is wrong; {low:g} or more and below {high:g} is wanted")
+            below = "" if high == math.inf else f" and below {high:g}"
+            raise ValueError(f"optimizer: {number} = {value} is wrong; {low:g} or more{below} is wanted")
     return METHODS[name](**numbers)
 
 

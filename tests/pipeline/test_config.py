@@ -41,6 +41,9 @@ def load(tmp_path, text: str, *overrides: str) -> config.Config:
         ("[train.noise]\nstd = 0", "project.toml [train.noise] std: 0.0 is wrong"),
         ("[train.data]\nrepeat = 3", "[train.data] repeat: no such key; did you mean repeats?"),
         ("[train]\nweight_decay = 0.1", "[train] weight_decay: no such key; it belongs into [train.optimizer]; there are steps"),
+        ('[train]\nvariant = "lokr"\nfactor = 0', "[train] factor: 0 is wrong; 1 or more is wanted"),
+        ("[train]\nfactor = 4", '[train] factor: variant = "lora" has none; leave it out, or choose variant = "lokr"'),
+        ("[train.noise]\nscale = 1", '[train.noise] scale: base = "logit_normal" has none; leave it out'),
         ("[train]\nlearning_rate = 0.1", "[train] learning_rate: no such key; there are steps"),
     ],
 )

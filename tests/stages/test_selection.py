@@ -15,6 +15,10 @@ def test_only_the_proportion_of_the_weights_counts_and_the_heaviest_comes_once()
         assert rates(DataConfig(resolutions=weights), CROPS) == [1.0, 0.25, 1.0, 0.25, 1.0]
 
 
+def test_an_epoch_has_every_crop_of_the_highest_rate_however_low_the_rates_are():
+    assert rates(DataConfig(repeats={".": 0.01, "rare": 0.02}), [(64, "a.png"), (64, "rare/b.png")]) == [0.5, 1.0]
+
+
 def test_repeats_are_of_whole_folders_and_the_longest_path_counts():
     for name in ("rare", "rare/", "./rare"):
         config = DataConfig(repeats={name: 3, "rare/very": 0, "a.png": 2})
@@ -62,8 +66,11 @@ def test_paths_hold_out_what_they_match_under_any_of_its_names():
     ("make", "message"),
     [
         (lambda: DataConfig(resolutions={"512px": 1}), "'512px' is no resolution"),
-        (lambda: DataConfig(resolutions={"512": 0}), "all are 0"),
-        (lambda: DataConfig(repeats={"a": -1}), "repeats: -1 of 'a' is wrong"),
+        (lambda: DataConfig(resolutions={"512": 0}), "none is above 0"),
+        (lambda: DataConfig(resolutions={}), "none is above 0"),
+        (lambda: DataConfig(repeats={"a": -1}), "repeats: -1 of 'a' is wrong; 0, or 0.001 to 1000, is wanted"),
+        (lambda: DataConfig(repeats={"a": 1e9}), r"repeats: 1e\+09 of 'a' is wrong"),
+        (lambda: DataConfig(repeats={"a": 1e-9}), "repeats: 1e-09 of 'a' is wrong"),
         (lambda: MaskConfig(floor=1.5), "floor: 1.5 is wrong"),
         (lambda: ValidationConfig(share=2), "share: 2 is wrong; 0 to 1"),
         (lambda: ValidationConfig(every=0), "every: 0 is wrong; 1 or more"),

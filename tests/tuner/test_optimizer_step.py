@@ -118,9 +118,10 @@ def test_the_average_is_an_adapter_like_the_one_that_is_trained():
         ("adamw8bt", {}, "optimizer: 'adamw8bt' is not known; did you mean 'adamw8bit'?"),
         ("sgd", {}, "optimizer: 'sgd' is not known; there are adamw, adamw8bit, adafactor, lion, prodigy"),
         ("lion", {"beta_1": 0.9}, "optimizer: lion has no 'beta_1'; did you mean 'beta1'?"),
+        ("adamw", {"eps": 0.0}, "optimizer: eps = 0.0 is wrong; 1e-30 or more is wanted"),
         ("lion", {"eps": 1e-8}, "optimizer: lion has no 'eps'; there are beta1, beta2, weight_decay"),
         ("adamw", {"beta2": 1.0}, "optimizer: beta2 = 1.0 is wrong; 0 or more and below 1 is wanted"),
-        ("prodigy", {"weight_decay": -1}, "optimizer: weight_decay = -1 is wrong; 0 or more and below inf is wanted"),
+        ("prodigy", {"weight_decay": -1}, "optimizer: weight_decay = -1 is wrong; 0 or more is wanted"),
     ],
 )
 def test_a_wrong_name_or_number_is_refused_in_one_line(name, numbers, message):
