@@ -82,8 +82,9 @@ def run_train(case: Case) -> dict[str, Any]:
     rig = Rig(found_family, c, fit.Batch(1, case.width, case.height, found_family.text_tokens))
     sizes = {"load_peak_gb": mx.get_peak_memory(), "held_gb": mx.get_active_memory()}
     plan: Any = int(case.plan) if case.plan.isdigit() else case.plan
-    need = fit.Question(c, rig.config).estimate(rig.batch, 1).need(plan)
-    rig.bound = fit.bound(plan, need, budget()) if case.tight else None
+    estimate = fit.Question(c, rig.config).estimate(rig.batch, 1)
+    need = estimate.need(plan)
+    rig.bound = fit.bound(estimate, plan, budget()) if case.tight else None
     mx.clear_cache()
     mx.reset_peak_memory()
     found: dict[str, Any] = measure(functools.partial(rig.step, plan), case.steps)

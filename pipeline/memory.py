@@ -101,7 +101,7 @@ def report(setup: Setup, folder: Path) -> Iterator[str]:
     c, batch = setup.train, setup.batch(setup.pixels)
     samples, plan, need = fit.settle(setup.ask, batch, setup.limit)
     rig = Rig(setup.family, c, replace(batch, samples=samples))
-    rig.bound = fit.bound(plan, need, setup.limit)
+    rig.bound = fit.bound(setup.ask.estimate(batch, samples), plan, setup.limit)
     meter = profile(rig, plan, setup.steps)
     del rig
     images = "" if samples == 1 else f" x {samples}"

@@ -28,7 +28,7 @@ from stages.tuner.planner import Estimate
 GB = 1e9
 BITS = (16, *quantize.BITS)  # what base_bits may be, the best first
 HEADROOM = 0.9  # of the limit, which a piece twice as large must not pass
-SLACK = 1.15  # of what is expected: work is handed to the device ahead until so much is live, and no further
+AHEAD = 0.5  # of a block's visit: so much beyond what is expected may be live before the next block waits for the device
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def choose(ctx: StageContext, course: Course, start: Checkpoint | None) -> Fit:
     piece = (start.state.get("piece") if start else None) or samples * batch.length if c.micro_batch == "auto" else None
     blocks = len(ask.ghost.blocks)
     ctx.say(f"plan {named(plan, blocks)}: about {needs / GB:.2g} GB of {limit / GB:.3g} GB are expected at the peak")
-    return Fit(plan, piece, limit, limit if piece else bound(plan, needs, limit))
+    return Fit(plan, piece, limit, limit if piece else bound(ask.estimate(batch, samples), plan, limit))
 
 
 def settle(ask: Question, batch: Batch, limit: int, begun: Plan | None = None) -> tuple[int, Plan, int]:
@@ -151,9 +151,9 @@ def settle(ask: Question, batch: Batch, limit: int, begun: Plan | None = None) -
     return samples, plan, needs
 
 
-def bound(plan: Plan, needs: int, limit: int) -> int:
-    """Bytes that may be live before the next block waits for the device, where `needs` are expected."""
-    return limit if plan == "whole" else min(limit, round(SLACK * needs))
+def bound(found: planner.Estimate, plan: Plan, limit: int) -> int:
+    """Bytes that may be live before the next block waits for the device: work is handed to it ahead so far, and no further."""
+    return limit if plan == "whole" else min(limit, found.need(plan) + round(AHEAD * found.visit))
 
 
 def roomiest(ask: Question, batch: Batch, limit: int) -> tuple[int, Plan | None, int]:

@@ -42,11 +42,15 @@ class Estimate:
         tail = kept_blocks(plan, blocks)
         head = blocks - tail
         kept = sum(KEPT * traffic + self.kept_scores for traffic in self.traffic[head + 1 :])  # the last one's is its visit's
-        visit = VISIT * max(self.traffic) + VISIT_SCORES * self.scores
         # Inputs are let go on the way back, while gradients gather.
         behind = max(head * self.stream + self.adapter * tail // blocks + kept, self.stream + self.adapter)
         update = (UPDATE_COMPILED if compiles() else UPDATE) * self.adapter
-        return self.held + int(max(behind + visit, update))
+        return self.held + int(max(behind + self.visit, update))
+
+    @property
+    def visit(self) -> float:
+        """What is alive while one block is computed and differentiated."""
+        return VISIT * max(self.traffic) + VISIT_SCORES * self.scores
 
     @property
     def held(self) -> int:
