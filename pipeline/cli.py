@@ -115,15 +115,24 @@ def status(path: str, overrides: tuple[str, ...]) -> None:
 @cli.command()
 @click.argument("sql", required=False, envvar="LATENTMILL_SQL")
 @click.option("--format", "style", type=click.Choice(["table", "csv", "json"]), default="table", show_default=True)
+@click.option(
+    "--parquet",
+    type=click.Path(path_type=Path),
+    help="Instead of a query: write every table as Parquet to this folder, with a catalog that DuckDB's own shell opens.",
+)
 @PROJECT
 @SET
-def query(sql: str | None, style: str, path: str, overrides: tuple[str, ...]) -> None:
+def query(sql: str | None, style: str, parquet: Path | None, path: str, overrides: tuple[str, ...]) -> None:
     """Ask the tables in SQL (DuckDB).
 
     Each bears its noun: images, captions, ..., samples. Also: tables, columns, unused.
     """
-    from pipeline.query import run_query
+    from pipeline.query import export_parquet, run_query
 
+    if parquet:
+        export_parquet(open_project(path, overrides), parquet)
+        click.echo(f"wrote {parquet / 'catalog.duckdb'} and a Parquet file per table")
+        return
     if not sql:
         raise ValueError(
             """no SQL given; for instance: latentmill query "select rejected, count(*) from images group by all" """.strip()

@@ -119,8 +119,8 @@ def export_parquet(project: Project | Path | str, out: Path) -> list[Path]:
     temporaries[out / "catalog.duckdb"] = file = out / f".tmp-{os.getpid()}-catalog.duckdb"
     try:
         catalog.execute(f"attach {_quoted(file)} as exported (storage_version 'v1.0.0')")
-        for name, temporary in zip(names, temporaries.values(), strict=False):
-            catalog.execute(f"copy (from {name}) to {_quoted(temporary)} (format parquet)")
+        for name in names:
+            catalog.execute(f"copy (from {name}) to {_quoted(temporaries[out / f'{name}.parquet'])} (format parquet)")
             catalog.execute(f"create table exported.{name} as from {name}")
         catalog.execute("detach exported")
         for path, temporary in temporaries.items():

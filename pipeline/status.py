@@ -107,5 +107,5 @@ def render(project: Project) -> str:
         peak = spell_bytes(found.peak) if found.peak else "-"
         lines.append((noun, found.recipe, str(found.rows), str(found.dead), spell_bytes(found.nbytes), peak, said))
     widths = [max(len(line[i]) for line in lines) for i in range(len(head) - 1)]
-    body = ["  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[-1]]) for line in lines]
+    body = ["  ".join([*(cell.ljust(w) for cell, w in zip(line[:-1], widths, strict=True)), line[-1]]) for line in lines]
     return "\n".join([f"{project.name}: family {project.family.name}, {project.path}", *body])
