@@ -93,17 +93,11 @@ def choose(linears: Mapping[str, tuple[int, int]], c: TrainConfig) -> list[lora.
     for pattern in c.base_bits_for or {}:
         if not any(lora.matches(name, pattern) for name in linears):
             raise ValueError(f"[train] base_bits_for: {pattern!r} matches no Linear{lora.nearest(pattern, linears)}")
-    return lora.choose(
-        linears,
-        c.targets,
-        c.rank,
-        c.alpha,
-        ranks=longest_first(c.rank_for),
-        alphas=longest_first(c.alpha_for),
-        variant=c.variant,
-        rslora=c.rslora,
-        factor=c.factor,
-    )
+    own = {"ranks": longest_first(c.rank_for), "alphas": longest_first(c.alpha_for)}
+    try:
+        return lora.choose(linears, c.targets, c.rank, c.alpha, **own, variant=c.variant, rslora=c.rslora, factor=c.factor)
+    except ValueError as error:
+        raise ValueError(f"[train] {error}") from None
 
 
 def stepper_of(c: TrainConfig) -> optimizer.Stepper:
@@ -148,8 +142,11 @@ class Trainer:
         made = lora.init(self.targets, self.config.seed, bases)
         if not self.config.initial:
             return made
-        found, scales = read_adapter(ctx.root / self.config.initial)
-        return initial(found, scales, self.targets, made, bases)
+        try:
+            found, scales = read_adapter(ctx.root / self.config.initial)
+            return initial(found, scales, self.targets, made, bases)
+        except ValueError as error:
+            raise ValueError(f"[train] initial: {error}") from None
 
     def pieces(self, micros: Iterable[Micro]) -> Iterator[Micro]:
         """The batches of a step in the pieces that are computed at once."""

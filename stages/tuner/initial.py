@@ -33,7 +33,7 @@ def initial(
     for name in scales:
         if name not in chosen:
             near = "".join(f"; near it: {close}" for close in difflib.get_close_matches(name, chosen, n=1))
-            raise ValueError(f"the initial adapter adapts {name}, which is no target; widen the targets{near}")
+            raise ValueError(f"the adapter adapts {name}, which is no target; widen the targets{near}")
     made: Arrays = {}
     for name, target in chosen.items():
         own = lora.of_linear(fresh, name)
@@ -51,10 +51,10 @@ def _fitted(target: Target, arrays: Arrays, scale: float, fresh: Arrays) -> Arra
     """One Linear's arrays, the file's scale exchanged for the target's, the rank filled up to the target's."""
     given = {*arrays} if target.variant != "dora" else {*arrays, dora.MAGNITUDE}
     if given != {*fresh}:
-        raise ValueError(f"the initial adapter of {target.name} is {_told(arrays)}; the target's is {_told(fresh)}")
+        raise ValueError(f"its adapter of {target.name} is {_told(arrays)}; the target's is {_told(fresh)}")
     if lora.shape_of(arrays) != (target.outputs, target.inputs):
         raise ValueError(
-            f"the initial adapter of {target.name} is of shape {lora.shape_of(arrays)}, "
+            f"its adapter of {target.name} is of shape {lora.shape_of(arrays)}, "
             f"the Linear of {(target.outputs, target.inputs)}; is it an adapter of another model?"
         )
     fitted = {}
@@ -69,14 +69,14 @@ def _filled(target: Target, ending: str, value: mx.array, fresh: mx.array) -> mx
     axis = RANKED.get(ending)
     if axis is not None and value.shape[axis] > fresh.shape[axis]:
         raise ValueError(
-            f"the initial adapter of {target.name} has rank {value.shape[axis]}, above the target's {fresh.shape[axis]}; "
+            f"its adapter of {target.name} has rank {value.shape[axis]}, above the target's {fresh.shape[axis]}; "
             f"raise the rank to {value.shape[axis]}"
         )
     if axis is not None and value.shape[axis] < fresh.shape[axis]:
         value = mx.concatenate([value, mx.split(fresh, [value.shape[axis]], axis=axis)[1]], axis=axis)
     if value.shape != fresh.shape:
         raise ValueError(
-            f"the initial adapter of {target.name} has {ending[1:]} of shape {value.shape}, the target {fresh.shape}; "
+            f"its adapter of {target.name} has {ending[1:]} of shape {value.shape}, the target {fresh.shape}; "
             "choose the factor that it was trained with"
         )
     return value

@@ -81,20 +81,22 @@ def choose(
     """
     wanted = list(patterns)
     if not wanted:
-        raise ValueError('there is no target: give patterns of Linears, or ["*"] for every one of the blocks')
+        raise ValueError('targets: there is none; give patterns of Linears, or ["*"] for every one of the blocks')
     for pattern in wanted:
         if not any(matches(name, pattern) for name in linears):
-            raise ValueError(f"the target {pattern!r} matches no Linear of the blocks{nearest(pattern, linears)}")
+            raise ValueError(f"targets: {pattern!r} matches no Linear of the blocks{nearest(pattern, linears)}")
     found = {name: shape for name, shape in linears.items() if any(matches(name, p) for p in wanted)}
     for what, own in (("rank", ranks or {}), ("alpha", alphas or {})):
         for pattern, value in own.items():
             if not any(matches(name, pattern) for name in found):
-                raise ValueError(f"the {what} of {pattern!r} applies to no target{nearest(pattern, found)}")
+                raise ValueError(f"{what}_for: {pattern!r} applies to no target{nearest(pattern, found)}")
             if value < 0 or (what == "alpha" and value == 0):
-                raise ValueError(f"the {what} of {pattern!r} is {value}; it must be above 0, or a rank of 0 to leave Linears out")
+                raise ValueError(
+                    f"{what}_for: {value} of {pattern!r} is wrong; above 0 is wanted, or a rank of 0 to leave Linears out"
+                )
     if rslora and alpha is None:
         same = f"{math.sqrt(rank):.3g}"
-        raise ValueError(f"rsLoRA divides alpha by the root of the rank, so it needs an alpha; {same} changes nothing")
+        raise ValueError(f"rslora: it divides alpha by the root of the rank, so it needs an alpha; {same} changes nothing")
     made = []
     for name, (out, into) in found.items():
         own_rank = _first(name, ranks, rank)
@@ -102,7 +104,7 @@ def choose(
         if own_rank:
             made.append(Target(name, out, into, int(own_rank), float(own_alpha), variant, rslora, factor))
     if not made:
-        raise ValueError("there is no target: the rank of every one is 0")
+        raise ValueError("rank_for: no target is left, the rank of every one is 0")
     return made
 
 

@@ -362,6 +362,23 @@ def test_a_run_starts_from_another_adapter_and_its_content_is_part_of_the_recipe
         STAGE.snapshot(run.context())
 
 
+def test_what_does_not_fit_the_model_is_refused_by_the_name_of_its_setting(transformer, tmp_path):
+    first = Run(tmp_path / "first", transformer, replace(BASE, steps=1)).go()
+    file = str(first.folder / ARTIFACTS / checkpoint.ADAPTER)
+    for values, said in (
+        (
+            {"initial": file, "rank": 1},
+            r"\[train\] initial: its adapter of .* has rank 2, above the target's 1; raise the rank to 2",
+        ),
+        ({"initial": file, "targets": ("attn.to_q",)}, r"\[train\] initial: the adapter adapts .*, which is no target; widen"),
+        ({"targets": ("attn.to_z",)}, r"\[train\] targets: 'attn.to_z' matches no Linear of the blocks; near it: attn.to_"),
+        ({"rank_for": {"atn.*": 4}}, r"\[train\] rank_for: 'atn.\*' applies to no target; near it: attn"),
+        ({"rslora": True}, r"\[train\] rslora: .* needs an alpha; 1.41 changes nothing"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            trainer.Trainer(Run(tmp_path / "second", transformer, replace(BASE, **values)).context(), None)
+
+
 # Health
 
 

@@ -30,7 +30,7 @@ def test_a_pattern_that_names_nothing_is_refused_with_what_is_near():
     with pytest.raises(ValueError, match=r"'attn.to_k' matches no Linear of the blocks; near it: attn.to_q") as caught:
         names("*", "attn.to_k")
     assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="there is no target"):
+    with pytest.raises(ValueError, match="targets: there is none"):
         names()
 
 
@@ -60,10 +60,10 @@ def test_rslora_divides_alpha_by_the_root_of_the_rank():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ranks": {"to_k": 4}}, "the rank of 'to_k' applies to no target; near it: to_q"),
-        ({"alphas": {"to_out": 4.0}}, "the alpha of 'to_out' applies to no target"),
-        ({"ranks": {"to_q": -1}}, "the rank of 'to_q' is -1; it must be above 0, or a rank of 0"),
-        ({"alphas": {"to_q": 0.0}}, "the alpha of 'to_q' is 0.0; it must be above 0"),
+        ({"ranks": {"to_k": 4}}, "rank_for: 'to_k' applies to no target; near it: to_q"),
+        ({"alphas": {"to_out": 4.0}}, "alpha_for: 'to_out' applies to no target"),
+        ({"ranks": {"to_q": -1}}, "rank_for: -1 of 'to_q' is wrong; above 0 is wanted, or a rank of 0"),
+        ({"alphas": {"to_q": 0.0}}, "alpha_for: 0.0 of 'to_q' is wrong; above 0 is wanted"),
         ({"ranks": {"*": 0}}, "the rank of every one is 0"),
         ({"rslora": True}, "so it needs an alpha; 4 changes nothing"),
     ],
