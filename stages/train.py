@@ -106,7 +106,8 @@ def train(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     data = data_of(ctx)
     validation = validation_of(ctx, data)
     last = last_of(ctx, validation)
-    if not ctx.pending.num_rows and checkpoint.published(ctx.artifacts) == last:
+    best = validation.best(ctx.stored, last) if validation else None
+    if not ctx.pending.num_rows and checkpoint.stands(ctx.artifacts, last, best):
         return
     start, retold = resume(ctx, last)
     if retold:
@@ -120,7 +121,10 @@ def train(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def resume(ctx: StageContext, last: int) -> tuple[Checkpoint | None, list[Row]]:
-    """The newest whole checkpoint whose past is stored or held by checkpoints, and the rows of that past that are not stored."""
+    """The newest whole checkpoint whose past is stored or held by checkpoints, and the rows of that past that are not stored.
+
+    That of the last step needs no optimizer state: there is no step after it.
+    """
     pending = {key_of(row) for row in ctx.pending.to_pylist()}
     every = [saved for saved in checkpoint.found(ctx.artifacts) if saved.step <= last]
     held: dict[Key, Row] = {}
@@ -129,8 +133,13 @@ def resume(ctx: StageContext, last: int) -> tuple[Checkpoint | None, list[Row]]:
         held = {key_of(row): row for row in rows}
     for saved in every:
         past = sorted(key for key in pending if key[0] <= saved.step)
-        if saved.whole(checkpoint.ADAPTER, checkpoint.OPTIMIZER, checkpoint.ROWS) and all(key in held for key in past):
+        names = set(saved.state["files"]) - ({checkpoint.OPTIMIZER} if saved.step == last else set())
+        if saved.whole(*names) and all(key in held for key in past):
+            if saved is not every[0]:
+                ctx.say(f"the checkpoint of step {every[0].step} is not whole; the run goes on from that of step {saved.step}")
             return saved, [held[key] for key in past]
+    if ctx.stored.num_rows:
+        ctx.say("no checkpoint is left from which the run could go on; it begins again, and will end the same")
     return None, []
 
 
@@ -247,7 +256,7 @@ class Run:
         rows = TRAIN.table(self.since)
         saved = checkpoint.save(ctx.keep, step, trainer.adapter, trainer.state, rows, about, facts, trainer.average)
         self.since = []
-        checkpoint.prune(ctx.artifacts, ctx.config.keep_states)
+        checkpoint.prune(ctx.artifacts, step, ctx.config.keep_states)
         if step >= self.last:
             self.publish(saved)
 
@@ -255,7 +264,10 @@ class Run:
         """Put the result on top, with the best adapter beside it; say so where patience ended the run."""
         ctx = self.ctx
         if saved.step < ctx.config.steps:
-            ctx.say(f"ended after step {saved.step}: [train.validation] patience saw nothing better since step {self.best}")
+            patience = ctx.config.validation.patience
+            ctx.say(
+                f"ended after step {saved.step}: {patience} measurements in a row were no better ([train.validation] patience)"
+            )
         kept = next((found for found in checkpoint.found(ctx.artifacts) if found.step == self.best), None)
         checkpoint.publish(ctx.keep, saved, kept)
 

@@ -127,9 +127,22 @@ def published(artifacts: Path) -> int | None:
         return None
 
 
-def prune(artifacts: Path, last: int) -> None:
-    """Let the optimizer states go, but for those of the last few checkpoints. Adapters all stay."""
-    for saved in found(artifacts)[max(last, 1) :]:
+def stands(artifacts: Path, step: int, best: int | None = None) -> bool:
+    """Whether the result at the top is that of a step, and has the sizes that the checkpoints, where they are left, say."""
+    kept = {saved.step: saved.state["files"] for saved in found(artifacts)}
+    for top, of, name in ((ADAPTER, step, ADAPTER), (EMA, step, EMA), (BEST, best, ADAPTER)):
+        written, path = kept.get(of, {}).get(name), artifacts / top
+        if written and not (path.is_file() and path.stat().st_size == written["bytes"]):
+            return False
+    return published(artifacts) == step
+
+
+def prune(artifacts: Path, step: int, last: int) -> None:
+    """Let the optimizer states go, but for those of the last few checkpoints up to a step. Adapters all stay.
+
+    Checkpoints after it are those of a run that was longer: they are not what this one goes on from.
+    """
+    for saved in [saved for saved in found(artifacts) if saved.step <= step][max(last, 1) :]:
         (saved.folder / OPTIMIZER).unlink(missing_ok=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import pytest
 from schemas import latents
 from stages import train, trainer, trainlog, trainset
 from stages.crops import usable
+from stages.selection import ValidationConfig
 from stages.train import STAGE
-from stages.trainconfig import NoiseConfig, ScheduleConfig, TrainConfig
+from stages.trainconfig import EmaConfig, NoiseConfig, ScheduleConfig, TrainConfig
 from stages.tuner import checkpoint, lora
 from tests import harness
 from tests.stages.runs import BASE, SHAPES, TEXT_ROWS, TINY, Run, rows_of, tables, weights
@@ -115,6 +117,45 @@ def test_a_run_made_shorter_has_the_adapter_of_the_shorter_run(whole, transforme
     run.go()
     assert run.loaded == 0
     assert run.adapter == whole.adapter
+
+
+def test_a_run_made_as_short_as_one_of_its_checkpoints_takes_its_adapter_and_loads_nothing(whole, transformer, tmp_path):
+    run = Run(tmp_path / "a", transformer, replace(whole.config, keep_states=1)).go()
+    run.config, run.loaded = replace(run.config, steps=3), 0
+    run.go()
+    assert run.loaded == 0
+    assert run.adapter == Run(tmp_path / "b", transformer, run.config).go().adapter
+
+
+@pytest.mark.parametrize("name", ["adapter.safetensors", "adapter_ema.safetensors", "adapter_best.safetensors"])
+@pytest.mark.parametrize("left", [0, 100])
+def test_a_result_that_was_deleted_or_cut_comes_back_from_its_checkpoint(transformer, tmp_path, name, left):
+    config = replace(BASE, steps=3, ema=EmaConfig(), validation=ValidationConfig(every=2))
+    run = Run(tmp_path, transformer, config).go()
+    path = tmp_path / "artifacts" / name
+    before = path.read_bytes()
+    path.write_bytes(before[:-left]) if left else path.unlink()
+    run.loaded = 0
+    run.go()
+    assert path.read_bytes() == before
+    assert run.loaded == 0
+
+
+def test_a_checkpoint_that_is_damaged_is_said_and_the_one_before_it_taken(whole, transformer, tmp_path):
+    run = Run(tmp_path, transformer, whole.config).go(stop_at=5)
+    newest = max((tmp_path / "artifacts/checkpoints").iterdir()) / "adapter.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-4])
+    run.go()
+    assert "the checkpoint of step 5 is not whole; the run goes on from that of step 3" in run.said
+    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
+
+
+def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(whole, transformer, tmp_path):
+    run = Run(tmp_path, transformer, whole.config).go(stop_at=5)
+    shutil.rmtree(tmp_path / "artifacts" / "checkpoints")
+    run.go()
+    assert any(line.startswith("no checkpoint is left") for line in run.said)
+    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
 
 
 def test_how_often_to_save_changes_nothing(whole, transformer, tmp_path):

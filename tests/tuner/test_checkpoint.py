@@ -77,9 +77,16 @@ def test_the_newest_comes_first_and_only_the_newest_keep_their_optimizer(tmp_pat
     for step in (5, 20, 10):
         save(tmp_path, step)
     assert [found.step for found in checkpoint.found(tmp_path)] == [20, 10, 5]
-    checkpoint.prune(tmp_path, 2)
+    checkpoint.prune(tmp_path, 20, 2)
     assert [found.whole(OPTIMIZER) for found in checkpoint.found(tmp_path)] == [True, True, False]
     assert all(found.whole(ADAPTER, ROWS) for found in checkpoint.found(tmp_path))
+
+
+def test_a_run_made_shorter_keeps_its_own_states_beside_those_of_the_longer_one(tmp_path):
+    for step in (30, 20, 1, 2, 3):
+        save(tmp_path, step)
+    checkpoint.prune(tmp_path, 3, 2)
+    assert [found.step for found in checkpoint.found(tmp_path) if found.whole(OPTIMIZER)] == [30, 20, 3, 2]
 
 
 def test_the_published_adapter_is_a_copy_and_says_its_step(tmp_path):
