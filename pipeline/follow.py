@@ -156,15 +156,18 @@ def _latents(catalog: Catalog, image_id: str) -> Iterator[str]:
 def _train(catalog: Catalog, image_id: str) -> Iterator[str]:
     """Losses depend on the noise level above all, so the fair average is that of all samples in the same tenths of sigma."""
     (drawn,) = catalog.ask(
-        "with levels as (select avg(loss) as level, floor(sigma * 10) as tenth from train group by tenth), "
-        "mine as (select * from train join levels on floor(sigma * 10) = tenth where image_id = $id) "
+        "with drawn as (select * from train where split = 'train'), "
+        "levels as (select avg(loss) as level, floor(sigma * 10) as tenth from drawn group by tenth), "
+        "mine as (select * from drawn join levels on floor(sigma * 10) = tenth where image_id = $id) "
         "select count(*) as times, list(distinct step order by step) as steps, avg(loss) as loss, avg(level) as level, "
-        "count(*) filter (dropped) as dropped, (select avg(loss) from train) as every, "
-        "(select max(step) from train) as last from mine",
+        "count(*) filter (dropped) as dropped, (select avg(loss) from drawn) as every, "
+        "(select max(step) from drawn) as last from mine",
         id=image_id,
     )
+    measured = list(_measured(catalog, image_id))
+    yield from measured
     if not drawn["times"]:
-        yield f"never drawn in {drawn['last'] or 0} steps"
+        yield from [] if measured else [f"never drawn in {drawn['last'] or 0} steps"]
         return
     steps = drawn["steps"]
     named = ", ".join(map(str, steps[:STEPS_NAMED])) + (f", ... {steps[-1]}" if len(steps) > STEPS_NAMED else "")
@@ -174,9 +177,26 @@ def _train(catalog: Catalog, image_id: str) -> Iterator[str]:
     yield f"mean loss {drawn['loss']:.4f}; {against}"
     for way, order in (("highest", "desc"), ("lowest", "asc")):
         (row,) = catalog.ask(
-            f"select step, sigma, loss from train where image_id = $id order by loss {order}, step limit 1", id=image_id
+            f"select step, sigma, loss from train where image_id = $id and split = 'train' order by loss {order}, step limit 1",
+            id=image_id,
         )
         yield f"{way} loss {row['loss']:.4f} at step {row['step']}, sigma {row['sigma']:.3f}"
+
+
+def _measured(catalog: Catalog, image_id: str) -> Iterator[str]:
+    """Of an image that is held out: what the first and the last measurement and the best one say."""
+    found = catalog.ask(
+        "select step, avg(loss) as loss, count(*) as samples from train "
+        "where image_id = $id and split = 'validation' group by step order by step",
+        id=image_id,
+    )
+    if found:
+        first, last, least = found[0], found[-1], min(found, key=lambda row: float(row["loss"]))
+        yield f"held out, measured by {first['samples']} samples: mean loss {_at(first)}, {_at(last)}; the least {_at(least)}"
+
+
+def _at(row: Row) -> str:
+    return f"{row['loss']:.4f} at step {row['step']}"
 
 
 def _samples(catalog: Catalog, image_id: str) -> Iterator[str]:

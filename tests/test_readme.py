@@ -22,6 +22,7 @@ def blocks(language: str) -> list[str]:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory, tiny_weights) -> Path:
     folder = projects.make(tmp_path_factory.mktemp("readme") / "project", tiny_weights, images=3)
+    projects.edit(folder, "\n[samples]", "\n[train.validation]\nevery = 2\n\n[samples]")
     projects.build(folder)
     return folder
 
@@ -37,6 +38,17 @@ def test_the_mean_loss_of_every_image_bears_its_path_and_caption(built):
     assert lines[0] == "path,text,draws,loss"
     assert {line.split(",")[0] for line in lines[1:]} <= {f"picture{n}.png" for n in range(3)}
     assert len(lines) > 1
+
+
+def test_the_losses_of_what_is_drawn_and_of_what_is_held_out_are_never_mixed(built):
+    hurt, levels, held = (sql for sql in blocks("sql") if "from train" in sql)
+    rows = projects.content(built, "train").to_pylist()
+    drawn = [row for row in rows if row["split"] == "train"]
+    for sql, count in ((hurt, sum(not row["dropped"] for row in drawn)), (levels, len(drawn))):
+        (total,) = run_query(Project.open(built), f"select sum(draws) from ({sql})", "csv").splitlines()[1:]
+        assert int(total) == count < len(rows)
+    steps = run_query(Project.open(built), f"select distinct step from ({held}) order by all", "csv").splitlines()[1:]
+    assert steps == ["0", "2", "4", "6"]
 
 
 def test_plain_duckdb_does_the_same_in_three_lines(built):

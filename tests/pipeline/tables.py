@@ -142,9 +142,19 @@ def _train() -> tuple[list[dict[str, Any]], ...]:
     for step in range(1, 41):
         name = TRAINED[step % 2]
         sigma, dropped = (step % 20) / 20, step == 4
-        row = {"step": step, "image_id": digest(name), "latent_id": digest("latent " + name), "dropped": dropped, "sigma": sigma}
+        row = {
+            "step": step,
+            "split": "train",
+            "image_id": digest(name),
+            "latent_id": digest("latent " + name),
+            "dropped": dropped,
+            "sigma": sigma,
+        }
         caption = "" if dropped else "a red cat" if name == "a.jpg" else "a blue dog"
         rows.append({**row, "caption_id": digest(caption), "loss": 1.0 - sigma / 2 + (0.1 if name == "a.jpg" else 0.0)})
+    for step, sample, loss in ((0, 0, 5.0), (0, 1, 3.0), (20, 0, 3.0), (20, 1, 1.0), (40, 0, 4.0), (40, 1, 1.0)):
+        row = {"step": step, "split": "validation", "sample": sample, "image_id": digest("late.png"), "sigma": 0.3 + 0.4 * sample}
+        rows.append({**row, "loss": loss})
     return (rows,)
 
 

@@ -44,6 +44,15 @@ def test_the_mean_loss_stands_against_all_images_at_the_same_noise_levels(projec
     assert lines[0].split("mean loss ")[1] == "0.8750; all images at these noise levels 0.8125; all samples 0.8125"
 
 
+def test_an_image_that_was_held_out_has_its_measurements_and_no_other_counts_them(project: Told) -> None:
+    text = story(project, "late.png")
+    assert (
+        "train     held out, measured by 2 samples: mean loss 4.0000 at step 0, 2.5000 at step 40; the least 2.0000 at step 20"
+        in text
+    )
+    assert "drawn" not in text
+
+
 def test_an_image_that_was_never_drawn_or_has_nothing_says_so(project: Told) -> None:
     text = story(project, "mute.png")
     assert "captions  none" in text and "latents   none" in text and "never drawn in 40 steps" in text
