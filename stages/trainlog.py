@@ -31,14 +31,18 @@ def warn(ctx: StageContext) -> None:
 
 
 def introduce(ctx: StageContext, course: Course, trainer: Trainer, steps: range) -> None:
-    """Say what is trained, on what."""
+    """Say what is trained, on what, and where the files go that steer it."""
     size = sum(value.size for value in trainer.adapter.values())
-    crops = course.data.crops
+    crops, held = course.data.crops, course.data.held
     images, shapes = {crop.image_id for crop in crops}, {(crop.width, crop.height) for crop in crops}
+    aside = f"; {len({crop.image_id for crop in held})} of the images held out" if held else ""
+    ranks = sorted({target.rank for target in trainer.targets})
+    adapter = f"{ctx.config.variant} of rank {' to '.join(map(str, sorted({ranks[0], ranks[-1]})))}"
+    ctx.say(f"files named stop, checkpoint or pause in {ctx.artifacts} steer this run")
+    ctx.say(f"{adapter} on {len(trainer.targets)} Linears: {size / 1e6:.2g} M values; steps {steps.start} to {steps[-1]}")
     ctx.say(
-        f"rank {ctx.config.rank} on {len(trainer.targets)} Linears: {size / 1e6:.2f} M values; steps {steps.start} to {steps[-1]}"
+        f"{len(crops)} crops of {len(images)} images in {len(shapes)} shapes, {course.order.per_epoch} batches an epoch{aside}"
     )
-    ctx.say(f"{len(crops)} crops of {len(images)} images in {len(shapes)} shapes, {course.order.per_epoch} batches an epoch")
 
 
 def looks(step: int) -> bool:

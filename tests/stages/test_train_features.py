@@ -379,6 +379,16 @@ def test_what_does_not_fit_the_model_is_refused_by_the_name_of_its_setting(trans
             trainer.Trainer(Run(tmp_path / "second", transformer, replace(BASE, **values)).context(), None)
 
 
+# What is said
+
+
+def test_a_run_says_where_it_is_steered_how_large_its_adapter_is_and_what_is_held_out(transformer, tmp_path):
+    config = replace(BASE, steps=1, rank_for={"attn.*": 4}, validation=ValidationConfig())
+    said = "\n".join(Run(tmp_path, transformer, config).go().said)
+    assert f"files named stop, checkpoint or pause in {tmp_path / ARTIFACTS} steer this run" in said
+    assert "lora of rank 2 to 4 on " in said and "batches an epoch; 1 of the images held out" in said
+
+
 # Health
 
 
