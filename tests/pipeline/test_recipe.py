@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 
 import stages
+from pipeline import config
 from pipeline.recipe import FILE, PEERS, SOURCES, TRAINERS, defaults, entries, peers, plain, render, settings, toml
 from stages.stage import runtime, setting
 from stages.tuner.noise import BASES
@@ -54,6 +56,23 @@ def test_every_link_of_the_page_leads_somewhere() -> None:
     heads = {re.sub(r"[^a-z -]", "", head.lower()).replace(" ", "-") for head in re.findall(r"^## (.*)$", PAGE, re.MULTILINE)}
     for target in re.findall(r"\]\(([^)]+)\)", PAGE):
         assert target[1:] in heads if target.startswith("#") else (FILE.parent / target).is_file(), target
+
+
+EXAMPLES = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_examples_show_the_sections_that_people_add() -> None:
+    for words in ("[train.ema]", "[train.validation]", "[train.mask]", "[train.preservation]", '"lokr"', "base_bits = 4"):
+        assert any(words in example for example in EXAMPLES), words
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_example_is_a_project_file_whose_sections_are_on(example: str, tmp_path: Path) -> None:
+    file = tmp_path / "project.toml"
+    file.write_text(example)
+    sections = config.load(file).sections
+    for name in re.findall(r"^\[train\.(\w+)\]", example, re.MULTILINE):
+        assert getattr(sections["train"], name) is not None
 
 
 @dataclasses.dataclass(frozen=True)
