@@ -191,7 +191,7 @@ class Run:
         began = time.perf_counter()
         for step, micros, waited in Feed(ctx, self.course, steps):
             lr = schedule.at(step)
-            measured = self.step(micros, lr, look=looks(step))
+            measured = self.step(micros, lr, look=looks(step) and lr > 0)
             now = time.perf_counter()
             around: Row = {"step": step, "lr": lr, "grad_norm": measured.norm, "seconds": now - began, "read_seconds": waited}
             around["peak_bytes"] = max(self.peak, mx.get_peak_memory())

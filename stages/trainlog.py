@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from schemas.train import TRAIN
 from stages.stage import StageContext
+from stages.trainconfig import TrainConfig
 from stages.trainer import Measured, Trainer
 from stages.trainset import Course, Sample
 from stages.tuner import lora
@@ -28,6 +29,19 @@ def warn(ctx: StageContext) -> None:
         ctx.say(f"{ctx.family.title}: LoRAs are trained on the base model and used on this one; here they may not learn well")
     if ctx.config.precision == "bfloat16" and mx.default_device() == mx.cpu:
         ctx.say('bfloat16 is slow on a CPU; [train] precision = "float32" is faster')
+    for line in unmatched(ctx.config):
+        ctx.say(line)
+
+
+def unmatched(c: TrainConfig) -> Iterator[str]:
+    """Where the schedule and the number of steps do not go together: the one never follows the other, as runs grow."""
+    s, end = c.schedule, c.schedule.warmup_steps + c.schedule.decay_steps
+    if c.steps <= s.warmup_steps:
+        yield f"all {c.steps} steps are warm-up, below the full rate: lower [train.schedule] warmup_steps ({s.warmup_steps})"
+    elif s.shape != "constant" and end < c.steps and not s.floor:
+        yield f"from step {end} on the rate is 0 and nothing is learnt: raise [train.schedule] decay_steps ({s.decay_steps})"
+    elif s.shape != "constant" and end > c.steps:
+        yield f"the rate would be down at step {end}, after the last: lower [train.schedule] decay_steps ({s.decay_steps})"
 
 
 def introduce(ctx: StageContext, course: Course, trainer: Trainer, steps: range) -> None:
