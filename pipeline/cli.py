@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -292,10 +292,16 @@ def results(project: Project, noun: str) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command. A user's mistake is one line and exit code 2; an interrupt is one line and 130."""
+    """Run the command. A user's mistake is one line and exit code 2; an interrupt is one line and 130.
+
+    The process ends here, without the usual winding up: everything is on the disk by now, and the libraries' native
+    threads (MLX, Lance, DuckDB) do not always let an interpreter go quietly. An interrupt cannot come in between either.
+    """
     code = guarded(lambda: cli.main(arguments, prog_name="latentmill", standalone_mode=False))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is done: an interrupt while Python winds up would only look like a failure
-    sys.exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a pipe whose reader is gone
+            stream.flush()
+    os._exit(code)
 
 
 def guarded(command: Callable[[], Any]) -> int:
