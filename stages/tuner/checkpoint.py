@@ -129,7 +129,7 @@ def published(artifacts: Path) -> int | None:
 
 def stands(artifacts: Path, step: int, best: int | None = None) -> bool:
     """Whether the result at the top is that of a step, and has the sizes that the checkpoints, where they are left, say."""
-    kept = {saved.step: saved.state["files"] for saved in found(artifacts)}
+    kept: dict[int | None, Mapping[str, Any]] = {saved.step: saved.state["files"] for saved in found(artifacts)}
     for top, of, name in ((ADAPTER, step, ADAPTER), (EMA, step, EMA), (BEST, best, ADAPTER)):
         written, path = kept.get(of, {}).get(name), artifacts / top
         if written and not (path.is_file() and path.stat().st_size == written["bytes"]):
