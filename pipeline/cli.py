@@ -163,11 +163,25 @@ def follow(what: str | None, path: str, overrides: tuple[str, ...]) -> None:
 )
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="bfloat16", show_default=True)
 @click.option("--step", type=int, help="A checkpoint's step; without it, the end of the run.")
+@click.option(
+    "--which",
+    type=click.Choice(["last", "average", "best"]),
+    default="last",
+    show_default=True,
+    help="The adapter as trained, its average ([train.ema]), or the one that measured best ([train.validation]).",
+)
 @click.option("--merged", is_flag=True, help="The whole transformer with the adapter in its weights, as diffusers loads one.")
 @PROJECT
 @SET
 def export(
-    out: Path | None, style: str, dtype: str, step: int | None, merged: bool, path: str, overrides: tuple[str, ...]
+    out: Path | None,
+    style: str,
+    dtype: str,
+    step: int | None,
+    which: str,
+    merged: bool,
+    path: str,
+    overrides: tuple[str, ...],
 ) -> None:
     """Write the adapter for other programs.
 
@@ -182,9 +196,9 @@ def export(
     if merged and style != "diffusers":
         raise ValueError(f"export: --merged writes diffusers' layout; leave out --style {style}")
     if merged:
-        click.echo(f"wrote {merge_run(project, out, dtype=dtype, step=step, say=say)}")
+        click.echo(f"wrote {merge_run(project, out, dtype=dtype, step=step, which=which, say=say)}")
     else:
-        click.echo(f"wrote {export_run(project, out, style, dtype=dtype, step=step, say=say)}")
+        click.echo(f"wrote {export_run(project, out, style, dtype=dtype, step=step, which=which, say=say)}")
 
 
 @cli.command()

@@ -19,6 +19,8 @@ STYLES = {
     "diffusers": "transformer.<diffusers name>: diffusers, and ComfyUI by its name map",
     "comfyui": "diffusion_model.<reference name>, q, k and v fused: ComfyUI and what reads the reference layout; diffusers too",
 }
+WHICH = {"last": "adapter", "average": "adapter_ema", "best": "adapter_best"}  # the file of each of a run's adapters
+SECTIONS = {"average": "train.ema", "best": "train.validation"}  # what makes a run keep it
 DTYPES = ("float32", "bfloat16", "float16")
 LOADS = {  # by style: what loads where, for all but a plain LoRA, which loads everywhere
     "diffusers": {
@@ -41,37 +43,54 @@ def export_run(
     *,
     dtype: str,
     step: int | None = None,
+    which: str = "last",
     say: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Export what the project trained: the run's result, or the checkpoint of `step`. Without `out`, into `exports/`."""
-    adapter = adapter_of(project, step, say)
-    return export(adapter, out or project.path / "exports", style, dtype=dtype, metadata={"project": project.name}, say=say)
+    adapter = adapter_of(project, step, say, which)
+    about = {"project": project.name, "adapter": which}
+    return export(adapter, out or project.path / "exports", style, dtype=dtype, metadata=about, say=say)
 
 
 def merge_run(
-    project: Project, out: Path | None, *, dtype: str, step: int | None = None, say: Callable[[str], None] = lambda line: None
+    project: Project,
+    out: Path | None,
+    *,
+    dtype: str,
+    step: int | None = None,
+    which: str = "last",
+    say: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Write the project's transformer with what was trained merged into it, as the new folder `out`, or one in `exports/`."""
     from pipeline.merged import write_merged
     from stages.models.adapter_formats import load
 
-    adapter = adapter_of(project, step, say)
+    adapter = adapter_of(project, step, say, which)
     said = load(adapter)[1]
-    name = Path(file_name(project.name, said.get("step", 0), "merged")).stem
+    name = Path(file_name(project.name, said.get("step", 0), "merged", which)).stem
     base = project.component("transformer", fetch=False)
     return write_merged(base, project.family, adapter, out or project.path / "exports" / name, dtype=dtype)
 
 
-def adapter_of(project: Project, step: int | None, say: Callable[[str], None]) -> Path:
-    """The run's result, or the checkpoint of `step`. ValueError, with the checkpoints there are, if it is not there."""
+def adapter_of(project: Project, step: int | None, say: Callable[[str], None], which: str = "last") -> Path:
+    """The run's result, or the checkpoint of `step`; of either the adapter in WHICH.
+
+    ValueError, with the checkpoints there are, if it is not there.
+    """
+    _one_of("adapter", which, tuple(WHICH))
+    if which == "best" and step is not None:
+        raise ValueError(f"the best adapter is of a step of its own; leave out step {step}, or export that of the step")
     table = project.folder("train")
     artifacts = table.folder / "artifacts"
     checkpoints = {int(p.parent.name.split("-")[1]): p for p in artifacts.glob("checkpoints/step-*/adapter.safetensors")}
     there = f"its checkpoints are {', '.join(map(str, sorted(checkpoints)))}" if checkpoints else "it has no checkpoint yet"
-    adapter = artifacts / project.stage("train").result if step is None else checkpoints.get(step)
-    if adapter is None or not adapter.is_file():
+    plain = artifacts / project.stage("train").result if step is None else checkpoints.get(step)
+    if plain is None or not plain.is_file():
         wanted = "finished adapter" if step is None else f"checkpoint of step {step}"
         raise ValueError(f"{project.name} has no {wanted} to export; {there}; run: make train PROJECT={project.path}")
+    adapter = plain.with_name(WHICH[which] + plain.suffix)
+    if not adapter.is_file():
+        raise ValueError(f"{project.name} has no {which} adapter to export: it was trained without [{SECTIONS[which]}]")
     if table.folder.name != _recipe_now(project):
         say(f"the project has changed since it was trained: this is the run of recipe {table.folder.name}")
     return adapter
@@ -85,10 +104,11 @@ def _recipe_now(project: Project) -> str:
         return ""
 
 
-def file_name(project: str, step: int | str, style: str) -> str:
-    """`cats-001000.safetensors`, and `cats-001000-comfyui.safetensors` for the fused form."""
+def file_name(project: str, step: int | str, style: str, which: str = "last") -> str:
+    """`cats-001000.safetensors`, and `cats-001000-average-comfyui.safetensors` for the average in the fused form."""
     safe = re.sub(r"[^\w.-]+", "-", project).strip("-.") or "adapter"
-    return f"{safe}-{int(step):06d}{'' if style == 'diffusers' else '-' + style}.safetensors"
+    kind = "".join(f"-{word}" for word, usual in ((which, "last"), (style, "diffusers")) if word != usual)
+    return f"{safe}-{int(step):06d}{kind}.safetensors"
 
 
 def export(
@@ -102,7 +122,7 @@ def export(
 ) -> Path:
     """The adapter of the train stage as a file for `style`, one of STYLES, with matrices of `dtype`, one of DTYPES.
 
-    `out` is a file ending in .safetensors, or a folder, where the file is named after metadata's `project` and `step`.
+    `out` is a file ending in .safetensors, or a folder, where the file is named after metadata's `project`, `step` and `adapter`.
     `metadata` is added to what the adapter itself says. The scale alpha / rank is folded into the arrays: the file is right also
     for readers that look at no metadata. A file that is no export of the same project and style is never replaced.
     """
@@ -114,7 +134,7 @@ def export(
     arrays, scales = formats.read_adapter(adapter)
     _refuse_infinite(adapter, arrays)
     said = {**said, **metadata}
-    name = file_name(said.get("project", adapter.stem), said.get("step", 0), style)
+    name = file_name(said.get("project", adapter.stem), said.get("step", 0), style, said.get("adapter", "last"))
     target = out if out.suffix == ".safetensors" else out / name
     converted = (formats.to_diffusers if style == "diffusers" else formats.to_comfyui)(arrays, scales)
     variant, ranks = formats.variant(arrays), _ranks(converted)

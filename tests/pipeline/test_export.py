@@ -262,8 +262,8 @@ def test_the_result_of_a_run_or_the_checkpoint_of_a_step_is_exported(tmp_path: P
     project: Any = SimpleNamespace(name="cats", path=tmp_path, stage=lambda noun: SimpleNamespace(result="adapter.safetensors"))
     project.folder = project.current = lambda noun: SimpleNamespace(folder=tmp_path / "tables" / noun / "abc")
 
-    def run(step: int | None = None, out: Path | None = None) -> Path:
-        return export_run(project, out, "diffusers", dtype="float32", step=step, say=lines.append)
+    def run(step: int | None = None, out: Path | None = None, which: str = "last") -> Path:
+        return export_run(project, out, "diffusers", dtype="float32", step=step, which=which, say=lines.append)
 
     artifacts = tmp_path / "tables" / "train" / "abc" / "artifacts"
     with pytest.raises(ValueError, match=r"no finished adapter .* no checkpoint yet; run: make train"):
@@ -278,6 +278,14 @@ def test_the_result_of_a_run_or_the_checkpoint_of_a_step_is_exported(tmp_path: P
     assert run() == tmp_path / "exports" / "cats-000040.safetensors"
     assert run(20) == tmp_path / "exports" / "cats-000020.safetensors"
     assert run(20, tmp_path / "mine.safetensors") == tmp_path / "mine.safetensors"
+    with pytest.raises(ValueError, match=r"cats has no average adapter to export: it was trained without \[train.ema\]"):
+        run(which="average")
+    trained(artifacts / "adapter_ema.safetensors", transformer, BLOCKS[:1], step="40")
+    trained(artifacts / "adapter_best.safetensors", transformer, BLOCKS[:1], step="20")
+    assert run(which="average") == tmp_path / "exports" / "cats-000040-average.safetensors"
+    assert run(which="best") == tmp_path / "exports" / "cats-000020-best.safetensors"
+    with pytest.raises(ValueError, match="leave out step 20"):
+        run(20, which="best")
     assert lines == []
     project.current = lambda noun: SimpleNamespace(folder=tmp_path / "tables" / noun / "def")
     run(out=tmp_path / "new")
@@ -287,3 +295,4 @@ def test_the_result_of_a_run_or_the_checkpoint_of_a_step_is_exported(tmp_path: P
 def test_a_file_is_named_after_project_step_and_style() -> None:
     assert file_name("my cats", 1000, "diffusers") == "my-cats-001000.safetensors"
     assert file_name("my cats", "20", "comfyui") == "my-cats-000020-comfyui.safetensors"
+    assert file_name("my cats", 20, "comfyui", "average") == "my-cats-000020-average-comfyui.safetensors"
