@@ -89,7 +89,7 @@ def usable(
     aside = held_out(held, {row["image_id"]: paths[row["image_id"]] for row, _ in drawn}) if held else frozenset()
     trained = [_crop(row, rate, texts, masks) for row, rate in drawn if row["image_id"] not in aside]
     if not trained:
-        raise ValueError(f"[train.validation]: nothing to train on: all {len(aside)} images are held out")
+        raise ValueError(f"[train.validation]: all {len(aside)} images are held out; lower share, or name fewer paths")
     measured = [_crop(row, rate, texts, masks) for row, rate in drawn if row["image_id"] in aside and not row["flip"]]
     return _embedded(ctx, Data(tuple(trained), texts.empty, {}, tuple(measured), texts.empty_class))
 

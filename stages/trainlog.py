@@ -50,6 +50,7 @@ def introduce(ctx: StageContext, course: Course, trainer: Trainer, steps: range)
     crops, held = course.data.crops, course.data.held
     images, shapes = {crop.image_id for crop in crops}, {(crop.width, crop.height) for crop in crops}
     aside = f"; {len({crop.image_id for crop in held})} of the images held out" if held else ""
+    aside += f"; {sum(crop.mask is not None for crop in crops)} of the crops have a mask" if ctx.config.mask else ""
     ranks = sorted({target.rank for target in trainer.targets})
     adapter = f"{ctx.config.variant} of rank {' to '.join(map(str, sorted({ranks[0], ranks[-1]})))}"
     ctx.say(f"files named stop, checkpoint or pause in {ctx.artifacts} steer this run")
