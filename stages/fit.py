@@ -144,7 +144,8 @@ def settle(ask: Question, batch: Batch, limit: int, begun: Plan | None = None) -
         while samples > 1 and ask.estimate(batch, samples).need("blocks") > limit:
             samples = (samples + 1) // 2
     found = ask.estimate(batch, samples)
-    plan = c.memory if c.memory != "auto" else begun if begun and found.need(begun) <= limit else fastest(found, limit)
+    asked = min(c.memory, len(found.traffic)) if isinstance(c.memory, int) else c.memory  # there are no more blocks to keep
+    plan = asked if asked != "auto" else begun if begun and found.need(begun) <= limit else fastest(found, limit)
     needs = found.need(plan or "blocks")
     if plan is None or needs > limit:
         raise ValueError(refusal(ask, batch, samples, plan or "blocks", limit))
