@@ -11,7 +11,9 @@ from pathlib import Path
 
 from pipeline.disk import from_home
 from stages.models.families import FOLDERS, Family
+from stages.models.weights import files
 
+SHARD = re.compile(r"-\d+-of-(\d+)\.")  # model-00001-of-00002.safetensors
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -88,7 +90,19 @@ def _snapshot(hub: str, components: list[str], family: Family, fetch: bool) -> P
 
 
 def _lacking(copy: Path, folders: list[str]) -> list[str]:
-    return [f"{name}/" for name in folders if not (copy / name).is_dir()]
+    return [f"{name}/" for name in folders if not _whole(copy / name)]
+
+
+def _whole(folder: Path) -> bool:
+    """Whether a download of a component's folder came to its end. The hub gives a file its name when all of it is there."""
+    if folder.name == FOLDERS["tokenizer"]:
+        return any((folder / name).is_file() for name in ("tokenizer.json", "merges.txt"))
+    try:
+        found = files(folder)
+    except ValueError:  # no weights yet, or not every shard that the index names
+        return False
+    shards = [shard for file in found if (shard := SHARD.search(file.name))]  # of which the index may be what is missing
+    return (folder / "config.json").is_file() and all(len(found) == int(shard[1]) for shard in shards)
 
 
 def _by_hand(hub: str) -> str:

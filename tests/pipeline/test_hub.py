@@ -30,6 +30,7 @@ def put(cache, name, *folders):
     for folder in folders:
         (snapshot / folder).mkdir(parents=True)
         (snapshot / folder / "config.json").write_text("{}")
+        (snapshot / folder / ("tokenizer.json" if folder == "tokenizer" else "model.safetensors")).write_text("{}")
     return snapshot
 
 
@@ -76,6 +77,34 @@ def test_only_the_components_asked_for_must_be_there(tmp_path, cache):
     assert hub.resolve("", tmp_path, family("klein-base-4b"), ["autoencoder"]) == snapshot
     with pytest.raises(ValueError, match=r"hf download .* --include 'transformer/\*'"):
         hub.resolve("", tmp_path, family("klein-base-4b"), ["transformer"])
+
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+INDEX = json.dumps({"weight_map": dict(zip("ab", SHARDS, strict=True))})
+
+
+@pytest.mark.parametrize(
+    "there",
+    [
+        {},
+        {"config.json": "{}"},
+        {"model.safetensors": ""},
+        {"config.json": "{}", SHARDS[0]: ""},
+        {"config.json": "{}", SHARDS[0]: "", "model.safetensors.index.json": INDEX},
+    ],
+)
+def test_a_download_that_was_interrupted_is_not_taken_for_whole(tmp_path, cache, there):
+    folder = put(cache, HUB, "text_encoder") / "text_encoder"
+    for file in folder.iterdir():
+        file.unlink()
+    for name, text in there.items():
+        (folder / name).write_text(text)
+    with pytest.raises(ValueError, match="not fetched yet"):
+        hub.resolve("", tmp_path, family("klein-base-4b"), ["text_encoder"], fetch=False)
+    for name, text in {"config.json": "{}", SHARDS[0]: "", SHARDS[1]: "", "model.safetensors.index.json": INDEX}.items():
+        (folder / name).write_text(text)
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    assert hub.resolve("", tmp_path, family("klein-base-4b"), ["text_encoder"], fetch=False) == folder.parent
 
 
 def test_without_leave_to_fetch_a_missing_repository_is_an_error_at_once(tmp_path):
