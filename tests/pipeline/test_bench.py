@@ -1,6 +1,7 @@
 import json
 import math
 from dataclasses import asdict
+from pathlib import Path
 
 from click.testing import CliRunner
 
@@ -53,3 +54,9 @@ def test_rows_become_a_page_with_a_line_per_set_up_and_a_column_per_size():
     assert "| text encoder, tiny, bfloat16 | 0.5 | 2 |  |" in page
     assert "Failed: dev 1024 px, blocks: out of memory" in page
     assert page[-1] == "- NVIDIA X, MLX 1, 2026-01-01"
+
+
+def test_the_page_on_disk_is_what_its_rows_make():
+    folder = Path(__file__).parents[2] / "data"
+    rows = [json.loads(line) for line in (folder / "bench.jsonl").read_text().splitlines()]
+    assert (folder / "bench.md").read_text().endswith("\n".join(bench_table.page(rows)) + "\n")

@@ -36,13 +36,17 @@ def test_a_stage_killed_at_random_ends_where_an_unbroken_run_ends(noun, unbroken
     projects.build(folder, "images")
     shutil.rmtree(folder / "tables" / noun)
     generator = random.Random(noun)
-    for _ in range(KILLS):
+    landed, within = 0, seconds[noun]
+    while landed < KILLS:
         process = projects.command(folder, "run", noun)
-        time.sleep(generator.uniform(0.3, 1.0) * seconds[noun])
+        time.sleep(generator.uniform(0.2, 1.0) * within)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        found = Project.open(folder).current(noun)
-        if found.exists:  # the kill came too late; begin again, so that the next one counts
+        if process.returncode == -signal.SIGKILL:
+            landed += 1
+        else:  # it was done before the kill: aim earlier
+            within *= 0.9
+        if Project.open(folder).current(noun).exists:  # nothing is left to kill: begin again
             shutil.rmtree(folder / "tables" / noun)
     projects.latentmill(folder, "run", noun)
     columns = [c for c in projects.content(folder, noun).column_names if c != "inode"]  # a copy of the project has new inodes

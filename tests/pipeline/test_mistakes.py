@@ -1,6 +1,5 @@
 """Bad input through the command line: one clear line, a non-zero exit code, nothing lost."""
 
-import json
 import os
 import shutil
 import signal
@@ -176,10 +175,13 @@ def test_an_interrupt_saves_and_says_how_to_go_on(project, noun, seconds):
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode in (STOPPED, 0), err
     assert "Traceback" not in err
-    if process.returncode == STOPPED:
-        assert "goes on from here" in err or "goes on from there" in err
+    if noun == "train":  # 4000 steps are not done so soon
+        assert process.returncode == STOPPED and "goes on from here" in err, err
+        assert list(project.rglob("checkpoints/*/state.json"))
+    else:
+        assert process.returncode in (STOPPED, 0), err
+        assert process.returncode == 0 or "goes on from" in err
     assert not list(project.rglob(".tmp-*"))
 
 
@@ -213,7 +215,7 @@ def test_init_makes_a_project_that_opens(tmp_path, project):
     made = Project.open(tmp_path / "new")
     assert made.source.resolve() == (project / "images").resolve()
     assert made.config.sections["captions"].trigger == 'o"hm'
-    assert json.loads(json.dumps(made.family.name)) == "klein-base-4b"
+    assert made.family.name == "klein-base-4b"
 
 
 def test_init_that_fails_leaves_no_file_in_the_way(tmp_path, project):

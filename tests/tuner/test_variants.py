@@ -1,6 +1,7 @@
 """DoRA, LoKr and rsLoRA against PEFT, under every plan of the trainer, merged, and started from other adapters."""
 
 import functools
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -9,25 +10,13 @@ import torch
 from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
 
 import stages  # noqa: F401  a fast BLAS, before MLX
-from stages.models.flux2 import Flux2, Flux2Config, image_ids, text_ids
+from stages.models.flux2 import Flux2, image_ids, text_ids
 from stages.tuner import backprop, dora, initial, lokr, lora, merge, quantize
 from stages.tuner.backprop import loss_and_grads
+from tests.tuner import test_backprop
 from tests.tuner.test_backprop import assert_same
 
-CONFIG = Flux2Config(
-    in_channels=8,
-    num_layers=1,
-    num_single_layers=2,
-    attention_head_dim=32,
-    num_attention_heads=2,
-    joint_attention_dim=24,
-    timestep_guidance_channels=16,
-    mlp_ratio=3.0,
-    axes_dims_rope=(8, 8, 8, 8),
-    rope_theta=2000,
-    eps=1e-6,
-    guidance_embeds=False,
-)
+CONFIG = replace(test_backprop.CONFIG, num_layers=1, num_single_layers=2)
 OUT, IN = 48, 32
 VARIANTS = {
     "lora": {},
