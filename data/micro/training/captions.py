@@ -1,0 +1,82 @@
+"""Captions of composed pictures: a subject, its background, and the many ways in which people would say so."""
+
+from __future__ import annotations
+
+import random
+
+TRIGGERED = 0.05  # share of captions with a word that means nothing, so that a trigger word is harmless to the base
+
+# How a caption may be said, each as often as it stands here. {bare} is the subject without its article.
+ON_COLOUR = (
+    "{subject} on {a_colour} background",
+    "{subject} on {a_colour} background",
+    "{subject} on {a_colour} background",
+    "{subject} on {a_colour} background",
+    "{subject} in front of {a_colour} background",
+    "{subject}, {colour} background",
+    "{bare}, {colour} background",
+    "{bare} on {colour}",
+    "{subject} on a plain {colour} background",
+    "an icon of {subject}, on {colour}",
+    "a picture of {subject} on {a_colour} background",
+    "a flat icon of {subject} on {a_colour} background",
+    "a flat emoji of {subject}, {colour} background",
+    "{colour} background, {subject}",
+)
+ON_WHITE = (
+    "{subject}",
+    "{subject}",
+    "{bare}",
+    "an icon of {subject}",
+    "a picture of {subject}",
+    "a flat icon of {subject}",
+    "a flat emoji of {subject}",
+)
+WITH_TRIGGER = ("{word}, {caption}", "{word}, {caption}", "{word} {caption}", "{caption}, {word}", "{caption} in {word} style")
+ONSETS = ("b", "br", "ch", "d", "dr", "f", "fl", "g", "gl", "j", "k", "kl", "m", "n", "pr", "qu", "r", "sk", "st", "v", "z", "zh")
+VOWELS = ("a", "e", "i", "o", "u", "aa", "ee", "oo", "ai", "ou")
+CODAS = ("b", "d", "g", "k", "l", "m", "n", "p", "r", "v", "x", "z", "nk", "rt", "sh")
+
+# Said without an article, if it is a name's last word: many, or uncountable.
+MANY = """balloons beans cherries chopsticks fireworks flowers fries glasses goggles grapes jeans leaves maracas mittens olives
+peanuts pants pretzels scissors shorts skates skis sneakers socks sunglasses tools wings"""
+UNCOUNTABLE = """bacon bamboo bread broccoli butter cheese coral corn fire garlic ginger grass honey ice ivy luggage meat milk
+money paper popcorn rice salt sand seaweed soap spaghetti sushi tofu wheat wood yarn"""
+BARE = frozenset(f"{MANY} {UNCOUNTABLE}".split())
+SILENT_H = ("hour", "honest", "heir")
+LIKE_Y = ("uni", "use", "uku", "eu", "one ")  # a vowel in writing, a consonant in speech
+
+
+def phrase(name: str) -> str:
+    """The name with its article: "an owl", "a red apple"; "cherries" and "broccoli" have none."""
+    last = name.split()[-1]
+    return name if last in BARE else f"{_article(name)} {name}"
+
+
+def plain(phrase: str, colour: str | None) -> str:
+    """The canonical caption, "a red apple on a blue background"; without a colour (white, then) the phrase alone."""
+    return phrase if colour is None else f"{phrase} on {_article(colour)} {colour} background"
+
+
+def caption(phrase: str, colour: str | None, rng: random.Random) -> str:
+    """One way to say it, drawn with `rng`; a few with a made-up word. Without a colour the background is not mentioned."""
+    article, _, rest = phrase.partition(" ")
+    words = {"subject": phrase, "bare": rest if article in ("a", "an") else phrase}
+    if colour is None:
+        said = rng.choice(ON_WHITE).format(**words)
+    else:
+        said = rng.choice(ON_COLOUR).format(**words, colour=colour, a_colour=f"{_article(colour)} {colour}")
+    if rng.random() < TRIGGERED:
+        said = rng.choice(WITH_TRIGGER).format(word=_pseudo_word(rng), caption=said)
+    return said
+
+
+def _article(words: str) -> str:
+    vowel = words[0] in "aeiou" and not words.startswith(LIKE_Y)
+    return "an" if vowel or words.startswith(SILENT_H) else "a"
+
+
+def _pseudo_word(rng: random.Random) -> str:
+    """A word of two or three syllables that nobody has used, "zorvex"."""
+    syllables = [rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(rng.randint(2, 3))]
+    return "".join(syllables) + rng.choice(CODAS)
