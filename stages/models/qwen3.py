@@ -1,7 +1,7 @@
 """Qwen3's decoder as a text encoder: hidden states of its lower layers, and only those layers.
 
-Hidden state k is the residual stream after k layers, before any final norm; 0 would be the embedding. Names of tensors
-are those of a Qwen3 checkpoint without their leading `model.`.
+Hidden state k is the residual stream after k layers, and after the last of all it is normalised, as transformers gives
+it; 0 would be the embedding. Names of tensors are those of a Qwen3 checkpoint without their leading `model.`.
 
 B batch, T tokens, D hidden, H query heads, G key and value heads (H is a multiple of G), K head width.
 """
@@ -63,7 +63,9 @@ class Qwen3Config:
         return cls(rope_theta=float(theta), **{name: config[name] for name in SIZES})
 
     def shapes(self, layers: int) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the embedding and of the first `layers` layers: what hidden state `layers` needs."""
+        """Names and shapes of the embedding and of the first `layers` layers, all of them with the final norm: what hidden
+        state `layers` needs.
+        """
         D, K, inner = self.hidden_size, self.head_dim, self.intermediate_size
         query, shared = self.num_attention_heads * K, self.num_key_value_heads * K
         layer = {
@@ -82,7 +84,8 @@ class Qwen3Config:
         if layers > self.num_hidden_layers:
             raise ValueError(f"hidden state {layers} is wanted of a text encoder of {self.num_hidden_layers} layers")
         named = {f"layers.{i}.{name}.weight": shape for i in range(layers) for name, shape in layer.items()}
-        return {"embed_tokens.weight": (self.vocab_size, D), **named}
+        final = {"norm.weight": (D,)} if layers == self.num_hidden_layers else {}
+        return {"embed_tokens.weight": (self.vocab_size, D), **named, **final}
 
 
 def rename(key: str) -> str:
@@ -90,12 +93,12 @@ def rename(key: str) -> str:
     return key.removeprefix("model.")
 
 
-def beyond(layers: int) -> Callable[[str], bool]:
-    """Which renamed keys hidden state `layers` does not need: later layers, the final norm and the output head."""
+def beyond(layers: int, of: int) -> Callable[[str], bool]:
+    """Which renamed keys hidden state `layers` of a model of `of` does not need: later layers, their norm, the output head."""
 
     def unneeded(key: str) -> bool:
         if key in ("norm.weight", "lm_head.weight"):
-            return True
+            return key != "norm.weight" or layers < of
         head, _, rest = key.partition("layers.")
         number = rest.partition(".")[0]
         return head == "" and number.isdecimal() and int(number) >= layers
@@ -128,7 +131,7 @@ class Qwen3:
         states = {0: h_BTD}
         for i in range(max(layers)):
             h_BTD = self._layer(i, h_BTD, seen_B1TT)
-            states[i + 1] = h_BTD
+            states[i + 1] = h_BTD if i + 1 < self.config.num_hidden_layers else self._norm("norm", h_BTD)
         return mx.concatenate([states[k] for k in layers], axis=-1)
 
     def _layer(self, i: int, h_BTD: mx.array, seen_B1TT: mx.array) -> mx.array:

@@ -83,8 +83,9 @@ class TextEncoder:
         if known > config.vocab_size:  # an index beyond a table reads garbage, without an error
             raise ValueError(f"{tokenizer} has {known} tokens, {weights} knows {config.vocab_size}: they do not belong together")
         deepest = max(self.layers)
+        unneeded = qwen3.beyond(deepest, config.num_hidden_layers)
         loaded = load_component(
-            weights, config.shapes(deepest), rename=qwen3.rename, dtype=PRECISIONS[precision], ignore=qwen3.beyond(deepest)
+            weights, config.shapes(deepest), rename=qwen3.rename, dtype=PRECISIONS[precision], ignore=unneeded
         )
         self.model = qwen3.Qwen3(config, loaded)
 

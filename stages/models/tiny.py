@@ -107,8 +107,7 @@ def make(folder: Path, seed: int) -> None:
         folder / "vae", "diffusion_pytorch_model", _class("AutoencoderKLFlux2", TINY_AUTOENCODER), autoencoder.shapes(), seed
     )
     qwen3 = Qwen3Config.from_dict(TINY_QWEN3)
-    whole = {**qwen3.shapes(qwen3.num_hidden_layers), "norm.weight": (qwen3.hidden_size,)}
-    shapes = {f"model.{name}": shape for name, shape in whole.items()}
+    shapes = {f"model.{name}": shape for name, shape in qwen3.shapes(qwen3.num_hidden_layers).items()}
     _component(folder / "text_encoder", "model", {**TINY_QWEN3, **QWEN3}, shapes, seed)
     _tokenizer(folder / "tokenizer", qwen3.vocab_size)
     _json(folder / "scheduler" / "scheduler_config.json", SCHEDULER)

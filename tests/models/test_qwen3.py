@@ -13,6 +13,7 @@ from stages.models import qwen3, weights
 from stages.models.qwen3 import Qwen3, Qwen3Config
 
 LAYERS = (1, 2, 4)
+ALL = 5  # layers of the reference
 REAL = (7, 20, 1)  # real tokens of each row; the rest is padding
 T = 20
 
@@ -29,7 +30,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
         vocab_size=99,
         hidden_size=48,
         intermediate_size=80,
-        num_hidden_layers=5,
+        num_hidden_layers=ALL,
         num_attention_heads=6,
         num_key_value_heads=2,
         head_dim=16,
@@ -48,7 +49,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 def ours(folder: Path, layers: int) -> Qwen3:
     config = Qwen3Config.from_dict(weights.read_config(folder))
-    loaded = weights.load_component(folder, config.shapes(layers), rename=qwen3.rename, ignore=qwen3.beyond(layers))
+    loaded = weights.load_component(folder, config.shapes(layers), rename=qwen3.rename, ignore=qwen3.beyond(layers, ALL))
     return Qwen3(config, loaded)
 
 
@@ -58,7 +59,8 @@ def prompts() -> tuple[np.ndarray, np.ndarray]:
     return np.where(real, tokens, 0), real
 
 
-def test_hidden_states_are_those_of_transformers_padding_included(reference: tuple[Any, Path]) -> None:
+@pytest.mark.parametrize("layers", [LAYERS, (2, ALL)], ids=["below the last", "the last, which is normalised"])
+def test_hidden_states_are_those_of_transformers_padding_included(reference: tuple[Any, Path], layers: tuple[int, ...]) -> None:
     import torch
 
     model, folder = reference
@@ -66,9 +68,9 @@ def test_hidden_states_are_those_of_transformers_padding_included(reference: tup
     with torch.no_grad():
         given = {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(real.astype(np.int64))}
         states = model(**given, output_hidden_states=True).hidden_states
-    theirs = np.concatenate([states[k].numpy() for k in LAYERS], axis=-1)
-    mine = np.array(ours(folder, max(LAYERS)).encode(mx.array(tokens), mx.array(real), LAYERS))
-    assert mine.shape == (len(REAL), T, 3 * 48)
+    theirs = np.concatenate([states[k].numpy() for k in layers], axis=-1)
+    mine = np.array(ours(folder, max(layers)).encode(mx.array(tokens), mx.array(real), layers))
+    assert mine.shape == (len(REAL), T, len(layers) * 48)
     assert np.abs(theirs).max() > 1
     np.testing.assert_allclose(mine, theirs, atol=1e-4, rtol=1e-4)
 
@@ -101,7 +103,7 @@ def test_a_tensor_that_is_needed_and_missing_or_unknown_is_refused(reference: tu
         file = tmp_path / f"{number}.safetensors"
         mx.save_safetensors(str(file), found)
         with pytest.raises(ValueError, match=name):
-            weights.load_component(file, config.shapes(1), rename=qwen3.rename, ignore=qwen3.beyond(1))
+            weights.load_component(file, config.shapes(1), rename=qwen3.rename, ignore=qwen3.beyond(1, ALL))
 
 
 def test_both_spellings_of_rope_theta_are_read() -> None:
