@@ -51,7 +51,7 @@ def cli() -> None:
     show_default=True,
     help="The model family; see `latentmill families`.",
 )
-@click.option("--weights", default="", help="A folder or hub id; empty: the family's own hub id.")
+@click.option("--weights", default="", help="A folder or hub id; empty: the family's own.")
 @click.option(
     "--trigger",
     default="",
@@ -263,7 +263,7 @@ def families() -> None:
     from stages.models.families import FAMILIES
 
     for family in FAMILIES.values():
-        click.echo(f"{family.name:16} {family.title}; {family.licence}{'; hub: ' + family.hub if family.hub else ''}")
+        click.echo(f"{family.name:16} {family.title}; {family.licence}; weights: {family.source}")
 
 
 def open_project(path: str, overrides: tuple[str, ...] = (), *, fetch: bool = False) -> Project:

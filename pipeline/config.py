@@ -26,7 +26,7 @@ class ProjectConfig:
     """[project]: what the run is about."""
 
     family: str = selects("klein-base-4b", "the model family; `latentmill families` lists them")
-    weights: str = selects("", "a folder or a hub id; empty: the family's own hub id")
+    weights: str = selects("", "a folder or a hub id; empty: the family's own")
     pipeline: str = selects("lora", "which chain of stages")
     commit_seconds: float = runtime(30.0, "rows are committed this often, seconds: what a kill can cost")
 

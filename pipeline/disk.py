@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+CHECKOUT = Path(__file__).parents[1]  # where make runs
 TEMPORARY = ".tmp-"  # begins the name of every file that is not whole yet
 
 

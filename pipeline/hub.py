@@ -1,7 +1,8 @@
-"""Where a family's weights lie: a folder of the user's, the hub's cache, or a folder that the project makes itself."""
+"""Where a family's weights lie: a folder of the user's, the hub's cache, the checkout, or a folder that the project makes."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -9,11 +10,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.disk import from_home
+from pipeline.disk import CHECKOUT, from_home
 from stages.models.families import FOLDERS, Family
-from stages.models.weights import files
+from stages.models.weights import files, header
 
 SHARD = re.compile(r"-\d+-of-(\d+)\.")  # model-00001-of-00002.safetensors
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -28,6 +30,8 @@ def resolve(spec: str, project: Path, family: Family, components: Iterable[str] 
     own. From the hub only `components` are fetched, and only those that the cache lacks; with `fetch` False a missing
     one is an error instead. ValueError says in one line what to do.
     """
+    if not spec and family.bundled:
+        return _bundled(family, components)
     if not spec and family.seeded is not None:
         return _made(project / "weights" / family.name, family.seeded, fetch)
     hub = spec or family.hub
@@ -40,6 +44,34 @@ def resolve(spec: str, project: Path, family: Family, components: Iterable[str] 
         kind = "is a file, not a folder" if folder.exists() else "does not exist"
         raise ValueError(f"weights = {spec!r}: the folder {folder} {kind}, and it is no hub id (org/name) either")
     return _snapshot(hub, list(components), family, fetch)
+
+
+def _bundled(family: Family, components: Iterable[str]) -> Path:
+    """The family's folder in the checkout, wherever the command was started; of `components` every file must be whole."""
+    folder = CHECKOUT / family.bundled
+    for component in components:
+        try:
+            _inspect(folder / FOLDERS[component])
+        except ValueError as error:
+            wrong = str(error).removesuffix("; fetch it again").replace(f"{CHECKOUT}/", "")
+            remedy = f"it is part of the checkout; `git checkout {family.bundled}` in {CHECKOUT} brings it back"
+            raise ValueError(f"{wrong}: {remedy}") from None
+    return folder
+
+
+def _inspect(folder: Path) -> None:
+    """ValueError for a component's file that is missing or cut short."""
+    tokenizer = folder.name == FOLDERS["tokenizer"]
+    for name in TOKENIZER if tokenizer else ("config.json",):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / name} is missing")
+    for file in folder.glob("*.json"):
+        try:
+            json.loads(file.read_bytes())
+        except ValueError:
+            raise ValueError(f"{file} is not whole") from None
+    for file in () if tokenizer else files(folder):
+        header(file)
 
 
 def _made(folder: Path, seed: int, make: bool) -> Path:

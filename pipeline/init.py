@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pipeline import config
 from pipeline.disk import from_home
 from pipeline.project import spelled
+from stages.models.families import Family
 from stages.models.families import family as family_record
 
 TEMPLATE = """\
@@ -15,7 +19,7 @@ TEMPLATE = """\
 
 [project]
 family = {family}
-weights = {weights}  # a folder or a hub id; empty: {hub}
+weights = {weights}  # a folder or a hub id; empty: {source}
 
 [images]
 folder = {images}  # only read, never written
@@ -25,17 +29,19 @@ trigger = {trigger}
 template = {template}
 preview_prompts = [{preview}]
 
-[buckets]
-resolutions = [512, 768]  # add 1024 for the last bit of detail, if it fits
-
-[train]
-steps = 1500  # more can be added later: the run goes on where it ended
-rank = 32
-lr = 1e-4
-
-[samples]
-checkpoints = "all"
+{sections}
 """
+# Section -> setting -> its first value and a remark; those of the family's record go before them, without a remark.
+BEGIN: Mapping[str, Mapping[str, tuple[Any, str]]] = {
+    "buckets": {"resolutions": ((512, 768), "add 1024 for the last bit of detail, if it fits")},
+    "embeddings": {},
+    "train": {
+        "steps": (1500, "more can be added later: the run goes on where it ended"),
+        "rank": (32, ""),
+        "lr": (1e-4, ""),
+    },
+    "samples": {"checkpoints": ("all", "")},
+}
 
 
 def new_project(folder: Path, images: Path, family: str, weights: str, trigger: str) -> list[str]:
@@ -56,7 +62,8 @@ def new_project(folder: Path, images: Path, family: str, weights: str, trigger: 
         "template": "{trigger}, {caption}" if trigger else "{caption}",
     }
     preview = quoted(f"a photo of {trigger}" if trigger else "a photo")
-    text = TEMPLATE.format(**{k: quoted(v) for k, v in values.items()}, hub=record.hub or "made by the project", preview=preview)
+    quotes = {name: quoted(value) for name, value in values.items()}
+    text = TEMPLATE.format(**quotes, source=record.source, preview=preview, sections=sections(record))
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
     try:
@@ -65,6 +72,18 @@ def new_project(folder: Path, images: Path, family: str, weights: str, trigger: 
         file.unlink()  # or the next try would find it in the way
         raise
     return [f"wrote {file}; look it over, then:", f"  make train PROJECT={spelled(folder)}"]
+
+
+def sections(record: Family) -> str:
+    """The sections of a new project of that family."""
+    parts = []
+    for section, usual in BEGIN.items():
+        own = {name: (value, "") for name, value in record.begin.get(section, {}).items()}
+        lines = [f"[{section}]"]
+        for name, (value, remark) in {**usual, **own}.items():
+            lines.append(f"{name} = {json.dumps(value)}{remark and '  # ' + remark}")  # TOML too, for text, numbers and lists
+        parts += ["\n".join(lines)] if usual or own else []
+    return "\n\n".join(parts)
 
 
 def relative(path: Path, folder: Path) -> str:

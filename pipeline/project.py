@@ -12,7 +12,7 @@ import pyarrow as pa
 import stages
 from pipeline import config as configuration
 from pipeline import fingerprint
-from pipeline.disk import from_home
+from pipeline.disk import CHECKOUT, from_home
 from pipeline.store import TableFolder
 from schemas.table import TableSchema
 from stages.models.families import Family, family
@@ -24,9 +24,6 @@ RECORD = {
     "text_encoder": ("text_kind", "text_layers", "text_tokens"),
     "transformer": ("guidance_embedded",),
 }
-
-
-CHECKOUT = Path(__file__).parents[1]  # where make runs
 
 
 class NotBuilt(ValueError):  # noqa: N818  (a state that the user can mend, said in one line)

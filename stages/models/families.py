@@ -52,8 +52,15 @@ class Family:
     distilled: bool = False  # made for few steps; LoRAs are trained on the base model instead
     guidance: float = 4.0  # default when sampling
     sampling_steps: int = 50  # default when sampling
+    bundled: str = ""  # folder of the weights in the checkout, where they are part of it
     seeded: int | None = None  # seed, where the project makes the weights itself
     bytes_bf16: Mapping[str, int] = field(default_factory=dict)  # component -> bytes as bfloat16, the layers needed
+    begin: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # section -> settings with which a new project begins
+
+    @property
+    def source(self) -> str:
+        """Where the weights come from where a project names none, in words."""
+        return self.hub or (f"{self.bundled}, part of the checkout" if self.bundled else "made by the project")
 
 
 def _transformer(double: int, single: int, heads: int, joint: int, *, guidance: bool = False) -> dict[str, Any]:
@@ -123,6 +130,27 @@ TINY_AUTOENCODER: Mapping[str, Any] = {
     "block_out_channels": (8, 16, 16, 16),
     "layers_per_block": 1,
     "norm_num_groups": 4,
+}
+# The same at a size that learns in minutes on a CPU: 16 pixels to an image token, as in the released ones.
+MICRO_TRANSFORMER: Mapping[str, Any] = _transformer(2, 5, 4, 384) | {"attention_head_dim": 64, "axes_dims_rope": (16, 16, 16, 16)}
+MICRO_QWEN3: Mapping[str, Any] = _qwen3(128, 384, tied=True) | {
+    "vocab_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+MICRO_AUTOENCODER: Mapping[str, Any] = {
+    **AUTOENCODER,
+    "block_out_channels": (32, 64, 96, 96),
+    "layers_per_block": 1,
+}
+# It was trained at these sizes, and float32 is what the CPU's fast matrix library has.
+MICRO_BEGIN: Mapping[str, Mapping[str, Any]] = {
+    "buckets": {"resolutions": (128, 160)},
+    "embeddings": {"precision": "float32"},
+    "train": {"precision": "float32", "steps": 300, "rank": 16, "lr": 1e-3},
+    "samples": {"precision": "float32", "width": 160, "height": 160},
 }
 
 BYTES_4B = {"transformer": 7_751_089_152, "text_encoder": 6_230_000_000, "autoencoder": 168_092_744}
@@ -202,6 +230,20 @@ _ALL = (
         guidance_embedded=True,
         real_cfg=False,
         bytes_bf16=BYTES_DEV,
+    ),
+    Family(
+        name="micro",
+        title="the true architecture, small, trained on flat emoji: to try and to test with",
+        licence=APACHE,
+        transformer=MICRO_TRANSFORMER,
+        text_encoder=MICRO_QWEN3,
+        autoencoder=MICRO_AUTOENCODER,
+        text_layers=(2, 4, 6),
+        text_tokens=48,
+        guidance=3.0,
+        sampling_steps=24,
+        bundled="data/micro",
+        begin=MICRO_BEGIN,
     ),
     Family(
         name="tiny",

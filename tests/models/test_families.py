@@ -27,9 +27,20 @@ def test_the_text_features_of_a_family_are_its_chosen_hidden_states_side_by_side
 
 
 @pytest.mark.parametrize("record", FAMILIES.values(), ids=lambda f: f.name)
-def test_a_family_either_says_where_its_weights_are_or_is_made_from_a_seed(record):
-    assert bool(record.hub) == (record.seeded is None)
+def test_a_familys_weights_are_published_or_bundled_or_made_from_a_seed(record):
+    assert sum((bool(record.hub), bool(record.bundled), record.seeded is not None)) == 1
+    assert record.source
     assert not record.gated or record.hub
+
+
+@pytest.mark.parametrize("record", FAMILIES.values(), ids=lambda f: f.name)
+def test_the_sizes_of_a_family_fit_each_other(record):
+    transformer, autoencoder = record.transformer, record.autoencoder
+    assert sum(transformer["axes_dims_rope"]) == transformer["attention_head_dim"]
+    packed = autoencoder["latent_channels"] * autoencoder["patch_size"][0] * autoencoder["patch_size"][1]
+    assert packed == transformer["in_channels"]
+    assert all(width % autoencoder["norm_num_groups"] == 0 for width in autoencoder["block_out_channels"])
+    assert record.text_encoder["num_attention_heads"] % record.text_encoder["num_key_value_heads"] == 0
 
 
 @pytest.mark.parametrize("record", FAMILIES.values(), ids=lambda f: f.name)

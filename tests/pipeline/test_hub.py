@@ -1,5 +1,7 @@
 import dataclasses
 import json
+import shutil
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -7,7 +9,7 @@ from huggingface_hub import constants, errors
 
 from pipeline import hub
 from stages.models import tiny
-from stages.models.families import family
+from stages.models.families import FOLDERS, family
 from stages.models.weights import locate
 
 HUB = "black-forest-labs/FLUX.2-klein-base-4B"
@@ -169,6 +171,60 @@ def test_a_seeded_family_is_not_made_where_it_may_not_be(tmp_path):
     with pytest.raises(ValueError, match="is not made yet"):
         hub.resolve("", tmp_path, family("tiny"), fetch=False)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def bundled(tmp_path, tiny_weights, monkeypatch):
+    """A family whose weights are in the checkout, and their folder there."""
+    monkeypatch.setattr(hub, "CHECKOUT", tmp_path / "checkout")
+    folder = tmp_path / "checkout" / "data" / "small"
+    shutil.copytree(tiny_weights, folder)
+    return dataclasses.replace(family("tiny"), seeded=None, bundled="data/small"), folder
+
+
+def test_bundled_weights_are_found_from_any_folder_and_nothing_is_written(tmp_path, bundled, monkeypatch):
+    record, folder = bundled
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for fetch in (True, False):
+        assert hub.resolve("", Path("project"), record, fetch=fetch) == folder
+    assert list(Path().iterdir()) == []
+
+
+def test_a_folder_that_is_given_goes_before_the_bundled_one(tmp_path, bundled):
+    record, _ = bundled
+    other = tmp_path / "other"
+    other.mkdir()
+    assert hub.resolve(str(other), tmp_path, record) == other
+
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("component", "name", "cut", "said"),
+    [
+        ("transformer", f"transformer/{WEIGHTS}", None, "there are no weights in data/small/transformer"),
+        ("transformer", f"transformer/{WEIGHTS}", 10_000, f"data/small/transformer/{WEIGHTS} is cut short: 10,000 bytes"),
+        ("autoencoder", "vae/config.json", None, "data/small/vae/config.json is missing"),
+        ("text_encoder", "text_encoder/config.json", 20, "data/small/text_encoder/config.json is not whole"),
+        ("tokenizer", "tokenizer/tokenizer.json", 20_000, "data/small/tokenizer/tokenizer.json is not whole"),
+        ("tokenizer", "tokenizer/chat_template.jinja", None, "data/small/tokenizer/chat_template.jinja is missing"),
+    ],
+)
+def test_a_bundled_file_that_is_missing_or_cut_is_named_with_the_command_that_brings_it_back(
+    tmp_path, bundled, component, name, cut, said
+):
+    record, folder = bundled
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[:cut]) if cut else (folder / name).unlink()
+    with pytest.raises(ValueError) as caught:
+        hub.resolve("", tmp_path, record, (component,))
+    message = str(caught.value)
+    assert message.startswith(said) and "\n" not in message and "fetch" not in message
+    assert f"it is part of the checkout; `git checkout data/small` in {tmp_path / 'checkout'} brings it back" in message
+    others = [each for each in FOLDERS if each != component]
+    assert hub.resolve("", tmp_path, record, others) == folder
 
 
 def test_a_family_without_published_weights_needs_a_folder(tmp_path):

@@ -5,7 +5,8 @@ import subprocess
 import pytest
 
 from pipeline.cli import split_overrides
-from pipeline.project import CHECKOUT, spelled
+from pipeline.disk import CHECKOUT
+from pipeline.project import spelled
 from tests import projects
 
 
