@@ -38,13 +38,13 @@ VOWELS = ("a", "e", "i", "o", "u", "aa", "ee", "oo", "ai", "ou")
 CODAS = ("b", "d", "g", "k", "l", "m", "n", "p", "r", "v", "x", "z", "nk", "rt", "sh")
 
 # Said without an article, if it is a name's last word: many, or uncountable.
-MANY = """balloons beans cherries chopsticks fireworks flowers fries glasses goggles grapes jeans leaves maracas mittens olives
-peanuts pants pretzels scissors shorts skates skis sneakers socks sunglasses tools wings"""
-UNCOUNTABLE = """bacon bamboo bread broccoli butter cheese coral corn fire garlic ginger grass honey ice ivy luggage meat milk
-money paper popcorn rice salt sand seaweed soap spaghetti sushi tofu wheat wood yarn"""
+MANY = """blueberries cherries chopsticks dice fries glasses gloves grapes headphones jeans maracas noodles pancakes peanuts
+pins scissors skis socks sunglasses swords"""
+UNCOUNTABLE = """bacon bread broccoli butter cheese coral corn fire garlic lettuce milk paper pong popcorn salad spaghetti
+sushi"""
 BARE = frozenset(f"{MANY} {UNCOUNTABLE}".split())
 SILENT_H = ("hour", "honest", "heir")
-LIKE_Y = ("uni", "use", "uku", "eu", "one ")  # a vowel in writing, a consonant in speech
+LIKE_Y = ("uni", "ufo", "use", "eu")  # a vowel in writing, a consonant in speech
 
 
 def phrase(name: str) -> str:

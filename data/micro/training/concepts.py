@@ -1,0 +1,151 @@
+"""What the base model learns: sprites of the chosen emoji in two styles, and the list of concepts with their splits.
+
+    python data/micro/training/concepts.py WORK_DIR
+
+downloads three npm packages into WORK_DIR (or uses them if they lie there), writes WORK_DIR/sprites.zip and the committed
+data/micro/concepts.jsonl. In the zip: flat/<name>.png for every chosen concept; 3d/<name>.webp for every emoji with a
+name, except the twins of what must stay unseen; 3d.json with the split of each of those. choice.py says what is chosen.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from dataclasses import asdict, dataclass
+from io import BytesIO
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import resvg_py
+from captions import phrase
+from choice import CHOICE, EXAMPLE, HELD_OUT, TWINS, entries
+from PIL import Image
+
+FLAT = "@lobehub/fluent-emoji-flat@1.1.0"
+SOLID = "@lobehub/fluent-emoji-3d@1.1.0"
+NAMES = "openmoji@17.0.0"  # for the names of all emoji, not for its pictures
+CONCEPTS = Path(__file__).parents[1] / "concepts.jsonl"
+SIDE = 256  # pixels of a sprite
+UNWANTED = ("flags", "symbols", "component")  # groups that teach the autoencoder nothing
+USABLE = re.compile(r"[A-Za-z0-9 .'-]+")  # a name that can be a file's
+
+Files = dict[str, bytes]  # by the name without its ending
+
+
+@dataclass(frozen=True)
+class Concept:
+    """A line of concepts.jsonl. `code` is the file's stem in the packages; `split` is base, example or held-out."""
+
+    name: str
+    phrase: str
+    code: str
+    group: str
+    split: str
+
+
+def main(work: Path) -> str:
+    """Download, choose, draw, write; what there is then, in a line."""
+    work.mkdir(parents=True, exist_ok=True)
+    flat, solid = _pictures(_package(work, FLAT)), _pictures(_package(work, SOLID))
+    codes = _codes(_package(work, NAMES), solid)
+    concepts = chosen(codes, flat)
+    CONCEPTS.write_text("".join(json.dumps(asdict(concept)) + "\n" for concept in concepts), encoding="utf-8")
+    splits = solid_names(codes, concepts)
+    with zipfile.ZipFile(work / "sprites.zip", "w") as archive:
+        for concept in concepts:
+            _add(archive, f"flat/{concept.name}.png", _rasterised(flat[concept.code]))
+        for name, (code, _) in splits.items():
+            _add(archive, f"3d/{name}.webp", _square(solid[code]))
+        _add(archive, "3d.json", json.dumps({name: split for name, (_, split) in splits.items()}, indent=0).encode())
+    size = (work / "sprites.zip").stat().st_size / 1e6
+    return f"{len(concepts)} concepts, {len(splits)} pictures in 3D, {size:.1f} MB in {work / 'sprites.zip'}"
+
+
+def chosen(codes: dict[str, str], flat: Files) -> list[Concept]:
+    """The concepts of choice.py in its order; ValueError for one that the packages lack in either style."""
+    example, held_out = entries(EXAMPLE), entries(HELD_OUT)
+    concepts = []
+    for group, text in CHOICE.items():
+        for name, own in entries(text).items():
+            code = codes.get(own)
+            if code not in flat:
+                raise ValueError(f'choice.py, {group}: "{name}" is no emoji that both styles have; its own name follows a =')
+            split = "example" if name in example else "held-out" if name in held_out else "base"
+            concepts.append(Concept(name, phrase(name), code, group, split))
+    unknown = (example.keys() | held_out.keys()) - {concept.name for concept in concepts}
+    if unknown:
+        raise ValueError(f"choice.py: EXAMPLE or HELD_OUT name what CHOICE has not: {', '.join(sorted(unknown))}")
+    return concepts
+
+
+def solid_names(codes: dict[str, str], concepts: list[Concept]) -> dict[str, tuple[str, str]]:
+    """name -> (code, split) of all 3D pictures to keep, sorted; a concept has its own name, others the emoji's."""
+    names = {concept.name: (concept.code, concept.split) for concept in concepts}
+    taken = {concept.code for concept in concepts}
+    for own, code in codes.items():
+        name = own.lower() if own.lower() not in names else f"{own.lower()} two"  # where "cat" is the cat face
+        if code not in taken and USABLE.fullmatch(name):
+            names[name] = (code, "base")
+            taken.add(code)
+    twins = {codes[own] for own in entries(TWINS)}
+    return {name: names[name] for name in sorted(names) if names[name][0] not in twins}
+
+
+def _package(work: Path, spec: str) -> Files:
+    """The files of an npm package by path; downloaded if it is not in `work` yet."""
+    found = work / (spec.removeprefix("@").replace("/", "-").replace("@", "-") + ".tgz")
+    if not found.exists():
+        subprocess.run(["npm", "pack", "--silent", spec], cwd=work, check=True, stdout=subprocess.DEVNULL)
+    with tarfile.open(found) as archive:
+        return {member.name: archive.extractfile(member).read() for member in archive if member.isfile()}  # type: ignore[union-attr]
+
+
+def _pictures(package: Files) -> Files:
+    """The package's pictures by the file's stem, which is the emoji's code."""
+    return {PurePosixPath(path).stem: content for path, content in package.items() if path.startswith("package/assets/")}
+
+
+def _codes(package: Files, pictures: Files) -> dict[str, str]:
+    """The emoji's own name -> the code of its picture, without skin tones, flags, symbols and what has no picture."""
+    found: dict[str, str] = {}
+    emoji: list[dict[str, Any]] = json.loads(package["package/data/openmoji.json"])
+    for entry in emoji:
+        code = entry["hexcode"].lower()
+        codes = [code, code.replace("-fe0f", ""), f"{code}-fe0f"]  # the packages disagree on the picture selector
+        picture = next((code for code in codes if code in pictures), None)
+        if picture and not entry["skintone"] and entry["group"] not in UNWANTED:
+            found.setdefault(entry["annotation"], picture)
+    return found
+
+
+def _rasterised(svg: bytes) -> bytes:
+    drawn = resvg_py.svg_to_bytes(svg_string=svg.decode(), width=SIDE, height=SIDE, dpi=96)
+    return _square(bytes(drawn), again="PNG")
+
+
+def _square(encoded: bytes, again: str = "") -> bytes:
+    """The picture as it is, or if it is not SIDE x SIDE, shrunk to fit and centred in that; `again` to encode anew."""
+    image: Image.Image = Image.open(BytesIO(encoded))
+    if image.size == (SIDE, SIDE) and not again:
+        return encoded
+    image = image.convert("RGBA")
+    image.thumbnail((SIDE, SIDE))
+    square = Image.new("RGBA", (SIDE, SIDE))
+    square.paste(image, ((SIDE - image.width) // 2, (SIDE - image.height) // 2))
+    out = BytesIO()
+    square.save(out, again or "WEBP", **({"optimize": True} if again else {"quality": 95}))
+    return out.getvalue()
+
+
+def _add(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
+    archive.writestr(zipfile.ZipInfo(name), content)  # dated 1980, so that equal content is an equal zip
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("python data/micro/training/concepts.py WORK_DIR")
+    sys.stdout.write(main(Path(sys.argv[1])) + "\n")
