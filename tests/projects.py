@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from pipeline.project import Project
 from pipeline.runner import Outcome
 
 ROOT = Path(__file__).parents[1]
+MATERIAL = ROOT / "tests" / "material"  # a project of real pictures: photographs, clip art, engravings, emoji
 CONFIG = """
 [project]
 family = "tiny"
@@ -73,6 +75,14 @@ def make(folder: Path, weights: Path, images: int = 4) -> Path:
     for number in range(images):
         add_image(folder, f"picture{number}.png", seed=number, size=SIZES[number % len(SIZES)])
     (folder / "project.toml").write_text(CONFIG.format(weights=weights))
+    return folder
+
+
+def copied(source: Path, folder: Path) -> Path:
+    """A project's settings and images without its tables."""
+    folder.mkdir(parents=True)
+    shutil.copy(source / "project.toml", folder)
+    shutil.copytree(source / "images", folder / "images")
     return folder
 
 

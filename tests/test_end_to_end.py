@@ -10,8 +10,6 @@ import pytest
 from pipeline.project import Project
 from tests import projects
 
-ROOT = Path(__file__).parents[1]
-PHOTOS = ("photo_cat.jpg", "photo_coffee.jpg", "emoji3d_fox_face.webp")
 ULP = 2.0**-7  # bfloat16 keeps 8 significant bits: two roundings of nearly equal numbers differ by at most one step
 
 
@@ -29,7 +27,7 @@ def reference(tmp_path_factory, tiny_weights):
 @pytest.fixture(scope="module")
 def project(tmp_path_factory, reference) -> Path:
     folder = projects.make(tmp_path_factory.mktemp("real") / "project", reference[1], images=0)
-    chosen = [p for p in sorted((ROOT / "data" / "example" / "images").iterdir()) if p.suffix in (".jpg", ".webp", ".png")][::9]
+    chosen = [p for p in sorted((projects.MATERIAL / "images").iterdir()) if p.suffix in (".jpg", ".png")][::9]
     for path in chosen:
         shutil.copy(path, folder / "images" / path.name)
         (folder / "images" / path.name).with_suffix(".txt").write_text(f"a picture called {path.stem}")

@@ -296,15 +296,6 @@ def test_a_missing_or_empty_folder_is_one_line_that_says_what_would_be_right(pro
         project.context()
 
 
-def test_the_example_has_24_usable_images_each_with_its_licence(tmp_path):
-    example = Path(__file__).parents[2] / "data" / "example"
-    rows = run(STAGE, context(STAGE, tmp_path, source=example / "images")).to_pylist()
-    assert len(rows) == 24 and all(row["rejected"] is None for row in rows)
-    licences = (example / "LICENSES.md").read_text()
-    assert all(f"| `images/{row['path']}` | " in licences for row in rows)
-    assert "Copyright (c) Microsoft Corporation." in licences
-
-
 @pytest.mark.parametrize("wrong", [{"min_side": 0}, {"workers": 0}, {"max_pixels": 0}, {"max_pixels": 10**9}])
 def test_a_setting_out_of_range_is_named(wrong):
     with pytest.raises(ValueError, match=rf"images\.{next(iter(wrong))} = "):
