@@ -74,7 +74,7 @@ CHOICE: dict[str, str] = {
         raised flag, briefcase, calendar, padlock=locked, key, bomb, door, mirror, window, bed, couch=couch and lamp, chair,
         toilet, bathtub, basket, toilet paper=roll of paper, shopping cart, wheel, siren=police car light, traffic
         light=vertical traffic light, life buoy=ring buoy, suitcase=luggage, hourglass=hourglass done, watch, alarm clock,
-        feather, paw prints, spider web, tooth, bone, red heart, blue heart, green heart, yellow heart""",
+        feather, paw prints, tooth, bone, red heart, blue heart, green heart, yellow heart""",
 }
 
 # Their 3D pictures are the example's training images.
