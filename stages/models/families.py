@@ -135,7 +135,7 @@ TINY_AUTOENCODER: Mapping[str, Any] = {
 MICRO_TRANSFORMER: Mapping[str, Any] = _transformer(2, 5, 4, 384) | {"attention_head_dim": 64, "axes_dims_rope": (16, 16, 16, 16)}
 MICRO_QWEN3: Mapping[str, Any] = _qwen3(128, 384, tied=True) | {
     "vocab_size": 1024,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 7,  # the last is not read, as in the released ones
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
@@ -143,7 +143,9 @@ MICRO_QWEN3: Mapping[str, Any] = _qwen3(128, 384, tied=True) | {
 MICRO_AUTOENCODER: Mapping[str, Any] = {
     **AUTOENCODER,
     "block_out_channels": (32, 64, 96, 96),
+    "decoder_block_out_channels": (48, 80, 112, 112),
     "layers_per_block": 1,
+    "norm_num_groups": 8,
 }
 # It was trained at these sizes, and float32 is what the CPU's fast matrix library has.
 MICRO_BEGIN: Mapping[str, Mapping[str, Any]] = {

@@ -39,7 +39,8 @@ def test_the_sizes_of_a_family_fit_each_other(record):
     assert sum(transformer["axes_dims_rope"]) == transformer["attention_head_dim"]
     packed = autoencoder["latent_channels"] * autoencoder["patch_size"][0] * autoencoder["patch_size"][1]
     assert packed == transformer["in_channels"]
-    assert all(width % autoencoder["norm_num_groups"] == 0 for width in autoencoder["block_out_channels"])
+    widths = (*autoencoder["block_out_channels"], *(autoencoder["decoder_block_out_channels"] or ()))
+    assert all(width % autoencoder["norm_num_groups"] == 0 for width in widths)
     assert record.text_encoder["num_attention_heads"] % record.text_encoder["num_key_value_heads"] == 0
 
 
