@@ -1,0 +1,233 @@
+"""The base model's training: text encoder and transformer together, on cached latents of flat sprites, by velocity.
+
+Every concept on every background in every shape, encoded once; captions tokenised once; all of it stays on the device.
+One batch has one shape. A run's length is a time, so its schedule follows the clock; it may be spread over calls.
+
+B batch, L image tokens, C channels, T text rows, N pictures of a shape, K concepts, M captions.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from captions import caption
+from compose import COLOURS, SHAPES, compose
+from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+import model as parts
+from journal import Journal
+from optimizer import Average, Matrix, Optimizer, rate
+from tokenizer import Prompts
+
+Shape = tuple[int, int]  # height, width
+
+SHARES = {128: 0.68, 160: 0.18, 192: 0.14}  # of steps, by resolution; small ones are cheap and teach the same
+SQUARE = 0.4  # share of a resolution's square
+SAID = 10  # captions of a concept on a colour
+UNSAID = 0.5  # share of captions of a white background that do not mention it
+DROPPED = 0.1  # share of captions replaced by the empty one, for guidance
+SCALE = (0.8, 0.9)  # side of a sprite, as a share of the picture's short side
+SHIFT = 0.03  # how far from the centre, likewise
+
+# Noise levels are drawn as logit(sigma) ~ normal. An image of 64 tokens is drawn in steps most of which are above 0.8.
+LOGIT_MEAN, LOGIT_STD = 1.1, 1.3
+EVEN = 0.1  # share drawn evenly from 0 to 1 instead, so that no level is left out
+
+RATE_MATRICES = 2e-3
+RATE_TEXT = 1e-3
+RATE_OTHERS = 1e-3
+NOTED = 200  # steps between lines of the journal
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """All that is learnt. A picture of `latents[shape]` is of pair `pairs[shape]`: concept * colours + colour."""
+
+    latents: dict[Shape, Tensor]  # float16 (N,L,C)
+    pairs: dict[Shape, Tensor]  # (N,)
+    tokens_MT: Tensor  # caption k of pair p is row p * SAID + k; the last row is the empty caption
+    real_MT: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.tokens_MT.device
+
+
+def shares() -> dict[Shape, float]:
+    """How often each shape is trained."""
+    found: dict[Shape, float] = {}
+    for resolution, share in SHARES.items():
+        others = [shape for shape in SHAPES[resolution] if shape[0] != shape[1]]
+        found[(resolution, resolution)] = share * SQUARE
+        found |= {shape: share * (1 - SQUARE) / len(others) for shape in others}
+    return found
+
+
+def all_captions(phrases: list[str], seed: int) -> list[str]:
+    """SAID captions for every concept on every colour, in the order of pairs; then the empty one."""
+    rng = random.Random(seed)
+    made = []
+    for phrase in phrases:
+        for colour in COLOURS:
+            for k in range(SAID):
+                unsaid = colour == "white" and k < SAID * UNSAID
+                made.append(caption(phrase, None if unsaid else colour, rng))
+    return [*made, ""]
+
+
+@torch.no_grad()
+def corpus(
+    model: AutoencoderKLFlux2, sprites_K4HW: Tensor, captions: list[str], prompts: Prompts, pictures: int, seed: int
+) -> Corpus:
+    """Compose and encode about `pictures` pictures over all shapes."""
+    device = sprites_K4HW.device
+    draw = torch.Generator(device=device).manual_seed(seed + 3)
+    tokens_MT, real_MT = prompts(captions)
+    latents: dict[Shape, Tensor] = {}
+    pairs: dict[Shape, Tensor] = {}
+    for (height, width), share in shares().items():
+        count = max(1, round(pictures * share))
+        pairs[height, width] = torch.randint(len(sprites_K4HW) * len(COLOURS), (count,), generator=draw, device=device)
+        latents[height, width] = _encoded(model, sprites_K4HW, pairs[height, width], (height, width), draw)
+    return Corpus(latents, pairs, tokens_MT.to(device), real_MT.to(device))
+
+
+def _encoded(
+    model: AutoencoderKLFlux2, sprites_K4HW: Tensor, pairs_N: Tensor, shape: Shape, draw: torch.Generator, chunk: int = 128
+) -> Tensor:
+    named = torch.tensor(list(COLOURS.values()), device=pairs_N.device) / 255
+    reach = max(1, round(SHIFT * min(shape)))
+    made = []
+    for pairs_B in pairs_N.split(chunk):
+        scale = SCALE[0] + (SCALE[1] - SCALE[0]) * float(torch.rand((), generator=draw, device=draw.device))
+        shift_B2 = torch.randint(-reach, reach + 1, (len(pairs_B), 2), generator=draw, device=draw.device)
+        concepts_B4HW = sprites_K4HW[pairs_B // len(COLOURS)]
+        images_B3HW = compose(concepts_B4HW, named[pairs_B % len(COLOURS)], *shape, scale, shift_B2).clamp(-1, 1)
+        z_BChw = parts.normalised(model, parts.encode_images(model, images_B3HW))
+        made.append(parts.tokens_of(z_BChw).half())
+    return torch.cat(made)
+
+
+def noise_levels(B: int, draw: torch.Generator) -> Tensor:
+    """sigma of every picture of a batch, (B,), 0 clean to 1 noise."""
+    normal_B = torch.randn(B, generator=draw, device=draw.device)
+    even_B = torch.rand(B, generator=draw, device=draw.device)
+    chosen_B = torch.rand(B, generator=draw, device=draw.device) < EVEN
+    return torch.where(chosen_B, even_B, (LOGIT_MEAN + LOGIT_STD * normal_B).sigmoid())
+
+
+class Base:
+    """Text encoder and transformer in training: their weights, the optimizer, the average, and how far they are."""
+
+    def __init__(self, sizes: parts.Sizes, transformer: Flux2Transformer2DModel, text_encoder: Qwen3ForCausalLM) -> None:
+        self.sizes = sizes
+        self.transformer, self.text_encoder = transformer, text_encoder
+        self.average = Average([transformer, text_encoder])
+        self.device = transformer.proj_out.weight.device
+        self.optimizer = _optimizer(transformer, text_encoder, self.device)
+        self.seconds = 0.0
+        self.step = 0
+        self.tables: dict[Shape, parts.Rotary] = {}
+
+    def loss(self, data: Corpus, shape: Shape, B: int, draw: torch.Generator) -> Tensor:
+        """Mean squared error of the velocity, for a batch of one shape."""
+        chosen_B = torch.randint(len(data.pairs[shape]), (B,), generator=draw, device=self.device)
+        clean_BLC = data.latents[shape][chosen_B].float()
+        rows_B = data.pairs[shape][chosen_B] * SAID + torch.randint(SAID, (B,), generator=draw, device=self.device)
+        dropped_B = torch.rand(B, generator=draw, device=self.device) < DROPPED
+        rows_B = torch.where(dropped_B, len(data.tokens_MT) - 1, rows_B)
+        noise_BLC = torch.randn(clean_BLC.shape, generator=draw, device=self.device)
+        sigma_B = noise_levels(B, draw)
+        mixed_BLC = torch.lerp(clean_BLC, noise_BLC, sigma_B[:, None, None])
+        if shape not in self.tables:
+            self.tables[shape] = parts.rotary(self.transformer, self.sizes.text_tokens, *shape)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            tokens_BT, real_BT = data.tokens_MT[rows_B], data.real_MT[rows_B]
+            context_BTJ = parts.encode_text(self.text_encoder, tokens_BT, real_BT, self.sizes.text_layers)
+            found_BLC = parts.velocity(self.transformer, mixed_BLC, context_BTJ, sigma_B, self.tables[shape])
+        return (found_BLC.float() - (noise_BLC - clean_BLC)).square().mean()
+
+    def train(self, data: Corpus, total: float, stop_minutes: float, batch: int, seed: int, journal: Journal) -> bool:
+        """Go on until `total` seconds of training are spent over all calls, or this call's time is; whether all are."""
+        draw = torch.Generator(device=self.device).manual_seed(seed + 4 + self.step)
+        order = random.Random(seed + 5 + self.step)
+        odds = shares()
+        self._warm_up(data, batch, draw, journal)
+        summed, since = torch.zeros((), device=self.device), time.monotonic()
+        before = self.seconds
+        while (progress := self.seconds / total) < 1 and journal.minutes < stop_minutes:
+            shape = order.choices(list(odds), list(odds.values()))[0]
+            loss = self.loss(data, shape, batch, draw)
+            loss.backward()
+            self.optimizer.step(rate(progress, self.step))
+            self.average.update()
+            self.step += 1
+            summed += loss.detach()
+            self.seconds = before + time.monotonic() - since
+            if self.step % NOTED == 0:
+                mean = float(summed) / NOTED  # waits for the device, so that the clock is true
+                numbers = {"step": self.step, "seconds": round(self.seconds, 1), "loss": round(mean, 5)}
+                journal.note("base", **numbers, rate=round(rate(progress, self.step), 4))
+                summed.zero_()
+        return self.seconds >= total
+
+    def _warm_up(self, data: Corpus, batch: int, draw: torch.Generator, journal: Journal) -> None:
+        """One pass over each shape, so that compiling is over before the clock starts; its gradients are dropped."""
+        started = time.monotonic()
+        for shape in reversed(shares()):  # not 64 tokens first: a size that others share would be taken for the same one
+            self.loss(data, shape, batch, draw).backward()
+        for weight in (*self.transformer.parameters(), *self.text_encoder.parameters()):
+            weight.grad = None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        journal.note("base", warm_up_s=round(time.monotonic() - started, 1))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a continued run needs."""
+        modules = [self.transformer, self.text_encoder, *self.average.modules]
+        return {
+            "modules": [module.state_dict() for module in modules],
+            "average_steps": self.average.steps,
+            "optimizer": self.optimizer.state_dict(),
+            "seconds": self.seconds,
+            "step": self.step,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The reverse of `state_dict`."""
+        modules = [self.transformer, self.text_encoder, *self.average.modules]
+        for module, saved in zip(modules, state["modules"], strict=True):
+            module.load_state_dict(saved)
+        self.average.steps = state["average_steps"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.seconds, self.step = state["seconds"], state["step"]
+
+
+def _optimizer(transformer: Flux2Transformer2DModel, text_encoder: Qwen3ForCausalLM, device: torch.device) -> Optimizer:
+    """Muon for every matrix of a block, AdamW for what leads in and out of blocks and steers them."""
+    matrices, others = [], []
+    for name, weight in transformer.named_parameters():
+        if "transformer_blocks." in name and weight.ndim == 2:
+            matrices.append(Matrix(weight, RATE_MATRICES, _rows(name, weight)))
+        else:
+            others.append(weight)
+    words = []
+    for name, weight in text_encoder.named_parameters():
+        if weight.requires_grad and weight.ndim == 2 and "layers." in name:
+            matrices.append(Matrix(weight, RATE_TEXT, (weight.shape[0],)))
+        elif weight.requires_grad:
+            words.append(weight)
+    return Optimizer(matrices, [{"params": others, "lr": RATE_OTHERS}, {"params": words, "lr": RATE_TEXT}], device)
+
+
+def _rows(name: str, weight: Tensor) -> tuple[int, ...]:
+    """Queries, keys, values and the feed-forward's input are one matrix in single blocks, four in what they do."""
+    rows, D = weight.shape
+    return (D, D, D, rows - 3 * D) if "to_qkv_mlp_proj" in name else (rows,)

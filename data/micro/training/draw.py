@@ -1,0 +1,81 @@
+"""Pictures to judge a run by: what the base model draws, and what the autoencoder gives back.
+
+B pictures, L image tokens, C channels, J text features, H W pixels.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
+from PIL import Image, ImageDraw
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+import model as parts
+from tokenizer import Prompts
+
+GUIDANCE = 3.0
+STEPS = 24
+LABEL = 12  # pixels of text below a picture
+# FLUX.2's noise levels lean to noise by mu, a line over the tokens and over the steps; stages/models/sampling.py has more.
+AT_10_STEPS = (8.73809524e-05, 1.89833333)
+AT_200_STEPS = (0.00016927, 0.45666666)
+
+
+def levels(tokens: int, steps: int) -> list[float]:
+    """The noise levels from 1 to 0 for an image of that many tokens."""
+    at_10, at_200 = (slope * tokens + offset for slope, offset in (AT_10_STEPS, AT_200_STEPS))
+    shift = math.exp(at_200 + (at_200 - at_10) / 190 * (steps - 200))
+    return [shift / (shift + steps / left - 1) for left in range(steps, 0, -1)] + [0.0]
+
+
+@torch.no_grad()
+def samples(
+    transformer: Flux2Transformer2DModel,
+    text_encoder: Qwen3ForCausalLM,
+    autoencoder: AutoencoderKLFlux2,
+    sizes: parts.Sizes,
+    prompts: Prompts,
+    captions: list[str],
+    shape: tuple[int, int],
+    seed: int,
+    steps: int = STEPS,
+) -> Tensor:
+    """One picture for each caption, (B,3,H,W), -1 to 1, by Euler's steps with guidance."""
+    device = transformer.proj_out.weight.device
+    B = len(captions)
+    tokens_BT, real_BT = (found.to(device) for found in prompts([*captions, *([""] * B)]))
+    context_BTJ = parts.encode_text(text_encoder, tokens_BT, real_BT, sizes.text_layers)
+    tables = parts.rotary(transformer, sizes.text_tokens, *shape)
+    L = shape[0] * shape[1] // parts.PIXELS**2
+    draw = torch.Generator(device=device).manual_seed(seed)
+    x_BLC = torch.randn(B, L, sizes.transformer["in_channels"], generator=draw, device=device)
+    for sigma, following in pairwise(levels(L, steps)):
+        sigma_B = torch.full((2 * B,), sigma, device=device)
+        both_BLC = parts.velocity(transformer, x_BLC.repeat(2, 1, 1), context_BTJ, sigma_B, tables)
+        told_BLC, untold_BLC = both_BLC.chunk(2)
+        x_BLC = x_BLC + (following - sigma) * (untold_BLC + GUIDANCE * (told_BLC - untold_BLC))
+    z_BChw = parts.restored(autoencoder, parts.image_of(x_BLC, *shape))
+    return parts.decode_packed(autoencoder, z_BChw).clamp(-1, 1)
+
+
+def grid(path: Path, rows: list[tuple[Tensor, list[str]]]) -> None:
+    """A PNG of rows of pictures, each (B,3,H,W) with its labels; sizes may differ from row to row."""
+    width = max(len(images) * (images.shape[3] + 2) for images, _ in rows)
+    height = sum(images.shape[2] + LABEL + 2 for images, _ in rows)
+    sheet = Image.new("RGB", (width, height), "white")
+    pen = ImageDraw.Draw(sheet)
+    top = 0
+    for images_B3HW, labels in rows:
+        bytes_BHW3 = ((images_B3HW.float().cpu() + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1)
+        for i, (picture, label) in enumerate(zip(bytes_BHW3, labels, strict=True)):
+            left = i * (picture.shape[1] + 2)
+            sheet.paste(Image.fromarray(picture.numpy()), (left, top))
+            pen.text((left, top + picture.shape[0]), label[: picture.shape[1] // 5], fill="black", font_size=9)
+        top += images_B3HW.shape[2] + LABEL + 2
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet.save(path, optimize=True)

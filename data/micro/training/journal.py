@@ -1,0 +1,32 @@
+"""What a run says about itself: one JSON object a line, in the work folder and on the terminal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+LOG = logging.getLogger("micro")
+
+
+class Journal:
+    """Appends to a file; a continued run goes on in the same one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.started = time.monotonic()
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def minutes(self) -> float:
+        """Since this process began to write."""
+        return (time.monotonic() - self.started) / 60
+
+    def note(self, what: str, **numbers: Any) -> None:
+        """One line: what it is about, when in this call, and numbers by name."""
+        line = json.dumps({"about": what, "at_s": round(60 * self.minutes, 1), **numbers}, ensure_ascii=False)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        LOG.info(line)

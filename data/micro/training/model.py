@@ -1,0 +1,210 @@
+"""The parts of `micro`: the sizes, how they begin, and their forward passes, written to be compiled block by block.
+
+The modules are diffusers' and transformers' own, so that what they save is the true layout; only the loops over their
+blocks are written again here, because the originals compute tables and collect outputs on every call.
+
+B batch, T text rows, J text features (three hidden states side by side), L image tokens, C packed latent channels (128),
+D hidden, H W pixels, h w = H/16, W/16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+Rotary = tuple[Tensor, Tensor]
+
+PIXELS = 16  # along one side of an image token
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Every size of a model, with the names of its config files."""
+
+    transformer: dict[str, Any]
+    autoencoder: dict[str, Any]
+    text: dict[str, Any]
+    text_layers: tuple[int, ...]
+    text_tokens: int
+
+
+MICRO = Sizes(
+    transformer={
+        "in_channels": 128,
+        "num_layers": 2,
+        "num_single_layers": 5,
+        "attention_head_dim": 64,
+        "num_attention_heads": 4,
+        "joint_attention_dim": 384,
+        "mlp_ratio": 3.0,
+        "axes_dims_rope": (16, 16, 16, 16),
+        "rope_theta": 2000,
+        "timestep_guidance_channels": 256,
+        "guidance_embeds": False,
+    },
+    autoencoder={
+        "latent_channels": 32,
+        "block_out_channels": (32, 64, 96, 96),
+        "decoder_block_out_channels": (48, 80, 112, 112),  # edges are made here: a third of the bytes well spent
+        "layers_per_block": 1,
+        "norm_num_groups": 8,
+        "sample_size": 192,
+    },
+    # One layer more than hidden state 6 needs, as in the released models. For transformers the last layer's state
+    # is the one after the final norm, which is no hidden state for FLUX.2: so nothing reads the last layer.
+    text={
+        "vocab_size": 1024,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.05,
+        "tie_word_embeddings": True,
+    },
+    text_layers=(2, 4, 6),
+    text_tokens=48,
+)
+
+
+def make_autoencoder(sizes: Sizes) -> AutoencoderKLFlux2:
+    """A fresh autoencoder."""
+    return AutoencoderKLFlux2(**sizes.autoencoder)
+
+
+def make_transformer(sizes: Sizes) -> Flux2Transformer2DModel:
+    """A fresh transformer, which answers 0 whatever it is asked: modulations and the output begin at zero."""
+    model = Flux2Transformer2DModel(**sizes.transformer)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            if "modulation" in name or name in ("norm_out.linear", "proj_out"):
+                nn.init.zeros_(module.weight)
+            else:
+                nn.init.xavier_uniform_(module.weight)
+    return model
+
+
+def make_text_encoder(sizes: Sizes) -> Qwen3ForCausalLM:
+    """A fresh text encoder; what lies above the deepest hidden state in use is zero, and is not trained."""
+    settings = dict(sizes.text)
+    theta = settings.pop("rope_theta")
+    config = Qwen3Config(**settings, rope_parameters={"rope_type": "default", "rope_theta": theta})
+    model = Qwen3ForCausalLM(config)
+    for layer in model.model.layers[max(sizes.text_layers) :]:
+        for weight in layer.parameters():
+            nn.init.zeros_(weight)
+            weight.requires_grad_(False)
+    model.model.norm.weight.requires_grad_(False)
+    return model
+
+
+def compile_blocks(transformer: Flux2Transformer2DModel, text_encoder: Qwen3ForCausalLM) -> None:
+    """Compile by block: blocks of a kind share their code, and the number of tokens may vary, so it takes seconds."""
+    for block in (*transformer.transformer_blocks, *transformer.single_transformer_blocks):
+        block.compile(dynamic=True)
+    for layer in text_encoder.model.layers:
+        layer.compile(dynamic=False)
+
+
+# Text
+
+
+def encode_text(model: Qwen3ForCausalLM, tokens_BT: Tensor, real_BT: Tensor, layers: Sequence[int]) -> Tensor:
+    """Hidden states `layers` side by side, (B,T,J). `real` is False for padding, which looks but is not looked at."""
+    h_BTD = model.model.embed_tokens(tokens_BT)
+    places_1T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
+    causal_TT = places_1T.T >= places_1T
+    seen_B1TT = causal_TT[None, None] & real_BT[:, None, None, :]
+    turned = model.model.rotary_emb(h_BTD, places_1T)
+    states = {0: h_BTD}
+    for i, layer in enumerate(model.model.layers[: max(layers)]):
+        h_BTD = layer(h_BTD, attention_mask=seen_B1TT, position_embeddings=turned)
+        states[i + 1] = h_BTD
+    return torch.cat([states[k] for k in layers], dim=-1)
+
+
+# Transformer
+
+
+def rotary(model: Flux2Transformer2DModel, text_tokens: int, height: int, width: int) -> Rotary:
+    """The rotary tables of text rows (0, 0, 0, k), then of an image's tokens (0, row, column, 0), row by row."""
+    device = model.proj_out.weight.device
+    text_T4 = torch.zeros(text_tokens, 4, device=device)
+    text_T4[:, 3] = torch.arange(text_tokens, device=device)
+    image_hw4 = torch.zeros(height // PIXELS, width // PIXELS, 4, device=device)
+    image_hw4[..., 1] = torch.arange(height // PIXELS, device=device)[:, None]
+    image_hw4[..., 2] = torch.arange(width // PIXELS, device=device)[None, :]
+    cosine, sine = model.pos_embed(torch.cat([text_T4, image_hw4.reshape(-1, 4)]))
+    return cosine, sine
+
+
+def velocity(model: Flux2Transformer2DModel, x_BLC: Tensor, context_BTJ: Tensor, sigma_B: Tensor, tables: Rotary) -> Tensor:
+    """noise - clean at noise level `sigma`, (B,L,C)."""
+    time_BD = model.time_guidance_embed(1000 * sigma_B, None)
+    of_image, of_text = model.double_stream_modulation_img(time_BD), model.double_stream_modulation_txt(time_BD)
+    of_both = model.single_stream_modulation(time_BD)
+    h_BLD, h_BTD = model.x_embedder(x_BLC), model.context_embedder(context_BTJ)
+    for block in model.transformer_blocks:
+        h_BTD, h_BLD = block(h_BLD, h_BTD, of_image, of_text, image_rotary_emb=tables)
+    h_BSD = torch.cat([h_BTD, h_BLD], dim=1)
+    for block in model.single_transformer_blocks:
+        h_BSD = block(h_BSD, None, of_both, image_rotary_emb=tables)
+    return model.proj_out(model.norm_out(h_BSD[:, context_BTJ.shape[1] :], time_BD))
+
+
+# Latents
+
+
+def packed(z_BCHW: Tensor) -> Tensor:
+    """2x2 positions folded into channels (channel = 4 c + 2 row + column), as FLUX.2 packs its latents."""
+    return functional.pixel_unshuffle(z_BCHW, 2)
+
+
+def encode_images(model: AutoencoderKLFlux2, images_B3HW: Tensor) -> Tensor:
+    """Pictures in -1 to 1 to packed latents (B,C,h,w), not normalised: the mean of the posterior."""
+    moments = model.quant_conv(model.encoder(images_B3HW))
+    return packed(moments.chunk(2, dim=1)[0])
+
+
+def decode_packed(model: AutoencoderKLFlux2, z_BChw: Tensor) -> Tensor:
+    """The reverse: packed latents, not normalised, to pictures (B,3,H,W)."""
+    return model.decoder(model.post_quant_conv(functional.pixel_shuffle(z_BChw, 2)))
+
+
+def normalised(model: AutoencoderKLFlux2, z_BChw: Tensor) -> Tensor:
+    """Packed latents with mean 0 and variance 1 by channel: what the transformer sees."""
+    mean, spread = _statistics(model)
+    return (z_BChw - mean) / spread
+
+
+def restored(model: AutoencoderKLFlux2, z_BChw: Tensor) -> Tensor:
+    """The reverse of `normalised`."""
+    mean, spread = _statistics(model)
+    return z_BChw * spread + mean
+
+
+def _statistics(model: AutoencoderKLFlux2) -> tuple[Tensor, Tensor]:
+    mean = model.bn.running_mean[:, None, None]
+    spread = (model.bn.running_var[:, None, None] + model.config.batch_norm_eps).sqrt()
+    return mean, spread
+
+
+def tokens_of(z_BChw: Tensor) -> Tensor:
+    """Row by row: (B,L,C)."""
+    return z_BChw.flatten(2).transpose(1, 2)
+
+
+def image_of(x_BLC: Tensor, height: int, width: int) -> Tensor:
+    """The reverse of `tokens_of` for a picture of height x width pixels."""
+    return x_BLC.transpose(1, 2).unflatten(2, (height // PIXELS, width // PIXELS))

@@ -1,0 +1,249 @@
+"""Train `micro` from sprites: the autoencoder, then text encoder and transformer together, then the export.
+
+    python data/micro/training/train.py --sprites sprites.zip --work WORK --out OUT --minutes-autoencoder 3.5 --minutes-base 12
+
+It is bounded by the clock, and may be spread over calls: `--stop-after 9` leaves off after nine minutes, with all that
+is needed in WORK; the same command with --resume goes on there, and with --last fits what is left of the schedule into
+what is left of that call. Needs torch, diffusers and transformers; one GPU with 20 GB, or patience.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import autoencoder
+import base
+import captions as sayings
+import compose
+import draw
+import export
+import tokenizer
+import torch
+from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
+from transformers import Qwen3ForCausalLM
+
+import model as parts
+from journal import Journal
+
+CONCEPTS = Path(__file__).parents[1] / "concepts.jsonl"
+SHOWN = ((128, 128), (96, 160), (144, 112), (160, 160), (160, 224), (192, 192))  # shapes of the sample sheet
+PER_SHAPE = 8
+STATE = "state.pt"
+
+
+@dataclass(frozen=True)
+class Concept:
+    """One line of concepts.jsonl that matters here."""
+
+    name: str
+    phrase: str
+    split: str
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Train micro.")
+    parser.add_argument("--sprites", type=Path, required=True, help="sprites.zip, as concepts.py makes it")
+    parser.add_argument("--concepts", type=Path, default=CONCEPTS)
+    parser.add_argument("--work", type=Path, required=True, help="folder of the state between calls")
+    parser.add_argument("--out", type=Path, help="folder of results; WORK/out if not given")
+    parser.add_argument("--minutes-autoencoder", type=float, default=3.5, help="of steps, without compiling")
+    parser.add_argument("--minutes-base", type=float, default=12.0, help="of steps, over all calls")
+    parser.add_argument("--stop-after", type=float, default=1e9, help="minutes after which this call's training leaves off")
+    parser.add_argument("--last", action="store_true", help="no call follows: end the schedule when this call's time ends")
+    parser.add_argument("--resume", action="store_true", help="go on from the state in WORK")
+    parser.add_argument("--start", type=Path, help="a trained folder to begin from instead of nothing; keeps its autoencoder")
+    parser.add_argument("--export-only", action="store_true", help="write the folder and sheets of the state in WORK")
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--batch-autoencoder", type=int, default=128)
+    parser.add_argument("--pictures", type=int, default=150_000, help="encoded for the base")
+    parser.add_argument("--pictures-autoencoder", type=int, default=49_152)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None, sizes: parts.Sizes = parts.MICRO) -> None:
+    """The whole run, or what of it this call has time for."""
+    args = arguments(argv)
+    args.out = args.out or args.work / "out"
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("micro").setLevel(logging.INFO)
+    journal = Journal(args.work / "log.jsonl")
+    _settle(args, journal)
+    run = Run(args, sizes, journal)
+    if not args.export_only:
+        run.train()
+    run.results()
+
+
+def _settle(args: argparse.Namespace, journal: Journal) -> None:
+    """What the numbers depend on beside the settings, said once."""
+    torch.set_float32_matmul_precision("high")  # TF32: where it is not bfloat16 anyway
+    torch.backends.cudnn.benchmark = True
+    torch._dynamo.config.suppress_errors = True  # a block that does not compile is slow; that must not end a paid hour
+    torch._dynamo.config.cache_size_limit = 64
+    said = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    machine = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
+    journal.note("run", machine=machine, torch=torch.__version__, cores=os.cpu_count(), **said)
+
+
+class Run:
+    """One call: what it reads, what it goes on from, what it leaves."""
+
+    def __init__(self, args: argparse.Namespace, sizes: parts.Sizes, journal: Journal) -> None:
+        self.args, self.sizes, self.journal = args, sizes, journal
+        self.device = torch.device(args.device)
+        self.concepts = _concepts(args.concepts)
+        self.sprites = _sprites(args.sprites, self.concepts, self.device)
+        journal.note("sprites", flat=len(self.sprites.flat), solid=len(self.sprites.solid), concepts=len(self.concepts))
+        self.folder = args.work / "micro"
+        self.captions = base.all_captions([concept.phrase for concept in self.concepts], args.seed)
+        self.prompts = self._prompts()
+        self.state: dict[str, Any] = {}
+        if args.resume or args.export_only:
+            self.state = torch.load(args.work / STATE, map_location=self.device, weights_only=True)
+        self.autoencoder = self._autoencoder()
+        self.base = self._base()
+
+    def _prompts(self) -> tokenizer.Prompts:
+        to = self.folder / "tokenizer"
+        if self.args.start:
+            shutil.copytree(self.args.start / "tokenizer", to, dirs_exist_ok=True)
+        elif not to.exists():
+            tokenizer.train(self.captions, self.sizes.text["vocab_size"], to)
+        prompts = tokenizer.Prompts(to, self.sizes.text_tokens)
+        self.journal.note("tokenizer", tokens=len(prompts.tokenizer), captions=len(self.captions))
+        return prompts
+
+    def _autoencoder(self) -> AutoencoderKLFlux2:
+        """From the state, from the folder to begin from, or trained now."""
+        if self.args.start:
+            return AutoencoderKLFlux2.from_pretrained(self.args.start / "vae").to(self.device).eval()
+        if self.state:
+            found = parts.make_autoencoder(self.sizes).to(self.device).eval()
+            found.load_state_dict(self.state["autoencoder"])
+            return found
+        args = self.args
+        found = autoencoder.train(
+            self.sizes,
+            self.sprites,
+            60 * args.minutes_autoencoder,
+            args.batch_autoencoder,
+            args.pictures_autoencoder,
+            args.seed,
+            self.journal,
+        )
+        return found.to(memory_format=torch.contiguous_format)
+
+    def _base(self) -> base.Base:
+        torch.manual_seed(self.args.seed)
+        if self.args.start:
+            transformer = Flux2Transformer2DModel.from_pretrained(self.args.start / "transformer")
+            text_encoder = Qwen3ForCausalLM.from_pretrained(self.args.start / "text_encoder", dtype=torch.float32)
+        else:
+            transformer, text_encoder = parts.make_transformer(self.sizes), parts.make_text_encoder(self.sizes)
+        made = base.Base(self.sizes, transformer.to(self.device), text_encoder.to(self.device))
+        if self.state:
+            made.load_state_dict(self.state["base"])
+        counts = {m.__class__.__name__: sum(w.numel() for w in m.parameters()) for m in (transformer, text_encoder)}
+        self.journal.note("base", step=made.step, seconds=round(made.seconds, 1), **counts)
+        return made
+
+    def train(self) -> None:
+        """The base, for as long as this call has; then the state, for the next."""
+        args = self.args
+        self.reconstructions()
+        started = time.monotonic()
+        data = base.corpus(self.autoencoder, self.sprites.flat, self.captions, self.prompts, args.pictures, args.seed)
+        pictures = sum(map(len, data.pairs.values()))
+        std = float(next(iter(data.latents.values())).float().std())
+        self.journal.note("corpus", pictures=pictures, seconds=round(time.monotonic() - started, 1), std=round(std, 3))
+        self.save()
+        if self.device.type == "cuda":
+            parts.compile_blocks(self.base.transformer, self.base.text_encoder)
+        left = 60 * (args.stop_after - self.journal.minutes)
+        total = 60 * args.minutes_base
+        if args.last:
+            total = min(total, self.base.seconds + max(left - 45, 1))  # warming up takes up to so many seconds
+        done = self.base.train(data, total, args.stop_after, args.batch, args.seed, self.journal)
+        self.journal.note("base", step=self.base.step, seconds=round(self.base.seconds, 1), done=done)
+        self.save()
+
+    def save(self) -> None:
+        """All that a later call needs, in WORK."""
+        state = {"autoencoder": self.autoencoder.state_dict(), "base": self.base.state_dict()}
+        torch.save(state, self.args.work / "state.new")
+        (self.args.work / "state.new").replace(self.args.work / STATE)
+
+    def reconstructions(self) -> None:
+        """How good the autoencoder is, in numbers and as a sheet: originals above what comes back."""
+        rows = []
+        for name, found_N4HW in (("flat", self.sprites.flat), ("3d", self.sprites.solid)):
+            for shape in ((128, 128), (96, 160), (192, 192)):
+                decibels = autoencoder.quality(self.autoencoder, found_N4HW, *shape, self.args.seed + 9, len(found_N4HW[:128]))
+                self.journal.note("psnr", style=name, height=shape[0], width=shape[1], decibels=round(decibels, 2))
+            for images_B3HW in autoencoder.through(self.autoencoder, found_N4HW, 128, 128, self.args.seed + 9, 12):
+                rows.append((images_B3HW, [""] * 12))
+        draw.grid(self.args.out / "autoencoder.png", rows)
+
+    def results(self) -> None:
+        """The sample sheet, the folder and the files to send, and a copy of the journal."""
+        out = self.args.out
+        transformer, text_encoder = self.base.average.modules
+        started = time.monotonic()
+        rows = []
+        for i, shape in enumerate(SHOWN):
+            said = self._shown()[i * PER_SHAPE : (i + 1) * PER_SHAPE]
+            models = (transformer, text_encoder, self.autoencoder, self.sizes, self.prompts)
+            rows.append((draw.samples(*models, said, shape, self.args.seed + i), said))
+        draw.grid(out / f"samples-{self.base.step}.png", rows)
+        export.write(self.folder, self.autoencoder, transformer, text_encoder)
+        size = sum(f.stat().st_size for f in self.folder.rglob("*") if f.is_file())
+        made = [path.name for path in export.parcels(self.folder, out, "micro")]
+        self.journal.note("export", bytes=size, files=made, seconds=round(time.monotonic() - started, 1))
+        shutil.copy(self.journal.path, out / "log.jsonl")
+
+    def _shown(self) -> list[str]:
+        """Captions of the sample sheet: a fixed choice, every second one of a concept that is held out in the other style."""
+        held = [c for c in self.concepts if c.split == "held-out"]
+        others = [c for c in self.concepts if c.split != "held-out"]
+        colours = list(compose.COLOURS)
+        said = []
+        for i in range(PER_SHAPE * len(SHOWN)):
+            group = held if i % 2 and held else others
+            concept = group[(i // 2 * 7) % len(group)]
+            said.append(sayings.plain(concept.phrase, colours[(5 * i + i // 12) % len(colours)]))
+        return said
+
+
+def _concepts(path: Path) -> list[Concept]:
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    return sorted((Concept(line["name"], line["phrase"], line["split"]) for line in lines), key=lambda c: c.name)
+
+
+def _sprites(path: Path, concepts: list[Concept], device: torch.device) -> autoencoder.Sprites:
+    """Flat ones in the order of the concepts; 3D ones of all that is neither shown as an example nor held out."""
+    names, flat_N4HW = compose.load_sprites(path, "flat")
+    place = {name: n for n, name in enumerate(names)}
+    missing = [asdict(c) for c in concepts if c.name not in place]
+    if missing:
+        raise ValueError(f"{path} has no flat sprite of {len(missing)} concepts, the first {missing[0]['name']!r}")
+    flat_K4HW = flat_N4HW[[place[c.name] for c in concepts]].to(device)
+    solid, solid_N4HW = compose.load_sprites(path, "3d")
+    splits = compose.load_splits(path)
+    free = [n for n, name in enumerate(solid) if splits[name] == "base"]
+    return autoencoder.Sprites(flat_K4HW, solid_N4HW[free].to(device))
+
+
+if __name__ == "__main__":
+    main()
