@@ -20,8 +20,9 @@ from stages.models.families import Family
 from stages.models.flux2 import Flux2, Flux2Config, image_ids, text_ids
 from stages.trainconfig import OptimizerConfig, TrainConfig
 from stages.tuner import lora, loss, optimizer
-from stages.tuner.backprop import Plan, compiles, loss_and_grads
+from stages.tuner.backprop import Plan, compiles, limited, loss_and_grads
 from stages.tuner.memory import Meter
+from stages.tuner.stacks import Stacks
 
 
 def settings(method: str = "adamw", **given: Any) -> TrainConfig:
@@ -52,11 +53,11 @@ class Rig:
         self.model = Flux2(self.config, drawn(self.config, c))
         targets = trainer.choose(self.model.linears(), c)
         bases = lora.bases_of(self.model.blocks, targets) if c.variant == "dora" else None
-        self.adapters, self.scales = lora.init(targets, 0, bases), lora.scales(targets)
+        self.masters, self.scales = Stacks.of(lora.init(targets, 0, bases)), lora.scales(targets)
         self.stepper = trainer.stepper_of(c)
-        self.state = self.stepper.init(self.adapters)
+        self.state = self.stepper.init(self.masters)
         self.bound: int | None = None  # bytes that may be live before the next block waits for the device
-        mx.eval(self.adapters, self.state)
+        mx.eval(self.masters.arrays, self.state)
 
     def inputs(self, x_BLC: mx.array) -> dict[str, Any]:
         """What the model is given, at sigma one half."""
@@ -71,10 +72,11 @@ class Rig:
         }
 
     def step(self, plan: Plan, meter: Meter | None = None) -> float:
-        """One step; returns the mean loss. With a meter each phase is waited for, which a step without one is not.
+        """One step; returns the mean loss. With a meter each phase is waited for, which a step without one is not."""
+        with limited(self.bound):
+            return self._step(plan, meter)
 
-        Nothing keeps the gradients or the old adapter while the new one is computed: they are let go one by one.
-        """
+    def _step(self, plan: Plan, meter: Meter | None) -> float:
         with _phase(meter, "batch"):
             noise_BLC, x0_BLC = mx.random.normal((2, self.batch.samples, self.batch.image, self.config.in_channels))
             inputs = self.inputs((noise_BLC + x0_BLC) / 2)
@@ -82,14 +84,15 @@ class Rig:
             if meter:
                 mx.eval(inputs["x_BLC"], inputs["ctx_BTJ"], asked.keywords)
         with _phase(meter, "gradients"):
-            losses_B, grads = loss_and_grads(self.model, self.adapters, self.scales, inputs, asked, plan, self.bound)
+            adapters = self.masters.cast(self.dtype).apart()
+            losses_B, grads = loss_and_grads(self.model, adapters, self.scales, inputs, asked, plan)
             if meter:
                 mx.eval(losses_B, grads)
         with _phase(meter, "optimizer"):
             sound = mx.all(mx.isfinite(losses_B))
-            self.adapters, self.state, norm, done = self.stepper(self.adapters, grads, self.state, self.c.lr, sound)
-            del grads, inputs
-            mx.eval(self.adapters, self.state, losses_B, norm, done)
+            del adapters, inputs
+            self.masters, self.state, norm, done = self.stepper(self.masters, grads, self.state, self.c.lr, sound)
+            mx.eval(self.masters.arrays, self.state, losses_B, norm, done)
         if not done.item():
             raise ValueError(f"the gradient of {self.batch.width} x {self.batch.height} px is not finite")
         return float(np.array(losses_B).mean())

@@ -24,6 +24,7 @@ from stages.tuner import memory, planner, quantize
 from stages.tuner.backprop import Plan
 from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.planner import Estimate
+from stages.tuner.stacks import Stacks
 
 GB = 1e9
 BITS = (16, *quantize.BITS)  # what base_bits may be, the best first
@@ -86,7 +87,10 @@ class Question:
         targets = trainer.choose(self.ghost.linears(), c)
         adapter = {t.name + end: mx.zeros(shape) for t in targets for end, shape in t.shapes.items()}
         self.adapter = sum(value.nbytes for value in adapter.values())
-        self.state = sum(value.nbytes for value in trainer.stepper_of(c).init(adapter).values())
+        stepper = trainer.stepper_of(c)
+        stacked = Stacks.of(adapter)
+        self.update = stepper.working(stacked)
+        self.state = sum(value.nbytes for value in stepper.init(stacked).values())
 
     def weights(self, bits: int | None = None) -> int:
         """Bytes of the base; `bits` in place of what the settings say."""
@@ -105,7 +109,7 @@ class Question:
             "guidance_B": mx.zeros((B,)),
         }
         scores = self.scores(B, batch.length)
-        return planner.estimate(self.ghost, inputs, self.weights(), self.adapter, self.state, **scores)
+        return planner.estimate(self.ghost, inputs, self.weights(), self.adapter, self.state, update=self.update, **scores)
 
     def scores(self, B: int, S: int) -> dict[str, int]:
         """Bytes of attention's scores: none where it is fused, a chunk's where it goes by chunks."""

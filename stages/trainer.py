@@ -20,9 +20,10 @@ from stages.stage import StageContext
 from stages.trainconfig import LossConfig, TrainConfig, longest_first
 from stages.trainset import Micro
 from stages.tuner import checkpoint, ema, lora, loss, optimizer, quantize, weighting
-from stages.tuner.backprop import Plan, Walk, dispatch, loss_and_grads
+from stages.tuner.backprop import Plan, Walk, dispatch, limited, loss_and_grads
 from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.initial import initial
+from stages.tuner.stacks import Stacks
 
 OUTSIDE_BITS = 8  # the least of a Linear outside the blocks: those steer every block
 GUIDANCE = 1.0  # what a family with guidance embedded is trained at; every trainer but one does
@@ -127,14 +128,19 @@ class Trainer:
         self.targets = choose(self.model.linears(), c)
         self.scales = lora.scales(self.targets)
         self.take = stepper_of(c)
-        self.adapter = start.arrays(checkpoint.ADAPTER) if start else self.fresh(ctx)
-        self.state = start.arrays(checkpoint.OPTIMIZER) if start else self.take.init(self.adapter)
-        mx.eval(self.adapter, self.state)
+        self.masters = Stacks.of(start.arrays(checkpoint.ADAPTER) if start else self.fresh(ctx))
+        self.state = start.arrays(checkpoint.OPTIMIZER) if start else self.take.init(self.masters)
+        mx.eval(self.masters.arrays, self.state)
         self.plan: Plan = "whole"
         self.bound: int | None = None  # bytes that may be live before the next block is dispatched
         self.piece: int | None = None  # image and text tokens computed at once; None: all of a batch
         self.used = 0  # the largest piece of the last step
         self.most: int | None = c.micro_batch if isinstance(c.micro_batch, int) else None  # the same in samples
+
+    @property
+    def adapter(self) -> Arrays:
+        """The trained arrays, float32, by name: views of the masters, good until the next step."""
+        return self.masters.apart()
 
     def fresh(self, ctx: StageContext) -> Arrays:
         """The adapter before the first step: one that changes nothing, or what another one has learnt."""
@@ -165,32 +171,33 @@ class Trainer:
         The gradient is the same whatever the sizes of the pieces. Where nothing holds a sample to the base, straying costs 0.
         """
         count = sum(len(micro.samples) for micro in micros)
+        adapter = self.masters.cast(self.model.dtype).apart()
         total: Arrays = {}
         losses, strays = [], []
         for micro in self.pieces(micros):
             costs = []
-            for losses_B, grads in self.terms(micro):
+            for losses_B, grads in self.terms(micro, adapter):
                 costs.append(losses_B)
                 share = len(micro.samples) / count
                 if share < 1 or total:
-                    grads = {name: share * grad + total.get(name, 0.0) for name, grad in grads.items()}
+                    grads = {name: share * grad.astype(mx.float32) + total.get(name, 0.0) for name, grad in grads.items()}
                     mx.eval(grads)  # or every piece's gradient would wait for the last
                 total = grads
             losses.append(costs[0])
             strays.append(costs[1] if len(costs) > 1 else mx.zeros_like(costs[0]))
         return mx.concatenate(losses), total, mx.concatenate(strays)
 
-    def terms(self, micro: Micro) -> Iterator[tuple[mx.array, Arrays]]:
+    def terms(self, micro: Micro, adapter: Arrays) -> Iterator[tuple[mx.array, Arrays]]:
         """What a piece is trained by, each with its gradient: the losses, and where it is asked for, what straying costs."""
         inputs, asked = prepare(micro, self.model.config.guidance_embeds, self.config.loss)
-        yield loss_and_grads(self.model, self.adapter, self.scales, inputs, asked, self.plan, self.bound)
+        yield loss_and_grads(self.model, adapter, self.scales, inputs, asked, self.plan)
         if micro.class_BTJ is None or self.config.preservation is None:
             return
         inputs["ctx_BTJ"] = mx.array(micro.class_BTJ).view(mx.bfloat16)
         assert micro.class_B is not None
         weight_B = self.config.preservation.weight * mx.array(micro.class_B)
         strays = functools.partial(loss.preservation, base_BLC=self.base(inputs), weight_B=weight_B)
-        yield loss_and_grads(self.model, self.adapter, self.scales, inputs, strays, self.plan, self.bound)
+        yield loss_and_grads(self.model, adapter, self.scales, inputs, strays, self.plan)
 
     def base(self, inputs: dict[str, Any]) -> mx.array:
         """What the model answers without the adapter."""
@@ -220,17 +227,21 @@ class Trainer:
     @property
     def average(self) -> Arrays | None:
         """The average of the adapter over the steps, if one is kept."""
-        return self.take.average(self.adapter, self.state) or None
+        return self.take.average(self.masters, self.state) or None
 
     def step(self, micros: list[Micro], lr: float, ratio: bool = False) -> Measured:
         """One update by the mean over the step's samples; none where anything is not finite."""
+        with limited(self.bound):
+            return self._step(micros, lr, ratio)
+
+    def _step(self, micros: list[Micro], lr: float, ratio: bool) -> Measured:
         self.used = 0
         losses, grads, strays = self.gradient(micros)
-        before = self.adapter if ratio else None
-        self.adapter, self.state, norm, done = self.take(self.adapter, grads, self.state, lr, mx.all(mx.isfinite(losses)))
-        del grads  # with no other name on them, the update may take their memory, and that of the arrays before it
-        moved = None if before is None else update_ratio(before, self.adapter)
-        mx.eval(self.adapter, self.state, norm, losses, strays, done, moved)
+        before = dict(self.masters.arrays) if ratio else None  # the update takes the arrays that it is given
+        sound = mx.all(mx.isfinite(losses))
+        self.masters, self.state, norm, done = self.take(self.masters, grads, self.state, lr, sound)
+        moved = None if before is None else update_ratio(before, self.masters.arrays)
+        mx.eval(self.masters.arrays, self.state, norm, losses, strays, done, moved)
         held = [one for micro in micros for one in micro.held]
         strayed: Any = strays.tolist()
         costs = [cost if one else None for cost, one in zip(strayed, held, strict=True)]

@@ -19,7 +19,7 @@ import numpy as np
 
 from stages.models.attention import attention
 
-Shared = dict[str, mx.array]  # what all blocks are given: modulation, rotary tables, text ids; arrays only
+Shared = dict[str, Any]  # what all blocks are given: modulation, rotary tables, text ids; arrays and lists of them
 Linear = Callable[[str, Any, mx.array], mx.array]  # (name within the block, weight, x) -> y: where a LoRA comes in
 
 EPS = 1e-6  # of every norm: no released FLUX.2 has another
@@ -146,7 +146,7 @@ class Flux2:
                 block.weights[rest] = weights[name]
             else:
                 self.top[name] = weights[name]
-        self._tables: dict[bytes, mx.array] = {}
+        self._tables: dict[bytes, list[mx.array]] = {}
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -183,11 +183,11 @@ class Flux2:
                 raise ValueError("this transformer has a guidance embedding: it needs a guidance value, one per image")
             temb_BD = temb_BD + self._embed("guidance", guidance_B)
         temb_BD = silu(temb_BD)
-        shared = {}
+        shared: Shared = {}
         for stream, name in MODULATIONS.items():
             shared[stream] = modulation(self._linear(f"{name}.linear", temb_BD), self.config.hidden)
         scale_B1D, shift_B1D = mx.split(self._linear("norm_out.linear", temb_BD)[:, None], 2, axis=-1)
-        shared["out"] = mx.stack([shift_B1D, 1 + scale_B1D])
+        shared["out"] = [shift_B1D, 1 + scale_B1D]
         shared["rope"] = self._rope(np.concatenate([ctx_ids_T4, x_ids_L4]))
         shared["ctx_ids"] = mx.array(np.asarray(ctx_ids_T4, np.int32))
         h_BTD = self._linear("context_embedder", ctx_BTJ.astype(self.dtype))
@@ -233,15 +233,15 @@ class Flux2:
         """A Linear outside the blocks."""
         return plain_linear(name, self.top[f"{name}.weight"], x)
 
-    def _rope(self, ids_S4: np.ndarray) -> mx.array:
-        """Cosines and sines of all rows, each twice, (2,S,1,K) float32 from float64 angles; kept for batches of that shape."""
+    def _rope(self, ids_S4: np.ndarray) -> list[mx.array]:
+        """Cosines and sines of all rows, (S,1,K) each, every value twice: float32 of float64 angles, kept for that shape."""
         key = np.asarray(ids_S4, np.int64).tobytes()
         if key not in self._tables:
             axes = self.config.axes_dims_rope
             freqs = [self.config.rope_theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim) for dim in axes]
             angles_SP = np.concatenate([ids_S4[:, i, None] * f for i, f in enumerate(freqs)], axis=-1)
-            table = np.stack([np.cos(angles_SP), np.sin(angles_SP)]).repeat(2, axis=-1)
-            self._tables[key] = mx.array(table[:, :, None], mx.float32)
+            pair = (turn(angles_SP).repeat(2, axis=-1)[:, None] for turn in (np.cos, np.sin))
+            self._tables[key] = [mx.array(each, mx.float32) for each in pair]
             if len(self._tables) > TABLES_KEPT:
                 self._tables.pop(next(iter(self._tables)))
         return self._tables[key]
@@ -258,14 +258,13 @@ def silu(x: mx.array) -> mx.array:
     return x * mx.sigmoid(x)
 
 
-def modulation(y_BN: mx.array, hidden: int) -> mx.array:
-    """Shift, 1 + scale and gate, once or twice over, as (3 or 6,B,1,D): the one is added here, once for all blocks."""
-    y_NB1D = y_BN.reshape(y_BN.shape[0], -1, 1, hidden).swapaxes(0, 1)
-    one = mx.array([0, 1, 0] * (len(y_NB1D) // 3), y_BN.dtype)
-    return y_NB1D + one[:, None, None, None]
+def modulation(y_BN: mx.array, hidden: int) -> list[mx.array]:
+    """Shift, 1 + scale and gate, once or twice over, (B,1,D) each: the one is added here, once for all blocks."""
+    parts = mx.split(y_BN[:, None], y_BN.shape[-1] // hidden, axis=-1)
+    return [1 + part if at % 3 == 1 else part for at, part in enumerate(parts)]
 
 
-def modulate(x_BSD: mx.array, mods: mx.array) -> mx.array:
+def modulate(x_BSD: mx.array, mods: list[mx.array]) -> mx.array:
     """LayerNorm, then shift and scale: `mods` starts with the shift and 1 + scale."""
     return mx.fast.layer_norm(x_BSD, None, None, EPS) * mods[1] + mods[0]
 
@@ -273,10 +272,29 @@ def modulate(x_BSD: mx.array, mods: mx.array) -> mx.array:
 def swiglu(x_BSF: mx.array) -> mx.array:
     """The first half of the features gates the second."""
     gate, up = mx.split(x_BSF, 2, axis=-1)
+    return gated(gate, up)
+
+
+def gated(gate: mx.array, up: mx.array) -> mx.array:
+    """silu(gate) up. For the gradient the sigmoid is computed again: it is cheaper than to keep it."""
+    made: Any = _gated(gate, up)
+    y: mx.array = made
+    return y
+
+
+@mx.custom_function
+def _gated(gate: mx.array, up: mx.array) -> mx.array:
     return silu(gate) * up
 
 
-def rotate(x_BSHK: mx.array, rope: mx.array) -> mx.array:
+@_gated.vjp  # type: ignore[untyped-decorator, unused-ignore]
+def _gated_vjp(primals: Any, dy: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+    gate, up = primals
+    share = mx.sigmoid(gate)
+    return dy * up * (share + gate * share * (1 - share)), dy * gate * share
+
+
+def rotate(x_BSHK: mx.array, rope: list[mx.array]) -> mx.array:
     """Turn each pair of neighbouring features by its row's angles, in float32, and back to the dtype of x.
 
     (x0, x1) becomes cos (x0, x1) + sin (-x1, x0). The quarter turn in the second term is a product with a matrix of
@@ -284,7 +302,7 @@ def rotate(x_BSHK: mx.array, rope: mx.array) -> mx.array:
     """
     K = x_BSHK.shape[-1]
     quarter_KK = mx.array(np.kron(np.eye(K // 2), [[0, 1], [-1, 0]]), x_BSHK.dtype)
-    cos, sin = rope[0], rope[1]
+    cos, sin = rope
     return (x_BSHK * cos + (x_BSHK @ quarter_KK) * sin).astype(x_BSHK.dtype)
 
 
@@ -293,7 +311,7 @@ def heads(x_BSD: mx.array, width: int) -> mx.array:
     return x_BSD.reshape(*x_BSD.shape[:2], -1, width)
 
 
-def attend(q_BSHK: mx.array, k_BSHK: mx.array, v_BSHK: mx.array, rope: mx.array) -> mx.array:
+def attend(q_BSHK: mx.array, k_BSHK: mx.array, v_BSHK: mx.array, rope: list[mx.array]) -> mx.array:
     """Rotary positions, then attention of all rows over all rows: (B,S,D)."""
     q_BHSK, k_BHSK, v_BHSK = (x.swapaxes(1, 2) for x in (rotate(q_BSHK, rope), rotate(k_BSHK, rope), v_BSHK))
     y_BHSK = attention(q_BHSK, k_BHSK, v_BHSK, q_BSHK.shape[-1] ** -0.5)
@@ -338,6 +356,7 @@ def single_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linea
     q, k, v, gate, up = mx.split(x, [hidden, 2 * hidden, 3 * hidden, (x.shape[-1] + 3 * hidden) // 2], axis=-1)
     q_BSHK, k_BSHK, v_BSHK = (heads(y, q_norm.shape[0]) for y in (q, k, v))
     q_BSHK, k_BSHK = mx.fast.rms_norm(q_BSHK, q_norm, EPS), mx.fast.rms_norm(k_BSHK, k_norm, EPS)
-    y_BSF = mx.concatenate([attend(q_BSHK, k_BSHK, v_BSHK, shared["rope"]), silu(gate) * up], axis=-1)
+    y_BSF = mx.concatenate([attend(q_BSHK, k_BSHK, v_BSHK, shared["rope"]), gated(gate, up)], axis=-1)
     name = "attn.to_out"
-    return h_BSD + mods[2] * linear(name, weights[f"{name}.weight"], y_BSF)
+    gate_B1D: mx.array = mods[2]
+    return h_BSD + gate_B1D * linear(name, weights[f"{name}.weight"], y_BSF)

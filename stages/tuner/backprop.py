@@ -70,7 +70,6 @@ def loss_and_grads(
     inputs: Mapping[str, Any],
     loss: Loss,
     plan: Plan = "whole",
-    memory_limit: int | None = None,
 ) -> tuple[mx.array, Arrays]:
     """(losses_B, the gradient of their mean in the adapters' own names and dtype), dispatched, not awaited.
 
@@ -80,28 +79,26 @@ def loss_and_grads(
     arrays become arguments of the graph, where a captured array would be frozen into it. A plain closure works too,
     uncompiled.
 
-    Blocks are dispatched ahead of the device as long as live memory stays below `memory_limit` bytes (MLX's own limit
-    where None): above it, the next operation waits until running work has freed some.
+    Blocks are dispatched ahead of the device; `limited` says how far.
     """
     walk = Walk(chain, adapters, scales)
     head = len(chain.blocks) - kept_blocks(plan, len(chain.blocks))
-    with _limit(memory_limit):
-        h, shared = chain.enter(**inputs)
-        dispatch(h, shared)
-        entered = []
-        for n in range(head):
-            entered.append(h)
-            h = walk.forward(n, h, shared)
-            dispatch(h)
-        losses_B, cotangent, grads = walk.tail(head, h, shared, loss)
-        # Nothing is trained before the first: there, what is let go is not computed.
-        h, cotangent = (), cotangent if head > walk.first else ()
-        dispatch(losses_B, cotangent, grads)
-        for n in reversed(range(walk.first, head)):
-            cotangent, found = walk.backward(n, entered.pop(), shared, cotangent)
-            cotangent = cotangent if n > walk.first else ()
-            dispatch(cotangent, found)
-            grads |= found
+    h, shared = chain.enter(**inputs)
+    dispatch(h, shared)
+    entered = []
+    for n in range(head):
+        entered.append(h)
+        h = walk.forward(n, h, shared)
+        dispatch(h)
+    losses_B, cotangent, grads = walk.tail(head, h, shared, loss)
+    # Nothing is trained before the first: there, what is let go is not computed.
+    h, cotangent = (), cotangent if head > walk.first else ()
+    dispatch(losses_B, cotangent, grads)
+    for n in reversed(range(walk.first, head)):
+        cotangent, found = walk.backward(n, entered.pop(), shared, cotangent)
+        cotangent = cotangent if n > walk.first else ()
+        dispatch(cotangent, found)
+        grads |= found
     return losses_B, grads
 
 
@@ -115,11 +112,15 @@ def kept_blocks(plan: Plan, blocks: int) -> int:
 
 
 @contextmanager
-def _limit(memory_limit: int | None) -> Iterator[None]:
-    if memory_limit is None:
+def limited(live: int | None) -> Iterator[None]:
+    """Work is handed to the device ahead as long as live memory stays below so many bytes; MLX's own limit where None.
+
+    Above it, the next operation waits until running work has freed some: the same numbers, later.
+    """
+    if live is None:
         yield
         return
-    before = mx.set_memory_limit(memory_limit)
+    before = mx.set_memory_limit(live)
     try:
         yield
     finally:

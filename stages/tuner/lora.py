@@ -184,16 +184,21 @@ def linear(adapters: Mapping[str, mx.array], scales: Mapping[str, float]) -> Lin
     def apply(name: str, weight: Any, x: mx.array) -> mx.array:
         y = quantize.matmul(x, weight)
         if name + lokr.W1 in adapters:
-            return y + scales[name] * lokr.change(x, of_linear(adapters, name))
+            return y + _scaled(lokr.change(x, of_linear(adapters, name)), scales[name])
         if name + A not in adapters:
             return y
         down, up = adapters[name + A].astype(x.dtype), adapters[name + B].astype(x.dtype)
-        y = mx.addmm(y, scales[name] * (x @ down.T), up.T)  # added by the product: no pass over y of its own
+        y = mx.addmm(y, _scaled(x @ down.T, scales[name]), up.T)  # added by the product: no pass over y of its own
         if name + dora.MAGNITUDE not in adapters:
             return y
         return dora.stretch(y, adapters[name + dora.MAGNITUDE], weight, adapters[name + A], adapters[name + B], scales[name])
 
     return apply
+
+
+def _scaled(x: mx.array, scale: float) -> mx.array:
+    """scale x; a scale of 1, which alpha = rank gives, costs nothing."""
+    return x if scale == 1 else scale * x
 
 
 def of_linear(adapters: Mapping[str, mx.array], name: str) -> Arrays:

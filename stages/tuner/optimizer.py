@@ -23,10 +23,14 @@ from stages.tuner.backprop import compiles, dispatch
 from stages.tuner.lion import Lion
 from stages.tuner.moments import Go
 from stages.tuner.prodigy import Prodigy
+from stages.tuner.stacks import Stacks
 
 __all__ = ["METHODS", "AdamW", "Optimizer", "Stepper", "clip", "global_norm", "make"]
 
 Arrays = dict[str, mx.array]
+
+WORK = 6  # stacks' worth of arrays while one is updated: its gradient, old and new, intermediate ones
+WORK_COMPILED = 4  # the same where the update is compiled
 
 
 class Optimizer(Protocol):
@@ -91,59 +95,67 @@ def _choice(word: str, words: Iterable[str]) -> str:
 class Stepper:
     """A step as one function of arrays: norm, clip, the optimizer's update, and nothing where something is not finite.
 
-    Arrays of one shape go through it as one (see `stacks`), and the state is that of the stacks: their names are those
-    of their first arrays. On a GPU the update is compiled, AdamW's to one pass over the memory of each stack.
+    Arrays of one shape are one (see `stacks`), and the state is that of the stacks: their names are those of their first
+    arrays. On a GPU the update is compiled, AdamW's to one pass over the memory of each stack.
 
     Stacks are handed over one after another, where they need nothing of each other, so that one's intermediate arrays
-    are let go before the next one's are made. A caller who keeps neither gradients nor old arrays while the new ones are
-    computed needs no second copy of them.
+    are let go before the next one's are made.
     """
 
     def __init__(self, method: Optimizer, limit: float) -> None:
         self.method, self.limit = method, limit
         self._update = mx.compile(self._clipped) if compiles() else self._clipped
 
-    def init(self, params: Arrays) -> Arrays:
+    def init(self, params: Stacks) -> Arrays:
         """The state before the first step."""
-        return self.method.init(stacks.stack(params, stacks.plan(params)))
+        return self.method.init(params.arrays)
 
     def __call__(
-        self, params: Arrays, grads: Arrays, state: Arrays, lr: float, sound: mx.array
-    ) -> tuple[Arrays, Arrays, mx.array, mx.array]:
-        """(params, state, norm, done), not awaited. `norm` is the gradients' before they are clipped to `limit`.
+        self, params: Stacks, grads: Arrays, state: Arrays, lr: float, sound: mx.array
+    ) -> tuple[Stacks, Arrays, mx.array, mx.array]:
+        """(params, state, norm, done), not awaited. `grads` are by the arrays' own names, in float32 or what was computed in.
 
-        Where `sound`, a boolean array of one value, is false or the norm is not finite, `done` is false, and params and
-        state are what they were.
+        `norm` is the gradients' before they are clipped to `limit`. Where `sound`, a boolean array of one value, is false
+        or the norm is not finite, `done` is false, and params and state are what they were. All three are emptied as
+        their arrays are used up: there is no second copy of any.
         """
-        plan = stacks.plan(params)
+        plan = params.plan
         slope = stacks.stack(grads, plan)
+        grads.clear()
         norm = global_norm(slope)
         done = sound & mx.isfinite(norm)
+        dispatch(norm, done, slope)
         after: Arrays = {}
         fresh: Arrays = {}
         # Names in order: that of a dict from a file is another, and would make another compiled graph, of other last bits.
         owners = {key: _owner(key, plan) for key in sorted(state)}
         for part in [list(plan)] if self._together else [[name] for name in plan]:
-            held = {key: state[key] for key, owner in owners.items() if owner is None or owner in part}
-            old = stacks.stack(params, {name: plan[name] for name in part})
-            own: Any = self._update(old, {name: slope.pop(name) for name in part}, held, mx.array(lr, mx.float32), norm, done)
-            del old, held
+            held = {key: state.pop(key) if owner else state[key] for key, owner in owners.items() if owner in (None, *part)}
+            old, own_slope = ({name: source.pop(name) for name in part} for source in (params.arrays, slope))
+            own: Any = self._update(old, own_slope, held, mx.array(lr, mx.float32), norm, done)
+            del old, own_slope, held
             dispatch(own)
             fresh |= own[0]
             after |= own[1]
-        return stacks.unstack(fresh, plan), after, norm, done
+        return Stacks(plan, fresh), after, norm, done
+
+    def working(self, params: Stacks) -> int:
+        """Bytes that a step takes at its most beside arrays and state: gradients, and what is computed of one stack."""
+        largest = max(value.nbytes for value in params.arrays.values())
+        return params.nbytes + (WORK_COMPILED if compiles() else WORK) * (params.nbytes if self._together else largest)
 
     @property
     def _together(self) -> bool:
         """Whether the step of one array depends on the others."""
         return isinstance(getattr(self.method, "method", self.method), Prodigy)
 
-    def average(self, params: Arrays, state: Arrays) -> Arrays:
+    def average(self, params: Stacks, state: Arrays) -> Arrays:
         """The adapter of averages that a state holds, where the optimizer is `ema.Averaged`; empty where it is not."""
         found = ema.arrays(state)
-        return stacks.unstack(found, stacks.plan(params)) if found else {}
+        return stacks.unstack(found, params.plan) if found else {}
 
     def _clipped(self, params: Arrays, grads: Arrays, state: Arrays, lr: mx.array, norm: mx.array, done: mx.array) -> Any:
+        grads = {name: grad.astype(mx.float32) for name, grad in grads.items()}
         finite = {name: mx.where(done, grad, 0.0) for name, grad in clip(grads, norm, self.limit).items()}
         return self.method.update(params, finite, state, lr, done)
 

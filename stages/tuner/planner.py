@@ -13,14 +13,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from stages.tuner.backprop import Chain, Plan, Tree, compiles, kept_blocks
+from stages.tuner.backprop import Chain, Plan, Tree, kept_blocks
 from stages.tuner.quantize import GROUP
 
-KEPT = 1.9  # bytes that a block keeps for its gradient, per byte into and out of its Linears
+KEPT = 1.65  # bytes that a block keeps for its gradient, per byte into and out of its Linears
 VISIT = 2.0  # bytes alive while a block is computed and differentiated, likewise
 VISIT_SCORES = 2.5  # the same per byte of a matrix of attention scores, where there is one
-UPDATE = 7  # adapters' worth of arrays beside the adapter while an optimizer's step is taken: gradients, stacks, the new one
-UPDATE_COMPILED = 5  # the same where the step is compiled
 FACTOR = 1.25  # the measured peak of a step is within this factor of the estimate, either way
 
 
@@ -33,19 +31,19 @@ class Estimate:
     state: int  # the optimizer's
     stream: int  # one block's input
     traffic: tuple[int, ...]  # of each block: into and out of its Linears
+    update: int = 0  # what the optimizer's step takes beside what lies there
     scores: int = 0  # the largest matrix of attention scores that a block builds; 0 where attention is fused
     kept_scores: int = 0  # what of it stays until the backward pass; 0 where it is built in chunks
 
     def need(self, plan: Plan) -> int:
-        """The most that lies there at once: in the backward pass, or when the optimizer has old and new side by side."""
+        """The most that lies there at once: in the backward pass, or while the optimizer takes its step."""
         blocks = len(self.traffic)
         tail = kept_blocks(plan, blocks)
         head = blocks - tail
         kept = sum(KEPT * traffic + self.kept_scores for traffic in self.traffic[head + 1 :])  # the last one's is its visit's
         # Inputs are let go on the way back, while gradients gather.
         behind = max(head * self.stream + self.adapter * tail // blocks + kept, self.stream + self.adapter)
-        update = (UPDATE_COMPILED if compiles() else UPDATE) * self.adapter
-        return self.held + int(max(behind + self.visit, update))
+        return self.held + int(max(behind + self.visit, self.update))
 
     @property
     def visit(self) -> float:
@@ -62,15 +60,15 @@ class Estimate:
         return replace(self, weights=weights)
 
 
-def estimate(chain: Chain, inputs: Mapping[str, Any], weights: int, adapter: int, state: int, **scores: int) -> Estimate:
+def estimate(chain: Chain, inputs: Mapping[str, Any], weights: int, adapter: int, state: int, **more: int) -> Estimate:
     """What training takes on `inputs`, the largest batch. The chain's weights may be arrays that were never computed.
 
-    `scores`: `scores` and `kept_scores` of an Estimate, which are attention's business.
+    `more`: an Estimate's `update`, the optimizer's business, and `scores` and `kept_scores`, attention's.
     """
     h, shared = chain.enter(**inputs)
     by_kind = {block.kind: block for block in chain.blocks}
     seen = {kind: _traffic(chain, block, h, shared) for kind, block in by_kind.items()}
-    return Estimate(weights, adapter, state, h.nbytes, tuple(seen[block.kind] for block in chain.blocks), **scores)
+    return Estimate(weights, adapter, state, h.nbytes, tuple(seen[block.kind] for block in chain.blocks), **more)
 
 
 def _traffic(chain: Chain, block: Any, h: Tree, shared: Tree) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -15,6 +16,33 @@ Arrays = dict[str, mx.array]
 Plan = dict[str, list[str]]  # the stack's name, which is that of its first array, and the names of all
 
 LARGEST = 1 << 23  # values of a stack: 32 MiB, which bounds what a step holds beside the arrays
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """Named arrays, stacked: `arrays` maps a stack's name to (N,R,C) where its arrays are matrices, even to one of them."""
+
+    plan: Plan
+    arrays: Arrays
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, mx.array]) -> Stacks:
+        """These arrays, copied into stacks."""
+        made = plan(arrays)
+        return cls(made, stack(arrays, made))
+
+    def apart(self) -> Arrays:
+        """The arrays by their own names: views."""
+        return unstack(self.arrays, self.plan)
+
+    def cast(self, dtype: mx.Dtype) -> Stacks:
+        """The matrices in another dtype; any other array as it is."""
+        return replace(self, arrays={name: a.astype(dtype) if a.ndim == 3 else a for name, a in self.arrays.items()})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all."""
+        return sum(value.nbytes for value in self.arrays.values())
 
 
 def plan(arrays: Mapping[str, mx.array]) -> Plan:

@@ -20,6 +20,7 @@ from stages.selection import ValidationConfig
 from stages.train import STAGE
 from stages.trainconfig import EmaConfig, NoiseConfig, ScheduleConfig, TrainConfig
 from stages.tuner import checkpoint, lora
+from stages.tuner.stacks import Stacks
 from tests import harness
 from tests.stages.runs import BASE, SHAPES, TEXT_ROWS, TINY, Run, rows_of, tables, weights
 from tests.tuner.test_backprop import assert_same
@@ -212,9 +213,9 @@ def test_the_samples_of_a_step_draw_apart(transformer, tmp_path):
 def test_unequal_micro_batches_count_by_their_samples(transformer, tmp_path):
     run = Run(tmp_path, transformer, replace(BASE, batch_size=3, accumulate=2, steps=1), tables(((64, 64),) * 4))
     made = trainer.Trainer(run.context(), None)
-    made.adapter = {
-        name: value + 0.1 * mx.random.normal(value.shape, key=mx.random.key(1)) for name, value in made.adapter.items()
-    }
+    made.masters = Stacks.of(
+        {name: value + 0.1 * mx.random.normal(value.shape, key=mx.random.key(1)) for name, value in made.adapter.items()}
+    )
     ((_, micros, _),) = list(trainset.Feed(run.context(), train.course_of(run.context()), range(1, 2)))
     assert sorted(len(micro.samples) for micro in micros) == [1, 3]
     fields = ("x0_BCHW", "noise_BCHW", "ctx_BTJ")
@@ -286,7 +287,9 @@ def test_losses_and_every_gradient_of_a_step_equal_torchs_with_peft(guidance, tm
     run = Run(tmp_path, folder, replace(BASE, batch_size=3, rank=3, alpha=1.5))
     made = trainer.Trainer(run.context(), None)
     draw = np.random.default_rng(5)
-    made.adapter = {name: mx.array(draw.normal(0, 0.1, value.shape).astype(np.float32)) for name, value in made.adapter.items()}
+    made.masters = Stacks.of(
+        {name: mx.array(draw.normal(0, 0.1, value.shape).astype(np.float32)) for name, value in made.adapter.items()}
+    )
     ((_, (micro,), _),) = list(trainset.Feed(run.context(), train.course_of(run.context()), range(1, 2)))
     losses, grads, _ = made.gradient([micro])
 

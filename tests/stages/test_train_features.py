@@ -27,6 +27,7 @@ from stages.trainconfig import (
     TrainConfig,
 )
 from stages.tuner import checkpoint, lora, quantize
+from stages.tuner.stacks import Stacks
 from tests.stages.runs import BASE, TEXT_ROWS, Run, rows_of, tables, weights, words
 from tests.tuner.test_backprop import assert_same
 
@@ -165,9 +166,9 @@ def step_of(run: Run, step: int = 1) -> tuple[trainer.Trainer, list[trainset.Mic
     """A trainer whose adapter is no longer zero, and what a step trains on."""
     made = trainer.Trainer(run.context(), None)
     draw = np.random.default_rng(5)
-    made.adapter = {
-        name: value + mx.array(draw.normal(0, 0.1, value.shape).astype(np.float32)) for name, value in made.adapter.items()
-    }
+    made.masters = Stacks.of(
+        {name: value + mx.array(draw.normal(0, 0.1, value.shape).astype(np.float32)) for name, value in made.adapter.items()}
+    )
     ((_, micros, _),) = list(trainset.Feed(run.context(), course_of(run.context()), range(step, step + 1)))
     return made, micros
 

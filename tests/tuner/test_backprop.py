@@ -8,7 +8,7 @@ import pytest
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.models.flux2 import Block, Flux2, Flux2Config, image_ids, text_ids
 from stages.tuner import backprop, lora, quantize
-from stages.tuner.backprop import kept_blocks, loss_and_grads
+from stages.tuner.backprop import kept_blocks, limited, loss_and_grads
 
 CONFIG = Flux2Config(
     in_channels=8,
@@ -213,7 +213,8 @@ def test_a_memory_limit_is_put_back_and_changes_no_number():
     before = mx.set_memory_limit(1 << 40)
     try:
         _, free = loss_and_grads(model, adapters, scales, batch(), loss_of(), "blocks")
-        _, tight = loss_and_grads(model, adapters, scales, batch(), loss_of(), "blocks", memory_limit=1)
+        with limited(1):
+            _, tight = loss_and_grads(model, adapters, scales, batch(), loss_of(), "blocks")
         assert mx.set_memory_limit(1 << 40) == 1 << 40
     finally:
         mx.set_memory_limit(before)

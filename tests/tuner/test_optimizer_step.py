@@ -24,6 +24,15 @@ def reread(folder, arrays):
     return Checkpoint(1, folder, {}).arrays(OPTIMIZER)
 
 
+def stacked(n: int) -> stacks.Stacks:
+    return stacks.Stacks.of(draw(n))
+
+
+def copied(params: stacks.Stacks) -> stacks.Stacks:
+    """A step empties what it is given."""
+    return stacks.Stacks(params.plan, dict(params.arrays))
+
+
 def same(these, those):
     return set(these) == set(those) and all(
         these[name].dtype == those[name].dtype and mx.array_equal(these[name], those[name]) for name in those
@@ -35,14 +44,16 @@ def test_a_run_that_was_saved_and_read_again_ends_with_the_same_bits(name, tmp_p
     method = ema.Averaged(optimizer.make(name, weight_decay=0.01))
     step, ends = optimizer.Stepper(method, 1.0), []
     for cut in (None, 4):
-        params, state = draw(0), step.init(draw(0))
+        params = stacked(0)
+        state = step.init(params)
         for n in range(1, 9):
             params, state, _, _ = step(params, draw(n), state, method.method.usual_lr * n, TRUE)
             if n == cut:
                 back = reread(tmp_path, state)
                 assert same(back, state)
-                params, state, step = reread(tmp_path, params), back, optimizer.Stepper(method, 1.0)
-        ends.append(params | state)
+                params = stacks.Stacks.of(reread(tmp_path, params.apart()))
+                state, step = back, optimizer.Stepper(method, 1.0)
+        ends.append(params.apart() | state)
     assert same(*ends)
 
 
@@ -50,15 +61,16 @@ def test_a_run_that_was_saved_and_read_again_ends_with_the_same_bits(name, tmp_p
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_step_that_is_not_sound_changes_nothing_even_as_the_first(name, before):
     step = optimizer.Stepper(ema.Averaged(optimizer.make(name, weight_decay=0.1)), 1.0)
-    params, state = draw(0), step.init(draw(0))
+    params = stacked(0)
+    state = step.init(params)
     for _ in range(before):
         params, state, _, done = step(params, draw(1), state, 1e-3, TRUE)
         assert done.item()
     broken = draw(2) | {"blocks.1.A": mx.full((4, 96), float("nan"))}
     for grads, sound in ((draw(2), mx.array(False)), (broken, TRUE)):
-        after, moments, _, done = step(params, grads, state, 1e-3, sound)
+        after, moments, _, done = step(copied(params), dict(grads), dict(state), 1e-3, sound)
         assert not done.item()
-        assert same(after, params)
+        assert same(after.apart(), params.apart())
         assert same(moments, state)
 
 
@@ -66,15 +78,17 @@ def test_a_step_that_is_not_sound_changes_nothing_even_as_the_first(name, before
 def test_arrays_in_stacks_go_where_they_would_go_alone(name):
     method = optimizer.make(name, weight_decay=0.01)
     step, lr = optimizer.Stepper(method, 1.0), method.usual_lr
-    params = other = draw(0)
-    state, alone = step.init(params), method.init(params)
+    params, other = stacked(0), draw(0)
+    state, alone = step.init(params), method.init(other)
     for n in range(1, 6):
         norm = optimizer.global_norm(draw(n))
         params, state, found, _ = step(params, draw(n), state, lr, TRUE)
         other, alone = method.update(other, optimizer.clip(draw(n), norm, 1.0), alone, lr)
         assert found.item() == pytest.approx(norm.item(), rel=1e-6)
     for key in SHAPES:  # 8-bit blocks have other neighbours in a stack
-        np.testing.assert_allclose(np.array(params[key]), np.array(other[key]), atol=(0.3 if "8bit" in name else 1e-4) * lr)
+        np.testing.assert_allclose(
+            np.array(params.apart()[key]), np.array(other[key]), atol=(0.3 if "8bit" in name else 1e-4) * lr
+        )
 
 
 def test_compiled_or_not_it_is_the_same_step(monkeypatch):
@@ -84,7 +98,8 @@ def test_compiled_or_not_it_is_the_same_step(monkeypatch):
     for compiled in (False, True):
         monkeypatch.setattr(optimizer, "compiles", lambda compiled=compiled: compiled)
         step = optimizer.Stepper(method, 1.0)
-        ends.append(step(params, grads, step.init(params), 1.0, TRUE)[0])
+        held = stacks.Stacks.of(params)
+        ends.append(step(held, dict(grads), step.init(held), 1.0, TRUE)[0].apart())
     for key in params:
         np.testing.assert_allclose(np.array(ends[1][key]), np.array(ends[0][key]), atol=1e-5)
 
@@ -101,13 +116,13 @@ def test_matrices_of_one_shape_share_a_stack_and_the_plan_knows_no_order(monkeyp
 
 def test_the_average_is_an_adapter_like_the_one_that_is_trained():
     step = optimizer.Stepper(ema.Averaged(optimizer.AdamW()), 1.0)
-    state = step.init(draw(0))
-    assert same(step.average(draw(0), state), draw(0))
-    params, state, _, _ = step(draw(0), draw(1), state, 1e-2, TRUE)
+    state = step.init(stacked(0))
+    assert same(step.average(stacked(0), state), draw(0))
+    params, state, _, _ = step(stacked(0), draw(1), state, 1e-2, TRUE)
     average = step.average(params, state)
     assert {name: value.shape for name, value in average.items()} == SHAPES
     np.testing.assert_allclose(  # the first update keeps a tenth
-        np.array(average["blocks.3.B"]), np.array(0.1 * draw(0)["blocks.3.B"] + 0.9 * params["blocks.3.B"]), rtol=1e-5
+        np.array(average["blocks.3.B"]), np.array(0.1 * draw(0)["blocks.3.B"] + 0.9 * params.apart()["blocks.3.B"]), rtol=1e-5
     )
     assert optimizer.Stepper(optimizer.AdamW(), 1.0).average(params, {"step": mx.zeros(())}) == {}
 
