@@ -14,14 +14,13 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import model as parts
 import torch
 from compose import COLOURS, SIDE, compose
 from diffusers import AutoencoderKLFlux2
-from torch import Tensor
-
-import model as parts
 from journal import Journal
 from optimizer import Average, rate
+from torch import Tensor
 
 CANVAS = 128  # pixels: the training pictures' side
 NOISE = 0.2  # the highest level of noise, in spreads of a channel

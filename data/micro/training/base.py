@@ -13,17 +13,16 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import model as parts
 import torch
 from captions import caption
 from compose import COLOURS, SHAPES, compose
 from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
-from torch import Tensor
-from transformers import Qwen3ForCausalLM
-
-import model as parts
 from journal import Journal
 from optimizer import Average, Matrix, Optimizer, rate
 from tokenizer import Prompts
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
 
 Shape = tuple[int, int]  # height, width
 
@@ -51,13 +50,13 @@ class Corpus:
 
     latents: dict[Shape, Tensor]  # float16 (N,L,C)
     pairs: dict[Shape, Tensor]  # (N,)
-    tokens_MT: Tensor  # caption k of pair p is row p * SAID + k; the last row is the empty caption
-    real_MT: Tensor
+    tokens: Tensor  # (M,T); caption k of pair p is row p * SAID + k; the last row is the empty caption
+    real: Tensor  # (M,T)
 
     @property
     def device(self) -> torch.device:
         """Where it lies."""
-        return self.tokens_MT.device
+        return self.tokens.device
 
 
 def shares() -> dict[Shape, float]:
@@ -142,14 +141,14 @@ class Base:
         clean_BLC = data.latents[shape][chosen_B].float()
         rows_B = data.pairs[shape][chosen_B] * SAID + torch.randint(SAID, (B,), generator=draw, device=self.device)
         dropped_B = torch.rand(B, generator=draw, device=self.device) < DROPPED
-        rows_B = torch.where(dropped_B, len(data.tokens_MT) - 1, rows_B)
+        rows_B = torch.where(dropped_B, len(data.tokens) - 1, rows_B)
         noise_BLC = torch.randn(clean_BLC.shape, generator=draw, device=self.device)
         sigma_B = noise_levels(B, draw)
         mixed_BLC = torch.lerp(clean_BLC, noise_BLC, sigma_B[:, None, None])
         if shape not in self.tables:
             self.tables[shape] = parts.rotary(self.transformer, self.sizes.text_tokens, *shape)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            tokens_BT, real_BT = data.tokens_MT[rows_B], data.real_MT[rows_B]
+            tokens_BT, real_BT = data.tokens[rows_B], data.real[rows_B]
             context_BTJ = parts.encode_text(self.text_encoder, tokens_BT, real_BT, self.sizes.text_layers)
             found_BLC = parts.velocity(self.transformer, mixed_BLC, context_BTJ, sigma_B, self.tables[shape])
         return (found_BLC.float() - (noise_BLC - clean_BLC)).square().mean()

@@ -9,14 +9,13 @@ import math
 from itertools import pairwise
 from pathlib import Path
 
+import model as parts
 import torch
 from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
 from PIL import Image, ImageDraw
+from tokenizer import Prompts
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
-
-import model as parts
-from tokenizer import Prompts
 
 GUIDANCE = 3.0
 STEPS = 24

@@ -124,7 +124,7 @@ def encode_text(model: Qwen3ForCausalLM, tokens_BT: Tensor, real_BT: Tensor, lay
     """Hidden states `layers` side by side, (B,T,J). `real` is False for padding, which looks but is not looked at."""
     h_BTD = model.model.embed_tokens(tokens_BT)
     places_1T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
-    causal_TT = places_1T.T >= places_1T
+    causal_TT = places_1T <= places_1T.T
     seen_B1TT = causal_TT[None, None] & real_BT[:, None, None, :]
     turned = model.model.rotary_emb(h_BTD, places_1T)
     states = {0: h_BTD}

@@ -26,13 +26,12 @@ import captions as sayings
 import compose
 import draw
 import export
+import model as parts
 import tokenizer
 import torch
 from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
-from transformers import Qwen3ForCausalLM
-
-import model as parts
 from journal import Journal
+from transformers import Qwen3ForCausalLM
 
 CONCEPTS = Path(__file__).parents[1] / "concepts.jsonl"
 SHOWN = ((128, 128), (96, 160), (144, 112), (160, 160), (160, 224), (192, 192))  # shapes of the sample sheet
