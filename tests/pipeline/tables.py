@@ -163,6 +163,11 @@ def _samples() -> tuple[list[dict[str, Any]], ...]:
     return ([{**common, "step": s, "adapter_id": digest(str(s)) if s else "", "path": f"previews/{s}.png"} for s in (0, 40)],)
 
 
+def _scores() -> tuple[list[dict[str, Any]], ...]:
+    kinds = [("base", 0), ("adapter", 40), ("real", 0)]
+    return ([{"picture_id": digest(k), "kind": k, "step": s, "prompt": "a blue dog", "path": f"{k}.png"} for k, s in kinds],)
+
+
 ROWS = {
     "images": _images,
     "captions": _captions,
@@ -171,4 +176,5 @@ ROWS = {
     "embeddings": _embeddings,
     "train": _train,
     "samples": _samples,
+    "scores": _scores,
 }

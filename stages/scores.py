@@ -1,0 +1,226 @@
+"""scores: how far each preview went from the base's look to that of the training images, and whether it shows what it should.
+
+Two pretrained networks judge (stages/features.py). The plain cosine to the training images tells styles apart badly: what a
+picture shows and its background weigh more than the look. So the style is a place on an axis: the mean features of the
+base's previews are 0, those of the training images 1. A picture is placed on the axis that the base's previews of *other*
+prompts make, or the base's own previews would be drawn towards 0 by themselves.
+
+D picture features, E sentence embedding, N texts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from schemas.captions import CAPTIONS
+from schemas.images import IMAGES
+from schemas.samples import SAMPLES
+from schemas.scores import SCORES
+from stages import features
+from stages.features import Agreement, Eye, Group
+from stages.references import Reference, digest, references
+from stages.stage import Stage, StageContext, selects
+
+WANTED = ("picture_id", "kind", "adapter_id", "step", "prompt", "seed", "path")
+FEATURES = "features.npz"  # of what the previews are compared with: made once
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ScoresConfig:
+    """[scores]: what previews are compared with. What these files hold is part of the recipe, where they lie is not."""
+
+    references: str = selects("references", "folder of real pictures of the style, with captions, none of them trained on")
+    map: str = selects("", "safetensors of the map from pictures to texts (data/micro/training/agreement.py fits one)")
+
+
+def wanted(context: StageContext) -> pa.Table:
+    """Every preview that there is, then every reference."""
+    rows = [*previews(context), *(real(one) for one in found_references(context))]
+    schema = pa.schema([SCORES.stored.field(name) for name in WANTED])
+    first = {row["picture_id"]: row for row in reversed(rows)}
+    return pa.Table.from_pylist(list(first.values())[::-1], schema=schema)
+
+
+def previews(context: StageContext) -> list[Row]:
+    """What is known of each preview before it is scored."""
+    folder = context.weights(SAMPLES.name)
+    rows = []
+    for row in context.rows(SAMPLES).to_pylist():
+        kept = {name: row[name] for name in ("adapter_id", "step", "prompt", "seed", "path")}
+        kind = "adapter" if row["adapter_id"] else "base"
+        rows.append({"picture_id": digest(folder / row["path"]), "kind": kind, **kept})
+    return rows
+
+
+def real(one: Reference) -> Row:
+    """A reference as a row."""
+    row = {"picture_id": one.picture_id, "kind": "real", "adapter_id": "", "step": 0, "prompt": one.caption, "seed": 0}
+    return row | {"path": one.path}
+
+
+def found_references(context: StageContext) -> list[Reference]:
+    """The references; ValueError if one of them is a training image too."""
+    if not context.config.references:
+        return []
+    found = references(context.root / context.config.references)
+    trained = {row["image_id"]: row["path"] for row in usable(context)}
+    for one in found:
+        if one.picture_id in trained:
+            raise ValueError(
+                f"scores.references: {one.path} is the training image {trained[one.picture_id]}; take one of them out"
+            )
+    return found
+
+
+def usable(context: StageContext) -> list[Row]:
+    """The rows of the images that can be trained on."""
+    return [row for row in context.rows(IMAGES).to_pylist() if row["rejected"] is None]
+
+
+def snapshot(context: StageContext) -> pa.Table:
+    """What every score depends on: the networks and the map, the images, the base's previews, the references, the texts."""
+    packages = [features.PICTURES, features.TEXTS] if context.config.map else [features.PICTURES]
+    parts = [("package", package.identity()) for package in packages]
+    parts += [("map", digest(map_file(context)))] if context.config.map else []
+    parts += [("image", row["image_id"]) for row in usable(context)]
+    shown = previews(context)
+    parts += [("base", f"{row['picture_id']} {row['prompt']}") for row in shown if row["kind"] == "base"]
+    parts += [("reference", one.picture_id) for one in found_references(context)]
+    parts += [("text", text) for text in texts(context, shown)]
+    return pa.table({"what": [what for what, _ in parts], "which": [which for _, which in parts]})
+
+
+def map_file(context: StageContext) -> Path:
+    """The map's file. ValueError if it is not there."""
+    file = context.root / context.config.map
+    if not file.is_file():
+        raise ValueError(f"scores.map: there is no file {file}; data/micro/training/agreement.py writes one")
+    return Path(file)
+
+
+def texts(context: StageContext, shown: list[Row]) -> list[str]:
+    """Every distinct text of previews and references, without the trigger: the candidates of a rank."""
+    word = trigger(context)
+    every = [*(row["prompt"] for row in shown), *(one.caption for one in found_references(context))]
+    return sorted({said(text, word) for text in every} - {""})
+
+
+def trigger(context: StageContext) -> str:
+    """The trigger word; empty without one."""
+    found = [row["text"] for row in context.rows(CAPTIONS).to_pylist() if row["role"] == "trigger"]
+    return str(found[0]) if found else ""
+
+
+def said(text: str, word: str) -> str:
+    """A text without the trigger and the comma that set it off."""
+    parts = [part.strip() for part in (text.replace(word, "") if word else text).split(",")]
+    return re.sub(r"\s+", " ", ", ".join(part for part in parts if part))
+
+
+class Judge:
+    """All that pictures are compared with, made once for all of them."""
+
+    def __init__(self, context: StageContext) -> None:
+        self.context = context
+        self.eye = Eye()
+        self.trigger = trigger(context)
+        shown = previews(context)
+        self.texts = texts(context, shown)
+        base = [row for row in shown if row["kind"] == "base"]
+        drawn, apart = context.weights(SAMPLES.name), context.root / context.config.references
+        files = {
+            "images": {row["image_id"]: context.source / row["path"] for row in usable(context)},
+            "base": {row["picture_id"]: drawn / row["path"] for row in base},
+            "references": {one.picture_id: apart / one.path for one in found_references(context)},
+        }
+        found = self._features(files)
+        self.images, self.references = (Group(list(files[name]), found[name]) for name in ("images", "references"))
+        self.base = Group([row["prompt"] for row in base], found["base"])
+
+    def _features(self, files: dict[str, dict[str, Path]]) -> dict[str, np.ndarray]:
+        """The features (count,D) of each group's files; the table's folder is the recipe's, so they are kept in it."""
+        kept = self.context.artifacts / FEATURES
+        if not kept.exists():
+            made = {name: [self.eye.read(path) for path in group.values()] for name, group in files.items()}
+            arrays = {name: np.array(rows).reshape(len(rows), features.D) for name, rows in made.items()}
+            self.context.keep(FEATURES, lambda path: savez(path, arrays))
+        with np.load(kept) as opened:
+            return {name: opened[name] for name in files}
+
+    @cached_property
+    def agreement(self) -> tuple[Agreement, np.ndarray] | None:
+        """The map and the texts' embeddings (N,E); None without a map."""
+        if not self.context.config.map or not self.texts:
+            return None
+        return Agreement.load(map_file(self.context)), features.sentences(self.texts)
+
+    def score(self, row: Row) -> Row:
+        """A picture's scores."""
+        kind = row["kind"]
+        folder = self.context.root / self.context.config.references if kind == "real" else self.context.weights(SAMPLES.name)
+        feature_D = self.eye.read(folder / row["path"])
+        base_D = self.base.mean(without=row["prompt"])
+        references_D = self.references.mean(without=row["picture_id"])
+        style = features.place(feature_D, base_D, self.images.mean())
+        real = features.place(feature_D, base_D, references_D)
+        return {**row, "style": style, "real": real, **self._agreement(row, feature_D), "texts": len(self.texts)}
+
+    def _agreement(self, row: Row, feature_D: np.ndarray) -> dict[str, float | int | None]:
+        own = said(row["prompt"], self.trigger)
+        if self.agreement is None or not own:
+            return {"agreement": None, "agreement_rank": None}
+        agreement, texts_NE = self.agreement
+        cosines_N = agreement.cosines(feature_D, texts_NE)
+        place = self.texts.index(own)
+        return {"agreement": float(cosines_N[place]), "agreement_rank": 1 + int((cosines_N > cosines_N[place]).sum())}
+
+
+def savez(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Arrays by name in one file, whatever the file is called."""
+    with path.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+
+
+def score_pictures(context: StageContext) -> Iterator[pa.RecordBatch]:
+    """A row at a time; the networks are loaded only if a picture has no score yet."""
+    pending = context.pending.to_pylist()
+    if not pending:
+        return
+    judge = Judge(context)
+    for line in lacking(context, judge):
+        context.say(line)
+    for number, row in enumerate(pending, 1):
+        if context.stop():
+            return
+        yield from SCORES.table([judge.score(row)]).to_batches()
+        context.progress(number, len(pending), "pictures")
+
+
+def lacking(context: StageContext, judge: Judge) -> Iterator[str]:
+    """What is not there to compare with, and which scores are therefore null."""
+    if not judge.base.names:
+        yield "no previews of the base, so there is no axis for style and real: set base = true in [samples]"
+    if not judge.references.names:
+        yield f"no pictures in {context.root / context.config.references}, so nothing is compared with real ones"
+    if not context.config.map:
+        yield "no map in [scores], so no agreement is measured"
+
+
+STAGE = Stage(
+    reads=(SAMPLES, IMAGES, CAPTIONS),
+    writes=SCORES,
+    config=ScoresConfig,
+    wants=wanted,
+    run=score_pictures,
+    snapshot=snapshot,
+)
