@@ -29,12 +29,13 @@ from stages.models import sampling
 from stages.models.adapter_formats import read_adapter
 from stages.models.flux2 import Flux2, Linear, image_ids, text_ids
 from stages.models.load import load_autoencoder, load_flux2
-from stages.stage import Stage, StageContext, selects, setting
+from stages.stage import Stage, StageContext, runtime, selects, setting
 from stages.tuner import checkpoint, lora
 from stages.tuner.checkpoint import ADAPTER, EMA
 
 GRID = "grid.png"
 PIXELS = 16  # per image token, along one side
+TOGETHER = 1024  # image tokens up to which guidance's two passes are one batch: faster, and their memory is small there
 SHORT = 16  # hex digits of an id in a file's name
 WANTED = ("adapter_id", "step", "caption_id", "prompt", "seed", "width", "height")
 DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -55,6 +56,7 @@ class SamplesConfig:
     steps: int | None = setting(None, "denoising steps; by default the family's own number")
     guidance: float | None = setting(None, "how strongly the prompt is followed; by default the family's own value")
     precision: Literal["bfloat16", "float32"] = setting("bfloat16", "what the transformer computes in; float32 on a CPU")
+    grid: int = runtime(8, "prompts that the grid shows, the first ones; every prompt is drawn")
 
     def __post_init__(self) -> None:
         """Refuse what no preview can be drawn with."""
@@ -66,6 +68,8 @@ class SamplesConfig:
                 raise ValueError(f"{name}: {value} is no multiple of {PIXELS}; {max(1, round(value / PIXELS)) * PIXELS} is")
         if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds: {list(self.seeds)} should be different whole numbers, 0 or more, like [0, 1]")
+        if self.grid < 1:
+            raise ValueError(f"grid: {self.grid} is too few; 1 is the least")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"steps: {self.steps} is too few; 1 is the least, 0 denoising steps leave noise")
 
@@ -202,17 +206,22 @@ def velocity_of(
     """The transformer as a velocity over (1,C,h,w); with a negative prompt, two passes and guidance between them."""
     ids_L4 = image_ids(*size)
 
-    def towards(text_BTJ: mx.array, x_BChw: mx.array, sigma: float) -> mx.array:
-        x_BLC = x_BChw.flatten(2).swapaxes(1, 2)
+    def towards(text_BTJ: mx.array, x_1Chw: mx.array, sigma: float) -> mx.array:
+        B = text_BTJ.shape[0]
+        x_BLC = mx.repeat(x_1Chw.flatten(2).swapaxes(1, 2), B, axis=0)
         ctx_ids_T4 = text_ids(text_BTJ.shape[1])
-        v_BLC = model(x_BLC, ids_L4, text_BTJ, ctx_ids_T4, mx.array([sigma]), mx.array([guidance]), linear_for)
-        v_BChw = v_BLC.swapaxes(1, 2).reshape(x_BChw.shape).astype(mx.float32)
-        mx.eval(v_BChw)  # one pass in memory at a time
+        v_BLC = model(x_BLC, ids_L4, text_BTJ, ctx_ids_T4, mx.array([sigma] * B), mx.array([guidance] * B), linear_for)
+        v_BChw = v_BLC.swapaxes(1, 2).reshape(B, *x_1Chw.shape[1:]).astype(mx.float32)
+        mx.eval(v_BChw)  # no more in memory at a time
         return v_BChw
 
-    def velocity(x_BChw: mx.array, sigma: float) -> mx.array:
-        v_BChw = towards(prompt_BTJ, x_BChw, sigma)
-        return v_BChw if negative_BTJ is None else sampling.guided(v_BChw, towards(negative_BTJ, x_BChw, sigma), guidance)
+    def velocity(x_1Chw: mx.array, sigma: float) -> mx.array:
+        if negative_BTJ is None:
+            return towards(prompt_BTJ, x_1Chw, sigma)
+        if ids_L4.shape[0] <= TOGETHER:
+            v_BChw = towards(mx.concatenate([prompt_BTJ, negative_BTJ]), x_1Chw, sigma)
+            return sampling.guided(v_BChw[:1], v_BChw[1:], guidance)
+        return sampling.guided(towards(prompt_BTJ, x_1Chw, sigma), towards(negative_BTJ, x_1Chw, sigma), guidance)
 
     return velocity
 
@@ -276,8 +285,10 @@ def keep_png(context: StageContext, name: str, image: Image.Image, said: dict[st
 
 
 def keep_grid(context: StageContext, who: list[Drawer], fresh: list[Row]) -> None:
-    """Write the grid of all wanted previews, unless it shows them already: a row per prompt and seed, a column per drawer."""
+    """Write the grid of the first prompts, unless it shows them already: a row per prompt and seed, a column per drawer."""
     rows = rows_wanted(context, who).to_pylist()
+    first = list(dict.fromkeys(row["caption_id"] for row in rows))[: context.config.grid]
+    rows = [row for row in rows if row["caption_id"] in first]
     content = hashlib.sha256(json.dumps([list(row.values()) for row in rows]).encode()).hexdigest()
     if not rows or (not fresh and shown(context.artifacts / GRID) == content):
         return

@@ -228,6 +228,27 @@ def test_the_grid_has_a_row_per_prompt_and_seed_and_a_column_per_drawer(root: Pa
     assert page.shape == (36 + 4 * 40, 220 + 3 * 40, 3)
 
 
+def test_the_grid_shows_the_first_prompts_and_every_prompt_is_drawn(root: Path, tmp_path: Path) -> None:
+    made = context(root, tmp_path, replace(CONFIG, grid=1, checkpoints="last", seeds=(0,)))
+    rows = harness.run(STAGE, made)
+    assert set(rows["prompt"].to_pylist()) == set(PROMPTS)
+    assert Image.open(made.artifacts / "grid.png").height < 2 * (SIZE + 8) + 36
+
+
+def test_both_passes_of_guidance_at_once_draw_what_they_draw_in_turn(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(CONFIG, checkpoints="last", seeds=(0,), guidance=3.0)
+    drawn = []
+    for most in (samples.TOGETHER, 0):
+        monkeypatch.setattr(samples, "TOGETHER", most)
+        made = context(root, tmp_path / str(most), config)
+        drawn.append(
+            [np.asarray(Image.open(made.artifacts / path), int) for path in harness.run(STAGE, made)["path"].to_pylist()]
+        )
+    assert np.abs(np.array(drawn[0]) - np.array(drawn[1])).max() <= 1
+
+
 def test_the_grid_comes_back_when_it_is_lost_and_follows_the_choice(root: Path, tmp_path: Path) -> None:
     first = context(root, tmp_path)
     stored = harness.run(STAGE, first)

@@ -26,7 +26,9 @@ CONCEPTS = Path(__file__).parents[1] / "concepts.jsonl"
 SHAPES = ((256, 256), (256, 192), (192, 256), (288, 192), (192, 288))  # width, height: 1:1, 4:3, 3:4, 3:2, 2:3
 SQUARE = (128, 128)  # of a reference: what the previews are drawn at
 SCALE = (0.8, 0.9)  # side of the sprite, as a share of the short side; as in the base's training
-CONTRAST = 90.0  # between a sprite's mean colour and its background, of 441 between black and white
+GRID = 5  # every fifth concept comes first: the first prompts, which the grid shows, are of all kinds
+CONTRAST = 90.0  # from which on colours are told apart, of 441 between black and white
+HIDDEN = 0.25  # share of a sprite that may be no more than that from its background
 
 Concept = dict[str, str]
 
@@ -51,10 +53,11 @@ class Sprites:
         pixels_HW3 = ((image_B3HW[0] + 1) * 127.5).round().clamp(0, 255).byte().permute(1, 2, 0)
         return Image.fromarray(pixels_HW3.numpy())
 
-    def colour(self, name: str) -> Tensor:
-        """The mean colour of what is opaque, 0 to 255."""
+    def hidden(self, name: str, colour: str) -> float:
+        """The share of a sprite that would vanish on that background."""
         sprite_4P = self.rgba_N4HW[self.names.index(name)].flatten(1).float()
-        return sprite_4P[:3, sprite_4P[3] > 127].mean(dim=1)
+        opaque_P3 = sprite_4P[:3, sprite_4P[3] > 127].T
+        return float((torch.linalg.vector_norm(opaque_P3 - torch.tensor(COLOURS[colour]), dim=1) < CONTRAST).float().mean())
 
 
 def concepts(split: str) -> list[Concept]:
@@ -69,9 +72,9 @@ def backgrounds(chosen: list[Concept], sprites: Sprites, seed: int) -> dict[str,
     used = dict.fromkeys(COLOURS, 0)
     found = {}
     for concept in chosen:
-        own_3 = sprites.colour(concept["name"])
-        clear = [c for c, rgb in COLOURS.items() if torch.dist(own_3, torch.tensor(rgb).float()) > CONTRAST]
-        found[concept["name"]] = colour = min(clear, key=lambda c: (used[c], draw.random()))
+        name = concept["name"]
+        clear = [colour for colour in COLOURS if sprites.hidden(name, colour) < HIDDEN]
+        found[name] = colour = min(clear, key=lambda c: (used[c], draw.random()))
         used[colour] += 1
     return found
 
@@ -113,7 +116,8 @@ def main(work: Path, out: Path) -> str:
     references = held_out(solid)
     write(out / "images", images)
     write(out / "references", references)
-    prompts = "".join(f'    "{{trigger}}, {said(concept, colour)}",\n' for concept, colour, _ in references)
+    mixed = [references[place] for begin in range(GRID) for place in range(begin, len(references), GRID)]
+    prompts = "".join(f'    "{{trigger}}, {said(concept, colour)}",\n' for concept, colour, _ in mixed)
     (out / "prompts.toml").write_text(f"preview_prompts = [\n{prompts}]\n", encoding="utf-8")
     return f"{len(images)} images and {len(references)} references: {size_of(out)} bytes in {out}"
 
