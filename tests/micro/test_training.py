@@ -104,6 +104,17 @@ def test_a_second_call_goes_on_where_the_first_left_off(trained):
     assert ended[1]["seconds"] >= 0.04 * 60 and ended[1]["done"]
 
 
+def test_a_run_may_begin_from_an_exported_folder_and_keeps_its_autoencoder_and_its_words(trained, sizes, tmp_path):
+    work = trained[0]
+    call = ["--sprites", work.parent / "sprites.zip", "--concepts", work.parent / "concepts.jsonl", "--work", tmp_path]
+    call += ["--batch", 2, "--pictures", 30, "--minutes-base", 0.005, "--device", "cpu", "--start", work / "micro"]
+    train.main(list(map(str, call)), sizes)
+    for name in ("vae/diffusion_pytorch_model.safetensors", "tokenizer/tokenizer.json"):
+        assert (tmp_path / "micro" / name).read_bytes() == (work / "micro" / name).read_bytes()
+    name = "transformer/diffusion_pytorch_model.safetensors"
+    assert (tmp_path / "micro" / name).read_bytes() != (work / "micro" / name).read_bytes()
+
+
 def test_held_out_concepts_are_not_shown_to_the_autoencoder_in_their_own_style(trained):
     assert next(line for line in trained[1] if line["about"] == "sprites") | {"flat": 6, "solid": 5, "concepts": 6} == next(
         line for line in trained[1] if line["about"] == "sprites"

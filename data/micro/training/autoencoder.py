@@ -97,6 +97,7 @@ def train(
     journal.note("autoencoder", pictures=pictures, parameters=sum(w.numel() for w in model.parameters()))
     compute = torch.compile(loss_of) if device.type == "cuda" else loss_of
     draw = torch.Generator(device=device).manual_seed(seed + 1)
+    torch.backends.cudnn.benchmark = True  # one shape, thousands of times
     started, step, total = time.monotonic(), 0, torch.zeros((), device=device)
     while (elapsed := time.monotonic() - started) < seconds:
         factor = rate(elapsed / seconds, step)
@@ -117,6 +118,7 @@ def train(
             mean = float(total) / 100  # waits for the device, so that the clock is true
             journal.note("autoencoder", step=step, seconds=round(elapsed, 1), loss=round(mean, 5), rate=round(factor, 4))
             total.zero_()
+    torch.backends.cudnn.benchmark = False
     journal.note("autoencoder", steps=step, batch=batch, seconds=round(time.monotonic() - started, 1))
     return finished(average.modules[0], sprites, seed)
 

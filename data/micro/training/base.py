@@ -128,6 +128,7 @@ class Base:
     def __init__(self, sizes: parts.Sizes, transformer: Flux2Transformer2DModel, text_encoder: Qwen3ForCausalLM) -> None:
         self.sizes = sizes
         self.transformer, self.text_encoder = transformer, text_encoder
+        parts.freeze_unread(text_encoder, sizes)
         self.average = Average([transformer, text_encoder])
         self.device = transformer.proj_out.weight.device
         self.optimizer = _optimizer(transformer, text_encoder, self.device)

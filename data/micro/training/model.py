@@ -96,7 +96,7 @@ def make_transformer(sizes: Sizes) -> Flux2Transformer2DModel:
 
 
 def make_text_encoder(sizes: Sizes) -> Qwen3ForCausalLM:
-    """A fresh text encoder; what lies above the deepest hidden state in use is zero, and is not trained."""
+    """A fresh text encoder; what lies above the deepest hidden state in use is zero."""
     settings = dict(sizes.text)
     theta = settings.pop("rope_theta")
     config = Qwen3Config(**settings, rope_parameters={"rope_type": "default", "rope_theta": theta})
@@ -104,9 +104,13 @@ def make_text_encoder(sizes: Sizes) -> Qwen3ForCausalLM:
     for layer in model.model.layers[max(sizes.text_layers) :]:
         for weight in layer.parameters():
             nn.init.zeros_(weight)
-            weight.requires_grad_(False)
-    model.model.norm.weight.requires_grad_(False)
     return model
+
+
+def freeze_unread(model: Qwen3ForCausalLM, sizes: Sizes) -> None:
+    """Leave out of training what no hidden state in use depends on."""
+    for part in (*model.model.layers[max(sizes.text_layers) :], model.model.norm):
+        part.requires_grad_(False)
 
 
 def compile_blocks(transformer: Flux2Transformer2DModel, text_encoder: Qwen3ForCausalLM) -> None:

@@ -1,8 +1,8 @@
 """How weights move: Muon for the matrices inside blocks, AdamW for all else, and a moving average of both.
 
 Muon (Jordan et al. 2024) makes the momentum of a matrix orthogonal before it is applied, so that no direction is left
-behind; the scale is that of Liu et al. 2025, by which a learning rate means what it means for AdamW. On this model it
-reaches a loss in about half the steps.
+behind; the scale is that of Liu et al. 2025, by which a learning rate means what it means for AdamW. Tried on 24 concepts
+at batch 16 against AdamW for all, both at 2e-3: behind for 100 steps, level, then ahead (1.029 to 1.046 at 160).
 """
 
 from __future__ import annotations

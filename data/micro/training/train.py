@@ -60,12 +60,15 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stop-after", type=float, default=1e9, help="minutes after which this call's training leaves off")
     parser.add_argument("--last", action="store_true", help="no call follows: end the schedule when this call's time ends")
     parser.add_argument("--resume", action="store_true", help="go on from the state in WORK")
-    parser.add_argument("--start", type=Path, help="a trained folder to begin from instead of nothing; keeps its autoencoder")
+    parser.add_argument(
+        "--start", type=Path, help="a trained model's folder to begin from instead of nothing, autoencoder and all"
+    )
+    parser.add_argument("--autoencoder", type=Path, help="a trained vae folder, instead of training one")
     parser.add_argument("--export-only", action="store_true", help="write the folder and sheets of the state in WORK")
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--batch-autoencoder", type=int, default=128)
     parser.add_argument("--pictures", type=int, default=150_000, help="encoded for the base")
-    parser.add_argument("--pictures-autoencoder", type=int, default=49_152)
+    parser.add_argument("--pictures-autoencoder", type=int, default=98_304)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(argv)
@@ -80,15 +83,16 @@ def main(argv: list[str] | None = None, sizes: parts.Sizes = parts.MICRO) -> Non
     journal = Journal(args.work / "log.jsonl")
     _settle(args, journal)
     run = Run(args, sizes, journal)
-    if not args.export_only:
-        run.train()
-    run.results()
+    try:
+        if not args.export_only:
+            run.train()
+    finally:  # an autoencoder that cost minutes is worth keeping whatever happens after it
+        run.results()
 
 
 def _settle(args: argparse.Namespace, journal: Journal) -> None:
     """What the numbers depend on beside the settings, said once."""
     torch.set_float32_matmul_precision("high")  # TF32: where it is not bfloat16 anyway
-    torch.backends.cudnn.benchmark = True
     torch._dynamo.config.suppress_errors = True  # a block that does not compile is slow; that must not end a paid hour
     torch._dynamo.config.cache_size_limit = 64
     said = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
@@ -118,21 +122,21 @@ class Run:
         to = self.folder / "tokenizer"
         if self.args.start:
             shutil.copytree(self.args.start / "tokenizer", to, dirs_exist_ok=True)
-        elif not to.exists():
+        elif not (self.args.resume or self.args.export_only):
             tokenizer.train(self.captions, self.sizes.text["vocab_size"], to)
         prompts = tokenizer.Prompts(to, self.sizes.text_tokens)
         self.journal.note("tokenizer", tokens=len(prompts.tokenizer), captions=len(self.captions))
         return prompts
 
     def _autoencoder(self) -> AutoencoderKLFlux2:
-        """From the state, from the folder to begin from, or trained now."""
-        if self.args.start:
-            return AutoencoderKLFlux2.from_pretrained(self.args.start / "vae").to(self.device).eval()
+        """From the state, from a folder, or trained now."""
+        args = self.args
         if self.state:
             found = parts.make_autoencoder(self.sizes).to(self.device).eval()
             found.load_state_dict(self.state["autoencoder"])
             return found
-        args = self.args
+        if args.autoencoder or args.start:
+            return AutoencoderKLFlux2.from_pretrained(args.autoencoder or args.start / "vae").to(self.device).eval()
         found = autoencoder.train(
             self.sizes,
             self.sprites,
