@@ -26,6 +26,8 @@ def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
         try:
             current = project.current(noun)
         except ValueError as error:
+            if not (project.path / "tables" / noun).is_dir():  # nothing to leave alone
+                continue
             yield f"{noun}: left alone, since its recipe is unknown: {error}"
             continue
         strange = others(current.folder)

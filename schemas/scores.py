@@ -9,6 +9,7 @@ SCORES = TableSchema(
     doc="One row per picture that was scored: previews of the base and of adapters, and real ones. Compare them: "
     "a score says little by itself.",
     key=("picture_id",),
+    costly=True,
     columns=(
         column("picture_id", pa.string(), "sha256 of the file's bytes, hex"),
         column("kind", pa.string(), "base or adapter (a preview, by who drew it) or real (from the folder of references)"),

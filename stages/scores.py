@@ -89,14 +89,14 @@ def usable(context: StageContext) -> list[Row]:
 
 def snapshot(context: StageContext) -> pa.Table:
     """What every score depends on: the networks and the map, the images, the base's previews, the references, the texts."""
-    packages = [features.PICTURES, features.TEXTS] if context.config.map else [features.PICTURES]
-    parts = [("package", package.identity()) for package in packages]
-    parts += [("map", digest(map_file(context)))] if context.config.map else []
-    parts += [("image", row["image_id"]) for row in usable(context)]
     shown = previews(context)
+    parts = [("image", row["image_id"]) for row in usable(context)]
     parts += [("base", f"{row['picture_id']} {row['prompt']}") for row in shown if row["kind"] == "base"]
     parts += [("reference", one.picture_id) for one in found_references(context)]
     parts += [("text", text) for text in texts(context, shown)]
+    parts += [("map", digest(map_file(context)))] if context.config.map else []
+    packages = [features.PICTURES, features.TEXTS] if context.config.map else [features.PICTURES]
+    parts += [("package", package.identity()) for package in packages]
     return pa.table({"what": [what for what, _ in parts], "which": [which for _, which in parts]})
 
 

@@ -9,7 +9,7 @@ from PIL import Image
 from stages.models import tiny
 from tests import projects
 
-NOTHING = {"images": 0, "captions": 0, "buckets": 0, "latents": 0, "embeddings": 0, "train": 0, "samples": 0}
+NOTHING = {"images": 0, "captions": 0, "buckets": 0, "latents": 0, "embeddings": 0, "train": 0, "samples": 0, "scores": 0}
 STEPS = 6
 RESOLUTIONS = 2
 
@@ -42,22 +42,23 @@ def test_nothing_changed_costs_nothing(project):
 
 def test_an_added_image_costs_its_own_rows(project):
     projects.add_image(project, "new.png", seed=70)
-    rows(project, images=1, captions=1, buckets=RESOLUTIONS, latents=RESOLUTIONS, embeddings=1, train=STEPS, samples=3)
+    chain = {"images": 1, "captions": 1, "buckets": RESOLUTIONS, "latents": RESOLUTIONS, "embeddings": 1, "train": STEPS}
+    rows(project, **chain, samples=3, scores=4)  # the images are what a style is measured by
 
 
 def test_an_edited_caption_costs_one_embedding_and_no_latent(project):
     (project / "images" / "picture1.txt").write_text("something else")
-    rows(project, captions=1, embeddings=1, train=STEPS, samples=3)
+    rows(project, captions=1, embeddings=1, train=STEPS, samples=3, scores=3)
 
 
 def test_a_caption_that_another_image_already_has_costs_no_embedding(project):
     (project / "images" / "picture1.txt").write_text("picture number 0")
-    rows(project, captions=1, train=STEPS, samples=3)
+    rows(project, captions=1, train=STEPS, samples=3, scores=3)
 
 
 def test_an_image_replaced_under_its_name_costs_its_own_rows(project):
     projects.draw(project / "images" / "picture1.png", seed=71, size=(140, 100))
-    rows(project, images=1, captions=1, buckets=RESOLUTIONS, latents=RESOLUTIONS, train=STEPS, samples=3)
+    rows(project, images=1, captions=1, buckets=RESOLUTIONS, latents=RESOLUTIONS, train=STEPS, samples=3, scores=4)
 
 
 def test_a_renamed_image_costs_no_latent(project):
@@ -70,7 +71,7 @@ def test_a_renamed_image_costs_no_latent(project):
 def test_a_removed_image_costs_no_encoding_and_its_rows_vanish(project):
     (project / "images" / "picture1.png").unlink()
     (project / "images" / "picture1.txt").unlink()
-    rows(project, train=STEPS, samples=3)
+    rows(project, train=STEPS, samples=3, scores=4)
     assert projects.content(project, "latents").num_rows == 3 * RESOLUTIONS
     assert projects.content(project, "captions").num_rows == 3 + 2
 
@@ -86,7 +87,7 @@ def test_a_removed_image_that_comes_back_costs_no_encoding(project):
 
 def test_an_added_resolution_costs_only_its_crops(project):
     projects.edit(project, "[64, 96]", "[64, 96, 80]")
-    rows(project, buckets=4, latents=4, train=STEPS, samples=3)
+    rows(project, buckets=4, latents=4, train=STEPS, samples=3, scores=3)
 
 
 def test_a_runtime_setting_costs_nothing(project):
@@ -99,14 +100,14 @@ def test_a_runtime_setting_costs_nothing(project):
 
 def test_a_significant_setting_costs_its_stage_and_what_reads_it(project):
     projects.edit(project, "[train]", '[latents]\nbackground = "#000000"\n\n[train]')
-    rows(project, latents=4 * RESOLUTIONS, train=STEPS, samples=3)
+    rows(project, latents=4 * RESOLUTIONS, train=STEPS, samples=3, scores=3)
 
 
 def test_a_mask_costs_the_latents_of_its_image_and_so_does_another(project):
     projects.edit(project, "[train]", '[latents]\nmask = "file"\n\n[train]')
     for grey in (255, 128):
         Image.new("L", (160, 120), grey).save(project / "images" / "picture0.mask.png")
-        rows(project, latents=RESOLUTIONS, train=STEPS, samples=3)
+        rows(project, latents=RESOLUTIONS, train=STEPS, samples=3, scores=3)
         masks = projects.content(project, "latents")["mask"].to_pylist()
         assert {byte for tokens in masks if tokens for byte in tokens} == {grey}
         assert sum(tokens is not None for tokens in masks) == RESOLUTIONS
@@ -136,7 +137,7 @@ def test_more_steps_go_on_from_the_last(project):
 def test_another_preview_prompt_costs_one_embedding_and_its_samples(project):
     projects.edit(project, '["a red thing"]', '["a red thing", "a blue thing"]')
     checkpoints_and_base = 4
-    rows(project, captions=1, embeddings=1, samples=checkpoints_and_base)
+    rows(project, captions=1, embeddings=1, samples=checkpoints_and_base, scores=2 * checkpoints_and_base)
 
 
 def test_another_family_with_the_same_autoencoder_keeps_the_latents(project, tiny_weights, tmp_path):
@@ -146,7 +147,7 @@ def test_another_family_with_the_same_autoencoder_keeps_the_latents(project, tin
     shutil.copytree(tiny_weights / "vae", other / "vae")
     texts = projects.content(project, "embeddings").num_rows
     projects.edit(project, str(tiny_weights), str(other))
-    rows(project, embeddings=texts, train=STEPS, samples=4)
+    rows(project, embeddings=texts, train=STEPS, samples=4, scores=4)
 
 
 def test_tables_are_readable_when_the_weights_are_gone(project, tiny_weights, tmp_path):
