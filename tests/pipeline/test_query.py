@@ -51,15 +51,6 @@ def test_every_table_bears_its_noun_and_shows_live_rows_only(project: Told) -> N
     counts = {noun: ask(project, f"select count(*) from {noun}")[0][0] for noun in NOUNS}
     expected = {"images": 7, "captions": 7, "buckets": 10, "latents": 3, "embeddings": 4, "train": 46, "samples": 2, "scores": 3}
     assert counts == expected
-        "images": 7,
-        "captions": 7,
-        "buckets": 10,
-        "latents": 3,
-        "embeddings": 4,
-        "train": 46,
-        "samples": 2,
-        "scores": 3,
-    }
 
 
 def test_a_table_that_is_not_built_is_there_with_its_columns_and_no_rows(tmp_path: Path) -> None:
