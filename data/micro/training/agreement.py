@@ -3,8 +3,8 @@
     python data/micro/training/agreement.py WORK_DIR OUT.safetensors
 
 fits a ridge regression from the features of pictures (EfficientNet-Lite0) to the sentence embeddings (MiniLM) of their plain
-captions, on sprites of the split "base" in both styles, in many sizes on many backgrounds, so that it hears the background
-too. Then it ranks the captions of the held-out concepts, which it never saw, by their real pictures, and says how well.
+captions, on sprites of the split "base" in both styles and on all other 3D emoji that may be seen, in many sizes on many
+backgrounds, so that it hears the background too. Then it ranks the captions of the held-out concepts, which it never saw, by their real pictures, and says how well.
 
 N pictures, D picture features, E sentence embedding.
 """
@@ -16,14 +16,16 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from compose import COLOURS, SHAPES
+from captions import phrase
+from compose import COLOURS, SHAPES, load_splits
 from example import SCALE, Sprites, arguments, concepts, held_out, said
 from safetensors.numpy import save_file
 
 from stages.features import PICTURES, TEXTS, Agreement, Eye, sentences
 
-PENALTY = 1000.0  # of 300 to 4000 the best on held-out concepts of the base's split; flat around it
+PENALTY = 2000.0  # 600 to 4000 do as well on concepts of the base's split that are left out
 EACH = 5  # pictures of a concept in a style
+MORE = 2  # pictures of each other 3D emoji: the features know flat pictures better
 STYLES = ("flat", "3d")
 AT = (1, 5, 10)
 
@@ -35,12 +37,20 @@ def pictures(work: Path, eye: Eye) -> tuple[np.ndarray, list[str]]:
     rows, texts = [], []
     for style in STYLES:
         sprites = Sprites.load(work, style)
-        for concept in concepts("base"):
-            for colour in draw.sample(list(COLOURS), EACH) if concept["name"] in sprites.names else ():
+        chosen = [(concept, EACH) for concept in concepts("base") if concept["name"] in sprites.names]
+        for concept, count in [*chosen, *((concept, MORE) for concept in others(work) if style == "3d")]:
+            for colour in draw.sample(list(COLOURS), count):
                 image = sprites.picture(concept["name"], colour, draw.choice(shapes), draw.uniform(*SCALE))
                 rows.append(eye.see(image))
                 texts.append(said(concept, colour))
     return np.stack(rows), texts
+
+
+def others(work: Path) -> list[dict[str, str]]:
+    """The 3D emoji that may be seen and are no concept of any split."""
+    known = {concept["name"] for split in ("base", "example", "held-out") for concept in concepts(split)}
+    free = (name for name, split in load_splits(work / "sprites.zip").items() if split == "base")
+    return [{"name": name, "phrase": phrase(name)} for name in free if name not in known]
 
 
 def fit(features_ND: np.ndarray, said_NE: np.ndarray) -> dict[str, np.ndarray]:
