@@ -84,7 +84,7 @@ class Rig:
             if meter:
                 mx.eval(inputs["x_BLC"], inputs["ctx_BTJ"], asked.keywords)
         with _phase(meter, "gradients"):
-            adapters = self.masters.cast(self.dtype).apart()
+            adapters = trainer.lowered(self.masters, self.dtype, self.c)
             losses_B, grads = loss_and_grads(self.model, adapters, self.scales, inputs, asked, plan)
             if meter:
                 mx.eval(losses_B, grads)

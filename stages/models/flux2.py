@@ -289,12 +289,9 @@ def _gated(gate: mx.array, up: mx.array) -> mx.array:
 
 @_gated.vjp  # type: ignore[untyped-decorator, unused-ignore]
 def _gated_vjp(primals: Any, dy: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
-    # Made to follow dy, and one another: the compiler would else see the forward pass's sigmoid again, and keep it until here.
-    gate, up = mx.depends(list(primals), [dy])
+    gate, up = primals
     share = mx.sigmoid(gate)
-    dgate = dy * up * (share + gate * share * (1 - share))
-    again = mx.depends([gate], [dgate])[0]
-    return dgate, dy * silu(again)
+    return dy * up * (share + gate * share * (1 - share)), dy * gate * share
 
 
 def rotate(x_BSHK: mx.array, rope: list[mx.array]) -> mx.array:
