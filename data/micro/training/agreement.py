@@ -4,7 +4,8 @@
 
 fits a ridge regression from the features of pictures (EfficientNet-Lite0) to the sentence embeddings (MiniLM) of their plain
 captions, on sprites of the split "base" in both styles and on all other 3D emoji that may be seen, in many sizes on many
-backgrounds, so that it hears the background too. Then it ranks the captions of the held-out concepts, which it never saw, by their real pictures, and says how well.
+backgrounds, so that it hears the background too: 5 to 10 minutes on a CPU. Then it ranks the captions of the held-out
+concepts, which it never saw, by their real pictures, and says how well.
 
 N pictures, D picture features, E sentence embedding.
 """
