@@ -71,7 +71,7 @@ def mean(numbers: np.ndarray) -> str:
 def notes(groups: dict[str, list[Row]]) -> Iterator[str]:
     """What the columns mean, and each adapter against the base."""
     texts = max(row["texts"] for rows in groups.values() for row in rows)
-    yield "style: 0 is the base's previews, 1 the images it was trained with; real: 0 is the base's previews, 1 the references"
+    yield "style: 0 is the base, 1 the images that were trained on; real: 0 is the base, 1 the references"
     if texts and any(len(values(rows, "agreement")) for rows in groups.values()):
         chance = ", ".join(f"R@{k} {min(1, k / texts):.2f}" for k in AT)
         yield f"ranks are among {texts} texts; by chance: median {(texts + 1) / 2:g}, {chance}"

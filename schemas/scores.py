@@ -21,14 +21,15 @@ SCORES = TableSchema(
         column(
             "style",
             pa.float32(),
-            "place on the way from the base's previews (0) to the project's images (1); null without previews of other prompts",
+            "place on the way from the base's previews of other prompts (0) to the project's images (1); null without either, or "
+            "where they do not differ",
             null=True,
         ),
         column(
             "real",
             pa.float32(),
             "place on the way from the base's previews (0) to the references (1), of which one is measured without itself; "
-            "null without either",
+            "null without either, or where they do not differ",
             null=True,
         ),
         column(

@@ -23,6 +23,7 @@ from stages.models.minilm import MiniLM
 from stages.pixels import open_image
 
 D = FEATURES
+LEAST = 0.1  # share of a distance between means that must be more than noise
 
 
 @dataclass(frozen=True)
@@ -77,27 +78,44 @@ class Eye:
 
 
 @dataclass(frozen=True)
+class Mean:
+    """The mean features of some pictures."""
+
+    value: np.ndarray  # (D,)
+    square: float  # of the true mean's length, without bias: a mean of few is longer than the true one by its own noise
+
+
+@dataclass(frozen=True)
 class Group:
     """Some pictures: what each goes by (a picture's id, a prompt), and their features."""
 
     names: list[str]
     features: np.ndarray  # (N,D)
 
-    def mean(self, *, without: str | None = None) -> np.ndarray | None:
-        """The mean of their features (D,), without those that go by that name; None where no other is left."""
-        chosen = [place for place, name in enumerate(self.names) if name != without]
-        if not chosen:
+    def mean(self, *, without: str | None = None) -> Mean | None:
+        """Their mean, without those that go by that name; None where no other is left."""
+        chosen_ND = self.features[[place for place, name in enumerate(self.names) if name != without]]
+        count = len(chosen_ND)
+        if not count:
             return None
-        mean_D: np.ndarray = self.features[chosen].mean(axis=0)
-        return mean_D
+        sum_D = chosen_ND.sum(axis=0)
+        pairs = float(sum_D @ sum_D - (chosen_ND**2).sum())  # products of two different pictures
+        return Mean(sum_D / count, pairs / (count * (count - 1)) if count > 1 else float(sum_D @ sum_D))
 
 
-def place(feature_D: np.ndarray, start_D: np.ndarray | None, end_D: np.ndarray | None) -> float | None:
-    """Where a picture lies on the way from `start` to `end`: 0 there, 1 here. None where an end is missing."""
-    if start_D is None or end_D is None:
+def place(feature_D: np.ndarray, start: Mean | None, end: Mean | None) -> float | None:
+    """Where a picture lies on the way from `start` to `end`: other pictures of those two kinds are at 0 and 1 on average.
+
+    None where an end is missing, or where the two hardly differ by more than the noise of their means.
+    """
+    if start is None or end is None:
         return None
-    way_D = end_D - start_D
-    return float((feature_D - start_D) @ way_D / (way_D @ way_D))
+    way_D = end.value - start.value
+    across = float(start.value @ end.value)
+    length = start.square + end.square - 2 * across
+    if length < LEAST * (way_D @ way_D):
+        return None
+    return (float(feature_D @ way_D) - across + start.square) / length
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """scores: how far each preview went from the base's look to that of the training images, and whether it shows what it should.
 
 Two pretrained networks judge (stages/features.py). The plain cosine to the training images tells styles apart badly: what a
-picture shows and its background weigh more than the look. So the style is a place on an axis: the mean features of the
-base's previews are 0, those of the training images 1. A picture is placed on the axis that the base's previews of *other*
-prompts make, or the base's own previews would be drawn towards 0 by themselves.
+picture shows and its background weigh more than the look. So the style is a place on the way between two means: other
+previews by the base lie at 0 on average, other pictures like the training images at 1. A picture is measured without the
+base's previews of its own prompt, or the base's own would be at 0 by themselves.
 
 D picture features, E sentence embedding, N texts.
 """
@@ -145,7 +145,7 @@ class Judge:
         }
         found = self._features(files)
         self.images, self.references = (Group(list(files[name]), found[name]) for name in ("images", "references"))
-        self.base = Group([row["prompt"] for row in base], found["base"])
+        self.base = Group([said(row["prompt"], self.trigger) for row in base], found["base"])
 
     def _features(self, files: dict[str, dict[str, Path]]) -> dict[str, np.ndarray]:
         """The features (count,D) of each group's files; the table's folder is the recipe's, so they are kept in it."""
@@ -169,10 +169,10 @@ class Judge:
         kind = row["kind"]
         folder = self.context.root / self.context.config.references if kind == "real" else self.context.weights(SAMPLES.name)
         feature_D = self.eye.read(folder / row["path"])
-        base_D = self.base.mean(without=row["prompt"])
-        references_D = self.references.mean(without=row["picture_id"])
-        style = features.place(feature_D, base_D, self.images.mean())
-        real = features.place(feature_D, base_D, references_D)
+        base = self.base.mean(without=said(row["prompt"], self.trigger))
+        references = self.references.mean(without=row["picture_id"])
+        style = features.place(feature_D, base, self.images.mean())
+        real = features.place(feature_D, base, references)
         return {**row, "style": style, "real": real, **self._agreement(row, feature_D), "texts": len(self.texts)}
 
     def _agreement(self, row: Row, feature_D: np.ndarray) -> dict[str, float | int | None]:

@@ -20,7 +20,7 @@ from schemas.captions import CAPTIONS
 from schemas.images import IMAGES
 from schemas.samples import SAMPLES
 from stages import features
-from stages.features import PICTURES, TEXTS, Eye, Package, sentences
+from stages.features import PICTURES, TEXTS, Eye, Group, Package, place, sentences
 from stages.references import references
 from stages.scores import STAGE, ScoresConfig, said
 from tests import harness
@@ -235,6 +235,23 @@ def test_a_caption_may_stand_beside_its_reference(tmp_path):
     (tmp_path / "b.txt").write_text(" a red disc\n")
     assert [(one.path, one.caption) for one in references(tmp_path)] == [("a.png", ""), ("b.png", "a red disc")]
     assert references(tmp_path / "nowhere") == []
+
+
+def test_pictures_that_were_not_counted_lie_at_0_and_1_on_average_however_few_were():
+    draw, way = np.random.default_rng(0), np.eye(1, 64)[0]
+    for count in (3, 30):
+        found = []
+        for _ in range(300):
+            start_ND, end_ND = draw.normal(0, 0.1, (count, 64)), way + draw.normal(0, 0.1, (count, 64))
+            ends = [Group(["x"] * count, rows).mean() for rows in (start_ND, end_ND)]
+            found.append([place(kind + draw.normal(0, 0.1, 64), *ends) for kind in (0 * way, way)])
+        assert np.abs(np.mean(found, axis=0) - (0, 1)).max() < 0.05, count
+
+
+def test_looks_that_do_not_differ_have_no_way_between_them():
+    draw = np.random.default_rng(0)
+    one, other = (Group(["x"] * 9, 1 + draw.normal(0, 0.2, (9, 64))).mean() for _ in range(2))
+    assert place(np.ones(64), one, other) is None
 
 
 def test_a_package_that_is_not_installed_is_named_with_what_installs_it():
