@@ -95,7 +95,8 @@ def _settle(args: argparse.Namespace, journal: Journal) -> None:
     torch.set_float32_matmul_precision("high")  # TF32: where it is not bfloat16 anyway
     torch._dynamo.config.suppress_errors = True  # a block that does not compile is slow; that must not end a paid hour
     torch._dynamo.config.cache_size_limit = 64
-    said = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    said = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
+    said |= {name: value.name for name in ("start", "autoencoder") if (value := getattr(args, name))}  # where it lay says nothing
     machine = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
     journal.note("run", machine=machine, torch=torch.__version__, cores=os.cpu_count(), **said)
 
