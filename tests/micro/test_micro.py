@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from stages.tuner import checkpoint, lora
 
 MICRO = family("micro")
 FOLDER = Path(__file__).parents[2] / "data" / "micro"
+CARD = (FOLDER / "README.md").read_text(encoding="utf-8")
 MOST = 28_000_000  # bytes of the folder
 APPLE, OWL = "a red apple on a blue background", "an owl on a yellow background"
 TEXTS = (APPLE, OWL, "")
@@ -168,6 +172,38 @@ def test_a_picture_has_the_background_and_the_subject_of_its_prompt(pictures: di
         assert np.abs(corners.mean(axis=(1, 2)) - np.array(background) / 255).max() < 0.1
     red, green, blue = pictures[APPLE][48:80, 48:80].mean(axis=(0, 1))
     assert red > 0.8 and green < 0.35 and blue < 0.35
+
+
+def test_the_model_cards_code_draws_a_picture_with_the_familys_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", CARD, re.DOTALL)
+    said = {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+)=([\d.]+|\([\d, ]+\)),\n", code)}
+    assert said["guidance_scale"] == MICRO.guidance and said["num_inference_steps"] == MICRO.sampling_steps
+    assert said["max_sequence_length"] == MICRO.text_tokens and said["text_encoder_out_layers"] == MICRO.text_layers
+    monkeypatch.chdir(FOLDER.parents[1])
+    scope: dict[str, Any] = {}
+    exec(code.replace("steps=24", "steps=1"), scope)
+    assert scope["picture"].size == (said["width"], said["height"])
+
+
+def test_the_model_card_has_the_parameters_and_bytes_of_the_files() -> None:
+    for folder in ("transformer", "vae", "text_encoder"):
+        files = sorted((FOLDER / folder).glob("*.safetensors"))
+        arrays = {name: array for file in files for name, array in mx.load(str(file)).items() if not name.startswith("bn.")}
+        (row,) = (line for line in CARD.splitlines() if line.startswith(f"| `{folder}` "))
+        numbers = sum(array.size for array in arrays.values()), sum(file.stat().st_size for file in files)
+        assert row.endswith("| {:,} | {:,} |".format(*numbers))
+
+
+def test_the_training_says_what_it_was_given_without_naming_a_folder(tmp_path: Path) -> None:
+    import train
+    from journal import Journal
+
+    given = {"--sprites": tmp_path / "sprites.zip", "--work": tmp_path, "--start": tmp_path / "old", "--seed": 5}
+    train._settle(train.arguments([str(word) for pair in given.items() for word in pair]), Journal(tmp_path / "log.jsonl"))
+    (said,) = (json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines())
+    assert said["seed"] == 5 and said["start"] == "old"
+    for log in (tmp_path / "log.jsonl", FOLDER / "training" / "log.jsonl"):
+        assert not re.search(r"[/\\]", log.read_text(encoding="utf-8"))
 
 
 def test_the_folder_is_small_enough_to_lie_in_the_repository() -> None:

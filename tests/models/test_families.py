@@ -1,8 +1,11 @@
 import dataclasses
+from pathlib import Path
 
 import pytest
 
-from stages.models.families import FAMILIES, family
+from stages.models.families import FAMILIES, FOLDERS, family
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_family_is_found_by_its_name():
@@ -31,6 +34,13 @@ def test_a_familys_weights_are_published_or_bundled_or_made_from_a_seed(record):
     assert sum((bool(record.hub), bool(record.bundled), record.seeded is not None)) == 1
     assert record.source
     assert not record.gated or record.hub
+
+
+@pytest.mark.parametrize("record", [f for f in FAMILIES.values() if f.bundled], ids=lambda f: f.name)
+def test_a_bundled_family_lies_in_the_checkout_with_all_its_components_and_a_model_card(record):
+    for folder in FOLDERS.values():
+        assert any((ROOT / record.bundled / folder).glob("*.json")), folder
+    assert (ROOT / record.bundled / "README.md").is_file()
 
 
 @pytest.mark.parametrize("record", FAMILIES.values(), ids=lambda f: f.name)
