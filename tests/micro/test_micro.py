@@ -194,10 +194,12 @@ def test_the_model_card_has_the_parameters_and_bytes_of_the_files() -> None:
         assert row.endswith("| {:,} | {:,} |".format(*numbers))
 
 
-def test_the_training_says_what_it_was_given_without_naming_a_folder(tmp_path: Path) -> None:
+def test_the_training_says_what_it_was_given_without_naming_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
     import train
     from journal import Journal
 
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)  # other tests compute exactly
     given = {"--sprites": tmp_path / "sprites.zip", "--work": tmp_path, "--start": tmp_path / "old", "--seed": 5}
     train._settle(train.arguments([str(word) for pair in given.items() for word in pair]), Journal(tmp_path / "log.jsonl"))
     (said,) = (json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines())

@@ -31,7 +31,7 @@ HIDDEN_LOGVAR = -8.0  # what the unused half of the moments says: a posterior wi
 
 @dataclass(frozen=True)
 class Sprites:
-    """What pictures are made of: uint8 (N,4,256,256) by style, on the device that trains. "3d" has no held-out concept."""
+    """What pictures are made of: uint8 (N,4,256,256) by style, on the device that trains. `solid`, 3D, is of the base split."""
 
     flat: Tensor
     solid: Tensor
