@@ -4,6 +4,7 @@
 PROJECT ?= data/example
 PYTHON ?= python3
 EVERY ?= 250
+WORK ?= build
 LATENTMILL = .venv/bin/python -m pipeline
 RUN = $(LATENTMILL) run
 # Through the environment, and by other names, so that spaces, quotes and dollars reach the command as they were typed.
@@ -20,7 +21,7 @@ unexport PROJECT SET SQL WHAT IMAGES FAMILY TRIGGER
 .NOTPARALLEL:
 .PHONY: init images captions ingest buckets latents embeddings train samples segments status query follow memory export clean
 .PHONY: scores evaluate
-.PHONY: test check format bench dictionary recipe figures
+.PHONY: test check format bench dictionary recipe figures experiments
 .DEFAULT_GOAL := train
 
 # A new project: make init PROJECT=data/cats IMAGES=~/Pictures/cats FAMILY=klein-base-4b TRIGGER="ohwx cat"
@@ -110,6 +111,10 @@ figures: .venv/ready
 
 bench: .venv/ready
 	$(LATENTMILL) bench
+
+# What the average of the weights, caption dropout, several resolutions and preservation do on micro: data/experiments/README.md
+experiments: .venv/evaluate
+	.venv/bin/python data/experiments/experiments.py $(WORK)
 
 # The environment, each part made once and again when pyproject.toml changes
 

@@ -1,0 +1,101 @@
+"""What the experiments measure: the loss of held-out pictures, and what previews look like.
+
+D picture features, E sentence embedding, N texts, H W pixels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from runs import EXAMPLE, captions
+
+from pipeline.project import Project
+from schemas.captions import CAPTIONS
+from stages import features
+from stages.features import Agreement, Eye, Group
+from stages.heldout import Validation
+from stages.scores import said
+from stages.train import data_of, validation_of
+from stages.trainer import Trainer
+from stages.tuner import checkpoint
+from stages.tuner.checkpoint import ADAPTER, Checkpoint
+from stages.tuner.stacks import Stacks
+
+SIDES, WAYS = (128, 192), ("own", "empty")
+TOKENS = 64  # at most, of a crop of the smaller
+
+Row = dict[str, Any]
+
+
+class HeldOut:
+    """The held-out crops, at the product's own noise and noise levels, under their captions and under the empty one."""
+
+    def __init__(self, project: Project) -> None:
+        self.ctx = project.context(project.stage("train"))
+        found = validation_of(self.ctx, data_of(self.ctx))
+        assert found
+        empty = next(row["caption_id"] for row in self.ctx.rows(CAPTIONS).to_pylist() if row["role"] == "empty")
+        bare = [dataclasses.replace(crop, captions=(empty,)) for crop in found.crops]
+        again = Validation(bare, found.config, self.ctx.config.batch_size)
+        self.ways = dict(zip(WAYS, (found, again), strict=True))
+        self.trainer = Trainer(self.ctx, None)
+        self.fresh = self.trainer.masters
+
+    def measure(
+        self, saved: Checkpoint | None, name: str = ADAPTER, ways: Sequence[str] = WAYS, sides: Sequence[int] = SIDES
+    ) -> Iterator[Row]:
+        """The mean loss of a checkpoint's adapter (None: of the bare base) by caption and by the resolution of the crops."""
+        self.trainer.masters = Stacks.of(saved.arrays(name)) if saved else self.fresh
+        for way in ways:
+            losses: dict[int, list[float]] = defaultdict(list)
+            for micro in self.ways[way].load(self.ctx):
+                side = SIDES[micro.samples[0].crop.tokens > TOKENS]
+                if side in sides:
+                    losses[side] += self.trainer.measure(micro)
+            for side, found in sorted(losses.items()):
+                yield {"caption": way, "side": side, "loss": float(np.mean(found)), "count": len(found)}
+
+
+def checkpoints(project: Project) -> list[Checkpoint]:
+    """A run's checkpoints, by step."""
+    return checkpoint.found(project.current("train").folder / "artifacts")[::-1]
+
+
+class Looks:
+    """Style, from the base's previews (0) to the pictures trained on (1), and agreement with the text."""
+
+    def __init__(self, pictures: Path, base: list[Row]) -> None:
+        self.eye = Eye()
+        self.trained = Group([], self._all(sorted(pictures.glob("*.webp")))).mean()
+        self.base = Group([said(row["prompt"], "ohwx") for row in base], self._all([Path(row["path"]) for row in base]))
+        self.agreement = Agreement.load(EXAMPLE / "agreement.safetensors")
+        self.texts = sorted(captions(EXAMPLE / "references").values())
+        self.texts_NE = features.sentences(self.texts)
+
+    def _all(self, files: list[Path]) -> np.ndarray:
+        return np.array([self.eye.read(file) for file in files])
+
+    def judge(self, row: Row, subject: str, beside: Path | None) -> Row:
+        """A preview's style, its text's rank, and how far it is from the base's picture of the same prompt and seed."""
+        feature_D = self.eye.read(Path(row["path"]))
+        style = features.place(feature_D, self.base.mean(without=subject), self.trained)
+        told: Row = {"style": style}
+        if subject in self.texts:
+            cosines_N = self.agreement.cosines(feature_D, self.texts_NE)
+            place = self.texts.index(subject)
+            told |= {"agreement": float(cosines_N[place]), "rank": 1 + int((cosines_N > cosines_N[place]).sum())}
+        if beside:
+            told["moved"] = difference(Path(row["path"]), beside)
+        return told
+
+
+def difference(one: Path, other: Path) -> float:
+    """Mean absolute difference of two pictures of a size, in levels of 255."""
+    a_HW3, b_HW3 = (np.asarray(Image.open(path).convert("RGB"), np.float64) for path in (one, other))
+    return float(np.abs(a_HW3 - b_HW3).mean())
