@@ -69,10 +69,13 @@ def test_a_difference_is_the_mean_over_all_levels(tmp_path):
 
 def test_roughness_is_the_mean_change_and_a_mean_comes_with_its_standard_error():
     assert report.roughness([1.0, 3.0, 2.0]) == 1.5
-    rows = [{"what": "picture", "run": "a", "kind": "trigger", "guidance": 3.0, "side": 128, "style": s} for s in (0.0, 1.0, 2.0)]
-    assert report.Results(rows).mean("style", "a") == pytest.approx((1.0, 1 / 3**0.5))
+    about = {"what": "picture", "kind": "trigger", "guidance": 3.0, "side": 128}
+    rows = [about | {"run": "a", "subject": str(n), "style": 5.0 + 2 * n, "moved": n} for n in range(3)]
+    base = [about | {"run": "base", "subject": str(n), "style": 5.0 + n} for n in range(3)]
+    results = report.Results([*rows, *base])
+    assert results.mean("moved", "a") == results.mean("style", "a") == pytest.approx((1.0, 1 / 3**0.5))
     with pytest.raises(AssertionError, match="no row has"):
-        report.Results(rows).mean("style", "b")
+        results.mean("style", "b")
 
 
 def test_a_chart_puts_a_higher_value_higher(tmp_path):

@@ -27,6 +27,7 @@ HERE = Path(__file__).parent
 SEEDS = [0, 1, 2, 3, 4, 5]  # of the empty prompt
 # Which previews: who draws, the kind of prompt, guidance, side.
 DROPPED = ("base", "dropout 0", "plain", "dropout 0.5")
+AXIS = ("base", "all", 3.0, 128)  # where style begins
 PREVIEWS = [
     *((run, "trigger", guidance, 128) for guidance in (3.0, 1.0, 5.0) for run in DROPPED),
     ("preserved", "trigger", 3.0, 128),
@@ -58,7 +59,7 @@ def losses(projects: dict[str, Project], folder: Path) -> list[Row]:
 
 def previews(folder: Path, run: str, kind: str, guidance: float, side: int) -> list[Row]:
     """Draw them: rows with the picture's file."""
-    prompts = [runs.prompted(kind, subject) for subject in (runs.SUBJECTS if kind != "empty" else ("",))]
+    prompts = runs.prompts(kind)
     seeds = SEEDS if kind == "empty" else [0]
     of = "plain" if run == "base" else run
     drawn = (f"samples.guidance={guidance}", f"samples.width={side}", f"samples.height={side}", f"samples.seeds={seeds}")
@@ -75,16 +76,16 @@ def previews(folder: Path, run: str, kind: str, guidance: float, side: int) -> l
     return sorted(rows, key=lambda row: (prompts.index(row["prompt"]), row["seed"]))
 
 
-def judged(rows: list[Row], folder: Path) -> list[Row]:
-    """The previews with their scores, without their files."""
-    base = [row for row in rows if (row["run"], row["kind"], row["guidance"], row["side"]) == PREVIEWS[0]]
-    looks = Looks(folder / "images", base)
+def judged(rows: list[Row], axis: list[Row]) -> list[Row]:
+    """The previews with their scores, without their files. `axis`: the base's previews of all subjects."""
+    looks = Looks([(runs.subject_of(row["prompt"]), Path(row["path"])) for row in axis])
     same = {asked(row): Path(row["path"]) for row in rows if row["run"] == "base"}
     made = []
     for row in rows:
-        subject = row["prompt"].removeprefix(f"{runs.TRIGGER}, ").removeprefix(f"{runs.CLASS}, ")
+        subject = runs.subject_of(row["prompt"])
+        about = {name: row[name] for name in ("what", "run", "kind", "guidance", "side", "seed")}
         beside = None if row["run"] == "base" else same.get(asked(row))
-        made.append({name: value for name, value in row.items() if name != "path"} | looks.judge(row, subject, beside))
+        made.append(about | {"subject": subject} | looks.judge(row, subject, beside))
     return made
 
 
@@ -99,8 +100,9 @@ def main(work: Path, out: Path) -> None:
     projects = {run: runs.train(folder, run) for run in runs.RUNS}
     about = [{"what": "run", "run": run, "set": runs.settings(run)} for run in runs.RUNS]
     measured = losses(projects, folder)
+    axis = previews(folder, *AXIS)
     drawn = [row for preview in PREVIEWS for row in previews(folder, *preview)]
-    rows = [*about, *measured, *judged(drawn, folder)]
+    rows = [*about, *measured, *judged(drawn, axis)]
     out.mkdir(parents=True, exist_ok=True)
     (out / report.RESULTS).write_text("".join(json.dumps(rounded(row)) + "\n" for row in rows))
     strip(drawn, out)

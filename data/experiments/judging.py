@@ -20,7 +20,6 @@ from schemas.captions import CAPTIONS
 from stages import features
 from stages.features import Agreement, Eye, Group
 from stages.heldout import Validation
-from stages.scores import said
 from stages.train import data_of, validation_of
 from stages.trainer import Trainer
 from stages.tuner import checkpoint
@@ -68,24 +67,27 @@ def checkpoints(project: Project) -> list[Checkpoint]:
 
 
 class Looks:
-    """Style, from the base's previews (0) to the pictures trained on (1), and agreement with the text."""
+    """Style, from the base's previews (0) to the real pictures of the same 40 subjects (1), and agreement with the text.
 
-    def __init__(self, pictures: Path, base: list[Row]) -> None:
+    A picture is measured without those of its own subject.
+    """
+
+    def __init__(self, base: list[tuple[str, Path]]) -> None:
         self.eye = Eye()
-        self.trained = Group([], self._all(sorted(pictures.glob("*.webp")))).mean()
-        self.base = Group([said(row["prompt"], "ohwx") for row in base], self._all([Path(row["path"]) for row in base]))
+        self.base = self._group(base)
+        real = captions(EXAMPLE / "references")
+        self.real = self._group([(text, EXAMPLE / "references" / name) for name, text in real.items()])
         self.agreement = Agreement.load(EXAMPLE / "agreement.safetensors")
-        self.texts = sorted(captions(EXAMPLE / "references").values())
+        self.texts = sorted(real.values())
         self.texts_NE = features.sentences(self.texts)
 
-    def _all(self, files: list[Path]) -> np.ndarray:
-        return np.array([self.eye.read(file) for file in files])
+    def _group(self, pictures: list[tuple[str, Path]]) -> Group:
+        return Group([subject for subject, _ in pictures], np.array([self.eye.read(path) for _, path in pictures]))
 
     def judge(self, row: Row, subject: str, beside: Path | None) -> Row:
         """A preview's style, its text's rank, and how far it is from the base's picture of the same prompt and seed."""
         feature_D = self.eye.read(Path(row["path"]))
-        style = features.place(feature_D, self.base.mean(without=subject), self.trained)
-        told: Row = {"style": style}
+        told: Row = {"style": features.place(feature_D, self.base.mean(without=subject), self.real.mean(without=subject))}
         if subject in self.texts:
             cosines_N = self.agreement.cosines(feature_D, self.texts_NE)
             place = self.texts.index(subject)

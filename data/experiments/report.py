@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 RESULTS, PAGE = "results.jsonl", "README.md"
 DROPOUT = {"dropout 0": "0", "plain": "0.1", "dropout 0.5": "0.5"}
 COLOURS = dict(zip(DROPOUT, (ORANGE, BLUE, GREEN), strict=True))
-STYLE = "Style of previews: 0 the base, 1 the training images"
+STYLE = "Style of previews: 0 the base, 1 real pictures"
 CAPTIONS = {"own": GREY, "empty": BLUE}
 GUIDANCE = (1.0, 3.0, 5.0)
 
@@ -45,16 +45,29 @@ class Results:
         return [row["step"] for row in rows], [row["loss"] for row in rows]
 
     def mean(self, column: str, run: str, kind: str = "trigger", guidance: float = 3.0, side: int = 128) -> tuple[float, float]:
-        """Of the previews of a run the mean and its standard error."""
-        rows = self.only(what="picture", run=run, kind=kind, guidance=guidance, side=side)
-        values = np.array([row[column] for row in rows], float)
-        return float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5)
+        """Of the previews of a run the mean and its standard error.
+
+        Style counts from that of the base's preview of the same subject with the trigger, at guidance 3 and 128 px: subjects
+        differ more than looks do. The empty prompt has no subject.
+        """
+        found = self.only(what="picture", run=run, kind=kind, guidance=guidance, side=side)
+        start: dict[str, float] = {}
+        if column == "style" and kind != "empty":
+            usual = self.only(what="picture", run="base", kind="trigger", guidance=3.0, side=128)
+            start = {row["subject"]: row["style"] for row in usual}
+        return spread([row[column] - start.get(row["subject"], 0.0) for row in found])
 
     def only(self, **wanted: Any) -> list[Row]:
         """The rows with these values."""
         found = [row for row in self.rows if all(row.get(name) == value for name, value in wanted.items())]
         assert found, f"no row has {wanted}"
         return found
+
+
+def spread(found: Sequence[float]) -> tuple[float, float]:
+    """The mean and its standard error."""
+    values = np.array(found, float)
+    return float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5)
 
 
 def read(folder: Path) -> Results:

@@ -114,9 +114,16 @@ def settings(run: str) -> dict[str, Any]:
     return {name: tomllib.loads(f"v = {value}")["v"] if value[0] in "{0123456789" else value for name, _, value in pairs}
 
 
-def prompted(kind: str, subject: str) -> str:
-    """A preview's prompt: with the trigger, with the class word, neither, or empty."""
-    return {"trigger": f"{TRIGGER}, {subject}", "class": f"{CLASS}, {subject}", "none": subject, "empty": ""}[kind]
+def prompts(kind: str) -> list[str]:
+    """Previews' prompts: with the trigger, with the class word, with neither, the empty one; of all subjects with the trigger."""
+    subjects = captions(EXAMPLE / "references").values() if kind == "all" else SUBJECTS
+    words = {"trigger": f"{TRIGGER}, ", "all": f"{TRIGGER}, ", "class": f"{CLASS}, ", "none": ""}
+    return [""] if kind == "empty" else [words[kind] + subject for subject in subjects]
+
+
+def subject_of(prompt: str) -> str:
+    """What a preview is to show."""
+    return prompt.removeprefix(f"{TRIGGER}, ").removeprefix(f"{CLASS}, ")
 
 
 def make(folder: Path) -> Path:
