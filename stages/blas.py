@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import os
 import sys
 from pathlib import Path
 
@@ -23,6 +24,8 @@ def load() -> str:
     """Open the first library that opens, for all to see. Returns its name, or '' where none was needed or found."""
     if not sys.platform.startswith("linux"):
         return ""
+    # MKL's threads would else spin between products, on the cores that compute everything else.
+    os.environ.setdefault("KMP_BLOCKTIME", "0")
     for name in candidates():
         try:
             ctypes.CDLL(name, ctypes.RTLD_GLOBAL)
