@@ -181,14 +181,13 @@ def ema_chart(results: Results) -> list[Panel]:
     curves = {average: results.curve(average) for average in (False, True)}
     ticks = {float(step): str(step) for step in (0, 50, 100, 150, 200, 250)}
     shown = [Series(name, colour, *curves[average]) for name, colour, average in ENDS]
-    later = [curve[1][len(curve[1]) // 5 :] for curve in curves.values()]
-    low, high = bounds([value for values in later for value in values], 0.01)
     late = {float(step): str(step) for step in (50, 100, 150, 200, 250)}
     cut = [after(series, 50) for series in shown]
-    top = bounds([value for curve in curves.values() for value in curve[1]], 0.1)
+    whole = bounds([value for series in shown for value in series.y], 0.1)
+    late_only = bounds([value for series in cut for value in series.y], 0.01)
     return [
-        Panel("Held-out loss", ticks, "step", shown, *top, 0.1),
-        Panel("The same from step 50 on", late, "step", cut, low, high, 0.01 if high - low < 0.07 else 0.02),
+        Panel("Held-out loss", ticks, "step", shown, *whole, 0.1),
+        Panel("The same from step 50 on", late, "step", cut, *late_only, 0.01),
     ]
 
 

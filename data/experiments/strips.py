@@ -1,4 +1,4 @@
-"""Pictures of the experiments side by side: a column for each who drew, a row for each prompt or seed."""
+"""Pictures of the experiments side by side: a row for each who drew, a column for each subject or seed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-SIDE, GAP, HEAD, LABEL = 84, 4, 18, 128  # pixels: a picture, between two, the columns' labels, the rows'
-COLORS = 128  # of the file
+SIDE, GAP, LABEL = 78, 4, 104  # pixels: a picture, between two, the rows' labels
+COLORS = 112  # of the file
 PAPER, INK = (255, 255, 255), (32, 36, 42)
 
 Row = dict[str, Any]
@@ -23,7 +23,7 @@ def strip(rows: Sequence[Row], out: Path) -> None:
     page(lines, out / "dropout-pictures.png")
     names = {"base": "base", "plain": "trained at 128", "two sizes": "at 128 and 192"}
     page([(name, chosen(rows, run, "trigger", 3.0, 192)[:6]) for run, name in names.items()], out / "sizes-pictures.png")
-    named = {"base": "base", "plain": "without [..]", "preserved": "with [train.\npreservation]"}
+    named = {"base": "base", "plain": "without", "preserved": "with"}
     kinds = {"none": "no trigger:\n", "trigger": "trigger:\n"}
     lines = [(said + name, chosen(rows, run, kind, 3.0, 128)[:6]) for kind, said in kinds.items() for run, name in named.items()]
     page(lines, out / "preservation-pictures.png")
