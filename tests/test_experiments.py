@@ -34,6 +34,11 @@ def test_every_figure_of_the_page_is_there_and_small():
         assert (report.HERE / name).stat().st_size <= 60_000
 
 
+def test_the_results_are_of_the_pictures_that_are_there():
+    """Where this fails, the example has changed: `make experiments`, and read what the page then says."""
+    assert report.read(report.HERE).only(what="data")[0]["sha256"] == runs.fingerprint()
+
+
 def test_the_results_are_of_the_runs_that_the_script_makes():
     rows = report.read(report.HERE).only(what="run")
     assert {row["run"]: row["set"] for row in rows} == {run: json.loads(json.dumps(runs.settings(run))) for run in runs.RUNS}

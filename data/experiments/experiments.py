@@ -27,12 +27,13 @@ HERE = Path(__file__).parent
 SEEDS = [0, 1, 2, 3, 4, 5]  # of the empty prompt
 # Which previews: who draws, the kind of prompt, guidance, side.
 DROPPED = ("base", "dropout 0", "plain", "dropout 0.5")
+HELD = ("preserved, dropout 0", "preserved")
 AXIS = ("base", "all", 3.0, 128)  # where style begins
 PREVIEWS = [
     *((run, "trigger", guidance, 128) for guidance in (3.0, 1.0, 5.0) for run in DROPPED),
-    ("preserved", "trigger", 3.0, 128),
+    *((run, "trigger", guidance, 128) for guidance in (3.0, 1.0, 5.0) for run in HELD),
     ("two sizes", "trigger", 3.0, 128),
-    *((run, "empty", 3.0, 128) for run in DROPPED),
+    *((run, "empty", 3.0, 128) for run in (*DROPPED, *HELD)),
     *((run, kind, 3.0, 128) for kind in ("none", "class") for run in ("base", "plain", "preserved")),
     *((run, "trigger", 3.0, 192) for run in ("base", "plain", "two sizes")),
 ]
@@ -98,7 +99,8 @@ def main(work: Path, out: Path) -> None:
     """All of it."""
     folder = runs.make(work / "experiments")
     projects = {run: runs.train(folder, run) for run in runs.RUNS}
-    about = [{"what": "run", "run": run, "set": runs.settings(run)} for run in runs.RUNS]
+    about: list[Row] = [{"what": "data", "sha256": runs.fingerprint()}]
+    about += [{"what": "run", "run": run, "set": runs.settings(run)} for run in runs.RUNS]
     measured = losses(projects, folder)
     axis = previews(folder, *AXIS)
     drawn = [row for preview in PREVIEWS for row in previews(folder, *preview)]

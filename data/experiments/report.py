@@ -16,17 +16,24 @@ import charts
 import numpy as np
 from charts import Panel, Series
 
-from pipeline.plot import BLUE, GREEN, GREY, ORANGE
+from pipeline.plot import BLUE, GREEN, GREY, ORANGE, PURPLE
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = "results.jsonl", "README.md"
 DROPOUT = {"dropout 0": "0", "plain": "0.1", "dropout 0.5": "0.5"}
-COLOURS = dict(zip(DROPOUT, (ORANGE, BLUE, GREEN), strict=True))
+HELD = {"preserved, dropout 0": "0", "preserved": "0.1"}
+COLOURS = {"0": ORANGE, "0.1": BLUE, "0.5": GREEN}
 STYLE = "Style of previews: 0 the base, 1 real pictures"
-CAPTIONS = {"own": GREY, "empty": BLUE}
 GUIDANCE = (1.0, 3.0, 5.0)
 
 Row = dict[str, Any]
+
+
+DROPPED = {
+    "base": "base",
+    **{run: f"dropout {share}" for run, share in DROPOUT.items()},
+    **{run: f"with preservation, dropout {share}" for run, share in HELD.items()},
+}
 
 
 class Results:
@@ -105,28 +112,26 @@ def ema(results: Results) -> str:
 
 def dropout_losses(results: Results) -> str:
     """Held-out loss under the pictures' captions and under the empty one."""
-    names = {"base": "base", **{run: f"dropout {share}" for run, share in DROPOUT.items()}}
     rows = [
         (
             name,
             *(f"{results.loss(run, 128, caption):.4f}" for caption in ("own", "empty")),
             about(results.mean("style", run, "empty")),
         )
-        for run, name in names.items()
+        for run, name in DROPPED.items()
     ]
     return table(("", "held-out loss, own caption", "empty caption", "style of the empty prompt"), rows)
 
 
 def dropout_styles(results: Results) -> str:
     """Style and agreement by guidance."""
-    names = {"base": "base", **{run: f"dropout {share}" for run, share in DROPOUT.items()}}
     rows = [
         (
             name,
             *(about(results.mean("style", run, guidance=g)) for g in GUIDANCE),
             *(about(results.mean("agreement", run, guidance=g)) for g in GUIDANCE),
         )
-        for run, name in names.items()
+        for run, name in DROPPED.items()
     ]
     head = ("", *(f"style, guidance {g:g}" for g in GUIDANCE), *(f"agreement, {g:g}" for g in GUIDANCE))
     return table(head, rows)
@@ -179,9 +184,9 @@ def spans(series: Iterable[Series], step: float, *more: float) -> tuple[float, f
 def ema_chart(results: Results) -> list[Panel]:
     """The loss over the steps."""
     curves = {average: results.curve(average) for average in (False, True)}
-    ticks = {float(step): str(step) for step in (0, 50, 100, 150, 200, 250)}
+    ticks = {float(step): str(step) for step in (0, 50, 100, 150, 200)}
     shown = [Series(name, colour, *curves[average]) for name, colour, average in ENDS]
-    late = {float(step): str(step) for step in (50, 100, 150, 200, 250)}
+    late = {float(step): str(step) for step in (50, 100, 150, 200)}
     cut = [after(series, 50) for series in shown]
     whole = bounds([value for series in shown for value in series.y], 0.1)
     late_only = bounds([value for series in cut for value in series.y], 0.01)
@@ -201,26 +206,31 @@ ENDS = (("the adapter", ORANGE, False), ("its average ([train.ema])", BLUE, True
 
 
 def dropout_chart(results: Results) -> list[Panel]:
-    """Losses by dropout under both captions; style by guidance."""
+    """The loss under the empty caption by dropout; style by guidance."""
     places = [0.0, 1.0, 2.0]
-    ticks = {place: f"dropout {share}" for place, share in zip(places, DROPOUT.values(), strict=True)}
-    losses = {caption: [results.loss(run, 128, caption) for run in DROPOUT] for caption in CAPTIONS}
-    low, high = bounds([value for values in losses.values() for value in values], 0.02)
-    shown = [Series(f"{caption} caption", colour, places, losses[caption]) for caption, colour in CAPTIONS.items()]
+    ticks = {place: f"dropout {share}" for place, share in zip(places, COLOURS, strict=True)}
+    empty = [
+        Series(name, colour, places[: len(runs)], [results.loss(run, 128, "empty") for run in runs])
+        for name, colour, runs in (("alone", GREY, DROPOUT), ("with preservation", PURPLE, HELD))
+    ]
+    low, high = bounds([value for series in empty for value in series.y], 0.05)
+    lines = [(title, styles(results, runs)) for title, runs in (("Style", DROPOUT), ("Style, with preservation", HELD))]
+    least, most = spans([series for _, found in lines for series in found], 0.2)
+    guidance = {g: f"{g:g}" for g in GUIDANCE}
     return [
-        Panel("Held-out loss", ticks, "", shown, low, high, 0.02 if high - low < 0.15 else 0.04),
-        styles(results, {run: f"dropout {share}" for run, share in DROPOUT.items()}),
+        Panel("Held-out loss under the empty caption", ticks, "", empty, low, high, 0.05),
+        *(Panel(title, guidance, "guidance", found, least, most, 0.2) for title, found in lines),
     ]
 
 
-def styles(results: Results, names: dict[str, str]) -> Panel:
-    """Style by guidance."""
-    ticks = {g: f"{g:g}" for g in GUIDANCE}
+def styles(results: Results, runs: dict[str, str]) -> list[Series]:
+    """Style by guidance: of the base, and of each run by its dropout."""
     lines = []
-    for run, colour in (("base", GREY), *COLOURS.items()):
+    for run, share in (("base", ""), *runs.items()):
         pairs = [results.mean("style", run, guidance=g) for g in GUIDANCE]
-        lines.append(Series(names.get(run, run), colour, GUIDANCE, [p[0] for p in pairs], [p[1] for p in pairs]))
-    return Panel(STYLE, ticks, "guidance", lines, *spans(lines, 0.2), 0.2)
+        name, colour = (f"dropout {share}", COLOURS[share]) if share else ("base", GREY)
+        lines.append(Series(name, colour, GUIDANCE, [p[0] for p in pairs], [p[1] for p in pairs]))
+    return lines
 
 
 def sizes_chart(results: Results) -> list[Panel]:

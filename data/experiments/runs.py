@@ -6,6 +6,7 @@ the subjects that the previews do not ask for. All runs share the tables before 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
@@ -20,7 +21,7 @@ from pipeline.project import Project
 LOG = logging.getLogger("experiments")
 EXAMPLE = Path(__file__).parents[1] / "example"
 HELD = ("avocado", "fire-truck", "guitar", "mushroom", "octopus", "turtle")  # of the example's pictures, all above 192 px
-MORE = 14  # real pictures held out beside them
+MORE = 6  # real pictures held out beside them
 SUBJECTS = (  # of the previews: their real pictures are in data/example/references
     "a lion on a red background",
     "a butterfly on a yellow background",
@@ -34,7 +35,7 @@ SUBJECTS = (  # of the previews: their real pictures are in data/example/referen
     "a castle on a teal background",
 )
 TRIGGER, CLASS = "ohwx", "icon"
-STEPS = 250
+STEPS = 200
 BEFORE = ("images", "captions", "buckets", "latents", "embeddings")
 
 PROJECT = f"""
@@ -58,7 +59,7 @@ steps = {STEPS}
 seed = 0
 batch_size = 4
 rank = 16
-lr = 2e-3
+lr = 3e-3
 caption_dropout = 0.1
 checkpoint_every = {STEPS}
 
@@ -87,6 +88,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "dropout 0.5": ("train.caption_dropout=0.5",),
     "two sizes": ("train.data.resolutions={128=1, 192=1}",),
     "preserved": ("train.preservation.weight=1.0",),
+    "preserved, dropout 0": ("train.preservation.weight=1.0", "train.caption_dropout=0.0"),
     "noisy": (
         "train.batch_size=1",
         "train.schedule.shape=constant",
@@ -141,6 +143,12 @@ def make(folder: Path) -> Path:
     _copy(EXAMPLE / "references", held, more)
     tell(held, own | more)
     return folder
+
+
+def fingerprint() -> str:
+    """Of the pictures and their captions: results are of these."""
+    files = (path for part in ("images", "references") for path in sorted((EXAMPLE / part).iterdir()))
+    return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)).hexdigest()
 
 
 def captions(folder: Path) -> dict[str, str]:

@@ -18,9 +18,9 @@ Line = tuple[str, list[Path]]  # a label, and its pictures
 
 def strip(rows: Sequence[Row], out: Path) -> None:
     """The strips: dropout-pictures.png, sizes-pictures.png, preservation-pictures.png."""
-    who = ("base", "dropout 0", "plain", "dropout 0.5")
-    lines = [(f"{run.replace('plain', 'dropout 0.1')}", chosen(rows, run, "empty", 3.0, 128)) for run in who]
-    page(lines, out / "dropout-pictures.png")
+    who = {"base": "base", "dropout 0": "dropout 0", "plain": "dropout 0.1", "dropout 0.5": "dropout 0.5"}
+    who |= {"preserved, dropout 0": "preservation,\ndropout 0", "preserved": "preservation,\ndropout 0.1"}
+    page([(name, chosen(rows, run, "empty", 3.0, 128)) for run, name in who.items()], out / "dropout-pictures.png")
     names = {"base": "base", "plain": "trained at 128", "two sizes": "at 128 and 192"}
     page([(name, chosen(rows, run, "trigger", 3.0, 192)[:6]) for run, name in names.items()], out / "sizes-pictures.png")
     named = {"base": "base", "plain": "without", "preserved": "with"}
