@@ -46,6 +46,41 @@ def test_the_results_are_of_the_runs_that_the_script_makes():
     assert {(row["run"], row["kind"], row["guidance"], row["side"]) for row in pictures} == set(experiments.PREVIEWS)
 
 
+def test_the_average_is_smoother_and_better_as_the_page_says():
+    (steps, adapter), (_, average) = (report.read(report.HERE).curve(one) for one in (False, True))
+    assert all(b < a for step, a, b in zip(steps, adapter, average, strict=True) if step >= 40)
+    half = len(steps) // 2
+    assert 0.25 < report.roughness(average[half:]) / report.roughness(adapter[half:]) < 0.4
+
+
+@pytest.mark.parametrize("run", [run for run in report.DROPPED if run != "base"])
+def test_guidance_exaggerates_the_look_only_without_dropout_beside_preservation_as_the_page_says(run):
+    results, alone = report.read(report.HERE), "preserved, dropout 0"
+    rise = results.mean("style", run, guidance=3.0)[0] - results.mean("style", run, guidance=1.0)[0]
+    assert (rise > 0.2) == (results.loss(run, caption="empty") > 0.4) == (run == alone)
+    assert (results.mean("style", run, "empty")[0] < 0.2) == (run == alone)
+
+
+def test_a_second_size_lowers_the_loss_and_leaves_the_look_as_the_page_says():
+    results = report.read(report.HERE)
+    one, two = ([results.loss(run, side) for side in (128, 192)] for run in ("plain", "two sizes"))
+    assert two[0] < one[0] and two[1] < 0.9 * one[1]
+    for column in ("style", "agreement"):
+        for side in (128, 192):
+            (a, error), (b, _) = (results.mean(column, run, side=side) for run in ("plain", "two sizes"))
+            assert abs(a - b) < error
+
+
+def test_preservation_keeps_the_base_where_there_is_no_trigger_as_the_page_says():
+    results = report.read(report.HERE)
+    for kind in ("none", "class"):
+        without, held = (results.mean("moved", run, kind)[0] for run in ("plain", "preserved"))
+        assert held < without / 3
+        assert results.mean("style", "plain", kind)[0] > 0.5
+        assert abs(results.mean("style", "preserved", kind)[0] - results.mean("style", "base", kind)[0]) < 0.1
+    assert 0.5 < results.mean("style", "preserved")[0] < results.mean("style", "plain")[0]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs.make(tmp_path_factory.mktemp("experiments") / "project")
