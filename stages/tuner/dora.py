@@ -27,8 +27,10 @@ def lengths(weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale: 
     rows = max(1, CHUNK // down_RI.shape[1])
     found: list[mx.array] = []
     for start in range(0, up_OR.shape[0], rows):
-        up_cR, weight_cI = _rows(up_OR, weight, slice(start, start + rows), after=found[-1:])
-        moved_cI = quantize.dense(weight_cI).astype(mx.float32) + scale * (up_cR.astype(mx.float32) @ wide_RI)
+        which = slice(start, start + rows)
+        up_cR = mx.depends([up_OR[which]], found[-1:])[0] if found else up_OR[which]  # or all chunks would be there together
+        weight_cI = quantize.dense(quantize.rows(weight, which)).astype(mx.float32)
+        moved_cI = weight_cI + scale * (up_cR.astype(mx.float32) @ wide_RI)
         found.append(mx.sqrt(mx.sum(mx.square(moved_cI), axis=1)))
     return mx.concatenate(found)
 
@@ -38,23 +40,16 @@ def start(weight: quantize.Weight, outputs: int, inputs: int) -> mx.array:
     return lengths(weight, mx.zeros((1, inputs)), mx.zeros((outputs, 1)), 0.0)
 
 
-def stretch(
-    y: mx.array, magnitude_O: mx.array, weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale: float
-) -> mx.array:
-    """y = x (W + scale B A)^T, with every row of the weight brought to its length. In the dtype of y."""
-    length_O = mx.stop_gradient(lengths(weight, down_RI, up_OR, scale))
+def growth(magnitude_O: mx.array, weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale: float) -> mx.array:
+    """By how much more than 1 every row of W + scale B A is to be multiplied to have its length: (O,) float32."""
+    return magnitude_O / mx.stop_gradient(lengths(weight, down_RI, up_OR, scale)) - 1
+
+
+def stretch(y: mx.array, growth_O: mx.array) -> mx.array:
+    """(1 + growth) y, in the dtype of y: a product with W + scale B A becomes one with every row at its length."""
     grown: Any = _grown
-    stretched: mx.array = grown(y, magnitude_O / length_O - 1)
+    stretched: mx.array = grown(y, growth_O)
     return stretched
-
-
-def _rows(up_OR: mx.array, weight: quantize.Weight, rows: slice, after: list[mx.array]) -> tuple[mx.array, quantize.Weight]:
-    """Some rows of both, not before `after` is there: or all chunks would be in memory together."""
-    packed = isinstance(weight, quantize.QuantizedWeight)
-    parts = [part[rows] for part in (up_OR, *(weight if packed else [weight]))]
-    if after:
-        parts = mx.depends(parts, after)
-    return parts[0], quantize.QuantizedWeight(*parts[1:]) if packed else parts[1]
 
 
 @mx.custom_function

@@ -37,7 +37,7 @@ def merged(
 
     ValueError for an adapter of a Linear that is not there, or of another size.
     """
-    check({key: _shape(weight) for key, weight in weights.items()}, adapters, scales)
+    check({key: tuple(weight.shape) for key, weight in weights.items()}, adapters, scales)
     for key, weight in weights.items():
         name = key.removesuffix(".weight")
         yield key, merge(weight, lora.of_linear(adapters, name), scales[name]) if name in scales else weight
@@ -49,9 +49,3 @@ def check(shapes: Mapping[str, tuple[int, ...]], adapters: Mapping[str, mx.array
         shape, found = lora.shape_of(lora.of_linear(adapters, name)), shapes.get(f"{name}.weight")
         if found != shape:
             raise ValueError(f"the adapter is for {name} of shape {shape}; the model's is {found or 'not there'}")
-
-
-def _shape(weight: quantize.Weight) -> tuple[int, ...]:
-    if isinstance(weight, quantize.QuantizedWeight):
-        return weight.scales.shape[0], weight.scales.shape[1] * quantize.GROUP
-    return tuple(weight.shape)

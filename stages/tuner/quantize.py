@@ -1,12 +1,12 @@
 """A base in 8 or 4 bits: weights kept packed, unpacked once per visit of a block.
 
-R rows, I inputs, O outputs, G = I / 64 groups: every 64 weights of a row share a scale and an offset.
+I inputs, O outputs, G = I / 64 groups: every 64 weights of a row share a scale and an offset.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -26,6 +26,11 @@ class QuantizedWeight(NamedTuple):
     def bits(self) -> int:
         """Bits per weight; the shapes tell."""
         return 32 * self.packed.shape[-1] // (GROUP * self.scales.shape[-1])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(O, I)."""
+        return self.scales.shape[0], self.scales.shape[1] * GROUP
 
     def dense(self) -> mx.array:
         """The (O,I) weight that it stands for, in the dtype that it was packed from."""
@@ -60,51 +65,21 @@ def dense(weight: Weight) -> mx.array:
     return weight.dense() if isinstance(weight, QuantizedWeight) else weight
 
 
-def matmul(x: mx.array, weight: Weight) -> mx.array:
-    """x @ weight.T, (..., O). A packed weight is unpacked for the product and again for its gradient, and kept for neither.
-
-    Over thousands of rows this beats a quantised product, which unpacks every tile of the weight once per tile of rows.
-    A large one is unpacked some outputs at a time.
-    """
-    if not isinstance(weight, QuantizedWeight):
-        return x @ weight.T
-    y: mx.array = _product_of(weight)(x)
-    return y
+def rows(weight: Weight, which: slice) -> Weight:
+    """Some rows of a weight: a view."""
+    return weight[which] if isinstance(weight, mx.array) else QuantizedWeight(*(part[which] for part in weight))
 
 
-def _product_of(weight: QuantizedWeight) -> Any:
-    @mx.custom_function
-    def product(x: mx.array) -> mx.array:
-        ys: list[mx.array] = []
-        for part in _parts(weight):
-            # Made to follow the one before: all parts would else be unpacked at once.
-            ys.append(x @ _later(part, ys[-1] if ys else x).dense().T)
-        return mx.concatenate(ys, axis=-1) if len(ys) > 1 else ys[0]
-
-    @product.vjp
-    def gradient(x: mx.array, dy: mx.array, y: mx.array) -> mx.array:
-        # Made to follow dy: the compiler would else see the same unpacking twice, and keep the array from the one to the other.
-        dx, start = None, 0
-        for part in _parts(weight):
-            end = start + part.packed.shape[0]
-            dense = _later(part, dy if dx is None else dx).dense()
-            dx = dy[..., start:end] @ dense if dx is None else mx.addmm(dx, dy[..., start:end], dense)
-            start = end
-        assert dx is not None
-        return dx
-
-    return product
+def ranges(weight: Weight, start: int, end: int) -> list[slice]:
+    """The rows from start to end, in ranges of at most CHUNK bytes unpacked; in one, where the weight is not packed."""
+    if isinstance(weight, mx.array):
+        return [slice(start, end)]
+    size = (end - start) * weight.shape[1] * weight.scales.dtype.size
+    step = -(-(end - start) // -(-size // CHUNK))
+    return [slice(at, min(at + step, end)) for at in range(start, end, step)]
 
 
-def _parts(weight: QuantizedWeight) -> list[QuantizedWeight]:
-    """The weight by outputs, in parts of at most CHUNK bytes unpacked; one, where it is small."""
-    rows = weight.packed.shape[0]
-    size = rows * weight.scales.shape[-1] * GROUP * weight.scales.dtype.size
-    step = -(-rows // -(-size // CHUNK))
-    return [QuantizedWeight(*(part[start : start + step] for part in weight)) for start in range(0, rows, step)]
-
-
-def _later(weight: QuantizedWeight, after: mx.array) -> QuantizedWeight:
+def following(weight: QuantizedWeight, after: mx.array) -> QuantizedWeight:
     """The same weight, not unpacked before `after` is computed."""
     return weight._replace(packed=mx.depends([weight.packed], [after])[0])
 

@@ -3,7 +3,8 @@ import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.tuner import quantize
-from stages.tuner.quantize import QuantizedWeight, dense, fit, matmul, nbytes, pack
+from stages.tuner.product import matmul
+from stages.tuner.quantize import QuantizedWeight, dense, fit, nbytes, pack
 
 
 def drawn(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
@@ -68,7 +69,7 @@ def test_bits_and_shapes_that_cannot_be_packed_are_refused():
 def test_a_large_weight_is_unpacked_in_parts_that_give_the_same_product_and_gradient(monkeypatch):
     x, dy, weight = drawn(2, 5, 128), drawn(2, 5, 100), pack(drawn(100, 128), 4)
     monkeypatch.setattr(quantize, "CHUNK", 30 * 128 * 4)
-    assert [part.packed.shape[0] for part in quantize._parts(weight)] == [25, 25, 25, 25]
+    assert [rows.stop - rows.start for rows in quantize.ranges(weight, 0, 100)] == [25, 25, 25, 25]
     (y,), (dx,) = mx.vjp(lambda x: matmul(x, weight), [x], [dy])
     assert mx.allclose(y, x @ dense(weight).T, rtol=1e-6, atol=1e-5)
     assert mx.allclose(dx, dy @ dense(weight), rtol=1e-6, atol=1e-5)
