@@ -82,8 +82,7 @@ class Question:
         self.c = c
         self.dtype: Any = getattr(mx, c.precision)
         self.shapes = config.shapes()
-        # Arrays that are never computed take no memory: a model of them has every shape.
-        self.ghost = flux2.Flux2(config, {name: mx.zeros(shape, self.dtype) for name, shape in self.shapes.items()})
+        self.ghost = trainer.ghost(config, self.dtype)
         targets = trainer.choose(self.ghost.linears(), c)
         adapter = {t.name + end: mx.zeros(shape) for t in targets for end, shape in t.shapes.items()}
         self.adapter = sum(value.nbytes for value in adapter.values())

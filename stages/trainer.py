@@ -15,14 +15,14 @@ import numpy as np
 
 from stages.models import flux2
 from stages.models.adapter_formats import read_adapter
-from stages.models.load import load_flux2
+from stages.models.load import load_flux2, sizes
 from stages.stage import StageContext
 from stages.trainconfig import LossConfig, TrainConfig, longest_first
 from stages.trainset import Micro
 from stages.tuner import checkpoint, ema, lora, loss, optimizer, quantize, weighting
 from stages.tuner.backprop import Plan, Walk, dispatch, limited, loss_and_grads
 from stages.tuner.checkpoint import Checkpoint
-from stages.tuner.initial import initial
+from stages.tuner.initial import initial, refuse
 from stages.tuner.stacks import Stacks
 
 OUTSIDE_BITS = 8  # the least of a Linear outside the blocks: those steer every block
@@ -30,6 +30,7 @@ GUIDANCE = 1.0  # what a family with guidance embedded is trained at; every trai
 
 Arrays = dict[str, mx.array]
 Loss = Callable[[mx.array], mx.array]
+Learnt = tuple[Arrays, dict[str, float]]  # an adapter's arrays, and the scale of each Linear
 
 
 def tokens(x_BCHW: mx.array) -> mx.array:
@@ -101,6 +102,26 @@ def choose(linears: Mapping[str, tuple[int, int]], c: TrainConfig) -> list[lora.
         raise ValueError(f"[train] {error}") from None
 
 
+def ghost(config: flux2.Flux2Config, dtype: mx.Dtype) -> flux2.Flux2:
+    """A transformer of arrays that are never computed: it has every name and every shape, and takes no memory."""
+    return flux2.Flux2(config, {name: mx.zeros(shape, dtype) for name, shape in config.shapes().items()})
+
+
+def learnt(ctx: StageContext) -> Learnt | None:
+    """The adapter that the run starts from, if there is one. ValueError if it does not fit, which the model's sizes say."""
+    c: TrainConfig = ctx.config
+    if not c.initial:
+        return None
+    config = flux2.Flux2Config.from_dict(sizes(ctx.weights("transformer"), ctx.family.transformer))
+    targets = choose(ghost(config, mx.float32).linears(), c)
+    try:
+        found, scales = read_adapter(ctx.root / c.initial)
+        refuse(found, scales, targets)
+    except ValueError as error:
+        raise ValueError(f"[train] initial: {error}") from None
+    return found, scales
+
+
 def stepper_of(c: TrainConfig) -> optimizer.Stepper:
     """The optimizer, with the average of what it trains where one is kept."""
     made = c.optimizer.made()
@@ -132,11 +153,12 @@ class Trainer:
     def __init__(self, ctx: StageContext, start: Checkpoint | None) -> None:
         c: TrainConfig = ctx.config
         self.config = c
+        before = None if start else learnt(ctx)  # loading takes minutes: what does not fit is refused before
         self.model = load(ctx)
         self.targets = choose(self.model.linears(), c)
         self.scales = lora.scales(self.targets)
         self.take = stepper_of(c)
-        self.masters = Stacks.of(start.arrays(checkpoint.ADAPTER) if start else self.fresh(ctx))
+        self.masters = Stacks.of(start.arrays(checkpoint.ADAPTER) if start else self.fresh(before))
         self.state = start.arrays(checkpoint.OPTIMIZER) if start else self.take.init(self.masters)
         mx.eval(self.masters.arrays, self.state)
         self.plan: Plan = "whole"
@@ -150,17 +172,11 @@ class Trainer:
         """The trained arrays, float32, by name: views of the masters, good until the next step."""
         return self.masters.apart()
 
-    def fresh(self, ctx: StageContext) -> Arrays:
+    def fresh(self, before: Learnt | None) -> Arrays:
         """The adapter before the first step: one that changes nothing, or what another one has learnt."""
         bases = lora.bases_of(self.model.blocks, self.targets) if self.config.variant == "dora" else None
         made = lora.init(self.targets, self.config.seed, bases)
-        if not self.config.initial:
-            return made
-        try:
-            found, scales = read_adapter(ctx.root / self.config.initial)
-            return initial(found, scales, self.targets, made, bases)
-        except ValueError as error:
-            raise ValueError(f"[train] initial: {error}") from None
+        return initial(*before, self.targets, made, bases) if before else made
 
     def pieces(self, micros: Iterable[Micro]) -> Iterator[Micro]:
         """The batches of a step in the pieces that are computed at once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -378,6 +379,29 @@ def test_what_does_not_fit_the_model_is_refused_by_the_name_of_its_setting(trans
     ):
         with pytest.raises(ValueError, match=said):
             trainer.Trainer(Run(tmp_path / "second", transformer, replace(BASE, **values)).context(), None)
+
+
+SMALLER = {"attention_head_dim": 16, "axes_dims_rope": (4, 4, 4, 4)}
+
+
+@pytest.mark.parametrize(
+    ("values", "sizes", "said"),
+    [
+        ({"targets": ("attn.to_q",)}, {}, "initial: the adapter adapts .*, which is no target; widen the targets"),
+        ({"rank": 1}, {}, "initial: its adapter of .* has rank 2, above the target's 1; raise the rank to 2"),
+        ({"variant": "lokr"}, {}, "initial: its adapter of .* is a LoRA; the target's is a LoKr"),
+        ({}, SMALLER, r"initial: its adapter of .* is of shape .*; is it an adapter of another model\?"),
+    ],
+)
+def test_an_initial_adapter_that_does_not_fit_is_refused_before_a_weight_is_read(values, sizes, said, transformer, tmp_path):
+    first = Run(tmp_path / "first", transformer, replace(BASE, steps=1)).go()
+    file = str(first.folder / ARTIFACTS / checkpoint.ADAPTER)
+    bare = tmp_path / "transformer"  # sizes, and no weights at all
+    bare.mkdir()
+    (bare / "config.json").write_text(json.dumps(json.loads((transformer / "config.json").read_text()) | sizes))
+    with pytest.raises(ValueError, match=said) as caught:
+        Run(tmp_path / "second", bare, replace(BASE, initial=file, **values)).go()
+    assert "\n" not in str(caught.value)
 
 
 # Settings
