@@ -108,7 +108,14 @@ class Question:
             "guidance_B": mx.zeros((B,)),
         }
         scores = self.scores(B, batch.length)
-        return planner.estimate(self.ghost, inputs, self.weights(), self.adapter, self.state, update=self.update, **scores)
+        # What the pieces before it add up to lies there beside a piece's own gradient, until the optimizer takes it as its own.
+        summed = self.adapter if self.several(batch, samples) else 0
+        kept, update = self.state + summed, self.update - summed
+        return planner.estimate(self.ghost, inputs, self.weights(), self.adapter, kept, update=update, **scores)
+
+    def several(self, batch: Batch, samples: int) -> bool:
+        """Whether a step adds up gradients: of several batches, of pieces of one, or of the loss and of what straying costs."""
+        return self.c.accumulate > 1 or samples < batch.samples or self.c.preservation is not None
 
     def scores(self, B: int, S: int) -> dict[str, int]:
         """Bytes of attention's scores: none where it is fused, a chunk's where it goes by chunks."""

@@ -204,7 +204,8 @@ class Trainer:
                 costs.append(losses_B)
                 share = len(micro.samples) / count
                 if share < 1 or total:
-                    grads = {name: share * grad.astype(mx.float32) + total.get(name, 0.0) for name, grad in grads.items()}
+                    for name in grads:  # both are let go array by array: a third copy would be the step's peak
+                        grads[name] = share * grads[name].astype(mx.float32) + total.pop(name, 0.0)
                     mx.eval(grads)  # or every piece's gradient would wait for the last
                 total = grads
             losses.append(costs[0])

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from stages import control, fit
@@ -13,8 +14,13 @@ from stages.control import Control
 from stages.models.flux2 import Flux2Config
 from stages.models.weights import read_config
 from stages.train import STAGE, course_of
+from stages.trainconfig import PreservationConfig
+from stages.trainer import Trainer
+from stages.trainset import Feed
 from stages.tuner import checkpoint
-from tests.stages.runs import BASE, Run, weights
+from stages.tuner.backprop import limited
+from tests.stages.runs import BASE, Run, tables, weights
+from tests.stages.test_train_features import rich
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +170,54 @@ def test_what_cannot_fit_is_refused_before_a_weight_is_loaded_with_the_setting_t
     run.config = replace(run.config, memory="whole", memory_gb=needs(run, "whole", 1) * 0.99)
     with pytest.raises(ValueError, match=r'the plan whole needs .* memory = "blocks" would need'):
         run.go()
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A transformer whose blocks outweigh the optimizer's step."""
+    sizes = {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 4, "attention_head_dim": 32}
+    return weights(tmp_path_factory.mktemp("deep") / "transformer", **sizes, axes_dims_rope=(8, 8, 8, 8))
+
+
+def peak_of(run: Run, steps: int = 2) -> int:
+    """Bytes at the most in the first steps, beside what lay there before."""
+    context = run.context()
+    course = course_of(context)
+    before = mx.get_active_memory()
+    made = Trainer(context, None)
+    made.plan, made.bound = run.config.memory, 1
+    mx.reset_peak_memory()
+    for _, micros, _ in Feed(context, course, range(1, steps + 1)):
+        made.step(micros, 1e-4)
+    return mx.get_peak_memory() - before
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"accumulate": 2}, {"batch_size": 2, "micro_batch": 1}, {"preservation": PreservationConfig()}],
+    ids=["several batches", "pieces of a batch", "preservation"],
+)
+def test_gradients_that_are_added_up_are_expected_to_need_the_adapters_size_once_more_and_do(more, deep, tmp_path):
+    plain = replace(BASE, batch_size=1, rank=16, memory="whole", caption_dropout=0.0)
+    runs = [Run(tmp_path, deep, config, rich(((128, 128),) * 4)) for config in (plain, replace(plain, **more))]
+    expected, measured = [needs(run, "whole", 1) * fit.GB for run in runs], [peak_of(run) for run in runs]
+    adapter = fit.Question(plain, Flux2Config.from_dict(read_config(deep))).adapter
+    assert expected[1] - expected[0] == pytest.approx(adapter)
+    assert measured[1] - measured[0] == pytest.approx(adapter, rel=0.25)
+
+
+def test_gradients_are_added_up_without_a_third_copy_of_any(deep, tmp_path):
+    config = replace(BASE, batch_size=1, rank=64, accumulate=3, precision="bfloat16", memory="blocks")
+    run = Run(tmp_path, deep, config, tables(((64, 64),) * 4))
+    made = Trainer(run.context(), None)
+    made.plan = "blocks"
+    ((_, micros, _),) = Feed(run.context(), course_of(run.context()), range(1, 2))
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    with limited(1):
+        mx.eval(made.gradient(micros))
+    # The sum, a piece's gradient and the adapter, those two in bfloat16, and what one block is computed in.
+    assert mx.get_peak_memory() - before < 2.4 * made.masters.nbytes
 
 
 def test_a_run_keeps_the_plan_that_it_began_with_unless_a_setting_or_memory_says_otherwise(transformer, tmp_path):

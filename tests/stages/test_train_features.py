@@ -29,7 +29,7 @@ from stages.trainconfig import (
 )
 from stages.tuner import checkpoint, lora, quantize
 from stages.tuner.stacks import Stacks
-from tests.stages.runs import BASE, TEXT_ROWS, Run, rows_of, tables, weights, words
+from tests.stages.runs import BASE, SHAPES, TEXT_ROWS, Run, rows_of, tables, weights, words
 from tests.tuner.test_backprop import assert_same
 
 ARTIFACTS = "artifacts"
@@ -45,9 +45,9 @@ def transformer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return weights(tmp_path_factory.mktemp("weights") / "transformer", attention_head_dim=32, axes_dims_rope=(8, 8, 8, 8))
 
 
-def rich() -> dict[str, pa.Table]:
+def rich(shapes: tuple[tuple[int, int], ...] = SHAPES) -> dict[str, pa.Table]:
     """The tables with a class caption for every caption, and a mask for every second crop."""
-    made = tables()
+    made = tables(shapes)
     rows = made["captions"].to_pylist()
     classes = [row | {"role": "class", "caption_id": f"class of {row['caption_id']}"} for row in rows if row["role"] == "caption"]
     made["captions"] = rows_of(captions.CAPTIONS, *rows, *classes)
