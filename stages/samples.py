@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from stages.tuner import checkpoint, lora
 from stages.tuner.checkpoint import ADAPTER, EMA
 
 GRID = "grid.png"
+LATENTS = "latents"  # of pictures that were drawn and are not shown yet, so that a stop costs no drawing
 PIXELS = 16  # per image token, along one side
 TOGETHER = 1024  # image tokens up to which guidance's two passes are one batch: faster, and their memory is small there
 SHORT = 16  # hex digits of an id in a file's name
@@ -138,18 +140,32 @@ def draw_samples(context: StageContext) -> Iterator[pa.RecordBatch]:
     if not rows_wanted(context, who).num_rows:
         context.say("no previews: they need a prompt in [captions] preview_prompts, and the base or a checkpoint")
     steps = context.config.steps or context.family.sampling_steps
-    bar = Bar(context.progress, len(pending) * steps)
+    undrawn = [row for row in pending if not latents_of(context, row).exists()]
+    bar = Bar(context.progress, len(undrawn) * steps)
     fresh: list[Row] = []
     for drawer in who:
         rows = [row for row in pending if row["adapter_id"] == drawer.adapter_id]
         if not rows or context.stop():
             continue
-        drawn = draw(context, drawer, rows, steps, bar)
+        draw(context, drawer, [row for row in rows if row in undrawn], steps, bar)
         mx.clear_cache()  # the transformer is gone: give its memory back before the autoencoder comes
-        for row in show(context, drawer, drawn):
+        for row in show(context, drawer, rows):
             fresh.append(row)
             yield from SAMPLES.table([row]).to_batches()
     keep_grid(context, who, fresh)
+    if len(fresh) == len(pending):
+        shutil.rmtree(context.artifacts / LATENTS, ignore_errors=True)
+
+
+def name_of(row: Row) -> str:
+    """What the files of a row are called, less the ending."""
+    drawer, caption = row["adapter_id"][:SHORT] or "base", row["caption_id"][:SHORT]
+    return f"{drawer}-{caption}-{row['seed']}-{row['width']}x{row['height']}"
+
+
+def latents_of(context: StageContext, row: Row) -> Path:
+    """Where a row's latents wait for the autoencoder."""
+    return context.artifacts / LATENTS / f"{name_of(row)}.safetensors"
 
 
 @dataclass
@@ -166,33 +182,27 @@ class Bar:
         self.progress(self.done, self.total, "steps")
 
 
-@dataclass
-class Drawn:
-    """A row that still lacks its picture."""
-
-    row: Row
-    latents: mx.array  # (1,C,h,w)
-    seconds: float
-
-
-def draw(context: StageContext, drawer: Drawer, rows: list[Row], steps: int, bar: Bar) -> list[Drawn]:
-    """The latents of these rows; fewer, if the user asks to stop. The transformer lives only in here."""
+def draw(context: StageContext, drawer: Drawer, rows: list[Row], steps: int, bar: Bar) -> None:
+    """Keep the latents of these rows; fewer, if the user asks to stop. The transformer lives only in here."""
+    if not rows:
+        return
     model = load_flux2(context.weights("transformer"), context.family, DTYPES[context.config.precision])
     linear_for = adapted(model, drawer.checkpoint, drawer.file) if drawer.checkpoint else None
     guidance = context.family.guidance if context.config.guidance is None else context.config.guidance
     read = partial(embedding, context)
     negative_BTJ = read(empty_caption(context)) if context.family.real_cfg and guidance > 1 else None
-    done: list[Drawn] = []
     for row in rows:
         started, (h, w) = time.perf_counter(), (row["height"] // PIXELS, row["width"] // PIXELS)
         velocity = velocity_of(model, linear_for, (h, w), read(row["caption_id"]), negative_BTJ, guidance)
         x_BChw = sampling.noise(row["seed"], (1, model.config.in_channels, h, w))
-        for x_BChw in sampling.euler(velocity, x_BChw, sampling.sigmas(h * w, steps)):  # noqa: B007, B020
+        for done, x_BChw in enumerate(sampling.euler(velocity, x_BChw, sampling.sigmas(h * w, steps)), 1):  # noqa: B007, B020
             bar.step()
-            if context.stop():
-                return done
-        done.append(Drawn(row, x_BChw, time.perf_counter() - started))
-    return done
+            if done < steps and context.stop():
+                return
+        arrays, about = {"latents": x_BChw}, {"seconds": repr(time.perf_counter() - started)}
+        context.keep(f"{LATENTS}/{name_of(row)}.safetensors", partial(checkpoint.write_arrays, arrays=arrays, about=about))
+        if context.stop():
+            return
 
 
 def velocity_of(
@@ -259,21 +269,24 @@ def empty_caption(context: StageContext) -> str:
     return found[0]
 
 
-def show(context: StageContext, drawer: Drawer, drawn: list[Drawn]) -> Iterator[Row]:
-    """Decode, keep each picture, and give its row. The autoencoder lives only in here."""
-    if not drawn:
+def show(context: StageContext, drawer: Drawer, rows: list[Row]) -> Iterator[Row]:
+    """Decode what was drawn of these rows, keep each picture, and give its row. The autoencoder lives only in here."""
+    drawn = [row for row in rows if latents_of(context, row).exists()]
+    if not drawn or context.stop():
         return
     autoencoder = load_autoencoder(context.weights("autoencoder"), context.family, mx.float32)
-    for one in drawn:
+    for row in drawn:
+        if context.stop():
+            return
         started = time.perf_counter()
-        image_BHWC = mx.clip(mx.round((autoencoder.decode(one.latents) + 1) * 127.5), 0, 255)
+        kept: Any = mx.load(str(latents_of(context, row)), return_metadata=True)
+        arrays, about = kept
+        image_BHWC = mx.clip(mx.round((autoencoder.decode(arrays["latents"]) + 1) * 127.5), 0, 255)
         pixels_HWC = np.array(image_BHWC[0].astype(mx.uint8))
-        name = "{}-{}-{}-{width}x{height}.png".format(
-            drawer.adapter_id[:SHORT] or "base", one.row["caption_id"][:SHORT], one.row["seed"], **one.row
-        )
-        said = {"prompt": one.row["prompt"], "seed": one.row["seed"], "step": drawer.step, "adapter_id": drawer.adapter_id}
-        keep_png(context, f"images/{name}", Image.fromarray(pixels_HWC), said | context.provenance)
-        yield {**one.row, "path": f"images/{name}", "seconds": one.seconds + time.perf_counter() - started}
+        name = f"images/{name_of(row)}.png"
+        said = {"prompt": row["prompt"], "seed": row["seed"], "step": drawer.step, "adapter_id": drawer.adapter_id}
+        keep_png(context, name, Image.fromarray(pixels_HWC), said | context.provenance)
+        yield {**row, "path": name, "seconds": float(about["seconds"]) + time.perf_counter() - started}
 
 
 def keep_png(context: StageContext, name: str, image: Image.Image, said: dict[str, Any]) -> None:

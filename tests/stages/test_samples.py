@@ -209,11 +209,37 @@ def test_a_run_stopped_at_any_row_ends_where_an_unbroken_one_does(root: Path, tm
     assert (part.artifacts / "grid.png").read_bytes() == (whole.artifacts / "grid.png").read_bytes()
 
 
-def test_a_stop_in_the_middle_of_a_picture_still_shows_those_that_were_drawn(root: Path, tmp_path: Path) -> None:
-    calls = iter(range(1000))
-    made = context(root, tmp_path, stop=lambda: next(calls) > STEPS + 1)
-    rows = harness.run(STAGE, made).to_pylist()
-    assert len(rows) == 1 and (made.artifacts / rows[0]["path"]).exists()
+def files(made: StageContext) -> set[str]:
+    return {str(path.relative_to(made.artifacts)) for path in made.artifacts.rglob("*") if path.is_file()}
+
+
+def test_a_stop_is_heard_after_the_next_denoising_step_and_what_was_drawn_is_not_drawn_again(root: Path, tmp_path: Path) -> None:
+    config, bar = replace(CONFIG, checkpoints=()), []
+    made = context(root, tmp_path, config, stop=lambda: len(bar) > STEPS)
+    made.progress = lambda done, total, unit: bar.append((done, total))
+    assert harness.run(STAGE, made).num_rows == 0
+    assert bar[-1] == (STEPS + 1, 4 * STEPS)
+    assert len([name for name in files(made) if name.startswith("latents/")]) == 1
+    again = context(root, tmp_path, config)
+    again.progress = made.progress
+    assert harness.run(STAGE, again).num_rows == 4
+    assert bar[-1] == (3 * STEPS, 3 * STEPS)
+
+
+def test_a_stop_is_heard_between_two_pictures_and_the_next_run_shows_the_rest_of_them(root: Path, tmp_path: Path) -> None:
+    config, seen = replace(CONFIG, checkpoints=()), tmp_path / "parts" / "artifacts" / "images"
+    whole = context(root, tmp_path / "whole", config)
+    expected = harness.run(STAGE, whole).to_pylist()
+    first = context(root, tmp_path / "parts", config, stop=lambda: any(seen.glob("*.png")))
+    stored = harness.run(STAGE, first)
+    assert stored["path"].to_pylist() == [expected[0]["path"]]
+    autoencoder = {"autoencoder": root / "weights" / "vae", "train": root / "train"}  # and no transformer
+    second = context(root, tmp_path / "parts", config, stored=stored, weights=autoencoder)
+    rest = harness.run(STAGE, second).to_pylist()
+    assert [row["path"] for row in rest] == [row["path"] for row in expected[1:]]
+    assert all(row["seconds"] > 0 for row in rest)
+    assert files(second) == files(whole) == {"grid.png", *(row["path"] for row in expected)}
+    assert all((whole.artifacts / name).read_bytes() == (second.artifacts / name).read_bytes() for name in files(whole))
 
 
 def test_the_grid_has_a_row_per_prompt_and_seed_and_a_column_per_drawer(root: Path, tmp_path: Path) -> None:
