@@ -1,5 +1,6 @@
 """What the README says can be done is done here, as it stands there."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import stages
 from pipeline.project import Project
 from pipeline.query import run_query
 from tests import projects
@@ -63,3 +65,16 @@ def test_every_make_target_that_the_readme_names_exists():
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"^make ([a-z]+)|`make ([a-z]+)", README, re.MULTILINE))
     assert {a or b for a, b in named} <= targets
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [("change what a row is", "setting"), ("choose which rows exist", "selects"), ("change no row", "runtime")],
+)
+def test_a_setting_that_the_readme_names_is_of_the_kind_that_it_is_named_for(words, kind):
+    (keys,) = re.findall(rf"those that {words}\s+\(([^:]*):", README)
+    named = re.findall(r"`(\w+)\.(\w+)`", keys)
+    assert named
+    for noun, name in named:
+        (field,) = (each for each in dataclasses.fields(stages.find(noun).config) if each.name == name)
+        assert field.metadata["kind"] == kind, f"{noun}.{name}"
