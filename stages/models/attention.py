@@ -24,10 +24,33 @@ def attention(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float
     L = q_BHLK.shape[2]
     if mask is None and fused_gradient(q_BHLK):
         q_BHLK = mx.pad(q_BHLK, [(0, 0), (0, 0), (0, -L % FUSED_ROWS), (0, 0)]) if L % FUSED_ROWS else q_BHLK
-    elif mask is None and chunk_rows(q_BHLK, k_BHSK) < L:
+        y_BHLK = mx.fast.scaled_dot_product_attention(q_BHLK, k_BHSK, v_BHSK, scale=scale)
+        return _one_layout(y_BHLK[:, :, :L])
+    if mask is None and chunk_rows(q_BHLK, k_BHSK) < L:
         return chunked(q_BHLK, k_BHSK, v_BHSK, scale)
-    y_BHLK = mx.fast.scaled_dot_product_attention(q_BHLK, k_BHSK, v_BHSK, scale=scale, mask=mask)
-    return y_BHLK[:, :, :L]
+    found: mx.array = mx.fast.scaled_dot_product_attention(q_BHLK, k_BHSK, v_BHSK, scale=scale, mask=mask)
+    return found
+
+
+def _one_layout(y_BHLK: mx.array) -> mx.array:
+    """The same; its gradient comes in one layout, (B,L,H,K) without gaps, whatever is made of it.
+
+    MLX 0.32 keeps cuDNN's graph of the gradient by the shapes and strides of q, k and v alone. A gradient of another
+    layout than the first one's, a view of a wider array say, would be read as if it had the first one's: beyond its end.
+    """
+    found: Any = _dense_gradient(y_BHLK.swapaxes(1, 2))
+    y_BLHK: mx.array = found
+    return y_BLHK.swapaxes(1, 2)
+
+
+@mx.custom_function
+def _dense_gradient(x: mx.array) -> mx.array:
+    return x
+
+
+@_dense_gradient.vjp  # type: ignore[untyped-decorator, unused-ignore]
+def _dense_gradient_vjp(_: mx.array, dx: mx.array, __: mx.array) -> mx.array:
+    return mx.contiguous(dx)
 
 
 def fused_gradient(q_BHLK: mx.array) -> bool:

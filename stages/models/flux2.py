@@ -10,9 +10,8 @@ H heads, K head width, P = K / 2 rotary pairs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -21,9 +20,7 @@ import numpy as np
 from stages.models.attention import attention
 
 Shared = dict[str, Any]  # what all blocks are given: modulation, rotary tables, text ids; arrays and lists of them
-# (name within the block, weight, x) -> y: where a LoRA comes in. With the widths of parts of y after x, a list of them: where a
-# wide result would be split, which costs copies there and back.
-Linear = Callable[..., Any]
+Linear = Callable[[str, Any, mx.array], mx.array]  # (name within the block, weight, x) -> y: where a LoRA comes in
 
 EPS = 1e-6  # of every norm: no released FLUX.2 has another
 MODULATIONS = {
@@ -95,7 +92,7 @@ class Flux2Config:
 
 @dataclass(frozen=True)
 class Block:
-    """One link of the chain. The weights' names are relative to the block: "attn.to_q.weight". Each has a `shape`."""
+    """One link of the chain. The weights' names are relative to the block: "attn.to_q.weight"."""
 
     kind: str  # double or single
     name: str  # transformer_blocks.0
@@ -123,12 +120,10 @@ def packs_outside(name: str) -> bool:
     return name.startswith(("context_embedder", "time_guidance_embed", "norm_out", *MODULATIONS.values()))
 
 
-def plain_linear(name: str, weight: Any, x: mx.array, widths: Sequence[int] = ()) -> Any:
+def plain_linear(name: str, weight: Any, x: mx.array) -> mx.array:
     """A Linear as it stands: an array, or a packed weight, which says what it stands for by `dense()`."""
-    dense_OI = weight if isinstance(weight, mx.array) else weight.dense()
-    if not widths:
-        return x @ dense_OI.T
-    return [x @ rows_cI.T for rows_cI in mx.split(dense_OI, list(accumulate(widths))[:-1])]
+    y: mx.array = x @ (weight if isinstance(weight, mx.array) else weight.dense()).T
+    return y
 
 
 class Flux2:
@@ -236,8 +231,7 @@ class Flux2:
 
     def _linear(self, name: str, x: mx.array) -> mx.array:
         """A Linear outside the blocks."""
-        y: mx.array = plain_linear(name, self.top[f"{name}.weight"], x)
-        return y
+        return plain_linear(name, self.top[f"{name}.weight"], x)
 
     def _rope(self, ids_S4: np.ndarray) -> list[mx.array]:
         """Cosines and sines of all rows, (S,1,K) each, every value twice: float32 of float64 angles, kept for that shape."""
@@ -275,6 +269,12 @@ def modulate(x_BSD: mx.array, mods: list[mx.array]) -> mx.array:
     return mx.fast.layer_norm(x_BSD, None, None, EPS) * mods[1] + mods[0]
 
 
+def swiglu(x_BSF: mx.array) -> mx.array:
+    """The first half of the features gates the second."""
+    gate, up = mx.split(x_BSF, 2, axis=-1)
+    return gated(gate, up)
+
+
 def gated(gate: mx.array, up: mx.array) -> mx.array:
     """silu(gate) up. For the gradient the sigmoid is computed again: it is cheaper than to keep it."""
     made: Any = _gated(gate, up)
@@ -289,22 +289,43 @@ def _gated(gate: mx.array, up: mx.array) -> mx.array:
 
 @_gated.vjp  # type: ignore[untyped-decorator, unused-ignore]
 def _gated_vjp(primals: Any, dy: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
-    gate, up = primals
+    # Made to follow dy, and one another: the compiler would else see the forward pass's sigmoid again, and keep it until here.
+    gate, up = mx.depends(list(primals), [dy])
     share = mx.sigmoid(gate)
-    return dy * up * (share + gate * share * (1 - share)), dy * gate * share
+    dgate = dy * up * (share + gate * share * (1 - share))
+    again = mx.depends([gate], [dgate])[0]
+    return dgate, dy * silu(again)
 
 
-def placed(x_BSHK: mx.array, norm_K: mx.array, rope: Sequence[mx.array]) -> mx.array:
-    """RMS norm, then each pair of neighbouring features turned by its row's angles, in float32, and back to the dtype of x.
+def normed(x_BSHK: mx.array, weight_K: mx.array) -> mx.array:
+    """RMS norm of every head. Its weight is frozen, and gets no gradient: MLX's own would sum one up over all rows."""
+    made: Any = _normed(x_BSHK, weight_K)
+    y_BSHK: mx.array = made
+    return y_BSHK
 
-    (x0, x1) becomes cos (x0, x1) + sin (-x1, x0). The quarter turn in the second term is a product with a matrix of one
-    entry a column: exact, and much faster than taking the pairs apart and putting them together again. The norm's
-    weight goes into both terms: MLX would else sum up a gradient for it, which nobody wants.
+
+@mx.custom_function
+def _normed(x_BSHK: mx.array, weight_K: mx.array) -> mx.array:
+    return mx.fast.rms_norm(x_BSHK, weight_K, EPS)
+
+
+@_normed.vjp  # type: ignore[untyped-decorator, unused-ignore]
+def _normed_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+    x_BSHK, weight_K = primals
+    back = mx.vjp(lambda x: mx.fast.rms_norm(x, None, EPS), [x_BSHK], [dy_BSHK * weight_K])[1]
+    return back[0], mx.zeros_like(weight_K)
+
+
+def rotate(x_BSHK: mx.array, rope: list[mx.array]) -> mx.array:
+    """Turn each pair of neighbouring features by its row's angles, in float32, and back to the dtype of x.
+
+    (x0, x1) becomes cos (x0, x1) + sin (-x1, x0). The quarter turn in the second term is a product with a matrix of
+    zeros and ones: exact, and much faster than taking the pairs apart and putting them together again.
     """
+    K = x_BSHK.shape[-1]
+    quarter_KK = mx.array(np.kron(np.eye(K // 2), [[0, 1], [-1, 0]]), x_BSHK.dtype)
     cos, sin = rope
-    x_BSHK = mx.fast.rms_norm(x_BSHK, None, EPS)
-    quarter_KK = mx.array(np.kron(np.eye(norm_K.shape[0] // 2), [[0, 1], [-1, 0]]), x_BSHK.dtype)
-    return (x_BSHK * norm_K * cos + (x_BSHK @ (norm_K[:, None] * quarter_KK)) * sin).astype(x_BSHK.dtype)
+    return (x_BSHK * cos + (x_BSHK @ quarter_KK) * sin).astype(x_BSHK.dtype)
 
 
 def heads(x_BSD: mx.array, width: int) -> mx.array:
@@ -312,9 +333,9 @@ def heads(x_BSD: mx.array, width: int) -> mx.array:
     return x_BSD.reshape(*x_BSD.shape[:2], -1, width)
 
 
-def attend(q_BSHK: mx.array, k_BSHK: mx.array, v_BSHK: mx.array) -> mx.array:
-    """Attention of all rows over all rows: (B,S,D)."""
-    q_BHSK, k_BHSK, v_BHSK = (x.swapaxes(1, 2) for x in (q_BSHK, k_BSHK, v_BSHK))
+def attend(q_BSHK: mx.array, k_BSHK: mx.array, v_BSHK: mx.array, rope: list[mx.array]) -> mx.array:
+    """Rotary positions, then attention of all rows over all rows: (B,S,D)."""
+    q_BHSK, k_BHSK, v_BHSK = (x.swapaxes(1, 2) for x in (rotate(q_BSHK, rope), rotate(k_BSHK, rope), v_BSHK))
     y_BHSK = attention(q_BHSK, k_BHSK, v_BHSK, q_BSHK.shape[-1] ** -0.5)
     return y_BHSK.swapaxes(1, 2).flatten(2)
 
@@ -322,47 +343,42 @@ def attend(q_BSHK: mx.array, k_BSHK: mx.array, v_BSHK: mx.array) -> mx.array:
 def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
     """Text and image have weights of their own and meet in one attention; then a feed-forward each."""
 
-    def apply(name: str, x: mx.array, widths: Sequence[int] = ()) -> Any:
-        return linear(name, weights[f"{name}.weight"], x, widths)
+    def apply(name: str, x: mx.array) -> mx.array:
+        return linear(name, weights[f"{name}.weight"], x)
 
     def joint(text_name: str, image_name: str, norms: tuple[str, str] | None = None) -> mx.array:
         parts = []
         for i, (name, x) in enumerate(((text_name, text_in), (image_name, image_in))):
             y_BSHK = heads(apply(name, x), width)
-            parts.append(placed(y_BSHK, weights[f"{norms[i]}.weight"], ropes[i]) if norms else y_BSHK)
+            parts.append(normed(y_BSHK, weights[f"{norms[i]}.weight"]) if norms else y_BSHK)
         return mx.concatenate(parts, axis=1)
 
-    def fed(name: str, x: mx.array) -> mx.array:
-        half = weights[f"{name}.linear_in.weight"].shape[0] // 2
-        y: mx.array = apply(f"{name}.linear_out", gated(*apply(f"{name}.linear_in", x, [half, half])))
-        return y
-
     T, width = text_rows(shared), weights["attn.norm_q.weight"].shape[0]
-    ropes = list(zip(*(mx.split(turn, [T]) for turn in shared["rope"]), strict=True))  # of the text rows, of the image's
     h_BTD, h_BLD = mx.split(h_BSD, [T], axis=1)
     text, image = shared["text"], shared["image"]
     text_in, image_in = modulate(h_BTD, text), modulate(h_BLD, image)
     q_BSHK = joint("attn.add_q_proj", "attn.to_q", ("attn.norm_added_q", "attn.norm_q"))
     k_BSHK = joint("attn.add_k_proj", "attn.to_k", ("attn.norm_added_k", "attn.norm_k"))
     v_BSHK = joint("attn.add_v_proj", "attn.to_v")
-    y_BTD, y_BLD = mx.split(attend(q_BSHK, k_BSHK, v_BSHK), [T], axis=1)
+    y_BTD, y_BLD = mx.split(attend(q_BSHK, k_BSHK, v_BSHK, shared["rope"]), [T], axis=1)
     h_BTD = h_BTD + text[2] * apply("attn.to_add_out", y_BTD)
     h_BLD = h_BLD + image[2] * apply("attn.to_out.0", y_BLD)
-    h_BTD = h_BTD + text[5] * fed("ff_context", modulate(h_BTD, text[3:]))
-    h_BLD = h_BLD + image[5] * fed("ff", modulate(h_BLD, image[3:]))
+    h_BTD = h_BTD + text[5] * apply("ff_context.linear_out", swiglu(apply("ff_context.linear_in", modulate(h_BTD, text[3:]))))
+    h_BLD = h_BLD + image[5] * apply("ff.linear_out", swiglu(apply("ff.linear_in", modulate(h_BLD, image[3:]))))
     return mx.concatenate([h_BTD, h_BLD], axis=1)
 
 
 def single_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
     """Text and image as one sequence; attention and feed-forward side by side between two Linears."""
-    mods, rope, D = shared["single"], shared["rope"], h_BSD.shape[-1]
+    mods, hidden = shared["single"], h_BSD.shape[-1]
     q_norm, k_norm = weights["attn.norm_q.weight"], weights["attn.norm_k.weight"]
     name = "attn.to_qkv_mlp_proj"
-    F = (weights[f"{name}.weight"].shape[0] - 3 * D) // 2
-    q, k, v, gate, up = linear(name, weights[f"{name}.weight"], modulate(h_BSD, mods), [D, D, D, F, F])
+    x = linear(name, weights[f"{name}.weight"], modulate(h_BSD, mods))
+    # In one split: the gradients of all five are put together once.
+    q, k, v, gate, up = mx.split(x, [hidden, 2 * hidden, 3 * hidden, (x.shape[-1] + 3 * hidden) // 2], axis=-1)
     q_BSHK, k_BSHK, v_BSHK = (heads(y, q_norm.shape[0]) for y in (q, k, v))
-    y_BSD = attend(placed(q_BSHK, q_norm, rope), placed(k_BSHK, k_norm, rope), v_BSHK)
+    y_BSD = attend(normed(q_BSHK, q_norm), normed(k_BSHK, k_norm), v_BSHK, shared["rope"])
     y_BSF = mx.concatenate([y_BSD, gated(gate, up)], axis=-1)
     name = "attn.to_out"
-    made_BSD: mx.array = mods[2] * linear(name, weights[f"{name}.weight"], y_BSF)
-    return h_BSD + made_BSD
+    gate_B1D: mx.array = mods[2]
+    return h_BSD + gate_B1D * linear(name, weights[f"{name}.weight"], y_BSF)

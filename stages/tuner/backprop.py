@@ -24,7 +24,7 @@ from stages.tuner import lora
 
 Tree = Any  # an array, or tuples, lists and dicts of arrays
 Arrays = dict[str, mx.array]
-Linear = Callable[..., Any]  # (name within the block, weight, x) -> x @ weight.T, adapted; lora.linear says it all
+Linear = Callable[[str, Any, mx.array], mx.array]  # (name within the block, weight, x) -> x @ weight.T, adapted
 BlockFunction = Callable[[Mapping[str, Any], Tree, Tree, Linear], Tree]  # (weights, h, shared, linear) -> h
 Loss = Callable[[mx.array], mx.array]  # prediction -> losses_B
 dispatch: Callable[..., None] = mx.async_eval  # evaluate these, without waiting; MLX leaves it untyped

@@ -40,15 +40,13 @@ def start(weight: quantize.Weight, outputs: int, inputs: int) -> mx.array:
     return lengths(weight, mx.zeros((1, inputs)), mx.zeros((outputs, 1)), 0.0)
 
 
-def growth(magnitude_O: mx.array, weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale: float) -> mx.array:
-    """By how much more than 1 every row of W + scale B A is to be multiplied to have its length: (O,) float32."""
-    return magnitude_O / mx.stop_gradient(lengths(weight, down_RI, up_OR, scale)) - 1
-
-
-def stretch(y: mx.array, growth_O: mx.array) -> mx.array:
-    """(1 + growth) y, in the dtype of y: a product with W + scale B A becomes one with every row at its length."""
+def stretch(
+    y: mx.array, magnitude_O: mx.array, weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale: float
+) -> mx.array:
+    """y = x (W + scale B A)^T, with every row of the weight brought to its length. In the dtype of y."""
+    length_O = mx.stop_gradient(lengths(weight, down_RI, up_OR, scale))
     grown: Any = _grown
-    stretched: mx.array = grown(y, growth_O)
+    stretched: mx.array = grown(y, magnitude_O / length_O - 1)
     return stretched
 
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import accumulate
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -25,7 +24,7 @@ from stages.tuner import dora, draws, lokr, quantize
 from stages.tuner.product import product, scaled
 
 Arrays = dict[str, mx.array]
-Linear = Callable[..., Any]  # (name within the block, weight, x) -> y; with widths of parts of y after x, a list of them
+Linear = Callable[[str, Any, mx.array], mx.array]  # (name within the block, weight, x) -> y
 Variant = Literal["lora", "dora", "lokr"]
 
 A, B = ".lora_A.weight", ".lora_B.weight"
@@ -183,24 +182,18 @@ def linear(adapters: Mapping[str, mx.array], scales: Mapping[str, float]) -> Lin
     The masters are cast to the dtype of x, here and inside the gradient: float32 arrays would widen the whole stream.
     """
 
-    def apply(name: str, weight: Any, x: mx.array, widths: Sequence[int] = ()) -> Any:
+    def apply(name: str, weight: Any, x: mx.array) -> mx.array:
         own = of_linear(adapters, name)
-        pair = (own[A].astype(x.dtype), own[B].astype(x.dtype)) if A in own else None
-        ys = product(x, weight, widths, pair, scales[name] if pair else 1.0)
+        if not own:
+            return product(x, weight)
         if lokr.W1 in own:
-            change = scaled(lokr.change(x, own), scales[name])
-            ys = [y + more for y, more in zip(ys, parted(change, widths), strict=True)]
-        if dora.MAGNITUDE in own:
-            growth_O = dora.growth(own[dora.MAGNITUDE], weight, own[A], own[B], scales[name])
-            ys = [dora.stretch(y, grown) for y, grown in zip(ys, parted(growth_O, widths), strict=True)]
-        return ys if widths else ys[0]
+            return product(x, weight) + scaled(lokr.change(x, own), scales[name])
+        y = product(x, weight, (own[A].astype(x.dtype), own[B].astype(x.dtype)), scales[name])
+        if dora.MAGNITUDE not in own:
+            return y
+        return dora.stretch(y, own[dora.MAGNITUDE], weight, own[A], own[B], scales[name])
 
     return apply
-
-
-def parted(x: mx.array, widths: Sequence[int]) -> list[mx.array]:
-    """The last axis in parts of these widths; in one, where none are given."""
-    return list(mx.split(x, list(accumulate(widths))[:-1], axis=-1)) if widths else [x]
 
 
 def of_linear(adapters: Mapping[str, mx.array], name: str) -> Arrays:

@@ -7,7 +7,7 @@ its gradient. Constants below come from measurements of FLUX.2's blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,11 +75,11 @@ def _traffic(chain: Chain, block: Any, h: Tree, shared: Tree) -> int:
     """Bytes into and out of a block's Linears."""
     seen = 0
 
-    def linear(name: str, weight: Any, x: mx.array, widths: Sequence[int] = ()) -> Any:
+    def linear(name: str, weight: Any, x: mx.array) -> mx.array:
         nonlocal seen
-        ys = [mx.zeros((*x.shape[:-1], width), x.dtype) for width in widths or [weight.shape[0]]]
-        seen += x.nbytes + sum(y.nbytes for y in ys)
-        return ys if widths else ys[0]
+        y = mx.zeros((*x.shape[:-1], weight.shape[0]), x.dtype)
+        seen += x.nbytes + y.nbytes
+        return y
 
     chain.block(block.kind)(block.weights, h, shared, linear)
     return seen

@@ -66,17 +66,19 @@ def dense(weight: Weight) -> mx.array:
 
 
 def rows(weight: Weight, which: slice) -> Weight:
-    """Some rows of a weight: a view."""
+    """Some rows of a weight: a view, or all of it."""
+    if which == slice(None):
+        return weight
     return weight[which] if isinstance(weight, mx.array) else QuantizedWeight(*(part[which] for part in weight))
 
 
-def ranges(weight: Weight, start: int, end: int) -> list[slice]:
-    """The rows from start to end, in ranges of at most CHUNK bytes unpacked; in one, where the weight is not packed."""
+def chunks(weight: Weight) -> list[slice]:
+    """All rows, in chunks of at most CHUNK bytes unpacked; in one, where the weight is small or not packed."""
     if isinstance(weight, mx.array):
-        return [slice(start, end)]
-    size = (end - start) * weight.shape[1] * weight.scales.dtype.size
-    step = -(-(end - start) // -(-size // CHUNK))
-    return [slice(at, min(at + step, end)) for at in range(start, end, step)]
+        return [slice(None)]
+    total, size = weight.shape[0], weight.shape[0] * weight.shape[1] * weight.scales.dtype.size
+    step = -(-total // -(-size // CHUNK))
+    return [slice(start, min(start + step, total)) for start in range(0, total, step)] if step < total else [slice(None)]
 
 
 def following(weight: QuantizedWeight, after: mx.array) -> QuantizedWeight:

@@ -79,3 +79,33 @@ def test_a_mask_still_masks():
     q, k, v = (drawn(1, 2, 6, 8) + i for i in range(3))
     mask = mx.arange(6) < 4
     assert apart(attention(q, k, v, 0.3, mask), attention(q, k[:, :, :4], v[:, :, :4], 0.3)) < 1e-6
+
+
+def test_attention_s_gradient_comes_in_one_layout_whatever_is_made_of_it(monkeypatch):
+    """MLX's cuDNN graph of the gradient is kept without regard to that layout."""
+    monkeypatch.setattr(module, "fused_gradient", lambda q: True)
+    seen = []
+
+    @mx.custom_function
+    def fused(q, k, v):
+        return plain(q, k, v)
+
+    @fused.vjp
+    def fused_vjp(primals, dy, _):
+        mx.eval(dy)
+        seen.append(memoryview(dy).strides)
+        return mx.vjp(plain, list(primals), [dy])[1]
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", lambda q, k, v, scale: fused(q, k, v))
+    B, L, H, K = 1, 128, 2, 8
+
+    def alone(q):
+        return (attention(q, q, q, K**-0.5).swapaxes(1, 2).flatten(2) * 2).sum()
+
+    def beside(q):
+        y_BLD = attention(q, q, q, K**-0.5).swapaxes(1, 2).flatten(2)
+        return mx.square(mx.concatenate([y_BLD, 3 * y_BLD], axis=-1)).sum()
+
+    for made in (alone, beside):
+        mx.eval(mx.grad(made)(drawn(B, H, L, K)))
+    assert seen == [(4 * L * H * K, 4 * K, 4 * H * K, 4)] * 2  # of (B,H,L,K), bytes

@@ -3,7 +3,7 @@ import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.tuner import quantize
-from stages.tuner.product import matmul
+from stages.tuner.product import product
 from stages.tuner.quantize import QuantizedWeight, dense, fit, nbytes, pack
 
 
@@ -23,7 +23,7 @@ def test_a_packed_weight_stands_for_nearly_the_same_weight(bits, bound):
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_a_product_and_its_gradient_are_those_of_the_unpacked_weight(dtype):
     x, dy, weight = drawn(2, 5, 128, dtype=dtype), drawn(2, 5, 96, dtype=dtype), pack(drawn(96, 128, dtype=dtype), 4)
-    (y,), (dx,) = mx.vjp(lambda x: matmul(x, weight), [x], [dy])
+    (y,), (dx,) = mx.vjp(lambda x: product(x, weight), [x], [dy])
     assert y.dtype == dx.dtype == dtype
     assert mx.array_equal(y, x @ dense(weight).T)
     assert mx.array_equal(dx, dy @ dense(weight))
@@ -34,7 +34,7 @@ def test_a_packed_weight_stays_one_through_the_compiler():
 
     def run(x, weights):
         seen.append(type(weights["w"]))
-        return matmul(x, weights["w"])
+        return product(x, weights["w"])
 
     assert mx.array_equal(mx.compile(run)(x, {"w": weight}), x @ dense(weight).T)
     assert seen == [QuantizedWeight]
@@ -69,8 +69,8 @@ def test_bits_and_shapes_that_cannot_be_packed_are_refused():
 def test_a_large_weight_is_unpacked_in_parts_that_give_the_same_product_and_gradient(monkeypatch):
     x, dy, weight = drawn(2, 5, 128), drawn(2, 5, 100), pack(drawn(100, 128), 4)
     monkeypatch.setattr(quantize, "CHUNK", 30 * 128 * 4)
-    assert [rows.stop - rows.start for rows in quantize.ranges(weight, 0, 100)] == [25, 25, 25, 25]
-    (y,), (dx,) = mx.vjp(lambda x: matmul(x, weight), [x], [dy])
+    assert [rows.stop - rows.start for rows in quantize.chunks(weight)] == [25, 25, 25, 25]
+    (y,), (dx,) = mx.vjp(lambda x: product(x, weight), [x], [dy])
     assert mx.allclose(y, x @ dense(weight).T, rtol=1e-6, atol=1e-5)
     assert mx.allclose(dx, dy @ dense(weight), rtol=1e-6, atol=1e-5)
 
@@ -82,5 +82,5 @@ def test_a_large_weight_is_never_unpacked_as_a_whole(monkeypatch):
     mx.synchronize()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    mx.eval(mx.grad(lambda x: matmul(x, weight).sum())(x))
+    mx.eval(mx.grad(lambda x: product(x, weight).sum())(x))
     assert mx.get_peak_memory() - before < 8 << 20 < 4096 * 1024 * 4

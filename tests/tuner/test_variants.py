@@ -13,7 +13,7 @@ import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.models.flux2 import Flux2, image_ids, text_ids
 from stages.tuner import backprop, dora, initial, lokr, lora, merge, quantize
 from stages.tuner.backprop import loss_and_grads
-from stages.tuner.product import matmul
+from stages.tuner.product import product
 from tests.tuner import test_backprop
 from tests.tuner.test_backprop import assert_same
 
@@ -148,7 +148,7 @@ def test_a_fresh_adapter_leaves_every_bit_of_the_base(variant, dtype, bits):
     fresh = lora.init(target, 0, {"q": base})
     y = lora.linear(fresh, lora.scales(target))("q", base, x)
     assert y.dtype == dtype
-    assert mx.array_equal(y, matmul(x, base))
+    assert mx.array_equal(y, product(x, base))
     assert lora.moved(fresh).item() == 0
     assert {a.dtype for a in fresh.values()} == {mx.float32}
     assert {name.removeprefix("q"): a.shape for name, a in fresh.items()} == target[0].shapes
@@ -358,3 +358,11 @@ def test_an_initial_adapter_that_does_not_fit_is_refused_in_one_line():
         with pytest.raises(ValueError, match=message) as caught:
             initial.initial(lora.init(old, 0, base), lora.scales(old), new, lora.init(new, 0, base), base)
         assert "\n" not in str(caught.value)
+
+
+def test_an_initial_adapter_with_values_that_are_not_finite_is_refused_by_the_name_of_the_array():
+    targets = targets_of({"q": (OUT, IN)}, "lora")
+    found = lora.init(targets, 0)
+    found["q" + lora.B] = mx.full(found["q" + lora.B].shape, float("nan"))
+    with pytest.raises(ValueError, match=r"its q.lora_B.weight has values that are not finite; choose a .* from before"):
+        initial.refuse(found, lora.scales(targets), targets)
