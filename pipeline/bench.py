@@ -1,7 +1,7 @@
 """Measure: training steps by family, resolution, plan, bits and backend; encoding; reading. `latentmill bench --help`.
 
 Every case runs in a process of its own, on random weights in a family's true shape, and gives one row. Rows are lines of
-JSON, which DuckDB reads as a table: select * from 'bench.jsonl'.
+JSON, which DuckDB reads as a table: select * from 'build/bench.jsonl'.
 """
 
 from __future__ import annotations
@@ -9,52 +9,27 @@ from __future__ import annotations
 import datetime
 import functools
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
 import stages  # noqa: F401  (before mlx.core)
-from pipeline.bench_table import page
+from pipeline.bench_cases import BUFFER, TIGHT_MB, TORCH_PLANS, UNFUSED, Case, bars, large, quick, standard
+from pipeline.bench_table import line, page
 
-UNFUSED = {"MLX_CUDA_USE_CUDNN_SDPA": "0"}  # how Metal routes training
-BUFFER = "MLX_MAX_MB_PER_BUFFER"  # CUDA: what is handed over at once; MLX reads it when the first operation is computed
-TIGHT_MB = "200"  # frees sooner; at 512 px that costs a quarter of the time
 KINDS = ("train", "autoencoder", "text_encoder", "loader")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One set-up. `plan` is backprop's for MLX; for torch: eager or compiled, with +checkpoint."""
-
-    family: str = "klein-base-4b"
-    width: int = 1024
-    height: int = 1024
-    plan: str = "blocks"
-    bits: int = 16
-    rank: int = 32
-    optimizer: str = "adamw"
-    tight: bool = False  # hold live memory near what the plan is expected to need, as training does; else MLX's own limit holds
-    unfused: bool = False
-    backend: str = "mlx"
-    kind: str = "train"  # of KINDS
-    dtype: str = "bfloat16"  # of the encoders; training takes bfloat16, float32 on a CPU
-    steps: int = 6
-
-    @property
-    def image_tokens(self) -> int:
-        """L."""
-        return self.width // 16 * (self.height // 16)
+LIMIT_S = 180  # a first step compiles kernels for a minute at most; loading dev takes another half
 
 
 def measure(step: Callable[[], Any], steps: int) -> dict[str, float]:
@@ -83,12 +58,12 @@ def run_train(case: Case) -> dict[str, Any]:
     sizes = {"load_peak_gb": mx.get_peak_memory(), "held_gb": mx.get_active_memory()}
     plan: Any = int(case.plan) if case.plan.isdigit() else case.plan
     estimate = fit.Question(c, rig.config).estimate(rig.batch, 1)
-    need = estimate.need(plan)
     rig.bound = fit.bound(estimate, plan, budget()) if case.tight else None
     mx.clear_cache()
     mx.reset_peak_memory()
     found: dict[str, Any] = measure(functools.partial(rig.step, plan), case.steps)
-    sizes |= {"peak_gb": mx.get_peak_memory(), "foretold_gb": need, "cache_gb": mx.get_cache_memory()}
+    sizes |= {"peak_gb": mx.get_peak_memory(), "cache_gb": mx.get_cache_memory()}
+    sizes |= {"foretold_gb": estimate.need(plan)} if plan != "plain" else {}
     meter = Meter()
     rig.step(plan, meter)
     sizes |= {f"{row['phase']}_gb": row["peak"] for row in meter.rows}
@@ -123,8 +98,10 @@ def run(case: Case) -> dict[str, Any]:
     """A case's row: what was asked, what was found, on what."""
     if case.kind not in KINDS:
         raise ValueError(f"kind: {case.kind!r} is not known; there are {', '.join(KINDS)}")
+    if case.backend == "torch" and case.plan not in TORCH_PLANS:
+        raise ValueError(f"plan: PyTorch knows no {case.plan!r}; there are {', '.join(TORCH_PLANS)}")
     if case.tight:
-        os.environ.setdefault(BUFFER, TIGHT_MB)
+        hold_back()
     if case.backend == "torch":
         from pipeline.bench_torch import run_torch
 
@@ -132,6 +109,11 @@ def run(case: Case) -> dict[str, Any]:
     else:
         found = {"train": run_train, "loader": run_loader}.get(case.kind, run_encoder)(case)
     return asdict(case) | found | where(case.backend)
+
+
+def hold_back() -> None:
+    """Hand work to a CUDA device in small pieces, so that memory is free again sooner; before MLX computes anything."""
+    os.environ.setdefault(BUFFER, TIGHT_MB)
 
 
 def where(backend: str) -> dict[str, Any]:
@@ -159,79 +141,94 @@ def latentmill() -> str:
         return ""
 
 
-def apart(case: Case) -> dict[str, Any]:
-    """The same in a process of its own; a failure is a row too."""
-    command = [sys.executable, "-m", "pipeline.bench", "--one", json.dumps(asdict(case))]
+def revision() -> str:
+    """The commit of the code that runs, where git knows it; -dirty where files differ from it."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    said = ""
+    for command in (["ls-files", "--error-unmatch", Path(__file__).name], ["describe", "--always", "--dirty", "--exclude=*"]):
+        try:
+            done = subprocess.run([*git, *command], capture_output=True, text=True, check=False)
+        except OSError:  # there is no git
+            return ""
+        said = "" if done.returncode else done.stdout.strip()
+        if not said:
+            return ""
+    return said
+
+
+def apart(case: Case, limit_s: float = LIMIT_S) -> dict[str, Any]:
+    """The same in a process of its own, and with all that this one starts; a failure is a row too, and so is taking too long."""
+    command = [sys.executable, "-m", "pipeline.bench", "--one", case.text]
     environment = os.environ | (UNFUSED if case.unfused else {})
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return asdict(case) | {"error": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]}
-    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, process_group=0) as process:
+        try:
+            out, err = process.communicate(timeout=limit_s)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return asdict(case) | {"error": f"stopped after {limit_s:g} s"}
+    if process.returncode:
+        return asdict(case) | {"error": (err.strip().splitlines() or [f"exit {process.returncode}"])[-1]}
+    row: dict[str, Any] = json.loads(out.splitlines()[-1])
     return row
-
-
-def quick() -> Iterator[Case]:
-    """A minute on a CPU: every kind of case, with the tiny family."""
-    yield Case("tiny", 256, 256, kind="loader", steps=1)
-    yield Case("tiny", 256, 256, kind="autoencoder", dtype="float32", steps=3)
-    yield Case("tiny", 256, 256, kind="text_encoder", dtype="float32", steps=3)
-    for plan in ("whole", "blocks"):
-        yield Case("tiny", 256, 256, plan, steps=3)
-    yield from (Case("tiny", 256, 256, "blocks", bits, tight=True, steps=3) for bits in (8, 4))
-
-
-def standard(family: str) -> Iterator[Case]:
-    """A family's training steps, by plan, bits and resolution, beside PyTorch where it is installed."""
-    for px in (512, 768, 1024):
-        yield Case(family, px, px, "whole")
-        yield Case(family, px, px, "blocks")
-        yield from (Case(family, px, px, "blocks", bits, tight=True) for bits in (16, 8, 4))
-    yield Case(family, plan="12", tight=True)
-    yield Case(family, height=1008, tight=True)  # 4544 rows: no multiple of 128
-    yield Case(family, 512, 528, plan="whole")
-    yield Case(family, unfused=True, tight=True)
-    if importlib.util.find_spec("torch"):
-        for px in (512, 1024):
-            for plan in ("eager", "compiled", "compiled+checkpoint"):
-                yield Case(family, px, px, plan, backend="torch")
-
-
-def large() -> Iterator[Case]:
-    """The larger families, packed, and the encoders."""
-    for bits in (4, 8):
-        for px in (512, 768, 1024):
-            yield Case("dev", px, px, bits=bits, optimizer="adamw8bit", tight=True, steps=3)
-            yield Case("klein-base-9b", px, px, bits=bits, tight=True, steps=3)
-    yield Case("dev", 512, 512, bits=4, tight=True, steps=3)
-    yield from (Case(kind="autoencoder", dtype=dtype, steps=3) for dtype in ("bfloat16", "float32"))
-    yield Case(kind="text_encoder", steps=3)
 
 
 @click.command()
 @click.option("--one", default="", hidden=True, help="a case as JSON: run it here and print its row")
 @click.option("--case", "cases", multiple=True, help="A case as JSON, fields left out have defaults; may be repeated.")
 @click.option("--family", default="", help="Training steps of that family, every plan, bits and resolution.")
-@click.option("--gpu", is_flag=True, help="All cases for a GPU: klein 4B beside PyTorch, the larger families, the encoders.")
+@click.option(
+    "--bars", "judged", is_flag=True, help="What the trainer is judged by: klein 4B beside PyTorch and the plain graph."
+)
+@click.option("--large", "larger", is_flag=True, help="dev and klein 9B at 4 and 8 bits, the encoders, the loader.")
+@click.option("--gpu", is_flag=True, help="--bars and --large.")
+@click.option("--limit", default=LIMIT_S, show_default=True, help="Seconds that one case may take.")
+@click.option("--commit", envvar="LATENTMILL_COMMIT", help="The code's, where git is not there to ask.")
 @click.option("--table", type=click.Path(path_type=Path, exists=True), help="Measure nothing: a file of rows as a Markdown page.")
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="A file to add the rows to.")
-def main(one: str, cases: tuple[str, ...], family: str, gpu: bool, table: Path | None, out: Path | None) -> None:
-    """Measure, and print one JSON row per case; without options a few quick ones that any CPU runs."""
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default="build/bench.jsonl", show_default=True)
+def main(
+    one: str,
+    cases: tuple[str, ...],
+    family: str,
+    judged: bool,
+    larger: bool,
+    gpu: bool,
+    limit: float,
+    commit: str | None,
+    table: Path | None,
+    out: Path,
+) -> None:
+    """Measure, print a line per case, and add its row to --out as JSON; without options a few quick ones that any CPU runs."""
     if one:
-        click.echo(json.dumps(run(Case(**json.loads(one)))))
+        click.echo(json.dumps(run(Case.of(one))))
         return
     if table:
-        rows = [json.loads(line) for line in table.read_text(encoding="utf-8").splitlines()]
-        click.echo("\n".join(page(rows)))
+        click.echo("\n".join(page([json.loads(text) for text in table.read_text(encoding="utf-8").splitlines()])))
         return
-    wanted = [Case(**json.loads(case)) for case in cases]
-    wanted += list(standard("klein-base-4b")) + list(large()) if gpu else []
+    wanted = [Case.of(case) for case in cases]
+    wanted += list(bars()) if judged or gpu else []
+    wanted += list(large()) if larger or gpu else []
     wanted += list(standard(family)) if family else []
-    for case in wanted or quick():
-        line = json.dumps(apart(case))
-        click.echo(line)
-        if out:
-            with out.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+    series(wanted or list(quick()), limit, revision() if commit is None else commit, out)
+
+
+def series(cases: list[Case], limit_s: float, commit: str, out: Path) -> None:
+    """Measure these, one after another, as one run: what may be compared. ClickException in the end if any failed."""
+    about = {"run": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": commit}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    click.echo(line(None))
+    for case in cases:
+        row = apart(case, limit_s) | about
+        failed += "error" in row
+        click.echo(line(row))
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    click.echo(f"{len(cases)} rows added to {out}")
+    if failed:
+        raise click.ClickException(f"{failed} of {len(cases)} cases failed")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """One training step of a family's true shape on random weights: what the benchmark times and the memory profile weighs.
 
-A step is what training does: noise in, losses and gradients, clip, the optimizer, one wait at the end.
+A step is what training does: noise in, losses and gradients, clip, the optimizer, one wait at the end. Its plan is one of
+training's, or "plain": the graph that anyone would write, to compare with.
 
 B samples, L image tokens, T text rows, C latent channels, J text features.
 """
@@ -8,7 +9,9 @@ B samples, L image tokens, T text rows, C latent channels, J text features.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -19,8 +22,8 @@ from stages.fit import Batch
 from stages.models.families import Family
 from stages.models.flux2 import Flux2, Flux2Config, image_ids, text_ids
 from stages.trainconfig import OptimizerConfig, TrainConfig
-from stages.tuner import lora, loss, optimizer
-from stages.tuner.backprop import Plan, compiles, limited, loss_and_grads
+from stages.tuner import lora, loss, optimizer, quantize
+from stages.tuner.backprop import Arrays, Linear, Loss, Plan, compiles, limited, loss_and_grads
 from stages.tuner.memory import Meter
 from stages.tuner.stacks import Stacks
 
@@ -84,8 +87,9 @@ class Rig:
             if meter:
                 mx.eval(inputs["x_BLC"], inputs["ctx_BTJ"], asked.keywords)
         with _phase(meter, "gradients"):
-            adapters = trainer.lowered(self.masters, self.dtype, self.c)
-            losses_B, grads = loss_and_grads(self.model, adapters, self.scales, inputs, asked, plan)
+            adapters = self.masters.apart() if plan == "plain" else trainer.lowered(self.masters, self.dtype, self.c)
+            compute = plain if plan == "plain" else functools.partial(loss_and_grads, plan=plan)
+            losses_B, grads = compute(self.model, adapters, self.scales, inputs, asked)
             if meter:
                 mx.eval(losses_B, grads)
         with _phase(meter, "optimizer"):
@@ -96,6 +100,33 @@ class Rig:
         if not done.item():
             raise ValueError(f"the gradient of {self.batch.width} x {self.batch.height} px is not finite")
         return float(np.array(losses_B).mean())
+
+
+def plain(
+    model: Flux2, adapters: Arrays, scales: dict[str, float], inputs: dict[str, Any], asked: Loss
+) -> tuple[mx.array, Arrays]:
+    """(losses_B, gradients) as anyone would write them: the whole model as one graph, nothing compiled. The plans' peer."""
+
+    def run(adapters: Arrays) -> tuple[mx.array, mx.array]:
+        losses_B = asked(model(**inputs, linear_for=functools.partial(plain_linear, adapters, scales)))
+        return losses_B.mean(), losses_B
+
+    (_, losses_B), grads = mx.value_and_grad(run)(adapters)
+    return losses_B, grads
+
+
+def plain_linear(adapters: Arrays, scales: dict[str, float], block: str) -> Linear:
+    """x W^T + scale (x A^T) B^T in MLX's own operations; the masters are cast where they are used."""
+
+    def linear(name: str, weight: Any, x: mx.array, widths: Sequence[int] = ()) -> Any:
+        full = f"{block}.{name}"
+        y = x @ quantize.dense(weight).T
+        if full in scales:
+            A, B = (adapters[full + end].astype(x.dtype) for end in (lora.A, lora.B))
+            y = y + scales[full] * ((x @ A.T) @ B.T)
+        return mx.split(y, list(accumulate(widths))[:-1], axis=-1) if widths else y
+
+    return linear
 
 
 def _phase(meter: Meter | None, name: str) -> AbstractContextManager[None]:
