@@ -23,7 +23,7 @@ from stages.models.families import Family, family
 from stages.models.flux2 import Flux2Config
 from stages.trainconfig import TrainConfig
 from stages.tuner.backprop import Plan
-from stages.tuner.memory import Meter, budget
+from stages.tuner.memory import ENOUGH, LEAST, Meter, budget
 
 if TYPE_CHECKING:
     from pipeline.project import Project
@@ -128,11 +128,14 @@ def lines(meter: Meter) -> Iterator[str]:
 
 
 def leaks(meter: Meter) -> Iterator[str]:
-    """What grows from step to step, with the phase that grows."""
-    for phase, count in meter.leaks().items():
+    """What grows from step to step, with the phase that grows; or from what size on a growth would have been seen."""
+    found = meter.leaks()
+    for phase, count in found.items():
         yield f"LEAK: {phase} keeps {spell_bytes(count)} more every step"
-    if not meter.leaks():
-        yield "no phase keeps more from step to step"
+    if not meter.tells:
+        yield f"too few steps to tell whether a phase keeps more from step to step; {ENOUGH} or more are wanted"
+    elif not found:
+        yield f"no phase keeps {spell_bytes(LEAST)} or more from step to step"
 
 
 def chart(meter: Meter, title: str) -> Chart:

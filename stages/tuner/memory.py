@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
+from statistics import linear_regression
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -14,6 +16,9 @@ import mlx.core as mx
 Item = TypeVar("Item")
 
 GB = 1e9
+LEAST = 1 << 14  # bytes a time, of what is called a leak: a page of Metal's, to which allocations are rounded
+BETWEEN = "what comes between the phases"
+ENOUGH = 5  # times that a phase must have come to tell whether it leaks
 HEADROOM = 0.15  # of the device's memory: for the system, MLX's cache and what is being copied
 
 
@@ -64,27 +69,47 @@ class Meter:
         """The largest peak of any phase, bytes."""
         return max((row["peak"] for row in self.rows), default=0)
 
-    def leaks(self, least: int = 1 << 20) -> dict[str, int]:
-        """Phases that leave at least `least` bytes behind every time: bytes a time, by phase.
+    @property
+    def tells(self) -> bool:
+        """Whether any phase came often enough that `leaks` can know."""
+        return any(count >= ENOUGH for count in Counter(row["phase"] for row in self.rows).values())
 
-        What one phase adds and a later one lets go is no leak: what is let go counts against what was added last.
+    def leaks(self, least: int = LEAST) -> dict[str, int]:
+        """Phases that leave more behind from time to time: bytes a time, by phase, fitted over all times.
+
+        The first and the last time do not count: that may fill caches of its own, what this left may be let go yet. Of the
+        others each third must leave `least` bytes a time or more, so that what grows once, a cache, is no leak.
         """
-        added: list[list[Any]] = []  # [phase, which time, bytes that are still there]
-        times: Counter[str] = Counter()
-        for row in self.rows:
-            change, name = row["active"] - row["before"], row["phase"]
-            if change > 0:
-                added.append([name, times[name], change])
-            while change < 0 and added:
-                gone = min(-change, added[-1][2])
-                change, added[-1][2] = change + gone, added[-1][2] - gone
-                if not added[-1][2]:
-                    added.pop()
-            times[name] += 1
         found = {}
-        for name, count in times.items():
-            # The first time may fill caches of its own; what the last one left may be let go yet.
-            left = {n: size for phase, n, size in added if phase == name and size >= least and 0 < n < count - 1}
-            if count >= 5 and len(left) == count - 2:
-                found[name] = sum(left.values()) // len(left)
+        for name, left in self._left().items():
+            steady = left[1:-1]
+            thirds = [steady[len(steady) * n // 3 : len(steady) * (n + 1) // 3] for n in range(3)]
+            if len(left) >= ENOUGH and all(sum(third) >= least * len(third) for third in thirds):
+                found[name] = round(linear_regression(range(len(steady)), list(accumulate(steady))).slope)
         return found
+
+    def _left(self) -> dict[str, list[int]]:
+        """What each phase added and nobody let go, by time, bytes: what is let go counts against what was added last."""
+        left: dict[str, list[int]] = {}
+        added: list[tuple[str, int]] = []  # phase, which time
+        for name, change in self._changes():
+            times = left.setdefault(name, [])
+            times.append(max(change, 0))
+            if change > 0:
+                added.append((name, len(times) - 1))
+            while change < 0 and added:
+                phase, n = added[-1]
+                gone = min(-change, left[phase][n])
+                change, left[phase][n] = change + gone, left[phase][n] - gone
+                if not left[phase][n]:
+                    added.pop()
+        return left
+
+    def _changes(self) -> Iterator[tuple[str, int]]:
+        """Every phase and by how much memory grew in it; and, since names are let go when a function returns, between two."""
+        active = None
+        for row in self.rows:
+            if active is not None:
+                yield BETWEEN, row["before"] - active
+            active = row["active"]
+            yield row["phase"], active - row["before"]

@@ -22,15 +22,15 @@ def rig():
 
 
 class Leaking(Rig):
-    """A trainer that forgets to forget its adapters' gradients."""
+    """A trainer that forgets to forget something of its inputs."""
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments, values):
         super().__init__(*arguments)
-        self.kept = []
+        self.kept, self.values = [], values
 
     def inputs(self, x_BLC):
         made = super().inputs(x_BLC)
-        self.kept.append(mx.zeros((1 << 19,)) + 1)
+        self.kept.append(mx.zeros((self.values,)) + 1)
         mx.eval(self.kept[-1])
         return made
 
@@ -57,11 +57,16 @@ def test_the_peak_of_all_phases_is_mlx_s_own_within_a_hundredth(rig):
     assert min(peaks) < 0.01
 
 
-def test_a_planted_leak_is_found_in_its_phase_and_none_where_there_is_none(rig):
-    assert list(memory.leaks(memory.profile(rig, "whole", 6))) == ["no phase keeps more from step to step"]
-    found = list(memory.leaks(memory.profile(Leaking(TINY.family, TINY.train, TINY.batch(64)), "whole", 6)))
-    assert len(found) == 1
-    assert found[0].startswith("LEAK: batch keeps 2.1")
+@pytest.mark.parametrize(("values", "size"), [(1 << 19, "2.1 MB"), (1 << 17, "524 kB"), (1 << 13, "32.8 kB")])
+def test_a_planted_leak_is_found_in_its_phase_however_small(values, size):
+    (found,) = memory.leaks(memory.profile(Leaking(TINY.family, TINY.train, TINY.batch(64), values=values), "whole", 6))
+    assert found == f"LEAK: batch keeps {size} more every step"
+
+
+def test_where_nothing_leaks_it_is_said_from_what_size_on_and_from_few_steps_nothing_is_said(rig):
+    assert list(memory.leaks(memory.profile(rig, "whole", 6))) == ["no phase keeps 16.4 kB or more from step to step"]
+    (said,) = memory.leaks(memory.profile(rig, "whole", 4))
+    assert said == "too few steps to tell whether a phase keeps more from step to step; 5 or more are wanted"
 
 
 def test_a_report_has_rows_a_plot_and_advice(tmp_path, monkeypatch):
