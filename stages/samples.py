@@ -199,6 +199,8 @@ def draw(context: StageContext, drawer: Drawer, rows: list[Row], steps: int, bar
             bar.step()
             if done < steps and context.stop():
                 return
+        if not mx.all(mx.isfinite(x_BChw)).item():
+            raise ValueError(f"samples: {drawer.label} draws no finite values; choose other checkpoints, or lower [train] lr")
         arrays, about = {"latents": x_BChw}, {"seconds": repr(time.perf_counter() - started)}
         context.keep(f"{LATENTS}/{name_of(row)}.safetensors", partial(checkpoint.write_arrays, arrays=arrays, about=about))
         if context.stop():

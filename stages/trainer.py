@@ -143,7 +143,8 @@ class Measured:
     losses: list[float]
     preservation: list[float | None]  # what straying from the base costs each sample; None where it was not asked for
     norm: float
-    finite: bool
+    finite: bool  # what the update is made from; without it there was none
+    bounded: bool  # what there is after the update
     ratio: float | None  # of the update's length to the adapter's, where it was asked for
 
 
@@ -255,7 +256,7 @@ class Trainer:
         return self.take.average(self.masters, self.state) or None
 
     def step(self, micros: list[Micro], lr: float, ratio: bool = False) -> Measured:
-        """One update by the mean over the step's samples; none where anything is not finite."""
+        """One update by the mean over the step's samples; none where the losses or the gradient are not finite."""
         with limited(self.bound):
             return self._step(micros, lr, ratio)
 
@@ -266,11 +267,13 @@ class Trainer:
         sound = mx.all(mx.isfinite(losses))
         self.masters, self.state, norm, done = self.take(self.masters, grads, self.state, lr, sound)
         moved = None if before is None else update_ratio(before, self.masters.arrays)
-        mx.eval(self.masters.arrays, self.state, norm, losses, strays, done, moved)
+        bounded = optimizer.bounded(self.masters.arrays, self.state)
+        mx.eval(self.masters.arrays, self.state, norm, losses, strays, done, bounded, moved)
         held = [one for micro in micros for one in micro.held]
         strayed: Any = strays.tolist()
         costs = [cost if one else None for cost, one in zip(strayed, held, strict=True)]
-        numbers: Any = (losses.tolist(), costs, norm.item(), done.item(), None if moved is None else moved.item())
+        of_all = (norm.item(), done.item(), bounded.item(), None if moved is None else moved.item())
+        numbers: Any = (losses.tolist(), costs, *of_all)
         return Measured(*numbers)
 
 

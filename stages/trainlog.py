@@ -68,6 +68,11 @@ def looks(step: int) -> bool:
 def health(ctx: StageContext, trainer: Trainer, step: int, skipped: int, measured: Measured) -> None:
     """End a run that cannot learn, in one line; say what looks wrong."""
     lr = ctx.config.lr
+    if not measured.bounded:
+        raise ValueError(
+            f"train: stopped at step {step}: the update made the adapter infinite, and nothing of it is kept; "
+            f"lower [train] lr ({lr:g})"
+        )
     if skipped:
         ctx.say(f"step {step}: the loss or the gradient is not finite; the step is skipped")
     if skipped >= SKIPS:

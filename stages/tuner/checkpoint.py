@@ -147,7 +147,10 @@ def prune(artifacts: Path, step: int, last: int) -> None:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, mx.array], about: Mapping[str, str]) -> None:
-    """A safetensors file, array by array: sorted, so that equal content is equal bytes, which no library promises."""
+    """A safetensors file, array by array: sorted, so that equal content is equal bytes, which no library promises.
+
+    ValueError for values that are not finite: no reader could do anything with them.
+    """
     entries: dict[str, Any] = {"__metadata__": dict(about)}
     end = 0
     for name in sorted(arrays):
@@ -159,7 +162,10 @@ def write_arrays(path: Path, arrays: Mapping[str, mx.array], about: Mapping[str,
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for name in sorted(arrays):
-            file.write(np.ascontiguousarray(np.array(arrays[name]), WORDS[arrays[name].dtype][1]).tobytes())
+            values = np.ascontiguousarray(np.array(arrays[name]), WORDS[arrays[name].dtype][1])
+            if not np.isfinite(values).all():
+                raise ValueError(f"{name} has values that are not finite, and is not written; lower the learning rate")
+            file.write(values.tobytes())
 
 
 def write_rows(path: Path, rows: pa.Table) -> None:

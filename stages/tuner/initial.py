@@ -18,9 +18,9 @@ RANKED = {lora.A: 0, lora.B: 1, lokr.W2_A: 1, lokr.W2_B: 0}  # an array's axis o
 
 
 def refuse(found: Mapping[str, mx.array], scales: Mapping[str, float], targets: Iterable[Target]) -> None:
-    """ValueError, one line, for an adapter that does not fit these targets: known by names and shapes, without a weight.
+    """ValueError, one line, for an adapter that does not fit these targets: known by itself, without a weight of the base.
 
-    It does not fit if it is of a Linear that is no target, of another shape, of a larger rank, of another variant.
+    It does not fit if it is of a Linear that is no target, of another shape, of a larger rank, of another variant, or broken.
     """
     chosen = {target.name: target for target in targets}
     for name in scales:
@@ -28,6 +28,9 @@ def refuse(found: Mapping[str, mx.array], scales: Mapping[str, float], targets: 
             near = "".join(f"; near it: {close}" for close in difflib.get_close_matches(name, chosen, n=1))
             raise ValueError(f"the adapter adapts {name}, which is no target; widen the targets{near}")
         _compare(chosen[name], lora.of_linear(found, name))
+    for name, value in found.items():
+        if not mx.all(mx.isfinite(value)).item():
+            raise ValueError(f"its {name} has values that are not finite; choose a checkpoint from before they were")
 
 
 def initial(

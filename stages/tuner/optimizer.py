@@ -177,6 +177,15 @@ def global_norm(grads: Mapping[str, mx.array]) -> mx.array:
     return mx.sqrt(mx.sum(mx.stack(squares)))
 
 
+def bounded(params: Mapping[str, mx.array], state: Mapping[str, mx.array]) -> mx.array:
+    """Whether the arrays' length is finite, and so what a state holds of all of them together: one boolean, lazy.
+
+    An update may turn infinite though its gradient is not: a rate too large, or an estimate of it (Prodigy's).
+    """
+    numbers = [state[name].astype(mx.float32) for name in sorted(state) if not state[name].ndim]
+    return mx.all(mx.isfinite(mx.stack([global_norm(params), *numbers])))
+
+
 def clip(grads: Mapping[str, mx.array], norm: mx.array, limit: float) -> Arrays:
     """The gradients, shrunk together so that their norm is at most `limit`; as they are where the limit is 0."""
     if not limit:

@@ -307,6 +307,17 @@ def test_an_adapter_that_was_damaged_is_refused(root: Path, tmp_path: Path) -> N
         harness.run(STAGE, made)
 
 
+def test_an_adapter_that_draws_no_finite_values_leaves_no_picture(root: Path, tmp_path: Path) -> None:
+    (saved,) = [saved for saved in checkpoint.found(root / "train") if saved.step == 10]
+    ruined = {name: 1e30 * value for name, value in saved.arrays(checkpoint.ADAPTER).items()}
+    checkpoint.save(kept_in(tmp_path / "train"), 30, ruined, {}, TRAIN.table([]), {"rank": "2", "alpha": "4.0"}, {})
+    weights = {"transformer": root / "weights" / "transformer", "train": tmp_path / "train"}
+    made = context(root, tmp_path, replace(CONFIG, base=False), weights=weights)
+    with pytest.raises(ValueError, match=r"^samples: step 30 draws no finite values; choose other .*, or lower \[train\] lr$"):
+        harness.run(STAGE, made)
+    assert not files(made)
+
+
 def test_memory_is_given_back_when_the_stage_ends(root: Path, tmp_path: Path) -> None:
     made = context(root, tmp_path, replace(CONFIG, seeds=(0,)))
     mx.clear_cache()

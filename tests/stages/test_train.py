@@ -18,7 +18,7 @@ from stages import train, trainer, trainlog, trainset
 from stages.crops import usable
 from stages.selection import ValidationConfig
 from stages.train import STAGE
-from stages.trainconfig import EmaConfig, NoiseConfig, ScheduleConfig, TrainConfig
+from stages.trainconfig import EmaConfig, NoiseConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from stages.tuner import checkpoint, lora
 from stages.tuner.stacks import Stacks
 from tests import harness
@@ -402,6 +402,20 @@ def test_three_steps_in_a_row_that_are_not_finite_end_the_run_also_across_a_resu
         run.go()
     assert "\n" not in str(caught.value)
     assert checkpoint.found(tmp_path / "artifacts")[0].step == 3
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw8bit", "adafactor", "lion", "prodigy"])
+def test_an_update_that_is_not_finite_ends_the_run_at_once_and_reaches_no_file(kind, transformer, tmp_path):
+    method, schedule = OptimizerConfig(kind=kind), ScheduleConfig(warmup_steps=0)
+    sound = replace(BASE, optimizer=method, schedule=schedule, lr=0.01, steps=3, checkpoint_every=1, ema=EmaConfig())
+    run = Run(tmp_path, transformer, sound).go(stop_at=2)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    run.config = replace(sound, lr=1e30)  # its third step, the last, would be the result
+    with pytest.raises(ValueError) as caught:
+        run.go()
+    said = "train: stopped at step 3: the update made the adapter infinite, and nothing of it is kept; lower [train] lr (1e+30)"
+    assert str(caught.value) == said
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
 def test_an_adapter_that_does_not_move_ends_the_run(transformer, tmp_path, monkeypatch):

@@ -50,6 +50,14 @@ def test_other_programs_read_the_adapter(tmp_path):
     assert mx.load(str(saved.folder / ADAPTER), return_metadata=True)[1] == {"rank": "1", "step": "7"}
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_no_file_is_written_of_values_that_are_not_finite(tmp_path, value):
+    arrays = ADAPTERS | {"b.lora_B.weight": mx.array([[1.0], [value]])}
+    with pytest.raises(ValueError, match=r"b.lora_B.weight has values that are not finite, .*; lower the learning rate"):
+        checkpoint.save(keeper(tmp_path), 7, arrays, STATES, pa.table({"step": [7]}), {}, {})
+    assert not checkpoint.found(tmp_path) and not list(tmp_path.rglob("*.safetensors"))
+
+
 def test_equal_content_is_equal_bytes(tmp_path):
     first, second = save(tmp_path / "a", 7), save(tmp_path / "b", 7)
     assert (first.folder / ADAPTER).read_bytes() == (second.folder / ADAPTER).read_bytes()

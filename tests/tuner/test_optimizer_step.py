@@ -74,6 +74,14 @@ def test_a_step_that_is_not_sound_changes_nothing_even_as_the_first(name, before
         assert same(moments, state)
 
 
+def test_an_adapter_is_bounded_as_long_as_its_length_and_what_is_estimated_of_all_of_it_are_finite():
+    state = optimizer.Stepper(optimizer.make("prodigy"), 1.0).init(stacked(0))
+    assert optimizer.bounded(draw(0), state).item()
+    assert not optimizer.bounded(draw(0), state | {"d": mx.array(float("inf"))}).item()
+    for value in (float("nan"), float("inf"), -1e30):  # the last's square is infinite
+        assert not optimizer.bounded(draw(0) | {"blocks.1.m": mx.full((6,), value)}, state).item()
+
+
 @every
 def test_arrays_in_stacks_go_where_they_would_go_alone(name):
     method = optimizer.make(name, weight_decay=0.01)
