@@ -2,6 +2,7 @@
 # All GPU cases in one command, on a machine with CUDA: bench/gpu.sh [FOLDER] [OPTION...]
 # FOLDER (build) gets bench.jsonl, a row per case, and bench.md, the page. OPTION is one of `latentmill bench`: --bars or --large
 # in place of --gpu, which is both. PYTHON names the interpreter, LATENTMILL_COMMIT the commit where git is not there to ask.
+export PYTHONUNBUFFERED=1
 cd "$(dirname "$0")/.." || exit 1
 python=${PYTHON:-python3}
 folder=${1:-build}

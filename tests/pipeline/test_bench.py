@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline import bench, bench_cases, bench_table
-from pipeline.bench_cases import TORCH_PLANS, Case
+from pipeline.bench_cases import Case
 from pipeline.bench_train import Rig, plain, settings
 from stages import fit
 from stages.models.families import family
@@ -134,9 +134,8 @@ def test_one_command_for_a_gpu_runs_what_the_trainer_is_judged_by_and_the_larger
             wanted.add(("klein-base-9b", px, px, "blocks", bits, "adamw", False))
             wanted.add(("dev", px, px, "blocks", bits, "adamw8bit", False))
     assert ours >= wanted | {("dev", 512, 512, "blocks", 4, "adamw", False)}
-    assert {(c.width, c.plan) for c in instant if c.backend == "torch"} == {
-        (px, plan) for px in (512, 1024) for plan in TORCH_PLANS
-    }
+    peers = {(px, how + more) for px in (512, 1024) for how in ("eager", "compiled") for more in ("", "+checkpoint")}
+    assert {(c.width, c.plan) for c in instant if c.backend == "torch"} == peers
     assert {c.kind for c in instant} == {"train", "autoencoder", "text_encoder", "loader"}
     assert instant[0] == Case(tight=True)
     assert all(c.tight for c in instant if c.kind == "train" and c.backend == "mlx" and c.plan == "blocks")
