@@ -68,9 +68,10 @@ def init(folder: Path, images: Path, family: str, weights: str, trigger: str) ->
 
 @cli.command()
 @click.argument("stage")
+@click.option("--memory", "measured", is_flag=True, help="Also measure MLX's memory batch by batch, into tables/memory.")
 @PROJECT
 @SET
-def run(stage: str, path: str, overrides: tuple[str, ...]) -> None:
+def run(stage: str, measured: bool, path: str, overrides: tuple[str, ...]) -> None:
     """Bring the table of a stage up to date.
 
     STAGE is images, captions, buckets, latents, embeddings, train, samples or scores. The tables that it reads are taken as
@@ -81,9 +82,17 @@ def run(stage: str, path: str, overrides: tuple[str, ...]) -> None:
 
     project = open_project(path, overrides, fetch=True)
     project.stage(stage)
+    meter = None
+    if measured:
+        from pipeline.memory import stage_report
+        from stages.tuner.memory import Meter
+
+        meter = Meter()
     with Terminal(stage) as terminal:
-        outcome = runner.run(project, stage, terminal)
+        outcome = runner.run(project, stage, terminal, meter)
     click.echo(summary(outcome))
+    for line in stage_report(meter, project, stage) if meter else ():
+        click.echo(line)
     for line in results(project, stage):
         click.echo(line)
 

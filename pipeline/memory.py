@@ -84,7 +84,26 @@ def asked(project: Project | None, given: dict[str, Any]) -> Setup:
 def command(project: Project | None, given: dict[str, Any]) -> Iterator[str]:
     """What `latentmill memory` says. ValueError for settings that are wrong or cannot fit."""
     setup = asked(project, given)
-    yield from report(setup, project.path / "tables" / "memory" if project else Path("memory"))
+    yield from report(setup, folder_of(project))
+
+
+def stage_report(meter: Meter, project: Project, noun: str) -> Iterator[str]:
+    """What a stage's run took, batch by batch: the rows go into the project's tables/memory, a line each says the rest."""
+    batches = [row for row in meter.rows if row["phase"] == noun]
+    if not batches:
+        yield f"memory: {noun} made nothing, so there is nothing to measure"
+        return
+    yield f"memory: peak {spell_bytes(meter.peak)} in {len(batches)} batches, {spell_bytes(batches[-1]['active'])} after the last"
+    yield from leaks(meter)
+    file = folder_of(project) / f"{noun}.parquet"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist([{"family": project.family.name} | row for row in meter.rows]), file)
+    yield f"rows: {file}"
+
+
+def folder_of(project: Project | None) -> Path:
+    """Where the rows go."""
+    return project.path / "tables" / "memory" if project else Path("memory")
 
 
 def profile(rig: Rig, plan: Plan, steps: int) -> Meter:

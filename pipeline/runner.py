@@ -14,13 +14,16 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.errors import Stopped
 from pipeline.project import Project
 from pipeline.store import missing
 from pipeline.writer import Writer
 from stages.stage import Stage, StageContext
+
+if TYPE_CHECKING:
+    from stages.tuner.memory import Meter
 
 VERSIONS = ("latentmill", "mlx", "numpy", "pyarrow", "pylance", "pillow", "transformers")
 
@@ -56,8 +59,11 @@ class Outcome:
         return not self.written and not self.removed and not self.left
 
 
-def run(project: Project, noun: str, console: Console) -> Outcome:
-    """Bring one table up to date. Stopped if the user interrupts; ValueError in one line for what the user can mend."""
+def run(project: Project, noun: str, console: Console, meter: Meter | None = None) -> Outcome:
+    """Bring one table up to date. Stopped if the user interrupts; ValueError in one line for what the user can mend.
+
+    A meter measures MLX's memory, batch by batch.
+    """
     stage = project.stage(noun)
     warnings.filterwarnings("ignore", module="PIL")  # what Pillow warns of is a row's reason, or harmless
     began = time.monotonic()
@@ -81,7 +87,7 @@ def run(project: Project, noun: str, console: Console) -> Outcome:
         wanted = stage.wants(context)
         context.pending = missing(wanted, writer.stored)
         before = folder.rows().select(wanted.column_names) if folder.exists else None
-        written = work(stage, context, writer)
+        written = work(stage, context, writer, meter)
         left = missing(wanted, writer.stored).num_rows
         if left:  # what a stage wants may show by its work: training that ends when it no longer gets better
             context.stored = writer.stored
@@ -92,22 +98,22 @@ def run(project: Project, noun: str, console: Console) -> Outcome:
                 f"{noun}: stopped; {written} new rows are kept, {left} are still to do. The same command goes on from here."
             )
         if left and reasons:
-            outcome = Outcome(noun, written, 0, wanted.num_rows, time.monotonic() - began, peak_rss(), peak_mlx())
+            outcome = Outcome(noun, written, 0, wanted.num_rows, time.monotonic() - began, peak_rss(), peak_mlx(meter))
             writer.finish(wanted, facts_of(outcome))  # what there is may be looked at, and previewed
             return dataclasses.replace(outcome, left=left, reason=reasons[-1])
         assert not left, f"{noun}: {left} rows that the stage wants were never yielded"
         removed = missing(before, wanted).num_rows if before is not None else 0
-        outcome = Outcome(noun, written, removed, wanted.num_rows, time.monotonic() - began, peak_rss(), peak_mlx())
+        outcome = Outcome(noun, written, removed, wanted.num_rows, time.monotonic() - began, peak_rss(), peak_mlx(meter))
         writer.finish(wanted, facts_of(outcome) if written or not folder.exists else {})
     return outcome
 
 
-def work(stage: Stage, context: StageContext, writer: Writer) -> int:
+def work(stage: Stage, context: StageContext, writer: Writer, meter: Meter | None = None) -> int:
     """Let the stage run, commit its batches, give back its memory. Returns how many rows it wrote."""
     written = 0
     batches = stage.run(context)
     try:
-        for batch in batches:
+        for batch in meter.over(batches, stage.name) if meter else batches:
             writer.append(batch)
             written += batch.num_rows
     finally:
@@ -178,7 +184,7 @@ def peak_rss() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def peak_mlx() -> int:
-    """MLX's peak active memory, bytes; 0 if nothing needed MLX."""
+def peak_mlx(meter: Meter | None = None) -> int:
+    """MLX's peak active memory, bytes; 0 if nothing needed MLX. A meter sets MLX's own back, and has the largest."""
     core = sys.modules.get("mlx.core")
-    return int(core.get_peak_memory()) if core else 0
+    return max(int(core.get_peak_memory()), meter.peak if meter else 0) if core else 0

@@ -17,6 +17,7 @@ Item = TypeVar("Item")
 
 GB = 1e9
 LEAST = 1 << 14  # bytes a time, of what is called a leak: a page of Metal's, to which allocations are rounded
+END = "end"
 BETWEEN = "what comes between the phases"
 ENOUGH = 5  # times that a phase must have come to tell whether it leaks
 HEADROOM = 0.15  # of the device's memory: for the system, MLX's cache and what is being copied
@@ -53,13 +54,16 @@ class Meter:
         self.rows.append({"step": self.step, "phase": name, "before": before, **sizes})
 
     def over(self, items: Iterable[Item], name: str) -> Iterator[Item]:
-        """The same items, the making of each measured as one phase of one step: any stage's `run` can go through it."""
+        """The same items, the making of each measured as one phase of one step: a stage's `run` goes through it.
+
+        What comes after the last is the phase `end`.
+        """
         each = iter(items)
         while True:
             with self.phase(name):
                 item = next(each, each)
             if item is each:
-                self.rows.pop()  # the end is no item
+                self.rows[-1]["phase"] = END
                 return
             self.step += 1
             yield item  # type: ignore[misc]
@@ -106,9 +110,12 @@ class Meter:
         return left
 
     def _changes(self) -> Iterator[tuple[str, int]]:
-        """Every phase and by how much memory grew in it; and, since names are let go when a function returns, between two."""
+        """Every phase and by how much memory grew in it; and, since names are let go when a function returns, between two.
+
+        The end lets go of weights, which came first: against what came last that would hide a leak.
+        """
         active = None
-        for row in self.rows:
+        for row in (row for row in self.rows if row["phase"] != END):
             if active is not None:
                 yield BETWEEN, row["before"] - active
             active = row["active"]

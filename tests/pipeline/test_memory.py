@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import mlx.core as mx
@@ -5,13 +6,17 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from pipeline import memory, plot
+from pipeline import memory, plot, recipe, runner
 from pipeline.bench_train import Rig, settings
+from pipeline.clean import clean
 from pipeline.memory import Setup
 from pipeline.project import Project
+from pipeline.query import run_query
 from stages import fit
 from stages.models.families import FAMILIES
+from stages.tuner.memory import Meter
 from stages.tuner.planner import FACTOR
+from tests import projects
 
 TINY = Setup(FAMILIES["tiny"], settings(rank=4), 128)
 
@@ -129,3 +134,61 @@ def test_a_project_s_settings_are_profiled_and_what_is_given_holds_instead(tmp_p
         memory.asked(Project.open(folder), nothing | {"pixels": 500})
     with pytest.raises(ValueError, match="the plan must be whole, blocks or a number"):
         list(memory.report(memory.asked(Project.open(folder), nothing | {"plan": "sideways"}), tmp_path))
+
+
+class Keeping(projects.Silent):
+    """A console that keeps an array each time that it is told of progress: a leak in whatever stage runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def progress(self, done, total, unit):
+        self.kept.append(mx.zeros((1 << 14,)) + 1)
+        mx.eval(self.kept[-1])
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory, tiny_weights):
+    """A project whose latents were made under a meter, and what was said."""
+    folder = projects.make(tmp_path_factory.mktemp("measured") / "project", tiny_weights)
+    projects.edit(folder, "[embeddings]", "[latents]\nbatch_size = 1\n\n[embeddings]")
+    projects.build(folder, "images", "captions", "buckets")
+    return folder, projects.latentmill(folder, "run", "latents", "--memory")
+
+
+def test_any_stage_is_measured_at_its_real_work_batch_by_batch_with_the_same_rows(measured, tmp_path):
+    folder, said = measured
+    crops = len(projects.content(folder, "latents"))
+    rows = pq.read_table(folder / "tables" / "memory" / "latents.parquet").to_pylist()
+    assert [(row["step"], row["phase"]) for row in rows] == [*((n, "latents") for n in range(crops)), (crops, "end")]
+    assert all(row["peak"] > 0 for row in rows[:-1])
+    assert "no phase keeps 16.4 kB or more" in said and f"in {crops} batches" in said
+    other = projects.copied(folder, tmp_path / "project")
+    projects.build(other, "images", "captions", "buckets", "latents")
+    assert projects.content(other, "latents") == projects.content(folder, "latents")
+    assert "latents made nothing" in projects.latentmill(folder, "run", "latents", "--memory")
+
+
+def test_a_leak_that_is_planted_in_a_stage_is_found_and_the_outcome_has_the_meter_s_peak(measured, tmp_path):
+    folder = projects.copied(measured[0], tmp_path / "project")
+    projects.build(folder, "images", "captions", "buckets")
+    meter, console = Meter(), Keeping()
+    outcome = runner.run(Project.open(folder), "latents", console, meter)
+    assert meter.leaks() == {"latents": pytest.approx(4 << 14, rel=0.01)}
+    assert outcome.peak_mlx == meter.peak > meter.rows[-1]["peak"]
+
+
+PAGE = recipe.FILE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("sql", re.findall(r"```sql\n(.*?)```", PAGE, re.DOTALL))
+def test_the_rows_answer_what_the_recipe_page_asks_them_and_no_command_minds_them(sql, measured, monkeypatch):
+    monkeypatch.setattr(memory, "SIDES", (64,))
+    folder, _ = measured
+    list(memory.report(replace(TINY, steps=2), memory.folder_of(Project.open(folder))))
+    head, *answer = run_query(folder, sql.replace("data/cats", str(folder)), "csv").splitlines()
+    assert "phase" in head.split(",") and len(answer) >= 3
+    assert "memory" not in {line.split()[0] for line in projects.latentmill(folder, "status").splitlines() if line}
+    list(clean(Project.open(folder), runs=True, dry_run=False))
+    assert (folder / "tables" / "memory" / "memory.parquet").is_file()
