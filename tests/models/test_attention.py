@@ -33,7 +33,11 @@ def test_attention_goes_by_chunks_where_its_scores_would_not_fit_and_gives_the_s
     whole = attention(q, k, v, 8**-0.5)
     monkeypatch.setattr(module, "CHUNK_BYTES", 2 * 300 * 4 * 130)
     assert chunk_rows(q, k) == 128
+    went: list[int] = []
+    monkeypatch.setattr(module, "chunked", lambda q, *rest: went.append(q.shape[2]) or chunked(q, *rest))
     assert apart(attention(q, k, v, 8**-0.5), whole) < 1e-6
+    assert apart(attention(q[:, :, :100], k, v, 8**-0.5), whole[:, :, :100]) < 1e-6
+    assert went == [300]  # the 100 rows fit into one chunk, and are not cut
 
 
 def test_query_rows_added_for_a_fused_gradient_change_neither_result_nor_gradients(monkeypatch):
