@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import stages
+from stages.trainconfig import OptimizerConfig
 from stages.trainer import GUIDANCE
 from stages.tuner.noise import ELSEWHERE
+from stages.tuner.optimizer import METHODS
 
 FILE = Path(__file__).parent.parent / "data" / "recipe.md"
 PART = re.compile(r"(<!-- (\w+): generated -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -32,9 +34,6 @@ SOURCES = {
     "train.clip": "all but SimpleTuner and mflux",
     "train.caption_dropout": "ai-toolkit",
     "train.checkpoint_every": "ai-toolkit",
-    "train.optimizer.beta1": "Kingma and Ba 2015",
-    "train.optimizer.beta2": "Kingma and Ba 2015",
-    "train.optimizer.eps": "Kingma and Ba 2015",
     "train.optimizer.weight_decay": "ai-toolkit, diffusers",
     "train.schedule.shape": "all but mflux and flux-2-swift-mlx",
     "train.schedule.warmup_steps": "diffusion-pipe, flux-2-swift-mlx",
@@ -43,6 +42,28 @@ SOURCES = {
     "train.noise.std": "the same four",
     "train.noise.shift": "musubi-tuner, OneTrainer",
     "train.noise.shift_factor": "SimpleTuner, diffusion-pipe",
+}
+
+# Whose each optimizer's own numbers are. What stands in [train.optimizer] for all of them is `SOURCES`'.
+ADAMW = {"lr": SOURCES["train.lr"], **dict.fromkeys(("beta1", "beta2", "eps"), "Kingma and Ba 2015")}
+FACTORED, AUTHORS = "Shazeer and Stern 2018", "its authors' code"
+OWN = {
+    "adamw": ADAMW,
+    "adamw8bit": ADAMW,
+    "adafactor": {
+        "lr": "ours: that of AdamW",
+        **dict.fromkeys(("decay_rate", "eps", "floor", "clip_threshold", "beta1"), FACTORED),
+        **dict.fromkeys(("scale_parameter", "relative_step"), "ours: the schedule's lr holds; the paper's form has both"),
+    },
+    "lion": {
+        "lr": "ours: a fifth of AdamW's; the paper wants 3 to 10 times less, flux-2-swift-mlx has 3e-5",
+        **dict.fromkeys(("beta1", "beta2"), "Chen et al. 2023"),
+    },
+    "prodigy": {
+        **dict.fromkeys(("lr", "beta1", "beta2", "eps", "d0", "d_coef", "growth_rate"), AUTHORS),
+        "beta3": f"{AUTHORS}: the root of beta2",
+        **dict.fromkeys(("safeguard_warmup", "bias_correction"), "ours, for diffusion models; its authors' are off"),
+    },
 }
 
 # Ours in terms of settings, `?word` where such a setting may not exist. Then the others, in the order of TRAINERS.
@@ -71,7 +92,7 @@ checkpoint every, steps | {train.checkpoint_every} | 250 | an epoch | 500 | 30 m
 
 def render(page: str) -> str:
     """The page with its generated parts as they must be."""
-    parts = {"settings": settings, "peers": peers, "names": names}
+    parts = {"settings": settings, "peers": peers, "names": names, "optimizers": optimizers}
     return PART.sub(lambda found: found[1] + "\n" + parts[found[2]]() + "\n" + found[3], page)
 
 
@@ -134,6 +155,23 @@ def settings() -> str:
         choices = f"; one of {', '.join(f'`{choice}`' for choice in entry.choices)}" if entry.choices else ""
         cells = [f"`{entry.name}`", toml(entry.default), entry.doc + choices, SOURCES.get(entry.key, ""), entry.changes]
         out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(out)
+
+
+def optimizers() -> str:
+    """A table for each optimizer: its numbers as a run has them that says nothing of them."""
+    return "\n\n".join(_optimizer(kind) for kind in METHODS)
+
+
+def _optimizer(kind: str) -> str:
+    made: Any = OptimizerConfig(kind=kind).made()  # type: ignore[arg-type]
+    given = {field.name for field in dataclasses.fields(OptimizerConfig)}
+    numbers = {"lr": made.usual_lr} | {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+    out = [f"### {kind}", "", "| number | default | whose | set by |", "|---|---|---|---|"]
+    for name, value in numbers.items():
+        source = SOURCES[f"train.optimizer.{name}"] if f"train.optimizer.{name}" in SOURCES else OWN[kind][name]
+        where = "`[train]`" if name == "lr" else "`[train.optimizer]`" if name in given else "nothing"
+        out.append(f"| `{name}` | {toml(value)} | {source} | {where} |")
     return "\n".join(out)
 
 

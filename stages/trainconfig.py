@@ -29,10 +29,10 @@ class OptimizerConfig:
     kind: Literal["adamw", "adamw8bit", "adafactor", "lion", "prodigy"] = setting(
         "adamw", "adamw8bit: a quarter of its memory; adafactor: almost none; lion: one moment; prodigy: finds its own rate"
     )
-    beta1: float | None = setting(None, "decay of the mean of gradients")
-    beta2: float | None = setting(None, "decay of the mean of their squares")
-    eps: float | None = setting(None, "added to the root, so that a zero gradient divides by something")
-    d_coef: float | None = setting(None, "prodigy: factor of its rate; 0.5 slower, 2 faster")
+    beta1: float | None = setting(None, "decay of the mean of gradients; unset: the method's own")
+    beta2: float | None = setting(None, "decay of the mean of their squares; unset: the method's own")
+    eps: float | None = setting(None, "added to the root, so that a zero gradient divides by something; unset: the method's own")
+    d_coef: float | None = setting(None, "prodigy: factor of its rate; 0.5 slower, 2 faster; unset: the method's own")
     weight_decay: float = setting(1e-4, "share of an array taken away per step, times lr; the others' for FLUX.2")
 
     def __post_init__(self) -> None:
@@ -148,7 +148,7 @@ class TrainConfig:
     targets: tuple[str, ...] = setting(
         ("*",), 'which Linears of the blocks, by wildcards: "attn.to_q", "single_transformer_blocks.*"'
     )
-    lr: float = setting(1e-4, "learning rate; what most trainers of FLUX.2 agree on, for AdamW; prodigy wants 1, lion a third")
+    lr: float = setting(1e-4, "learning rate; what most trainers of FLUX.2 agree on, for AdamW; prodigy wants 1, lion 2e-5")
     clip: float = setting(1.0, "largest global norm of the gradient, to which a larger one is shrunk; 0: never")
     caption_dropout: float = setting(0.05, "share of samples trained with the empty caption, which keeps guidance working")
     precision: Literal["bfloat16", "float32"] = setting(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import stages
 from pipeline import config
-from pipeline.recipe import FILE, PEERS, SOURCES, TRAINERS, defaults, entries, peers, plain, render, settings, toml
+from pipeline.recipe import FILE, OWN, PEERS, SOURCES, TRAINERS, defaults, entries, peers, plain, render, settings, toml
 from stages.stage import runtime, setting
+from stages.trainconfig import OptimizerConfig
 from stages.tuner.noise import BASES
+from stages.tuner.optimizer import METHODS, make
 from stages.tuner.weighting import WEIGHTS
 
 PAGE = FILE.read_text(encoding="utf-8")
@@ -45,6 +48,44 @@ def test_no_line_of_a_table_has_more_cells_than_its_head() -> None:
         bare = line.replace("\\|", "").count("|") if line.startswith("|") else 0
         assert not cells or not bare or bare == cells, line
         cells = bare
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_every_number_of_an_optimizer_stands_on_the_page_as_a_run_has_it_with_its_source(kind: str) -> None:
+    made = OptimizerConfig(kind=kind).made()  # type: ignore[arg-type]
+    part = PAGE.split(f"### {kind}\n")[1].split("#")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (?:`(.*?)`|unset) \| (.+?) \| (.+?) \|$", part, re.MULTILINE)
+    said = {name: tomllib.loads(f"x = {value}")["x"] if value else None for name, value, _, _ in rows}
+    assert said == {"lr": made.usual_lr} | dataclasses.asdict(made)  # type: ignore[call-overload]
+    for name, _, whose, by in rows:
+        assert len(whose) > 3
+        assert (name == "lr") == (by == "`[train]`")
+        if by == "`[train.optimizer]`":  # and only then
+            OptimizerConfig(kind=kind, **{name: said[name]})  # type: ignore[arg-type]
+        elif name != "lr":
+            assert name not in {field.name for field in dataclasses.fields(OptimizerConfig)}
+
+
+def test_a_source_is_given_only_for_a_number_that_an_optimizer_has() -> None:
+    for kind, method in METHODS.items():
+        own = {field.name for field in dataclasses.fields(method)}  # type: ignore[arg-type]
+        assert set(OWN[kind]) == {"lr"} | own - {"weight_decay"}
+
+
+def test_the_rates_of_lion_and_prodigy_are_told_alike_wherever_they_are_told() -> None:
+    (doc,) = [entry.doc for entry in entries(stages.find("train").config, "train") if entry.key == "train.lr"]
+    rates = [make(kind).usual_lr for kind in ("prodigy", "lion")]
+    found = re.search(r"prodigy wants (\S+), lion (\S+)$", doc)
+    assert found and [float(word) for word in found.groups()] == rates
+    (row,) = re.findall(r"^\| lion \| (.*) \|$", PAGE, re.MULTILINE)
+    assert re.findall(r"`lr = (\S+)`, a fifth", row) == ["2e-5"]
+    assert rates[1] == pytest.approx(make("adamw").usual_lr / 5) == float("2e-5")
+
+
+def test_of_sizes_repeats_and_batches_it_is_said_when_to_use_them() -> None:
+    part = PAGE.split("## Sizes, repeats and batches")[1].split("\n## ")[0]
+    for name in ("Several resolutions", "repeats", "batch_size", "accumulate", "micro_batch"):
+        assert re.search(rf"^- \*\*{name}\*\*[^:]*: when ", part, re.MULTILINE), name
 
 
 def test_every_distribution_and_every_weight_is_explained() -> None:
