@@ -207,18 +207,73 @@ def test_a_compiled_block_holds_nothing_of_the_step_that_compiled_it(plan, monke
         assert_same(grads, plain)
 
 
-def test_a_memory_limit_is_put_back_and_changes_no_number():
+def limit_now() -> int:
+    """MLX's memory limit, which it tells only whoever sets another."""
+    found = mx.set_memory_limit(1 << 40)
+    mx.set_memory_limit(found)
+    return found
+
+
+def test_within_limited_mlxs_limit_is_the_one_asked_for_and_afterwards_what_it_was():
+    before = limit_now()
+    with limited(12345):
+        assert limit_now() == 12345
+    assert limit_now() == before
+    with pytest.raises(KeyboardInterrupt), limited(12345):
+        raise KeyboardInterrupt
+    assert limit_now() == before
+    with limited(None):
+        assert limit_now() == before
+
+
+def test_a_memory_limit_changes_no_number():
     model = tiny()
     adapters, scales = trained(model)
-    before = mx.set_memory_limit(1 << 40)
-    try:
-        _, free = loss_and_grads(model, adapters, scales, batch(), loss_of(), "blocks")
-        with limited(1):
-            _, tight = loss_and_grads(model, adapters, scales, batch(), loss_of(), "blocks")
-        assert mx.set_memory_limit(1 << 40) == 1 << 40
-    finally:
-        mx.set_memory_limit(before)
+    _, free = loss_and_grads(model, adapters, scales, batch(), loss_of(), "blocks")
+    with limited(1):
+        _, tight = loss_and_grads(model, adapters, scales, batch(), loss_of(), "blocks")
     assert_same(tight, free, 0)
+
+
+class Stream:
+    """Twenty blocks of one Linear each on a stream that outweighs all else: what lies there can be counted in streams."""
+
+    def __init__(self) -> None:
+        self.x_BK = mx.random.normal((1000, 64), key=mx.random.key(1))
+        weights = mx.random.normal((20, 64, 64), key=mx.random.key(2)) / 8
+        self.blocks = [Block("stream", f"streams.{i}", {"fc.weight": weights[i]}) for i in range(20)]
+        drawn = mx.random.normal((20, 2, 64), key=mx.random.key(3)) / 8
+        self.adapters = {f"streams.{i}.fc.lora_A.weight": drawn[i] for i in range(20)}
+        self.adapters |= {f"streams.{i}.fc.lora_B.weight": drawn[i].T for i in range(20)}
+        mx.eval(self.x_BK, self.adapters, [block.weights for block in self.blocks])
+
+    def enter(self):
+        return self.x_BK, {}
+
+    @staticmethod
+    def block(kind):
+        return lambda weights, h, shared, linear: h + mx.tanh(linear("fc", weights["fc.weight"], mx.tanh(h)))
+
+    def leave(self, h, shared):
+        return h
+
+    def peak(self, above: float | None) -> float:
+        """The most that a gradient by blocks took, in streams, where so many may be live before work is held back."""
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        with limited(None if above is None else before + round(above * self.x_BK.nbytes)):
+            scales = dict.fromkeys((f"{block.name}.fc" for block in self.blocks), 0.1)
+            mx.eval(loss_and_grads(self, self.adapters, scales, {}, lambda h: mx.square(h).mean(-1), "blocks"))
+        return (mx.get_peak_memory() - before) / self.x_BK.nbytes
+
+
+def test_a_limit_holds_the_peak_of_a_deep_chain_near_what_it_needs():
+    """Twenty inputs of blocks and one block's work, 24 streams in all, lie there whatever the limit; 32 where there is none."""
+    chain = Stream()
+    free, least = chain.peak(None), chain.peak(0)
+    assert least < 25
+    assert free > least + 5, "without a limit, work is handed over far ahead"
+    assert chain.peak(26) < 27.5
 
 
 def test_a_dropped_model_is_freed_whatever_was_compiled_for_it():
