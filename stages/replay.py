@@ -5,12 +5,13 @@ For questions after the fact: what did this step see, and why was its loss what 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from stages import fit
 from stages.stage import StageContext
 from stages.train import course_of, schedule_of
 from stages.trainer import Trainer
-from stages.trainset import Feed
+from stages.trainset import Course, Feed
 from stages.tuner import checkpoint
 from stages.tuner.checkpoint import Checkpoint
 
@@ -34,13 +35,13 @@ def replay(ctx: StageContext, step: int) -> list[Replayed]:
     """
     if not 1 <= step <= ctx.config.steps:
         raise ValueError(f"replay: the run has the steps 1 to {ctx.config.steps}, and no step {step}")
-    start = before(ctx, step)
+    start, course = before(ctx, step), course_of(ctx)
+    chosen = fitted(ctx, course, start)
     trainer, schedule = Trainer(ctx, start), schedule_of(ctx.config)
-    trainer.plan = start.state.get("plan", "whole") if start else begun(ctx)
-    trainer.piece = start.state.get("piece") if start else None
+    trainer.plan, trainer.piece, trainer.bound = chosen.plan, chosen.piece, chosen.bound
     losses: list[float] = []
     samples = []
-    for at, micros, _ in Feed(ctx, course_of(ctx), range(start.step + 1 if start else 1, step + 1)):
+    for at, micros, _ in Feed(ctx, course, range(start.step + 1 if start else 1, step + 1)):
         samples = [s for micro in micros for s in micro.samples]
         losses = trainer.step(micros, schedule.at(at)).losses
         ctx.progress(at, step, "steps")
@@ -58,8 +59,9 @@ def before(ctx: StageContext, step: int) -> Checkpoint | None:
     return next((saved for saved in earlier if saved.whole(checkpoint.ADAPTER, checkpoint.OPTIMIZER)), None)
 
 
-def begun(ctx: StageContext) -> str | int:
-    """The plan that the run began with, as its oldest checkpoint says."""
-    found = checkpoint.found(ctx.artifacts)
-    plan: str | int = found[-1].state.get("plan", "whole") if found else "whole"
-    return plan
+def fitted(ctx: StageContext, course: Course, start: Checkpoint | None) -> fit.Fit:
+    """As the run computed the step: with the plan that its checkpoints say, whatever the settings say now, if it fits."""
+    known = start or next(iter(checkpoint.found(ctx.artifacts)[-1:]), None)
+    asked = replace(ctx, config=replace(ctx.config, memory="auto")) if known else ctx
+    chosen = fit.choose(asked, course, known)
+    return replace(chosen, piece=start.state.get("piece")) if start else chosen

@@ -240,13 +240,14 @@ class Trainer:
 
         They are plain mean squares, whatever [train.loss] says, so that runs with other losses can be compared by them.
         """
-        inputs, asked = prepare(micro, self.model.config.guidance_embeds, LossConfig())
-        walk = Walk(self.model, self.adapter, self.scales)
-        h, shared = self.model.enter(**inputs)
-        for n in range(len(self.model.blocks)):
-            h = walk.forward(n, h, shared)
-            dispatch(h)
-        losses: Any = asked(self.model.leave(h, shared)).tolist()
+        with limited(self.bound):
+            inputs, asked = prepare(micro, self.model.config.guidance_embeds, LossConfig())
+            walk = Walk(self.model, self.adapter, self.scales)
+            h, shared = self.model.enter(**inputs)
+            for n in range(len(self.model.blocks)):
+                h = walk.forward(n, h, shared)
+                dispatch(h)
+            losses: Any = asked(self.model.leave(h, shared)).tolist()
         found: list[float] = losses
         return found
 

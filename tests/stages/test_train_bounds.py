@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from stages import fit, trainer
+from stages.replay import replay
+from stages.selection import ValidationConfig
 from tests.stages.runs import BASE, Run, weights
 from tests.tuner.test_backprop import limit_now
 
@@ -50,3 +52,50 @@ def test_in_every_step_of_a_run_the_limit_is_what_fit_chose_and_then_what_it_was
     assert seen == bounds * 2
     assert limit_now() == before
     assert bounds[0] == 0.3e9 if plan == "whole" else 0 < bounds[0] < 0.3e9
+
+
+ASIDE = ValidationConfig(paths=("image0", "image2"), every=2, sigmas=(0.2, 0.5, 0.8))
+
+
+def measured(run: Run) -> list[float]:
+    return [row["loss"] for row in run.rows if row["split"] == "validation"]
+
+
+def test_a_measurement_keeps_within_the_bound_that_fit_chose(bounds, transformer, tmp_path, monkeypatch):
+    before, seen = limit_now(), limits_in(monkeypatch, "Walk")
+    Run(tmp_path, transformer, replace(BASE, steps=2, memory="blocks", validation=ASIDE)).go()
+    assert len(seen) == 6 and set(seen) == set(bounds)
+    assert limit_now() == before
+
+
+@pytest.mark.parametrize(("micro", "at_once"), [(None, 2), (1, 1), (9, 2), ("auto", 1)])
+def test_a_measurement_computes_as_many_samples_at_once_as_the_settings_say(micro, at_once, transformer, tmp_path, monkeypatch):
+    """Whatever memory is free: the pieces are a function of the settings, and each sample's loss the same but for rounding."""
+    counts: list[int] = []
+    real = trainer.Trainer.measure
+
+    def measure(self: trainer.Trainer, micro: Any) -> list[float]:
+        counts.append(len(micro.samples))
+        return real(self, micro)
+
+    whole = Run(tmp_path / "whole", transformer, replace(BASE, steps=2, validation=ASIDE)).go()
+    monkeypatch.setattr(trainer.Trainer, "measure", measure)
+    run = Run(tmp_path / "pieces", transformer, replace(whole.config, micro_batch=micro)).go()
+    assert set(counts) == {at_once} and sum(counts) == 12
+    keys = [(row["step"], row["split"], row["sample"], row["image_id"], row["sigma"]) for row in run.rows]
+    assert keys == [(row["step"], row["split"], row["sample"], row["image_id"], row["sigma"]) for row in whole.rows]
+    assert measured(run) == pytest.approx(measured(whole), rel=1e-5)
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_a_step_is_replayed_within_the_bound_and_with_the_plan_of_its_run(step, bounds, transformer, tmp_path, monkeypatch):
+    run = Run(tmp_path, transformer, replace(BASE, memory="blocks", steps=5)).go()
+    run.config = replace(run.config, memory="whole")
+    seen, plans = limits_in(monkeypatch, "loss_and_grads"), []
+    bounds.clear()
+    real = trainer.loss_and_grads
+    monkeypatch.setattr(trainer, "loss_and_grads", lambda *given: [plans.append(given[-1]), real(*given)][1])
+    found = replay(run.context(), step)
+    assert [one.loss for one in found] == [one.logged for one in found]
+    assert bounds and set(seen) == set(bounds)
+    assert set(plans) == {"blocks"}
