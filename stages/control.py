@@ -4,7 +4,9 @@
     checkpoint   a checkpoint is kept and the run goes on
     pause        a checkpoint is kept and the run waits, with all in memory, until the file is gone
 
-Looked for once per step, after it: a step is never left half done. `stop` and `checkpoint` are removed when they are heeded.
+Looked for once per step, after it: a step is never left half done. A `stop`, like an interrupt, is looked for before the first
+step and between the pieces of a measurement too: the next command measures again. `stop` and `checkpoint` are removed when
+they are heeded, and a `stop` that lies there when the command begins is removed unheeded: it was meant for another.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ WAIT = 0.2  # seconds between two looks at `pause`
 
 @dataclass
 class Control:
-    """What was asked for, after each step. `ending` is true once the run is to end early."""
+    """What was asked for since this was made, the first thing of a run. `ending` is true once the run is to end early."""
 
     ctx: StageContext
     began: float = field(default_factory=time.monotonic)
@@ -37,7 +39,7 @@ class Control:
         self.waiting = self.paused
         c = self.ctx.config
         minutes = (time.monotonic() - self.began) / 60
-        if self._stopped():
+        if self.stopped():
             return
         if c.stop_after_steps is not None and self.done >= c.stop_after_steps:
             self._end(f"stopped after {self.done} steps, as [train] stop_after_steps says")
@@ -60,7 +62,7 @@ class Control:
         self.ctx.say(f"paused; remove {self.ctx.artifacts / PAUSE} to go on")
         while self.paused and not self.ending:
             time.sleep(WAIT)
-            self._stopped()
+            self.stopped()
 
     def taken(self, name: str) -> bool:
         """Whether a file lay there. It is gone afterwards."""
@@ -70,8 +72,8 @@ class Control:
             return False
         return True
 
-    def _stopped(self) -> bool:
-        """Whether an interrupt or the file `stop` ends the run."""
+    def stopped(self) -> bool:
+        """Whether the run ends early, an interrupt or the file `stop` being among the reasons; looked for now."""
         if self.ctx.stop():
             self.ending = True
         elif self.taken(STOP):

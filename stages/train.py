@@ -112,6 +112,7 @@ def wanted_samples(ctx: StageContext) -> pa.Table:
 
 def train(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     """Train from the newest checkpoint on. A step's rows come after its checkpoint, so that stored rows imply the result."""
+    control = Control(ctx)
     data = data_of(ctx)
     validation = validation_of(ctx, data)
     last = last_of(ctx, validation)
@@ -122,8 +123,8 @@ def train(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     if retold:
         yield batch_of(retold)
     past = [row for row in ctx.stored.to_pylist() if start and row["step"] <= start.step] + retold
-    run = Run(ctx, course_of(ctx, data), validation, start, [row for row in past if row["split"] == "validation"])
-    if start and start.step >= run.last:
+    run = Run(ctx, control, course_of(ctx, data), validation, start, past)
+    if start and start.step >= run.last and not run.owes:
         run.publish(start)
     else:
         yield from run.go()
@@ -132,7 +133,8 @@ def train(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 def resume(ctx: StageContext, last: int) -> tuple[Checkpoint | None, list[Row]]:
     """The newest whole checkpoint whose past is stored or held by checkpoints, and the rows of that past that are not stored.
 
-    That of the last step needs no optimizer state: there is no step after it.
+    Its own measurement may be missing, if it was broken off: it is done again. That of the last step needs no optimizer
+    state: there is no step after it.
     """
     pending = {key_of(row) for row in ctx.pending.to_pylist()}
     every = [saved for saved in checkpoint.found(ctx.artifacts) if saved.step <= last]
@@ -142,11 +144,12 @@ def resume(ctx: StageContext, last: int) -> tuple[Checkpoint | None, list[Row]]:
         held = {key_of(row): row for row in rows}
     for saved in every:
         past = sorted(key for key in pending if key[0] <= saved.step)
-        names = set(saved.state["files"]) - ({checkpoint.OPTIMIZER} if saved.step == last else set())
-        if saved.whole(*names) and all(key in held for key in past):
+        lost = [key for key in past if key not in held]
+        names = set(saved.state["files"]) - ({checkpoint.OPTIMIZER} if saved.step == last and not lost else set())
+        if saved.whole(*names) and all((step, split) == (saved.step, "validation") for step, split, _ in lost):
             if saved is not every[0]:
                 ctx.say(f"the checkpoint of step {every[0].step} is not whole; the run goes on from that of step {saved.step}")
-            return saved, [held[key] for key in past]
+            return saved, [held[key] for key in past if key in held]
     if ctx.stored.num_rows:
         ctx.say("no checkpoint is left from which the run could go on; it begins again, and will end the same")
     return None, []
@@ -162,10 +165,13 @@ class Run:
     """The steps after `start`, or all of them."""
 
     ctx: StageContext
+    control: Control
     course: Course
     validation: Validation | None
     start: Checkpoint | None
-    measured: list[Row]  # every row of a measurement so far
+    past: list[Row]  # all up to `start`
+    measured: list[Row] = field(default_factory=list)  # every row of a whole measurement so far
+    owes: bool = False  # the measurement of the last step taken was broken off
     since: list[Row] = field(default_factory=list)  # rows that no checkpoint holds yet
     skipped: int = 0  # steps in a row that were not finite
     peak: int = 0  # bytes, before MLX's own peak was last set back
@@ -174,6 +180,11 @@ class Run:
     limit: int = 0  # bytes that training may take
 
     def __post_init__(self) -> None:
+        self.measured = [row for row in self.past if row["split"] == "validation"]
+        if self.start and self.validation and self.validation.due(self.start.step):
+            earlier = [row for row in self.measured if row["step"] < self.start.step]
+            if len(self.measured) - len(earlier) < self.validation.count:
+                self.measured, self.owes = earlier, True
         self.judge()
 
     def judge(self) -> None:
@@ -185,18 +196,17 @@ class Run:
 
     def go(self) -> Iterator[pa.RecordBatch]:
         """Train, step by step."""
-        ctx, c, schedule = self.ctx, self.ctx.config, schedule_of(self.ctx.config)
-        warn(ctx)
-        chosen = fit.choose(ctx, self.course, self.start)
-        self.trainer = trainer = Trainer(ctx, self.start)
-        trainer.plan, trainer.piece, trainer.bound = chosen.plan, chosen.piece, chosen.bound
-        self.limit = chosen.limit
+        ctx, c, control, schedule = self.ctx, self.ctx.config, self.control, schedule_of(self.ctx.config)
         steps = range(self.start.step + 1 if self.start else 1, c.steps + 1)
-        self.skipped = self.start.state["skipped"] if self.start else 0
-        introduce(ctx, self.course, trainer, steps)
-        control = Control(ctx)
-        if not self.start:
-            yield from batches_of(self.measure({"step": 0, "lr": 0.0, "grad_norm": 0.0, "peak_bytes": mx.get_peak_memory()}))
+        self.trainer = trainer = self.ready(steps)
+        if control.stopped():
+            return
+        yield from batches_of(self.begin())
+        if control.ending:
+            return
+        if self.start and self.start.step >= self.last:
+            self.publish(self.start)
+            return
         began = time.perf_counter()
         for step, micros, waited in Feed(ctx, self.course, steps):
             lr = schedule.at(step)
@@ -220,6 +230,18 @@ class Run:
             if control.ending or step >= self.last:
                 return
 
+    def ready(self, steps: range) -> Trainer:
+        """The model and all that is trained, loaded; what is said before the first step."""
+        ctx = self.ctx
+        warn(ctx)
+        chosen = fit.choose(ctx, self.course, self.start)
+        trainer = Trainer(ctx, self.start)
+        trainer.plan, trainer.piece, trainer.bound = chosen.plan, chosen.piece, chosen.bound
+        self.limit = chosen.limit
+        self.skipped = self.start.state["skipped"] if self.start else 0
+        introduce(ctx, self.course, trainer, steps)
+        return trainer
+
     def step(self, micros: list[Micro], lr: float, look: bool) -> Measured:
         """One step of the trainer. Where the micro-batch follows memory, the next one's is found from the peak of this one."""
         trainer = self.trainer
@@ -239,13 +261,25 @@ class Run:
         """Rows of each caption's embedding."""
         return self.course.data.text_rows
 
+    def begin(self) -> list[Row]:
+        """The measurement before the first step; where that of the step that the run goes on from was broken off, that one."""
+        if not self.start:
+            return self.measure({"step": 0, "lr": 0.0, "grad_norm": 0.0, "peak_bytes": mx.get_peak_memory()})
+        if not self.owes:
+            return []
+        trained = next(row for row in self.past if (row["step"], row["split"]) == (self.start.step, "train"))
+        return self.measure({name: trained[name] for name in ("step", "lr", "grad_norm", "peak_bytes")})
+
     def measure(self, around: Row) -> list[Row]:
-        """The rows of a measurement, where one is due after this step."""
+        """The rows of a measurement, where one is due after this step; none where the run is to end before it is done."""
         if not self.validation or not self.validation.due(around["step"]):
             return []
         rows: list[Row] = []
         began = time.perf_counter()
         for micro in self.validation.load(self.ctx):
+            self.owes = self.control.stopped()
+            if self.owes:
+                return []
             losses = self.trainer.measure(micro)
             seconds = {"seconds": time.perf_counter() - began, "read_seconds": 0.0, "split": "validation"}
             rows += rows_of(micro.samples, losses, [None] * len(losses), self.text_rows, around | seconds)
@@ -266,7 +300,7 @@ class Run:
         saved = checkpoint.save(ctx.keep, step, trainer.adapter, trainer.state, rows, about, facts, trainer.average)
         self.since = []
         checkpoint.prune(ctx.artifacts, step, ctx.config.keep_states)
-        if step >= self.last:
+        if step >= self.last and not self.owes:
             self.publish(saved)
 
     def publish(self, saved: Checkpoint) -> None:

@@ -53,8 +53,9 @@ def introduce(ctx: StageContext, course: Course, trainer: Trainer, steps: range)
     aside += f"; {sum(crop.mask is not None for crop in crops)} of the crops have a mask" if ctx.config.mask else ""
     ranks = sorted({target.rank for target in trainer.targets})
     adapter = f"{ctx.config.variant} of rank {' to '.join(map(str, sorted({ranks[0], ranks[-1]})))}"
+    stretch = f"steps {steps.start} to {steps[-1]}" if steps else "one measurement is left to do"
     ctx.say(f"files named stop, checkpoint or pause in {ctx.artifacts} steer this run")
-    ctx.say(f"{adapter} on {len(trainer.targets)} Linears: {size / 1e6:.2g} M values; steps {steps.start} to {steps[-1]}")
+    ctx.say(f"{adapter} on {len(trainer.targets)} Linears: {size / 1e6:.2g} M values; {stretch}")
     ctx.say(
         f"{len(crops)} crops of {len(images)} images in {len(shapes)} shapes, {course.order.per_epoch} batches an epoch{aside}"
     )
