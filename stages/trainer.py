@@ -207,7 +207,7 @@ class Trainer:
                 if share < 1 or total:
                     for name in grads:  # both are let go array by array: a third copy would be the step's peak
                         grads[name] = share * grads[name].astype(mx.float32) + total.pop(name, 0.0)
-                    mx.eval(grads)  # or every piece's gradient would wait for the last
+                    dispatch(grads)  # or every piece's gradient would wait for the last
                 total = grads
             losses.append(costs[0])
             strays.append(costs[1] if len(costs) > 1 else mx.zeros_like(costs[0]))
@@ -232,7 +232,7 @@ class Trainer:
             h = self.model.block(block.kind)(block.weights, h, shared, lora.linear({}, {}))
             dispatch(h)
         answer: mx.array = self.model.leave(h, shared)
-        mx.eval(answer)  # or its graph would stay in that of the gradient
+        dispatch(answer)  # or its graph would stay in that of the gradient
         return answer
 
     def measure(self, micro: Micro) -> list[float]:
@@ -257,7 +257,11 @@ class Trainer:
         return self.take.average(self.masters, self.state) or None
 
     def step(self, micros: list[Micro], lr: float, ratio: bool = False) -> Measured:
-        """One update by the mean over the step's samples; none where the losses or the gradient are not finite."""
+        """One update by the mean over the step's samples; none where the losses or the gradient are not finite.
+
+        The device is waited for once, at the end, however many pieces there are. Work handed over ahead from one piece into
+        the next costs no memory: where they meet, the one has let its activations go, and the other has none yet.
+        """
         with limited(self.bound):
             return self._step(micros, lr, ratio)
 

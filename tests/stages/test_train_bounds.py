@@ -6,12 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from stages import fit, trainer
 from stages.replay import replay
 from stages.selection import ValidationConfig
+from stages.train import course_of
+from stages.trainconfig import EmaConfig, PreservationConfig
+from stages.trainset import Feed
 from tests.stages.runs import BASE, Run, weights
+from tests.stages.test_train_features import rich
 from tests.tuner.test_backprop import limit_now
 
 
@@ -52,6 +57,23 @@ def test_in_every_step_of_a_run_the_limit_is_what_fit_chose_and_then_what_it_was
     assert seen == bounds * 2
     assert limit_now() == before
     assert bounds[0] == 0.3e9 if plan == "whole" else 0 < bounds[0] < 0.3e9
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"accumulate": 3}, {"micro_batch": 1}, {"preservation": PreservationConfig()}, {"memory": "blocks", "ema": EmaConfig()}],
+    ids=["plain", "several batches", "pieces of a batch", "preservation", "by blocks, averaged"],
+)
+def test_a_step_waits_for_the_device_once(more, transformer, tmp_path, monkeypatch):
+    run = Run(tmp_path, transformer, replace(BASE, **more), rich())
+    made = trainer.Trainer(run.context(), None)
+    made.plan, made.bound = run.config.memory if "memory" in more else "whole", 1
+    waits: list[int] = []
+    real = mx.eval
+    monkeypatch.setattr(mx, "eval", lambda *given: [waits.append(1), real(*given)][1])
+    for step, micros, _ in Feed(run.context(), course_of(run.context()), range(1, 4)):
+        made.step(micros, 1e-4, ratio=True)
+        assert len(waits) == step
 
 
 ASIDE = ValidationConfig(paths=("image0", "image2"), every=2, sigmas=(0.2, 0.5, 0.8))
