@@ -21,7 +21,7 @@ from schemas.embeddings import EMBEDDINGS
 from schemas.images import IMAGES
 from schemas.latents import LATENTS
 from schemas.train import TRAIN
-from stages import fit
+from stages import fit, handover
 from stages.control import Control
 from stages.crops import Data, usable
 from stages.heldout import Validation
@@ -234,7 +234,7 @@ class Run:
         """The model and all that is trained, loaded; what is said before the first step."""
         ctx = self.ctx
         warn(ctx)
-        chosen = fit.choose(ctx, self.course, self.start)
+        chosen = handover.choose(ctx, self.course, self.start)
         trainer = Trainer(ctx, self.start)
         trainer.plan, trainer.piece, trainer.bound = chosen.plan, chosen.piece, chosen.bound
         self.limit = chosen.limit

@@ -12,6 +12,7 @@ not compute them again. "whole" is all of them, "blocks" one.
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,10 @@ BlockFunction = Callable[[Mapping[str, Any], Tree, Tree, Linear], Tree]  # (weig
 Loss = Callable[[mx.array], mx.array]  # prediction -> losses_B
 dispatch: Callable[..., None] = mx.async_eval  # evaluate these, without waiting; MLX leaves it untyped
 Plan = str | int  # "whole", "blocks", or how many of the last blocks keep their activations
+
+BUFFER = "MLX_MAX_MB_PER_BUFFER"  # what operations read, MB, before MLX hands them to the device
+SOONER_MB = "200"
+LATE = ((8, 0), (9, 0), (10, 0), (12, 0))  # the CUDA devices for which MLX's own is more, 400 or 1000; for others 100 or 25
 
 
 class Block(Protocol):
@@ -125,6 +130,26 @@ def limited(live: int | None) -> Iterator[None]:
         yield
     finally:
         mx.set_memory_limit(before)
+
+
+def hands_over_late() -> bool:
+    """Whether the device is a CUDA one for which MLX gathers more than SOONER_MB."""
+    if not mx.cuda.is_available() or mx.default_device() != mx.gpu:
+        return False
+    info: Mapping[str, Any] = mx.device_info()
+    return (info.get("compute_capability_major"), info.get("compute_capability_minor")) in LATE
+
+
+def hand_over_sooner(plan: Plan) -> None:
+    """Under a plan that spares memory, have MLX hand work to a CUDA device in smaller pieces, unless the user says how large.
+
+    What is handed over at once is all alive until it is done. Measured on an H200 with blocks at 1024 px: 10.9 GB in place
+    of 12.1, 5.4 of 7.3 with a base of 4 bits. At 512 px it costs a quarter of the time, which is no price for "whole".
+
+    MLX reads this once in a process, when the first operation for the device is made, even if it is never computed.
+    """
+    if plan != "whole" and hands_over_late():
+        os.environ.setdefault(BUFFER, SOONER_MB)
 
 
 class Walk:

@@ -17,7 +17,6 @@ from stages.trainconfig import EmaConfig, PreservationConfig
 from stages.trainset import Feed
 from tests.stages.runs import BASE, Run, weights
 from tests.stages.test_train_features import rich
-from tests.tuner.test_backprop import limit_now
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def limits_in(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
     """MLX's limit whenever the trainer calls this function of its own."""
     seen: list[int] = []
     real = getattr(trainer, name)
-    monkeypatch.setattr(trainer, name, lambda *given: [seen.append(limit_now()), real(*given)][1])
+    monkeypatch.setattr(trainer, name, lambda *given: [seen.append(mx.get_memory_limit()), real(*given)][1])
     return seen
 
 
@@ -52,10 +51,10 @@ def limits_in(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
 def test_in_every_step_of_a_run_the_limit_is_what_fit_chose_and_then_what_it_was(
     plan, bounds, transformer, tmp_path, monkeypatch
 ):
-    before, seen = limit_now(), limits_in(monkeypatch, "loss_and_grads")
+    before, seen = mx.get_memory_limit(), limits_in(monkeypatch, "loss_and_grads")
     Run(tmp_path, transformer, replace(BASE, steps=2, memory=plan, memory_gb=0.3)).go()
     assert seen == bounds * 2
-    assert limit_now() == before
+    assert mx.get_memory_limit() == before
     assert bounds[0] == 0.3e9 if plan == "whole" else 0 < bounds[0] < 0.3e9
 
 
@@ -84,10 +83,10 @@ def measured(run: Run) -> list[float]:
 
 
 def test_a_measurement_keeps_within_the_bound_that_fit_chose(bounds, transformer, tmp_path, monkeypatch):
-    before, seen = limit_now(), limits_in(monkeypatch, "Walk")
+    before, seen = mx.get_memory_limit(), limits_in(monkeypatch, "Walk")
     Run(tmp_path, transformer, replace(BASE, steps=2, memory="blocks", validation=ASIDE)).go()
     assert len(seen) == 6 and set(seen) == set(bounds)
-    assert limit_now() == before
+    assert mx.get_memory_limit() == before
 
 
 @pytest.mark.parametrize(("micro", "at_once"), [(None, 2), (1, 1), (9, 2), ("auto", 1)])

@@ -1,5 +1,6 @@
 import functools
 import gc
+import os
 
 import mlx.core as mx
 import numpy as np
@@ -207,23 +208,16 @@ def test_a_compiled_block_holds_nothing_of_the_step_that_compiled_it(plan, monke
         assert_same(grads, plain)
 
 
-def limit_now() -> int:
-    """MLX's memory limit, which it tells only whoever sets another."""
-    found = mx.set_memory_limit(1 << 40)
-    mx.set_memory_limit(found)
-    return found
-
-
 def test_within_limited_mlxs_limit_is_the_one_asked_for_and_afterwards_what_it_was():
-    before = limit_now()
+    before = mx.get_memory_limit()
     with limited(12345):
-        assert limit_now() == 12345
-    assert limit_now() == before
+        assert mx.get_memory_limit() == 12345
+    assert mx.get_memory_limit() == before
     with pytest.raises(KeyboardInterrupt), limited(12345):
         raise KeyboardInterrupt
-    assert limit_now() == before
+    assert mx.get_memory_limit() == before
     with limited(None):
-        assert limit_now() == before
+        assert mx.get_memory_limit() == before
 
 
 def test_a_memory_limit_changes_no_number():
@@ -274,6 +268,44 @@ def test_a_limit_holds_the_peak_of_a_deep_chain_near_what_it_needs():
     assert least < 25
     assert free > least + 5, "without a limit, work is handed over far ahead"
     assert chain.peak(26) < 27.5
+
+
+H200 = {"compute_capability_major": 9, "compute_capability_minor": 0}
+SPARK = {"compute_capability_major": 12, "compute_capability_minor": 1}
+
+
+def cuda(monkeypatch: pytest.MonkeyPatch, info: dict, device=mx.gpu, available: bool = True) -> None:
+    """As on such a device, where nothing is said of how much is handed over at once."""
+    monkeypatch.setenv(backprop.BUFFER, "")
+    monkeypatch.delenv(backprop.BUFFER)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(mx, "default_device", lambda: device)
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+
+
+@pytest.mark.parametrize(("plan", "said"), [("blocks", "200"), (1, "200"), (7, "200"), ("whole", None)])
+def test_a_cuda_device_is_handed_work_sooner_under_every_plan_that_spares_memory(plan, said, monkeypatch):
+    cuda(monkeypatch, H200)
+    backprop.hand_over_sooner(plan)
+    assert os.environ.get(backprop.BUFFER) == said
+
+
+def test_how_much_is_handed_over_at_once_is_the_users_to_say(monkeypatch):
+    cuda(monkeypatch, H200)
+    monkeypatch.setenv(backprop.BUFFER, "1000")
+    backprop.hand_over_sooner("blocks")
+    assert os.environ[backprop.BUFFER] == "1000"
+
+
+@pytest.mark.parametrize(
+    "where",
+    [(H200, mx.cpu), (H200, mx.gpu, False), (SPARK,), ({"device_name": "no compute capability"},)],
+    ids=["on the CPU", "on Metal", "where MLX hands over sooner itself", "unknown"],
+)
+def test_no_other_device_is_handed_work_otherwise(where, monkeypatch):
+    cuda(monkeypatch, *where)
+    backprop.hand_over_sooner("blocks")
+    assert backprop.BUFFER not in os.environ
 
 
 def test_a_dropped_model_is_freed_whatever_was_compiled_for_it():
