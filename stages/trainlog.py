@@ -81,11 +81,25 @@ def health(ctx: StageContext, trainer: Trainer, step: int, skipped: int, measure
             f"train: stopped at step {step}: {skipped} steps in a row had no finite loss and gradient; lower [train] lr "
             f'({lr:g}), or try precision = "float32"'
         )
-    if step == HEALTH and not ctx.config.initial and not lora.moved(trainer.adapter).item():
-        raise ValueError(f"train: stopped at step {step}: the adapter has not moved; raise [train] lr ({lr:g})")
+    if step == HEALTH and not ctx.config.initial and (still := unmoved(trainer)):
+        if len(still) == len(trainer.targets):
+            raise ValueError(f"train: stopped at step {step}: the adapter has not moved; raise [train] lr ({lr:g})")
+        others = f", nor have {len(still) - 1} other Linears" if len(still) > 1 else ""
+        ctx.say(f"step {step}: {still[0]} has not moved{others}; no gradient reaches it, and [train] targets could leave it out")
     if measured.ratio is not None and measured.finite and not RATIOS[0] <= measured.ratio <= RATIOS[1]:
         wrong = "raise" if measured.ratio < RATIOS[0] else "lower"
         ctx.say(f"step {step}: the update is {measured.ratio:.1g} of the adapter's length; {wrong} [train] lr ({lr:g})")
+
+
+def unmoved(trainer: Trainer) -> list[str]:
+    """The Linears that the adapter does not change yet: whose B, or what stands for it, is still zero.
+
+    Where it is not all of them, a run goes on: the others learn, and zeros do no harm. But somebody may wonder.
+    """
+    adapter = trainer.adapter
+    names = [target.name for target in trainer.targets]
+    moved: Any = mx.stack([lora.moved(lora.of_linear(adapter, name)) for name in names]).tolist()
+    return [name for name, most in zip(names, moved, strict=True) if most == 0]
 
 
 def rows_of(
