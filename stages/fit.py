@@ -83,8 +83,8 @@ class Question:
         self.dtype: Any = getattr(mx, c.precision)
         self.shapes = config.shapes()
         self.ghost = trainer.ghost(config, self.dtype)
-        targets = trainer.choose(self.ghost.linears(), c)
-        adapter = {t.name + end: mx.zeros(shape) for t in targets for end, shape in t.shapes.items()}
+        self.targets = trainer.choose(self.ghost.linears(), c)
+        adapter = {t.name + end: mx.zeros(shape) for t in self.targets for end, shape in t.shapes.items()}
         self.adapter = sum(value.nbytes for value in adapter.values())
         stepper = trainer.stepper_of(c)
         stacked = Stacks.of(adapter)
@@ -95,6 +95,12 @@ class Question:
         """Bytes of the base; `bits` in place of what the settings say."""
         each = [(shape, trainer.bits_of(name, self.c, bits)) for name, shape in self.shapes.items()]
         return planner.weight_bytes(each, self.dtype.size)
+
+    @property
+    def unpacked(self) -> int:
+        """Bytes of the largest packed weight of a block when it is unpacked, or of a chunk of it."""
+        each = [(shape, trainer.bits_of(name, self.c)) for name, shape in self.shapes.items() if "transformer_blocks." in name]
+        return planner.unpacked_bytes(each, self.dtype.size)
 
     def estimate(self, batch: Batch, samples: int) -> Estimate:
         """What so many samples at once need."""
@@ -111,7 +117,9 @@ class Question:
         # What the pieces before it add up to lies there beside a piece's own gradient, until the optimizer takes it as its own.
         summed = self.adapter if self.several(batch, samples) else 0
         kept, update = self.state + summed, self.update - summed
-        return planner.estimate(self.ghost, inputs, self.weights(), self.adapter, kept, update=update, **scores)
+        return planner.estimate(
+            self.ghost, inputs, self.weights(), self.targets, kept, update=update, unpacked=self.unpacked, **scores
+        )
 
     def several(self, batch: Batch, samples: int) -> bool:
         """Whether a step adds up gradients: of several batches, of pieces of one, or of the loss and of what straying costs."""

@@ -7,18 +7,22 @@ its gradient. Constants below come from measurements of FLUX.2's blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 
+from stages.tuner import dora, lokr, lora
 from stages.tuner.backprop import Chain, Plan, Tree, kept_blocks
-from stages.tuner.quantize import GROUP
+from stages.tuner.quantize import CHUNK, GROUP
 
-KEPT = 1.65  # bytes that a block keeps for its gradient, per byte into and out of its Linears
+# What a GPU takes at true size (data/bench.jsonl) decides KEPT, and this is the one place to set it. Blocks on a CPU keep 1.2.
+KEPT = 1.3  # bytes that a block keeps for its gradient, per byte into and out of its Linears
 VISIT = 2.0  # bytes alive while a block is computed and differentiated, likewise
 VISIT_SCORES = 2.5  # the same per byte of a matrix of attention scores, where there is one
+UNPACKED = 2  # packed weights that stand unpacked at once while a block is computed
 FACTOR = 1.25  # the measured peak of a step is within this factor of the estimate, either way
 
 
@@ -31,16 +35,19 @@ class Estimate:
     state: int  # the optimizer's
     stream: int  # one block's input
     traffic: tuple[int, ...]  # of each block: into and out of its Linears
+    beside: tuple[int, ...]  # of each block: what its adapters keep for their gradient besides
     update: int = 0  # what the optimizer's step takes beside what lies there
     scores: int = 0  # the largest matrix of attention scores that a block builds; 0 where attention is fused
     kept_scores: int = 0  # what of it stays until the backward pass; 0 where it is built in chunks
+    unpacked: int = 0  # the largest packed weight of a block, or chunk of one, when it is unpacked
 
     def need(self, plan: Plan) -> int:
         """The most that lies there at once: in the backward pass, or while the optimizer takes its step."""
         blocks = len(self.traffic)
         tail = kept_blocks(plan, blocks)
         head = blocks - tail
-        kept = sum(KEPT * traffic + self.kept_scores for traffic in self.traffic[head + 1 :])  # the last one's is its visit's
+        own = [KEPT * traffic + beside for traffic, beside in zip(self.traffic, self.beside, strict=True)]
+        kept = sum(own[head + 1 :]) + self.kept_scores * (tail - 1)  # the last one's is its visit's
         # Inputs are let go on the way back, while gradients gather.
         behind = max(head * self.stream + self.adapter * tail // blocks + kept, self.stream + self.adapter)
         return self.held + int(max(behind + self.visit, self.update))
@@ -48,7 +55,8 @@ class Estimate:
     @property
     def visit(self) -> float:
         """What is alive while one block is computed and differentiated."""
-        return VISIT * max(self.traffic) + VISIT_SCORES * self.scores
+        own = [VISIT * traffic + beside for traffic, beside in zip(self.traffic, self.beside, strict=True)]
+        return max(own) + VISIT_SCORES * self.scores + UNPACKED * self.unpacked
 
     @property
     def held(self) -> int:
@@ -60,38 +68,67 @@ class Estimate:
         return replace(self, weights=weights)
 
 
-def estimate(chain: Chain, inputs: Mapping[str, Any], weights: int, adapter: int, state: int, **more: int) -> Estimate:
-    """What training takes on `inputs`, the largest batch. The chain's weights may be arrays that were never computed.
+def estimate(
+    chain: Chain, inputs: Mapping[str, Any], weights: int, targets: Sequence[lora.Target], state: int, **more: int
+) -> Estimate:
+    """What training `targets` takes on `inputs`, the largest batch. The chain's weights may be arrays that were never computed.
 
-    `more`: an Estimate's `update`, the optimizer's business, and `scores` and `kept_scores`, attention's.
+    `more`: an Estimate's `update`, the optimizer's business; `scores` and `kept_scores`, attention's and `unpacked`.
     """
     h, shared = chain.enter(**inputs)
     by_kind = {block.kind: block for block in chain.blocks}
-    seen = {kind: _traffic(chain, block, h, shared) for kind, block in by_kind.items()}
-    return Estimate(weights, adapter, state, h.nbytes, tuple(seen[block.kind] for block in chain.blocks), **more)
+    passed = {kind: _passed(chain, block, h, shared) for kind, block in by_kind.items()}
+    kept = {target.name: _kept(target) for target in targets}
+    adapter = sum(4 * math.prod(shape) for target in targets for shape in target.shapes.values())
+    traffic, beside = [], []
+    for block in chain.blocks:
+        seen = passed[block.kind]
+        traffic.append(sum(x.nbytes + y.nbytes for x, y in seen.values()))
+        beside.append(sum(y.nbytes // y.shape[-1] * kept.get(f"{block.name}.{name}", 0) for name, (_, y) in seen.items()))
+    return Estimate(weights, adapter, state, h.nbytes, tuple(traffic), tuple(beside), **more)
 
 
-def _traffic(chain: Chain, block: Any, h: Tree, shared: Tree) -> int:
-    """Bytes into and out of a block's Linears."""
-    seen = 0
+def _passed(chain: Chain, block: Any, h: Tree, shared: Tree) -> dict[str, tuple[mx.array, mx.array]]:
+    """What goes into and out of a block's Linears, by their names within it."""
+    seen = {}
 
     def linear(name: str, weight: Any, x: mx.array) -> mx.array:
-        nonlocal seen
-        y = mx.zeros((*x.shape[:-1], weight.shape[0]), x.dtype)
-        seen += x.nbytes + y.nbytes
-        return y
+        seen[name] = x, mx.zeros((*x.shape[:-1], weight.shape[0]), x.dtype)
+        return seen[name][1]
 
     chain.block(block.kind)(block.weights, h, shared, linear)
     return seen
+
+
+def _kept(target: lora.Target) -> int:
+    """Values per token that an adapter keeps for its gradient beside what goes into and out of its Linear.
+
+    A low-rank pair keeps what lies between the two; DoRA also the outputs before they are stretched, for its magnitude;
+    LoKr what lies between its factors.
+    """
+    shapes = target.shapes
+    if lokr.W1 not in shapes:
+        return target.rank + (target.outputs if dora.MAGNITUDE in shapes else 0)
+    a, b = shapes[lokr.W1]
+    if lokr.W2 in shapes:
+        c, d = shapes[lokr.W2]
+        return int(min(b * c, a * d))
+    return int((a + b) * target.rank)
 
 
 def weight_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> int:
     """Bytes of weights of these (shape, bits); `itemsize` is the computing dtype's, in which scales and offsets are kept too."""
     total = 0
     for shape, bits in shapes:
-        count = 1
-        for axis in shape:
-            count *= axis
-        packed = bits < 16 and len(shape) == 2 and shape[-1] % GROUP == 0
-        total += count * bits // 8 + 2 * itemsize * count // GROUP if packed else count * itemsize
+        count = math.prod(shape)
+        total += count * bits // 8 + 2 * itemsize * count // GROUP if _packed(shape, bits) else count * itemsize
     return total
+
+
+def unpacked_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> int:
+    """Bytes of the largest of these (shape, bits) when it is unpacked, or of as much of it as is unpacked at once."""
+    return max((min(math.prod(shape) * itemsize, CHUNK) for shape, bits in shapes if _packed(shape, bits)), default=0)
+
+
+def _packed(shape: tuple[int, ...], bits: int) -> bool:
+    return bits < 16 and len(shape) == 2 and shape[-1] % GROUP == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -42,38 +43,67 @@ def nbytes(arrays: dict) -> int:
     return sum(value.nbytes for value in arrays.values())
 
 
-@pytest.mark.parametrize("plan", ["blocks", 3, "whole"])
-@pytest.mark.parametrize(("heads", "width", "side", "bits"), [(2, 64, 12, 16), (4, 32, 20, 16), (4, 64, 12, 4), (4, 64, 4, 8)])
-def test_the_estimate_is_within_its_stated_factor_of_the_measured_peak(heads, width, side, bits, plan):
+def run(heads: int, width: int, side: int, bits: int, rank: int, variant: str, plan: Any) -> tuple[planner.Estimate, int]:
+    """What a step is expected to take, and the bytes that it took at its peak."""
     c = config(heads, width)
     own = {name: bits if "transformer_blocks." in name else 16 for name in c.shapes()}
     arrays = {name: quantize.fit(mx.random.normal(shape) * shape[-1] ** -0.5, own[name]) for name, shape in c.shapes().items()}
     shapes = [(shape, own[name]) for name, shape in c.shapes().items()]
     assert planner.weight_bytes(shapes, 4) == quantize.nbytes(arrays)
     model = Flux2(c, arrays)
-    targets = lora.choose(model.linears(), ["*"], 4 if side > 4 else 32)
-    adapter = lora.init(targets, 0)
+    targets = lora.choose(model.linears(), ["*"], rank, variant=variant)
+    adapter = lora.init(targets, 0, lora.bases_of(model.blocks, targets))
     stepper = optimizer.Stepper(optimizer.AdamW(), 1.0)
     masters = Stacks.of(adapter)
     state = stepper.init(masters)
     given, target = inputs(c, side, side), mx.zeros((1, side * side, c.in_channels))
     mx.eval(masters.arrays, state, given["x_BLC"], given["ctx_BTJ"], target, list(arrays.values()))
-    held = {"weights": planner.weight_bytes(shapes, 4), "adapter": nbytes(adapter), "state": nbytes(state)}
+    held = {"weights": planner.weight_bytes(shapes, 4), "targets": targets, "state": nbytes(state)}
     del arrays, adapter
     scores = heads * (side * side + TEXT) ** 2 * 4
     ghost = Flux2(c, {name: mx.zeros(shape) for name, shape in c.shapes().items()})
+    blocks = [(shape, own[name]) for name, shape in c.shapes().items() if "transformer_blocks." in name]
     more = {"update": stepper.working(masters), "scores": scores, "kept_scores": scores}
+    more["unpacked"] = planner.unpacked_bytes(blocks, 4)
     found = planner.estimate(ghost, given, **held, **more)
+    assert found.adapter == masters.nbytes
 
-    before = mx.get_active_memory() - sum(held.values())  # of other tests
+    before = mx.get_active_memory() - found.held  # of other tests
     mx.reset_peak_memory()
     asked = functools.partial(loss.mse, target_BLC=target)
     with limited(1):
         losses, grads = loss_and_grads(model, masters.apart(), lora.scales(targets), given, asked, plan)
         mx.eval(losses, grads)
         mx.eval(stepper(masters, grads, state, 1e-4, mx.array(True)))
-    measured = mx.get_peak_memory() - before
+    return found, mx.get_peak_memory() - before
+
+
+VARIANTS = ("lora", "dora", "lokr")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("plan", ["blocks", 3, "whole"])
+@pytest.mark.parametrize(("heads", "width", "side", "bits"), [(2, 64, 12, 16), (4, 32, 20, 16), (4, 64, 12, 4), (4, 64, 4, 8)])
+def test_the_estimate_is_within_its_stated_factor_of_the_measured_peak(heads, width, side, bits, plan, variant):
+    found, measured = run(heads, width, side, bits, 4 if side > 4 else 32, variant, plan)
     assert 1 / planner.FACTOR < found.need(plan) / measured < planner.FACTOR
+
+
+@pytest.mark.parametrize(
+    ("variant", "rank", "plan"), [("dora", 8, "blocks"), ("dora", 8, "whole"), ("lokr", 16, "whole"), ("lokr", 64, "whole")]
+)
+def test_what_a_variant_keeps_beside_what_lora_keeps_is_expected(variant, rank, plan):
+    (plain, least), (found, most) = run(4, 64, 20, 4, 4, "lora", plan), run(4, 64, 20, 4, rank, variant, plan)
+    expected = found.need(plan) - found.held - (plain.need(plan) - plain.held)
+    assert expected == pytest.approx(most - found.held - (least - plain.held), rel=0.4)
+
+
+def test_a_packed_weight_is_expected_to_stand_unpacked_while_its_block_is_computed():
+    (plain, least), (found, most) = run(4, 64, 4, 16, 32, "lokr", "blocks"), run(4, 64, 4, 4, 32, "lokr", "blocks")
+    assert found.unpacked == 4 * 2304 * 256
+    assert found.need("blocks") - found.held - (plain.need("blocks") - plain.held) == planner.UNPACKED * found.unpacked
+    assert most - found.held - (least - plain.held) == pytest.approx(planner.UNPACKED * found.unpacked, rel=0.4)
+    assert planner.unpacked_bytes([((36864, 6144), 4), ((64, 64), 16)], 2) == quantize.CHUNK
 
 
 def test_an_estimate_computes_nothing():
@@ -81,12 +111,12 @@ def test_an_estimate_computes_nothing():
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     ghost = Flux2(c, {name: mx.zeros(shape) for name, shape in c.shapes().items()})
-    assert planner.estimate(ghost, inputs(c, 64, 64), 0, 0, 0).need("whole") > 100e6
+    assert planner.estimate(ghost, inputs(c, 64, 64), 0, [], 0).need("whole") > 100e6
     assert mx.get_peak_memory() - before < 5e6
 
 
 def test_more_kept_blocks_never_need_less():
-    found = planner.Estimate(100, 10, 20, 5, (50, 50, 40, 40), scores=7, kept_scores=7)
+    found = planner.Estimate(100, 10, 20, 5, (50, 50, 40, 40), (3, 3, 4, 4), scores=7, kept_scores=7)
     needs = [found.need(plan) for plan in ("blocks", 1, 2, 3, "whole")]
     assert needs[0] == needs[1]
     assert needs == sorted(needs)
