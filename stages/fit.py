@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -47,12 +47,13 @@ class Fit:
 
 @dataclass(frozen=True)
 class Batch:
-    """The largest of a run: samples, pixels, text rows."""
+    """The largest of a run: samples, pixels, text rows. `held`: the largest of held-out images, which are only measured."""
 
     samples: int
     width: int
     height: int
     text: int
+    held: Batch | None = None
 
     @property
     def image(self) -> int:
@@ -66,13 +67,22 @@ class Batch:
 
 
 def largest(course: Course) -> Batch:
-    """The batch that has the most tokens of all that any epoch may have."""
+    """The batch that has the most tokens of all that any epoch may have, and that of held-out images with the most.
+
+    A held-out image comes at several levels, so that few fill a batch.
+    """
     text = max(course.data.text_rows.values())
     most: Counter[tuple[int, int]] = Counter()  # crops of each shape in an epoch
     for crop in course.data.crops:
         most[crop.width, crop.height] += math.ceil(crop.rate)
-    found = [Batch(min(course.order.batch_size, count), *shape, text) for shape, count in most.items()]
-    return max(found, key=lambda batch: (batch.samples * batch.length, batch.width))
+    size = course.order.batch_size
+    trained = [Batch(min(size, count), *shape, text) for shape, count in most.items()]
+    held = [Batch(size, crop.width, crop.height, text) for crop in course.data.held]
+
+    def tokens(batch: Batch) -> tuple[int, int]:
+        return batch.samples * batch.length, batch.width
+
+    return replace(max(trained, key=tokens), held=max(held, key=tokens, default=None))
 
 
 class Question:
@@ -113,13 +123,17 @@ class Question:
             "timesteps_B": mx.zeros((B,)),
             "guidance_B": mx.zeros((B,)),
         }
-        scores = self.scores(B, batch.length)
+        more = {"unpacked": self.unpacked, **self.scores(B, batch.length)}
+        if batch.held:
+            more["measuring"] = self.estimate(batch.held, self.measured(batch.held)).passing
         # What the pieces before it add up to lies there beside a piece's own gradient, until the optimizer takes it as its own.
         summed = self.adapter if self.several(batch, samples) else 0
         kept, update = self.state + summed, self.update - summed
-        return planner.estimate(
-            self.ghost, inputs, self.weights(), self.targets, kept, update=update, unpacked=self.unpacked, **scores
-        )
+        return planner.estimate(self.ghost, inputs, self.weights(), self.targets, kept, update=update, **more)
+
+    def measured(self, held: Batch) -> int:
+        """How many held-out samples are measured at once."""
+        return 1 if self.c.micro_batch == "auto" else min(held.samples, self.c.micro_batch or held.samples)
 
     def several(self, batch: Batch, samples: int) -> bool:
         """Whether a step adds up gradients: of several batches, of pieces of one, or of the loss and of what straying costs."""

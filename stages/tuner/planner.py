@@ -23,6 +23,7 @@ KEPT = 1.3  # bytes that a block keeps for its gradient, per byte into and out o
 VISIT = 2.0  # bytes alive while a block is computed and differentiated, likewise
 VISIT_SCORES = 2.5  # the same per byte of a matrix of attention scores, where there is one
 UNPACKED = 2  # packed weights that stand unpacked at once while a block is computed
+PASS = 1.05  # bytes alive while a block is computed without a gradient, per byte into and out of its Linears and of scores
 FACTOR = 1.25  # the measured peak of a step is within this factor of the estimate, either way
 
 
@@ -40,9 +41,10 @@ class Estimate:
     scores: int = 0  # the largest matrix of attention scores that a block builds; 0 where attention is fused
     kept_scores: int = 0  # what of it stays until the backward pass; 0 where it is built in chunks
     unpacked: int = 0  # the largest packed weight of a block, or chunk of one, when it is unpacked
+    measuring: int = 0  # what a measurement on held-out images takes beside what lies there
 
     def need(self, plan: Plan) -> int:
-        """The most that lies there at once: in the backward pass, or while the optimizer takes its step."""
+        """The most that lies there at once: in the backward pass, while the optimizer takes its step, or in a measurement."""
         blocks = len(self.traffic)
         tail = kept_blocks(plan, blocks)
         head = blocks - tail
@@ -50,13 +52,18 @@ class Estimate:
         kept = sum(own[head + 1 :]) + self.kept_scores * (tail - 1)  # the last one's is its visit's
         # Inputs are let go on the way back, while gradients gather.
         behind = max(head * self.stream + self.adapter * tail // blocks + kept, self.stream + self.adapter)
-        return self.held + int(max(behind + self.visit, self.update))
+        return self.held + int(max(behind + self.visit, self.update, self.measuring))
 
     @property
     def visit(self) -> float:
         """What is alive while one block is computed and differentiated."""
         own = [VISIT * traffic + beside for traffic, beside in zip(self.traffic, self.beside, strict=True)]
         return max(own) + VISIT_SCORES * self.scores + UNPACKED * self.unpacked
+
+    @property
+    def passing(self) -> int:
+        """What is alive while the batch goes forward, and nothing is learnt from it."""
+        return int(self.stream + PASS * (max(self.traffic) + self.scores) + UNPACKED * self.unpacked)
 
     @property
     def held(self) -> int:
@@ -73,7 +80,7 @@ def estimate(
 ) -> Estimate:
     """What training `targets` takes on `inputs`, the largest batch. The chain's weights may be arrays that were never computed.
 
-    `more`: an Estimate's `update`, the optimizer's business; `scores` and `kept_scores`, attention's and `unpacked`.
+    `more`: an Estimate's `update`, the optimizer's business; `scores` and `kept_scores`, attention's; `unpacked`, `measuring`.
     """
     h, shared = chain.enter(**inputs)
     by_kind = {block.kind: block for block in chain.blocks}

@@ -13,11 +13,12 @@ from stages import control, fit
 from stages.control import Control
 from stages.models.flux2 import Flux2Config
 from stages.models.weights import read_config
-from stages.train import STAGE, course_of
+from stages.selection import ValidationConfig
+from stages.train import STAGE, course_of, data_of, validation_of
 from stages.trainconfig import PreservationConfig
 from stages.trainer import Trainer
 from stages.trainset import Feed
-from stages.tuner import checkpoint
+from stages.tuner import checkpoint, planner
 from stages.tuner.backprop import limited
 from tests.stages.runs import BASE, Run, tables, weights
 from tests.stages.test_train_features import rich
@@ -204,6 +205,29 @@ def test_gradients_that_are_added_up_are_expected_to_need_the_adapters_size_once
     adapter = fit.Question(plain, Flux2Config.from_dict(read_config(deep))).adapter
     assert expected[1] - expected[0] == pytest.approx(adapter)
     assert measured[1] - measured[0] == pytest.approx(adapter, rel=0.25)
+
+
+@pytest.mark.parametrize(("micro", "variant"), [(None, "lora"), (1, "lora"), (None, "dora"), (None, "lokr")])
+def test_what_measuring_held_out_images_takes_is_expected_where_they_are_larger_than_all_others(micro, variant, deep, tmp_path):
+    aside = ValidationConfig(paths=("image3",), sigmas=(0.2, 0.8))
+    config = replace(BASE, memory="blocks", micro_batch=micro, variant=variant, validation=aside)
+    run = Run(tmp_path, deep, config, tables(((64, 64),) * 3 + ((384, 384),)))
+    context = run.context()
+    data = data_of(context)
+    batch = fit.largest(course_of(context, data))
+    assert batch.held and (batch.width, batch.held.width) == (64, 384)
+    before = mx.get_active_memory()
+    made = Trainer(context, None)
+    made.bound = 1
+    validation = validation_of(context, data)
+    assert validation
+    mx.reset_peak_memory()
+    for pieces in validation.load(context):
+        made.measure(pieces)
+    measured = mx.get_peak_memory() - before
+    assert 1 / planner.FACTOR < needs(run, "blocks", micro or 2) * fit.GB / measured < planner.FACTOR
+    trained = needs(Run(tmp_path, deep, replace(config, validation=None), tables(((64, 64),) * 3)), "blocks", micro or 2)
+    assert trained * fit.GB < measured / planner.FACTOR
 
 
 def test_gradients_are_added_up_without_a_third_copy_of_any(deep, tmp_path):
