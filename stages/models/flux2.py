@@ -10,7 +10,7 @@ H heads, K head width, P = K / 2 rotary pairs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -294,7 +294,7 @@ def _gated_vjp(primals: Any, dy: mx.array, _: mx.array) -> tuple[mx.array, mx.ar
     share = mx.sigmoid(gate)
     dgate = dy * up * (share + gate * share * (1 - share))
     again = mx.depends([gate], [dgate])[0]
-    return dgate, dy * silu(again)
+    return dgate, silu(again) * dy
 
 
 def normed(x_BSHK: mx.array, weight_K: mx.array) -> mx.array:
@@ -316,7 +316,7 @@ def _normed_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array,
     return back[0], mx.zeros_like(weight_K)
 
 
-def rotate(x_BSHK: mx.array, rope: list[mx.array]) -> mx.array:
+def rotate(x_BSHK: mx.array, rope: Sequence[mx.array]) -> mx.array:
     """Turn each pair of neighbouring features by its row's angles, in float32, and back to the dtype of x.
 
     (x0, x1) becomes cos (x0, x1) + sin (-x1, x0). The quarter turn in the second term is a product with a matrix of
@@ -333,9 +333,14 @@ def heads(x_BSD: mx.array, width: int) -> mx.array:
     return x_BSD.reshape(*x_BSD.shape[:2], -1, width)
 
 
-def attend(q_BSHK: mx.array, k_BSHK: mx.array, v_BSHK: mx.array, rope: list[mx.array]) -> mx.array:
-    """Rotary positions, then attention of all rows over all rows: (B,S,D)."""
-    q_BHSK, k_BHSK, v_BHSK = (x.swapaxes(1, 2) for x in (rotate(q_BSHK, rope), rotate(k_BSHK, rope), v_BSHK))
+def placed(x_BSHK: mx.array, norm_K: mx.array, rope: Sequence[mx.array]) -> mx.array:
+    """Queries or keys as attention wants them: normed, and turned to their places."""
+    return rotate(normed(x_BSHK, norm_K), rope)
+
+
+def attend(q_BSHK: mx.array, k_BSHK: mx.array, v_BSHK: mx.array) -> mx.array:
+    """Attention of all rows over all rows: (B,S,D)."""
+    q_BHSK, k_BHSK, v_BHSK = (x.swapaxes(1, 2) for x in (q_BSHK, k_BSHK, v_BSHK))
     y_BHSK = attention(q_BHSK, k_BHSK, v_BHSK, q_BSHK.shape[-1] ** -0.5)
     return y_BHSK.swapaxes(1, 2).flatten(2)
 
@@ -350,17 +355,18 @@ def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linea
         parts = []
         for i, (name, x) in enumerate(((text_name, text_in), (image_name, image_in))):
             y_BSHK = heads(apply(name, x), width)
-            parts.append(normed(y_BSHK, weights[f"{norms[i]}.weight"]) if norms else y_BSHK)
+            parts.append(placed(y_BSHK, weights[f"{norms[i]}.weight"], ropes[i]) if norms else y_BSHK)
         return mx.concatenate(parts, axis=1)
 
     T, width = text_rows(shared), weights["attn.norm_q.weight"].shape[0]
+    ropes = list(zip(*(mx.split(turn, [T]) for turn in shared["rope"]), strict=True))  # of the text rows, of the image's
     h_BTD, h_BLD = mx.split(h_BSD, [T], axis=1)
     text, image = shared["text"], shared["image"]
     text_in, image_in = modulate(h_BTD, text), modulate(h_BLD, image)
     q_BSHK = joint("attn.add_q_proj", "attn.to_q", ("attn.norm_added_q", "attn.norm_q"))
     k_BSHK = joint("attn.add_k_proj", "attn.to_k", ("attn.norm_added_k", "attn.norm_k"))
     v_BSHK = joint("attn.add_v_proj", "attn.to_v")
-    y_BTD, y_BLD = mx.split(attend(q_BSHK, k_BSHK, v_BSHK, shared["rope"]), [T], axis=1)
+    y_BTD, y_BLD = mx.split(attend(q_BSHK, k_BSHK, v_BSHK), [T], axis=1)
     h_BTD = h_BTD + text[2] * apply("attn.to_add_out", y_BTD)
     h_BLD = h_BLD + image[2] * apply("attn.to_out.0", y_BLD)
     h_BTD = h_BTD + text[5] * apply("ff_context.linear_out", swiglu(apply("ff_context.linear_in", modulate(h_BTD, text[3:]))))
@@ -370,14 +376,14 @@ def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linea
 
 def single_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
     """Text and image as one sequence; attention and feed-forward side by side between two Linears."""
-    mods, hidden = shared["single"], h_BSD.shape[-1]
+    mods, rope, hidden = shared["single"], shared["rope"], h_BSD.shape[-1]
     q_norm, k_norm = weights["attn.norm_q.weight"], weights["attn.norm_k.weight"]
     name = "attn.to_qkv_mlp_proj"
     x = linear(name, weights[f"{name}.weight"], modulate(h_BSD, mods))
     # In one split: the gradients of all five are put together once.
     q, k, v, gate, up = mx.split(x, [hidden, 2 * hidden, 3 * hidden, (x.shape[-1] + 3 * hidden) // 2], axis=-1)
     q_BSHK, k_BSHK, v_BSHK = (heads(y, q_norm.shape[0]) for y in (q, k, v))
-    y_BSD = attend(normed(q_BSHK, q_norm), normed(k_BSHK, k_norm), v_BSHK, shared["rope"])
+    y_BSD = attend(placed(q_BSHK, q_norm, rope), placed(k_BSHK, k_norm, rope), v_BSHK)
     y_BSF = mx.concatenate([y_BSD, gated(gate, up)], axis=-1)
     name = "attn.to_out"
     gate_B1D: mx.array = mods[2]

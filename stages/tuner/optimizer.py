@@ -25,7 +25,7 @@ from stages.tuner.moments import Go
 from stages.tuner.prodigy import Prodigy
 from stages.tuner.stacks import Stacks
 
-__all__ = ["METHODS", "AdamW", "Optimizer", "Stepper", "clip", "global_norm", "make"]
+__all__ = ["METHODS", "AdamW", "Optimizer", "Stepper", "clipping", "global_norm", "make"]
 
 Arrays = dict[str, mx.array]
 
@@ -123,8 +123,8 @@ class Stepper:
         slope = stacks.stack(grads, plan)
         grads.clear()
         norm = global_norm(slope)
-        done = sound & mx.isfinite(norm)
-        dispatch(norm, done, slope)
+        done, shrink = sound & mx.isfinite(norm), clipping(norm, self.limit)
+        dispatch(norm, done, shrink, slope)
         after: Arrays = {}
         fresh: Arrays = {}
         # Names in order: that of a dict from a file is another, and would make another compiled graph, of other last bits.
@@ -132,7 +132,7 @@ class Stepper:
         for part in [list(plan)] if self._together else [[name] for name in plan]:
             held = {key: state.pop(key) if owner else state[key] for key, owner in owners.items() if owner in (None, *part)}
             old, own_slope = ({name: source.pop(name) for name in part} for source in (params.arrays, slope))
-            own: Any = self._update(old, own_slope, held, mx.array(lr, mx.float32), norm, done)
+            own: Any = self._update(old, own_slope, held, mx.array(lr, mx.float32), shrink, done)
             del old, own_slope, held
             dispatch(own)
             fresh |= own[0]
@@ -154,9 +154,8 @@ class Stepper:
         found = ema.arrays(state)
         return stacks.unstack(found, params.plan) if found else {}
 
-    def _clipped(self, params: Arrays, grads: Arrays, state: Arrays, lr: mx.array, norm: mx.array, done: mx.array) -> Any:
-        grads = {name: grad.astype(mx.float32) for name, grad in grads.items()}
-        finite = {name: mx.where(done, grad, 0.0) for name, grad in clip(grads, norm, self.limit).items()}
+    def _clipped(self, params: Arrays, grads: Arrays, state: Arrays, lr: mx.array, shrink: mx.array, done: mx.array) -> Any:
+        finite = {name: mx.where(done, shrink * grad.astype(mx.float32), 0.0) for name, grad in grads.items()}
         return self.method.update(params, finite, state, lr, done)
 
 
@@ -186,9 +185,6 @@ def bounded(params: Mapping[str, mx.array], state: Mapping[str, mx.array]) -> mx
     return mx.all(mx.isfinite(mx.stack([global_norm(params), *numbers])))
 
 
-def clip(grads: Mapping[str, mx.array], norm: mx.array, limit: float) -> Arrays:
-    """The gradients, shrunk together so that their norm is at most `limit`; as they are where the limit is 0."""
-    if not limit:
-        return dict(grads)
-    factor = mx.minimum(1.0, limit / (norm + 1e-6))
-    return {name: grad * factor for name, grad in grads.items()}
+def clipping(norm: mx.array, limit: float) -> mx.array:
+    """What gradients are multiplied by so that their norm is at most `limit`, a scalar; 1 where the limit is 0."""
+    return mx.minimum(1.0, limit / (norm + 1e-6)) if limit else mx.ones(())
