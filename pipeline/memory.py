@@ -183,17 +183,19 @@ def _curves(meter: Meter, phases: list[str], what: str, scale: float) -> list[Cu
 
 def advice(setup: Setup) -> Iterator[str]:
     """What a step would need at other resolutions and bits, and what that means for this device."""
-    ask, limit = setup.ask, setup.limit
-    found = {side: ask.estimate(setup.batch(side), 1) for side in SIDES}
+    c, config, limit = replace(setup.train, memory="auto", micro_batch=1), setup.ask.ghost.config, setup.limit
+    packings: list[dict[str, Any]] = [{"base_bits": bits} for bits in fit.BITS]
     yield f"one image may take {spell_bytes(limit)} and needs, computing every block twice (blocks) or none (whole):"
-    for bits in fit.BITS:
-        packed = {side: each.with_weights(ask.weights(bits)) for side, each in found.items()}
-        cells = [f"{side} px {spell_bytes(p.need('blocks'))} / {spell_bytes(p.need('whole'))}" for side, p in packed.items()]
-        yield f"  base_bits = {bits}: " + ", ".join(cells)
+    for packing in packings:
+        ask = fit.Question(replace(c, **packing), config)
+        found = {side: ask.estimate(setup.batch(side), 1) for side in SIDES}
+        cells = [f"{side} px {spell_bytes(p.need('blocks'))} / {spell_bytes(p.need('whole'))}" for side, p in found.items()]
+        yield f"  base_bits = {ask.c.base_bits}: " + ", ".join(cells)
     for side in SIDES:
-        bits, plan, need = fit.roomiest(ask, setup.batch(side), limit)
-        packing = "" if bits == setup.train.base_bits else f" with base_bits = {bits}"
-        if plan is None:
-            yield f"{side} px would not fit:{packing} it needs {spell_bytes(need)}"
+        remedy = fit.mended(fit.Question(replace(c, **packings[0]), config), setup.batch(side), limit)
+        other = {name: value for name, value in (packings[0] | remedy.settings).items() if value != getattr(c, name)}
+        using = f" with {replace(remedy, settings=other)}" if other else ""
+        if remedy.needs > limit:
+            yield f"{side} px would not fit:{using} it needs {spell_bytes(remedy.needs)}"
         else:
-            yield f"{side} px would fit{packing}, plan {plan}"
+            yield f"{side} px would fit{using}, plan {remedy.plan}"

@@ -7,8 +7,11 @@ device with less memory changes it, which is said.
 
 from __future__ import annotations
 
+import json
 import math
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +32,8 @@ from stages.tuner.stacks import Stacks
 GB = 1e9
 BITS = (16, *quantize.BITS)  # what base_bits may be, the best first
 HEADROOM = 0.9  # of the limit, which a piece twice as large must not pass
+STEP = 16  # pixels of a token's side, and so between two resolutions
+LEAST = 256  # pixels: no lower resolution is advised
 AHEAD = 0.5  # of a block's visit: so much beyond what is expected may be live before the next block waits for the device
 
 
@@ -58,12 +63,22 @@ class Batch:
     @property
     def image(self) -> int:
         """Image tokens of one sample."""
-        return self.width // 16 * (self.height // 16)
+        return self.width // STEP * (self.height // STEP)
 
     @property
     def length(self) -> int:
         """All tokens of one sample."""
         return self.image + self.text
+
+    @property
+    def side(self) -> int:
+        """Pixels: the resolution of the largest image, held out or not."""
+        return max(STEP * (math.isqrt(self.image - 1) + 1), self.held.side if self.held else 0)
+
+    def within(self, side: int) -> Batch:
+        """The same where no image has more tokens than a square of that side."""
+        small = self if self.image <= (side // STEP) ** 2 else replace(self, width=side, height=side)
+        return replace(small, held=self.held and self.held.within(side))
 
 
 def largest(course: Course) -> Batch:
@@ -91,7 +106,10 @@ class Question:
     def __init__(self, c: TrainConfig, config: flux2.Flux2Config) -> None:
         self.c = c
         self.dtype: Any = getattr(mx, c.precision)
-        self.shapes = config.shapes()
+        packed = {name: (shape, trainer.bits_of(name, c)) for name, shape in config.shapes().items()}
+        self.weights = planner.weight_bytes(packed.values(), self.dtype.size)
+        inside = [packed[name] for name in packed if "transformer_blocks." in name]
+        self.unpacked = planner.unpacked_bytes(inside, self.dtype.size)
         self.ghost = trainer.ghost(config, self.dtype)
         self.targets = trainer.choose(self.ghost.linears(), c)
         adapter = {t.name + end: mx.zeros(shape) for t in self.targets for end, shape in t.shapes.items()}
@@ -101,23 +119,12 @@ class Question:
         self.update = stepper.working(stacked)
         self.state = sum(value.nbytes for value in stepper.init(stacked).values())
 
-    def weights(self, bits: int | None = None) -> int:
-        """Bytes of the base; `bits` in place of what the settings say."""
-        each = [(shape, trainer.bits_of(name, self.c, bits)) for name, shape in self.shapes.items()]
-        return planner.weight_bytes(each, self.dtype.size)
-
-    @property
-    def unpacked(self) -> int:
-        """Bytes of the largest packed weight of a block when it is unpacked, or of a chunk of it."""
-        each = [(shape, trainer.bits_of(name, self.c)) for name, shape in self.shapes.items() if "transformer_blocks." in name]
-        return planner.unpacked_bytes(each, self.dtype.size)
-
     def estimate(self, batch: Batch, samples: int) -> Estimate:
         """What so many samples at once need."""
         config, B = self.ghost.config, samples
         inputs = {
             "x_BLC": mx.zeros((B, batch.image, config.in_channels)),
-            "x_ids_L4": flux2.image_ids(batch.height // 16, batch.width // 16),
+            "x_ids_L4": flux2.image_ids(batch.height // STEP, batch.width // STEP),
             "ctx_BTJ": mx.zeros((B, batch.text, config.joint_attention_dim)),
             "ctx_ids_T4": flux2.text_ids(batch.text),
             "timesteps_B": mx.zeros((B,)),
@@ -129,7 +136,7 @@ class Question:
         # What the pieces before it add up to lies there beside a piece's own gradient, until the optimizer takes it as its own.
         summed = self.adapter if self.several(batch, samples) else 0
         kept, update = self.state + summed, self.update - summed
-        return planner.estimate(self.ghost, inputs, self.weights(), self.targets, kept, update=update, **more)
+        return planner.estimate(self.ghost, inputs, self.weights, self.targets, kept, update=update, **more)
 
     def measured(self, held: Batch) -> int:
         """How many held-out samples are measured at once."""
@@ -170,6 +177,14 @@ def settle(ask: Question, batch: Batch, limit: int, begun: Plan | None = None) -
 
     ValueError in one line, with what would fit, if nothing does.
     """
+    samples, plan, needs = nearest(ask, batch, limit, begun)
+    if needs > limit:
+        raise ValueError(refusal(ask, batch, plan, needs, limit))
+    return samples, plan, needs
+
+
+def nearest(ask: Question, batch: Batch, limit: int, begun: Plan | None = None) -> tuple[int, Plan, int]:
+    """The same, whether it fits or not."""
     c = ask.c
     samples = min(c.micro_batch, batch.samples) if isinstance(c.micro_batch, int) else batch.samples
     if c.micro_batch == "auto":
@@ -178,10 +193,7 @@ def settle(ask: Question, batch: Batch, limit: int, begun: Plan | None = None) -
     found = ask.estimate(batch, samples)
     asked = min(c.memory, len(found.traffic)) if isinstance(c.memory, int) else c.memory  # there are no more blocks to keep
     plan = asked if asked != "auto" else begun if begun and found.need(begun) <= limit else fastest(found, limit)
-    needs = found.need(plan or "blocks")
-    if plan is None or needs > limit:
-        raise ValueError(refusal(ask, batch, samples, plan or "blocks", limit))
-    return samples, plan, needs
+    return samples, plan, found.need(plan)
 
 
 def bound(found: planner.Estimate, plan: Plan, limit: int) -> int:
@@ -189,21 +201,11 @@ def bound(found: planner.Estimate, plan: Plan, limit: int) -> int:
     return limit if plan == "whole" else min(limit, found.need(plan) + round(AHEAD * found.visit))
 
 
-def roomiest(ask: Question, batch: Batch, limit: int) -> tuple[int, Plan | None, int]:
-    """(base_bits, plan, bytes at the peak) of the most bits with which a sample fits; of the least, and no plan, if none does."""
-    found = ask.estimate(batch, 1)
-    for bits in BITS:
-        packed = found.with_weights(ask.weights(bits))
-        if plan := fastest(packed, limit):
-            return bits, plan, packed.need(plan)
-    return bits, None, packed.need("blocks")
-
-
-def fastest(found: Estimate, limit: int) -> Plan | None:
-    """The plan with the most blocks kept that needs at most `limit` bytes; None if none does."""
+def fastest(found: Estimate, limit: int) -> Plan:
+    """The plan with the most blocks kept that needs at most `limit` bytes; blocks where none does."""
     blocks = len(found.traffic)
     fits = [n for n in range(1, blocks + 1) if found.need(n) <= limit]
-    return None if not fits else "whole" if fits[-1] == blocks else "blocks" if fits[-1] == 1 else fits[-1]
+    return "blocks" if not fits or fits[-1] == 1 else "whole" if fits[-1] == blocks else fits[-1]
 
 
 def follow(piece: int, used: int, held: int, peak: int, limit: int) -> int:
@@ -222,20 +224,67 @@ def named(plan: Plan, blocks: int) -> str:
     return plan if isinstance(plan, str) else f"{plan} (of {blocks} blocks the last {plan} are not computed twice)"
 
 
-def refusal(ask: Question, batch: Batch, samples: int, plan: Plan, limit: int) -> str:
-    """What does not fit, and the settings that would; where none would, what comes nearest."""
-    found = ask.estimate(batch, samples)
-    others = {'memory = "blocks"': found.need("blocks")} if plan != "blocks" else {}
-    if samples > 1:
-        others["micro_batch = 1"] = ask.estimate(batch, 1).need("blocks")
-    for bits in BITS:
-        if bits < ask.c.base_bits:
-            others[f"base_bits = {bits}"] = found.with_weights(ask.weights(bits)).need("blocks")
-    small = [text for text, needs in others.items() if needs <= limit]
-    nearest = small[0] if small else min(others, key=lambda text: others[text], default="")
-    would = f"[train] {nearest} would need {others[nearest] / GB:.3g} GB" if nearest else "the base is as small as it gets"
-    more = "" if small else ", too much as well; train at a lower resolution, or a smaller family"
+@dataclass(frozen=True)
+class Remedy:
+    """Other settings of [train], with the plan that they allow and the bytes that they need at the peak."""
+
+    settings: dict[str, Any]
+    plan: Plan
+    needs: int
+
+    def __str__(self) -> str:
+        """The settings as they stand in project.toml, those of a section behind its name."""
+        own = [f"{name} = {json.dumps(value)}" for name, value in self.settings.items() if name != "optimizer"]
+        parts = ["[train] " + ", ".join(own)] if own else []
+        if method := self.settings.get("optimizer"):
+            parts.append(f'[train.optimizer] kind = "{method.kind}"')
+        return "; ".join(parts)
+
+
+def cheaper(c: TrainConfig, batch: Batch) -> Iterator[dict[str, Any]]:
+    """Settings that need less memory, each beside those before it, in the order of what they cost: time, then quality."""
+    if c.memory not in ("auto", "blocks"):
+        yield {"memory": "blocks"}
+    most = max(batch.samples, batch.held.samples if batch.held else 0)
+    if c.micro_batch != "auto" and min(c.micro_batch or most, most) > 1:
+        yield {"micro_batch": 1}
+    yield from ({"base_bits": bits} for bits in BITS if bits < c.base_bits)
+    if c.optimizer.kind == "adamw":  # another's learning rate would not suit it
+        yield {"optimizer": replace(c.optimizer, kind="adamw8bit")}
+
+
+def mended(ask: Question, batch: Batch, limit: int) -> Remedy:
+    """The cheapest settings with which the batch fits, none of them without need; if none do, all that there are."""
+
+    def tried(settings: dict[str, Any]) -> Remedy:
+        return Remedy(settings, *nearest(Question(replace(ask.c, **settings), ask.ghost.config), batch, limit)[1:])
+
+    found = tried({})
+    for more in cheaper(ask.c, batch):
+        if found.needs > limit:
+            found = tried(found.settings | more)
+    if found.needs > limit:
+        return found
+    for name in reversed(found.settings):
+        without = tried({other: value for other, value in found.settings.items() if other != name})
+        found = without if without.needs <= limit else found
+    return found
+
+
+def refusal(ask: Question, batch: Batch, plan: Plan, needs: int, limit: int) -> str:
+    """What does not fit, and the settings that would: a lower resolution only where no other do. Else what comes nearest."""
+    found = mended(ask, batch, limit)
+    said, least = str(found), found.needs
+    sides = range(batch.side - STEP, LEAST - 1, -STEP)
+    if least > limit and sides:
+        all_else = Question(replace(ask.c, **found.settings), ask.ghost.config)
+        at = bisect_left(sides, True, key=lambda side: nearest(all_else, batch.within(side), limit)[2] <= limit)
+        side = sides[min(at, len(sides) - 1)]
+        least = nearest(all_else, batch.within(side), limit)[2]
+        said = "; ".join(filter(None, (said, f"[buckets] resolutions = [{side}]")))
+    would = f"{said} would need {least / GB:.3g} GB" if said else "no setting would need less"
+    more = "" if least <= limit else f"{', too much as well' if said else ''}; a smaller family or more memory is wanted"
     return (
-        f"train: the plan {plan} needs about {found.need(plan) / GB:.3g} GB at {batch.width} x {batch.height} px, and may take "
+        f"train: the plan {plan} needs about {needs / GB:.3g} GB at {batch.width} x {batch.height} px, and may take "
         f"{limit / GB:.3g} GB: {would}{more}"
     )

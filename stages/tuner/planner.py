@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -69,10 +69,6 @@ class Estimate:
     def held(self) -> int:
         """What lies there between steps."""
         return self.weights + self.state + self.adapter
-
-    def with_weights(self, weights: int) -> Estimate:
-        """The same run on weights of another size."""
-        return replace(self, weights=weights)
 
 
 def estimate(

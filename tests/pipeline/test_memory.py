@@ -85,7 +85,7 @@ def test_a_report_has_rows_a_plot_and_advice(tmp_path, monkeypatch):
     assert all(row["peak"] >= row["active"] > 0 and row["bits"] == 4 and row["samples"] == 2 for row in rows)
     assert set(plot.read(tmp_path / memory.PICTURE)) and Image.open(tmp_path / memory.PICTURE).size[0] > 500
     assert said[0].endswith("128 px x 2, 4 bits, dora of rank 4, adamw, plan whole")
-    assert "96 px would fit with base_bits = 16, plan whole" in said
+    assert "96 px would fit with [train] base_bits = 16, plan whole" in said
 
 
 def test_what_is_expected_is_what_training_expects_and_near_what_is_measured(rig):
@@ -103,19 +103,19 @@ def test_advice_says_which_bits_would_fit_and_what_would_not(monkeypatch):
     monkeypatch.setattr(memory, "SIDES", (64, 128))
 
     def limited(side: int, bits: int) -> Setup:
-        found = TINY.ask.estimate(TINY.batch(side), 1).with_weights(TINY.ask.weights(bits))
+        found = replace(TINY, train=settings(rank=4, base_bits=bits)).ask.estimate(TINY.batch(side), 1)
         return replace(TINY, train=settings(rank=4, memory_gb=found.need("blocks") / 1e9 + 1e-6))
 
     assert list(memory.advice(limited(128, 16)))[-1] == "128 px would fit, plan blocks"
-    assert list(memory.advice(limited(128, 4)))[-1] == "128 px would fit with base_bits = 4, plan blocks"
+    assert list(memory.advice(limited(128, 4)))[-1] == "128 px would fit with [train] base_bits = 4, plan blocks"
     said = list(memory.advice(limited(64, 4)))
-    assert said[-2] == "64 px would fit with base_bits = 4, plan blocks"
-    assert said[-1].startswith("128 px would not fit: with base_bits = 4 it needs ")
+    assert said[-2] == "64 px would fit with [train] base_bits = 4, plan blocks"
+    assert said[-1].startswith('128 px would not fit: with [train] base_bits = 4; [train.optimizer] kind = "adamw8bit" it needs ')
 
 
 def test_what_cannot_fit_is_refused_as_training_refuses_it(tmp_path):
     setup = replace(TINY, train=settings(rank=4, memory_gb=1e-6))
-    with pytest.raises(ValueError, match=r"^train: the plan blocks needs about .* base_bits = 4 would need .*, too much as well"):
+    with pytest.raises(ValueError, match=r"^train: the plan blocks needs about .* base_bits = 4.* need .*, too much as well"):
         list(memory.report(setup, tmp_path))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,12 @@ import pytest
 
 from stages import control, fit
 from stages.control import Control
+from stages.models.families import family
 from stages.models.flux2 import Flux2Config
 from stages.models.weights import read_config
 from stages.selection import ValidationConfig
 from stages.train import STAGE, course_of, data_of, validation_of
-from stages.trainconfig import PreservationConfig
+from stages.trainconfig import OptimizerConfig, PreservationConfig, TrainConfig
 from stages.trainer import Trainer
 from stages.trainset import Feed
 from stages.tuner import checkpoint, planner
@@ -157,20 +160,103 @@ def test_what_cannot_fit_is_refused_before_a_weight_is_loaded_with_the_setting_t
     wide = weights(tmp_path / "wide", attention_head_dim=32, axes_dims_rope=(8, 8, 8, 8))
     run = Run(tmp_path, wide, replace(BASE, memory_gb=needs(Run(tmp_path, wide), "blocks") * 0.95))
     monkeypatch.setattr("stages.trainer.load", lambda ctx: pytest.fail("weights were loaded"))
-    with pytest.raises(
-        ValueError, match=r"^train: the plan blocks needs about .* GB at 96 x 64 px, .* would need .* GB$"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"^train: the plan blocks needs about .* at 96 x 64 px, .* would need .* GB$") as caught:
         run.go()
     assert "micro_batch = 1" in str(caught.value)
     run.config = replace(run.config, batch_size=1, memory_gb=needs(run, "blocks", 1) * 0.95)
     with pytest.raises(ValueError, match=r"\[train\] base_bits = 8 would need"):
         run.go()
     run.config = replace(run.config, memory_gb=1e-6)
-    with pytest.raises(ValueError, match=r"base_bits = 4 would need .*, too much as well; train at a lower resolution"):
+    with pytest.raises(
+        ValueError,
+        match=r'base_bits = 4; \[train.optimizer\] kind = "adamw8bit" would need .* GB, too much as well; '
+        r"a smaller family or more memory is wanted$",
+    ):
+        run.go()
+    run.config = replace(run.config, base_bits=4, optimizer=OptimizerConfig(kind="lion"))
+    with pytest.raises(ValueError, match=r"no setting would need less; a smaller family or more memory is wanted$"):
         run.go()
     run.config = replace(run.config, memory="whole", memory_gb=needs(run, "whole", 1) * 0.99)
     with pytest.raises(ValueError, match=r'the plan whole needs .* memory = "blocks" would need'):
         run.go()
+
+
+def refused(run: Run) -> tuple[dict[str, Any], float]:
+    """The settings that a refusal names, and what it says that they need, GB: as they stand in its line."""
+    with pytest.raises(ValueError) as caught:
+        asked(run)
+    line = str(caught.value)
+    assert "\n" not in line and "too much" not in line
+    found = re.fullmatch(r"train: the plan .* may take .* GB: (.*) would need (.*) GB", line)
+    assert found
+    parts = [re.fullmatch(r"(\[.*?\]) (.*)", part) for part in found[1].split("; ")]
+    return tomllib.loads("\n".join(f"{part[1]}\n" + part[2].replace(", ", "\n") for part in parts if part)), float(found[2])
+
+
+ALL = {"memory": "blocks", "micro_batch": 1, "base_bits": 4, "optimizer": {"kind": "adamw8bit"}}
+
+
+def with_settings(config: TrainConfig, section: dict[str, Any]) -> TrainConfig:
+    """The same with what stands in the section [train] of a file."""
+    method = {"optimizer": OptimizerConfig(**section["optimizer"])} if "optimizer" in section else {}
+    return replace(config, **section | method)
+
+
+@pytest.mark.parametrize("names", [("micro_batch", "base_bits"), ("base_bits", "optimizer"), tuple(ALL)], ids=" and ".join)
+def test_where_only_several_settings_together_fit_a_refusal_names_them_all_and_they_are_accepted(names, deep, tmp_path):
+    config = replace(BASE, rank=16, batch_size=1 if names == ("base_bits", "optimizer") else 4)
+    if "memory" in names:
+        config = replace(config, memory="whole")
+    run = Run(tmp_path, deep, config, tables(((128, 128),) * 8))
+    run.config = with_settings(config, {name: ALL[name] for name in names})
+    limit = needs(run, "blocks", 1) * 1.0001
+    for left_out in names:
+        run.config = replace(with_settings(config, {name: ALL[name] for name in names if name != left_out}), memory_gb=limit)
+        plan = "whole" if run.config.memory == "whole" else "blocks"
+        assert needs(run, plan, run.config.micro_batch or config.batch_size) > limit
+    run.config = replace(config, memory_gb=limit)
+    settings, said = refused(run)
+    assert settings == {"train": {name: ALL[name] for name in names}}
+    assert said == pytest.approx(limit, rel=0.01)
+    run.config = with_settings(run.config, settings["train"])
+    assert asked(run).plan == "blocks"
+
+
+def test_klein_9b_in_a_batch_of_8_at_1024_px_is_told_of_pieces_and_4_bits_to_fit_11_gb(monkeypatch):
+    monkeypatch.setattr("stages.models.attention.fused_gradient", lambda q_BHLK: True)
+    ask = fit.Question(TrainConfig(batch_size=8), Flux2Config.from_dict(family("klein-base-9b").transformer))
+    with pytest.raises(ValueError, match=r"GB: \[train\] micro_batch = 1, base_bits = 4 would need (9|10)\..* GB$"):
+        fit.settle(ask, fit.Batch(8, 1024, 1024, 512), int(11e9))
+
+
+def test_a_setting_that_is_not_needed_beside_the_others_is_not_named(deep, tmp_path):
+    run = Run(tmp_path, deep, replace(BASE, rank=2, batch_size=2, base_bits=4), tables(((64, 64),) * 4))
+    run.config = replace(BASE, rank=2, batch_size=2, memory_gb=needs(run, "blocks") * 1.0001)
+    assert needs(replace(run, config=replace(run.config, micro_batch=1)), "blocks", 1) > run.config.memory_gb
+    settings, _ = refused(run)
+    assert settings == {"train": {"base_bits": 4}}
+
+
+@pytest.mark.parametrize("aside", [None, ValidationConfig(paths=("image3",))], ids=["trained", "held out"])
+def test_where_no_settings_fit_the_highest_resolution_that_does_is_named_and_it_is_accepted(aside, deep, tmp_path):
+    run = Run(tmp_path, deep, replace(BASE, batch_size=1, validation=aside), tables(((64, 64),) * 3 + ((640, 480),)))
+    least = with_settings(run.config, {"base_bits": 4, "optimizer": ALL["optimizer"]})
+
+    def at(side: int) -> float:
+        return needs(Run(tmp_path, deep, least, tables(((64, 64),) * 3 + ((side, side),))), "blocks", 1)
+
+    run.config = replace(run.config, memory_gb=at(352) * 1.0001)
+    assert at(368) > run.config.memory_gb
+    settings, said = refused(run)
+    assert settings == {"train": {"base_bits": 4, "optimizer": ALL["optimizer"]}, "buckets": {"resolutions": [352]}}
+    assert said == pytest.approx(at(352), rel=0.01)
+    run.config = with_settings(run.config, settings["train"])
+    run.tables = tables(((64, 64),) * 3 + ((352, 352),))
+    assert asked(run).plan == ("whole" if aside else "blocks"), "a measurement's need is the same in every plan"
+    run.config = replace(run.config, memory_gb=at(256) * 0.999)
+    run.tables = tables(((64, 64),) * 3 + ((640, 480),))
+    with pytest.raises(ValueError, match=r"resolutions = \[256\] would need .* GB, too much as well; a smaller family or more"):
+        asked(run)
 
 
 @pytest.fixture(scope="module")
