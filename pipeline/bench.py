@@ -16,8 +16,9 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,12 @@ from typing import Any
 import click
 
 import stages  # noqa: F401  (before mlx.core)
-from pipeline.bench_cases import BUFFER, TIGHT_MB, TORCH_PLANS, UNFUSED, Case, bars, large, quick, standard
+from pipeline.bench_cases import TORCH_PLANS, UNFUSED, Case, bars, large, quick, standard
 from pipeline.bench_table import line, page
+from stages.tuner.backprop import BUFFER, hand_over_sooner
 
 KINDS = ("train", "autoencoder", "text_encoder", "loader")
+KERNELS = "MLX_PTX_CACHE_DIR"  # CUDA: where MLX keeps the kernels that it has compiled
 LIMIT_S = 180  # a first step compiles kernels for a minute at most; loading dev takes another half
 
 
@@ -52,11 +55,13 @@ def run_train(case: Case) -> dict[str, Any]:
     from stages.models.families import family
     from stages.tuner.memory import Meter, budget
 
+    plan: Any = int(case.plan) if case.plan.isdigit() else case.plan
+    if case.tight:
+        hand_over_sooner(plan)  # as training does, before MLX's first operation
     found_family = family(case.family)
     c = settings(case.optimizer, base_bits=case.bits, rank=case.rank)
     rig = Rig(found_family, c, fit.Batch(1, case.width, case.height, found_family.text_tokens))
     sizes = {"load_peak_gb": mx.get_peak_memory(), "held_gb": mx.get_active_memory()}
-    plan: Any = int(case.plan) if case.plan.isdigit() else case.plan
     estimate = fit.Question(c, rig.config).estimate(rig.batch, 1)
     rig.bound = fit.bound(estimate, plan, budget()) if case.tight else None
     mx.clear_cache()
@@ -100,8 +105,6 @@ def run(case: Case) -> dict[str, Any]:
         raise ValueError(f"kind: {case.kind!r} is not known; there are {', '.join(KINDS)}")
     if case.backend == "torch" and case.plan not in TORCH_PLANS:
         raise ValueError(f"plan: PyTorch knows no {case.plan!r}; there are {', '.join(TORCH_PLANS)}")
-    if case.tight:
-        hold_back()
     if case.backend == "torch":
         from pipeline.bench_torch import run_torch
 
@@ -109,11 +112,6 @@ def run(case: Case) -> dict[str, Any]:
     else:
         found = {"train": run_train, "loader": run_loader}.get(case.kind, run_encoder)(case)
     return asdict(case) | found | where(case.backend)
-
-
-def hold_back() -> None:
-    """Hand work to a CUDA device in small pieces, so that memory is free again sooner; before MLX computes anything."""
-    os.environ.setdefault(BUFFER, TIGHT_MB)
 
 
 def where(backend: str) -> dict[str, Any]:
@@ -156,10 +154,13 @@ def revision() -> str:
     return said
 
 
-def apart(case: Case, limit_s: float = LIMIT_S) -> dict[str, Any]:
-    """The same in a process of its own, and with all that this one starts; a failure is a row too, and so is taking too long."""
+def apart(case: Case, limit_s: float = LIMIT_S, about: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The same in a process of its own, which has `about` in its environment where nothing else is said there.
+
+    A failure is a row too, and so is taking too long; then all that the process has started ends with it.
+    """
     command = [sys.executable, "-m", "pipeline.bench", "--one", case.text]
-    environment = os.environ | (UNFUSED if case.unfused else {})
+    environment = {**(about or {}), **os.environ, **(UNFUSED if case.unfused else {})}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, process_group=0) as process:
         try:
@@ -215,17 +216,21 @@ def main(
 
 
 def series(cases: list[Case], limit_s: float, commit: str, out: Path) -> None:
-    """Measure these, one after another, as one run: what may be compared. ClickException in the end if any failed."""
+    """Measure these, one after another, as one run: what may be compared. ClickException in the end if any failed.
+
+    On CUDA a run begins without compiled kernels, so that its first case says what a first step costs.
+    """
     about = {"run": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": commit}
     out.parent.mkdir(parents=True, exist_ok=True)
     failed = 0
     click.echo(line(None))
-    for case in cases:
-        row = apart(case, limit_s) | about
-        failed += "error" in row
-        click.echo(line(row))
-        with out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+    with tempfile.TemporaryDirectory() as kernels:
+        for case in cases:
+            row = apart(case, limit_s, {KERNELS: kernels}) | about
+            failed += "error" in row
+            click.echo(line(row))
+            with out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
     click.echo(f"{len(cases)} rows added to {out}")
     if failed:
         raise click.ClickException(f"{failed} of {len(cases)} cases failed")

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 
 UNFUSED = {"MLX_CUDA_USE_CUDNN_SDPA": "0"}  # how Metal routes training
-BUFFER = "MLX_MAX_MB_PER_BUFFER"  # CUDA: what is handed over at once; MLX reads it when the first operation is computed
-TIGHT_MB = "200"  # frees sooner; at 512 px that costs a quarter of the time
 TORCH_PLANS = ("eager", "eager+checkpoint", "compiled", "compiled+checkpoint")
 KLEIN = "klein-base-4b"  # what stands beside PyTorch
 

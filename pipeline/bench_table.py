@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.bench_cases import BUFFER, TIGHT_MB
+from stages.tuner.backprop import BUFFER, SOONER_MB
 
 Row = dict[str, Any]
 PEERS = {1024: "PyTorch compiled+checkpoint", 512: "PyTorch compiled"}  # by width: whom ours must stand beside
@@ -32,7 +32,8 @@ def page(rows: list[Row]) -> Iterator[str]:
     yield "# Benchmark"
     yield ""
     yield "Generated from bench.jsonl by `latentmill bench --table bench.jsonl`. On a CUDA machine `bench/gpu.sh` measures all of"
-    yield "it in one command; `latentmill bench` (`make bench`) a few small cases anywhere, `--case` any other."
+    yield "it in one command; `latentmill bench` (`make bench`) a few small cases anywhere, `--case` any other. On CUDA a command"
+    yield "begins without compiled kernels: the first step of its first case is that of a machine that never trained."
     yield ""
     for run in judged(training):
         yield from bars_table(run)
@@ -104,7 +105,7 @@ def training_table(family: str, rows: list[Row]) -> Iterator[str]:
     yield f"## Training {family}: s / GB"
     yield ""
     yield "One image, AdamW in float32 unless it says another; medians. tight: live memory held to what was foretold, and on CUDA"
-    yield f"{BUFFER}={TIGHT_MB}, which keeps less in flight, unless it says another."
+    yield f"{BUFFER}={SOONER_MB}, which keeps less in flight, unless it says another."
     yield ""
     yield "| | " + " | ".join(name for _, name in sizes) + " |"
     yield "|---|" + "---|" * len(sizes)
@@ -160,7 +161,7 @@ def label(row: Row) -> str:
     if row["backend"] == "mlx" and row.get("chip", "").startswith("NVIDIA"):
         buffer = row.get("buffer_mb", "")
         words += (
-            [f"buffers of {buffer} MB" if buffer else "default buffers"] if buffer != (TIGHT_MB if row["tight"] else "") else []
+            [f"buffers of {buffer} MB" if buffer else "default buffers"] if buffer != (SOONER_MB if row["tight"] else "") else []
         )
     return ", ".join(words)
 

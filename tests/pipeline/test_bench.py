@@ -38,7 +38,7 @@ def instant(monkeypatch):
     """No case runs: each is a row at once. The cases asked for, in order."""
     asked = []
 
-    def apart(case, limit_s):
+    def apart(case, limit_s, about):
         asked.append(case)
         return asdict(case) | {"s": 0.5, "peak_gb": 2.0}
 
@@ -150,6 +150,21 @@ def test_the_bars_and_the_larger_families_are_parts_of_that_command(tmp_path, in
     assert parts == instant
 
 
+def test_a_run_begins_without_compiled_kernels_and_its_cases_share_what_they_compile(tmp_path, monkeypatch):
+    seen = []
+
+    def apart(case, limit_s, about):
+        folder = Path(about["MLX_PTX_CACHE_DIR"])
+        seen.append((folder, [path.name for path in folder.iterdir()]))
+        (folder / f"kernel-{len(seen)}").touch()
+        return asdict(case) | {"s": 0.5, "peak_gb": 2.0}
+
+    monkeypatch.setattr(bench, "apart", apart)
+    case = '{"family": "tiny", "width": 64, "height": 64}'
+    assert said("--case", case, "--case", case, "--out", tmp_path / "rows.jsonl")[0] == 0
+    assert seen == [(seen[0][0], []), (seen[0][0], ["kernel-1"])] and not seen[0][0].exists()
+
+
 def test_a_row_of_a_run_is_added_to_a_file_with_the_run_and_the_commit_and_shown_as_a_line(tmp_path, instant):
     rows, case = tmp_path / "new" / "rows.jsonl", '{"family": "tiny", "width": 64, "height": 64}'
     code, output = said("--case", case, "--case", case, "--out", rows, "--commit", "abc1234")
@@ -169,7 +184,7 @@ def test_the_rows_lie_in_the_build_folder_if_nothing_else_is_said(tmp_path, inst
 
 
 def test_a_run_with_failures_ends_and_says_how_many(tmp_path, instant, monkeypatch):
-    monkeypatch.setattr(bench, "apart", lambda case, limit_s: asdict(case) | {"error": f"stopped after {limit_s:g} s"})
+    monkeypatch.setattr(bench, "apart", lambda case, limit_s, about: asdict(case) | {"error": f"stopped after {limit_s:g} s"})
     code, output = said("--large", "--limit", 7, "--out", tmp_path / "rows.jsonl")
     assert code == 1 and "17 of 17 cases failed" in output and "dev            512 px" in output
     assert {row["error"] for row in read(tmp_path / "rows.jsonl")} == {"stopped after 7 s"}
