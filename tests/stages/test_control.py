@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from stages import control, fit
+from stages import control, fit, trainer
 from stages.control import Control
 from stages.models.families import family
 from stages.models.flux2 import Flux2Config
@@ -266,6 +266,31 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return weights(tmp_path_factory.mktemp("deep") / "transformer", **sizes, axes_dims_rope=(8, 8, 8, 8))
 
 
+def test_between_whole_and_blocks_as_many_blocks_are_kept_as_fit_to_the_byte(deep, tmp_path):
+    run = Run(tmp_path, deep, replace(BASE, batch_size=1))
+    bytes_of = {plan: round(needs(run, plan, 1) * fit.GB) for plan in ("blocks", 2, 3, "whole")}
+    for plan, need in bytes_of.items():
+        run.config = replace(run.config, memory_gb=(need + 0.5) / fit.GB)
+        assert asked(run).plan == plan
+    for less, plan in (("blocks", 2), (2, 3)):
+        run.config = replace(run.config, memory_gb=(bytes_of[plan] - 0.5) / fit.GB)
+        assert asked(run).plan == less
+
+
+def test_a_run_says_its_plan_and_what_it_expects_before_its_first_row_and_trains_with_it(deep, tmp_path, monkeypatch):
+    run = Run(tmp_path, deep, replace(BASE, batch_size=1, steps=2))
+    run.config = replace(run.config, memory_gb=needs(run, 2, 1) * 1.00001)
+    plans = []
+    real = trainer.loss_and_grads
+    monkeypatch.setattr(trainer, "loss_and_grads", lambda *given: [plans.append(given[-1]), real(*given)][1])
+    rows = STAGE.run(run.context())
+    next(rows)
+    expected = f"about {needs(run, 2, 1):.2g} GB of {run.config.memory_gb:.3g} GB are expected at the peak"
+    assert f"plan 2 (of 6 blocks the last 2 are not computed twice): {expected}" in run.said
+    list(rows)
+    assert plans == [2, 2]
+
+
 def peak_of(run: Run, steps: int = 2) -> int:
     """Bytes at the most in the first steps, beside what lay there before."""
     context = run.context()
@@ -360,6 +385,64 @@ def test_the_micro_batch_follows_memory_between_one_sample_and_the_batch(transfo
     assert chosen.piece == batch.samples * batch.length
     run.config = replace(BASE, micro_batch="auto", memory_gb=needs(run, "blocks", 1) * 1.001)
     assert asked(run).piece == batch.length
+
+
+def test_the_micro_batch_grows_where_twice_the_room_is_sure_to_stay_below_nine_tenths():
+    assert fit.follow(100, 100, held=10, peak=50, limit=100) == 200
+    assert fit.follow(100, 100, held=10, peak=51, limit=100) == 100
+    assert fit.follow(100, 100, held=10, peak=100, limit=100) == 100
+    assert fit.follow(100, 100, held=10, peak=101, limit=100) == 50
+
+
+class Followed:
+    """Runs of a stage under readings of memory that are made up, a pair of (held, peak) in GB for each step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, readings: list[tuple[float, float]]) -> None:
+        self.pieces: list[list[int]] = []  # of each step: samples computed at once
+        self.now, coming = (0.0, 0.0), iter(readings)
+        step, gradients = Trainer.step, trainer.loss_and_grads
+
+        def stepped(*given: Any) -> Any:
+            self.pieces.append([])
+            measured = step(*given)
+            self.now = next(coming)
+            return measured
+
+        def counted(*given: Any) -> Any:
+            self.pieces[-1].append(given[3]["x_BLC"].shape[0])
+            return gradients(*given)
+
+        monkeypatch.setattr(Trainer, "step", stepped)
+        monkeypatch.setattr(trainer, "loss_and_grads", counted)
+        monkeypatch.setattr(mx, "get_active_memory", lambda: round(self.now[0] * 1e9))
+        monkeypatch.setattr(mx, "get_peak_memory", lambda: round(self.now[1] * 1e9))
+
+
+FOLLOWING = replace(BASE, micro_batch="auto", memory_gb=1.0, batch_size=4, steps=5)
+READINGS = [(0.1, 1.2), (0.1, 1.1), (0.1, 0.6), (0.1, 0.5), (0.1, 0.95)]
+FOLLOWED = [[4], [2, 2], [1, 1, 1, 1], [1, 1, 1, 1], [2, 2]]
+
+
+def test_a_run_s_micro_batch_shrinks_after_a_step_above_the_limit_and_grows_where_there_is_room(
+    transformer, tmp_path, monkeypatch
+):
+    followed = Followed(monkeypatch, READINGS)
+    run = Run(tmp_path, transformer, FOLLOWING, tables(((64, 64),) * 8)).go()
+    assert followed.pieces == FOLLOWED
+    changes = [line for line in run.said if line.startswith("the micro-batch")]
+    assert changes == [
+        f"the micro-batch is now {n} tokens, {how} than before" for n, how in ((44, "fewer"), (22, "fewer"), (44, "more"))
+    ]
+    (last,) = (saved for saved in checkpoint.found(tmp_path / "artifacts") if saved.step == 5)
+    assert last.state["piece"] == 44
+
+
+def test_a_run_that_is_stopped_goes_on_with_the_micro_batch_that_it_had_come_to(transformer, tmp_path, monkeypatch):
+    followed = Followed(monkeypatch, READINGS)
+    run = Run(tmp_path, transformer, FOLLOWING, tables(((64, 64),) * 8)).go(stop_at=2)
+    assert followed.pieces == FOLLOWED[:2]
+    run.go()
+    assert followed.pieces == FOLLOWED
 
 
 def test_a_run_whose_micro_batch_follows_memory_has_the_same_rows_but_for_rounding(whole, transformer, tmp_path, monkeypatch):
