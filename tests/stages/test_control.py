@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import tomllib
 from dataclasses import replace
@@ -295,6 +296,7 @@ def peak_of(run: Run, steps: int = 2) -> int:
     """Bytes at the most in the first steps, beside what lay there before."""
     context = run.context()
     course = course_of(context)
+    gc.collect()  # what another test left would else be let go in between
     before = mx.get_active_memory()
     made = Trainer(context, None)
     made.plan, made.bound = run.config.memory, 1
@@ -327,6 +329,7 @@ def test_what_measuring_held_out_images_takes_is_expected_where_they_are_larger_
     data = data_of(context)
     batch = fit.largest(course_of(context, data))
     assert batch.held and (batch.width, batch.held.width) == (64, 384)
+    gc.collect()  # what another test left would else be let go in between
     before = mx.get_active_memory()
     made = Trainer(context, None)
     made.bound = 1
@@ -347,6 +350,7 @@ def test_gradients_are_added_up_without_a_third_copy_of_any(deep, tmp_path):
     made = Trainer(run.context(), None)
     made.plan = "blocks"
     ((_, micros, _),) = Feed(run.context(), course_of(run.context()), range(1, 2))
+    gc.collect()  # what another test left would else be let go in between
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     with limited(1):

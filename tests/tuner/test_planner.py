@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ def run(heads: int, width: int, side: int, bits: int, rank: int, variant: str, p
     found = planner.estimate(ghost, given, **held, **more)
     assert found.adapter == masters.nbytes
 
+    gc.collect()
     before = mx.get_active_memory() - found.held  # of other tests
     mx.reset_peak_memory()
     asked = functools.partial(loss.mse, target_BLC=target)
