@@ -197,8 +197,12 @@ def nearest(ask: Question, batch: Batch, limit: int, begun: Plan | None = None) 
 
 
 def bound(found: planner.Estimate, plan: Plan, limit: int) -> int:
-    """Bytes that may be live before the next block waits for the device: work is handed to it ahead so far, and no further."""
-    return limit if plan == "whole" else min(limit, found.need(plan) + round(AHEAD * found.visit))
+    """Bytes that may be live before the next block waits for the device: work is handed to it ahead so far, and no further.
+
+    Unpacked weights give no room to work ahead in: they come and go within a visit.
+    """
+    ahead = round(AHEAD * found.visit) - found.unpacking
+    return limit if plan == "whole" else min(limit, found.need(plan) + ahead)
 
 
 def fastest(found: Estimate, limit: int) -> Plan:

@@ -18,8 +18,9 @@ from stages.tuner import dora, lokr, lora
 from stages.tuner.backprop import Chain, Plan, Tree, kept_blocks
 from stages.tuner.quantize import CHUNK, GROUP
 
-# What a GPU takes at true size (data/bench.jsonl) decides KEPT, and this is the one place to set it. Blocks on a CPU keep 1.2.
-KEPT = 1.3  # bytes that a block keeps for its gradient, per byte into and out of its Linears
+# Bytes that a block keeps for its gradient, per byte into and out of its Linears, by bytes of a value: in half precision some
+# of what is kept is float32. From what steps took on a CPU, and on a GPU at true size (data/bench.jsonl).
+KEPT = {4: 1.3, 2: 1.65}
 VISIT = 2.0  # bytes alive while a block is computed and differentiated, likewise
 VISIT_SCORES = 2.5  # the same per byte of a matrix of attention scores, where there is one
 UNPACKED = 2  # packed weights that stand unpacked at once while a block is computed
@@ -37,6 +38,7 @@ class Estimate:
     stream: int  # one block's input
     traffic: tuple[int, ...]  # of each block: into and out of its Linears
     beside: tuple[int, ...]  # of each block: what its adapters keep for their gradient besides
+    value: int = 4  # bytes of one value of these
     update: int = 0  # what the optimizer's step takes beside what lies there
     scores: int = 0  # the largest matrix of attention scores that a block builds; 0 where attention is fused
     kept_scores: int = 0  # what of it stays until the backward pass; 0 where it is built in chunks
@@ -48,22 +50,27 @@ class Estimate:
         blocks = len(self.traffic)
         tail = kept_blocks(plan, blocks)
         head = blocks - tail
-        own = [KEPT * traffic + beside for traffic, beside in zip(self.traffic, self.beside, strict=True)]
+        own = [KEPT[self.value] * traffic + beside for traffic, beside in zip(self.traffic, self.beside, strict=True)]
         kept = sum(own[head + 1 :]) + self.kept_scores * (tail - 1)  # the last one's is its visit's
         # Inputs are let go on the way back, while gradients gather.
         behind = max(head * self.stream + self.adapter * tail // blocks + kept, self.stream + self.adapter)
-        return self.held + int(max(behind + self.visit, self.update, self.measuring))
+        return self.held + int(max(behind + self.visit + self.unpacking, self.update, self.measuring))
 
     @property
     def visit(self) -> float:
-        """What is alive while one block is computed and differentiated."""
+        """What is alive while one block is computed and differentiated, but for its weights."""
         own = [VISIT * traffic + beside for traffic, beside in zip(self.traffic, self.beside, strict=True)]
-        return max(own) + VISIT_SCORES * self.scores + UNPACKED * self.unpacked
+        return max(own) + VISIT_SCORES * self.scores
+
+    @property
+    def unpacking(self) -> int:
+        """What stands unpacked of packed weights while one block is computed."""
+        return UNPACKED * self.unpacked
 
     @property
     def passing(self) -> int:
         """What is alive while the batch goes forward, and nothing is learnt from it."""
-        return int(self.stream + PASS * (max(self.traffic) + self.scores) + UNPACKED * self.unpacked)
+        return int(self.stream + PASS * (max(self.traffic) + self.scores)) + self.unpacking
 
     @property
     def held(self) -> int:
@@ -88,7 +95,7 @@ def estimate(
         seen = passed[block.kind]
         traffic.append(sum(x.nbytes + y.nbytes for x, y in seen.values()))
         beside.append(sum(y.nbytes // y.shape[-1] * kept.get(f"{block.name}.{name}", 0) for name, (_, y) in seen.items()))
-    return Estimate(weights, adapter, state, h.nbytes, tuple(traffic), tuple(beside), **more)
+    return Estimate(weights, adapter, state, h.nbytes, tuple(traffic), tuple(beside), h.dtype.size, **more)
 
 
 def _passed(chain: Chain, block: Any, h: Tree, shared: Tree) -> dict[str, tuple[mx.array, mx.array]]:
