@@ -113,7 +113,7 @@ def test_the_plan_counts_the_bytes_that_float16_weights_take_once_they_are_loade
     context: Any = SimpleNamespace(config=c, family=TINY, weights=lambda name: half / name)
     model = trainer.load(context)
     question = fit.Question(c, Flux2Config.from_dict(weights.read_config(half / "transformer")))
-    assert question.weights() == quantize.nbytes(held(model))
+    assert question.weights == quantize.nbytes(held(model))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
