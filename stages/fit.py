@@ -132,15 +132,11 @@ class Question:
         }
         more = {"unpacked": self.unpacked, **self.scores(B, batch.length)}
         if batch.held:
-            more["measuring"] = self.estimate(batch.held, self.measured(batch.held)).passing
+            more["measuring"] = self.estimate(batch.held, min(batch.held.samples, self.c.measured_at_once)).passing
         # What the pieces before it add up to lies there beside a piece's own gradient, until the optimizer takes it as its own.
         summed = self.adapter if self.several(batch, samples) else 0
         kept, update = self.state + summed, self.update - summed
         return planner.estimate(self.ghost, inputs, self.weights, self.targets, kept, update=update, **more)
-
-    def measured(self, held: Batch) -> int:
-        """How many held-out samples are measured at once."""
-        return 1 if self.c.micro_batch == "auto" else min(held.samples, self.c.micro_batch or held.samples)
 
     def several(self, batch: Batch, samples: int) -> bool:
         """Whether a step adds up gradients: of several batches, of pieces of one, or of the loss and of what straying costs."""

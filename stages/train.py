@@ -60,16 +60,7 @@ def course_of(ctx: StageContext, data: Data | None = None) -> Course:
 def validation_of(ctx: StageContext, data: Data) -> Validation | None:
     """What the run is measured by, if it is."""
     c: TrainConfig = ctx.config
-    return Validation(data.held, c.validation, at_once(c), c.mask.floor if c.mask else 0.0) if c.validation else None
-
-
-def at_once(c: TrainConfig) -> int:
-    """Samples that a measurement computes together: what the settings say, never what memory allows just then.
-
-    Their number moves the last bits of a loss, and so what is best and when patience ends. Where the micro-batch follows
-    memory it is one, the least that training may come down to.
-    """
-    return 1 if c.micro_batch == "auto" else min(c.batch_size, c.micro_batch or c.batch_size)
+    return Validation(data.held, c.validation, c.measured_at_once, c.mask.floor if c.mask else 0.0) if c.validation else None
 
 
 def schedule_of(c: TrainConfig) -> Schedule:

@@ -204,6 +204,15 @@ class TrainConfig:
         if self.rslora and self.variant == "lokr":
             raise ValueError('rslora: it is of no use with variant = "lokr"; leave one of them out')
 
+    @property
+    def measured_at_once(self) -> int:
+        """Samples that a measurement computes together: what the settings say, never what memory allows just then.
+
+        Their number moves the last bits of a loss, and so what is best and when patience ends. Where the micro-batch
+        follows memory it is one, the least that training may come down to.
+        """
+        return 1 if self.micro_batch == "auto" else min(self.batch_size, self.micro_batch or self.batch_size)
+
 
 def longest_first(patterns: Mapping[str, Any] | None) -> dict[str, Any]:
     """Patterns with the most particular first, whatever their order in the file: the recipe does not know that order."""

@@ -81,13 +81,12 @@ def packing(c: TrainConfig) -> Callable[[str, mx.array], Any] | None:
     return lambda name, weight: quantize.fit(weight, bits_of(name, c))
 
 
-def bits_of(name: str, c: TrainConfig, otherwise: int | None = None) -> int:
-    """The bits of a tensor, `otherwise` in place of [train] base_bits. Outside the blocks few are packed, and none to 4 bits."""
-    bits = otherwise or c.base_bits
+def bits_of(name: str, c: TrainConfig) -> int:
+    """The bits of a tensor. Outside the blocks few are packed, and none to 4 bits."""
     if "transformer_blocks." not in name:
-        return max(bits, OUTSIDE_BITS) if flux2.packs_outside(name) else 16
+        return max(c.base_bits, OUTSIDE_BITS) if flux2.packs_outside(name) else 16
     linear = name.removesuffix(".weight")
-    return next((own for pattern, own in longest_first(c.base_bits_for).items() if lora.matches(linear, pattern)), bits)
+    return next((own for pattern, own in longest_first(c.base_bits_for).items() if lora.matches(linear, pattern)), c.base_bits)
 
 
 def choose(linears: Mapping[str, tuple[int, int]], c: TrainConfig) -> list[lora.Target]:
