@@ -96,7 +96,7 @@ def test_a_run_that_goes_on_and_a_step_replayed_decide_by_the_plan_that_the_run_
 
 def test_what_cannot_fit_is_said_by_fit_itself(device, transformer, tmp_path):
     run = Run(tmp_path, transformer, replace(BASE, memory_gb=1e-6))
-    with pytest.raises(ValueError, match="would need .* GB, too much as well; a smaller family"):
+    with pytest.raises(ValueError, match=r"would need .* GB, too much as well; a smaller family"):
         run.go()
 
 
