@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-
-import pytest
 
 from stages import control
 from stages.control import Control
 from stages.train import STAGE
 from stages.tuner import checkpoint
-from tests.stages.runs import BASE, Run, weights
-
-
-@pytest.fixture(scope="module")
-def transformer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return weights(tmp_path_factory.mktemp("weights") / "transformer")
-
-
-@pytest.fixture(scope="module")
-def whole(transformer: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return Run(tmp_path_factory.mktemp("whole"), transformer).go()
+from tests.stages.runs import BASE, Run
 
 
 def steered(run: Run, files: dict[int, str]) -> list[str]:

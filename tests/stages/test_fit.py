@@ -27,16 +27,6 @@ from tests.stages.runs import BASE, Run, tables, weights
 from tests.stages.test_train_features import rich
 
 
-@pytest.fixture(scope="module")
-def transformer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return weights(tmp_path_factory.mktemp("weights") / "transformer")
-
-
-@pytest.fixture(scope="module")
-def whole(transformer: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return Run(tmp_path_factory.mktemp("whole"), transformer).go()
-
-
 def asked(run: Run, start: Any = None) -> fit.Fit:
     context = run.context()
     return fit.choose(context, course_of(context), start)

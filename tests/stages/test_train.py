@@ -27,11 +27,6 @@ from tests.tuner.test_backprop import assert_same
 
 
 @pytest.fixture(scope="module")
-def transformer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return weights(tmp_path_factory.mktemp("weights") / "transformer")
-
-
-@pytest.fixture(scope="module")
 def whole(transformer: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """An unbroken run of BASE with accumulation."""
     return Run(tmp_path_factory.mktemp("whole"), transformer, replace(BASE, accumulate=2)).go()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,13 +14,8 @@ from stages.selection import ValidationConfig
 from stages.train import course_of
 from stages.trainconfig import EmaConfig, PreservationConfig
 from stages.trainset import Feed
-from tests.stages.runs import BASE, Run, weights
+from tests.stages.runs import BASE, Run
 from tests.stages.test_train_features import rich
-
-
-@pytest.fixture(scope="module")
-def transformer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return weights(tmp_path_factory.mktemp("weights") / "transformer")
 
 
 @pytest.fixture

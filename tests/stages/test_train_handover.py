@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -19,14 +18,9 @@ from stages.models.weights import read_config
 from stages.replay import replay
 from stages.train import course_of
 from stages.tuner import backprop
-from tests.stages.runs import BASE, Run, weights
+from tests.stages.runs import BASE, Run
 
 ASKS = {"default_device", "set_default_device", "device_info", "is_available", "clear_cache", "reset_peak_memory"}
-
-
-@pytest.fixture(scope="module")
-def transformer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return weights(tmp_path_factory.mktemp("weights") / "transformer")
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -16,15 +15,10 @@ from stages.train import course_of
 from stages.trainconfig import ScheduleConfig
 from stages.trainset import Feed
 from stages.tuner import checkpoint
-from tests.stages.runs import BASE, Run, weights
+from tests.stages.runs import BASE, Run
 
 Grads = dict[str, mx.array]
 AT_ONCE = ScheduleConfig(warmup_steps=0)
-
-
-@pytest.fixture(scope="module")
-def transformer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return weights(tmp_path_factory.mktemp("weights") / "transformer")
 
 
 def altered(monkeypatch: pytest.MonkeyPatch, change: Callable[[int, mx.array, Grads], tuple[mx.array, Grads]]) -> None:

@@ -12,15 +12,10 @@ from stages import trainer
 from stages.selection import ValidationConfig
 from stages.train import STAGE, key_of
 from stages.tuner import checkpoint
-from tests.stages.runs import BASE, Run, weights
+from tests.stages.runs import BASE, Run
 
 PIECES = 3  # of a measurement: two crops at three levels, two samples at once
 CONFIG = replace(BASE, steps=4, validation=ValidationConfig(paths=("image0", "image2"), every=2, sigmas=(0.2, 0.5, 0.8)))
-
-
-@pytest.fixture(scope="module")
-def transformer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return weights(tmp_path_factory.mktemp("weights") / "transformer")
 
 
 @pytest.fixture(scope="module")

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from stages import trainlog
 from stages.selection import MaskConfig, ValidationConfig
 from stages.trainconfig import ScheduleConfig
-from tests.stages.runs import BASE, Run, weights
+from tests.stages.runs import BASE, Run
 from tests.stages.test_train_features import rich
-
-
-@pytest.fixture(scope="module")
-def transformer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return weights(tmp_path_factory.mktemp("weights") / "transformer")
-
 
 # What is said
 
