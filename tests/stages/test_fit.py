@@ -350,3 +350,11 @@ def test_a_run_whose_micro_batch_follows_memory_has_the_same_rows_but_for_roundi
     for ours, theirs in zip(run.rows, whole.rows, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
     assert any(line.startswith("the micro-batch is now 10 tokens, fewer") for line in run.said)
+
+
+def test_weights_that_are_unpacked_give_no_room_to_work_ahead_in():
+    packed = planner.Estimate(100, 10, 20, 5, (50, 50, 40, 40), (3, 3, 4, 4), unpacked=30)
+    bare = replace(packed, unpacked=0)
+    assert packed.need("blocks") > bare.need("blocks")
+    assert fit.bound(packed, "blocks", 10**6) == fit.bound(bare, "blocks", 10**6) > bare.need("blocks")
+    assert fit.bound(packed, "whole", 10**6) == 10**6
