@@ -24,19 +24,22 @@ def product(x: mx.array, weight: quantize.Weight, pair: Pair | None = None, scal
     """The outputs, (..., O), with the low-rank change of `pair` where there is one. The gradient goes to x and to the pair."""
     chunks = quantize.chunks(weight)
 
+    def low(x: mx.array, down: mx.array) -> mx.array:
+        return scaled(x @ down.T, scale)
+
     @mx.custom_function
-    def forward(x: mx.array, *pair: mx.array) -> list[mx.array]:
-        low = [scaled(x @ pair[0].T, scale)] if pair else []
+    def forward(x: mx.array, *pair: mx.array) -> mx.array:
+        side = low(x, pair[0]) if pair else None
         ys: list[mx.array] = []
         for rows in chunks:
             y = x @ _dense(weight, rows, ys[-1] if ys else x).T
-            ys.append(mx.addmm(y, low[0], pair[1][rows].T) if pair else y)
-        return [mx.concatenate(ys, axis=-1) if len(ys) > 1 else ys[0], *low]
+            ys.append(y if side is None else mx.addmm(y, side, pair[1][rows].T))
+        return mx.concatenate(ys, axis=-1) if len(ys) > 1 else ys[0]
 
     @forward.vjp
-    def backward(primals: Any, dys: list[mx.array], outputs: list[mx.array]) -> Any:
+    def backward(primals: Any, dy: mx.array, _: mx.array) -> Any:
         x, *pair = primals if isinstance(primals, tuple | list) else [primals]
-        dy, dx = dys[0], None
+        dx: mx.array | None = None
         for rows in chunks:
             # Made to follow what came before: the compiler would else see the forward pass's unpacking, and keep it.
             dense_cI = _dense(weight, rows, dy if dx is None else dx)
@@ -46,10 +49,12 @@ def product(x: mx.array, weight: quantize.Weight, pair: Pair | None = None, scal
             return dx
         down, up = pair
         dlow = scaled(dy @ up, scale)
-        return mx.addmm(dx, dlow, down), _flat(dlow).T @ _flat(x), _flat(dy).T @ _flat(outputs[1])
+        # x A^T once more, though the forward pass has it: were it an output there, asking for it would ask for x W^T too, and
+        # the last Linear of a block that is computed again for its gradient has no other use for that.
+        return mx.addmm(dx, dlow, down), _flat(dlow).T @ _flat(x), _flat(dy).T @ _flat(low(x, down))
 
     found: Any = forward(x, *(pair or ()))
-    y: mx.array = found[0]
+    y: mx.array = found
     return y
 
 

@@ -1,3 +1,6 @@
+import io
+import re
+
 import mlx.core as mx
 import pytest
 
@@ -32,3 +35,14 @@ def test_the_outputs_and_all_gradients_are_those_of_the_plain_words(bits, scale,
     assert close(ys, plain_ys)
     assert close(grads, plain_grads)
     assert close(mx.vjp(lambda x: product(x, weight), [x], [dy])[1], [dy @ quantize.dense(weight)])
+
+
+def test_gradients_alone_do_not_ask_for_the_product_with_the_weight_again():
+    """The last Linear of a block that is computed again: nothing but its own gradient would want its outputs."""
+    weight, x, down, up, dy = drawn(OUT, IN), drawn(5, IN), drawn(RANK, IN), drawn(OUT, RANK), drawn(5, OUT)
+    mx.eval(weight, x, down, up, dy)
+    grads = mx.vjp(lambda x, *pair: product(x, weight, pair), [x, down, up], [dy])[1]
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *grads)
+    products = re.findall(r'"(Matmul|AddMM)"', graph.getvalue())
+    assert sorted(products) == ["AddMM"] + 5 * ["Matmul"]  # dy W + dy B A; x A^T, dy B, and the gradients of A and of B
