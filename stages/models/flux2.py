@@ -183,11 +183,12 @@ class Flux2:
                 raise ValueError("this transformer has a guidance embedding: it needs a guidance value, one per image")
             temb_BD = temb_BD + self._embed("guidance", guidance_B)
         temb_BD = silu(temb_BD)
+        T, L = ctx_BTJ.shape[1], x_BLC.shape[1]
         shared: Shared = {}
-        for stream, name in MODULATIONS.items():
-            shared[stream] = modulation(self._linear(f"{name}.linear", temb_BD), self.config.hidden)
-        scale_B1D, shift_B1D = mx.split(self._linear("norm_out.linear", temb_BD)[:, None], 2, axis=-1)
-        shared["out"] = [shift_B1D, 1 + scale_B1D]
+        for (stream, name), rows in zip(MODULATIONS.items(), (T, L, T + L), strict=True):
+            shared[stream] = modulation(self._linear(f"{name}.linear", temb_BD), self.config.hidden, rows)
+        scale_BD, shift_BD = mx.split(self._linear("norm_out.linear", temb_BD), 2, axis=-1)
+        shared["out"] = modulation(mx.concatenate([shift_BD, scale_BD], axis=-1), self.config.hidden, L)
         shared["rope"] = self._rope(np.concatenate([ctx_ids_T4, x_ids_L4]))
         shared["ctx_ids"] = mx.array(np.asarray(ctx_ids_T4, np.int32))
         h_BTD = self._linear("context_embedder", ctx_BTJ.astype(self.dtype))
@@ -258,14 +259,22 @@ def silu(x: mx.array) -> mx.array:
     return x * mx.sigmoid(x)
 
 
-def modulation(y_BN: mx.array, hidden: int) -> list[mx.array]:
-    """Shift, 1 + scale and gate, once or twice over, (B,1,D) each: the one is added here, once for all blocks."""
+def modulation(y_BN: mx.array, hidden: int, rows: int) -> list[mx.array]:
+    """Shift, 1 + scale and gate, as often as they are there: a view of (B,S,D) each.
+
+    What all blocks would do is done here: the one is added, and every row has its own, though all are the same in memory.
+    Within a compiled block a row spread over others is a step of a kernel, and each kind of those costs a GPU seconds.
+    """
     parts = mx.split(y_BN[:, None], y_BN.shape[-1] // hidden, axis=-1)
-    return [1 + part if at % 3 == 1 else part for at, part in enumerate(parts)]
+    found = [1 + part if at % 3 == 1 else part for at, part in enumerate(parts)]
+    return [mx.broadcast_to(part, (part.shape[0], rows, hidden)) for part in found]
 
 
 def modulate(x_BSD: mx.array, mods: list[mx.array]) -> mx.array:
-    """LayerNorm, then shift and scale: `mods` starts with the shift and 1 + scale."""
+    """LayerNorm, then shift and scale: `mods` starts with the shift and 1 + scale.
+
+    The blocks add what they gate in this order of factors and terms, so that one compiled kernel serves for both.
+    """
     return mx.fast.layer_norm(x_BSD, None, None, EPS) * mods[1] + mods[0]
 
 
@@ -319,12 +328,31 @@ def _normed_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array,
 def rotate(x_BSHK: mx.array, rope: Sequence[mx.array]) -> mx.array:
     """Turn each pair of neighbouring features by its row's angles, in float32, and back to the dtype of x.
 
-    (x0, x1) becomes cos (x0, x1) + sin (-x1, x0). The quarter turn in the second term is a product with a matrix of
-    zeros and ones: exact, and much faster than taking the pairs apart and putting them together again.
+    (x0, x1) becomes cos (x0, x1) + sin (-x1, x0). The gradient is turned back.
     """
-    K = x_BSHK.shape[-1]
-    quarter_KK = mx.array(np.kron(np.eye(K // 2), [[0, 1], [-1, 0]]), x_BSHK.dtype)
-    cos, sin = rope
+    made: Any = _rotated(x_BSHK, *rope)
+    y_BSHK: mx.array = made
+    return y_BSHK
+
+
+@mx.custom_function
+def _rotated(x_BSHK: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    return _turned(x_BSHK, cos, sin, [[0, 1], [-1, 0]])
+
+
+@_rotated.vjp  # type: ignore[untyped-decorator, unused-ignore]
+def _rotated_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    # As both features of a pair have one sine, it may come after the quarter turn back: one pass, that of the forward pass.
+    _, cos, sin = primals
+    return _turned(dy_BSHK, cos, sin, [[0, -1], [1, 0]]), mx.zeros_like(cos), mx.zeros_like(sin)
+
+
+def _turned(x_BSHK: mx.array, cos: mx.array, sin: mx.array, quarter: list[list[int]]) -> mx.array:
+    """cos x + sin times x by a quarter turn of every pair, a product with a matrix of zeros and ones.
+
+    It is exact, and much faster than taking the pairs apart and putting them together again.
+    """
+    quarter_KK = mx.array(np.kron(np.eye(x_BSHK.shape[-1] // 2), quarter), x_BSHK.dtype)
     return (x_BSHK * cos + (x_BSHK @ quarter_KK) * sin).astype(x_BSHK.dtype)
 
 
@@ -367,10 +395,10 @@ def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linea
     k_BSHK = joint("attn.add_k_proj", "attn.to_k", ("attn.norm_added_k", "attn.norm_k"))
     v_BSHK = joint("attn.add_v_proj", "attn.to_v")
     y_BTD, y_BLD = mx.split(attend(q_BSHK, k_BSHK, v_BSHK), [T], axis=1)
-    h_BTD = h_BTD + text[2] * apply("attn.to_add_out", y_BTD)
-    h_BLD = h_BLD + image[2] * apply("attn.to_out.0", y_BLD)
-    h_BTD = h_BTD + text[5] * apply("ff_context.linear_out", swiglu(apply("ff_context.linear_in", modulate(h_BTD, text[3:]))))
-    h_BLD = h_BLD + image[5] * apply("ff.linear_out", swiglu(apply("ff.linear_in", modulate(h_BLD, image[3:]))))
+    h_BTD = apply("attn.to_add_out", y_BTD) * text[2] + h_BTD
+    h_BLD = apply("attn.to_out.0", y_BLD) * image[2] + h_BLD
+    h_BTD = apply("ff_context.linear_out", swiglu(apply("ff_context.linear_in", modulate(h_BTD, text[3:])))) * text[5] + h_BTD
+    h_BLD = apply("ff.linear_out", swiglu(apply("ff.linear_in", modulate(h_BLD, image[3:])))) * image[5] + h_BLD
     return mx.concatenate([h_BTD, h_BLD], axis=1)
 
 
@@ -386,5 +414,5 @@ def single_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linea
     y_BSD = attend(placed(q_BSHK, q_norm, rope), placed(k_BSHK, k_norm, rope), v_BSHK)
     y_BSF = mx.concatenate([y_BSD, gated(gate, up)], axis=-1)
     name = "attn.to_out"
-    gate_B1D: mx.array = mods[2]
-    return h_BSD + gate_B1D * linear(name, weights[f"{name}.weight"], y_BSF)
+    gate_BSD: mx.array = mods[2]
+    return linear(name, weights[f"{name}.weight"], y_BSF) * gate_BSD + h_BSD

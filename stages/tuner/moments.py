@@ -6,7 +6,7 @@ import math
 
 import mlx.core as mx
 
-Go = bool | mx.array  # whether a step is taken; an array of one value, so that nobody has to look
+Go = bool | mx.array  # whether a step is taken, 0 or 1; an array of one value, so that nobody has to look
 
 
 def weights(beta: float | mx.array, go: Go) -> tuple[mx.array, mx.array]:
@@ -26,4 +26,4 @@ def correction(beta: float, step: mx.array) -> mx.array:
 
 def count(step: mx.array, go: Go) -> mx.array:
     """The number of steps after this one."""
-    return step + mx.where(go, 1, 0).astype(step.dtype)
+    return step + go

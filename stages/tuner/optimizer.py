@@ -124,7 +124,8 @@ class Stepper:
         grads.clear()
         norm = global_norm(slope)
         done, shrink = sound & mx.isfinite(norm), clipping(norm, self.limit)
-        dispatch(norm, done, shrink, slope)
+        go = done.astype(mx.int32)  # a number already: to add a boolean, a GPU would compile a kernel of its own, for seconds
+        dispatch(norm, go, shrink, slope)
         after: Arrays = {}
         fresh: Arrays = {}
         # Names in order: that of a dict from a file is another, and would make another compiled graph, of other last bits.
@@ -132,7 +133,7 @@ class Stepper:
         for part in [list(plan)] if self._together else [[name] for name in plan]:
             held = {key: state.pop(key) if owner else state[key] for key, owner in owners.items() if owner in (None, *part)}
             old, own_slope = ({name: source.pop(name) for name in part} for source in (params.arrays, slope))
-            own: Any = self._update(old, own_slope, held, mx.array(lr, mx.float32), shrink, done)
+            own: Any = self._update(old, own_slope, held, mx.array(lr, mx.float32), shrink, go)
             del old, own_slope, held
             dispatch(own)
             fresh |= own[0]
@@ -154,9 +155,9 @@ class Stepper:
         found = ema.arrays(state)
         return stacks.unstack(found, params.plan) if found else {}
 
-    def _clipped(self, params: Arrays, grads: Arrays, state: Arrays, lr: mx.array, shrink: mx.array, done: mx.array) -> Any:
-        finite = {name: mx.where(done, shrink * grad.astype(mx.float32), 0.0) for name, grad in grads.items()}
-        return self.method.update(params, finite, state, lr, done)
+    def _clipped(self, params: Arrays, grads: Arrays, state: Arrays, lr: mx.array, shrink: mx.array, go: mx.array) -> Any:
+        finite = {name: mx.where(go, shrink * grad.astype(mx.float32), 0.0) for name, grad in grads.items()}
+        return self.method.update(params, finite, state, lr, go)
 
 
 def _owner(key: str, plan: stacks.Plan) -> str | None:
