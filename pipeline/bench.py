@@ -57,7 +57,7 @@ def run_train(case: Case) -> dict[str, Any]:
 
     plan: Any = int(case.plan) if case.plan.isdigit() else case.plan
     if case.tight:
-        hand_over_sooner(plan)  # as training does, before MLX's first operation
+        hand_over_sooner()  # as training does, before MLX's first operation
     found_family = family(case.family)
     c = settings(case.optimizer, base_bits=case.bits, rank=case.rank)
     rig = Rig(found_family, c, fit.Batch(1, case.width, case.height, found_family.text_tokens))

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from stages import fit, handover
+from stages import fit
 from stages.stage import StageContext
 from stages.train import course_of, schedule_of
 from stages.trainer import Trainer
 from stages.trainset import Course, Feed
 from stages.tuner import checkpoint
+from stages.tuner.backprop import hand_over_sooner
 from stages.tuner.checkpoint import Checkpoint
 
 
@@ -63,5 +64,6 @@ def fitted(ctx: StageContext, course: Course, start: Checkpoint | None) -> fit.F
     """As the run computed the step: with the plan that its checkpoints say, whatever the settings say now, if it fits."""
     known = start or next(iter(checkpoint.found(ctx.artifacts)[-1:]), None)
     asked = replace(ctx, config=replace(ctx.config, memory="auto")) if known else ctx
-    chosen = handover.choose(asked, course, known)
+    hand_over_sooner()  # before anything asks MLX for an array
+    chosen = fit.choose(asked, course, known)
     return replace(chosen, piece=start.state.get("piece")) if start else chosen

@@ -21,7 +21,7 @@ from schemas.embeddings import EMBEDDINGS
 from schemas.images import IMAGES
 from schemas.latents import LATENTS
 from schemas.train import TRAIN
-from stages import fit, handover
+from stages import fit
 from stages.control import Control
 from stages.crops import Data, usable
 from stages.heldout import Validation
@@ -31,6 +31,7 @@ from stages.trainer import Measured, Trainer
 from stages.trainlog import Row, batch_of, batches_of, health, introduce, looks, rows_of, warn
 from stages.trainset import Course, Feed, Micro
 from stages.tuner import checkpoint, lora
+from stages.tuner.backprop import hand_over_sooner
 from stages.tuner.batches import Order
 from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.noise import Noise
@@ -225,7 +226,8 @@ class Run:
         """The model and all that is trained, loaded; what is said before the first step."""
         ctx = self.ctx
         warn(ctx)
-        chosen = handover.choose(ctx, self.course, self.start)
+        hand_over_sooner()  # before anything asks MLX for an array
+        chosen = fit.choose(ctx, self.course, self.start)
         trainer = Trainer(ctx, self.start)
         trainer.plan, trainer.piece, trainer.bound = chosen.plan, chosen.piece, chosen.bound
         self.limit = chosen.limit

@@ -140,15 +140,14 @@ def hands_over_late() -> bool:
     return (info.get("compute_capability_major"), info.get("compute_capability_minor")) in LATE
 
 
-def hand_over_sooner(plan: Plan) -> None:
-    """Under a plan that spares memory, have MLX hand work to a CUDA device in smaller pieces, unless the user says how large.
+def hand_over_sooner() -> None:
+    """Have MLX hand work to a CUDA device in smaller pieces, unless the user says how large.
 
-    What is handed over at once is all alive until it is done. Measured on an H200 with blocks at 1024 px: 10.9 GB in place
-    of 12.1, 5.4 of 7.3 with a base of 4 bits. At 512 px it costs a quarter of the time, which is no price for "whole".
+    What is handed over at once is all alive until it is done: data/bench.md has what it takes either way.
 
     MLX reads this once in a process, when the first operation for the device is made, even if it is never computed.
     """
-    if plan != "whole" and hands_over_late():
+    if hands_over_late():
         os.environ.setdefault(BUFFER, SOONER_MB)
 
 

@@ -26,7 +26,6 @@ VISIT_SCORES = 2.5  # the same per byte of a matrix of attention scores, where t
 UNPACKED = 2  # packed weights that stand unpacked at once while a block is computed
 PASS = 1.05  # bytes alive while a block is computed without a gradient, per byte into and out of its Linears and of scores
 FACTOR = 1.25  # the measured peak of a step is within this factor of the estimate, either way
-IN_FLIGHT = 1.35  # on CUDA, plan whole takes up to so much more than expected where there is room: MLX hands over late (backprop)
 
 
 @dataclass(frozen=True)

@@ -283,17 +283,16 @@ def cuda(monkeypatch: pytest.MonkeyPatch, info: dict, device=mx.gpu, available: 
     monkeypatch.setattr(mx, "device_info", lambda: info)
 
 
-@pytest.mark.parametrize(("plan", "said"), [("blocks", "200"), (1, "200"), (7, "200"), ("whole", None)])
-def test_a_cuda_device_is_handed_work_sooner_under_every_plan_that_spares_memory(plan, said, monkeypatch):
+def test_a_cuda_device_for_which_mlx_gathers_much_is_handed_work_sooner(monkeypatch):
     cuda(monkeypatch, H200)
-    backprop.hand_over_sooner(plan)
-    assert os.environ.get(backprop.BUFFER) == said
+    backprop.hand_over_sooner()
+    assert os.environ.get(backprop.BUFFER) == "200"
 
 
 def test_how_much_is_handed_over_at_once_is_the_users_to_say(monkeypatch):
     cuda(monkeypatch, H200)
     monkeypatch.setenv(backprop.BUFFER, "1000")
-    backprop.hand_over_sooner("blocks")
+    backprop.hand_over_sooner()
     assert os.environ[backprop.BUFFER] == "1000"
 
 
@@ -304,7 +303,7 @@ def test_how_much_is_handed_over_at_once_is_the_users_to_say(monkeypatch):
 )
 def test_no_other_device_is_handed_work_otherwise(where, monkeypatch):
     cuda(monkeypatch, *where)
-    backprop.hand_over_sooner("blocks")
+    backprop.hand_over_sooner()
     assert backprop.BUFFER not in os.environ
 
 
