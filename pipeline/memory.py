@@ -22,7 +22,7 @@ from stages import fit
 from stages.models.families import Family, family
 from stages.models.flux2 import Flux2Config
 from stages.trainconfig import TrainConfig
-from stages.tuner.backprop import Plan
+from stages.tuner.backprop import Plan, hand_over_sooner
 from stages.tuner.memory import ENOUGH, LEAST, Meter, budget
 
 if TYPE_CHECKING:
@@ -117,6 +117,7 @@ def profile(rig: Rig, plan: Plan, steps: int) -> Meter:
 
 def report(setup: Setup, folder: Path) -> Iterator[str]:
     """Profile, write the rows and the plot into `folder`, and say it all, line by line. ValueError if it cannot fit."""
+    hand_over_sooner()  # as training does, before anything asks MLX for an array
     c, batch = setup.train, setup.batch(setup.pixels)
     samples, plan, need = fit.settle(setup.ask, batch, setup.limit)
     rig = Rig(setup.family, c, replace(batch, samples=samples))

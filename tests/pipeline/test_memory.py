@@ -88,6 +88,20 @@ def test_a_report_has_rows_a_plot_and_advice(tmp_path, monkeypatch):
     assert "96 px would fit with [train] base_bits = 16, plan whole" in said
 
 
+def test_the_profile_hands_over_work_as_training_does_before_it_asks_for_an_array(monkeypatch, tmp_path):
+    asked = []
+
+    def settle(*given):
+        asked.append("estimated")
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(memory, "hand_over_sooner", lambda: asked.append("decided"))
+    monkeypatch.setattr(fit, "settle", settle)
+    with pytest.raises(ValueError, match="far enough"):
+        next(memory.report(TINY, tmp_path))
+    assert asked == ["decided", "estimated"]
+
+
 def test_what_is_expected_is_what_training_expects_and_near_what_is_measured(rig):
     setup = replace(TINY, train=rig.c)
     for plan in ("blocks", "whole"):
