@@ -188,7 +188,7 @@ class Flux2:
         for (stream, name), rows in zip(MODULATIONS.items(), (T, L, T + L), strict=True):
             shared[stream] = modulation(self._linear(f"{name}.linear", temb_BD), self.config.hidden, rows)
         scale_BD, shift_BD = mx.split(self._linear("norm_out.linear", temb_BD), 2, axis=-1)
-        shared["out"] = modulation(mx.concatenate([shift_BD, scale_BD], axis=-1), self.config.hidden, L)
+        shared["out"] = spread([shift_BD, 1 + scale_BD], L)
         shared["rope"] = self._rope(np.concatenate([ctx_ids_T4, x_ids_L4]))
         shared["ctx_ids"] = mx.array(np.asarray(ctx_ids_T4, np.int32))
         h_BTD = self._linear("context_embedder", ctx_BTJ.astype(self.dtype))
@@ -260,14 +260,17 @@ def silu(x: mx.array) -> mx.array:
 
 
 def modulation(y_BN: mx.array, hidden: int, rows: int) -> list[mx.array]:
-    """Shift, 1 + scale and gate, as often as they are there: a view of (B,S,D) each.
+    """Shift, 1 + scale and gate, once or twice over, (B,S,D) each: the one is added here, once for all blocks."""
+    parts = mx.split(y_BN, y_BN.shape[-1] // hidden, axis=-1)
+    return spread([1 + part if at % 3 == 1 else part for at, part in enumerate(parts)], rows)
 
-    What all blocks would do is done here: the one is added, and every row has its own, though all are the same in memory.
-    Within a compiled block a row spread over others is a step of a kernel, and each kind of those costs a GPU seconds.
+
+def spread(parts: Sequence[mx.array], rows: int) -> list[mx.array]:
+    """Each (B,D) as the same for every one of S rows: views, (B,S,D).
+
+    Done once for all blocks: within a compiled one it would be a step of a kernel, and each kind of those costs a GPU seconds.
     """
-    parts = mx.split(y_BN[:, None], y_BN.shape[-1] // hidden, axis=-1)
-    found = [1 + part if at % 3 == 1 else part for at, part in enumerate(parts)]
-    return [mx.broadcast_to(part, (part.shape[0], rows, hidden)) for part in found]
+    return [mx.broadcast_to(part_BD[:, None], (part_BD.shape[0], rows, part_BD.shape[1])) for part_BD in parts]
 
 
 def modulate(x_BSD: mx.array, mods: list[mx.array]) -> mx.array:
