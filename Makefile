@@ -101,20 +101,20 @@ format: .venv/check
 	.venv/bin/ruff format .
 
 dictionary: .venv/ready
-	.venv/bin/python -c "from pipeline.dictionary import write; write()"
+	.venv/bin/python -c "from data.pages.dictionary import write; write()"
 
 recipe: .venv/ready
-	.venv/bin/python -c "from pipeline.recipe import write; write()"
+	.venv/bin/python -c "from data.pages.recipe import write; write()"
 
 figures: .venv/ready
-	.venv/bin/python -c "from pipeline.figures import draw_all; draw_all()"
+	.venv/bin/python -c "from data.pages.figures import draw_all; draw_all()"
 
 bench: .venv/ready
-	$(LATENTMILL) bench
+	.venv/bin/python -m tests.bench.measure
 
 # What the average of the weights, caption dropout, several resolutions and preservation do on micro: data/experiments/README.md
 experiments: .venv/evaluate
-	.venv/bin/python data/experiments/experiments.py $(WORK)
+	.venv/bin/python -m data.experiments.experiments $(WORK)
 
 # The environment, each part made once and again when pyproject.toml changes
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from pipeline.project import Project
+    from pipeline.project.project import Project
 
 STOPPED = 130  # the shell's code for Ctrl-C
 
@@ -60,7 +60,7 @@ def cli() -> None:
 )
 def init(folder: Path, images: Path, family: str, weights: str, trigger: str) -> None:
     """Make a new project in FOLDER from a folder of images."""
-    from pipeline.init import new_project
+    from pipeline.project.init import new_project
 
     for line in new_project(folder.expanduser(), images.expanduser(), family, weights, trigger):
         click.echo(line)
@@ -84,8 +84,8 @@ def run(stage: str, measured: bool, path: str, overrides: tuple[str, ...]) -> No
     project.stage(stage)
     meter = None
     if measured:
-        from pipeline.memory import stage_report
-        from stages.tuner.memory import Meter
+        from pipeline.commands.memory import stage_report
+        from stages.tuner.blockwise.meter import Meter
 
         meter = Meter()
     with Terminal(stage) as terminal:
@@ -103,7 +103,7 @@ def run(stage: str, measured: bool, path: str, overrides: tuple[str, ...]) -> No
 @SET
 def segments(every: int, path: str, overrides: tuple[str, ...]) -> int:
     """Train in segments, each a process of its own, and draw previews after each."""
-    from pipeline.segments import segments as walk
+    from pipeline.commands.segments import segments as walk
 
     return walk(path, every, overrides or split_overrides(os.environ.get("LATENTMILL_SET", "")))
 
@@ -113,7 +113,7 @@ def segments(every: int, path: str, overrides: tuple[str, ...]) -> int:
 @SET
 def evaluate(path: str, overrides: tuple[str, ...]) -> None:
     """Show what the scores say: the base, each adapter and real pictures side by side. `make evaluate` makes the scores first."""
-    from pipeline.evaluate import evaluate as compare
+    from pipeline.commands.evaluate import evaluate as compare
 
     for line in compare(open_project(path, overrides)):
         click.echo(line)
@@ -127,7 +127,7 @@ def status(path: str, overrides: tuple[str, ...]) -> None:
 
     Every table with its recipe, rows and bytes, and what the next run would do. Nothing is written.
     """
-    from pipeline.status import render
+    from pipeline.commands.status import render
 
     click.echo(render(open_project(path, overrides)))
 
@@ -145,9 +145,9 @@ def status(path: str, overrides: tuple[str, ...]) -> None:
 def query(sql: str | None, style: str, parquet: Path | None, path: str, overrides: tuple[str, ...]) -> None:
     """Ask the tables in SQL (DuckDB).
 
-    Each bears its noun: images, captions, ..., scores. Also: tables, columns, unused.
+    Each bears its stage_name: images, captions, ..., scores. Also: tables, columns, unused.
     """
-    from pipeline.query import export_parquet, run_query
+    from pipeline.commands.query import export_parquet, run_query
 
     if parquet:
         export_parquet(open_project(path, overrides), parquet)
@@ -166,7 +166,7 @@ def query(sql: str | None, style: str, parquet: Path | None, path: str, override
 @SET
 def follow(what: str | None, path: str, overrides: tuple[str, ...]) -> None:
     """Follow one image through every table. WHAT: a path, an image_id, or part of a caption."""
-    from pipeline.follow import follow as through
+    from pipeline.commands.follow import follow as through
 
     if not what:
         raise ValueError(
@@ -207,7 +207,7 @@ def export(
 
     OUT is a file ending in .safetensors, or a folder; without it, exports/ in the project. With --merged it is a new folder.
     """
-    from pipeline.export import export_run, merge_run
+    from pipeline.commands.export import export_run, merge_run
 
     def say(line: str) -> None:
         click.echo(line, err=True)
@@ -227,7 +227,7 @@ def export(
 @SET
 def replay(step: int, path: str, overrides: tuple[str, ...]) -> None:
     """Compute one step of the training run once more, and compare its losses with the table."""
-    from pipeline.replay import replay_run
+    from pipeline.commands.replay import replay_run
     from pipeline.terminal import Terminal
 
     with Terminal("replay") as terminal:
@@ -246,7 +246,7 @@ def clean(runs: bool, dry_run: bool, path: str, overrides: tuple[str, ...]) -> N
 
     Old rows, and tables of other configurations where the present one has its own. Trained adapters stay.
     """
-    from pipeline.clean import clean as sweep
+    from pipeline.commands.clean import clean as sweep
 
     for line in sweep(open_project(path, overrides), runs=runs, dry_run=dry_run):
         click.echo(line)
@@ -262,7 +262,7 @@ def clean(runs: bool, dry_run: bool, path: str, overrides: tuple[str, ...]) -> N
 @click.option("--steps", type=int, default=6, show_default=True, help="How many are measured.")
 def memory(path: str | None, **given: Any) -> None:
     """Show what training takes of memory, phase by phase, what leaks, and what would fit."""
-    from pipeline.memory import command
+    from pipeline.commands.memory import command
 
     for line in command(open_project(path) if path else None, given):
         click.echo(line)
@@ -272,7 +272,7 @@ def memory(path: str | None, **given: Any) -> None:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(arguments: tuple[str, ...]) -> None:
     """Measure steps, encoders and reading; a row each. `latentmill bench --help` has the options."""
-    from pipeline.bench import main as measure
+    from tests.bench.measure import main as measure
 
     measure(list(arguments), prog_name="latentmill bench", standalone_mode=False)
 
@@ -280,7 +280,7 @@ def bench(arguments: tuple[str, ...]) -> None:
 @cli.command()
 def families() -> None:
     """List the model families, their licences and sizes."""
-    from stages.models.families import FAMILIES
+    from stages.text_to_image.families import FAMILIES
 
     for family in FAMILIES.values():
         click.echo(f"{family.name:16} {family.title}; {family.licence}; weights: {family.source}")
@@ -288,7 +288,7 @@ def families() -> None:
 
 def open_project(path: str, overrides: tuple[str, ...] = (), *, fetch: bool = False) -> Project:
     """The project in that folder. `fetch`: weights may be downloaded."""
-    from pipeline.project import Project
+    from pipeline.project.project import Project
 
     return Project.open(path, overrides or split_overrides(os.environ.get("LATENTMILL_SET", "")), fetch=fetch)
 
@@ -303,22 +303,22 @@ def summary(outcome: Any) -> str:
     from pipeline.terminal import spell_bytes, spell_seconds
 
     if outcome.up_to_date:
-        return f"{outcome.noun}: up to date, {outcome.rows} rows"
+        return f"{outcome.stage_name}: up to date, {outcome.rows} rows"
     if outcome.left:
-        kept = f"{outcome.noun}: {outcome.reason}; {outcome.written} new rows are kept, {outcome.left} are still to do"
+        kept = f"{outcome.stage_name}: {outcome.reason}; {outcome.written} new rows are kept, {outcome.left} are still to do"
         return f"{kept}. The same command goes on from here."
     parts = [f"{outcome.written} rows written"]
     parts += [f"{outcome.removed} rows no longer wanted"] if outcome.removed else []
     parts += [f"{outcome.rows} in all", spell_seconds(outcome.seconds), f"peak memory {spell_bytes(outcome.peak_rss)}"]
     parts += [f"of it MLX {spell_bytes(outcome.peak_mlx)}"] if outcome.peak_mlx else []
-    return f"{outcome.noun}: {', '.join(parts)}"
+    return f"{outcome.stage_name}: {', '.join(parts)}"
 
 
-def results(project: Project, noun: str) -> list[str]:
+def results(project: Project, stage_name: str) -> list[str]:
     """Where the things lie that a user came for: the adapter, the grid."""
-    stage = project.stage(noun)
+    stage = project.stage(stage_name)
     found = []
-    for name in [*(read.name for read in stage.reads), noun] if stage.result else []:
+    for name in [*(read.name for read in stage.reads), stage_name] if stage.result else []:
         result = project.stage(name).result
         path = project.current(name).folder / "artifacts" / result
         found += [f"{result.split('.')[0]}: {path}"] if result and path.exists() else []

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.errors import Stopped
-from pipeline.project import Project
-from pipeline.store import missing
-from pipeline.writer import Writer
+from pipeline.project.project import Project
+from pipeline.store.table import missing
+from pipeline.store.writer import Writer
 from stages.stage import Stage, StageContext
 
 if TYPE_CHECKING:
-    from stages.tuner.memory import Meter
+    from stages.tuner.blockwise.meter import Meter
 
 VERSIONS = ("latentmill", "mlx", "numpy", "pyarrow", "pylance", "pillow", "transformers")
 
@@ -42,7 +42,7 @@ class Console(Protocol):
 class Outcome:
     """What a run did."""
 
-    noun: str
+    stage_name: str
     written: int = 0
     removed: int = 0
     rows: int = 0
@@ -59,30 +59,30 @@ class Outcome:
         return not self.written and not self.removed and not self.left
 
 
-def run(project: Project, noun: str, console: Console, meter: Meter | None = None) -> Outcome:
+def run(project: Project, stage_name: str, console: Console, meter: Meter | None = None) -> Outcome:
     """Bring one table up to date. Stopped if the user interrupts; ValueError in one line for what the user can mend.
 
     A meter measures MLX's memory, batch by batch.
     """
-    stage = project.stage(noun)
+    stage = project.stage(stage_name)
     warnings.filterwarnings("ignore", module="PIL")  # what Pillow warns of is a row's reason, or harmless
     began = time.monotonic()
-    folder = project.current(noun)
+    folder = project.current(stage_name)
     reasons: list[str] = []
     with (
         interruptible() as stop,
-        folder.writer(project.recipe(noun), flush_seconds=project.config.project.commit_seconds) as writer,
+        folder.writer(project.recipe(stage_name), flush_seconds=project.config.project.commit_seconds) as writer,
     ):
         context = project.context(
             stage,
             artifacts=folder.folder / "artifacts",
             stored=writer.stored,
-            keep=writer.keep,
+            write_artifact=writer.write_artifact,
             say=console.say,
             progress=console.progress,
             stop=stop.is_set,
             pause=reasons.append,
-            provenance=provenance(project, noun),
+            provenance=provenance(project, stage_name),
         )
         wanted = stage.wants(context)
         context.pending = missing(wanted, writer.stored)
@@ -95,15 +95,15 @@ def run(project: Project, noun: str, console: Console, meter: Meter | None = Non
             left = missing(wanted, writer.stored).num_rows
         if left and stop.is_set():
             raise Stopped(
-                f"{noun}: stopped; {written} new rows are kept, {left} are still to do. The same command goes on from here."
+                f"{stage_name}: stopped; {written} new rows are kept, {left} are still to do. The same command goes on from here."
             )
         if left and reasons:
-            outcome = Outcome(noun, written, 0, wanted.num_rows, time.monotonic() - began, peak_rss(), peak_mlx(meter))
+            outcome = Outcome(stage_name, written, 0, wanted.num_rows, time.monotonic() - began, peak_rss(), peak_mlx(meter))
             writer.finish(wanted, facts_of(outcome))  # what there is may be looked at, and previewed
             return dataclasses.replace(outcome, left=left, reason=reasons[-1])
-        assert not left, f"{noun}: {left} rows that the stage wants were never yielded"
+        assert not left, f"{stage_name}: {left} rows that the stage wants were never yielded"
         removed = missing(before, wanted).num_rows if before is not None else 0
-        outcome = Outcome(noun, written, removed, wanted.num_rows, time.monotonic() - began, peak_rss(), peak_mlx(meter))
+        outcome = Outcome(stage_name, written, removed, wanted.num_rows, time.monotonic() - began, peak_rss(), peak_mlx(meter))
         writer.finish(wanted, facts_of(outcome) if written or not folder.exists else {})
     return outcome
 
@@ -145,13 +145,19 @@ def interruptible() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def provenance(project: Project, noun: str) -> dict[str, str]:
+def provenance(project: Project, stage_name: str) -> dict[str, str]:
     """What a file made by this run says of its making: family, recipe, the recipes of the tables it read, versions."""
-    from pipeline.fingerprint import short
+    from pipeline.project.recipe import short
 
-    reads = {f"recipe_{read.name}": short(project.recipe(read.name)) for read in project.stage(noun).reads}
+    reads = {f"recipe_{read.name}": short(project.recipe(read.name)) for read in project.stage(stage_name).reads}
     versions = {f"version_{name}": version for name, version in software().items()}
-    return {"family": project.family.name, "project": project.name, "recipe": short(project.recipe(noun)), **reads, **versions}
+    return {
+        "family": project.family.name,
+        "project": project.name,
+        "recipe": short(project.recipe(stage_name)),
+        **reads,
+        **versions,
+    }
 
 
 def software() -> dict[str, str]:

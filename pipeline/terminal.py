@@ -28,12 +28,12 @@ class Rate(ProgressColumn):
 class Terminal:
     """Progress and lines on standard error, so that standard output holds results only."""
 
-    def __init__(self, noun: str) -> None:
-        self.noun = noun
+    def __init__(self, stage_name: str) -> None:
+        self.stage_name = stage_name
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(), TimeRemainingColumn())
         self.bar = Progress(*columns, console=self.console, transient=True) if sys.stderr.isatty() else None
-        self.task = self.bar.add_task(noun, total=None, visible=False) if self.bar else None
+        self.task = self.bar.add_task(stage_name, total=None, visible=False) if self.bar else None
         self.waiting = threading.Timer(WAIT_SECONDS, self._appear)
         self.waiting.daemon = True
         self.told = time.monotonic()
@@ -56,7 +56,7 @@ class Terminal:
 
     def say(self, line: str) -> None:
         """One line, named after the stage."""
-        self.console.print(f"{self.noun}: {line}", markup=False)
+        self.console.print(f"{self.stage_name}: {line}", markup=False)
 
     def progress(self, done: int, total: int, unit: str) -> None:
         """Move the bar; without a terminal, a line now and then. `unit`: what is counted, image or images."""

@@ -35,7 +35,7 @@ class TableSchema:
     """One table: the noun that names it, the columns that identify a row, and all columns in order.
 
     `tensor` is True where every row also carries a 16-bit tensor: batches then end in a column `tensor`
-    (list of uint16), which the runner puts into Arrow parts, keeping a locator in the row. `costly` is True where,
+    (list of uint16), which the runner puts into Arrow parts, keeping a locator in the row. `retains_dead_rows` is True where,
     as in every tensor table, a row that nobody wants any more is kept, out of sight, until `clean`: it is dear to make.
     """
 
@@ -44,7 +44,7 @@ class TableSchema:
     key: tuple[str, ...]
     columns: tuple[pa.Field, ...]
     tensor: bool = False
-    costly: bool = False
+    retains_dead_rows: bool = False
 
     @property
     def batch(self) -> pa.Schema:

@@ -17,8 +17,8 @@ PIPELINES: dict[str, tuple[str, ...]] = {
 }
 
 
-def find(noun: str) -> Stage:
+def find(stage_name: str) -> Stage:
     """The stage that writes the table of that name."""
-    found: Stage = import_module(f"stages.{noun}").STAGE
-    assert found.writes.name == noun
+    found: Stage = import_module(f"stages.text_to_image.{stage_name}").STAGE
+    assert found.writes.name == stage_name
     return found

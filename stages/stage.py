@@ -31,13 +31,15 @@ class StageContext:
     config: Any  # the stage's own section, its `config` dataclass
     family: Any  # stages.models.families.Family
     source: Path  # the image folder; never written
-    artifacts: Path  # the folder for files that rows name; write through `keep`
+    artifacts: Path  # the folder for files that rows name; write through `write_artifact`
     stored: pa.Table  # rows of this table that exist already, as last written
     pending: pa.Table  # the rows of `wants` that do not exist yet
     rows: Callable[[TableSchema], pa.Table]  # the rows of a table that the stage reads
     tensors: Callable[[TableSchema], TensorReader]  # and their tensors
     weights: Callable[[str], Path]  # where a component's weights lie: a folder or a file
-    keep: Callable[[str, Callable[[Path], None]], Path]  # keep(name, write): an artifact, written whole or not at all
+    write_artifact: Callable[
+        [str, Callable[[Path], None]], Path
+    ]  # write_artifact(name, write): an artifact, written whole or not at all
     say: Callable[[str], None]  # one line for the user
     progress: Callable[[int, int, str], None]  # done, total, unit: moves the bar
     stop: Callable[[], bool]  # True once the user asked to stop: finish the batch and return
@@ -52,7 +54,7 @@ class Stage:
 
     `wants` says which rows the table should have: the key columns and every input that a row's freshness depends on
     (a subset of the columns of `writes`); it is cheap, loads no weights and writes nothing. A stored row that agrees
-    with its wanted row in all those columns is fresh. `run` yields batches of `writes.batch` for `context.pending`,
+    with its wanted row in all those columns is fresh. `run` yields batches of `writes.batch` for `ctx.pending`,
     in small steps, and loads weights only if something is pending. `snapshot`, for a stage that is not row-wise,
     returns the rows that the whole result depends on: they become part of the recipe.
     """
@@ -69,7 +71,7 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """The noun."""
+        """The stage_name."""
         return self.writes.name
 
 

@@ -14,7 +14,7 @@ import stages  # noqa: F401  (before mlx.core)
 @pytest.fixture(scope="session")
 def tiny_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the tiny family's weights; read only."""
-    from stages.models import tiny
+    from stages.models.flux2 import tiny
 
     folder = tmp_path_factory.mktemp("tiny") / "weights"
     tiny.make(folder, seed=0)

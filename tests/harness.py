@@ -46,7 +46,7 @@ def context(
     stop: Callable[[], bool] = lambda: False,
     source: Path | None = None,
 ) -> StageContext:
-    """A context for `stage` whose inputs are `tables` (by noun; tensor tables with their `tensor` column)."""
+    """A context for `stage` whose inputs are `tables` (by stage_name; tensor tables with their `tensor` column)."""
     tables = tables or {}
     (folder / "artifacts").mkdir(parents=True, exist_ok=True)
 
@@ -57,7 +57,7 @@ def context(
     def tensors(schema: TableSchema) -> MemoryTensors:
         return MemoryTensors(tables[schema.name], schema.key[0])
 
-    def keep(name: str, write: Callable[[Path], None]) -> Path:
+    def write_artifact(name: str, write: Callable[[Path], None]) -> Path:
         path = folder / "artifacts" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
@@ -74,7 +74,7 @@ def context(
         rows=rows,
         tensors=tensors,
         weights=lambda name: (weights or {})[name],
-        keep=keep,
+        write_artifact=write_artifact,
         say=lambda line: None,
         progress=lambda done, total, unit: None,
         stop=stop,

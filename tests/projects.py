@@ -12,7 +12,7 @@ import pyarrow as pa
 from PIL import Image
 
 from pipeline import runner
-from pipeline.project import Project
+from pipeline.project.project import Project
 from pipeline.runner import Outcome
 
 ROOT = Path(__file__).parents[1]
@@ -101,22 +101,22 @@ def edit(folder: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new))
 
 
-def build(folder: Path, *nouns: str, console: Silent | None = None) -> dict[str, Outcome]:
-    """Run stages in order (all of them by default), in this process; what each did, by noun."""
+def build(folder: Path, *stage_names: str, console: Silent | None = None) -> dict[str, Outcome]:
+    """Run stages in order (all of them by default), in this process; what each did, by stage_name."""
     outcomes = {}
-    for noun in nouns or Project.open(folder).nouns:
-        outcomes[noun] = runner.run(Project.open(folder, fetch=True), noun, console or Silent())
+    for stage_name in stage_names or Project.open(folder).stage_names:
+        outcomes[stage_name] = runner.run(Project.open(folder, fetch=True), stage_name, console or Silent())
     return outcomes
 
 
 def written(outcomes: dict[str, Outcome]) -> dict[str, int]:
     """How many rows each stage wrote."""
-    return {noun: outcome.written for noun, outcome in outcomes.items()}
+    return {stage_name: outcome.written for stage_name, outcome in outcomes.items()}
 
 
-def content(folder: Path, noun: str) -> pa.Table:
+def content(folder: Path, stage_name: str) -> pa.Table:
     """A table's rows in the columns in which equal runs agree, sorted by key, with the tensors' words where it has any."""
-    found = Project.open(folder).current(noun)
+    found = Project.open(folder).current(stage_name)
     rows = found.rows().sort_by([(name, "ascending") for name in found.schema.key])
     table = rows.select(found.schema.compared)
     if not found.schema.tensor:

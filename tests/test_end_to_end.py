@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.project import Project
+from pipeline.project.project import Project
 from tests import projects
 
 ULP = 2.0**-7  # bfloat16 keeps 8 significant bits: two roundings of nearly equal numbers differ by at most one step
@@ -48,7 +48,7 @@ def close(ours: np.ndarray, theirs: np.ndarray) -> None:
 def test_the_latents_table_holds_what_diffusers_encodes(project, reference):
     import torch
 
-    from stages.pixels import open_image
+    from stages.text_to_image.imaging.decode import open_image
 
     pipe, _ = reference
     table = projects.content(project, "latents")
@@ -92,11 +92,11 @@ def test_the_exported_adapter_gives_our_velocity_in_diffusers(project, reference
     import torch
     from diffusers import Flux2KleinPipeline
 
-    from pipeline.export import export_run
-    from stages.models import flux2
-    from stages.models.adapter_formats import read_adapter
-    from stages.models.load import load_flux2
-    from stages.tuner import lora
+    from pipeline.commands.export import export_run
+    from stages.models.flux2 import transformer as flux2
+    from stages.models.flux2.adapter_formats import read_adapter
+    from stages.models.flux2.load import load_flux2
+    from stages.tuner.adapters import lora
 
     opened = Project.open(project)
     file = export_run(opened, tmp_path / "lora.safetensors", style, dtype="float32", step=None)

@@ -10,12 +10,12 @@ import mlx.core as mx
 import pytest
 
 import stages
-from pipeline.project import Project
+from pipeline.project.project import Project
 from schemas.table import TableSchema
 from tests import projects
 
 ROOT = Path(__file__).parents[1]
-NOUNS = stages.PIPELINES["lora"]
+STAGE_NAMES = stages.PIPELINES["lora"]
 SOURCES = sorted(p for folder in ("pipeline", "stages", "schemas") for p in (ROOT / folder).rglob("*.py"))
 
 
@@ -40,45 +40,47 @@ def reachable(edges: dict[str, set[str]], target: str) -> set[str]:
     return seen
 
 
-@pytest.mark.parametrize("noun", NOUNS)
-def test_one_noun_names_schema_stage_section_target_and_test(noun):
-    stage = stages.find(noun)
-    assert stage.name == stage.writes.name == noun
-    assert (ROOT / "schemas" / f"{noun}.py").exists()
-    assert (ROOT / "stages" / f"{noun}.py").exists()
-    assert (ROOT / "tests" / "stages" / f"test_{noun}.py").exists()
-    assert noun in makefile_edges()
-    assert stage.config.__name__ == f"{noun.title()}Config"
+@pytest.mark.parametrize("stage_name", STAGE_NAMES)
+def test_one_noun_names_schema_stage_section_target_and_test(stage_name):
+    stage = stages.find(stage_name)
+    assert stage.name == stage.writes.name == stage_name
+    assert (ROOT / "schemas" / f"{stage_name}.py").exists()
+    assert (ROOT / "stages" / f"{stage_name}.py").exists()
+    assert (ROOT / "tests" / "stages" / f"test_{stage_name}.py").exists()
+    assert stage_name in makefile_edges()
+    assert stage.config.__name__ == f"{stage_name.title()}Config"
 
 
-@pytest.mark.parametrize("noun", NOUNS)
-def test_make_runs_what_a_stage_reads_before_it(noun):
+@pytest.mark.parametrize("stage_name", STAGE_NAMES)
+def test_make_runs_what_a_stage_reads_before_it(stage_name):
     edges = makefile_edges()
-    for read in stages.find(noun).reads:
-        assert read.name in reachable(edges, noun)
+    for read in stages.find(stage_name).reads:
+        assert read.name in reachable(edges, stage_name)
 
 
-@pytest.mark.parametrize("noun", NOUNS)
-def test_a_stage_reads_only_what_an_earlier_stage_writes(noun):
-    earlier = {stages.find(n).writes.name for n in NOUNS[: NOUNS.index(noun)]}
-    assert {read.name for read in stages.find(noun).reads} <= earlier
+@pytest.mark.parametrize("stage_name", STAGE_NAMES)
+def test_a_stage_reads_only_what_an_earlier_stage_writes(stage_name):
+    earlier = {stages.find(n).writes.name for n in STAGE_NAMES[: STAGE_NAMES.index(stage_name)]}
+    assert {read.name for read in stages.find(stage_name).reads} <= earlier
 
 
-@pytest.mark.parametrize("noun", NOUNS)
-def test_a_schema_describes_every_column_and_avoids_types_that_duckdb_chokes_on(noun):
-    schema: TableSchema = stages.find(noun).writes
+@pytest.mark.parametrize("stage_name", STAGE_NAMES)
+def test_a_schema_describes_every_column_and_avoids_types_that_duckdb_chokes_on(stage_name):
+    schema: TableSchema = stages.find(stage_name).writes
     assert schema.doc and set(schema.key) <= {f.name for f in schema.columns}
     for field in schema.stored:
-        assert field.metadata[b"doc"], f"{noun}.{field.name}"
-        assert not re.search(r"halffloat|large_|uint|dictionary|struct", str(field.type)), f"{noun}.{field.name}: {field.type}"
+        assert field.metadata[b"doc"], f"{stage_name}.{field.name}"
+        assert not re.search(r"halffloat|large_|uint|dictionary|struct", str(field.type)), (
+            f"{stage_name}.{field.name}: {field.type}"
+        )
 
 
 def test_a_whole_run_gives_back_mlx_memory_stage_by_stage(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "project", tiny_weights, images=2)
-    for noun in NOUNS:
+    for stage_name in STAGE_NAMES:
         before = mx.get_active_memory()
-        projects.build(folder, noun)
-        assert mx.get_active_memory() <= before + 4096, noun
+        projects.build(folder, stage_name)
+        assert mx.get_active_memory() <= before + 4096, stage_name
 
 
 RUNTIME = (
@@ -97,12 +99,14 @@ def test_rows_do_not_depend_on_runtime_settings(tmp_path, tiny_weights):
         text = text.replace(section, changed)
     (other / "project.toml").write_text(text)
     projects.edit(plain, 'checkpoints = "all"', 'checkpoints = "last"')
-    for noun in NOUNS:
-        projects.build(plain, noun)
-        projects.build(other, noun)
-        assert Project.open(plain).recipe(noun) == Project.open(other).recipe(noun), noun
-        clocks = {"inode", "mtime_ns"} & set(projects.content(plain, noun).column_names)
-        assert projects.content(plain, noun).drop_columns(clocks) == projects.content(other, noun).drop_columns(clocks), noun
+    for stage_name in STAGE_NAMES:
+        projects.build(plain, stage_name)
+        projects.build(other, stage_name)
+        assert Project.open(plain).recipe(stage_name) == Project.open(other).recipe(stage_name), stage_name
+        clocks = {"inode", "mtime_ns"} & set(projects.content(plain, stage_name).column_names)
+        assert projects.content(plain, stage_name).drop_columns(clocks) == projects.content(other, stage_name).drop_columns(
+            clocks
+        ), stage_name
 
 
 def test_a_stage_with_nothing_to_do_loads_no_weights(tmp_path, tiny_weights, monkeypatch):

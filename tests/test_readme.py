@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import stages
-from pipeline.project import Project
-from pipeline.query import run_query
+from pipeline.commands.query import run_query
+from pipeline.project.project import Project
 from tests import projects
 
 ROOT = Path(__file__).parents[1]
@@ -75,6 +75,6 @@ def test_a_setting_that_the_readme_names_is_of_the_kind_that_it_is_named_for(wor
     (keys,) = re.findall(rf"those that {words}\s+\(([^:]*):", README)
     named = re.findall(r"`(\w+)\.(\w+)`", keys)
     assert named
-    for noun, name in named:
-        (field,) = (each for each in dataclasses.fields(stages.find(noun).config) if each.name == name)
-        assert field.metadata["kind"] == kind, f"{noun}.{name}"
+    for stage_name, name in named:
+        (field,) = (each for each in dataclasses.fields(stages.find(stage_name).config) if each.name == name)
+        assert field.metadata["kind"] == kind, f"{stage_name}.{name}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from pipeline.plot import COLORS, GRID, INK, PAPER, SOFT, Color
+from data.pages.plot import COLORS, GRID, INK, PAPER, SOFT, Color
 
 SCALE = 2  # image pixels per pixel of the layout
 WIDTH, HEIGHT = 330, 200  # pixels: of a panel's field

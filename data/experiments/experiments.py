@@ -14,12 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import report
-import runs
-from judging import HeldOut, Looks, checkpoints
-from strips import strip
-
-from pipeline.project import Project
+from data.experiments import report, runs
+from data.experiments.judging import HeldOut, Looks, checkpoints
+from data.experiments.strips import strip
+from pipeline.project.project import Project
 from stages.tuner.checkpoint import ADAPTER, EMA
 
 LOG = logging.getLogger("experiments")

@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from runs import EXAMPLE, captions
 
-from pipeline.project import Project
-from schemas.captions import CAPTIONS
-from stages import features
-from stages.features import Agreement, Eye, Group
-from stages.heldout import Validation
-from stages.train import data_of, validation_of
-from stages.trainer import Trainer
+from data.experiments.runs import EXAMPLE, captions
+from pipeline.project.project import Project
+from schemas.text_to_image.captions import CAPTIONS
+from stages.text_to_image.scores import features
+from stages.text_to_image.scores.features import Agreement, Group, ImageEncoder
+from stages.text_to_image.train.stage import data_of, validation_of
+from stages.text_to_image.train.trainer import Trainer
+from stages.text_to_image.train.validation import Validation
 from stages.tuner import checkpoint
+from stages.tuner.adapters.stacks import Stacks
 from stages.tuner.checkpoint import ADAPTER, Checkpoint
-from stages.tuner.stacks import Stacks
 
 SIDES, WAYS = (128, 192), ("own", "empty")
 TOKENS = 64  # at most, of a crop of the smaller
@@ -73,7 +73,7 @@ class Looks:
     """
 
     def __init__(self, base: list[tuple[str, Path]]) -> None:
-        self.eye = Eye()
+        self.eye = ImageEncoder()
         self.base = self._group(base)
         real = captions(EXAMPLE / "references")
         self.real = self._group([(text, EXAMPLE / "references" / name) for name, text in real.items()])

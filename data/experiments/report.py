@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import charts
 import numpy as np
-from charts import Panel, Series
 
-from pipeline.plot import BLUE, GREEN, GREY, ORANGE, PURPLE
+from data.experiments import charts
+from data.experiments.charts import Panel, Series
+from data.pages.plot import BLUE, GREEN, GREY, ORANGE, PURPLE
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = "results.jsonl", "README.md"

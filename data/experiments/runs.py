@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import runner
-from pipeline.project import Project
+from pipeline.project.project import Project
 
 LOG = logging.getLogger("experiments")
 EXAMPLE = Path(__file__).parents[1] / "example"
@@ -170,13 +170,13 @@ def tell(folder: Path, texts: dict[str, str]) -> None:
     (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def build(folder: Path, changes: Iterable[str], nouns: Sequence[str]) -> Project:
+def build(folder: Path, changes: Iterable[str], stage_names: Sequence[str]) -> Project:
     """Bring these tables up to date under these settings; the project that holds them."""
     changes = tuple(changes)
-    for noun in nouns:
-        outcome = runner.run(Project.open(folder, changes, fetch=True), noun, Told())
+    for stage_name in stage_names:
+        outcome = runner.run(Project.open(folder, changes, fetch=True), stage_name, Told())
         if outcome.written:
-            LOG.info("%s: %d rows in %.0f s", noun, outcome.written, outcome.seconds)
+            LOG.info("%s: %d rows in %.0f s", stage_name, outcome.written, outcome.seconds)
     return Project.open(folder, changes)
 
 

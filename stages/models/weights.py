@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from stages.models.families import FOLDERS, Family
+from stages.models.family import FOLDERS, Family
 
 NAMED = 3  # keys named in a message; the rest is counted
 AUTOENCODER_FILES = ("ae.safetensors", "flux2-vae.safetensors")  # names of the autoencoder as one file

@@ -127,7 +127,7 @@ def published(artifacts: Path) -> int | None:
         return None
 
 
-def stands(artifacts: Path, step: int, best: int | None = None) -> bool:
+def is_published(artifacts: Path, step: int, best: int | None = None) -> bool:
     """Whether the result at the top is that of a step, and has the sizes that the checkpoints, where they are left, say."""
     kept: dict[int | None, Mapping[str, Any]] = {saved.step: saved.state["files"] for saved in found(artifacts)}
     for top, of, name in ((ADAPTER, step, ADAPTER), (EMA, step, EMA), (BEST, best, ADAPTER)):

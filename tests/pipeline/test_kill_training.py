@@ -9,8 +9,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from pipeline.project import Project
-from pipeline.status import state
+from pipeline.commands.status import state
+from pipeline.project.project import Project
 from tests import projects
 from tests.pipeline.test_kill import artifacts
 
@@ -70,9 +70,9 @@ def missing(folder: Path) -> int:
     return state(Project.open(folder), "train").missing or 0
 
 
-def kill(folder: Path, noun: str, after: float) -> bool:
+def kill(folder: Path, stage_name: str, after: float) -> bool:
     """Run a stage and kill it after so many seconds; whether that ended it."""
-    process = projects.command(folder, "run", noun)
+    process = projects.command(folder, "run", stage_name)
     time.sleep(after)
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -102,7 +102,7 @@ def test_training_with_every_feature_on_and_killed_at_random_ends_where_an_unbro
     assert missing(killed) == 0
     projects.latentmill(unbroken, "run", "samples")
     projects.latentmill(killed, "run", "samples")
-    for noun in ("train", "samples"):
-        assert projects.content(killed, noun) == projects.content(unbroken, noun)
-        assert artifacts(killed, noun) == artifacts(unbroken, noun)
+    for stage_name in ("train", "samples"):
+        assert projects.content(killed, stage_name) == projects.content(unbroken, stage_name)
+        assert artifacts(killed, stage_name) == artifacts(unbroken, stage_name)
     assert "to the bit" in projects.latentmill(killed, "replay", "12")

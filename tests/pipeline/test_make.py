@@ -5,8 +5,8 @@ import subprocess
 import pytest
 
 from pipeline.cli import split_overrides
-from pipeline.disk import CHECKOUT
-from pipeline.project import spelled
+from pipeline.project.project import spelled
+from pipeline.store.disk import CHECKOUT
 from tests import projects
 
 

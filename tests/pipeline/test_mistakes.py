@@ -14,8 +14,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from pipeline.cli import guarded, one_line
-from pipeline.init import new_project
-from pipeline.project import Project
+from pipeline.project.init import new_project
+from pipeline.project.project import Project
 from tests import projects
 
 USER = 2
@@ -165,18 +165,18 @@ def test_a_disk_that_is_full_is_one_line_and_the_next_run_goes_on(project):
     assert projects.content(project, "latents").num_rows == 6
 
 
-@pytest.mark.parametrize(("noun", "seconds"), [("latents", 1.5), ("latents", 3), ("train", 2), ("train", 4)])
-def test_an_interrupt_saves_and_says_how_to_go_on(project, noun, seconds):
+@pytest.mark.parametrize(("stage_name", "seconds"), [("latents", 1.5), ("latents", 3), ("train", 2), ("train", 4)])
+def test_an_interrupt_saves_and_says_how_to_go_on(project, stage_name, seconds):
     projects.edit(project, "steps = 6", "steps = 4000")
     for number in range(3, 40):
         projects.add_image(project, f"more{number}.png", seed=number)
-    projects.build(project, "images", "captions", "buckets", *(["latents", "embeddings"] if noun == "train" else []))
-    process = projects.command(project, "run", noun)
+    projects.build(project, "images", "captions", "buckets", *(["latents", "embeddings"] if stage_name == "train" else []))
+    process = projects.command(project, "run", stage_name)
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert "Traceback" not in err
-    if noun == "train":  # 4000 steps are not done so soon
+    if stage_name == "train":  # 4000 steps are not done so soon
         assert process.returncode == STOPPED and "goes on from here" in err, err
         assert list(project.rglob("checkpoints/*/state.json"))
     else:

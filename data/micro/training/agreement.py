@@ -17,12 +17,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from captions import phrase
-from compose import COLOURS, SHAPES, load_splits
-from example import SCALE, Sprites, arguments, concepts, held_out, said
 from safetensors.numpy import save_file
 
-from stages.features import PICTURES, TEXTS, Agreement, Eye, sentences
+from data.micro.training.captions import phrase
+from data.micro.training.compose import COLOURS, SHAPES, load_splits
+from data.micro.training.example import SCALE, Sprites, arguments, concepts, held_out, said
+from stages.text_to_image.scores.features import PICTURES, TEXTS, Agreement, ImageEncoder, sentences
 
 PENALTY = 2000.0  # 600 to 4000 do as well on concepts of the base's split that are left out
 EACH = 5  # pictures of a concept in a style
@@ -31,7 +31,7 @@ STYLES = ("flat", "3d")
 AT = (1, 5, 10)
 
 
-def pictures(work: Path, eye: Eye) -> tuple[np.ndarray, list[str]]:
+def pictures(work: Path, eye: ImageEncoder) -> tuple[np.ndarray, list[str]]:
     """Features (N,D) of composed pictures, and their captions."""
     draw = random.Random(0)
     shapes = [(width, height) for resolution in SHAPES.values() for height, width in resolution]
@@ -63,7 +63,7 @@ def fit(features_ND: np.ndarray, said_NE: np.ndarray) -> dict[str, np.ndarray]:
     return {name: array.astype(np.float32) for name, array in single.items()} | {"weight": weight_DE.astype(np.float16)}
 
 
-def report(work: Path, file: Path, eye: Eye) -> list[str]:
+def report(work: Path, file: Path, eye: ImageEncoder) -> list[str]:
     """How real pictures of held-out concepts rank their own captions: a line for each style, and chance."""
     agreement = Agreement.load(file)
     lines = [f"{'':8}" + "".join(f"   R@{k:<3}" for k in AT) + "mean rank  cosine"]
@@ -86,7 +86,7 @@ def report(work: Path, file: Path, eye: Eye) -> list[str]:
 
 def main(work: Path, file: Path) -> str:
     """Fit, write, and say how good it is."""
-    eye = Eye()
+    eye = ImageEncoder()
     features_ND, texts = pictures(work, eye)
     distinct = sorted(set(texts))
     place = {text: n for n, text in enumerate(distinct)}

@@ -14,13 +14,14 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import model as parts
 import torch
-from compose import COLOURS, SIDE, compose
 from diffusers import AutoencoderKLFlux2
-from journal import Journal
-from optimizer import Average, rate
 from torch import Tensor
+
+from data.micro.training import model as parts
+from data.micro.training.compose import COLOURS, SIDE, compose
+from data.micro.training.journal import Journal
+from data.micro.training.optimizer import Average, rate
 
 CANVAS = 128  # pixels: the training pictures' side
 NOISE = 0.2  # the highest level of noise, in spreads of a channel

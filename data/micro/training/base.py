@@ -13,16 +13,17 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import model as parts
 import torch
-from captions import caption
-from compose import COLOURS, SHAPES, compose
 from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
-from journal import Journal
-from optimizer import Average, Matrix, Optimizer, rate
-from tokenizer import Prompts
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
+
+from data.micro.training import model as parts
+from data.micro.training.captions import caption
+from data.micro.training.compose import COLOURS, SHAPES, compose
+from data.micro.training.journal import Journal
+from data.micro.training.optimizer import Average, Matrix, Optimizer, rate
+from data.micro.training.tokenizer import Prompts
 
 Shape = tuple[int, int]  # height, width
 

@@ -21,9 +21,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import resvg_py
-from captions import phrase
-from choice import CHOICE, EXAMPLE, HELD_OUT, TWINS, entries
 from PIL import Image
+
+from data.micro.training.captions import phrase
+from data.micro.training.choice import CHOICE, EXAMPLE, HELD_OUT, TWINS, entries
 
 FLAT = "@lobehub/fluent-emoji-flat@1.1.0"
 SOLID = "@lobehub/fluent-emoji-3d@1.1.0"

@@ -9,13 +9,14 @@ import math
 from itertools import pairwise
 from pathlib import Path
 
-import model as parts
 import torch
 from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
 from PIL import Image, ImageDraw
-from tokenizer import Prompts
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
+
+from data.micro.training import model as parts
+from data.micro.training.tokenizer import Prompts
 
 GUIDANCE = 3.0
 STEPS = 24

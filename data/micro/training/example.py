@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from captions import plain
-from compose import COLOURS, compose, load_sprites
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional
+
+from data.micro.training.captions import plain
+from data.micro.training.compose import COLOURS, compose, load_sprites
 
 CONCEPTS = Path(__file__).parents[1] / "concepts.jsonl"
 SHAPES = ((256, 256), (256, 192), (192, 256), (288, 192), (192, 288))  # width, height: 1:1, 4:3, 3:4, 3:2, 2:3

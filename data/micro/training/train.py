@@ -20,18 +20,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import autoencoder
-import base
-import captions as sayings
-import compose
-import draw
-import export
-import model as parts
-import tokenizer
 import torch
 from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
-from journal import Journal
 from transformers import Qwen3ForCausalLM
+
+from data.micro.training import autoencoder, base, compose, draw, export, tokenizer
+from data.micro.training import captions as sayings
+from data.micro.training import model as parts
+from data.micro.training.journal import Journal
 
 CONCEPTS = Path(__file__).parents[1] / "concepts.jsonl"
 SHOWN = ((128, 128), (96, 160), (144, 112), (160, 160), (160, 224), (192, 192))  # shapes of the sample sheet

@@ -1,0 +1,203 @@
+"""What training takes of memory: by phase and step, as a table, a plot and plain advice. `latentmill memory`.
+
+Random weights in the family's true shape, since memory depends on shapes alone; nothing is read from disk but settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import stages  # noqa: F401  (before mlx.core)
+from data.pages import plot
+from data.pages.plot import Chart, Curve, Panel
+from pipeline.terminal import spell_bytes
+from stages.models.family import Family
+from stages.models.flux2.transformer import Flux2Config
+from stages.text_to_image.families import family
+from stages.text_to_image.train import memory_plan
+from stages.text_to_image.train.config import TrainConfig
+from stages.tuner.blockwise.backprop import Plan, limit_command_buffers
+from stages.tuner.blockwise.meter import ENOUGH, LEAST, Meter, budget
+from tests.bench.steps import Rig, settings
+
+if TYPE_CHECKING:
+    from pipeline.project.project import Project
+
+ROWS, PICTURE = "memory.parquet", "memory.png"
+SIDES = (512, 768, 1024)  # pixels: what is advised on
+COLORS = {"batch": plot.GREEN, "gradients": plot.BLUE, "optimizer": plot.ORANGE}
+PANELS = (("peak", "peak"), ("active after", "active"))  # title, column
+SCALES = (("MB", 1e6), ("10 MB", 1e7), ("100 MB", 1e8), ("GB", 1e9), ("10 GB", 1e10))  # of the plot's axis
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is trained, as far as memory cares: images of that side, as [train] says."""
+
+    family: Family
+    train: TrainConfig
+    pixels: int
+    steps: int = 6  # that are measured
+
+    @property
+    def limit(self) -> int:
+        """Bytes that training may take."""
+        return budget(self.train.memory_gb)
+
+    @property
+    def ask(self) -> memory_plan.MemoryEstimator:
+        """What training would ask of these shapes."""
+        return memory_plan.MemoryEstimator(self.train, Flux2Config.from_dict(self.family.transformer))
+
+    def batch(self, side: int) -> memory_plan.Batch:
+        """A whole batch of images of that side."""
+        return memory_plan.Batch(self.train.batch_size, side, side, self.family.text_tokens)
+
+
+def asked(project: Project | None, given: dict[str, Any]) -> Setup:
+    """A project's settings at its largest resolution, or a family's; what is `given` instead of None holds instead.
+
+    ValueError for what cannot be measured.
+    """
+    pixels, steps = given["pixels"], given["steps"]
+    if project:
+        train, own = project.config.sections["train"], max(project.config.sections["buckets"].resolutions)
+    else:
+        train, own = settings(), SIDES[0]
+    plan = given["plan"] and (int(given["plan"]) if given["plan"].isdigit() else given["plan"])
+    other = {"base_bits": given["bits"] and int(given["bits"]), "rank": given["rank"], "memory": plan}
+    train = replace(train, **{name: value for name, value in other.items() if value is not None})
+    chosen = project.family if project and not given["family"] else family(given["family"] or "klein-base-4b")
+    pixels = own if pixels is None else pixels
+    if pixels < 32 or pixels % 16:
+        raise ValueError(f"memory: {pixels} pixels are wrong; a multiple of 16 is wanted, 512 for instance")
+    if steps < 1:
+        raise ValueError(f"memory: {steps} steps are wrong; 1 or more is wanted")
+    return Setup(chosen, train, pixels, steps)
+
+
+def command(project: Project | None, given: dict[str, Any]) -> Iterator[str]:
+    """What `latentmill memory` says. ValueError for settings that are wrong or cannot memory_plan."""
+    setup = asked(project, given)
+    yield from report(setup, folder_of(project))
+
+
+def stage_report(meter: Meter, project: Project, stage_name: str) -> Iterator[str]:
+    """What a stage's run took, batch by batch: the rows go into the project's tables/memory, a line each says the rest."""
+    batches = [row for row in meter.rows if row["phase"] == stage_name]
+    if not batches:
+        yield f"memory: {stage_name} made nothing, so there is nothing to measure"
+        return
+    yield f"memory: peak {spell_bytes(meter.peak)} in {len(batches)} batches, {spell_bytes(batches[-1]['active'])} after the last"
+    yield from leaks(meter)
+    file = folder_of(project) / f"{stage_name}.parquet"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist([{"family": project.family.name} | row for row in meter.rows]), file)
+    yield f"rows: {file}"
+
+
+def folder_of(project: Project | None) -> Path:
+    """Where the rows go."""
+    return project.path / "tables" / "memory" if project else Path("memory")
+
+
+def profile(rig: Rig, plan: Plan, steps: int) -> Meter:
+    """Train some steps, phase by phase. The first also fills caches."""
+    meter = Meter()
+    for number in range(1, steps + 1):
+        meter.step = number
+        rig.step(plan, meter)
+    return meter
+
+
+def report(setup: Setup, folder: Path) -> Iterator[str]:
+    """Profile, write the rows and the plot into `folder`, and say it all, line by line. ValueError if it cannot memory_plan."""
+    limit_command_buffers()  # as training does, before anything asks MLX for an array
+    c, batch = setup.train, setup.batch(setup.pixels)
+    samples, plan, need = memory_plan.settle(setup.ask, batch, setup.limit)
+    rig = Rig(setup.family, c, replace(batch, samples=samples))
+    rig.bound = memory_plan.bound(setup.ask.estimate(batch, samples), plan, setup.limit)
+    meter = profile(rig, plan, setup.steps)
+    del rig
+    images = "" if samples == 1 else f" x {samples}"
+    what = f"{setup.family.title}, {setup.pixels} px{images}, {c.base_bits} bits"
+    yield f"{what}, {c.variant} of rank {c.rank}, {c.optimizer.kind}, plan {plan}"
+    yield from lines(meter)
+    yield f"peak {spell_bytes(meter.peak)}, expected {spell_bytes(need)}, of it held {spell_bytes(meter.rows[0]['before'])}"
+    yield from leaks(meter)
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {"family": setup.family.name, "pixels": setup.pixels, "samples": samples, "bits": c.base_bits, "rank": c.rank}
+    facts |= {"variant": c.variant, "optimizer": c.optimizer.kind, "plan": str(plan)}
+    pq.write_table(pa.Table.from_pylist([facts | row for row in meter.rows]), folder / ROWS)
+    plot.save(chart(meter, f"{what}, plan {plan}"), folder / PICTURE)
+    yield f"rows: {folder / ROWS}   plot: {folder / PICTURE}"
+    yield from advice(setup)
+
+
+def lines(meter: Meter) -> Iterator[str]:
+    """The meter as a table."""
+    yield f"{'step':>4}  {'phase':10} {'before':>9} {'after':>9} {'peak':>9} {'cache':>9}"
+    for row in meter.rows:
+        sizes = " ".join(f"{spell_bytes(row[name]):>9}" for name in ("before", "active", "peak", "cache"))
+        yield f"{row['step']:>4}  {row['phase']:10} {sizes}"
+
+
+def leaks(meter: Meter) -> Iterator[str]:
+    """What grows from step to step, with the phase that grows; or from what size on a growth would have been seen."""
+    found = meter.leaks()
+    for phase, count in found.items():
+        yield f"LEAK: {phase} keeps {spell_bytes(count)} more every step"
+    if not meter.tells:
+        yield f"too few steps to tell whether a phase keeps more from step to step; {ENOUGH} or more are wanted"
+    elif not found:
+        yield f"no phase keeps {spell_bytes(LEAST)} or more from step to step"
+
+
+def chart(meter: Meter, title: str) -> Chart:
+    """The peak of every phase and what stays after it, over the steps."""
+    unit, scale = next((pair for pair in SCALES if meter.peak <= 25 * pair[1]), SCALES[-1])
+    top = meter.peak / scale * 1.1
+    phases = list(dict.fromkeys(row["phase"] for row in meter.rows))
+    return Chart(
+        "Memory of training by phase",
+        title,
+        f"steps, 0 the first, 1 the last of {meter.step}",
+        [Panel(f"{title}, {unit}", _curves(meter, phases, what, scale), top) for title, what in PANELS],
+        columns=2,
+        size=(330, 200),
+    )
+
+
+def _curves(meter: Meter, phases: list[str], what: str, scale: float) -> list[Curve]:
+    found = []
+    for phase in phases:
+        y = [row[what] / scale for row in meter.rows if row["phase"] == phase]
+        x = [n / max(1, len(y) - 1) for n in range(len(y))]
+        found.append(Curve(phase, COLORS.get(phase, plot.PURPLE), x, y, note=f"{max(y):.3g}"))
+    return found
+
+
+def advice(setup: Setup) -> Iterator[str]:
+    """What a step would need at other resolutions and bits, and what that means for this device."""
+    c, config, limit = replace(setup.train, memory="auto", micro_batch=1), setup.ask.meta_model.config, setup.limit
+    packings: list[dict[str, Any]] = [{"base_bits": bits} for bits in memory_plan.BITS]
+    yield f"one image may take {spell_bytes(limit)} and needs, computing every block twice (blocks) or none (whole):"
+    for packing in packings:
+        ask = memory_plan.MemoryEstimator(replace(c, **packing), config)
+        found = {side: ask.estimate(setup.batch(side), 1) for side in SIDES}
+        cells = [f"{side} px {spell_bytes(p.need('blocks'))} / {spell_bytes(p.need('whole'))}" for side, p in found.items()]
+        yield f"  base_bits = {ask.c.base_bits}: " + ", ".join(cells)
+    for side in SIDES:
+        remedy = memory_plan.mended(memory_plan.MemoryEstimator(replace(c, **packings[0]), config), setup.batch(side), limit)
+        other = {name: value for name, value in (packings[0] | remedy.settings).items() if value != getattr(c, name)}
+        using = f" with {replace(remedy, settings=other)}" if other else ""
+        if remedy.needs > limit:
+            yield f"{side} px would not fit:{using} it needs {spell_bytes(remedy.needs)}"
+        else:
+            yield f"{side} px would fit{using}, plan {remedy.plan}"

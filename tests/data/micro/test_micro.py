@@ -1,0 +1,223 @@
+"""The bundled family as it lies in data/micro: its size, its record, and diffusers, which draws from it what we draw."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from pipeline.commands.export import export
+from schemas.text_to_image.train import TRAIN
+from stages.models.flux2 import sampling
+from stages.models.flux2.adapter_formats import B
+from stages.models.flux2.autoencoder import AutoencoderConfig
+from stages.models.flux2.load import load_autoencoder, load_flux2
+from stages.models.flux2.transformer import Flux2Config
+from stages.models.text.encoder import TextEncoder, widen
+from stages.models.text.qwen3 import Qwen3Config
+from stages.models.weights import read_config
+from stages.text_to_image.families import family
+from stages.text_to_image.samples import stage as samples
+from stages.tuner import checkpoint
+from stages.tuner.adapters import lora
+
+MICRO = family("micro")
+FOLDER = Path(__file__).parents[3] / "data" / "micro"
+CARD = (FOLDER / "README.md").read_text(encoding="utf-8")
+MOST = 28_000_000  # bytes of the folder
+APPLE, OWL = "a red apple on a blue background", "an owl on a yellow background"
+TEXTS = (APPLE, OWL, "")
+DRAWN = ((APPLE, (128, 128)), (OWL, (96, 160)))  # texts, and the height and width of their pictures
+BLUE, YELLOW = (44, 104, 216), (255, 218, 62)  # as the pictures of the training had them
+STEPS = 8
+NEAR = 1e-3  # of values from 0 to 1
+ULP = 2**-7  # from a bfloat16 number to the next, at most, as a share of it
+
+Words = dict[str, np.ndarray]  # text -> bfloat16 words (T,J)
+Shape = tuple[int, int]  # height and width, pixels
+
+
+@pytest.fixture(scope="module")
+def diffusers() -> Any:
+    """The folder as diffusers reads it."""
+    import torch
+    from diffusers import Flux2KleinPipeline
+
+    found = Flux2KleinPipeline.from_pretrained(FOLDER, torch_dtype=torch.float32)
+    found.set_progress_bar_config(disable=True)
+    return found
+
+
+@pytest.fixture(scope="module")
+def embeddings() -> Words:
+    """Each text as the embeddings stage keeps it: bfloat16 words (T,J)."""
+    encoder = TextEncoder(FOLDER / "text_encoder", FOLDER / "tokenizer", MICRO, "float32")
+    return {text: made.words for text, made in zip(TEXTS, encoder.encode(list(TEXTS)), strict=True)}
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[checkpoint.Checkpoint, Path]:
+    """A random LoRA of every Linear in the blocks, as training keeps it, and its export."""
+    folder = tmp_path_factory.mktemp("adapter")
+
+    def keep(name: str, write: Any) -> Path:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+        return path
+
+    shapes = Flux2Config.from_dict(MICRO.transformer).shapes()
+    linears = {n.removesuffix(".weight"): s for n, s in shapes.items() if "transformer_blocks" in n and len(s) == 2}
+    rng = np.random.default_rng(7)
+    arrays = {
+        name: mx.array(rng.normal(0, 0.2, array.shape).astype(np.float32)) if name.endswith(B) else array
+        for name, array in lora.init(lora.choose(linears, ["*"], 4, 8.0), 7).items()
+    }
+    about = {"family": MICRO.name, "project": "random", "rank": "4", "alpha": "8.0"}
+    saved = checkpoint.save(keep, 1, arrays, {}, TRAIN.table([]), about, {})
+    file = export(saved.folder / checkpoint.ADAPTER, folder / "out", "diffusers", dtype="float32", metadata={})
+    return saved, file
+
+
+@pytest.fixture(scope="module")
+def pictures(embeddings: Words) -> dict[str, np.ndarray]:
+    """Each of DRAWN, by the bare base."""
+    return {text: by_us(embeddings, text, shape) for text, shape in DRAWN}
+
+
+def by_us(words: Words, text: str, shape: Shape, adapter: checkpoint.Checkpoint | None = None) -> np.ndarray:
+    """The picture as the samples stage draws it, before it is rounded to bytes: (H,W,3), 0 to 1."""
+    model = load_flux2(FOLDER / "transformer", MICRO, mx.float32)
+    prompt, negative = (mx.array(words[t]).view(mx.bfloat16)[None] for t in (text, ""))
+    linear_for = samples.adapted(model, adapter) if adapter else None
+    h, w = (side // samples.PIXELS for side in shape)
+    velocity = samples.velocity_of(model, linear_for, (h, w), prompt, negative, MICRO.guidance)
+    drawn = sampling.sample(velocity, noise(shape), sampling.sigmas(h * w, STEPS))
+    image_BHWC = load_autoencoder(FOLDER / "vae", MICRO, mx.float32).decode(drawn)
+    return np.array(mx.clip((image_BHWC[0] + 1) / 2, 0, 1))
+
+
+def by_diffusers(pipeline: Any, words: Words, text: str, shape: Shape) -> np.ndarray:
+    """The same by its pipeline, from the same embeddings and noise."""
+    import torch
+
+    prompt, negative = (torch.tensor(widen(words[t]))[None] for t in (text, ""))
+    picture: np.ndarray = pipeline(
+        prompt_embeds=prompt,
+        negative_prompt_embeds=negative,
+        latents=torch.tensor(np.array(noise(shape))),
+        height=shape[0],
+        width=shape[1],
+        num_inference_steps=STEPS,
+        guidance_scale=MICRO.guidance,
+        output_type="np",
+    ).images[0]
+    return picture
+
+
+def noise(shape: Shape) -> mx.array:
+    return sampling.noise(3, (1, MICRO.transformer["in_channels"], *(side // samples.PIXELS for side in shape)))
+
+
+@pytest.mark.parametrize(("text", "shape"), DRAWN)
+def test_diffusers_draws_the_picture_that_we_draw(
+    diffusers: Any, embeddings: Words, pictures: dict[str, np.ndarray], text: str, shape: Shape
+) -> None:
+    theirs = by_diffusers(diffusers, embeddings, text, shape)
+    assert pictures[text].shape == (*shape, 3)
+    assert np.abs(pictures[text] - theirs).max() <= NEAR
+
+
+@pytest.mark.parametrize(("text", "shape"), DRAWN)
+def test_with_our_exported_lora_diffusers_draws_the_picture_that_we_draw_with_the_lora(
+    diffusers: Any,
+    embeddings: Words,
+    pictures: dict[str, np.ndarray],
+    adapted: tuple[checkpoint.Checkpoint, Path],
+    text: str,
+    shape: Shape,
+) -> None:
+    saved, file = adapted
+    ours = by_us(embeddings, text, shape, saved)
+    diffusers.load_lora_weights(str(file.parent), weight_name=file.name)
+    try:
+        theirs = by_diffusers(diffusers, embeddings, text, shape)
+    finally:
+        diffusers.unload_lora_weights()
+    assert np.abs(ours - pictures[text]).mean() > 0.02, "the adapter must be seen"
+    assert np.abs(ours - theirs).max() <= NEAR
+
+
+def test_the_embeddings_of_diffusers_are_ours_but_for_their_rounding(diffusers: Any, embeddings: Words) -> None:
+    import torch
+
+    with torch.no_grad():
+        theirs, _ = diffusers.encode_prompt(
+            list(TEXTS), max_sequence_length=MICRO.text_tokens, text_encoder_out_layers=MICRO.text_layers
+        )
+    for text, rounded in zip(TEXTS, theirs.bfloat16().float().numpy(), strict=True):
+        ours = widen(embeddings[text])
+        np.testing.assert_allclose(ours, rounded, rtol=ULP, atol=1e-5)  # what is near 0 has lost digits on the way
+        assert (ours == rounded).mean() > 0.99
+
+
+def test_a_picture_has_the_background_and_the_subject_of_its_prompt(pictures: dict[str, np.ndarray]) -> None:
+    for text, background in ((APPLE, BLUE), (OWL, YELLOW)):
+        corners = np.stack([pictures[text][y : y + 8 or None, x : x + 8 or None] for y in (0, -8) for x in (0, -8)])
+        assert np.abs(corners.mean(axis=(1, 2)) - np.array(background) / 255).max() < 0.1
+    red, green, blue = pictures[APPLE][48:80, 48:80].mean(axis=(0, 1))
+    assert red > 0.8 and green < 0.35 and blue < 0.35
+
+
+def test_the_model_cards_code_draws_a_picture_with_the_familys_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", CARD, re.DOTALL)
+    said = {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+)=([\d.]+|\([\d, ]+\)),\n", code)}
+    assert said["guidance_scale"] == MICRO.guidance and said["num_inference_steps"] == MICRO.sampling_steps
+    assert said["max_sequence_length"] == MICRO.text_tokens and said["text_encoder_out_layers"] == MICRO.text_layers
+    monkeypatch.chdir(FOLDER.parents[1])
+    scope: dict[str, Any] = {}
+    exec(code.replace("steps=24", "steps=1"), scope)
+    assert scope["picture"].size == (said["width"], said["height"])
+
+
+def test_the_model_card_has_the_parameters_and_bytes_of_the_files() -> None:
+    for folder in ("transformer", "vae", "text_encoder"):
+        files = sorted((FOLDER / folder).glob("*.safetensors"))
+        arrays = {name: array for file in files for name, array in mx.load(str(file)).items() if not name.startswith("bn.")}
+        (row,) = (line for line in CARD.splitlines() if line.startswith(f"| `{folder}` "))
+        numbers = sum(array.size for array in arrays.values()), sum(file.stat().st_size for file in files)
+        assert row.endswith("| {:,} | {:,} |".format(*numbers))
+
+
+def test_the_training_says_what_it_was_given_without_naming_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    import train
+    from journal import Journal
+
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)  # other tests compute exactly
+    given = {"--sprites": tmp_path / "sprites.zip", "--work": tmp_path, "--start": tmp_path / "old", "--seed": 5}
+    train._settle(train.arguments([str(word) for pair in given.items() for word in pair]), Journal(tmp_path / "log.jsonl"))
+    (said,) = (json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines())
+    assert said["seed"] == 5 and said["start"] == "old"
+    for log in (tmp_path / "log.jsonl", FOLDER / "training" / "log.jsonl"):
+        assert not re.search(r"[/\\]", log.read_text(encoding="utf-8"))
+
+
+def test_the_folder_is_small_enough_to_lie_in_the_repository() -> None:
+    files = [file for file in FOLDER.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    assert sum(file.stat().st_size for file in files) <= MOST
+
+
+def test_the_files_have_the_sizes_of_the_familys_record() -> None:
+    for folder, config, record in (
+        ("transformer", Flux2Config, MICRO.transformer),
+        ("vae", AutoencoderConfig, MICRO.autoencoder),
+        ("text_encoder", Qwen3Config, MICRO.text_encoder),
+    ):
+        assert config.from_dict(read_config(FOLDER / folder) or {}) == config.from_dict(record)

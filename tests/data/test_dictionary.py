@@ -1,0 +1,26 @@
+"""The dictionary of the tables says what the schemas say."""
+
+from __future__ import annotations
+
+from data.pages.dictionary import FILE, render, table
+from stages import PIPELINES
+
+
+def test_the_dictionary_on_disk_is_what_the_schemas_say() -> None:
+    assert FILE.read_text(encoding="utf-8") == render(), "run: make dictionary"
+
+
+def test_every_column_of_every_table_has_a_line_with_its_meaning() -> None:
+    text = render()
+    for stage_name in PIPELINES["lora"]:
+        section = text.split(f"\n## {stage_name}\n")[1].split("\n## ")[0]
+        for field in table(stage_name).stored:
+            (line,) = [x for x in section.splitlines() if x.startswith(f"| {field.name} |")]
+            assert field.metadata[b"doc"].decode() in line and ("may be null" in line) == field.nullable
+            assert ("**key**" in line) == (field.name in table(stage_name).key)
+
+
+def test_no_line_of_a_table_has_too_many_cells() -> None:
+    for line in render().splitlines():
+        if line.startswith("| "):
+            assert line.replace("\\|", "").count("|") == 4, line

@@ -1,0 +1,149 @@
+"""The recipe page says what the code does."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import stages
+from data.pages.recipe import FILE, OWN, PEERS, SOURCES, TRAINERS, defaults, entries, peers, plain, render, settings, toml
+from pipeline.project import config
+from stages.stage import runtime, setting
+from stages.text_to_image.train.config import OptimizerConfig
+from stages.tuner.diffusion.noise import BASES
+from stages.tuner.diffusion.weighting import WEIGHTS
+from stages.tuner.optimizers.step import METHODS, make
+
+PAGE = FILE.read_text(encoding="utf-8")
+
+
+def test_the_generated_parts_on_disk_are_what_the_code_says() -> None:
+    assert render(PAGE) == PAGE, "run: make recipe"
+
+
+def test_every_setting_of_train_has_a_line_with_its_default_and_its_meaning() -> None:
+    text = settings()
+    for entry in entries(stages.find("train").config, "train"):
+        section = text.split(f"### [{entry.section}]")[1].split("###")[0]
+        (line,) = [x for x in section.splitlines() if x.startswith(f"| `{entry.name}` |")]
+        assert toml(entry.default) in line and entry.doc.replace("|", "\\|") in line
+
+
+def test_a_source_is_given_only_for_a_setting_that_exists() -> None:
+    assert set(SOURCES) <= set(defaults())
+
+
+def test_every_trainer_has_a_cell_in_every_row() -> None:
+    assert {line.count("|") for line in peers().splitlines()} == {len(TRAINERS) + 3}
+    assert all(len(line.split("|")) == len(TRAINERS) + 2 for line in PEERS.strip().splitlines())
+
+
+def test_no_line_of_a_table_has_more_cells_than_its_head() -> None:
+    cells = 0
+    for line in PAGE.splitlines():
+        bare = line.replace("\\|", "").count("|") if line.startswith("|") else 0
+        assert not cells or not bare or bare == cells, line
+        cells = bare
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_every_number_of_an_optimizer_stands_on_the_page_as_a_run_has_it_with_its_source(kind: str) -> None:
+    made = OptimizerConfig(kind=kind).made()  # type: ignore[arg-type]
+    part = PAGE.split(f"### {kind}\n")[1].split("#")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (?:`(.*?)`|unset) \| (.+?) \| (.+?) \|$", part, re.MULTILINE)
+    said = {name: tomllib.loads(f"x = {value}")["x"] if value else None for name, value, _, _ in rows}
+    assert said == {"lr": made.usual_lr} | dataclasses.asdict(made)  # type: ignore[call-overload]
+    for name, _, whose, by in rows:
+        assert len(whose) > 3
+        assert (name == "lr") == (by == "`[train]`")
+        if by == "`[train.optimizer]`":  # and only then
+            OptimizerConfig(kind=kind, **{name: said[name]})  # type: ignore[arg-type]
+        elif name != "lr":
+            assert name not in {field.name for field in dataclasses.fields(OptimizerConfig)}
+
+
+def test_a_source_is_given_only_for_a_number_that_an_optimizer_has() -> None:
+    for kind, method in METHODS.items():
+        own = {field.name for field in dataclasses.fields(method)}  # type: ignore[arg-type]
+        assert set(OWN[kind]) == {"lr"} | own - {"weight_decay"}
+
+
+def test_the_rates_of_lion_and_prodigy_are_told_alike_wherever_they_are_told() -> None:
+    (doc,) = [entry.doc for entry in entries(stages.find("train").config, "train") if entry.key == "train.lr"]
+    rates = [make(kind).usual_lr for kind in ("prodigy", "lion")]
+    found = re.search(r"prodigy wants (\S+), lion (\S+)$", doc)
+    assert found and [float(word) for word in found.groups()] == rates
+    (row,) = re.findall(r"^\| lion \| (.*) \|$", PAGE, re.MULTILINE)
+    assert re.findall(r"`lr = (\S+)`, a fifth", row) == ["2e-5"]
+    assert rates[1] == pytest.approx(make("adamw").usual_lr / 5) == float("2e-5")
+
+
+def test_of_sizes_repeats_and_batches_it_is_said_when_to_use_them() -> None:
+    part = PAGE.split("## Sizes, repeats and batches")[1].split("\n## ")[0]
+    for name in ("Several resolutions", "repeats", "batch_size", "accumulate", "micro_batch"):
+        assert re.search(rf"^- \*\*{name}\*\*[^:]*: when ", part, re.MULTILINE), name
+
+
+def test_every_distribution_and_every_weight_is_explained() -> None:
+    for name in (*BASES, *WEIGHTS):
+        assert f"\n| `{name}` | " in PAGE, name
+
+
+def test_every_link_of_the_page_leads_somewhere() -> None:
+    heads = {re.sub(r"[^a-z -]", "", head.lower()).replace(" ", "-") for head in re.findall(r"^## (.*)$", PAGE, re.MULTILINE)}
+    for target in re.findall(r"\]\(([^)]+)\)", PAGE):
+        assert target[1:] in heads if target.startswith("#") else (FILE.parent / target).is_file(), target
+
+
+EXAMPLES = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_examples_show_the_sections_that_people_add() -> None:
+    for words in ("[train.ema]", "[train.validation]", "[train.mask]", "[train.preservation]", '"lokr"', "base_bits = 4"):
+        assert any(words in example for example in EXAMPLES), words
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_example_is_a_project_file_whose_sections_are_on(example: str, tmp_path: Path) -> None:
+    file = tmp_path / "project.toml"
+    file.write_text(example)
+    sections = config.load(file).sections
+    for name in re.findall(r"^\[train\.(\w+)\]", example, re.MULTILINE):
+        assert getattr(sections["train"], name) is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    decay: float = setting(0.99, "how much | stays")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    inner: Inner | None = setting(None, "an average")  # noqa: RUF009
+    name: str = runtime("x", "a name")
+
+
+def test_a_section_that_is_off_by_default_is_shown_with_its_settings() -> None:
+    found = list(entries(Outer, "train"))
+    assert [(e.key, e.optional, e.changes) for e in found] == [
+        ("train.name", False, "nothing"),
+        ("train.inner.decay", True, "another run"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "as_toml", "in_words"),
+    [
+        (None, "unset", "unset"),
+        (True, "`true`", "true"),
+        (1e-4, "`0.0001`", "0.0001"),
+        (("a", "b"), '`["a", "b"]`', "a, b"),
+        ((512, 768), "`[512, 768]`", "512, 768"),
+    ],
+)
+def test_a_default_is_written_as_the_project_file_would_have_it(value: object, as_toml: str, in_words: str) -> None:
+    assert (toml(value), plain(value)) == (as_toml, in_words)

@@ -1,0 +1,102 @@
+"""`clean` frees what can be made again and nothing that a user would miss; its dry run tells the truth."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.commands.clean import clean
+from pipeline.project.project import Project
+from tests import projects
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory, tiny_weights) -> Path:
+    folder = projects.make(tmp_path_factory.mktemp("built") / "project", tiny_weights, images=3)
+    projects.edit(folder, "steps = 6", "steps = 2")
+    projects.build(folder, "images", "captions", "buckets", "latents", "embeddings", "train")
+    return folder
+
+
+@pytest.fixture
+def project(built, tmp_path) -> Path:
+    shutil.copytree(built, tmp_path / "project", copy_function=shutil.copy2)
+    projects.build(tmp_path / "project", "images")
+    return tmp_path / "project"
+
+
+def cleaned(folder: Path, *, runs: bool = False, dry_run: bool = False) -> list[str]:
+    return list(clean(Project.open(folder), runs=runs, dry_run=dry_run))
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.name != "lock"}
+
+
+def background(folder: Path, colour: str = "#000000") -> None:
+    """Another configuration of latents and of all that reads them."""
+    projects.edit(folder, "[train]", f'[latents]\nbackground = "{colour}"\n\n[train]')
+
+
+def test_a_project_without_old_things_loses_nothing(project):
+    before = files(project)
+    assert cleaned(project, runs=True) == ["freed 0 B"]
+    assert files(project) == before
+
+
+def test_a_configuration_without_a_table_yet_deletes_no_other(project):
+    background(project)
+    before = files(project)
+    said = cleaned(project, runs=True)
+    assert any(line.startswith("latents: 1 other configuration (") and "left alone" in line for line in said)
+    assert said[-1] == "freed 0 B"
+    assert files(project) == before
+
+
+def test_a_run_goes_only_when_asked_for_and_only_if_another_follows_it(project):
+    (old,) = (project / "tables" / "train").iterdir()
+    (latents,) = (project / "tables" / "latents").iterdir()
+    background(project)
+    projects.build(project, "latents")
+    cleaned(project, runs=True)
+    assert (old / "artifacts" / "adapter.safetensors").is_file() and not latents.exists()
+    projects.build(project, "train")
+    said = cleaned(project)
+    assert any(line.startswith("train: 1 other configuration (") and "--runs" in line for line in said)
+    assert old.is_dir()
+    assert any(line.startswith(f"train: {old.name}, another configuration") for line in cleaned(project, runs=True))
+    assert not old.exists() and len(list((project / "tables" / "train").iterdir())) == 1
+
+
+def test_a_dry_run_says_what_the_real_one_frees_and_changes_nothing(project):
+    background(project)
+    projects.build(project, "latents")
+    for name in ("picture0", "picture1"):
+        for suffix in (".png", ".txt"):
+            (project / "images" / f"{name}{suffix}").unlink()
+    projects.build(project, "images", "captions", "buckets", "latents", "embeddings")
+    before = files(project)
+    foretold = cleaned(project, dry_run=True)
+    assert files(project) == before
+    said = cleaned(project)
+    assert foretold[:-1] == said[:-1] and any("4 rows that nothing names any more" in line for line in said)
+    assert foretold[-1].removeprefix("would free").split()[0] != "0"
+    assert amount(foretold[-1]) == pytest.approx(amount(said[-1]), rel=0.2)
+    assert cleaned(project)[-1] == "freed 0 B"
+    assert projects.content(project, "latents").num_rows == 2
+
+
+def amount(line: str) -> float:
+    number, unit = line.split()[-2:]
+    return float(number) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit]
+
+
+def test_nothing_is_deleted_while_a_stage_writes(project):
+    background(project)
+    projects.build(project, "latents")
+    before, opened = files(project), Project.open(project)
+    with opened.current("images").writer(opened.recipe("images")), pytest.raises(ValueError, match="is being written by"):
+        cleaned(project)
+    assert files(project) == before

@@ -1,0 +1,212 @@
+"""Every table answers in SQL by its stage_name, to a person at the terminal and to a plain user of DuckDB."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline.commands.query import CELL_WIDTH, ROWS_SHOWN, open_catalog, run_query
+from schemas.text_to_image.train import TRAIN
+from stages import PIPELINES
+from tests import projects
+from tests.pipeline.commands import tables
+from tests.pipeline.commands.tables import Told, digest
+
+STAGE_NAMES = PIPELINES["lora"]
+README = Path(__file__).parents[3] / "README.md"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    return tables.make(tmp_path_factory.mktemp("told"))
+
+
+def ask(project: Told, sql: str) -> list[tuple[object, ...]]:
+    return open_catalog(project).execute(sql).fetchall()
+
+
+def readme_queries() -> list[str]:
+    return re.findall(r"```sql\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL) if README.exists() else []
+
+
+def test_the_readme_shows_at_least_three_queries() -> None:
+    assert len(readme_queries()) >= 3
+
+
+@pytest.mark.parametrize("sql", readme_queries())
+def test_every_query_of_the_readme_runs_and_answers(project: Told, sql: str) -> None:
+    assert len(run_query(project, sql).splitlines()) > 2
+
+
+@pytest.mark.parametrize("sql", readme_queries())
+def test_every_query_of_the_readme_runs_on_a_project_without_tables(tmp_path: Path, sql: str) -> None:
+    assert run_query(Told(tmp_path), sql)
+
+
+def test_every_table_bears_its_noun_and_shows_live_rows_only(project: Told) -> None:
+    counts = {stage_name: ask(project, f"select count(*) from {stage_name}")[0][0] for stage_name in STAGE_NAMES}
+    expected = {"images": 7, "captions": 7, "buckets": 10, "latents": 3, "embeddings": 4, "train": 46, "samples": 2, "scores": 3}
+    assert counts == expected
+
+
+def test_a_table_that_is_not_built_is_there_with_its_columns_and_no_rows(tmp_path: Path) -> None:
+    early = tables.make(tmp_path, STAGE_NAMES[:2])
+    assert ask(early, "select * from train join buckets using (image_id)") == []
+    names = [row[0] for row in ask(early, "describe train")]
+    assert names == TRAIN.stored.names
+    assert ask(early, "select stage_name, recipe, rows, bytes from tables where not built limit 1") == [("buckets", None, 0, 0)]
+
+
+def test_losses_join_with_paths_and_captions(project: Told) -> None:
+    sql = """
+    select path, text, avg(loss) from train join images using (image_id) join captions using (image_id, caption_id)
+    where images.rejected is null group by all order by path
+    """
+    found = ask(project, sql)
+    assert [row[:2] for row in found] == [("a.jpg", "a red cat"), ("sub/b.png", "a blue dog")]
+    assert found[0][2] > found[1][2]
+
+
+def test_unused_names_every_image_that_is_not_trained_once_with_the_first_reason(project: Told) -> None:
+    found = {path: (table, reason) for path, table, reason in ask(project, "select path, stage_name, reason from unused")}
+    assert found == {
+        "broken.jpg": ("images", "truncated: ends after 99 bytes"),
+        "copy-of-a.jpg": ("images", "duplicate: of a.jpg"),
+        "mute.png": ("captions", "no caption"),
+        "thin.png": ("buckets", "too_small"),
+        "late.png": ("latents", "cannot be decoded"),
+    }
+    assert set(found) | set(tables.TRAINED) == set(tables.IMAGES)
+
+
+def test_nothing_counts_as_unused_for_want_of_captions_before_captions_are_built(tmp_path: Path) -> None:
+    early = tables.make(tmp_path, ("images",))
+    assert {row[0] for row in ask(early, "select stage_name from unused")} == {"images"}
+
+
+def test_tables_says_rows_dead_rows_and_bytes(project: Told) -> None:
+    rows = {row[0]: row[1:] for row in ask(project, "select stage_name, built, recipe, rows, dead, bytes from tables")}
+    assert list(rows) == list(STAGE_NAMES)
+    assert rows["latents"][:4] == (True, tables.RECIPE, 3, 1)
+    on_disk = sum(p.stat().st_size for p in project.folder("latents").folder.rglob("*") if p.is_file())
+    assert rows["latents"][4] == on_disk > 0
+
+
+def test_columns_says_what_every_column_holds(project: Told) -> None:
+    found = ask(project, "select doc from columns where stage_name = 'train' and name = 'sigma'")
+    assert found == [("noise level, 0 (clean) to 1 (noise)",)]
+    assert ask(project, "select name from columns where stage_name = 'buckets' and key") == [("image_id",), ("resolution",)]
+
+
+def test_bf16_gives_the_value_of_a_stored_word(project: Told) -> None:
+    import pyarrow.dataset
+
+    catalog = open_catalog(project)
+    catalog.register("parts", pyarrow.dataset.dataset(project.folder("latents").parts, format="ipc"))
+    sql = "select list_transform(tensor, lambda w: bf16(w)) from parts join latents using (latent_id) where latents.image_id = $1"
+    assert catalog.execute(sql, [digest("a.jpg")]).fetchall() == [([1.0, -1.0, 2.0, 0.0],)]
+    words = [0x7F80, 0xFF80, 0x4049, 0xC049, 0x0001]
+    found = catalog.execute(f"select {', '.join(f'bf16({w})' for w in words)}").fetchall()[0]
+    assert found == (float("inf"), float("-inf"), 3.140625, -3.140625, 0.0)
+
+
+def test_a_plain_user_of_duckdb_gets_the_tables_in_three_lines(project: Told) -> None:
+    import duckdb
+
+    connection = duckdb.connect()
+    assert open_catalog(project, connection) is connection
+    assert connection.sql("select count(*) from images").fetchall() == [(7,)]
+    open_catalog(project, connection)  # again: the tables as they are now
+    assert connection.sql("select count(*) from unused").fetchall() == [(5,)]
+
+
+def test_a_project_folder_opens_by_its_path_whatever_is_built_and_without_weights(tmp_path: Path) -> None:
+    folder = projects.make(tmp_path / "project", tmp_path / "absent", images=2)
+    projects.build(folder, "images", "captions")
+    catalog = open_catalog(str(folder))
+    sql = "select path, text from images join captions using (image_id) order by path"
+    assert catalog.sql(sql).fetchall() == [(f"picture{n}.png", f"picture number {n}") for n in (0, 1)]
+    built = catalog.sql("select stage_name, rows from tables where built").fetchall()
+    assert built == [("images", 2), ("captions", 4)]
+    assert catalog.sql("select * from train join latents using (image_id)").fetchall() == []
+
+
+def test_a_table_is_aligned_cut_and_counted(project: Told) -> None:
+    text = run_query(project, "select path, width, rejected from images order by path limit 3")
+    assert text.splitlines() == [
+        "path           width  rejected",
+        "-------------  -----  ---------",
+        "a.jpg            640  NULL",
+        "broken.jpg       640  truncated",
+        "copy-of-a.jpg    640  duplicate",
+    ]
+    lines = run_query(project, "select text, 1 as n from captions where text like '猫%'").splitlines()
+    assert lines[2] == "猫 on a sofa  1" and len(lines[1]) == len(lines[2]) + 1
+    assert max(map(len, run_query(project, "select repeat('x', 500)").splitlines())) < CELL_WIDTH + 20
+    many = run_query(project, f"from range({ROWS_SHOWN + 7})").splitlines()
+    assert len(many) == ROWS_SHOWN + 3 and "7 more rows" in many[-1]
+    assert run_query(project, "select path from images where false").splitlines() == ["path", "----"]
+
+
+def test_csv_and_json_hold_every_row_and_value(project: Told) -> None:
+    sql = "select text, position, [1, 2] as pair, 1/3 as third, 'nan'::float as bad, null as none from captions order by text"
+    rows = list(csv.DictReader(run_query(project, sql, "csv").splitlines(keepends=True)))
+    assert [row["text"] for row in rows][-1] == "猫 on a\nsofa" and rows[0]["pair"] == "[1, 2]" and rows[0]["none"] == ""
+    found = json.loads(run_query(project, sql, "json"))
+    assert len(found) == len(rows) == 7 and found[-1]["text"] == "猫 on a\nsofa"
+    assert found[0]["pair"] == [1, 2] and found[0]["bad"] is None and found[0]["third"] == 1 / 3
+    assert json.loads(run_query(project, "select 1 where false", "json")) == []
+
+
+@pytest.mark.parametrize(
+    ("sql", "message"),
+    [
+        ("select * from imags", r'Did you mean "images"\? There are images, captions, .*, scores, tables, columns, unused'),
+        ("select pth from images", r"pth.* images has path, image_id, .*detail"),
+        ("select images.pth from images join buckets using (image_id)", r"buckets has image_id, resolution, .*images has path"),
+        ("selec 1", "syntax error"),
+        ("select path + 1 from images where path > []", "Error"),
+        ("select * from sql", "Table with name sql does not exist"),
+        ("", "SQL is empty"),
+        ("-- nothing", "SQL is empty"),
+        ("copy images to '/nonexistent/images.csv'", "Cannot open file"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_there_is(project: Told, sql: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        run_query(project, sql)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1000 and "LINE" not in str(error.value)
+    with pytest.raises(ValueError, match="unknown style"):
+        run_query(project, "select 1", "html")
+
+
+def test_parquet_files_and_a_catalog_hold_every_table(project: Told, tmp_path: Path) -> None:
+    import duckdb
+
+    from pipeline.commands.query import export_parquet
+
+    out = tmp_path / "it's out"
+    for _ in range(2):  # again: replaced
+        paths = export_parquet(project, out)
+        assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in paths)
+    with duckdb.connect(str(out / "catalog.duckdb"), read_only=True) as catalog:
+        for stage_name in STAGE_NAMES:
+            there = catalog.execute(f"select * from {stage_name} order by all").fetchall()
+            assert there == ask(project, f"select * from {stage_name} order by all")
+            parquet = str(out / f"{stage_name}.parquet").replace("'", "''")
+            assert there == catalog.execute(f"select * from '{parquet}' order by all").fetchall()
+
+
+def test_a_table_of_an_earlier_version_with_other_columns_counts_as_not_built(tmp_path: Path) -> None:
+    project = tables.make(tmp_path, STAGE_NAMES[:2])
+    file = project.folder("captions").folder / "manifest.json"
+    manifest = json.loads(file.read_text())
+    columns = {f.name: str(f.type) for f in project.stage("captions").writes.batch}
+    for said, rows in ((columns, 7), (columns | {"more": "int32"}, 0)):
+        file.write_text(json.dumps(manifest | {"recipe": {"columns": said}}))
+        assert ask(project, "select count(*) from captions") == [(rows,)]
+        assert ask(project, "select built from tables where stage_name = 'captions'") == [(bool(rows),)]

@@ -1,0 +1,234 @@
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants, errors
+
+from pipeline.project import hub
+from stages.models.family import FOLDERS
+from stages.models.flux2 import tiny
+from stages.models.weights import locate
+from stages.text_to_image.families import family
+
+HUB = "black-forest-labs/FLUX.2-klein-base-4B"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and no way out."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "cache"
+
+
+def put(cache, name, *folders):
+    """A repository as the hub's client caches it."""
+    root = cache / f"models--{name.replace('/', '--')}"
+    snapshot = root / "snapshots" / ("a" * 40)
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / "main").write_text("a" * 40)
+    for folder in folders:
+        (snapshot / folder).mkdir(parents=True)
+        (snapshot / folder / "config.json").write_text("{}")
+        (snapshot / folder / ("tokenizer.json" if folder == "tokenizer" else "model.safetensors")).write_text("{}")
+    return snapshot
+
+
+class Answer:
+    """What the hub's client makes of a refusal."""
+
+    def __init__(self, status):
+        self.status_code = status
+        self.headers = {}
+        self.request = None
+
+
+def refusing(monkeypatch, error):
+    def snapshot_download(name, *, allow_patterns, local_files_only=False):
+        if local_files_only:
+            raise errors.LocalEntryNotFoundError("not there")
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+
+
+def test_a_folder_is_found_relative_to_the_project_absolute_or_from_home(tmp_path, monkeypatch):
+    (tmp_path / "project" / "org" / "name").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    record = family("klein-base-4b")
+    for spec in ("org/name", str(tmp_path / "project/org/name"), "~/project/org/name"):
+        assert hub.resolve(spec, tmp_path / "project", record) == tmp_path / "project" / "org" / "name"
+
+
+@pytest.mark.parametrize("spec", ["/no/such/folder", "./weights", "a/b/c", "weights"])
+def test_a_folder_that_is_not_there_is_refused_with_the_place_looked_at(tmp_path, spec):
+    with pytest.raises(ValueError, match=r"the folder .* does not exist, and it is no hub id"):
+        hub.resolve(spec, tmp_path, family("klein-base-4b"))
+
+
+def test_a_cached_repository_is_used_without_a_network(tmp_path, cache):
+    snapshot = put(cache, HUB, "transformer", "vae", "text_encoder", "tokenizer")
+    assert hub.resolve("", tmp_path, family("klein-base-4b")) == snapshot
+    assert hub.resolve(HUB, tmp_path, family("klein-4b")) == snapshot
+
+
+def test_only_the_components_asked_for_must_be_there(tmp_path, cache):
+    snapshot = put(cache, HUB, "vae")
+    assert hub.resolve("", tmp_path, family("klein-base-4b"), ["autoencoder"]) == snapshot
+    with pytest.raises(ValueError, match=r"hf download .* --include 'transformer/\*'"):
+        hub.resolve("", tmp_path, family("klein-base-4b"), ["transformer"])
+
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+INDEX = json.dumps({"weight_map": dict(zip("ab", SHARDS, strict=True))})
+
+
+@pytest.mark.parametrize(
+    "there",
+    [
+        {},
+        {"config.json": "{}"},
+        {"model.safetensors": ""},
+        {"config.json": "{}", SHARDS[0]: ""},
+        {"config.json": "{}", SHARDS[0]: "", "model.safetensors.index.json": INDEX},
+    ],
+)
+def test_a_download_that_was_interrupted_is_not_taken_for_whole(tmp_path, cache, there):
+    folder = put(cache, HUB, "text_encoder") / "text_encoder"
+    for file in folder.iterdir():
+        file.unlink()
+    for name, text in there.items():
+        (folder / name).write_text(text)
+    with pytest.raises(ValueError, match="not fetched yet"):
+        hub.resolve("", tmp_path, family("klein-base-4b"), ["text_encoder"], fetch=False)
+    for name, text in {"config.json": "{}", SHARDS[0]: "", SHARDS[1]: "", "model.safetensors.index.json": INDEX}.items():
+        (folder / name).write_text(text)
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    assert hub.resolve("", tmp_path, family("klein-base-4b"), ["text_encoder"], fetch=False) == folder.parent
+
+
+def test_without_leave_to_fetch_a_missing_repository_is_an_error_at_once(tmp_path):
+    with pytest.raises(ValueError, match="is not fetched yet"):
+        hub.resolve("", tmp_path, family("klein-base-4b"), fetch=False)
+
+
+def test_offline_the_message_says_what_to_fetch_and_where_to_put_it(tmp_path):
+    with pytest.raises(ValueError, match="cannot be reached") as caught:
+        hub.resolve("", tmp_path, family("klein-base-4b"))
+    message = str(caught.value)
+    assert f"hf download {HUB}" in message
+    assert all(f"--include '{name}/*'" in message for name in ("transformer", "vae", "text_encoder", "tokenizer"))
+    assert 'weights = "FOLDER"' in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "error", [errors.GatedRepoError("no", response=Answer(403)), errors.HfHubHTTPError("no", response=Answer(401))]
+)
+def test_a_gated_repository_names_its_licence_page(tmp_path, monkeypatch, error):
+    refusing(monkeypatch, error)
+    with pytest.raises(ValueError, match=r"gated .*accept the licence at .*/black-forest-labs/FLUX\.2-klein-base-9B"):
+        hub.resolve("", tmp_path, family("klein-base-9b"))
+
+
+def test_a_repository_that_does_not_exist_is_said_to(tmp_path, monkeypatch):
+    refusing(monkeypatch, errors.RepositoryNotFoundError("no", response=Answer(404)))
+    with pytest.raises(ValueError, match="the hub has no someone/nothing"):
+        hub.resolve("someone/nothing", tmp_path, family("klein-base-4b"))
+
+
+def test_a_full_disk_is_said_to_be_one(tmp_path, monkeypatch):
+    refusing(monkeypatch, OSError(28, "No space left on device"))
+    with pytest.raises(ValueError, match=r"could not be written to .*No space left on device"):
+        hub.resolve("", tmp_path, family("klein-base-4b"))
+
+
+def test_a_seeded_familys_weights_are_made_once_by_the_project(tmp_path, monkeypatch):
+    record = family("tiny")
+    folder = hub.resolve("", tmp_path, record)
+    assert folder == tmp_path / "weights" / "tiny"
+    for component in ("transformer", "autoencoder", "text_encoder", "tokenizer"):
+        assert locate(folder, component, record).is_dir()
+    assert [p.name for p in (tmp_path / "weights").iterdir()] == ["tiny"]
+    monkeypatch.setattr(tiny, "make", None)
+    assert hub.resolve("", tmp_path, record) == folder
+
+
+def test_weights_that_could_not_be_made_whole_do_not_appear(tmp_path, monkeypatch):
+    def half(folder, seed):
+        (folder / "model_index.json").write_text(json.dumps({}))
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tiny, "make", half)
+    with pytest.raises(OSError, match="No space"):
+        hub.resolve("", tmp_path, family("tiny"))
+    assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_a_seeded_family_is_not_made_where_it_may_not_be(tmp_path):
+    with pytest.raises(ValueError, match="is not made yet"):
+        hub.resolve("", tmp_path, family("tiny"), fetch=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def bundled(tmp_path, tiny_weights, monkeypatch):
+    """A family whose weights are in the checkout, and their folder there."""
+    monkeypatch.setattr(hub, "CHECKOUT", tmp_path / "checkout")
+    folder = tmp_path / "checkout" / "data" / "small"
+    shutil.copytree(tiny_weights, folder)
+    return dataclasses.replace(family("tiny"), seeded=None, bundled="data/small"), folder
+
+
+def test_bundled_weights_are_found_from_any_folder_and_nothing_is_written(tmp_path, bundled, monkeypatch):
+    record, folder = bundled
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for fetch in (True, False):
+        assert hub.resolve("", Path("project"), record, fetch=fetch) == folder
+    assert list(Path().iterdir()) == []
+
+
+def test_a_folder_that_is_given_goes_before_the_bundled_one(tmp_path, bundled):
+    record, _ = bundled
+    other = tmp_path / "other"
+    other.mkdir()
+    assert hub.resolve(str(other), tmp_path, record) == other
+
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("component", "name", "cut", "said"),
+    [
+        ("transformer", f"transformer/{WEIGHTS}", None, "there are no weights in data/small/transformer"),
+        ("transformer", f"transformer/{WEIGHTS}", 10_000, f"data/small/transformer/{WEIGHTS} is cut short: 10,000 bytes"),
+        ("autoencoder", "vae/config.json", None, "data/small/vae/config.json is missing"),
+        ("text_encoder", "text_encoder/config.json", 20, "data/small/text_encoder/config.json is not whole"),
+        ("tokenizer", "tokenizer/tokenizer.json", 20_000, "data/small/tokenizer/tokenizer.json is not whole"),
+        ("tokenizer", "tokenizer/chat_template.jinja", None, "data/small/tokenizer/chat_template.jinja is missing"),
+    ],
+)
+def test_a_bundled_file_that_is_missing_or_cut_is_named_with_the_command_that_brings_it_back(
+    tmp_path, bundled, component, name, cut, said
+):
+    record, folder = bundled
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[:cut]) if cut else (folder / name).unlink()
+    with pytest.raises(ValueError) as caught:
+        hub.resolve("", tmp_path, record, (component,))
+    message = str(caught.value)
+    assert message.startswith(said) and "\n" not in message and "fetch" not in message
+    assert f"it is part of the checkout; `git checkout data/small` in {tmp_path / 'checkout'} brings it back" in message
+    others = [each for each in FOLDERS if each != component]
+    assert hub.resolve("", tmp_path, record, others) == folder
+
+
+def test_a_family_without_published_weights_needs_a_folder(tmp_path):
+    nameless = dataclasses.replace(family("klein-base-4b"), hub="")
+    with pytest.raises(ValueError, match="set weights to a folder"):
+        hub.resolve("", tmp_path, nameless)

@@ -1,0 +1,67 @@
+"""One writer at a time, and a dead one is none."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.store.lock import Lock, held
+
+HOLD = "import sys, time; from pathlib import Path; from pipeline.lock import Lock\nwith Lock(Path(sys.argv[1])):\n"
+HOLD += "    sys.stdout.write('held\\n'); sys.stdout.flush(); time.sleep(600)"
+
+
+def hold(path: Path) -> subprocess.Popen[str]:
+    child = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stdout.readline() == "held\n"
+    return child
+
+
+def test_a_second_process_is_refused_in_one_line_that_names_the_first(tmp_path: Path):
+    child = hold(tmp_path / "lock")
+    try:
+        with pytest.raises(ValueError, match=rf"being written by process {child.pid} on .*wait for it or stop it") as error:
+            Lock(tmp_path / "lock").__enter__()
+        assert "\n" not in str(error.value)
+        assert json.loads((tmp_path / "lock").read_text())["pid"] == child.pid
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_the_lock_of_a_killed_process_is_no_lock(tmp_path: Path):
+    child = hold(tmp_path / "lock")
+    os.kill(child.pid, signal.SIGKILL)
+    child.communicate()
+    with Lock(tmp_path / "lock"):
+        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+
+
+def test_the_lock_is_free_once_its_block_ends_however_it_ends(tmp_path: Path):
+    with pytest.raises(KeyError), Lock(tmp_path / "lock"):
+        raise KeyError
+    with Lock(tmp_path / "lock"), pytest.raises(ValueError, match="is being written"):
+        Lock(tmp_path / "lock").__enter__()
+    with Lock(tmp_path / "lock"):
+        pass
+
+
+def test_a_holder_that_has_not_signed_yet_is_another_process(tmp_path: Path):
+    with Lock(tmp_path / "lock"):
+        (tmp_path / "lock").write_text("")
+        with pytest.raises(ValueError, match="is being written by another process"):
+            Lock(tmp_path / "lock").__enter__()
+
+
+def test_who_holds_a_lock_can_be_asked_without_taking_it(tmp_path: Path):
+    path = tmp_path / "lock"
+    assert held(path) == ""
+    with Lock(path):
+        assert f"process {os.getpid()} " in held(path)
+    assert held(path) == ""
+    with Lock(path):
+        pass

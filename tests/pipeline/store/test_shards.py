@@ -1,0 +1,147 @@
+"""Parts: where the index says, there the tensor lies; and reading stays small."""
+
+import re
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import psutil
+import pyarrow as pa
+import pytest
+
+from pipeline.store.shards import MAPPED_SHARDS, ShardReader, read_index, write_shard
+from pipeline.store.table import TableFolder
+from tests.pipeline.store.stores import VECTORS, check_tensors, name_of, vectors, written
+
+EMPTY = [{"name": "none", "number": 0, "shape": [], "remark": "broken image", "tensor": []}]
+
+
+def part(folder: Path, *batches: pa.RecordBatch) -> pa.Table:
+    return write_shard(folder, 1, pa.Table.from_batches([batch.cast(VECTORS.batch) for batch in batches]), VECTORS)
+
+
+def resident(kind: str) -> int:
+    """This process's memory in bytes: its own (RssAnon), or that of mapped files (RssFile)."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        found = re.search(rf"{kind}:\s+(\d+) kB", status.read_text())
+        assert found
+        return int(found[1]) * 1024
+    return int(psutil.Process().memory_full_info().uss) if kind == "RssAnon" else 0
+
+
+def test_a_tensor_lies_in_the_file_where_its_row_says(tmp_path: Path):
+    rows = part(tmp_path, vectors(*range(100)), vectors(200, words=10))
+    assert rows.schema.equals(VECTORS.stored, check_metadata=True)
+    for row in rows.to_pylist():
+        found = np.fromfile(tmp_path / row["part"], np.uint16, row["nbytes"] // 2, offset=row["byte_offset"])
+        assert found.size == np.prod(row["shape"]) and np.all(found == row["number"])
+
+
+def test_the_index_of_a_part_is_rebuilt_from_the_part_alone(tmp_path: Path):
+    rows = part(tmp_path, vectors(*range(70)), pa.RecordBatch.from_pylist(EMPTY, schema=VECTORS.batch), vectors(80, words=4))
+    assert read_index(tmp_path / rows["part"][0].as_py(), VECTORS).equals(rows)
+
+
+def test_a_part_is_plain_arrow_in_batches_of_at_most_64_rows(tmp_path: Path):
+    rows = part(tmp_path, *(vectors(number) for number in range(150)))
+    with pa.ipc.open_file(str(tmp_path / rows["part"][0].as_py())) as file:
+        assert [file.get_batch(i).num_rows for i in range(file.num_record_batches)] == [64, 64, 22]
+        assert file.schema.equals(VECTORS.batch)
+
+
+def test_parts_are_bounded_and_a_larger_row_gets_one_of_its_own(tmp_path: Path):
+    table = TableFolder(tmp_path / "t", VECTORS)
+    with table.writer({}, shard_bytes=5000) as writer:
+        writer.append(vectors(*range(23)))  # 23,000 bytes at once
+        writer.append(vectors(50, words=5000))
+        writer.finish(None, {})
+    counts = {row["values"]: row["counts"] for row in table.rows()["part"].value_counts().to_pylist()}
+    assert sorted(counts.values()) == [1, 3, 5, 5, 5, 5]
+    check_tensors(table)
+
+
+def test_a_file_that_is_no_part_of_the_table_is_named(tmp_path: Path):
+    with pa.ipc.new_file(str(tmp_path / "00000001-x.arrow"), pa.schema([("a", pa.int8())])) as out:
+        out.write_table(pa.table({"a": pa.array([1], pa.int8())}))
+    with pytest.raises(ValueError, match=r"00000001-x.arrow is no part of vectors: its columns are a; remove it"):
+        read_index(tmp_path / "00000001-x.arrow", VECTORS)
+
+
+def test_mlx_takes_a_tensor_in_one_copy_of_the_view(tmp_path: Path):
+    reader = written(tmp_path / "t", 3, 4).tensors()
+    view = reader.read(name_of(4))
+    assert view.base is not None and not view.flags.writeable
+    assert mx.array(view).view(mx.bfloat16).shape == (2, 250)
+    assert np.array_equal(np.array(mx.array(view)), view)
+
+
+@pytest.mark.parametrize(("hurt", "said"), [(lambda p: p.unlink(), "is missing"), (lambda p: cut(p, 900), "is cut short")])
+def test_a_reader_says_in_one_line_that_a_part_is_lost_or_cut(tmp_path: Path, hurt, said):
+    table = written(tmp_path / "t", *range(10))
+    hurt(sorted(table.parts.glob("*.arrow"))[1])
+    with pytest.raises(ValueError, match=rf"00000002-\w+.arrow {said}.*run the stage again") as error:
+        table.tensors()
+    assert "\n" not in str(error.value)
+
+
+def test_a_part_that_lost_only_its_end_is_cut_short_too(tmp_path: Path):
+    table = written(tmp_path / "t", *range(5))
+    path = next(table.parts.glob("*.arrow"))
+    cut(path, path.stat().st_size - 1)
+    with pytest.raises(ValueError, match="is cut short"):
+        table.tensors()
+
+
+def cut(path: Path, size: int) -> None:
+    with path.open("r+b") as file:
+        file.truncate(size)
+
+
+def test_a_row_without_a_tensor_says_so_when_it_is_read(tmp_path: Path):
+    table = TableFolder(tmp_path / "t", VECTORS)
+    with table.writer({}) as writer:
+        writer.append(pa.RecordBatch.from_pylist(EMPTY, schema=VECTORS.batch))
+        writer.append(vectors(1))
+        writer.finish(None, {})
+    reader = table.tensors()
+    reader.ahead(["none", name_of(1)])
+    with pytest.raises(ValueError, match="row none has no tensor"):
+        reader.read("none")
+    assert np.all(reader.read(name_of(1)) == 1)
+    with pytest.raises(KeyError):
+        reader.read("stranger")
+
+
+def test_views_hold_until_the_next_ahead_and_open_files_stay_few_over_many_parts(tmp_path: Path):
+    count = MAPPED_SHARDS + 30
+    rows = [write_shard(tmp_path, i, pa.table(vectors(i, words=8)).cast(VECTORS.batch), VECTORS) for i in range(count)]
+    before = psutil.Process().num_fds()
+    reader = ShardReader(tmp_path, pa.concat_tables(rows), "name")
+    views = [reader.read(name_of(i)) for i in range(count)]
+    assert all(np.all(view == i) for i, view in enumerate(views))
+    views.clear()
+    reader.ahead(name_of(i) for i in range(count))
+    assert psutil.Process().num_fds() - before <= MAPPED_SHARDS
+    reader.close()
+    assert psutil.Process().num_fds() == before
+
+
+def test_reading_a_table_of_256_megabytes_leaves_memory_flat(tmp_path: Path):
+    words = 1 << 19  # 1 MiB a row
+    with TableFolder(tmp_path / "t", VECTORS).writer({}) as writer:
+        for start in range(0, 256, 16):
+            writer.append(vectors(*range(start, start + 16), words=words))
+        writer.finish(None, {})
+    reader = TableFolder(tmp_path / "t", VECTORS).tensors()
+    order = [name_of(i) for i in np.random.default_rng(7).permutation(256)]
+    own, mapped, files = [], [], resident("RssFile")
+    for at in range(0, 256, 4):
+        reader.ahead(order[at : at + 4])
+        for name in order[at : at + 4]:
+            assert int(reader.read(name).max()) == int(name.removeprefix("row-"))
+        own.append(resident("RssAnon"))
+        mapped.append(resident("RssFile") - files)
+    assert max(own[8:]) - min(own[8:]) < 16 << 20
+    assert sys.platform != "linux" or max(mapped) < 64 << 20  # what was read is let go; elsewhere that is only a wish

@@ -1,0 +1,346 @@
+"""A table shows readers only what a finished run left, and forgets nothing but what it is told to."""
+
+import threading
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from pipeline.store.index import Index
+from pipeline.store.table import TableFolder
+from pipeline.store.writer import COMMITS
+from tests.pipeline.store.stores import (
+    NOTES,
+    VECTORS,
+    check_tensors,
+    lances,
+    lines,
+    names,
+    notes,
+    numbers,
+    state,
+    vectors,
+    written,
+)
+
+RECIPE = {"stage": "vectors", "config": {"size": 3}}
+
+# What readers see.
+
+
+def test_a_table_without_a_manifest_has_no_readers(tmp_path: Path):
+    table = TableFolder(tmp_path / "t", NOTES)
+    with table.writer(RECIPE) as writer:
+        writer.append(notes(1, 2))
+        writer.flush()
+        assert not table.exists
+        with pytest.raises(ValueError, match=r"there is no table notes yet: .*manifest.json is missing; run the stage first"):
+            table.rows()
+        assert table.usage()["rows"] == 0
+        assert writer.finish(None, {}) == table.manifest()
+    assert lines(table) == ["text 1", "text 2"]
+
+
+def test_a_run_in_progress_is_invisible_until_it_finishes(tmp_path: Path):
+    table = written(tmp_path / "t", *range(5))
+    before = table.rows()
+    with table.writer(RECIPE, shard_bytes=2000) as writer:
+        for number in range(3, 12):
+            writer.append(vectors(number, add=100))
+        writer.flush()
+        assert TableFolder(table.folder, VECTORS).rows().equals(before)
+        check_tensors(table)
+        assert writer.stored.num_rows == 12
+        writer.finish(None, {})
+    assert numbers(table.rows()) == list(range(12))
+    assert table.rows()["number"].to_pylist() == [0, 1, 2, *range(103, 112)]
+    check_tensors(table)
+
+
+def test_readers_get_the_schema_with_its_words_sorted_by_key(tmp_path: Path):
+    table = written(tmp_path / "t", 7, 3, 5, 1)
+    assert table.rows().schema.equals(VECTORS.stored, check_metadata=True)
+    assert numbers(table.rows()) == [1, 3, 5, 7]
+
+
+def test_a_row_whose_key_exists_is_replaced(tmp_path: Path):
+    table = TableFolder(tmp_path / "t", NOTES)
+    with table.writer(RECIPE) as writer:
+        writer.append(notes(1, 2, 3))
+        writer.append(notes(2, text="again"))
+        writer.flush()
+        writer.append(notes(3, text="later"))
+        writer.flush()
+        assert writer.stored["text"].to_pylist() == ["text 1", "again 2", "later 3"]
+        writer.finish(None, {})
+    assert lines(table) == ["text 1", "again 2", "later 3"]
+
+
+def test_a_reader_beside_a_writer_that_finishes_again_and_again_gets_one_finished_state(tmp_path: Path):
+    table = TableFolder(tmp_path / "t", NOTES)
+    with table.writer(RECIPE) as writer:
+        writer.append(notes(0))
+        writer.finish(None, {})
+    seen: set[frozenset[str]] = set()
+    done, failed = threading.Event(), list[ValueError]()
+
+    def read() -> None:
+        while not done.is_set():
+            try:
+                seen.add(frozenset(lines(TableFolder(table.folder, NOTES))))
+            except ValueError as error:
+                failed.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with table.writer(RECIPE) as writer:
+        for turn in range(25):
+            writer.append(notes(0, 1, 2, text=f"turn {turn}"))
+            writer.finish(None, {})
+    done.set()
+    reader.join()
+    assert len(seen) > 2 and not failed
+    assert all(len({text.rpartition(" ")[0] for text in rows}) == 1 for rows in seen)
+
+
+def test_a_reader_overtaken_by_a_writer_that_finishes_reads_the_newer_state(tmp_path: Path):
+    table = written(tmp_path / "t", 1, 2)
+
+    class Slow(Index):
+        def read(self, version: int) -> pa.Table:
+            late.index = table.index
+            written(table.folder, 3)
+            return super().read(version)
+
+    late = TableFolder(table.folder, VECTORS)
+    late.index = Slow(table.index.path, table.index.schema)
+    assert numbers(late.rows()) == [1, 2, 3]
+
+
+# Finishing.
+
+
+def test_rows_that_nobody_wants_are_out_of_sight_and_come_back_without_being_written(tmp_path: Path):
+    table = written(tmp_path / "t", *range(10))
+    parts = state(table.parts)
+    for wanted in ([2, 4], list(range(10))):
+        with table.writer(RECIPE) as writer:
+            manifest = writer.finish(names(*wanted), {})
+            assert numbers(writer.stored) == list(range(10))
+        assert numbers(table.rows()) == wanted
+        assert (manifest["rows"], manifest["dead"]) == (len(wanted), 10 - len(wanted))
+        assert state(table.parts) == parts
+        check_tensors(table)
+
+
+def test_a_table_of_rows_alone_forgets_what_nobody_wants(tmp_path: Path):
+    table = TableFolder(tmp_path / "t", NOTES)
+    with table.writer(RECIPE) as writer:
+        writer.append(notes(*range(10)))
+        manifest = writer.finish(pa.table(notes(3, 4)).select(["page", "line", "remark"]), {})
+        assert (manifest["rows"], manifest["dead"]) == (2, 0)
+        assert writer.stored.num_rows == 2
+    assert lines(table) == ["text 3", "text 4"]
+
+
+def test_a_row_is_live_only_if_it_equals_its_wanted_row_in_every_wanted_column(tmp_path: Path):
+    table = TableFolder(tmp_path / "t", NOTES)
+    with table.writer(RECIPE) as writer:
+        writer.append(notes(1, 2, 3))
+        writer.finish(pa.table(notes(1, 2, 3)).set_column(2, "text", pa.array(["text 1", "text 2", "other"])), {})
+    assert lines(table) == ["text 1", "text 2"]
+
+
+def test_a_run_that_changes_nothing_touches_nothing(tmp_path: Path):
+    table = written(tmp_path / "t", *range(10))
+    with table.writer({"stage": "vectors"}) as writer:
+        writer.finish(names(*range(9)), {"seconds": 2.5, "versions": {"mlx": "1"}})
+    before = state(table.folder)
+    for facts in ({}, {"seconds": 2.5}):
+        with table.writer({"stage": "vectors"}) as writer:
+            writer.finish(names(*range(9)), facts)
+    assert state(table.folder) == before
+
+
+def test_the_manifest_says_what_the_table_is(tmp_path: Path):
+    table = TableFolder(tmp_path / "t", VECTORS)
+    with table.writer(RECIPE) as writer:
+        writer.append(vectors(*range(4)))
+        writer.finish(names(1, 2, 3), {"seconds": 2.5})
+        writer.finish(names(1, 2, 3), {"note": "ä"})
+    manifest = table.manifest()
+    assert (manifest["table"], manifest["recipe"], manifest["rows"], manifest["dead"]) == ("vectors", RECIPE, 3, 1)
+    assert manifest["facts"] == {"seconds": 2.5, "note": "ä"}
+    usage = table.usage()
+    assert (usage["rows"], usage["dead"], usage["parts"]) == (3, 1, 1)
+    assert (
+        usage["shard_bytes"]
+        < manifest["bytes"]
+        < usage["bytes"]
+        == sum(size for size, _ in state(table.folder).values()) + (table.folder / "lock").stat().st_size
+    )
+
+
+def test_a_table_may_be_empty(tmp_path: Path):
+    for schema in (NOTES, VECTORS):
+        table = TableFolder(tmp_path / schema.name, schema)
+        with table.writer(RECIPE) as writer:
+            writer.finish(None, {})
+        assert table.exists and table.rows().num_rows == 0 and table.usage()["rows"] == 0
+    table.tensors().ahead([])
+
+
+def test_files_and_versions_stay_few_through_200_commits_and_the_version_readers_use_stays(tmp_path: Path):
+    table = TableFolder(tmp_path / "t", NOTES)
+    with table.writer(RECIPE) as writer:
+        writer.append(notes(*range(7)))
+        writer.finish(None, {})
+    most = 0
+    with table.writer(RECIPE, flush_seconds=0) as writer:
+        for number in range(200):
+            writer.append(notes(number, text="new"))
+            most = max(most, len(lances(table, "*/*")))
+        assert lines(table) == [f"text {n}" for n in range(7)]
+        writer.finish(None, {})
+    assert most < 3 * COMMITS + 10
+    assert len(lances(table, "data/*")) == len(lances(table, "_versions/*.manifest")) == 1
+    assert lines(table) == [f"new {n}" for n in range(200)]
+
+
+def test_rows_appended_before_an_interrupt_are_kept_even_if_it_came_in_the_middle_of_a_commit(tmp_path: Path, monkeypatch):
+    table, append = TableFolder(tmp_path / "t", VECTORS), Index.append
+
+    def interrupted(self: Index, rows: pa.Table) -> int:
+        monkeypatch.setattr(Index, "append", append)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), table.writer(RECIPE) as writer:
+        writer.append(vectors(1, 2))
+        monkeypatch.setattr(Index, "append", interrupted)
+        writer.flush()
+    with table.writer(RECIPE) as writer:
+        assert numbers(writer.stored) == [1, 2]
+        writer.finish(None, {})
+    check_tensors(table)
+
+
+# What a writer refuses.
+
+
+def test_a_second_writer_is_refused_and_the_first_goes_on(tmp_path: Path):
+    table = written(tmp_path / "t", 1)
+    with table.writer(RECIPE) as writer:
+        with pytest.raises(ValueError, match=r"is being written by process \d+"), table.writer(RECIPE):
+            pass
+        writer.append(vectors(2))
+        writer.finish(None, {})
+    assert numbers(table.rows()) == [1, 2]
+
+
+WRONG = {
+    "in remark": lambda rows: rows.drop_columns(["remark"]),
+    "in extra": lambda rows: rows.append_column("extra", pa.array([1])),
+    "order of columns": lambda rows: rows.select(["number", "name", "shape", "remark", "tensor"]),
+    "int64 in column number, which is int32": lambda rows: rows.set_column(1, "number", pa.array([1])),
+    "null in column name": lambda rows: rows.set_column(0, "name", pa.array([None], pa.string())),
+    "tensor of 500 values": lambda rows: rows.set_column(2, "shape", pa.array([[3, 4]], pa.list_(pa.int32()))),
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_a_batch_of_another_schema_is_refused_with_the_difference(tmp_path: Path, said: str):
+    table = TableFolder(tmp_path / "t", VECTORS)
+    with pytest.raises(ValueError, match=f"a batch of vectors .*{said}"), table.writer(RECIPE) as writer:
+        writer.append(vectors(1))
+        writer.append(WRONG[said](vectors(2)))
+    with table.writer(RECIPE) as writer:
+        assert numbers(writer.stored) == [1]  # what came before is kept
+
+
+# Artifacts.
+
+
+def test_an_artifact_is_there_whole_or_as_it_was(tmp_path: Path):
+    table = TableFolder(tmp_path / "t", NOTES)
+
+    def fail(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise RuntimeError("out of ink")
+
+    with table.writer(RECIPE) as writer:
+        kept = writer.write_artifact(
+            "checkpoints/step-1.safetensors", lambda path: path.write_bytes(path.suffix.encode()) and None
+        )
+        assert kept == table.folder / "artifacts/checkpoints/step-1.safetensors" and kept.read_bytes() == b".safetensors"
+        with pytest.raises(RuntimeError, match="out of ink"):
+            writer.write_artifact("checkpoints/step-1.safetensors", fail)
+        with pytest.raises(AssertionError, match="below artifacts"):
+            writer.write_artifact("../manifest.json", fail)
+    assert [path.name for path in kept.parent.iterdir()] == ["step-1.safetensors"] and kept.read_bytes() == b".safetensors"
+
+
+# Cleaning.
+
+
+def test_cleaning_frees_dead_rows_and_sparse_parts_and_no_live_row_changes(tmp_path: Path):
+    table = written(tmp_path / "t", *range(20))
+    with table.writer(RECIPE) as writer:
+        writer.finish(names(0, 1, 2, 3, 5, 10), {"seconds": 1})
+    before, usage, old = table.rows(), table.usage(), state(table.parts)
+    with table.writer(RECIPE) as writer:
+        freed = writer.collect()
+        assert sorted(numbers(writer.stored)) == [0, 1, 2, 3, 5, 10]
+        assert writer.collect() == 0
+    after = table.usage()
+    assert freed == usage["bytes"] - after["bytes"] > 10_000
+    assert (after["rows"], after["dead"], after["parts"]) == (6, 0, 2)  # one was full enough to stay as it was
+    assert len(state(table.parts).items() & old.items()) == 1
+    assert table.rows().drop_columns(["part", "byte_offset"]).equals(before.drop_columns(["part", "byte_offset"]))
+    assert table.manifest()["facts"] == {"seconds": 1}
+    check_tensors(table)
+
+
+def test_cleaning_keeps_what_an_unfinished_run_has_made(tmp_path: Path):
+    table = written(tmp_path / "t", *range(10))
+    with table.writer(RECIPE) as writer:
+        writer.finish(names(3, *range(5, 10)), {})  # of the first part, only row 3 is wanted
+        writer.append(vectors(3, 77, add=100))
+        writer.flush()
+        writer.collect()
+    assert table.rows()["number"].to_pylist() == [3, 5, 6, 7, 8, 9]
+    check_tensors(table)
+    with table.writer(RECIPE) as writer:
+        assert sorted(numbers(writer.stored)) == [3, 5, 6, 7, 8, 9, 77]
+        writer.finish(names(3, *range(5, 10), 77), {})
+    assert table.rows()["number"].to_pylist() == [103, 5, 6, 7, 8, 9, 177]
+    check_tensors(table)
+
+
+def test_a_table_that_no_run_has_finished_is_not_cleaned(tmp_path: Path):
+    with TableFolder(tmp_path / "t", VECTORS).writer(RECIPE) as writer:
+        writer.append(vectors(1))
+        assert writer.collect() == 0
+        assert numbers(writer.stored) == [1]
+
+
+def test_cleaning_that_was_killed_before_it_could_delete_loses_nothing(tmp_path: Path, monkeypatch):
+    table = written(tmp_path / "t", *range(10))
+    with table.writer(RECIPE) as writer:
+        writer.finish(names(0, 5), {})
+
+    def die(self: Index, rows: pa.Table) -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt), table.writer(RECIPE) as writer:
+        patched.setattr(Index, "replace", die)
+        writer.collect()
+    check_tensors(table)
+    for _ in range(2):
+        with table.writer(RECIPE) as writer:
+            writer.collect()
+            writer.finish(names(0, 5), {})
+        assert numbers(table.rows()) == [0, 5]
+        check_tensors(table)
+    with table.writer(RECIPE) as writer:
+        writer.collect()
+    assert table.usage()["parts"] == 1

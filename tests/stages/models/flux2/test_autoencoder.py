@@ -1,0 +1,211 @@
+import dataclasses
+import re
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLFlux2
+from diffusers.loaders.single_file_utils import convert_flux2_transformer_checkpoint_to_diffusers
+from safetensors.numpy import save_file
+
+from stages.models import weights
+from stages.models.flux2 import autoencoder
+from stages.models.flux2 import key_maps as convert
+from stages.models.flux2.autoencoder import AutoencoderConfig
+from stages.models.flux2.load import load_autoencoder, load_flux2
+from stages.models.flux2.sizes import AUTOENCODER
+from stages.text_to_image.families import FAMILIES, family
+
+SIZES = {"block_out_channels": (32, 32, 64, 64), "norm_num_groups": 8}
+VARIANTS = {
+    "as released": SIZES,
+    "another decoder": SIZES | {"decoder_block_out_channels": (16, 24, 32, 48)},
+    "one layer, no attention": SIZES | {"layers_per_block": 1, "mid_block_add_attention": False},
+    "no quant convolutions": SIZES | {"use_quant_conv": False, "use_post_quant_conv": False},
+}
+
+
+def reference(**sizes):
+    """diffusers' autoencoder with random weights and statistics."""
+    torch.manual_seed(0)
+    made = AutoencoderKLFlux2(**sizes).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+        made.bn.running_mean.normal_()
+        made.bn.running_var.uniform_(0.5, 2.0)
+    return made
+
+
+@pytest.fixture(scope="module")
+def released():
+    return reference(**SIZES)
+
+
+def ours(made, folder, **given):
+    made.save_pretrained(folder / "vae")
+    return load_autoencoder(folder / "vae", family("klein-4b"), **given)
+
+
+def images(*shape):
+    return np.random.default_rng(1).uniform(-1, 1, shape).astype(np.float32)
+
+
+@torch.no_grad()
+def encoded(made, images_BHWC):
+    """The pipeline's way from an image to a latent: posterior mean, 2x2 patches into channels, batch-norm statistics."""
+    mean = made.encode(torch.tensor(images_BHWC).permute(0, 3, 1, 2)).latent_dist.mode()
+    folded = torch.nn.functional.pixel_unshuffle(mean, 2)
+    spread = torch.sqrt(made.bn.running_var + made.config.batch_norm_eps)
+    return ((folded - made.bn.running_mean[:, None, None]) / spread[:, None, None]).numpy()
+
+
+@torch.no_grad()
+def decoded(made, latents_BChw):
+    spread = torch.sqrt(made.bn.running_var + made.config.batch_norm_eps)
+    folded = torch.tensor(latents_BChw) * spread[:, None, None] + made.bn.running_mean[:, None, None]
+    return made.decode(torch.nn.functional.pixel_shuffle(folded, 2)).sample.permute(0, 2, 3, 1).numpy()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_encode_and_decode_are_those_of_diffusers(variant, tmp_path):
+    made = reference(**VARIANTS[variant])
+    model = ours(made, tmp_path)
+    x_BHWC = images(3, 48, 80, 3)
+    latents = encoded(made, x_BHWC)
+    assert latents.shape == (3, 128, 3, 5)
+    np.testing.assert_allclose(np.array(model.encode(mx.array(x_BHWC))), latents, atol=1e-4)
+    np.testing.assert_allclose(np.array(model.decode(mx.array(latents))), decoded(made, latents), atol=1e-4)
+
+
+def test_a_file_in_the_makers_layout_gives_the_same_model(released, tmp_path):
+    model = ours(released, tmp_path)
+    file = tmp_path / "ae.safetensors"
+    save_file(makers_layout(released.state_dict()), file)
+    sized = dataclasses.replace(family("klein-4b"), autoencoder={**AUTOENCODER, **SIZES})
+    other = load_autoencoder(file, sized)
+    assert set(other.weights) == set(model.weights)
+    for key, value in model.weights.items():
+        assert mx.array_equal(value, other.weights[key]), key
+
+
+def makers_layout(state):
+    """The reverse of what the loader does, written down independently: names of the makers' ae.safetensors."""
+    found = {}
+    for key, value in state.items():
+        if key == "bn.num_batches_tracked":
+            continue
+        key = re.sub(r"up_blocks\.(\d)", lambda m: f"up.{3 - int(m[1])}", key)
+        key = re.sub(r"down_blocks\.(\d)", r"down.\1", key)
+        key = re.sub(r"(up|down)\.(\d)\.resnets\.(\d)", r"\1.\2.block.\3", key)
+        key = re.sub(r"(up|down)samplers\.0\.conv", r"\1sample.conv", key).replace("conv_shortcut", "nin_shortcut")
+        key = re.sub(r"mid_block\.resnets\.(\d)", lambda m: f"mid.block_{int(m[1]) + 1}", key)
+        key = key.replace("mid_block.attentions.0.group_norm", "mid.attn_1.norm").replace("conv_norm_out", "norm_out")
+        if "mid_block.attentions.0.to_" in key:
+            key = key.replace("mid_block.attentions.0.to_", "mid.attn_1.").replace("attn_1.out.0", "attn_1.proj_out")
+            value = value[:, :, None, None] if value.ndim == 2 else value
+        key = re.sub("^quant_conv", "encoder.quant_conv", key)
+        found[re.sub("^post_quant_conv", "decoder.post_quant_conv", key)] = value.contiguous().numpy()
+    return found
+
+
+def test_attention_in_parts_changes_nothing(released, tmp_path, monkeypatch):
+    model = ours(released, tmp_path)
+    x_BHWC = mx.array(images(2, 48, 80, 3))
+    whole = np.array(model.encode(x_BHWC))
+    monkeypatch.setattr(autoencoder, "QUERIES", 7)
+    np.testing.assert_allclose(np.array(model.encode(x_BHWC)), whole, atol=1e-5)
+
+
+def test_the_shapes_are_those_of_the_released_file():
+    shapes = AutoencoderConfig.from_dict(AUTOENCODER).shapes()
+    assert len(shapes) == 250  # and one counter, which is not read
+    with torch.device("meta"):
+        state = AutoencoderKLFlux2().state_dict()
+    assert shapes == {k: tuple(v.shape) for k, v in state.items() if k != "bn.num_batches_tracked"}
+
+
+def test_decoding_an_encoding_in_bfloat16_stays_near_float32(released, tmp_path):
+    exact, half = ours(released, tmp_path), ours(released, tmp_path, dtype=mx.bfloat16)
+    assert half.weights["bn.running_var"].dtype == mx.float32
+    x_BHWC = mx.array(images(1, 32, 32, 3))
+    assert half.encode(x_BHWC).dtype == mx.float32
+    assert float(mx.abs(half.encode(x_BHWC) - exact.encode(x_BHWC)).max()) < 0.1
+
+
+def test_an_image_is_encoded_to_the_same_bits_whatever_its_place_in_memory(released, tmp_path):
+    model = ours(released, tmp_path)
+    first = np.array(model.encode(mx.array(images(1, 48, 64, 3))))
+    kept = [mx.ones(i * 1000 + 1) + 1 for i in range(5)]
+    mx.eval(kept)
+    assert np.array_equal(first, np.array(model.encode(mx.array(images(1, 48, 64, 3)))))
+
+
+def test_a_size_that_is_no_multiple_of_16_is_refused(released, tmp_path):
+    with pytest.raises(ValueError, match=r"40 x 32 pixels cannot be encoded: both must be multiples of 16"):
+        ours(released, tmp_path).encode(mx.zeros((1, 32, 40, 3)))
+
+
+@pytest.mark.parametrize("wrong", [{"act_fn": "relu"}, {"patch_size": [4, 4]}])
+def test_a_config_that_means_other_arithmetic_is_refused(wrong):
+    with pytest.raises(ValueError, match="is not supported; expected"):
+        AutoencoderConfig.from_dict({**AUTOENCODER, **wrong})
+
+
+def test_a_config_of_something_else_is_refused():
+    with pytest.raises(ValueError, match="autoencoder config lacks latent_channels"):
+        AutoencoderConfig.from_dict({k: v for k, v in AUTOENCODER.items() if k != "latent_channels"})
+
+
+def test_folding_patches_into_channels_is_reversible():
+    z_BHWL = mx.array(images(2, 4, 6, 32))
+    assert mx.array_equal(autoencoder.unpatchify(autoencoder.patchify(z_BHWL)), z_BHWL)
+
+
+@pytest.mark.parametrize("guidance", [False, True])
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_a_transformer_in_the_makers_layout_is_renamed_as_diffusers_does(prefix, guidance, tmp_path):
+    sizes = {**family("tiny").transformer, "guidance_embeds": guidance}
+    file = transformer_file(tmp_path, prefix, guidance)
+    expected = convert_flux2_transformer_checkpoint_to_diffusers(
+        {k: torch.tensor(v) for k, v in makers_transformer(guidance).items()}
+    )
+
+    model = load_flux2(file, dataclasses.replace(family("tiny"), transformer=sizes))
+    assert set(expected) == set(model.config.shapes())
+    converted = convert.transformer(weights.read(file), file)
+    for key, value in expected.items():
+        assert np.array_equal(np.array(converted[key]), value.numpy()), key
+
+
+def transformer_file(folder, prefix, guidance):
+    file = folder / "flux2-dev.safetensors"
+    save_file({prefix + k: v for k, v in makers_transformer(guidance).items()}, file)
+    return file
+
+
+def makers_transformer(guidance):
+    """A random transformer of the tiny family under the makers' names."""
+    D, J, K = 64, 192, 32
+    shapes = {"img_in": (D, 128), "txt_in": (D, J), "final_layer.linear": (128, D), "final_layer.adaLN_modulation.1": (2 * D, D)}
+    for name in ("time_in", "guidance_in") if guidance else ("time_in",):
+        shapes |= {f"{name}.in_layer": (D, 256), f"{name}.out_layer": (D, D)}
+    shapes |= {f"double_stream_modulation_{s}.lin": (6 * D, D) for s in ("img", "txt")}
+    shapes["single_stream_modulation.lin"] = (3 * D, D)
+    scales = {}
+    for i in range(2):
+        for s in ("img", "txt"):
+            at = f"double_blocks.{i}.{s}"
+            shapes |= {f"{at}_attn.qkv": (3 * D, D), f"{at}_attn.proj": (D, D)}
+            shapes |= {f"{at}_mlp.0": (6 * D, D), f"{at}_mlp.2": (D, 3 * D)}
+            scales |= {f"{at}_attn.norm.{n}_norm.scale": (K,) for n in ("query", "key")}
+        shapes |= {f"single_blocks.{i}.linear1": (9 * D, D), f"single_blocks.{i}.linear2": (D, 4 * D)}
+        scales |= {f"single_blocks.{i}.norm.{n}_norm.scale": (K,) for n in ("query", "key")}
+    draw = np.random.default_rng(0)
+    every = {f"{k}.weight": v for k, v in shapes.items()} | scales
+    return {k: draw.standard_normal(v).astype(np.float32) for k, v in every.items()}
+
+
+def test_every_family_names_an_autoencoder_that_divides_by_16():
+    assert {AutoencoderConfig.from_dict(record.autoencoder).scale for record in FAMILIES.values()} == {16}

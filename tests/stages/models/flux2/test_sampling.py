@@ -1,0 +1,78 @@
+"""Noise levels and steps against diffusers' scheduler, as its klein pipeline sets it up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from stages.models.flux2 import sampling
+
+
+def scheduler(tokens: int, steps: int) -> Any:
+    """diffusers' scheduler, ready to step, the way the klein pipeline does it."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+    from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu, retrieve_timesteps
+
+    made = FlowMatchEulerDiscreteScheduler(
+        shift=3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096
+    )
+    mu = compute_empirical_mu(image_seq_len=tokens, num_steps=steps)
+    retrieve_timesteps(made, steps, "cpu", sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+    made.set_begin_index(0)
+    return made
+
+
+@pytest.mark.parametrize("tokens", [16, 1024, 4096, 4300, 4301, 9216])
+@pytest.mark.parametrize("steps", [1, 4, 28, 50])
+def test_the_noise_levels_are_the_reference_s(tokens: int, steps: int) -> None:
+    np.testing.assert_allclose(sampling.sigmas(tokens, steps), scheduler(tokens, steps).sigmas.numpy(), rtol=0, atol=1e-6)
+
+
+def test_the_published_levels_of_four_steps() -> None:
+    np.testing.assert_allclose(sampling.sigmas(4096, 4), [1, 0.967384, 0.908144, 0.7672, 0], atol=1e-6)
+    np.testing.assert_allclose(sampling.sigmas(1024, 4), [1, 0.958085, 0.883982, 0.717497, 0], atol=1e-6)
+
+
+def test_no_steps_are_refused() -> None:
+    with pytest.raises(ValueError, match="1 step or more"):
+        sampling.sigmas(1024, 0)
+
+
+def test_a_walk_is_the_reference_s() -> None:
+    import torch
+
+    theirs, turn = scheduler(16, 5), np.random.default_rng(1).standard_normal((8, 8), np.float32)
+    expected = torch.tensor(np.array(sampling.noise(0, (2, 8))))
+    for t in theirs.timesteps:
+        expected = theirs.step(torch.tanh(expected @ torch.tensor(turn)) * t / 1000, t, expected).prev_sample
+    velocity = lambda x, sigma: mx.tanh(x @ mx.array(turn)) * sigma  # noqa: E731
+    got = sampling.sample(velocity, sampling.noise(0, (2, 8)), sampling.sigmas(16, 5))
+    np.testing.assert_allclose(np.array(got), expected.numpy(), rtol=0, atol=1e-5)
+
+
+def test_the_true_velocity_leads_from_noise_to_the_image() -> None:
+    clean, noise = sampling.noise(1, (1, 4, 2, 2)), sampling.noise(2, (1, 4, 2, 2))
+    got = sampling.sample(lambda x, sigma: noise - clean, noise, sampling.sigmas(4, 3))
+    np.testing.assert_allclose(np.array(got), np.array(clean), atol=1e-6)
+
+
+def test_a_bfloat16_velocity_does_not_round_the_walk() -> None:
+    walk = list(sampling.euler(lambda x, sigma: x.astype(mx.bfloat16), sampling.noise(0, (4,)), sampling.sigmas(4, 3)))
+    assert [x.dtype for x in walk] == [mx.float32] * 3
+
+
+def test_noise_is_named_by_its_seed_and_shape() -> None:
+    noise_BCHW = np.array(sampling.noise(7, (1, 16, 32, 32)))
+    np.testing.assert_array_equal(noise_BCHW, np.array(sampling.noise(7, (1, 16, 32, 32))))
+    assert not np.array_equal(noise_BCHW, np.array(sampling.noise(8, (1, 16, 32, 32))))
+    assert abs(noise_BCHW.mean()) < 0.05 and abs(noise_BCHW.std() - 1) < 0.05
+    np.testing.assert_allclose(noise_BCHW.ravel()[:3], [-0.5023736, 0.5068453, 2.0193486], atol=1e-7)  # on every machine
+
+
+def test_guidance_of_one_is_the_prompt_alone_and_more_goes_beyond() -> None:
+    with_prompt, without = mx.array([1.0, 2.0]), mx.array([0.0, 3.0])
+    assert sampling.guided(with_prompt, without, 1.0).tolist() == [1.0, 2.0]
+    assert sampling.guided(with_prompt, without, 4.0).tolist() == [4.0, -1.0]

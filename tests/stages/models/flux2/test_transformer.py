@@ -1,0 +1,217 @@
+"""The FLUX.2 transformer against diffusers' own, at tiny sizes in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from stages.models.flux2 import transformer as flux2
+from stages.models.flux2.sizes import DEV, KLEIN_4B, KLEIN_9B
+from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, plain_linear, text_ids
+
+SIZE = (3, 5)  # latent height and width
+TEXT = 7
+SIGMAS = np.array([0.9373, 0.1], np.float32)
+GUIDANCE = np.array([4.0, 1.0], np.float32)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["klein", "dev"])
+def reference(request: pytest.FixtureRequest) -> Any:
+    """A random transformer by diffusers, without and with a guidance embedding."""
+    import torch
+    from diffusers import Flux2Transformer2DModel
+
+    torch.manual_seed(0)
+    model = Flux2Transformer2DModel(
+        in_channels=16,
+        num_layers=2,
+        num_single_layers=3,
+        attention_head_dim=24,
+        num_attention_heads=2,
+        joint_attention_dim=20,
+        timestep_guidance_channels=32,
+        axes_dims_rope=(4, 8, 8, 4),
+        guidance_embeds=request.param,
+    ).eval()
+    for tensor in model.parameters():
+        if tensor.ndim == 1:
+            tensor.data = 1 + 0.3 * torch.randn_like(tensor)
+    return model
+
+
+def ours(reference: Any, dtype: mx.Dtype = mx.float32) -> Flux2:
+    arrays = {name: mx.array(tensor.numpy()).astype(dtype) for name, tensor in reference.state_dict().items()}
+    return Flux2(Flux2Config.from_dict(reference.config), arrays)
+
+
+def given(batch: int = 2) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(0)
+    x = draw.standard_normal((batch, SIZE[0] * SIZE[1], 16), np.float32)
+    ctx = draw.standard_normal((batch, TEXT, 20), np.float32)
+    return {"x": x, "ctx": ctx, "timesteps": SIGMAS[:batch], "guidance": GUIDANCE[:batch]}
+
+
+def run(model: Flux2, x: Any, ctx: Any, timesteps: Any, guidance: Any, linear_for: Any = None) -> mx.array:
+    arrays = mx.array(x), image_ids(*SIZE), mx.array(ctx), text_ids(TEXT), mx.array(timesteps), mx.array(guidance)
+    return model(*arrays, linear_for=linear_for)
+
+
+def theirs(model: Any, x: Any, ctx: Any, timesteps: Any, guidance: Any) -> Any:
+    import torch
+
+    return model(
+        hidden_states=torch.as_tensor(x),
+        encoder_hidden_states=torch.as_tensor(ctx),
+        timestep=torch.as_tensor(timesteps),
+        guidance=torch.as_tensor(guidance) if model.config.guidance_embeds else None,
+        img_ids=torch.as_tensor(image_ids(*SIZE)),
+        txt_ids=torch.as_tensor(text_ids(TEXT)),
+    ).sample
+
+
+def test_names_and_shapes_are_those_of_the_reference(reference: Any) -> None:
+    config = Flux2Config.from_dict(reference.config)
+    assert config.shapes() == {name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "parameters"),
+    [(KLEIN_4B, 169, 3_875_544_576), (KLEIN_9B, 233, 9_078_581_248), (DEV, 331, 32_223_281_152)],
+    ids=["klein-4b", "klein-9b", "dev"],
+)
+def test_the_released_sizes_give_the_released_numbers_of_parameters(config: Any, tensors: int, parameters: int) -> None:
+    shapes = Flux2Config.from_dict(config).shapes()
+    assert len(shapes) == tensors
+    assert sum(int(np.prod(shape)) for shape in shapes.values()) == parameters
+
+
+def test_the_velocity_is_the_reference_s(reference: Any) -> None:
+    import torch
+
+    with torch.no_grad():
+        expected = theirs(reference, **given()).numpy()
+    got = np.array(run(ours(reference), **given()))
+    assert expected.std() > 0.1
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+
+
+def test_the_gradient_is_the_reference_s(reference: Any) -> None:
+    import torch
+
+    inputs = given()
+    x, ctx = (torch.tensor(inputs[name], requires_grad=True) for name in ("x", "ctx"))
+    theirs(reference, x, ctx, SIGMAS, GUIDANCE).square().sum().backward()
+    model = ours(reference)
+    loss = lambda x, ctx: mx.square(run(model, x, ctx, SIGMAS, GUIDANCE)).sum()  # noqa: E731
+    grads = mx.grad(loss, argnums=(0, 1))(mx.array(inputs["x"]), mx.array(inputs["ctx"]))
+    for got, expected in zip(grads, (x.grad, ctx.grad), strict=True):
+        scale = float(expected.abs().max())
+        np.testing.assert_allclose(np.array(got) / scale, expected.numpy() / scale, rtol=0, atol=1e-4)
+
+
+def test_an_image_does_not_know_its_neighbours_in_the_batch(reference: Any) -> None:
+    model, inputs = ours(reference), given()
+    together = np.array(run(model, **inputs))
+    for i in range(2):
+        alone = np.array(run(model, **{name: value[i : i + 1] for name, value in inputs.items()}))
+        np.testing.assert_allclose(together[i : i + 1], alone, rtol=0, atol=1e-5)
+
+
+def test_walking_the_blocks_is_calling_the_model(reference: Any) -> None:
+    model, inputs = ours(reference), given()
+    at = (mx.array(inputs["x"]), image_ids(*SIZE), mx.array(inputs["ctx"]), text_ids(TEXT), mx.array(SIGMAS), mx.array(GUIDANCE))
+    h_BSD, shared = model.enter(*at)
+    assert all(isinstance(value, mx.array) for _, value in tree_flatten(shared))
+    for block in model.blocks:
+        h_BSD = Flux2.block(block.kind)(block.weights, h_BSD, shared)
+    assert mx.array_equal(model.leave(h_BSD, shared), run(model, **inputs))
+
+
+def test_every_linear_of_a_block_goes_through_the_caller_s_hands(reference: Any) -> None:
+    model, seen = ours(reference), {}
+
+    def linear_for(block: str) -> Callable[..., mx.array]:
+        def linear(name: str, weight: Any, x: mx.array) -> mx.array:
+            y = plain_linear(name, weight, x)
+            seen[f"{block}.{name}"] = (y.shape[-1], x.shape[-1])
+            return y
+
+        return linear
+
+    run(model, **given(), linear_for=linear_for)
+    assert seen == model.linears()
+    assert len(seen) == 2 * 12 + 3 * 2
+
+
+def test_bfloat16_weights_keep_the_whole_stream_in_bfloat16(reference: Any) -> None:
+    model, seen = ours(reference, mx.bfloat16), set()
+
+    def linear(name: str, weight: Any, x: mx.array) -> mx.array:
+        y = plain_linear(name, weight, x)
+        seen.update({x.dtype, y.dtype})
+        return y
+
+    inputs = given()
+    at = (mx.array(inputs["x"]), image_ids(*SIZE), mx.array(inputs["ctx"]), text_ids(TEXT), mx.array(SIGMAS), mx.array(GUIDANCE))
+    h_BSD, shared = model.enter(*at)
+    seen.add(h_BSD.dtype)
+    for block in model.blocks:
+        h_BSD = model.block(block.kind)(block.weights, h_BSD, shared, linear)
+        seen.add(h_BSD.dtype)
+    assert seen | {model.leave(h_BSD, shared).dtype} == {mx.bfloat16}
+    assert {name for name, value in tree_flatten(shared) if value.dtype == mx.float32} == {"rope.0", "rope.1"}
+    assert flux2.rotate(mx.zeros((1, TEXT + 15, 2, 24), mx.bfloat16), shared["rope"]).dtype == mx.bfloat16
+    exact, rounded = run(ours(reference), **inputs), run(model, **inputs).astype(mx.float32)
+    assert mx.abs(exact - rounded).max() < 0.05 * mx.abs(exact).max()
+
+
+def test_sigma_is_not_rounded_by_bfloat16_weights(reference: Any) -> None:
+    model = ours(reference, mx.bfloat16)
+    near = model._embed("timestep", mx.array([0.9373, 0.9363]))  # in bfloat16 both would be 936
+    assert mx.abs(near[0] - near[1]).max() > 0
+
+
+def test_ids_are_those_of_the_reference_pipeline() -> None:
+    import torch
+    from diffusers import Flux2KleinPipeline
+
+    images = Flux2KleinPipeline._prepare_latent_ids(torch.zeros(1, 16, *SIZE))[0].numpy()
+    texts = Flux2KleinPipeline._prepare_text_ids(torch.zeros(1, TEXT, 20))[0].numpy()
+    np.testing.assert_array_equal(image_ids(*SIZE), images)
+    np.testing.assert_array_equal(text_ids(TEXT), texts)
+
+
+def test_rotary_tables_are_kept_per_shape_and_not_without_bound(reference: Any) -> None:
+    model = ours(reference)
+    first = model._rope(image_ids(2, 2))
+    assert model._rope(image_ids(2, 2)) is first
+    for width in range(3, 3 + flux2.TABLES_KEPT):
+        model._rope(image_ids(2, width))
+    assert model._rope(image_ids(2, 2)) is not first
+    assert len(model._tables) == flux2.TABLES_KEPT
+
+
+def test_a_config_without_a_field_is_refused_by_its_name() -> None:
+    config = {name: value for name, value in KLEIN_4B.items() if name != "num_layers"}
+    with pytest.raises(ValueError, match="lacks num_layers"):
+        Flux2Config.from_dict(config)
+
+
+def test_a_config_with_rotary_axes_that_do_not_fill_a_head_is_refused() -> None:
+    with pytest.raises(ValueError, match="must add up to attention_head_dim 128"):
+        Flux2Config.from_dict({**KLEIN_4B, "axes_dims_rope": [16, 56, 32]})
+
+
+def test_a_guidance_embedding_without_guidance_is_refused(reference: Any) -> None:
+    model, inputs = ours(reference), given()
+    at = (mx.array(inputs["x"]), image_ids(*SIZE), mx.array(inputs["ctx"]), text_ids(TEXT), mx.array(SIGMAS))
+    if model.config.guidance_embeds:
+        with pytest.raises(ValueError, match="needs a guidance value"):
+            model.enter(*at)
+    else:
+        model.enter(*at)

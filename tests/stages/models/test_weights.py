@@ -1,0 +1,164 @@
+import json
+import struct
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from stages.models import weights
+from stages.models.flux2 import key_maps as convert
+from stages.text_to_image.families import family
+
+SHAPES = {"a.weight": (4, 3), "b.weight": (5,)}
+
+
+def arrays():
+    return {"a.weight": np.arange(12, dtype=np.float32).reshape(4, 3), "b.weight": np.ones(5, np.float32)}
+
+
+def test_every_tensor_arrives_with_its_values_and_in_the_dtype_asked_for(tmp_path):
+    save_file(arrays(), tmp_path / "model.safetensors")
+    read = weights.load_component(tmp_path, SHAPES, dtype=mx.bfloat16)
+    assert set(read) == set(SHAPES)
+    assert {v.dtype for v in read.values()} == {mx.bfloat16}
+    assert np.array_equal(np.array(read["a.weight"].astype(mx.float32)), arrays()["a.weight"])
+
+
+@pytest.mark.parametrize("missing", [1, 7, 40])
+def test_a_file_cut_short_is_refused_with_its_size(tmp_path, missing):
+    file = tmp_path / "model.safetensors"
+    save_file(arrays(), file)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-missing])
+    with pytest.raises(ValueError, match=rf"cut short: {len(whole) - missing} bytes, its header says {len(whole)}"):
+        weights.load_component(tmp_path, SHAPES)
+
+
+def test_a_file_longer_than_its_header_says_is_refused(tmp_path):
+    file = tmp_path / "model.safetensors"
+    save_file(arrays(), file)
+    file.write_bytes(file.read_bytes() + b"\0")
+    with pytest.raises(ValueError, match="too long"):
+        weights.load_component(file, SHAPES)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x01", struct.pack("<Q", 10**6) + b"{}", struct.pack("<Q", 2) + b"[]"])
+def test_a_file_that_is_no_safetensors_is_refused_in_one_line(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"not a (whole )?safetensors file") as caught:
+        weights.load_component(tmp_path, SHAPES)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_tensor_is_named_with_the_unknown_one_that_resembles_it(tmp_path):
+    save_file({"a.weigth": np.ones((4, 3), np.float32), "b.weight": np.ones(5, np.float32)}, tmp_path / "m.safetensors")
+    with pytest.raises(ValueError, match=r"lacks a\.weight \(1 of 2 tensors\); a\.weigth is there"):
+        weights.load_component(tmp_path, SHAPES)
+
+
+def test_an_unexpected_tensor_is_refused_unless_it_is_ignored_by_name(tmp_path):
+    save_file(arrays() | {"c.weight": np.ones(1, np.float32)}, tmp_path / "m.safetensors")
+    with pytest.raises(ValueError, match=r"holds c\.weight, which the architecture does not have"):
+        weights.load_component(tmp_path, SHAPES)
+    assert set(weights.load_component(tmp_path, SHAPES, ignore=lambda key: key == "c.weight")) == set(SHAPES)
+
+
+def test_a_tensor_of_another_shape_is_refused_with_both_shapes(tmp_path):
+    save_file(arrays() | {"b.weight": np.ones(6, np.float32)}, tmp_path / "m.safetensors")
+    with pytest.raises(ValueError, match=r"b\.weight is \(6,\), not \(5,\)"):
+        weights.load_component(tmp_path, SHAPES)
+
+
+def test_many_wrong_names_are_counted_not_listed(tmp_path):
+    save_file({f"x{i}": np.ones(1, np.float32) for i in range(9)}, tmp_path / "m.safetensors")
+    with pytest.raises(ValueError, match="and 6 more"):
+        weights.load_component(tmp_path, {})
+
+
+def test_shards_are_read_by_their_index(tmp_path):
+    shard(tmp_path)
+    (tmp_path / "stray.safetensors").write_bytes(b"not one of them")
+    assert set(weights.load_component(tmp_path, SHAPES)) == set(SHAPES)
+
+
+def test_a_shard_that_is_not_there_is_named(tmp_path):
+    shard(tmp_path)
+    (tmp_path / "model-2.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"lacks model-2\.safetensors of the 2 files"):
+        weights.load_component(tmp_path, SHAPES)
+
+
+def test_a_tensor_that_two_shards_hold_is_refused(tmp_path):
+    shard(tmp_path)
+    save_file(arrays(), tmp_path / "model-2.safetensors")
+    with pytest.raises(ValueError, match="in more than one file"):
+        weights.load_component(tmp_path, SHAPES)
+
+
+def test_a_folder_without_weights_says_what_was_looked_for(tmp_path):
+    with pytest.raises(ValueError, match=r"looked for \*\.safetensors"):
+        weights.load_component(tmp_path, SHAPES)
+
+
+def test_of_two_variants_of_the_same_weights_the_plain_one_is_read(tmp_path):
+    save_file(arrays(), tmp_path / "model.safetensors")
+    save_file(arrays(), tmp_path / "model.fp16.safetensors")
+    assert weights.files(tmp_path) == [tmp_path / "model.safetensors"]
+
+
+def test_eight_bit_weights_are_refused_by_name(tmp_path):
+    head = json.dumps({"a.weight": {"dtype": "F8_E4M3", "shape": [4, 3], "data_offsets": [0, 12]}}).encode()
+    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + bytes(12))
+    with pytest.raises(ValueError, match=r"a\.weight is F8_E4M3; fetch the bfloat16 weights"):
+        weights.load_component(tmp_path, SHAPES)
+
+
+def test_scales_of_eight_bit_weights_are_refused_in_a_single_file(tmp_path):
+    with pytest.raises(ValueError, match="scaled 8-bit weights"):
+        convert.transformer({"double_blocks.0.img_attn.proj.weight_scale": mx.ones(1)}, tmp_path)
+
+
+def test_casting_holds_no_more_than_one_tensor_twice(tmp_path):
+    save_file({f"w{i}": np.ones((512, 512), np.float32) for i in range(8)}, tmp_path / "m.safetensors")
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    read = weights.load_component(tmp_path, {f"w{i}": (512, 512) for i in range(8)}, dtype=mx.bfloat16)
+    held = mx.get_active_memory() - before
+    assert held <= 8 * 2 * 512 * 512 * 1.05
+    assert mx.get_peak_memory() - before <= held + 2 * 4 * 512 * 512
+    del read
+
+
+@pytest.mark.parametrize("component", ["transformer", "autoencoder", "text_encoder", "tokenizer"])
+def test_a_component_is_found_in_its_folder(tmp_path, component):
+    folder = tmp_path / {"autoencoder": "vae"}.get(component, component)
+    folder.mkdir()
+    assert weights.locate(tmp_path, component, family("klein-base-4b")) == folder
+
+
+@pytest.mark.parametrize("name", ["flux-2-klein-base-4b.safetensors", "flux2-klein-base-4b.safetensors"])
+def test_a_single_file_is_found_under_either_spelling(tmp_path, name):
+    (tmp_path / name).touch()
+    assert weights.locate(tmp_path, "transformer", family("klein-base-4b")) == tmp_path / name
+
+
+def test_a_component_that_is_not_there_says_what_was_looked_for(tmp_path):
+    with pytest.raises(ValueError, match=r"looked for transformer/, flux-2-klein-base-4b\.safetensors") as caught:
+        weights.locate(tmp_path, "transformer", family("klein-base-4b"))
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_broken_config_file_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+        weights.read_config(tmp_path)
+
+
+def shard(folder):
+    whole = arrays()
+    places = {"a.weight": "model-1.safetensors", "b.weight": "model-2.safetensors"}
+    for key, name in places.items():
+        save_file({key: whole[key]}, folder / name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))

@@ -1,0 +1,125 @@
+"""Qwen3 against transformers' own, at tiny sizes in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from stages.models import weights
+from stages.models.text import qwen3
+from stages.models.text.qwen3 import Qwen3, Qwen3Config
+
+LAYERS = (1, 2, 4)
+ALL = 5  # layers of the reference
+REAL = (7, 20, 1)  # real tokens of each row; the rest is padding
+T = 20
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A random Qwen3 by transformers, and the folder that it saved itself to."""
+    import torch
+    from transformers import Qwen3Config as TheirConfig
+    from transformers import Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = TheirConfig(
+        vocab_size=99,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=ALL,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    for name, tensor in model.named_parameters():
+        if "norm" in name:
+            tensor.data = 1 + 0.3 * torch.randn_like(tensor)
+    folder = tmp_path_factory.mktemp("qwen3")
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def ours(folder: Path, layers: int) -> Qwen3:
+    config = Qwen3Config.from_dict(weights.read_config(folder))
+    loaded = weights.load_component(folder, config.shapes(layers), rename=qwen3.rename, ignore=qwen3.beyond(layers, ALL))
+    return Qwen3(config, loaded)
+
+
+def prompts() -> tuple[np.ndarray, np.ndarray]:
+    tokens = np.random.default_rng(1).integers(1, 99, (len(REAL), T))
+    real = np.arange(T)[None] < np.array(REAL)[:, None]
+    return np.where(real, tokens, 0), real
+
+
+@pytest.mark.parametrize("layers", [LAYERS, (2, ALL)], ids=["below the last", "the last, which is normalised"])
+def test_hidden_states_are_those_of_transformers_padding_included(reference: tuple[Any, Path], layers: tuple[int, ...]) -> None:
+    import torch
+
+    model, folder = reference
+    tokens, real = prompts()
+    with torch.no_grad():
+        given = {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(real.astype(np.int64))}
+        states = model(**given, output_hidden_states=True).hidden_states
+    theirs = np.concatenate([states[k].numpy() for k in layers], axis=-1)
+    mine = np.array(ours(folder, max(layers)).encode(mx.array(tokens), mx.array(real), layers))
+    assert mine.shape == (len(REAL), T, len(layers) * 48)
+    assert np.abs(theirs).max() > 1
+    np.testing.assert_allclose(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_real_rows_do_not_depend_on_the_padding(reference: tuple[Any, Path]) -> None:
+    model = ours(reference[1], 4)
+    tokens, real = prompts()
+    padded = model.encode(mx.array(tokens[:1]), mx.array(real[:1]), LAYERS)[:, : REAL[0]]
+    alone = model.encode(mx.array(tokens[:1, : REAL[0]]), mx.ones((1, REAL[0]), mx.bool_), LAYERS)
+    np.testing.assert_allclose(np.array(padded), np.array(alone), atol=1e-4, rtol=1e-4)
+
+
+def test_padding_is_not_looked_at_even_by_padding() -> None:
+    seen = np.array(qwen3.mask(mx.array([[True, True, False, False]])))[0, 0].astype(int)
+    assert seen.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]]
+
+
+def test_only_the_layers_needed_are_kept(reference: tuple[Any, Path]) -> None:
+    kept = ours(reference[1], 2).weights
+    assert {k.split(".")[1] for k in kept if k.startswith("layers.")} == {"0", "1"}
+    assert "norm.weight" not in kept and "lm_head.weight" not in kept
+
+
+def test_a_tensor_that_is_needed_and_missing_or_unknown_is_refused(reference: tuple[Any, Path], tmp_path: Path) -> None:
+    config = Qwen3Config.from_dict(weights.read_config(reference[1]))
+    arrays = {f"model.{name}": mx.zeros(shape) for name, shape in config.shapes(1).items()}
+    unknown = {**arrays, "model.layers.0.self_attn.q_proj.bias": mx.zeros(96)}
+    lacking = {k: v for k, v in arrays.items() if "up_proj" not in k}
+    for number, (found, name) in enumerate(((unknown, "q_proj.bias"), (lacking, "up_proj"))):
+        file = tmp_path / f"{number}.safetensors"
+        mx.save_safetensors(str(file), found)
+        with pytest.raises(ValueError, match=name):
+            weights.load_component(file, config.shapes(1), rename=qwen3.rename, ignore=qwen3.beyond(1, ALL))
+
+
+def test_both_spellings_of_rope_theta_are_read() -> None:
+    sizes = dict.fromkeys(qwen3.SIZES, 1)
+    assert Qwen3Config.from_dict({**sizes, "rope_theta": 7.0}).rope_theta == 7.0
+    assert Qwen3Config.from_dict({**sizes, "rope_parameters": {"rope_type": "default", "rope_theta": 8.0}}).rope_theta == 8.0
+
+
+def test_a_config_that_is_not_built_is_refused_with_the_field() -> None:
+    sizes = dict.fromkeys(qwen3.SIZES, 1) | {"rope_theta": 1.0}
+    with pytest.raises(ValueError, match="attention_bias"):
+        Qwen3Config.from_dict({**sizes, "attention_bias": True})
+    with pytest.raises(ValueError, match="yarn"):
+        Qwen3Config.from_dict({**sizes, "rope_scaling": {"rope_type": "yarn"}})
+    with pytest.raises(ValueError, match="lacks head_dim"):
+        Qwen3Config.from_dict({k: v for k, v in sizes.items() if k != "head_dim"})
+    with pytest.raises(ValueError, match="hidden state 9 is wanted of a text encoder of 1 layers"):
+        Qwen3Config.from_dict(sizes).shapes(9)

@@ -1,0 +1,303 @@
+"""The captions stage over real files: where texts are found, what they become, and what is an error."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from schemas.text_to_image.captions import CAPTIONS
+from schemas.text_to_image.images import IMAGES
+from stages.text_to_image.captions.stage import STAGE, CaptionsConfig
+from tests.harness import context, run
+
+
+class Folder:
+    """Images by path (no bytes are needed: the stage reads only their rows), and the files beside them."""
+
+    def __init__(self, root: Path, *paths: str) -> None:
+        self.root, self.said, self.images = root, [], []
+        for path in paths:
+            self.add(path)
+
+    def add(self, path, image_id="", rejected=None):
+        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+        row = {"path": path, "image_id": image_id or path, "bytes": 1, "mtime_ns": 1, "inode": 1, "format": "PNG", "mode": "RGB"}
+        self.images.append(row | {"width": 64, "height": 64, "frames": 1, "rejected": rejected, "detail": ""})
+
+    def write(self, name, text, encoding="utf-8"):
+        (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / name).write_bytes(text if isinstance(text, bytes) else text.encode(encoding))
+
+    def context(self, stored=None, **config):
+        tables = {"images": IMAGES.table(self.images)}
+        made = context(STAGE, self.root / "..", tables, config=CaptionsConfig(**config), stored=stored, source=self.root)
+        made.say = self.said.append
+        return made
+
+    def rows(self, **config):
+        return run(STAGE, self.context(**config)).to_pylist()
+
+    def captions(self, **config):
+        """Texts by image, in their order."""
+        found: dict[str, list[str]] = {}
+        for row in sorted(self.rows(**config), key=lambda row: row["position"]):
+            if row["role"] == "caption":
+                found.setdefault(row["image_id"], []).append(row["text"])
+        return found
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "images").mkdir()
+    return Folder(tmp_path / "images", "a.png", "sub/b.jpg")
+
+
+@pytest.fixture
+def captioned(folder):
+    folder.write("a.txt", "a cat")
+    folder.write("sub/b.txt", "a dog")
+    return folder
+
+
+def test_a_sidecar_is_the_caption_and_the_row_says_where_it_came_from(captioned):
+    rows = {row["image_id"]: row for row in captioned.rows() if row["role"] == "caption"}
+    assert rows["sub/b.jpg"] == {
+        "caption_id": hashlib.sha256(b"a dog").hexdigest(),
+        "image_id": "sub/b.jpg",
+        "role": "caption",
+        "text": "a dog",
+        "source": "sidecar",
+        "origin": "sub/b.txt",
+        "position": 0,
+    }
+
+
+def test_a_sidecar_may_be_named_after_the_whole_file_name_and_have_another_extension(folder):
+    folder.write("a.png.txt", "whole name")
+    folder.write("a.txt", "stem")
+    folder.write("sub/b.txt", "stem")
+    assert folder.captions() == {"a.png": ["whole name"], "sub/b.jpg": ["stem"]}
+    folder.write("a.caption", "other")
+    folder.write("sub/b.jpg.caption", "other")
+    assert folder.captions(extension=".caption") == {"a.png": ["other"], "sub/b.jpg": ["other"]}
+
+
+def test_lines_of_a_sidecar_are_one_caption_or_many_as_set(folder):
+    folder.write("a.txt", "\r\n one \r\n\r\ntwo\r\none")
+    folder.write("sub/b.txt", "single")
+    assert folder.captions()["a.png"] == ["one \n\ntwo\none"]
+    assert folder.captions(lines="many")["a.png"] == ["one", "two"]
+    rows = [row for row in folder.rows(lines="many") if row["image_id"] == "a.png"]
+    assert [(row["position"], row["origin"]) for row in rows] == [(0, "a.txt:2"), (1, "a.txt:4")]
+
+
+def test_unicode_is_kept_as_it_was_written(folder):
+    text = "café cafe\u0301 日本 🦊 “zwj” 👩\u200d🚀 ﬁ"
+    folder.write("a.txt", text)
+    folder.write("sub/b.txt", "\ufeff" + text)
+    assert folder.captions() == {"a.png": [text], "sub/b.jpg": [text]}
+    for encoding in ("utf-16", "utf-8-sig"):
+        folder.write("a.txt", text, encoding)
+        assert folder.captions()["a.png"] == [text]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("caf\u00e9".encode("latin-1"), r"a\.txt is not UTF-8: byte 3 is 0xe9; save it as UTF-8"),
+        (b"\xef\xbb\xbfab\xff", r"a\.txt is not UTF-8: byte 5 is 0xff"),
+        ("cat".encode("utf-16-le"), r"a\.txt holds a zero at byte 1, as UTF-16 without its mark does"),
+        (b"\xff\xfec\x00\x00\xd8", r"a\.txt is not UTF-16: byte"),
+    ],
+)
+def test_a_text_in_another_encoding_is_an_error_that_names_file_and_byte(captioned, data, message):
+    captioned.write("a.txt", data)
+    with pytest.raises(ValueError, match=message):
+        captioned.rows()
+
+
+def test_metadata_jsonl_and_csv_name_files_relative_to_themselves(folder):
+    lines = [{"file_name": "a.png", "text": "root"}, {"file_name": "sub/b.jpg", "text": "from above"}]
+    folder.write("metadata.jsonl", "\n".join(map(json.dumps, lines)) + "\n\n")
+    folder.write("sub/metadata.csv", 'file_name,caption,x\nb.jpg,"with, comma\nand ""line""",1\n')
+    assert folder.captions() == {"a.png": ["root"], "sub/b.jpg": ["from above", 'with, comma\nand "line"']}
+    origins = {row["text"]: (row["source"], row["origin"]) for row in folder.rows()}
+    assert origins["from above"] == ("metadata", "metadata.jsonl:2")
+    assert origins['with, comma\nand "line"'] == ("metadata", "sub/metadata.csv:3")
+
+
+def test_several_captions_of_an_image_are_several_rows_and_equal_ones_are_one(folder):
+    folder.write("sub/b.txt", "dog")
+    rows = [
+        {"file_name": "a.png", "text": ["one", "two", "one"]},
+        {"file_name": "./a.png", "text": "three"},
+        {"file_name": "a.png", "text": None},
+    ]
+    folder.write("metadata.jsonl", "\n".join(map(json.dumps, rows)))
+    assert folder.captions()["a.png"] == ["one", "two", "three"]
+    keys = [tuple(row[name] for name in CAPTIONS.key) for row in folder.rows()]
+    assert len(set(keys)) == len(keys)
+
+
+def test_the_first_source_that_has_a_caption_is_used(folder):
+    folder.write("a.txt", "sidecar")
+    rows = [{"file_name": "a.png", "text": "metadata"}, {"file_name": "sub\\b.jpg", "prompt": "metadata"}]
+    folder.write("metadata.jsonl", "\n".join(map(json.dumps, rows)))
+    assert folder.captions() == {"a.png": ["sidecar"], "sub/b.jpg": ["metadata"]}
+    assert folder.captions(sources=("metadata", "sidecar"))["a.png"] == ["metadata"]
+    assert folder.captions(sources=("filename",)) == {"a.png": ["a"], "sub/b.jpg": ["b"]}
+
+
+def test_a_metadata_row_without_its_image_is_said_and_stops_nothing(captioned):
+    rows = [{"file_name": name, "text": "x"} for name in ("a.png", "gone.png", "b.jpg", "c.png", "d.png")]
+    captioned.write("metadata.jsonl", "\n".join(map(json.dumps, rows)))
+    captioned.rows()
+    assert captioned.said == ["metadata.jsonl: 4 rows name no image that is there: gone.png, b.jpg, c.png and 1 more"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("metadata.jsonl", '{"file_name": "a.png", "text": "x"}\n{"file_name": ', r"jsonl, line 2: not JSON at column 15"),
+        ("metadata.jsonl", "[1]", r"line 1: not an object"),
+        ("metadata.jsonl", '{"image": "a.png", "text": "x"}', r"line 1: no file_name; its columns are image, text"),
+        ("metadata.jsonl", '{"file_name": "a.png", "label": 3}', r"line 1: none of text, caption, prompt; .* file_name, label"),
+        ("metadata.jsonl", '{"file_name": "a.png", "text": 3}', r"line 1: text is neither a text nor a list"),
+        ("metadata.csv", "file_name;text\na.png;x\n", r"metadata\.csv, line 2: no file_name; its columns are file_name;text"),
+        ("metadata.jsonl", '{"file_name": "a.png", "text": "\\ud83d"}', r"metadata\.jsonl:1: .*half of a surrogate pair"),
+    ],
+)  # fmt: skip
+def test_a_metadata_file_that_cannot_be_understood_is_an_error_with_its_line(captioned, name, text, message):
+    captioned.write(name, text)
+    with pytest.raises(ValueError, match=message):
+        captioned.rows(sources=("metadata", "sidecar"))
+
+
+def test_a_file_name_in_another_unicode_spelling_is_found(folder):
+    folder.add("cafe\u0301.png")
+    folder.write("metadata.jsonl", json.dumps({"file_name": "caf\u00e9.png", "text": "coffee"}))
+    assert folder.captions(missing="skip") == {"cafe\u0301.png": ["coffee"]}
+
+
+def test_an_image_without_a_caption_is_an_error_that_names_the_first_few(folder):
+    for number in range(5):
+        folder.add(f"m{number}.png")
+    folder.write("a.txt", "a cat")
+    folder.write("m0.txt", " \n")
+    with pytest.raises(
+        ValueError, match=r"6 of 7 images have no caption \(sidecar or metadata\): m0.png, m1.png, m2.png and 3 more"
+    ):
+        folder.rows()
+    with pytest.raises(ValueError, match=r"; write m0\.txt and so on beside them, or set captions.missing to empty, trigger"):
+        folder.rows()
+
+
+def test_a_missing_caption_is_made_as_set(folder):
+    folder.add("red_fox-2.png")
+    folder.write("a.txt", "a cat")
+    folder.write("sub/b.txt", "a dog")
+    found = {
+        missing: folder.captions(missing=missing, trigger="ohwx", template="{trigger}, {caption}").get("red_fox-2.png")
+        for missing in ("empty", "trigger", "filename", "skip")
+    }
+    assert found == {"empty": [""], "trigger": ["ohwx"], "filename": ["ohwx, red fox 2"], "skip": None}
+    assert "captions.missing = skip, for 1 of 3 images: red_fox-2.png" in folder.said
+
+
+def test_the_template_is_filled_in_one_go_and_a_captions_own_braces_stay(folder):
+    folder.write("a.txt", "{trigger} {caption} {x}")
+    folder.write("sub/b.txt", "b")
+    found = folder.captions(template="by {trigger}: {caption}!", trigger="{caption}")
+    assert found["a.png"] == ["by {caption}: {trigger} {caption} {x}!"]
+
+
+def test_a_template_without_caption_is_one_text_for_all_images_and_needs_no_files(folder):
+    rows = [row for row in folder.rows(template="a photo of {trigger}", trigger="ohwx cat") if row["role"] == "caption"]
+    assert {row["text"] for row in rows} == {"a photo of ohwx cat"} and len(rows) == 2
+    assert len({row["caption_id"] for row in rows}) == 1 and {row["source"] for row in rows} == {"template"}
+
+
+def test_a_trigger_that_no_caption_has_is_an_error_and_one_that_some_have_is_said(captioned):
+    with pytest.raises(ValueError, match=r'captions.trigger "ohwx" is in none of the 2 captions: .* "{trigger}, {caption}"'):
+        captioned.rows(trigger="ohwx")
+    captioned.write("a.txt", "ohwx cat")
+    captioned.rows(trigger="ohwx")
+    assert captioned.said == ['"ohwx" is in 1 of 2 captions']
+
+
+def test_the_empty_caption_and_the_preview_prompts_are_rows_of_no_image(captioned):
+    prompts = ("a {trigger} at sea", "a boat", "a boat", "a dog")
+    rows = captioned.rows(preview_prompts=prompts, trigger="ohwx", template="{caption}, {trigger}")
+    assert [(r["image_id"], r["text"], r["source"]) for r in rows if r["role"] == "empty"] == [("", "", "config")]
+    previews = [(row["position"], row["text"]) for row in rows if row["role"] == "preview"]
+    assert previews == [(0, "a ohwx at sea"), (1, "a boat"), (2, "a dog")]
+
+
+def test_the_trigger_alone_is_a_row_where_one_is_set(captioned):
+    assert not [row for row in captioned.rows() if row["role"] == "trigger"]
+    rows = captioned.rows(trigger="ohwx", template="{trigger}, {caption}")
+    assert [(row["image_id"], row["text"], row["position"]) for row in rows if row["role"] == "trigger"] == [("", "ohwx", 0)]
+
+
+def test_the_class_word_makes_rows_of_texts_with_the_trigger_and_changes_no_other(folder):
+    folder.write("a.txt", "ohwx and ohwx\na dog\nohwx cat\ntoy and ohwx")
+    folder.write("sub/b.txt", "ohwx cat")
+    plain = folder.rows(trigger="ohwx", lines="many")
+    rows = folder.rows(trigger="ohwx", lines="many", class_word="toy")
+    assert [row for row in rows if row["role"] != "class"] == plain
+    made = [(row["image_id"], row["text"], row["position"], row["origin"]) for row in rows if row["role"] == "class"]
+    assert made == [
+        ("a.png", "toy and toy", 0, "a.txt:1"),
+        ("a.png", "toy cat", 2, "a.txt:3"),
+        ("sub/b.jpg", "toy cat", 0, "sub/b.txt:1"),
+        ("", "toy", 0, "captions.trigger"),
+    ]
+    keys = [tuple(row[name] for name in CAPTIONS.key) for row in rows]
+    assert len(set(keys)) == len(keys)
+
+
+def test_images_that_are_rejected_have_no_caption_but_a_duplicates_caption_serves_its_twin(folder):
+    folder.images.clear()
+    folder.add("a.png", "1")
+    folder.add("b.png", "1", rejected="duplicate")
+    folder.add("c.png", "2", rejected="truncated")
+    folder.write("b.txt", "beside the duplicate")
+    folder.write("c.txt", "beside a broken file")
+    assert folder.captions() == {"1": ["beside the duplicate"]}
+    folder.write("a.txt", "its own")
+    assert folder.captions() == {"1": ["its own"]}
+    folder.images = [row | {"rejected": "truncated"} for row in folder.images]
+    with pytest.raises(ValueError, match="none of the 3 images can be used: 3 truncated"):
+        folder.rows()
+
+
+def test_one_caption_edited_makes_one_row_pending_and_nothing_else(captioned):
+    stored = run(STAGE, captioned.context())
+    assert run(STAGE, captioned.context(stored)).num_rows == 0
+    captioned.write("a.txt", "another cat")
+    pending = run(STAGE, captioned.context(stored)).to_pylist()
+    assert [row["text"] for row in pending] == ["another cat"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"sources": ("sidecars",)}, 'captions.sources "sidecars" is none of .*; did you mean "sidecar"'),
+        ({"sources": ()}, "captions.sources is empty"),
+        ({"missing": "skipp"}, 'did you mean "skip"'),
+        ({"lines": "all"}, 'captions.lines "all" is none of one, many'),
+        ({"template": "{captoin}"}, 'the placeholder "captoin" .* did you mean "caption"'),
+        ({"template": " "}, "captions.template is empty"),
+        ({"template": "{trigger} {caption}"}, "captions.template has {trigger}, but no word is set"),
+        ({"preview_prompts": ("{trigger}",)}, "captions.preview_prompts has {trigger}"),
+        ({"preview_prompts": ("{caption}",)}, 'captions.preview_prompts: the placeholder "caption"'),
+        ({"missing": "trigger"}, "no word is set"),
+        ({"class_word": "cat"}, "captions.class_word stands in for the trigger, but no word is set"),
+        ({"class_word": "a cat", "trigger": "cat"}, 'captions.class_word "a cat" holds the trigger "cat"'),
+        ({"extension": "txt"}, 'captions.extension = "txt" must be a dot and a name'),
+    ],
+)
+def test_a_wrong_setting_is_one_line_that_says_what_would_be_right(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        CaptionsConfig(**wrong)

@@ -1,0 +1,316 @@
+"""The images stage over real folders: what becomes a row, what is said of it, and what a second scan costs."""
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from schemas.text_to_image.images import IMAGES
+from stages.text_to_image.images import stage as images
+from stages.text_to_image.images.stage import STAGE, ImagesConfig, scan
+from tests.harness import context, run
+
+
+def draw(path, seed=0, size=(80, 72)):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    noise = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), np.uint8)
+    Image.fromarray(noise).save(path)
+    return path
+
+
+class Project:
+    """The runner's part: keeps the table between runs, replaces rows by key, drops rows of files that went."""
+
+    def __init__(self, folder, **config):
+        self.folder, self.config, self.said = folder, ImagesConfig(**config), []
+        self.source = folder / "images"
+        self.source.mkdir()
+        self.stored = None
+
+    def context(self, **options):
+        made = context(STAGE, self.folder, config=self.config, stored=self.stored, source=self.source, **options)
+        made.say = self.said.append
+        return made
+
+    def run(self, **options):
+        """Yielded rows by path."""
+        self.said.clear()
+        made = self.context(**options)
+        yielded = {row["path"]: row for row in run(STAGE, made).to_pylist()}
+        self.write_artifact(yielded.values())
+        return yielded
+
+    def keep(self, rows):
+        wanted = STAGE.wants(self.context())["path"].to_pylist()
+        old = {row["path"]: row for row in self.stored.to_pylist()} if self.stored is not None else {}
+        old |= {row["path"]: row for row in rows}
+        self.stored = IMAGES.table([old[path] for path in sorted(old) if path in wanted])
+
+    def verdicts(self):
+        return {row["path"]: row["rejected"] for row in self.stored.to_pylist()}
+
+
+@pytest.fixture
+def project(tmp_path):
+    return Project(tmp_path)
+
+
+@pytest.fixture
+def probed(monkeypatch):
+    """How many files have been decoded since it was last cleared."""
+    calls, real = [], images.probe
+
+    def counting(file, max_pixels):
+        calls.append(file.name)
+        return real(file, max_pixels)
+
+    monkeypatch.setattr(images, "probe", counting)
+    return calls
+
+
+def test_a_usable_image_is_a_row_with_its_content_and_size(project):
+    path = draw(project.source / "deep" / "er" / "é ü.png", size=(80, 72))
+    row = project.run()["deep/er/é ü.png"]
+    about = path.stat()
+    assert row == {
+        "path": "deep/er/é ü.png",
+        "image_id": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "bytes": about.st_size,
+        "mtime_ns": about.st_mtime_ns,
+        "inode": about.st_ino,
+        "format": "PNG",
+        "mode": "RGB",
+        "width": 80,
+        "height": 72,
+        "frames": 1,
+        "rejected": None,
+        "detail": "",
+    }
+
+
+def test_every_bad_file_is_a_row_with_its_reason_and_the_summary_counts_them(tmp_path):
+    project = Project(tmp_path, max_pixels=10_000)
+    good = draw(project.source / "good.png")
+    draw(project.source / "icon.png", size=(63, 90))
+    draw(project.source / "huge.png", size=(101, 100))
+    (project.source / "cut.png").write_bytes(good.read_bytes()[:5000])
+    (project.source / "letter.jpg").write_text("Dear Sir")
+    (project.source / "nothing.webp").write_bytes(b"")
+    (project.source / "film.mp4").write_bytes(b"\0\0\0\x20ftypisom")
+    (project.source / "nosuffix").write_bytes(b"\1\2\3")
+    shutil.copy(good, project.source / "good too.png")
+    (project.source / "gone.png").symlink_to(project.source / "not here")
+    project.run()
+    assert project.verdicts() == {
+        "cut.png": "truncated",
+        "film.mp4": "unsupported",
+        "gone.png": "unreadable",
+        "good too.png": None,
+        "good.png": "duplicate",
+        "huge.png": "bomb",
+        "icon.png": "too_small",
+        "letter.jpg": "unreadable",
+        "nosuffix": "unsupported",
+        "nothing.webp": "unreadable",
+    }
+    assert project.said[0] == "10 files: 1 usable, 1 bomb, 1 duplicate, 1 too_small, 1 truncated, 3 unreadable, 2 unsupported"
+    assert project.said[1].startswith("not used: cut.png (truncated), film.mp4 (unsupported), gone.png")
+    details = {row["path"]: row["detail"] for row in project.stored.to_pylist()}
+    assert details["good.png"] == "the same bytes as good too.png" and details["good too.png"] == ""
+    assert "63 x 90" in details["icon.png"] and "images.min_side = 64" in details["icon.png"]
+    assert all(details[path] for path, verdict in project.verdicts().items() if verdict)
+
+
+def test_captions_licences_and_hidden_files_are_no_rows(project):
+    draw(project.source / "a.png")
+    draw(project.source / ".hidden.png")
+    draw(project.source / ".cache" / "b.png")
+    draw(project.source / "__MACOSX" / "c.png")
+    for name in ("a.txt", "metadata.jsonl", "metadata.csv", "LICENSE", "readme.md", ".DS_Store", "Thumbs.db"):
+        (project.source / name).write_text("x")
+    assert list(project.run()) == ["a.png"]
+
+
+def test_an_unchanged_file_is_not_opened_again_and_an_unchanged_folder_yields_nothing(project, probed):
+    for seed in range(5):
+        draw(project.source / f"{seed}.png", seed)
+    project.run()
+    assert len(probed) == 5
+    probed.clear()
+    assert project.run() == {} and probed == []
+    assert project.said == ["5 files: 5 usable"]
+    draw(project.source / "new.png", 9)
+    assert list(project.run()) == ["new.png"] and len(probed) == 1
+
+
+def test_a_changed_file_under_an_old_name_is_a_new_image(project, probed):
+    for seed in range(3):
+        draw(project.source / f"{seed}.png", seed)
+    before = project.run()
+    draw(project.folder / "x.png", 7).replace(project.source / "1.png")
+    probed.clear()
+    after = project.run()
+    assert list(after) == ["1.png"] and len(probed) == 1
+    assert after["1.png"]["image_id"] != before["1.png"]["image_id"]
+
+
+def test_duplicates_follow_the_first_path_as_files_come_and_go(project, probed):
+    first = draw(project.source / "m.png")
+    shutil.copy(first, project.source / "z.png")
+    project.run()
+    assert project.verdicts() == {"m.png": None, "z.png": "duplicate"}
+    shutil.copy(first, project.source / "a.png")
+    probed.clear()
+    assert set(project.run()) == {"a.png", "m.png", "z.png"} and len(probed) == 1  # said again, not read again
+    assert project.verdicts() == {"a.png": None, "m.png": "duplicate", "z.png": "duplicate"}
+    assert {r["path"]: r["detail"] for r in project.stored.to_pylist()}["z.png"] == "the same bytes as a.png"
+    (project.source / "a.png").unlink()
+    probed.clear()
+    assert set(project.run()) == {"m.png", "z.png"} and probed == []
+    assert project.verdicts() == {"m.png": None, "z.png": "duplicate"}
+    draw(project.source / "m.png", 5)
+    project.run()
+    assert project.verdicts() == {"m.png": None, "z.png": None}
+
+
+def test_a_run_stopped_after_any_batch_ends_where_an_unbroken_one_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(images, "BATCH", 3)
+    (tmp_path / "a").mkdir()
+    whole = Project(tmp_path / "a")
+    for number in range(11):
+        draw(whole.source / f"{number:02}.png", number % 4)
+    (whole.source / "05.png").write_bytes(b"broken")
+    whole.run()
+    for batches in range(5):
+        broken = Project.__new__(Project)
+        broken.__dict__ = whole.__dict__ | {"stored": None, "said": []}
+        for count, batch in enumerate(STAGE.run(broken.context())):
+            if count == batches:
+                break
+            broken.write_artifact(batch.to_pylist())
+        broken.run()
+        assert broken.stored.equals(whole.stored)
+
+
+def test_stop_ends_the_run_after_the_batch_at_hand(project, monkeypatch):
+    monkeypatch.setattr(images, "BATCH", 2)
+    for seed in range(6):
+        draw(project.source / f"{seed}.png", seed)
+    asked = iter([False, True])
+    assert sorted(project.run(stop=lambda: next(asked))) == ["0.png", "1.png"]
+
+
+def test_rows_do_not_depend_on_the_number_of_workers_or_on_the_batch(tmp_path, monkeypatch):
+    tables = []
+    for workers, batch in ((1, 1), (4, 64)):
+        monkeypatch.setattr(images, "BATCH", batch)
+        project = Project.__new__(Project)
+        if not tables:
+            project.__init__(tmp_path)
+            for number in range(9):
+                draw(project.source / f"{number}.png", number % 3)
+        project.__dict__ |= {"folder": tmp_path, "source": tmp_path / "images", "stored": None, "said": []}
+        project.config = ImagesConfig(workers=workers)
+        project.run()
+        tables.append(project.stored)
+    assert tables[0].equals(tables[1])
+
+
+def test_a_file_that_goes_between_scan_and_read_is_an_unreadable_row(project):
+    draw(project.source / "a.png")
+    gone = draw(project.source / "b.png", 1)
+    made = project.context()
+    gone.unlink()
+    rows = {row["path"]: row for row in run(STAGE, made).to_pylist()}
+    assert rows["a.png"]["rejected"] is None
+    assert rows["b.png"]["rejected"] == "unreadable" and rows["b.png"]["image_id"] == ""
+
+
+def test_what_could_not_be_read_is_tried_again_though_nothing_about_the_file_changed(project, monkeypatch):
+    from stages.text_to_image.imaging import decode as pixels
+
+    Image.new("RGB", (80, 80), "red").save(draw(project.source / "a.png").with_suffix(".tif"))
+    with monkeypatch.context() as patch:
+        patch.setattr(pixels, "_heif_plugin", lambda: False)
+        (project.source / "b.heic").write_bytes(_heic())
+        project.run()
+        assert project.verdicts()["b.heic"] == "unsupported"
+        assert project.run() == {}
+    assert list(project.run()) == ["b.heic"]
+    assert project.verdicts()["b.heic"] is None
+
+
+def _heic():
+    import io
+
+    import pillow_heif
+
+    pillow_heif.register_heif_opener()
+    file = io.BytesIO()
+    Image.new("RGB", (80, 80), "lime").save(file, "HEIF")
+    return file.getvalue()
+
+
+def test_linked_folders_are_followed_and_loops_end(project):
+    draw(project.source / "a.png")
+    draw(project.folder / "elsewhere" / "b.png", 1)
+    (project.source / "link").symlink_to(project.folder / "elsewhere")
+    (project.folder / "elsewhere" / "back").symlink_to(project.source)
+    (project.source / "self.png").symlink_to(project.source / "self.png")
+    assert sorted(project.run()) == ["a.png", "link/b.png", "self.png"]
+    assert project.verdicts()["self.png"] == "unreadable"
+
+
+def test_a_name_that_is_not_utf_8_is_a_row_that_says_so(project):
+    draw(project.source / "a.png")
+    try:
+        Path(os.fsdecode(os.fsencode(project.source) + b"/b\xff.png")).write_bytes(b"x")
+    except OSError:  # some file systems allow no such name: then there is nothing to refuse
+        return
+    project.run()
+    row = project.stored.to_pylist()[1]
+    assert (row["path"], row["rejected"]) == ("b\\xff.png", "unreadable") and "not UTF-8" in row["detail"]
+
+
+def test_a_pipe_in_the_folder_is_no_row_and_is_never_opened(project):
+    draw(project.source / "a.png")
+    os.mkfifo(project.source / "pipe.png")
+    assert [row["path"] for row in scan(project.source)] == ["a.png"]
+
+
+def test_a_missing_or_empty_folder_is_one_line_that_says_what_would_be_right(project):
+    with pytest.raises(ValueError, match=r"images holds no images: put some there, or set images.folder$"):
+        project.context()
+    (project.source / "a.txt").write_text("only a caption")
+    with pytest.raises(ValueError, match="holds no images"):
+        project.context()
+    project.source = project.folder / "image"
+    with pytest.raises(ValueError, match=r'does not exist: .* set images.folder; did you mean "images"'):
+        project.context()
+    project.source = draw(project.folder / "a.png")
+    with pytest.raises(ValueError, match="is a file, not a folder"):
+        project.context()
+
+
+@pytest.mark.parametrize("wrong", [{"min_side": 0}, {"workers": 0}, {"max_pixels": 0}, {"max_pixels": 10**9}])
+def test_a_setting_out_of_range_is_named(wrong):
+    with pytest.raises(ValueError, match=rf"images\.{next(iter(wrong))} = "):
+        ImagesConfig(**wrong)
+
+
+def test_masks_of_other_images_are_no_rows_but_said(project):
+    for name in ("a.png", "a.mask.png", "masks/a.png", "masks/b.png"):
+        draw(project.source / name, seed=len(name))
+    assert sorted(project.run()) == ["a.png", "masks/b.png"]
+    assert project.said == ["2 files: 2 usable; 2 more are masks of others"]
+
+
+def test_a_project_among_its_own_images_does_not_take_what_it_made_for_images(tmp_path):
+    for name in ("a.png", "sub/b.png", "tables/samples/1/grid.png", "weights/x.png", "sub/tables/c.png", "exports/d.safetensors"):
+        draw(tmp_path / name, len(name)) if name.endswith("png") else (tmp_path / "exports").mkdir()
+    (tmp_path / "project.toml").write_text("")
+    assert [row["path"] for row in scan(tmp_path)] == ["a.png", "sub/b.png", "sub/tables/c.png"]

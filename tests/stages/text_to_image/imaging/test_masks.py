@@ -1,0 +1,203 @@
+"""Masks: which file is the mask of which image, and what is kept of it."""
+
+import hashlib
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from stages.text_to_image.images.stage import scan
+from stages.text_to_image.imaging import masks
+from stages.text_to_image.imaging.decode import open_alpha
+from stages.text_to_image.latents.stage import STAGE
+from tests.harness import missing, run
+from tests.stages.text_to_image.latents.test_latents import by_id, made, tables
+
+CROP = {"crop_x": 0.0, "crop_y": 0.0, "crop_w": 64.0, "crop_h": 64.0, "width": 64, "height": 64, "flip": False}
+
+
+def halves(size=(64, 64), left=255, right=0):
+    """A mask of two halves, left and right."""
+    grey = np.full((size[1], size[0]), right, np.uint8)
+    grey[:, : size[0] // 2] = left
+    return Image.fromarray(grey)
+
+
+@pytest.fixture
+def weights(tiny_weights):
+    return tiny_weights / "vae"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three pictures: one with a mask beside it, one with a mask in the folder masks, one with none."""
+    (tmp_path / "images" / "masks").mkdir(parents=True)
+    for number, name in enumerate(("beside.png", "inside.jpg", "none.png")):
+        noise = np.random.default_rng(number).integers(0, 255, (64, 64, 3), np.uint8)
+        Image.fromarray(noise).save(tmp_path / "images" / name)
+    halves().save(tmp_path / "images" / "beside.mask.png")
+    halves(left=0, right=128).save(tmp_path / "images" / "masks" / "inside.png")
+    return tmp_path / "images"
+
+
+def images_only(folder):
+    """The two tables of the three pictures, without the masks."""
+    hidden = {path: path.read_bytes() for path in folder.glob("*.mask.png")}
+    for path in hidden:
+        path.unlink()
+    (folder / "masks").rename(folder.parent / "aside")
+    try:
+        return tables(folder, ((32, 48), (64, 64)))
+    finally:
+        (folder.parent / "aside").rename(folder / "masks")
+        for path, data in hidden.items():
+            path.write_bytes(data)
+
+
+def rows(folder, weights, stored=None, **config):
+    ctx = made(folder, folder.parent, weights, images_only(folder), config=config, stored=stored)
+    return run(STAGE, ctx)
+
+
+def test_a_file_is_a_mask_only_beside_an_image_of_its_name():
+    paths = [
+        "a.jpg",
+        "a.mask.png",
+        "b.mask.png",
+        "masks/a.webp",
+        "masks/c.png",
+        "s/d.png",
+        "masks/s/d.png",
+        "s/masks/d.png",
+        "s/a.mask.png",
+    ]
+    assert masks.among(paths) == {"a.mask.png", "masks/a.webp", "masks/s/d.png", "s/masks/d.png"}
+    assert masks.among(["masks/a.png", "masks/b.png", "a.mask.txt", "a.png"]) == {"masks/a.png"}
+
+
+def test_the_mask_beside_an_image_comes_first_then_the_nearest_folder(tmp_path):
+    names = ["s/d.mask.jpg", "s/masks/d.png", "masks/s/d.bmp", "masks/s/d.png"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for name in [names[0], names[1], names[2], names[3]]:
+        assert masks.finder(tmp_path)(["gone.png", "s/d.png"]) == name
+        (tmp_path / name).unlink()
+    assert masks.finder(tmp_path)(["gone.png", "s/d.png"]) is None
+
+
+def test_masks_are_no_rows_of_images(folder):
+    assert [row["path"] for row in scan(folder)] == ["beside.png", "inside.jpg", "none.png"]
+
+
+def test_a_token_is_the_mean_over_its_pixels_row_by_row():
+    ramp = np.arange(64 * 64, dtype=np.float64).reshape(64, 64) / 16.1
+    mask = Image.fromarray(ramp.astype(np.uint8))
+    found = np.frombuffer(masks.per_token(mask, (64, 64), CROP), np.uint8).reshape(4, 4)
+    np.testing.assert_allclose(found, np.asarray(mask, np.float64).reshape(4, 16, 4, 16).mean((1, 3)), atol=1)
+    mirrored = np.frombuffer(masks.per_token(mask, (64, 64), CROP | {"flip": True}), np.uint8).reshape(4, 4)
+    assert np.array_equal(mirrored, found[:, ::-1])
+
+
+def test_a_mask_of_another_size_is_cut_where_the_image_is():
+    part = CROP | {"crop_x": 32.0, "crop_w": 64.0, "width": 64, "height": 32, "crop_h": 32.0}
+    whole = [masks.per_token(halves((128 // n, 64 // n)), (128, 64), part) for n in (1, 2, 4)]
+    assert whole == [bytes([255, 255, 0, 0] * 2)] * 3
+
+
+def test_without_masks_no_key_changes_and_with_them_only_those_of_masked_images(folder, weights):
+    plain = by_id(rows(folder, weights))
+    assert {row["mask"] for row in plain.values()} == {None} and {row["mask_id"] for row in plain.values()} == {""}
+    masked = by_id(rows(folder, weights, mask="file"))
+    unmasked = {key: row for key, row in masked.items() if row["mask"] is None}
+    assert len(plain) == len(masked) == 6 and len(unmasked) == 2
+    assert all(plain[key] == row for key, row in unmasked.items())
+    assert not (set(masked) - set(unmasked)) & set(plain)
+
+
+def test_a_row_holds_its_mask_and_the_latent_that_it_would_have_without(folder, weights):
+    plain = {(row["image_id"], row["width"]): row for row in rows(folder, weights).to_pylist()}
+    ids = {hashlib.sha256((folder / name).read_bytes()).hexdigest(): name for name in ("beside.png", "inside.jpg", "none.png")}
+    found = {(ids[r["image_id"]], r["width"], r["flip"]): r for r in rows(folder, weights, mask="file", flip=True).to_pylist()}
+    assert found["beside.png", 64, False]["mask"] == bytes([255, 255, 0, 0] * 4)
+    assert found["beside.png", 64, True]["mask"] == bytes([0, 0, 255, 255] * 4)
+    assert found["inside.jpg", 64, False]["mask"] == bytes([0, 0, 128, 128] * 4)
+    assert found["beside.png", 32, False]["mask"] == bytes([255, 0] * 3)
+    assert found["none.png", 64, False]["mask"] is None
+    assert found["beside.png", 64, False]["mask_id"] == hashlib.sha256((folder / "beside.mask.png").read_bytes()).hexdigest()
+    for (_, width, flip), row in found.items():
+        assert flip or row["tensor"] == plain[row["image_id"], width]["tensor"]
+
+
+def test_a_changed_mask_costs_its_images_rows(folder, weights):
+    stored = rows(folder, weights, mask="file").drop_columns(["tensor"])
+    halves(left=7).save(folder / "beside.mask.png")
+    again = rows(folder, weights, stored=stored, mask="file").to_pylist()
+    assert [row["mask"][0] for row in again] == [7, 7]
+    wanted = STAGE.wants(made(folder, folder.parent, weights, images_only(folder), config={"mask": "none"}))
+    assert missing(wanted, stored).num_rows == 4
+
+
+def test_an_alpha_channel_is_a_mask_and_an_image_without_one_is_trained_in_full(folder, weights):
+    image = Image.open(folder / "none.png").convert("RGBA")
+    image.putalpha(halves())
+    image.save(folder / "none.png")
+    images, buckets = (images_only(folder)[name] for name in ("images", "buckets"))
+    modes = [row | {"mode": "RGBA" if row["path"] == "none.png" else "RGB", "format": "JPEG"} for row in images.to_pylist()]
+    given = {"images": type(images).from_pylist(modes, schema=images.schema), "buckets": buckets}
+    made_rows = run(STAGE, made(folder, folder.parent, weights, given, config={"mask": "alpha"})).to_pylist()
+    clear = hashlib.sha256((folder / "none.png").read_bytes()).hexdigest()
+    found = {(row["image_id"] == clear, row["width"]): (row["mask_id"], row["mask"]) for row in made_rows}
+    assert found[True, 64] == ("alpha", bytes([255, 255, 0, 0] * 4))
+    assert found[False, 64] == ("", None)
+
+
+def test_opacity_is_read_from_every_kind_of_transparency_and_turned_upright():
+    def saved(image, form, **more):
+        out = io.BytesIO()
+        image.save(out, form, **more)
+        out.seek(0)
+        return out
+
+    palette = Image.fromarray(np.array([[0, 1], [1, 1]], np.uint8), "P")
+    palette.putpalette([0, 0, 0, 255, 255, 255])
+    assert np.asarray(open_alpha(saved(palette, "PNG", transparency=0))).tolist() == [[0, 255], [255, 255]]
+    assert open_alpha(saved(Image.new("RGB", (4, 4)), "PNG")) is None
+    assert open_alpha(saved(Image.new("L", (4, 4)), "JPEG")) is None
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    wide = Image.merge("RGBA", [halves((4, 2))] * 4)
+    assert np.asarray(open_alpha(saved(wide, "PNG", exif=exif))).tolist() == [[255, 255], [255, 255], [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"no picture", "its mask beside.mask.png: no image in a format"),
+        ((32, 64), "beside.mask.png is 32 x 64, the image 64 x 64"),
+    ],
+)
+def test_a_mask_that_cannot_be_used_becomes_the_reason_of_its_images_rows(folder, weights, data, reason):
+    if isinstance(data, bytes):
+        (folder / "beside.mask.png").write_bytes(data)
+    else:
+        halves(data).save(folder / "beside.mask.png")
+    made_rows = rows(folder, weights, mask="file").to_pylist()
+    bad = [row for row in made_rows if row["rejected"]]
+    assert len(made_rows) == 6 and len(bad) == 2
+    assert all(reason in row["rejected"] for row in bad)
+
+
+def test_a_mask_that_changes_while_it_is_used_is_named(folder, weights):
+    ctx = made(folder, folder.parent, weights, images_only(folder), config={"mask": "file"})
+    halves(left=9).save(folder / "beside.mask.png")
+    with pytest.raises(ValueError, match=r"1 image files changed .*\(beside.png\)"):
+        run(STAGE, ctx)
+
+
+def test_masks_that_are_wanted_but_not_there_are_a_mistake(folder, weights):
+    (folder / "beside.mask.png").unlink()
+    (folder / "masks" / "inside.png").unlink()
+    with pytest.raises(ValueError, match=r"none of the 3 images has one: beside.mask.png beside it, or masks/beside.png"):
+        rows(folder, weights, mask="file")

@@ -1,0 +1,252 @@
+import dataclasses
+import hashlib
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from diffusers import AutoencoderKLFlux2
+from PIL import Image
+
+from schemas.text_to_image.buckets import BUCKETS
+from schemas.text_to_image.images import IMAGES
+from schemas.text_to_image.latents import LATENTS
+from stages.models.flux2 import tiny
+from stages.text_to_image.families import family
+from stages.text_to_image.latents.stage import STAGE, LatentsConfig, latent_id
+from tests.harness import context, missing, run
+
+SIZES = {"wide": (96, 64), "tall": (50, 80), "square": (64, 64)}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("weights")
+    tiny.make(folder, 0)
+    return folder / "vae"
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """Three pictures, one format each: smooth, so that resizing has something to get right."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for i, (name, (width, height)) in enumerate(SIZES.items()):
+        y, x = np.mgrid[0:height, 0:width].astype(np.float32)
+        waves = [np.sin(x / (3 + i) + c) * np.cos(y / (4 + c)) for c in range(3)]
+        pixels = (127.5 + 127.5 * np.stack(waves, -1)).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{name}{('.png', '.jpg', '.webp')[i]}")
+    return folder
+
+
+def tables(folder, resolutions=((32, 48), (48, 32))):
+    """The two tables that are read: every picture cropped to every size, with borders between pixels."""
+    images, buckets = [], []
+    for path in sorted(folder.iterdir()):
+        image_id = hashlib.sha256(path.read_bytes()).hexdigest()
+        width, height = SIZES.get(path.stem.removeprefix("mirrored_"), (64, 64))
+        empty = {"bytes": 0, "mtime_ns": 0, "inode": 0, "format": "PNG", "mode": "RGB", "frames": 1, "detail": ""}
+        images.append({"path": path.name, "image_id": image_id, "width": width, "height": height, "rejected": None} | empty)
+        for i, (bucket_w, bucket_h) in enumerate(resolutions):
+            scale = max(bucket_w / width, bucket_h / height)
+            w, h = min(width, bucket_w / scale), min(height, bucket_h / scale)
+            place = {"crop_x": (width - w) / 2, "crop_y": (height - h) / 2, "crop_w": w, "crop_h": h, "scale": scale}
+            size = {"width": bucket_w, "height": bucket_h, "tokens": bucket_w * bucket_h // 256, "crop_loss": 0.0}
+            buckets.append({"image_id": image_id, "resolution": 32 + i, "rejected": None} | place | size)
+    return {"images": IMAGES.table(images), "buckets": BUCKETS.table(buckets)}
+
+
+def made(folder, tmp_path, weights, given=None, **more):
+    config = LatentsConfig(**more.pop("config", {}))
+    parts = {"config": config, "family": family("tiny"), "weights": {"autoencoder": weights}, "source": folder}
+    return context(STAGE, tmp_path / "out", given or tables(folder), **(parts | more))
+
+
+def by_id(table):
+    return {row["latent_id"]: row for row in table.to_pylist()}
+
+
+def values(row):
+    words = np.array(row["tensor"], np.uint16).reshape(row["shape"])
+    return (words.astype(np.uint32) << 16).view(np.float32)
+
+
+def test_a_latent_is_what_diffusers_makes_of_the_same_crop(pictures, tmp_path, weights):
+    reference = AutoencoderKLFlux2.from_pretrained(weights).eval()
+    spread = torch.sqrt(reference.bn.running_var + reference.config.batch_norm_eps)[:, None, None]
+    paths = {hashlib.sha256(p.read_bytes()).hexdigest(): p for p in pictures.iterdir()}
+    rows = run(STAGE, made(pictures, tmp_path, weights)).to_pylist()
+    assert len(rows) == 6
+    for row in rows:
+        box = (row["crop_x"], row["crop_y"], row["crop_x"] + row["crop_w"], row["crop_y"] + row["crop_h"])
+        size = (row["width"], row["height"])
+        image = Image.open(paths[row["image_id"]]).convert("RGB").resize(size, Image.Resampling.LANCZOS, box=box)
+        pixels = torch.tensor(np.asarray(image)).permute(2, 0, 1)[None] / 255 * 2 - 1
+        with torch.no_grad():
+            mean = torch.nn.functional.pixel_unshuffle(reference.encode(pixels).latent_dist.mode(), 2)
+        expected = ((mean - reference.bn.running_mean[:, None, None]) / spread)[0].numpy()
+        assert row["shape"] == [128, row["height"] // 16, row["width"] // 16]
+        np.testing.assert_allclose(values(row), expected, atol=1e-4, rtol=2**-8)
+
+
+def test_rows_are_the_same_to_the_bit_at_any_batch_size_order_and_number_of_workers(pictures, tmp_path, weights):
+    given = tables(pictures)
+    first = by_id(run(STAGE, made(pictures, tmp_path, weights, given)))
+    turned = {"images": given["images"], "buckets": given["buckets"].take(list(range(5, -1, -1)))}
+    for config in ({"batch_size": 1, "workers": 1}, {"batch_size": 4, "workers": 3}):
+        assert by_id(run(STAGE, made(pictures, tmp_path, weights, turned, config=config))) == first
+
+
+def test_a_row_encoded_alone_equals_the_row_encoded_among_others(pictures, tmp_path, weights):
+    ctx = made(pictures, tmp_path, weights)
+    every = by_id(run(STAGE, ctx))
+    for i in range(ctx.pending.num_rows):
+        alone = dataclasses.replace(ctx, pending=ctx.pending.slice(i, 1))
+        for key, row in by_id(run(STAGE, alone)).items():
+            assert row == every[key]
+
+
+def test_statistics_are_those_of_the_stored_values(pictures, tmp_path, weights):
+    for row in run(STAGE, made(pictures, tmp_path, weights)).to_pylist():
+        assert row["mean"] == pytest.approx(values(row).mean(), abs=1e-5)
+        assert row["std"] == pytest.approx(values(row).std(), abs=1e-5)
+        assert row["absmax"] == np.abs(values(row)).max()
+
+
+def test_nothing_pending_loads_no_weights(pictures, tmp_path):
+    ctx = made(pictures, tmp_path, Path("nowhere"))
+    ctx.pending = ctx.pending.slice(0, 0)
+    assert run(STAGE, ctx).num_rows == 0
+
+
+def test_a_file_that_does_not_decode_becomes_a_reason_and_the_others_are_encoded(pictures, tmp_path, weights):
+    whole = (pictures / "square.webp").read_bytes()
+    (pictures / "square.webp").write_bytes(whole[: len(whole) // 2])
+    rows = run(STAGE, made(pictures, tmp_path, weights)).to_pylist()
+    bad = [row for row in rows if row["rejected"]]
+    assert len(rows) == 6
+    assert len(bad) == 2
+    assert all(row["rejected"].startswith("truncated") and row["shape"] == [] and row["tensor"] == [] for row in bad)
+
+
+def test_a_file_that_changed_since_it_was_listed_is_named_after_the_rest_is_encoded(pictures, tmp_path, weights):
+    ctx = made(pictures, tmp_path, weights)
+    shutil.copy(pictures / "wide.png", pictures / "square.webp")
+    (pictures / "tall.jpg").unlink()
+    batches = STAGE.run(ctx)
+    rows = []
+    with pytest.raises(ValueError, match=r"2 image files changed .*run it again"):
+        for batch in batches:
+            rows += batch.to_pylist()
+    assert len(rows) == 2
+    assert all(row["rejected"] is None for row in rows)
+
+
+def test_a_row_that_is_rejected_upstream_is_not_wanted(pictures, tmp_path, weights):
+    given = tables(pictures)
+    buckets, images = given["buckets"].to_pylist(), given["images"].to_pylist()
+    buckets[0]["rejected"] = "too_small"
+    images[1]["rejected"] = "duplicate"
+    given = {"images": IMAGES.table(images), "buckets": BUCKETS.table(buckets)}
+    assert STAGE.wants(made(pictures, tmp_path, weights, given)).num_rows == 3
+
+
+def test_flip_adds_mirrored_rows_and_changes_no_other(pictures, tmp_path, weights):
+    plain = by_id(run(STAGE, made(pictures, tmp_path, weights)))
+    both = by_id(run(STAGE, made(pictures, tmp_path, weights, config={"flip": True})))
+    assert len(both) == 12
+    assert all(both[key] == row for key, row in plain.items())
+    assert sum(row["flip"] for row in both.values()) == 6
+
+
+def test_a_flipped_row_is_the_latent_of_the_mirrored_picture(pictures, tmp_path, weights):
+    Image.open(pictures / "wide.png").transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(pictures / "mirrored_wide.png")
+    ids = {p.stem: hashlib.sha256(p.read_bytes()).hexdigest() for p in pictures.iterdir()}
+    rows = run(STAGE, made(pictures, tmp_path, weights, config={"flip": True})).to_pylist()
+    found = {(row["image_id"], row["flip"], row["width"]): values(row) for row in rows}
+    for width in (32, 48):
+        turned, mirrored = found[ids["wide"], True, width], found[ids["mirrored_wide"], False, width]
+        np.testing.assert_allclose(turned, mirrored, atol=0.1)
+        assert np.abs(turned - found[ids["wide"], False, width]).max() > 0.5
+
+
+@pytest.mark.parametrize("column", ["image_id", "width", "height", "crop_x", "crop_y", "crop_w", "crop_h", "flip"])
+def test_the_key_depends_on_everything_that_the_crop_is(column):
+    row = {"image_id": "ab", "width": 32, "height": 48, "crop_x": 0.5, "crop_y": 0.0, "crop_w": 9.0, "crop_h": 9.5, "flip": False}
+    changed = {"image_id": "b", "flip": True}.get(column, 7)
+    assert latent_id(row | {column: changed}) != latent_id(row)
+    assert latent_id(dict(row)) == latent_id(row)
+
+
+def test_stopping_keeps_what_is_done_and_the_next_run_makes_the_rest(pictures, tmp_path, weights):
+    asked = iter([False, False, True, True])
+    whole = by_id(run(STAGE, made(pictures, tmp_path, weights)))
+    part = run(STAGE, made(pictures, tmp_path, weights, stop=lambda: next(asked, True), config={"batch_size": 2}))
+    assert 0 < part.num_rows < 6
+    ctx = made(pictures, tmp_path, weights, stored=part.drop_columns(["tensor"]))
+    assert ctx.pending.num_rows == 6 - part.num_rows
+    assert by_id(part) | by_id(run(STAGE, ctx)) == whole
+
+
+def test_a_finished_table_wants_nothing_more(pictures, tmp_path, weights):
+    stored = run(STAGE, made(pictures, tmp_path, weights)).drop_columns(["tensor"])
+    assert missing(STAGE.wants(made(pictures, tmp_path, weights)), stored).num_rows == 0
+
+
+def test_memory_is_given_back(pictures, tmp_path, weights):
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    run(STAGE, made(pictures, tmp_path, weights))
+    assert mx.get_active_memory() <= before
+    assert mx.get_cache_memory() == 0
+    batches = STAGE.run(made(pictures, tmp_path, weights, config={"batch_size": 1}))
+    next(batches)
+    batches.close()
+    assert mx.get_active_memory() <= before
+
+
+def test_progress_counts_to_the_end(pictures, tmp_path, weights):
+    seen = []
+    ctx = dataclasses.replace(made(pictures, tmp_path, weights), progress=lambda *moved: seen.append(moved))
+    run(STAGE, ctx)
+    assert seen == [(i, 6, "images") for i in range(7)]
+
+
+def test_transparent_pixels_show_the_background(tmp_path, weights):
+    folder = tmp_path / "clear"
+    folder.mkdir()
+    Image.new("RGBA", (64, 64), (255, 0, 0, 0)).save(folder / "clear.png")
+    Image.new("RGB", (64, 64), (0, 128, 0)).save(folder / "green.png")
+    rows = run(STAGE, made(folder, tmp_path, weights, config={"background": "#008000"})).to_pylist()
+    of = {row["image_id"]: row["tensor"] for row in rows if row["width"] == 32}
+    assert len(of) == 2
+    assert len({tuple(words) for words in of.values()}) == 1
+
+
+def test_values_that_are_not_finite_become_a_reason(pictures, tmp_path, weights):
+    broken = tmp_path / "broken"
+    shutil.copytree(weights, broken)
+    from safetensors.numpy import load_file, save_file
+
+    file = next(broken.glob("*.safetensors"))
+    arrays = load_file(file)
+    arrays["bn.running_mean"][:] = np.inf
+    save_file(arrays, file)
+    rows = run(STAGE, made(pictures, tmp_path, broken)).to_pylist()
+    assert all("not finite" in row["rejected"] for row in rows)
+
+
+@pytest.mark.parametrize("wrong", [{"precision": "float16"}, {"batch_size": 0}, {"workers": 0}])
+def test_a_setting_that_makes_no_sense_is_refused(wrong):
+    with pytest.raises(ValueError, match=rf"latents\.{next(iter(wrong))} = .* must be"):
+        LatentsConfig(**wrong)
+
+
+def test_batches_have_the_columns_of_the_table_in_order(pictures, tmp_path, weights):
+    for batch in STAGE.run(made(pictures, tmp_path, weights, config={"batch_size": 4})):
+        assert batch.schema == LATENTS.batch
+        assert batch.num_rows in (4, 2)
+        assert isinstance(batch, pa.RecordBatch)

@@ -1,0 +1,275 @@
+"""scores: previews and references on the way from the base's look to the trained one, and what they show."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image, ImageDraw
+from safetensors.numpy import save_file
+
+from pipeline.project.recipe import digest_of_rows
+from schemas.text_to_image.captions import CAPTIONS
+from schemas.text_to_image.images import IMAGES
+from schemas.text_to_image.samples import SAMPLES
+from stages.text_to_image.scores import features
+from stages.text_to_image.scores.features import PICTURES, TEXTS, Group, ImageEncoder, Package, place, sentences
+from stages.text_to_image.scores.references import references
+from stages.text_to_image.scores.stage import STAGE, ScoresConfig, said
+from tests import harness
+from tests.stages.text_to_image.train.runs import rows_of
+
+TRIGGER = "zorvex"
+COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 220), "yellow": (240, 220, 60)}
+ADAPTER = "a" * 64
+
+
+def disc(path: Path, colour: str, *, striped: bool, size: int = 64) -> Path:
+    """A disc on white; the trained style has stripes all over."""
+    image = Image.new("RGB", (size, size), "white")
+    draw = ImageDraw.Draw(image)
+    draw.ellipse((12, 12, size - 12, size - 12), COLOURS[colour])
+    for x in range(0, size, 8) if striped else ():
+        draw.line((x, 0, size - x, size), "black", 3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path)
+    return path
+
+
+def text(colour: str) -> str:
+    return f"a {colour} disc"
+
+
+class Scene:
+    """Training images, previews of the base and of an adapter, references and a map, in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.images = [disc(folder / "images" / f"{n}.png", c, striped=True, size=72) for n, c in enumerate(COLOURS)]
+        self.previews: list[dict[str, Any]] = []
+        for source, striped in (("", False), (ADAPTER, True)):
+            for colour in COLOURS:
+                name = f"images/{source[:4] or 'base'}-{colour}.png"
+                disc(folder / "samples" / name, colour, striped=striped)
+                row = {"adapter_id": source, "step": 40 if source else 0, "prompt": f"{TRIGGER}, {text(colour)}"}
+                self.previews.append(row | {"path": name, "caption_id": colour})
+        told = []
+        for colour in ("red", "green", "blue"):
+            disc(folder / "references" / f"{colour}.png", colour, striped=True, size=80)
+            told.append({"file_name": f"{colour}.png", "text": text(colour)})
+        (folder / "references" / "metadata.jsonl").write_text("\n".join(map(json.dumps, told)))
+        self.config = ScoresConfig(references=str(folder / "references"), map=str(self.map()))
+
+    def map(self) -> Path:
+        """A map that knows these very pictures."""
+        eye, colours = ImageEncoder(), list(COLOURS)
+        seen_ND = np.stack([eye.read(self.folder / "samples" / f"images/base-{c}.png") for c in colours])
+        said_NE = sentences([text(c) for c in colours])
+        weight_DE = np.linalg.lstsq(seen_ND - seen_ND.mean(0), said_NE - said_NE.mean(0), rcond=None)[0]
+        parts = {"mean": seen_ND.mean(0), "scale": np.ones(features.D), "weight": weight_DE, "text": said_NE.mean(0)}
+        told = {"pictures": PICTURES.identity(), "texts": TEXTS.identity()}
+        save_file({n: a.astype(np.float32) for n, a in parts.items()}, self.folder / "map.safetensors", told)
+        return self.folder / "map.safetensors"
+
+    def tables(self) -> dict[str, pa.Table]:
+        images = [{"path": p.name, "image_id": hashlib.sha256(p.read_bytes()).hexdigest()} for p in self.images]
+        captions = [{"role": "trigger", "text": TRIGGER}, {"role": "caption", "text": "something else"}]
+        return {
+            "images": rows_of(IMAGES, *images, {"path": "broken.png", "rejected": "truncated"}),
+            "captions": rows_of(CAPTIONS, *captions),
+            "samples": rows_of(SAMPLES, *self.previews),
+        }
+
+    def context(self, config: ScoresConfig | None = None, stored: pa.Table | None = None, fresh: str = "") -> Any:
+        made = harness.context(
+            STAGE,
+            self.folder / ("out" + fresh),
+            self.tables(),
+            config=config or self.config,
+            weights={"samples": self.folder / "samples"},
+            stored=stored,
+            source=self.folder / "images",
+        )
+        made.said = []
+        made.say = made.said.append
+        return made
+
+    def recipe(self, config: ScoresConfig | None = None) -> str:
+        return digest_of_rows(STAGE.snapshot(self.context(config)))
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Scene, pa.Table]:
+    made = Scene(tmp_path_factory.mktemp("scored"))
+    return made, harness.run(STAGE, made.context())
+
+
+def of(table: pa.Table, kind: str, column: str) -> np.ndarray:
+    return np.array([row[column] for row in table.to_pylist() if row["kind"] == kind])
+
+
+def test_the_base_lies_near_0_and_the_trained_style_near_1(scored):
+    _, table = scored
+    for column in ("style", "real"):
+        assert abs(of(table, "base", column).mean()) < 0.2
+        assert of(table, "adapter", column).min() > of(table, "base", column).max() + 0.3
+        assert of(table, "real", column).mean() > 0.7
+
+
+def test_every_preview_and_every_reference_is_a_row_that_says_what_it_is(scored):
+    _, table = scored
+    assert [len(of(table, kind, "path")) for kind in ("base", "adapter", "real")] == [4, 4, 3]
+    assert set(of(table, "adapter", "step")) == {40} and set(of(table, "adapter", "adapter_id")) == {ADAPTER}
+    assert set(of(table, "real", "prompt")) == {text("red"), text("green"), text("blue")}
+
+
+def test_a_text_is_ranked_among_the_distinct_ones_without_the_trigger(scored):
+    _, table = scored
+    assert set(table["texts"].to_pylist()) == {4}  # references and previews say the same, but for the trigger
+    assert list(of(table, "base", "agreement_rank")) == [1, 1, 1, 1]  # the map knows these pictures
+    assert of(table, "base", "agreement").min() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("prompt", "plain"),
+    [("zorvex, a fox", "a fox"), ("a fox, zorvex", "a fox"), ("a zorvex fox", "a fox"), ("zorvex, a fox, red", "a fox, red")],
+)
+def test_the_trigger_goes_with_its_comma(prompt, plain):
+    assert said(prompt, "zorvex") == plain
+    assert said(plain, "") == plain
+
+
+def test_a_picture_has_the_same_score_whatever_else_is_scored(scored):
+    scene, table = scored
+    for stored in (table.slice(0, 5), table.slice(6)):
+        again = harness.run(STAGE, scene.context(stored=stored, fresh="again")).to_pylist()
+        assert len(again) == table.num_rows - stored.num_rows
+        assert all(row in table.to_pylist() for row in again)
+
+
+def test_what_is_scored_is_not_scored_again_and_loads_nothing(scored, monkeypatch):
+    scene, table = scored
+    monkeypatch.setattr("stages.text_to_image.scores.stage.ImageEncoder", None)
+    assert harness.run(STAGE, scene.context(stored=table)).num_rows == 0
+
+
+def test_only_a_preview_that_changed_is_scored_again(scene):
+    table = pa.Table.from_batches(scene.context().pending.to_batches())
+    disc(scene.folder / "samples" / "images" / "aaaa-red.png", "yellow", striped=True)
+    pending = scene.context(stored=table).pending.to_pylist()
+    assert [row["path"] for row in pending] == ["images/aaaa-red.png"]
+
+
+def test_the_recipe_follows_what_a_score_depends_on_and_nothing_else(scene):
+    before = scene.recipe()
+    disc(scene.folder / "samples" / "images" / "aaaa-red.png", "yellow", striped=True)
+    (scene.folder / "references").rename(scene.folder / "moved")
+    moved = replace(scene.config, references=str(scene.folder / "moved"))
+    assert scene.recipe(moved) == before  # neither a preview by an adapter nor a folder's name
+    seen = {before, scene.recipe(replace(moved, map="")), scene.recipe(replace(moved, references=""))}
+    disc(scene.folder / "samples" / "images" / "base-red.png", "yellow", striped=True)
+    seen.add(scene.recipe(moved))
+    disc(scene.folder / "moved" / "more.png", "yellow", striped=True)
+    seen.add(scene.recipe(moved))
+    scene.images.append(disc(scene.folder / "images" / "more.png", "yellow", striped=True, size=90))
+    seen.add(scene.recipe(moved))
+    scene.previews[-1]["prompt"] = "something else"
+    seen.add(scene.recipe(moved))
+    assert len(seen) == 7
+
+
+def test_what_there_is_nothing_to_compare_with_is_null_and_said(scene):
+    scene.previews = [row for row in scene.previews if row["caption_id"] == "red"]  # no preview of another prompt
+    context = scene.context(ScoresConfig(references="", map=""))
+    table = harness.run(STAGE, context)
+    assert table.num_rows == 2
+    for column in ("style", "real", "agreement", "agreement_rank"):
+        assert table[column].null_count == 2
+    assert len(context.said) == 2  # no references, no map
+
+
+def test_the_only_reference_is_not_measured_against_itself(scene):
+    for name in ("green", "blue"):
+        (scene.folder / "references" / f"{name}.png").unlink()
+    (scene.folder / "references" / "metadata.jsonl").write_text('{"file_name": "red.png", "text": "a red disc"}')
+    table = harness.run(STAGE, scene.context())
+    assert list(of(table, "real", "real")) == [None]
+    assert None not in of(table, "adapter", "real")
+
+
+def test_a_reference_that_is_trained_on_is_refused(scene):
+    (scene.folder / "references" / "copy.png").write_bytes(scene.images[2].read_bytes())
+    with pytest.raises(ValueError, match=r"copy\.png is the training image 2\.png"):
+        scene.context()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"file_name": "none.png", "text": "a"}', "no such picture"),
+        ('{"file_name": "red.png"}', "line 1"),
+        ("red.png: a", "line 1"),
+    ],
+)
+def test_a_wrong_line_about_references_is_named(scene, line, message):
+    (scene.folder / "references" / "metadata.jsonl").write_text(line)
+    with pytest.raises(ValueError, match=message):
+        scene.context()
+
+
+def test_a_caption_may_stand_beside_its_reference(tmp_path):
+    for name, colour in (("b", "red"), ("a", "blue"), ("copy-of-a", "blue")):
+        disc(tmp_path / f"{name}.png", colour, striped=True)
+    (tmp_path / "b.txt").write_text(" a red disc\n")
+    assert [(one.path, one.caption) for one in references(tmp_path)] == [("a.png", ""), ("b.png", "a red disc")]
+    assert references(tmp_path / "nowhere") == []
+
+
+def test_pictures_that_were_not_counted_lie_at_0_and_1_on_average_however_few_were():
+    draw, way = np.random.default_rng(0), np.eye(1, 64)[0]
+    for count in (3, 30):
+        found = []
+        for _ in range(300):
+            start_ND, end_ND = draw.normal(0, 0.1, (count, 64)), way + draw.normal(0, 0.1, (count, 64))
+            ends = [Group(["x"] * count, rows).mean() for rows in (start_ND, end_ND)]
+            found.append([place(kind + draw.normal(0, 0.1, 64), *ends) for kind in (0 * way, way)])
+        assert np.abs(np.mean(found, axis=0) - (0, 1)).max() < 0.05, count
+
+
+def test_looks_that_do_not_differ_have_no_way_between_them():
+    draw = np.random.default_rng(0)
+    one, other = (Group(["x"] * 9, 1 + draw.normal(0, 0.2, (9, 64))).mean() for _ in range(2))
+    assert place(np.ones(64), one, other) is None
+
+
+def test_a_package_that_is_not_installed_is_named_with_what_installs_it():
+    with pytest.raises(ValueError, match=r"scores needs the package not-there-at-all, .*make evaluate"):
+        Package("not-there-at-all", "a.pth").path()
+
+
+def test_a_map_of_other_features_is_refused(scene):
+    arrays = {name: np.zeros(1, np.float32) for name in ("mean", "scale", "weight", "text")}
+    save_file(arrays, scene.folder / "map.safetensors", {"pictures": "another network 1.0", "texts": TEXTS.identity()})
+    with pytest.raises(ValueError, match="another network"):
+        harness.run(STAGE, scene.context())
+    with pytest.raises(ValueError, match="there is no file"):
+        STAGE.snapshot(scene.context(replace(scene.config, map="absent.safetensors")))
+
+
+def test_memory_is_given_back_when_the_stage_ends(scene):
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    harness.run(STAGE, scene.context())
+    assert mx.get_active_memory() <= before + 4096

@@ -1,0 +1,167 @@
+"""The bucket rule as arithmetic, with properties over all sizes, and the stage over tables in memory."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.text_to_image.images import IMAGES
+from stages.text_to_image.buckets import LONGEST, STAGE, STEP, BucketsConfig, bucket
+from tests.harness import context, run
+
+SIDES = st.integers(16, 6000)
+RESOLUTIONS = st.sampled_from([64, 256, 512, 768, 1024])
+SHAPES = st.sampled_from([1, 2, 9, 256])
+
+
+def images(*sizes, rejected=()):
+    """A table of usable images of these sizes, named 0, 1, ..., then one row per reason."""
+    rows = []
+    for number, (width, height, reason) in enumerate([*((*s, None) for s in sizes), *((9, 9, r) for r in rejected)]):
+        row = {"path": f"{number}.png", "image_id": str(number), "bytes": 1, "mtime_ns": 1, "inode": 1, "format": "PNG"}
+        rows.append(row | {"mode": "RGB", "width": width, "height": height, "frames": 1, "rejected": reason, "detail": ""})
+    return IMAGES.table(rows)
+
+
+def rows_of(tmp_path, table, **config):
+    made = context(STAGE, tmp_path, {"images": table}, config=BucketsConfig(**config))
+    return run(STAGE, made).to_pylist()
+
+
+@settings(deadline=None, max_examples=300)
+@given(SIDES, SIDES, RESOLUTIONS, st.booleans(), SHAPES)
+def test_a_bucket_is_on_the_grid_within_its_area_and_cuts_out_exactly_its_own_aspect(width, height, R, upscale, max_shapes):
+    b = bucket(width, height, R, upscale, max_shapes)
+    assert b is not None
+    assert b.width % STEP == 0 and b.height % STEP == 0 and min(b.width, b.height) >= STEP
+    assert b.width * b.height <= R * R and b.tokens == b.width * b.height // 256
+    assert b.crop_x >= 0 and b.crop_x + b.crop_w <= width + 1e-9
+    assert b.crop_y >= 0 and b.crop_y + b.crop_h <= height + 1e-9
+    assert math.isclose(b.crop_x * 2 + b.crop_w, width) and math.isclose(b.crop_y * 2 + b.crop_h, height)  # centred
+    assert b.crop_w == width or b.crop_h == height  # no more than needed
+    assert math.isclose(b.width / b.crop_w, b.height / b.crop_h, rel_tol=1e-12)  # nothing is stretched
+    assert math.isclose(b.scale, b.width / b.crop_w, rel_tol=1e-12)
+    assert math.isclose(b.crop_loss, 1 - b.crop_w * b.crop_h / (width * height), abs_tol=1e-12)
+    if not upscale:
+        assert b.scale <= 1 and b.width <= width and b.height <= height
+
+
+@settings(deadline=None, max_examples=200)
+@given(SIDES, SIDES, RESOLUTIONS, st.booleans(), SHAPES)
+def test_turning_the_image_turns_the_bucket(width, height, R, upscale, max_shapes):
+    one, other = bucket(width, height, R, upscale, max_shapes), bucket(height, width, R, upscale, max_shapes)
+    assert (one.width, one.height, one.crop_w, one.crop_h) == (other.height, other.width, other.crop_h, other.crop_w)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(64, 6000), st.integers(64, 6000))
+def test_a_higher_resolution_never_gives_noticeably_fewer_tokens(width, height):
+    """Exactly monotone it is not: a small image's own shape may crop less and be a few cells smaller."""
+    tokens = [bucket(width, height, R).tokens for R in (256, 384, 512, 768, 1024)]
+    assert all(later >= earlier * 0.85 for earlier, later in itertools.pairwise(tokens))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(64, 6000), st.floats(1 / LONGEST, LONGEST), RESOLUTIONS)
+def test_full_area_is_used_where_the_image_has_it(side, aspect, R):
+    width, height = round(side * aspect**0.5), round(side * aspect**-0.5)
+    b = bucket(width, height, R, upscale=True)
+    longest = math.sqrt(max(aspect, 1 / aspect) + 0.5)
+    assert b.width * b.height > R * R - R * STEP * longest * 1.2  # at most about one row or column of cells is missing
+    assert bucket(8 * width, 8 * height, R, upscale=True).tokens > 0.8 * b.tokens
+
+
+def log_uniform(count=4000, longest=2.0):
+    return np.exp(np.random.default_rng(0).uniform(-np.log(longest), np.log(longest), count))
+
+
+@pytest.mark.parametrize(("R", "mean", "p95", "shapes"), [(512, 1.6, 3.1, 30), (768, 1.0, 2.0, 40), (1024, 0.75, 1.6, 54)])
+def test_little_is_cropped_away_and_shapes_are_few(R, mean, p95, shapes):
+    found = [bucket(round(4000 * a**0.5), round(4000 * a**-0.5), R) for a in log_uniform()]
+    loss = 100 * np.array([b.crop_loss for b in found])
+    assert loss.mean() <= mean and np.quantile(loss, 0.95) <= p95
+    assert len({(b.width, b.height) for b in found}) <= shapes
+    assert np.mean([b.tokens for b in found]) > 0.98 * (R / STEP) ** 2
+
+
+def test_a_panorama_of_four_to_one_is_kept_whole():
+    for R in (512, 768, 1024):
+        for width, height in ((8000, 2000), (2000, 8000)):
+            b = bucket(width, height, R)
+            assert b.crop_loss == 0 and max(b.width, b.height) == 4 * min(b.width, b.height) == 2 * R
+    assert bucket(8191, 2047, 1024).crop_loss < 0.001
+    assert bucket(16000, 1000, 1024).width <= LONGEST * bucket(16000, 1000, 1024).height  # beyond 8:1 it is cropped
+
+
+def test_a_small_image_keeps_its_own_size_and_is_enlarged_only_when_asked():
+    assert (bucket(600, 400, 768).width, bucket(600, 400, 768).height) == (592, 400)
+    assert bucket(600, 400, 768).scale == 1.0
+    assert bucket(600, 400, 768, upscale=True).tokens > 0.97 * 48 * 48
+    rng = np.random.default_rng(1)
+    kept = [(b.width * b.height) / (w * h) for w, h in rng.integers(128, 512, (400, 2)) for b in [bucket(int(w), int(h), 768)]]
+    assert np.mean(kept) > 0.88 and min(kept) > 0.75
+    assert bucket(15, 900, 512) is None
+
+
+@pytest.mark.parametrize("max_shapes", [1, 2, 9, 32])
+def test_the_number_of_shapes_is_bounded_for_large_images_and_for_small_ones(max_shapes):
+    large = [bucket(round(4000 * a**0.5), round(4000 * a**-0.5), 512, max_shapes=max_shapes) for a in log_uniform(1500, 10)]
+    assert len({(b.width, b.height) for b in large}) <= max_shapes
+    sides = np.random.default_rng(2).integers(16, 700, (1500, 2))
+    small = [bucket(int(w), int(h), 512, max_shapes=max_shapes) for w, h in sides]
+    assert len({(b.width, b.height) for b in small}) <= max_shapes * 512 // STEP
+    if max_shapes == 1:
+        assert all(b.width == b.height for b in large + small)
+
+
+def test_every_image_has_a_row_per_resolution_and_a_resolution_that_adds_nothing_says_so(tmp_path):
+    found = rows_of(tmp_path, images((2000, 1500), (600, 400), (256, 256), (300, 12), rejected=["truncated"]))
+    verdicts = {(row["image_id"], row["resolution"]): row["rejected"] for row in found}
+    assert verdicts == {
+        ("0", 512): None, ("0", 768): None,
+        ("1", 512): None, ("1", 768): "same_crop",
+        ("2", 512): None, ("2", 768): "same_crop",
+        ("3", 512): "too_small", ("3", 768): "too_small",
+    }  # fmt: skip
+    assert all(row["width"] == row["tokens"] == 0 for row in found if row["rejected"] == "too_small")
+
+
+def test_the_order_of_the_resolutions_does_not_matter_and_alone_each_counts(tmp_path):
+    table = images((600, 400), (2000, 900))
+    assert rows_of(tmp_path, table, resolutions=(768, 512)) == rows_of(tmp_path, table, resolutions=(512, 768))
+    assert [row["rejected"] for row in rows_of(tmp_path, table, resolutions=(768,))] == [None, None]
+    assert [row["rejected"] for row in rows_of(tmp_path, table, upscale=True)] == [None] * 4
+
+
+def test_a_resolution_added_makes_only_its_own_rows_pending(tmp_path):
+    table = images((2000, 1500), (1800, 1200))
+    stored = run(STAGE, context(STAGE, tmp_path, {"images": table}, config=BucketsConfig()))
+    config = BucketsConfig(resolutions=(512, 768, 1024))
+    made = context(STAGE, tmp_path, {"images": table}, config=config, stored=stored)
+    assert [row["resolution"] for row in run(STAGE, made).to_pylist()] == [1024, 1024]
+    made = context(STAGE, tmp_path, {"images": table}, config=BucketsConfig(), stored=stored)
+    assert run(STAGE, made).num_rows == 0
+
+
+def test_images_without_one_that_can_be_used_are_an_error_that_counts_the_reasons(tmp_path):
+    with pytest.raises(ValueError, match="none of the 3 images can be used: 1 bomb, 2 truncated"):
+        rows_of(tmp_path, images(rejected=["truncated", "bomb", "truncated"]))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"resolutions": (512, 500)}, "500 is not a multiple of 16; 496 or 512 would be"),
+        ({"resolutions": (8,)}, "8 is not a multiple of 16; 16 would be"),
+        ({"resolutions": (-512,)}, "-512 is not a multiple of 16; 16 would be"),
+        ({"resolutions": ()}, "at least one resolution"),
+        ({"resolutions": (512, 512)}, "none twice"),
+        ({"max_shapes": 0}, "max_shapes = 0 must be at least 1"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_that_says_what_would_be_right(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        BucketsConfig(**wrong)

@@ -1,0 +1,138 @@
+"""Runs of the train stage on tiny random weights and tables in memory, as the tests of training use them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pyarrow as pa
+
+from schemas.text_to_image import buckets, captions, embeddings, images, latents
+from stages.models.flux2.transformer import Flux2Config
+from stages.text_to_image.families import family
+from stages.text_to_image.train import stage as train
+from stages.text_to_image.train.config import TrainConfig
+from stages.text_to_image.train.stage import STAGE
+from tests import harness
+
+TINY = family("tiny")
+SIZES = {
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "axes_dims_rope": (4, 4, 4, 4),
+    "joint_attention_dim": 24,
+    "timestep_guidance_channels": 32,
+}
+SHAPES = ((64, 64), (96, 64), (64, 64), (64, 96), (96, 64), (64, 64), (96, 64))
+TEXT_ROWS = 6
+BASE = TrainConfig(steps=7, batch_size=2, rank=2, precision="float32", caption_dropout=0.3, lr=1e-2, checkpoint_every=3)
+
+
+def weights(folder: Path, *, guidance: bool = False, **sizes: Any) -> Path:
+    """A transformer of random weights, in the diffusers layout."""
+    folder.mkdir(parents=True)
+    config = {**TINY.transformer, **SIZES, "guidance_embeds": guidance, **sizes}
+    draw = np.random.default_rng(0)
+    shapes = Flux2Config.from_dict(config).shapes()
+    arrays = {name: mx.array(draw.normal(0, shape[-1] ** -0.5, shape).astype(np.float32)) for name, shape in shapes.items()}
+    arrays |= {name: 1 + value / 4 for name, value in arrays.items() if value.ndim == 1}
+    mx.save_safetensors(str(folder / "diffusion_pytorch_model.safetensors"), arrays)
+    (folder / "config.json").write_text(json.dumps({"_class_name": "Flux2Transformer2DModel", **config}))
+    return folder
+
+
+def words(shape: tuple[int, ...], seed: int) -> list[int]:
+    value = mx.array(np.random.default_rng(seed).normal(size=shape).astype(np.float32)).astype(mx.bfloat16)
+    return np.array(value.view(mx.uint16)).ravel().tolist()
+
+
+def rows_of(schema: Any, *rows: dict[str, Any]) -> pa.Table:
+    """Rows, with a harmless value in every column that is not given."""
+    blank = {pa.string(): "", pa.bool_(): False}
+    default = {f.name: None if f.nullable else [] if pa.types.is_list(f.type) else blank.get(f.type, 0) for f in schema.batch}
+    return schema.table([default | row for row in rows])
+
+
+def tables(shapes: tuple[tuple[int, int], ...] = SHAPES, shift: float = 0.0) -> dict[str, pa.Table]:
+    """An image per shape, each with one latent; every third image has a second caption."""
+    places = [
+        {"image_id": f"image{n}", "width": w, "height": h, "crop_w": w + shift, "crop_h": 1.0 * h}
+        for n, (w, h) in enumerate(shapes)
+    ]
+    texts = [("caption", f"image{n}", f"text{n}", 0) for n in range(len(shapes))]
+    texts += [("caption", f"image{n}", f"other{n}", 1) for n in range(0, len(shapes), 3)]
+    texts += [("empty", "", "nothing", 0), ("preview", "", "preview", 0)]
+    grids = [(128, place["height"] // 16, place["width"] // 16) for place in places]
+    encoded = [
+        {"latent_id": f"latent{n}", **place, "shape": list(grid), "tensor": words(grid, n)}
+        for n, (place, grid) in enumerate(zip(places, grids, strict=True))
+    ]
+    return {
+        "images": rows_of(images.IMAGES, *({"path": p["image_id"], "image_id": p["image_id"]} for p in places)),
+        "buckets": rows_of(buckets.BUCKETS, *(place | {"resolution": 64} for place in places)),
+        "latents": rows_of(latents.LATENTS, *encoded),
+        "captions": rows_of(
+            captions.CAPTIONS, *({"role": r, "image_id": i, "caption_id": c, "position": p} for r, i, c, p in texts)
+        ),
+        "embeddings": rows_of(
+            embeddings.EMBEDDINGS,
+            *(
+                {"caption_id": c, "tokens": 3, "shape": [TEXT_ROWS, 24], "tensor": words((TEXT_ROWS, 24), 100 + n)}
+                for n, (_, _, c, _) in enumerate(texts)
+            ),
+        ),
+    }
+
+
+@dataclasses.dataclass
+class Run:
+    """A run of the stage in a folder of its own, with the rows that a runner would have stored."""
+
+    folder: Path
+    transformer: Path
+    config: TrainConfig = BASE
+    tables: dict[str, pa.Table] = dataclasses.field(default_factory=tables)
+    stored: dict[train.Key, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    said: list[str] = dataclasses.field(default_factory=list)
+    loaded: int = 0
+
+    def context(self, stop: Any = lambda: False) -> Any:
+        table = STAGE.writes.table(list(self.stored.values()))
+        made = harness.context(
+            STAGE, self.folder, self.tables, config=self.config, family=TINY, stored=table, stop=stop, weights={}
+        )
+        made.weights = self.weights
+        made.say = self.said.append
+        return made
+
+    def weights(self, name: str) -> Path:
+        self.loaded += 1
+        return self.transformer
+
+    def go(self, *, stop_at: int | None = None, kill_at: int | None = None, lose: int = 0) -> Run:
+        """Run to the end, to a stop, or to a kill that loses the last rows that were yielded."""
+        yielded: list[dict[str, Any]] = []
+        running = STAGE.run(self.context(lambda: bool(yielded) and stop_at is not None and yielded[-1]["step"] >= stop_at - 1))
+        for batch in running:
+            yielded += batch.to_pylist()
+            if kill_at is not None and yielded[-1]["step"] >= kill_at:
+                running.close()
+                break
+        for row in yielded[: len(yielded) - lose]:
+            self.stored[train.key_of(row)] = row
+        return self
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """What equal runs agree in."""
+        return [{name: row[name] for name in STAGE.writes.compared} for _, row in sorted(self.stored.items())]
+
+    @property
+    def adapter(self) -> bytes:
+        return (self.folder / "artifacts" / "adapter.safetensors").read_bytes()

@@ -1,0 +1,361 @@
+"""What fits into memory: the plan of a run, how much of a batch at once, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import re
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from stages.models.flux2.transformer import Flux2Config
+from stages.models.weights import read_config
+from stages.text_to_image.families import family
+from stages.text_to_image.train import memory_plan, trainer
+from stages.text_to_image.train.config import OptimizerConfig, PreservationConfig, TrainConfig
+from stages.text_to_image.train.loader import Loader
+from stages.text_to_image.train.selection import ValidationConfig
+from stages.text_to_image.train.stage import STAGE, data_of, sampler_of, validation_of
+from stages.text_to_image.train.trainer import Trainer
+from stages.tuner import checkpoint
+from stages.tuner.blockwise import planner
+from stages.tuner.blockwise.backprop import limited
+from tests.stages.text_to_image.train.runs import BASE, Run, tables, weights
+from tests.stages.text_to_image.train.test_train_features import rich
+
+
+def asked(run: Run, start: Any = None) -> memory_plan.MemoryPlan:
+    context = run.context()
+    return memory_plan.choose(context, sampler_of(context), start)
+
+
+def needs(run: Run, plan: Any, samples: int = 2) -> float:
+    """GB."""
+    context = run.context()
+    ask = memory_plan.MemoryEstimator(run.config, Flux2Config.from_dict(read_config(context.weights("transformer"))))
+    return ask.estimate(memory_plan.largest(sampler_of(context)), samples).need(plan) / memory_plan.GB
+
+
+def test_the_plan_is_the_fastest_that_fits_the_budget_and_is_said(transformer, tmp_path):
+    run = Run(tmp_path, transformer)
+    assert asked(run).plan == "whole"
+    whole, blocks = needs(run, "whole"), needs(run, "blocks")
+    assert blocks < whole
+    run.config = replace(BASE, memory_gb=(whole + blocks) / 2)
+    assert asked(run).plan == "blocks"
+    assert run.said[-1].startswith("plan blocks: about ")
+    run.config = replace(BASE, memory=1, memory_gb=whole)
+    assert asked(run).plan == 1
+
+
+def test_what_cannot_fit_is_refused_before_a_weight_is_loaded_with_the_setting_that_would(transformer, tmp_path, monkeypatch):
+    wide = weights(tmp_path / "wide", attention_head_dim=32, axes_dims_rope=(8, 8, 8, 8))
+    run = Run(tmp_path, wide, replace(BASE, memory_gb=needs(Run(tmp_path, wide), "blocks") * 0.95))
+    monkeypatch.setattr("stages.text_to_image.train.trainer.load", lambda ctx: pytest.fail("weights were loaded"))
+    with pytest.raises(ValueError, match=r"^train: the plan blocks needs about .* at 96 x 64 px, .* would need .* GB$") as caught:
+        run.go()
+    assert "micro_batch = 1" in str(caught.value)
+    run.config = replace(run.config, batch_size=1, memory_gb=needs(run, "blocks", 1) * 0.95)
+    with pytest.raises(ValueError, match=r"\[train\] base_bits = 8 would need"):
+        run.go()
+    run.config = replace(run.config, memory_gb=1e-6)
+    with pytest.raises(
+        ValueError,
+        match=r'base_bits = 4; \[train.optimizer\] kind = "adamw8bit" would need .* GB, too much as well; '
+        r"a smaller family or more memory is wanted$",
+    ):
+        run.go()
+    run.config = replace(run.config, base_bits=4, optimizer=OptimizerConfig(kind="lion"))
+    with pytest.raises(ValueError, match=r"no setting would need less; a smaller family or more memory is wanted$"):
+        run.go()
+    run.config = replace(run.config, memory="whole", memory_gb=needs(run, "whole", 1) * 0.99)
+    with pytest.raises(ValueError, match=r'the plan whole needs .* memory = "blocks" would need'):
+        run.go()
+
+
+def refused(run: Run) -> tuple[dict[str, Any], float]:
+    """The settings that a refusal names, and what it says that they need, GB: as they stand in its line."""
+    with pytest.raises(ValueError) as caught:
+        asked(run)
+    line = str(caught.value)
+    assert "\n" not in line and "too much" not in line
+    found = re.fullmatch(r"train: the plan .* may take .* GB: (.*) would need (.*) GB", line)
+    assert found
+    parts = [re.fullmatch(r"(\[.*?\]) (.*)", part) for part in found[1].split("; ")]
+    return tomllib.loads("\n".join(f"{part[1]}\n" + part[2].replace(", ", "\n") for part in parts if part)), float(found[2])
+
+
+ALL = {"memory": "blocks", "micro_batch": 1, "base_bits": 4, "optimizer": {"kind": "adamw8bit"}}
+
+
+def with_settings(config: TrainConfig, section: dict[str, Any]) -> TrainConfig:
+    """The same with what stands in the section [train] of a file."""
+    method = {"optimizer": OptimizerConfig(**section["optimizer"])} if "optimizer" in section else {}
+    return replace(config, **section | method)
+
+
+@pytest.mark.parametrize("names", [("micro_batch", "base_bits"), ("base_bits", "optimizer"), tuple(ALL)], ids=" and ".join)
+def test_where_only_several_settings_together_fit_a_refusal_names_them_all_and_they_are_accepted(names, deep, tmp_path):
+    config = replace(BASE, rank=16, batch_size=1 if names == ("base_bits", "optimizer") else 4)
+    if "memory" in names:
+        config = replace(config, memory="whole")
+    run = Run(tmp_path, deep, config, tables(((128, 128),) * 8))
+    run.config = with_settings(config, {name: ALL[name] for name in names})
+    limit = needs(run, "blocks", 1) * 1.0001
+    for left_out in names:
+        run.config = replace(with_settings(config, {name: ALL[name] for name in names if name != left_out}), memory_gb=limit)
+        plan = "whole" if run.config.memory == "whole" else "blocks"
+        assert needs(run, plan, run.config.micro_batch or config.batch_size) > limit
+    run.config = replace(config, memory_gb=limit)
+    settings, said = refused(run)
+    assert settings == {"train": {name: ALL[name] for name in names}}
+    assert said == pytest.approx(limit, rel=0.01)
+    run.config = with_settings(run.config, settings["train"])
+    assert asked(run).plan == "blocks"
+
+
+def test_klein_9b_in_a_batch_of_8_at_1024_px_is_told_of_pieces_and_4_bits_to_fit_11_gb(monkeypatch):
+    monkeypatch.setattr("stages.models.attention.fused_gradient", lambda q_BHLK: True)
+    ask = memory_plan.MemoryEstimator(TrainConfig(batch_size=8), Flux2Config.from_dict(family("klein-base-9b").transformer))
+    with pytest.raises(ValueError, match=r"GB: \[train\] micro_batch = 1, base_bits = 4 would need (9|10)\..* GB$"):
+        memory_plan.settle(ask, memory_plan.Batch(8, 1024, 1024, 512), int(11e9))
+
+
+def test_a_setting_that_is_not_needed_beside_the_others_is_not_named(deep, tmp_path):
+    run = Run(tmp_path, deep, replace(BASE, rank=2, batch_size=2, base_bits=4), tables(((64, 64),) * 4))
+    run.config = replace(BASE, rank=2, batch_size=2, memory_gb=needs(run, "blocks") * 1.0001)
+    assert needs(replace(run, config=replace(run.config, micro_batch=1)), "blocks", 1) > run.config.memory_gb
+    settings, _ = refused(run)
+    assert settings == {"train": {"base_bits": 4}}
+
+
+@pytest.mark.parametrize("aside", [None, ValidationConfig(paths=("image3",))], ids=["trained", "held out"])
+def test_where_no_settings_fit_the_highest_resolution_that_does_is_named_and_it_is_accepted(aside, deep, tmp_path):
+    run = Run(tmp_path, deep, replace(BASE, batch_size=1, validation=aside), tables(((64, 64),) * 3 + ((640, 480),)))
+    least = with_settings(run.config, {"base_bits": 4, "optimizer": ALL["optimizer"]})
+
+    def at(side: int) -> float:
+        return needs(Run(tmp_path, deep, least, tables(((64, 64),) * 3 + ((side, side),))), "blocks", 1)
+
+    run.config = replace(run.config, memory_gb=at(352) * 1.0001)
+    assert at(368) > run.config.memory_gb
+    settings, said = refused(run)
+    assert settings == {"train": {"base_bits": 4, "optimizer": ALL["optimizer"]}, "buckets": {"resolutions": [352]}}
+    assert said == pytest.approx(at(352), rel=0.01)
+    run.config = with_settings(run.config, settings["train"])
+    run.tables = tables(((64, 64),) * 3 + ((352, 352),))
+    assert asked(run).plan == ("whole" if aside else "blocks"), "a measurement's need is the same in every plan"
+    run.config = replace(run.config, memory_gb=at(256) * 0.999)
+    run.tables = tables(((64, 64),) * 3 + ((640, 480),))
+    with pytest.raises(ValueError, match=r"resolutions = \[256\] would need .* GB, too much as well; a smaller family or more"):
+        asked(run)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A transformer whose blocks outweigh the optimizer's step."""
+    sizes = {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 4, "attention_head_dim": 32}
+    return weights(tmp_path_factory.mktemp("deep") / "transformer", **sizes, axes_dims_rope=(8, 8, 8, 8))
+
+
+def test_between_whole_and_blocks_as_many_blocks_are_kept_as_fit_to_the_byte(deep, tmp_path):
+    run = Run(tmp_path, deep, replace(BASE, batch_size=1))
+    bytes_of = {plan: round(needs(run, plan, 1) * memory_plan.GB) for plan in ("blocks", 2, 3, "whole")}
+    for plan, need in bytes_of.items():
+        run.config = replace(run.config, memory_gb=(need + 0.5) / memory_plan.GB)
+        assert asked(run).plan == plan
+    for less, plan in (("blocks", 2), (2, 3)):
+        run.config = replace(run.config, memory_gb=(bytes_of[plan] - 0.5) / memory_plan.GB)
+        assert asked(run).plan == less
+
+
+def test_a_run_says_its_plan_and_what_it_expects_before_its_first_row_and_trains_with_it(deep, tmp_path, monkeypatch):
+    run = Run(tmp_path, deep, replace(BASE, batch_size=1, steps=2))
+    run.config = replace(run.config, memory_gb=needs(run, 2, 1) * 1.00001)
+    plans = []
+    real = trainer.loss_and_grads
+    monkeypatch.setattr(trainer, "loss_and_grads", lambda *given: [plans.append(given[-1]), real(*given)][1])
+    rows = STAGE.run(run.context())
+    next(rows)
+    expected = f"about {needs(run, 2, 1):.2g} GB of {run.config.memory_gb:.3g} GB are expected at the peak"
+    assert f"plan 2 (of 6 blocks the last 2 are not computed twice): {expected}" in run.said
+    list(rows)
+    assert plans == [2, 2]
+
+
+def peak_of(run: Run, steps: int = 2) -> int:
+    """Bytes at the most in the first steps, beside what lay there before."""
+    context = run.context()
+    sampler = sampler_of(context)
+    gc.collect()  # what another test left would else be let go in between
+    before = mx.get_active_memory()
+    made = Trainer(context, None)
+    made.plan, made.bound = run.config.memory, 1
+    mx.reset_peak_memory()
+    for _, micros, _ in Loader(context, sampler, range(1, steps + 1)):
+        made.step(micros, 1e-4)
+    return mx.get_peak_memory() - before
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"accumulate": 2}, {"batch_size": 2, "micro_batch": 1}, {"preservation": PreservationConfig()}],
+    ids=["several batches", "pieces of a batch", "preservation"],
+)
+def test_gradients_that_are_added_up_are_expected_to_need_the_adapters_size_once_more_and_do(more, deep, tmp_path):
+    plain = replace(BASE, batch_size=1, rank=16, memory="whole", caption_dropout=0.0)
+    runs = [Run(tmp_path, deep, config, rich(((128, 128),) * 4)) for config in (plain, replace(plain, **more))]
+    expected, measured = [needs(run, "whole", 1) * memory_plan.GB for run in runs], [peak_of(run) for run in runs]
+    adapter = memory_plan.MemoryEstimator(plain, Flux2Config.from_dict(read_config(deep))).adapter
+    assert expected[1] - expected[0] == pytest.approx(adapter)
+    assert measured[1] - measured[0] == pytest.approx(adapter, rel=0.25)
+
+
+@pytest.mark.parametrize(("micro", "variant"), [(None, "lora"), (1, "lora"), (None, "dora"), (None, "lokr")])
+def test_what_measuring_held_out_images_takes_is_expected_where_they_are_larger_than_all_others(micro, variant, deep, tmp_path):
+    aside = ValidationConfig(paths=("image3",), sigmas=(0.2, 0.8))
+    config = replace(BASE, memory="blocks", micro_batch=micro, variant=variant, validation=aside)
+    run = Run(tmp_path, deep, config, tables(((64, 64),) * 3 + ((384, 384),)))
+    context = run.context()
+    data = data_of(context)
+    batch = memory_plan.largest(sampler_of(context, data))
+    assert batch.held and (batch.width, batch.held.width) == (64, 384)
+    gc.collect()  # what another test left would else be let go in between
+    before = mx.get_active_memory()
+    made = Trainer(context, None)
+    made.bound = 1
+    validation = validation_of(context, data)
+    assert validation
+    mx.reset_peak_memory()
+    for pieces in validation.load(context):
+        made.measure(pieces)
+    measured = mx.get_peak_memory() - before
+    assert 1 / planner.FACTOR < needs(run, "blocks", micro or 2) * memory_plan.GB / measured < planner.FACTOR
+    trained = needs(Run(tmp_path, deep, replace(config, validation=None), tables(((64, 64),) * 3)), "blocks", micro or 2)
+    assert trained * memory_plan.GB < measured / planner.FACTOR
+
+
+def test_gradients_are_added_up_without_a_third_copy_of_any(deep, tmp_path):
+    config = replace(BASE, batch_size=1, rank=64, accumulate=3, precision="bfloat16", memory="blocks")
+    run = Run(tmp_path, deep, config, tables(((64, 64),) * 4))
+    made = Trainer(run.context(), None)
+    made.plan = "blocks"
+    ((_, micros, _),) = Loader(run.context(), sampler_of(run.context()), range(1, 2))
+    gc.collect()  # what another test left would else be let go in between
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    with limited(1):
+        mx.eval(made.gradient(micros))
+    # The sum, a piece's gradient and the adapter, those two in bfloat16, and what one block is computed in.
+    assert mx.get_peak_memory() - before < 2.4 * made.masters.nbytes
+
+
+def test_a_run_keeps_the_plan_that_it_began_with_unless_a_setting_or_memory_says_otherwise(transformer, tmp_path):
+    run = Run(tmp_path, transformer, replace(BASE, memory="blocks")).go(stop_at=2)
+    (start,) = checkpoint.found(tmp_path / "artifacts")
+    run.config = BASE
+    assert asked(run, start).plan == "blocks"
+    assert not any("goes on with" in line for line in run.said)
+    run.config = replace(BASE, memory="whole")
+    assert asked(run, start).plan == "whole"
+    assert any(line.startswith("the run began with the plan blocks and goes on with whole") for line in run.said)
+
+
+def test_the_plan_of_a_run_changes_no_row_but_for_rounding(whole, transformer, tmp_path):
+    run = Run(tmp_path, transformer, replace(BASE, memory="blocks")).go()
+    for ours, theirs in zip(run.rows, whole.rows, strict=True):
+        assert ours.pop("loss") == pytest.approx(theirs["loss"], rel=1e-4)
+        assert ours.pop("grad_norm") == pytest.approx(theirs["grad_norm"], rel=1e-3)
+        assert ours.items() <= theirs.items()
+
+
+def test_the_micro_batch_follows_memory_between_one_sample_and_the_batch(transformer, tmp_path):
+    assert memory_plan.follow(100, 100, held=10, peak=60, limit=50) == 50
+    assert memory_plan.follow(100, 100, held=10, peak=30, limit=100) == 200
+    assert memory_plan.follow(100, 100, held=10, peak=60, limit=100) == 100
+    assert memory_plan.follow(100, 40, held=10, peak=20, limit=100) == 100, "a small step says nothing about a large one"
+    run = Run(tmp_path, transformer, replace(BASE, micro_batch="auto"))
+    chosen = asked(run)
+    batch = memory_plan.largest(sampler_of(run.context()))
+    assert chosen.piece == batch.samples * batch.length
+    run.config = replace(BASE, micro_batch="auto", memory_gb=needs(run, "blocks", 1) * 1.001)
+    assert asked(run).piece == batch.length
+
+
+def test_the_micro_batch_grows_where_twice_the_room_is_sure_to_stay_below_nine_tenths():
+    assert memory_plan.follow(100, 100, held=10, peak=50, limit=100) == 200
+    assert memory_plan.follow(100, 100, held=10, peak=51, limit=100) == 100
+    assert memory_plan.follow(100, 100, held=10, peak=100, limit=100) == 100
+    assert memory_plan.follow(100, 100, held=10, peak=101, limit=100) == 50
+
+
+class Followed:
+    """Runs of a stage under readings of memory that are made up, a pair of (held, peak) in GB for each step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, readings: list[tuple[float, float]]) -> None:
+        self.pieces: list[list[int]] = []  # of each step: samples computed at once
+        self.now, coming = (0.0, 0.0), iter(readings)
+        step, gradients = Trainer.step, trainer.loss_and_grads
+
+        def stepped(*given: Any) -> Any:
+            self.pieces.append([])
+            measured = step(*given)
+            self.now = next(coming)
+            return measured
+
+        def counted(*given: Any) -> Any:
+            self.pieces[-1].append(given[3]["x_BLC"].shape[0])
+            return gradients(*given)
+
+        monkeypatch.setattr(Trainer, "step", stepped)
+        monkeypatch.setattr(trainer, "loss_and_grads", counted)
+        monkeypatch.setattr(mx, "get_active_memory", lambda: round(self.now[0] * 1e9))
+        monkeypatch.setattr(mx, "get_peak_memory", lambda: round(self.now[1] * 1e9))
+
+
+FOLLOWING = replace(BASE, micro_batch="auto", memory_gb=1.0, batch_size=4, steps=5)
+READINGS = [(0.1, 1.2), (0.1, 1.1), (0.1, 0.6), (0.1, 0.5), (0.1, 0.95)]
+FOLLOWED = [[4], [2, 2], [1, 1, 1, 1], [1, 1, 1, 1], [2, 2]]
+
+
+def test_a_run_s_micro_batch_shrinks_after_a_step_above_the_limit_and_grows_where_there_is_room(
+    transformer, tmp_path, monkeypatch
+):
+    followed = Followed(monkeypatch, READINGS)
+    run = Run(tmp_path, transformer, FOLLOWING, tables(((64, 64),) * 8)).go()
+    assert followed.pieces == FOLLOWED
+    changes = [line for line in run.said if line.startswith("the micro-batch")]
+    assert changes == [
+        f"the micro-batch is now {n} tokens, {how} than before" for n, how in ((44, "fewer"), (22, "fewer"), (44, "more"))
+    ]
+    (last,) = (saved for saved in checkpoint.found(tmp_path / "artifacts") if saved.step == 5)
+    assert last.state["piece"] == 44
+
+
+def test_a_run_that_is_stopped_goes_on_with_the_micro_batch_that_it_had_come_to(transformer, tmp_path, monkeypatch):
+    followed = Followed(monkeypatch, READINGS)
+    run = Run(tmp_path, transformer, FOLLOWING, tables(((64, 64),) * 8)).go(stop_at=2)
+    assert followed.pieces == FOLLOWED[:2]
+    run.go()
+    assert followed.pieces == FOLLOWED
+
+
+def test_a_run_whose_micro_batch_follows_memory_has_the_same_rows_but_for_rounding(whole, transformer, tmp_path, monkeypatch):
+    sizes = iter([10, 22, 5, 40, 22, 10, 22])
+    monkeypatch.setattr(memory_plan, "follow", lambda *given: next(sizes))
+    run = Run(tmp_path, transformer, replace(BASE, micro_batch="auto")).go()
+    for ours, theirs in zip(run.rows, whole.rows, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    assert any(line.startswith("the micro-batch is now 10 tokens, fewer") for line in run.said)
+
+
+def test_weights_that_are_unpacked_give_no_room_to_work_ahead_in():
+    packed = planner.Estimate(100, 10, 20, 5, (50, 50, 40, 40), (3, 3, 4, 4), unpacked=30)
+    bare = replace(packed, unpacked=0)
+    assert packed.need("blocks") > bare.need("blocks")
+    assert memory_plan.bound(packed, "blocks", 10**6) == memory_plan.bound(bare, "blocks", 10**6) > bare.need("blocks")
+    assert memory_plan.bound(packed, "whole", 10**6) == 10**6

@@ -1,0 +1,84 @@
+import pytest
+
+from stages.text_to_image.train.selection import DataConfig, MaskConfig, ValidationConfig, held_out, rates
+
+CROPS = [(512, "a.png"), (768, "a.png"), (512, "rare/b.png"), (768, "rare/very/c.png"), (512, "rare2/d.png")]
+NAMES = {f"id{n}": [f"{'held' if n % 4 == 0 else 'more'}/{n}.png"] for n in range(40)}
+
+
+def test_without_settings_every_crop_comes_once():
+    assert rates(DataConfig(), CROPS) == [1.0] * 5
+
+
+def test_only_the_proportion_of_the_weights_counts_and_the_heaviest_comes_once():
+    for weights in ({"512": 1, "768": 0.25}, {"512": 80, "768": 20}):
+        assert rates(DataConfig(resolutions=weights), CROPS) == [1.0, 0.25, 1.0, 0.25, 1.0]
+
+
+def test_an_epoch_has_every_crop_of_the_highest_rate_however_low_the_rates_are():
+    assert rates(DataConfig(repeats={".": 0.01, "rare": 0.02}), [(64, "a.png"), (64, "rare/b.png")]) == [0.5, 1.0]
+
+
+def test_repeats_are_of_whole_folders_and_the_longest_path_counts():
+    for name in ("rare", "rare/", "./rare"):
+        config = DataConfig(repeats={name: 3, "rare/very": 0, "a.png": 2})
+        assert rates(config, CROPS) == [2.0, 2.0, 3.0, 0.0, 1.0]
+    assert rates(DataConfig(repeats={".": 2}, resolutions={"512": 1, "768": 0.5}), CROPS) == [2.0, 1.0, 2.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (DataConfig(resolutions={"512": 1}), "resolutions: 768 has no weight; 0 leaves it out; there are 512, 768"),
+        (DataConfig(resolutions={"512": 1, "768": 1, "1024": 1}), "no crop has 1024; there are 512, 768"),
+        (DataConfig(repeats={"rar": 2}), "'rar' is the path of no image that is trained on; did you mean \"rare\""),
+    ],
+)
+def test_a_name_that_nothing_bears_is_refused_with_what_would_be_right(config, message):
+    with pytest.raises(ValueError, match=message):
+        rates(config, CROPS)
+
+
+def test_an_image_is_held_out_whatever_others_there_are():
+    config = ValidationConfig(share=0.3, most=100)
+    every = held_out(config, NAMES)
+    assert 4 < len(every) < 20
+    fewer = {name: paths for n, (name, paths) in enumerate(NAMES.items()) if n % 3}
+    assert held_out(config, fewer) == every & fewer.keys()
+    assert held_out(config, dict(reversed(NAMES.items()))) == every
+    assert held_out(ValidationConfig(share=0.3, most=100, seed=1), NAMES) != every
+    assert held_out(ValidationConfig(share=0.5, most=100), NAMES) > every
+
+
+def test_at_least_one_and_at_most_so_many_are_held_out():
+    assert len(held_out(ValidationConfig(share=0.9, most=3), NAMES)) == 3
+    assert len(held_out(ValidationConfig(share=0.0), NAMES)) == 1
+
+
+def test_paths_hold_out_what_they_match_under_any_of_its_names():
+    twin = NAMES | {"id1": ["more/1.png", "held/copy.png"]}
+    assert held_out(ValidationConfig(paths=("held/*",), most=1), twin) == {"id1", *(f"id{n}" for n in range(0, 40, 4))}
+    with pytest.raises(ValueError, match=r"paths: \['hold/\*'\] matches none of the 40 images"):
+        held_out(ValidationConfig(paths=("hold/*",)), NAMES)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DataConfig(resolutions={"512px": 1}), "'512px' is no resolution"),
+        (lambda: DataConfig(resolutions={"512": 0}), "none is above 0"),
+        (lambda: DataConfig(resolutions={}), "none is above 0"),
+        (lambda: DataConfig(repeats={"a": -1}), "repeats: -1 of 'a' is wrong; 0, or 0.001 to 1000, is wanted"),
+        (lambda: DataConfig(repeats={"a": 1e9}), r"repeats: 1e\+09 of 'a' is wrong"),
+        (lambda: DataConfig(repeats={"a": 1e-9}), "repeats: 1e-09 of 'a' is wrong"),
+        (lambda: MaskConfig(floor=1.5), "floor: 1.5 is wrong"),
+        (lambda: ValidationConfig(share=2), "share: 2 is wrong; 0 to 1"),
+        (lambda: ValidationConfig(every=0), "every: 0 is wrong; 1 or more"),
+        (lambda: ValidationConfig(patience=0), "patience: 0 is wrong"),
+        (lambda: ValidationConfig(sigmas=(0.5, 0.5)), "should be different levels above 0"),
+        (lambda: ValidationConfig(sigmas=(0.0,)), "should be different levels above 0"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,51 @@
+"""How soon work is handed to a CUDA device: decided before the device has its first operation, as MLX asks but once."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from stages.text_to_image.train import replay
+from stages.text_to_image.train import stage as train
+from stages.tuner.blockwise import backprop
+from tests.stages.text_to_image.train.runs import BASE, Run
+
+ASKS = {"default_device", "set_default_device", "device_info", "is_available", "clear_cache", "reset_peak_memory"}
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of a make-believe CUDA device, in order: every function of MLX that was called, and "decided"."""
+    monkeypatch.setenv(backprop.BUFFER, "")
+    monkeypatch.delenv(backprop.BUFFER)
+    monkeypatch.setattr(backprop, "gathers_large_command_buffers", lambda: True)
+    asked: list[str] = []
+    real = backprop.limit_command_buffers
+
+    def watched(name: str, function: Any, *given: Any, **named: Any) -> Any:
+        asked.append(name)
+        return function(*given, **named)
+
+    for module in (train, replay):
+        monkeypatch.setattr(module, "limit_command_buffers", lambda: [asked.append("decided"), real()][1])
+    for library in (mx, mx.random, mx.fast):
+        for name, function in list(vars(library).items()):
+            if type(function).__name__ == "nb_func" and name not in ASKS:
+                monkeypatch.setattr(library, name, functools.partial(watched, name, function))
+    return asked
+
+
+def test_a_run_one_that_goes_on_and_a_step_replayed_decide_before_they_ask_anything_of_the_device(device, transformer, tmp_path):
+    run = Run(tmp_path, transformer, replace(BASE, steps=4))
+    for step in (lambda: run.go(stop_at=2), run.go, lambda: replay.replay(run.context(), 3)):
+        device.clear()
+        os.environ.pop(backprop.BUFFER, None)
+        step()
+        assert device.count("decided") == 1 and device.index("decided") == 0
+        assert {"load", "eval"} <= set(device), "what was watched is what a run asks for"
+        assert os.environ[backprop.BUFFER] == "200"

@@ -1,0 +1,89 @@
+"""A training run's looks at itself: what must be finite, what must move, and how far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from stages.text_to_image.train import trainer
+from stages.text_to_image.train.config import ScheduleConfig
+from stages.text_to_image.train.loader import Loader
+from stages.text_to_image.train.stage import sampler_of
+from stages.tuner import checkpoint
+from tests.stages.text_to_image.train.runs import BASE, Run
+
+Grads = dict[str, mx.array]
+AT_ONCE = ScheduleConfig(warmup_steps=0)
+
+
+def altered(monkeypatch: pytest.MonkeyPatch, change: Callable[[int, mx.array, Grads], tuple[mx.array, Grads]]) -> None:
+    """Change what a gradient's call, the first being 1, gives."""
+    real, calls = trainer.loss_and_grads, iter(range(1, 1000))
+    monkeypatch.setattr(trainer, "loss_and_grads", lambda *given: change(next(calls), *real(*given)))
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_loss_that_is_not_finite_is_no_update_though_its_gradient_is_finite(value, transformer, tmp_path, monkeypatch):
+    def change(call: int, losses_B: mx.array, grads: Grads) -> tuple[mx.array, Grads]:
+        one = mx.arange(losses_B.size) == 0  # of the samples one alone
+        return (mx.where(one, value, losses_B) if call == 2 else losses_B), grads
+
+    altered(monkeypatch, change)
+    run = Run(tmp_path, transformer, replace(BASE, steps=3, checkpoint_every=1, keep_states=3)).go()
+    saved = {found.step: found for found in checkpoint.found(tmp_path / "artifacts")}
+    for name in (checkpoint.ADAPTER, checkpoint.OPTIMIZER):
+        before, after, later = (saved[step].arrays(name) for step in (1, 2, 3))
+        assert all(mx.array_equal(before[key], after[key]) for key in before)
+        assert not all(mx.array_equal(after[key], later[key]) for key in before)
+    assert [line for line in run.said if "not finite" in line] == [
+        "step 2: the loss or the gradient is not finite; the step is skipped"
+    ]
+
+
+def length(arrays: list[np.ndarray]) -> float:
+    return math.sqrt(sum(float(np.square(value.astype(np.float64)).sum()) for value in arrays))
+
+
+def test_the_ratio_is_the_length_of_the_way_beside_that_of_the_adapter(transformer, tmp_path):
+    before, after = {"a": mx.array([3.0, 0.0]), "b": mx.array([[4.0]])}, {"a": mx.array([3.0, 0.3]), "b": mx.array([[4.4]])}
+    assert trainer.update_ratio(before, after).item() == pytest.approx(0.1)
+    run = Run(tmp_path, transformer, replace(BASE, schedule=AT_ONCE))
+    made = trainer.Trainer(run.context(), None)
+    for _, micros, _ in Loader(run.context(), sampler_of(run.context()), range(1, 4)):
+        old = {name: np.array(value) for name, value in made.adapter.items()}
+        said = made.step(micros, 1e-2, ratio=True).ratio
+        way = [np.array(value) - old[name] for name, value in made.adapter.items()]
+        assert said == pytest.approx(length(way) / length(list(old.values())), rel=1e-4)
+        assert made.step(micros, 1e-2).ratio is None
+
+
+@pytest.mark.parametrize(
+    ("dead", "said"),
+    [
+        (("transformer_blocks.0.attn.to_k.",), "transformer_blocks.0.attn.to_k has not moved; no"),
+        (("transformer_blocks.0.attn.to_k.", "single_"), "transformer_blocks.0.attn.to_k has not moved, nor have 2 other"),
+    ],
+)
+@pytest.mark.parametrize("variant", ["lora", "lokr"])
+def test_linears_that_no_gradient_reaches_are_said_once_by_the_name_of_the_first(
+    variant, dead, said, transformer, tmp_path, monkeypatch
+):
+    altered(
+        monkeypatch,
+        lambda call, losses_B, grads: (losses_B, {n: g * 0 if n.startswith(dead) else g for n, g in grads.items()}),
+    )
+    factor = 4 if variant == "lokr" else None
+    run = Run(tmp_path, transformer, replace(BASE, steps=12, batch_size=1, variant=variant, factor=factor)).go()
+    lines = [line for line in run.said if "has not moved" in line]
+    assert len(lines) == 1 and lines[0].startswith("step 10: ")
+    assert said in lines[0]
+
+
+def test_where_every_linear_moves_nothing_is_said(transformer, tmp_path):
+    run = Run(tmp_path, transformer, replace(BASE, steps=10, batch_size=1)).go()
+    assert not any("has not moved" in line for line in run.said)

@@ -1,0 +1,66 @@
+import mlx.core as mx
+import pytest
+
+import stages  # noqa: F401  a fast BLAS, before MLX
+from stages.tuner.blockwise.meter import BETWEEN, ENOUGH, LEAST, Meter, budget, device_bytes
+
+
+def test_the_budget_is_the_setting_or_the_device_less_headroom():
+    assert budget(2.5) == 2_500_000_000
+    assert 0.5 * device_bytes() < budget() < device_bytes()
+
+
+def test_a_meter_agrees_with_mlx_and_finds_a_planted_leak():
+    meter, kept = Meter(), []
+    for step in range(6):
+        meter.step = step
+        with meter.phase("work"):
+            mx.eval(mx.zeros((1 << 20,)) + step)
+            peak = mx.get_peak_memory()
+        with meter.phase("leak"):
+            kept.append(mx.zeros((1 << 19,)) + step)
+            mx.eval(kept[-1])
+    assert meter.rows[-2]["peak"] == peak
+    assert meter.peak == max(row["peak"] for row in meter.rows)
+    assert set(meter.leaks()) == {"leak"}
+    assert meter.leaks(1 << 22) == {}
+    assert meter.leaks()["leak"] == pytest.approx(4 << 19, rel=0.01)
+
+
+def meter_of(*steps: dict[str, int]) -> Meter:
+    """A meter of phases that added, or let go, so many bytes."""
+    meter, active = Meter(), 0
+    for step, changes in enumerate(steps):
+        for phase, change in changes.items():
+            meter.rows.append({"step": step, "phase": phase, "before": active, "active": active + change})
+            active += change
+    return meter
+
+
+def test_a_small_growth_is_found_if_it_is_steady_and_its_size_is_that_of_all_steps():
+    noisy = [{"batch": 30_000 + 6_000 * (-1) ** n + 900, "work": 50_000, "rest": -50_900} for n in range(20)]
+    assert meter_of(*noisy).leaks() == {"batch": pytest.approx(30_000, rel=0.02)}
+    assert meter_of(*[{"batch": LEAST} for _ in range(ENOUGH)]).leaks() == {"batch": LEAST}
+    assert meter_of(*[{"batch": LEAST - 1} for _ in range(20)]).leaks() == {}
+
+
+def test_what_is_let_go_between_phases_counts_and_so_does_what_grows_there():
+    meter = Meter()
+    for step in range(8):
+        sizes = {"before": 10**5 * step, "active": 10**5 * step + 10**6}  # a million is let go, but for a tenth
+        meter.rows.append({"step": step, "phase": "work"} | sizes)
+    assert meter.leaks() == {"work": 10**5}
+    for row in meter.rows:
+        row["active"] = row["before"]
+    assert meter.leaks() == {BETWEEN: 10**5}
+
+
+def test_a_growth_of_a_single_step_is_no_leak_nor_are_the_first_and_the_last():
+    for grown in range(20):
+        assert meter_of(*[{"batch": 10**9 if n == grown else 0} for n in range(20)]).leaks() == {}
+
+
+def test_from_few_steps_nothing_is_concluded():
+    few = meter_of(*[{"batch": 10**9} for _ in range(ENOUGH - 1)])
+    assert (few.tells, few.leaks()) == (False, {})
+    assert meter_of(*[{"batch": 10**9} for _ in range(ENOUGH)]).tells

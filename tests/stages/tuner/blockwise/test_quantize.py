@@ -1,0 +1,86 @@
+import mlx.core as mx
+import pytest
+
+import stages  # noqa: F401  a fast BLAS, before MLX
+from stages.tuner.adapters.product import product
+from stages.tuner.blockwise import quantize
+from stages.tuner.blockwise.quantize import QuantizedWeight, dense, fit, nbytes, pack
+
+
+def drawn(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(sum(shape))).astype(dtype)
+
+
+@pytest.mark.parametrize(("bits", "bound"), [(8, 0.01), (4, 0.12)])
+def test_a_packed_weight_stands_for_nearly_the_same_weight(bits, bound):
+    weight = drawn(96, 128)
+    packed = pack(weight, bits)
+    assert packed.bits == bits
+    assert packed.dense().shape == weight.shape
+    assert mx.linalg.norm(packed.dense() - weight).item() < bound * mx.linalg.norm(weight).item()
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_a_product_and_its_gradient_are_those_of_the_unpacked_weight(dtype):
+    x, dy, weight = drawn(2, 5, 128, dtype=dtype), drawn(2, 5, 96, dtype=dtype), pack(drawn(96, 128, dtype=dtype), 4)
+    (y,), (dx,) = mx.vjp(lambda x: product(x, weight), [x], [dy])
+    assert y.dtype == dx.dtype == dtype
+    assert mx.array_equal(y, x @ dense(weight).T)
+    assert mx.array_equal(dx, dy @ dense(weight))
+
+
+def test_a_packed_weight_stays_one_through_the_compiler():
+    x, weight, seen = drawn(3, 128), pack(drawn(96, 128), 8), []
+
+    def run(x, weights):
+        seen.append(type(weights["w"]))
+        return product(x, weights["w"])
+
+    assert mx.array_equal(mx.compile(run)(x, {"w": weight}), x @ dense(weight).T)
+    assert seen == [QuantizedWeight]
+
+
+def test_weights_are_packed_one_at_a_time_and_the_others_stay():
+    weights = {f"{i}.weight": drawn(256, 256) + i for i in range(8)} | {"norm.weight": drawn(64), "narrow.weight": drawn(4, 24)}
+    names, size = list(weights), nbytes(weights)
+    mx.eval(weights)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for name in names:
+        weights[name] = fit(weights.pop(name), 16 if name == "7.weight" else 4)
+    assert list(weights) == names
+    assert {n for n, w in weights.items() if not isinstance(w, QuantizedWeight)} == {"7.weight", "norm.weight", "narrow.weight"}
+    assert mx.get_peak_memory() - before < 2 * 256 * 256 * 4
+    assert mx.get_active_memory() - before < nbytes(weights) - size + 64 * 1024  # less padding of buffers
+
+
+def test_16_bits_leave_every_weight_as_it_is():
+    weight = drawn(64, 64)
+    assert fit(weight, 16) is weight
+
+
+def test_bits_and_shapes_that_cannot_be_packed_are_refused():
+    with pytest.raises(ValueError, match=r"base_bits must be 8, 4 or 16 .* not 5"):
+        pack(drawn(64, 64), 5)
+    with pytest.raises(ValueError, match=r"\(64, 65\) cannot be packed"):
+        pack(drawn(64, 65), 8)
+
+
+def test_a_large_weight_is_unpacked_in_parts_that_give_the_same_product_and_gradient(monkeypatch):
+    x, dy, weight = drawn(2, 5, 128), drawn(2, 5, 100), pack(drawn(100, 128), 4)
+    monkeypatch.setattr(quantize, "CHUNK", 30 * 128 * 4)
+    assert [rows.stop - rows.start for rows in quantize.chunks(weight)] == [25, 25, 25, 25]
+    (y,), (dx,) = mx.vjp(lambda x: product(x, weight), [x], [dy])
+    assert mx.allclose(y, x @ dense(weight).T, rtol=1e-6, atol=1e-5)
+    assert mx.allclose(dx, dy @ dense(weight), rtol=1e-6, atol=1e-5)
+
+
+def test_a_large_weight_is_never_unpacked_as_a_whole(monkeypatch):
+    x, weight = drawn(4, 1024), pack(drawn(4096, 1024), 4)
+    mx.eval(x)
+    monkeypatch.setattr(quantize, "CHUNK", 1 << 20)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(mx.grad(lambda x: product(x, weight).sum())(x))
+    assert mx.get_peak_memory() - before < 8 << 20 < 4096 * 1024 * 4

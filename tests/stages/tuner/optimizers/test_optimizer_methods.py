@@ -1,0 +1,184 @@
+"""Each optimizer beside its reference over 50 steps: a program where there is one, else the published formula in numpy."""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import stages  # noqa: F401  a fast BLAS, before MLX
+from stages.tuner.optimizers.adafactor import Adafactor
+from stages.tuner.optimizers.lion import Lion
+from stages.tuner.optimizers.prodigy import Prodigy
+
+SHAPES = {"a": (6, 4), "b": (5,), "c": (3, 8)}
+TARGETS = {name: np.random.default_rng(n).normal(size=shape) for n, (name, shape) in enumerate(SHAPES.items())}
+STEPS = 50
+D0 = 1e-3  # of Prodigy: by its 1e-6, first steps are of so few float32 digits that no two programs agree
+
+
+def start() -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(9)
+    return {name: (0.1 * draw.normal(size=shape)).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def gradient(params: dict, step: int) -> dict[str, np.ndarray]:
+    """Of the distance to TARGETS, stretched and noisy: it depends on where the optimizer has got to."""
+    draw = np.random.default_rng(100 + step)
+    return {
+        name: (
+            (np.array(params[name], np.float64) - TARGETS[name]) * np.linspace(0.1, 3, TARGETS[name].size).reshape(SHAPES[name])
+            + 0.3 * draw.normal(size=SHAPES[name])
+        ).astype(np.float32)
+        for name in SHAPES
+    }
+
+
+def rate(step: int) -> float:
+    """A warm-up, then a slow fall."""
+    return 1e-2 * min(step / 10, 1.0) * 0.99**step
+
+
+def ours(method, lr, steps=STEPS):
+    """The arrays after each step."""
+    params = {name: mx.array(value) for name, value in start().items()}
+    state, walk = method.init(params), []
+    for step in range(1, steps + 1):
+        grads = {name: mx.array(value) for name, value in gradient(params, step).items()}
+        params, state = method.update(params, grads, state, lr(step))
+        walk.append({name: np.array(value) for name, value in params.items()})
+    return walk, state
+
+
+def torch_walk(make, lr):
+    """The arrays after each step of a torch optimizer; the vector does not decay, as ours does not."""
+    import torch
+
+    params = {name: torch.nn.Parameter(torch.tensor(value)) for name, value in start().items()}
+    reference, walk = make([params["a"], params["c"]], [params["b"]]), []
+    for step in range(1, STEPS + 1):
+        grads = gradient({name: value.detach().numpy() for name, value in params.items()}, step)
+        for name, value in params.items():
+            value.grad = torch.tensor(grads[name])
+        if lr is not None:
+            for group in reference.param_groups:
+                group["lr"] = lr(step)
+        reference.step()
+        walk.append({name: value.detach().numpy().copy() for name, value in params.items()})
+    return walk
+
+
+def compare(walk, other, rtol=2e-5, atol=1e-6):
+    for mine, theirs in zip(walk, other, strict=True):
+        for name in SHAPES:
+            np.testing.assert_allclose(mine[name], theirs[name], rtol=rtol, atol=atol)
+    assert any(np.abs(walk[-1][name] - start()[name]).max() > 0.01 for name in SHAPES)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weight_decay": 0.1}, {"beta1": 0.9}, {"scale_parameter": True}, {"scale_parameter": True, "relative_step": True}],
+)
+def test_adafactor_follows_that_of_transformers(options):
+    from transformers.optimization import Adafactor as Reference
+
+    numbers = {"scale_parameter": False, "relative_step": False, **options}
+    lr = None if numbers["relative_step"] else rate
+
+    def make(matrices, vectors):
+        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        return Reference(groups, lr=None if lr is None else 1e-2, **{"beta1": None, **numbers})
+
+    walk, _ = ours(Adafactor(**numbers), rate)
+    compare(walk, torch_walk(make, lr))
+
+
+def test_adafactor_that_scales_by_its_arrays_follows_that_of_torch():
+    import torch
+
+    def make(matrices, vectors):  # its eps bounds the moments; the paper's is added to the squares
+        return torch.optim.Adafactor([*matrices, *vectors], lr=1e-2, eps=(1e-15, 1e-3))
+
+    found, _ = ours(Adafactor(scale_parameter=True), rate)
+    compare(found, torch_walk(make, rate))
+
+
+def test_the_moments_of_adafactor_grow_with_rows_and_columns_not_with_their_product():
+    state = Adafactor().init({"a": mx.zeros((64, 32)), "b": mx.zeros((7,))})
+    assert {name: value.size for name, value in state.items()} == {"step": 1, "a.row": 64, "a.column": 32, "b.v": 7}
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+def test_lion_follows_its_formula(weight_decay):
+    params = {name: value.astype(np.float64) for name, value in start().items()}
+    moments, walk = {name: np.zeros(shape) for name, shape in SHAPES.items()}, []
+    for step in range(1, STEPS + 1):
+        grads, eta = gradient(params, step), rate(step)
+        for name, grad in grads.items():
+            direction = np.sign(0.9 * moments[name] + 0.1 * grad)
+            decayed = weight_decay * params[name] if params[name].ndim > 1 else 0
+            params[name] = params[name] - eta * (direction + decayed)
+            moments[name] = 0.99 * moments[name] + 0.01 * grad
+        walk.append({name: value.copy() for name, value in params.items()})
+    found, _ = ours(Lion(weight_decay=weight_decay), rate)
+    compare(found, walk)
+
+
+def prodigy_in_numpy(lr, warmup_safe, corrected, weight_decay, d_coef, growth):
+    """The authors' published procedure, in float64, all arrays as one vector."""
+    names = list(SHAPES)
+    flat = np.concatenate([start()[name].ravel() for name in names]).astype(np.float64)
+    matrix = np.concatenate([np.full(math.prod(SHAPES[name]), float(len(SHAPES[name]) > 1)) for name in names])
+    ends = np.cumsum([math.prod(SHAPES[name]) for name in names])[:-1]
+
+    def split(vector):
+        return {name: part.reshape(SHAPES[name]) for name, part in zip(names, np.split(vector, ends), strict=True)}
+
+    x0, x, m, v, s = flat, flat, 0 * flat, 0 * flat, 0 * flat
+    d = d_max = D0
+    numerator, b1, b2, b3 = 0.0, 0.9, 0.999, math.sqrt(0.999)
+    walk = []
+    for k in range(STEPS):
+        g = np.concatenate([gradient(split(x), k + 1)[name].ravel() for name in names]).astype(np.float64)
+        correction = math.sqrt(1 - b2 ** (k + 1)) / (1 - b1 ** (k + 1)) if corrected else 1.0
+        step = d * lr(k + 1) * correction
+        numerator = b3 * numerator + d / D0 * step * (g @ (x0 - x))
+        m, v = b1 * m + (1 - b1) * d * g, b2 * v + (1 - b2) * d**2 * g**2
+        s = b3 * s + d / D0 * (d if warmup_safe else step) * g
+        estimate = d_coef * numerator / np.abs(s).sum()
+        grown = max(d, estimate) if d == D0 else d
+        d_max = max(d_max, estimate)
+        d = min(d_max, grown * growth)
+        x = x - step * weight_decay * matrix * x - step * m / (np.sqrt(v) + d * 1e-8)
+        walk.append(split(x) | {"d": d})
+    return walk
+
+
+@pytest.mark.parametrize("safeguard_warmup", [True, False])
+@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize(("d_coef", "growth_rate", "weight_decay"), [(1.0, math.inf, 0.0), (2.0, 1.5, 0.1)])
+def test_prodigy_follows_its_authors_procedure(safeguard_warmup, bias_correction, d_coef, growth_rate, weight_decay):
+    def lr(step):
+        return 0.2 + 0.8 * min(step / 10, 1.0)
+
+    method = Prodigy(
+        d0=D0,
+        safeguard_warmup=safeguard_warmup,
+        bias_correction=bias_correction,
+        d_coef=d_coef,
+        growth_rate=growth_rate,
+        weight_decay=weight_decay,
+    )
+    expected = prodigy_in_numpy(lr, safeguard_warmup, bias_correction, weight_decay, d_coef, growth_rate)
+    walk, state = ours(method, lr)
+    assert state["d"].item() == pytest.approx(expected[-1]["d"], rel=1e-4)
+    assert state["d"].item() > 5 * D0
+    compare(walk, expected, rtol=1e-4, atol=2e-5)
+
+
+def test_prodigy_stands_still_without_a_gradient():
+    params = {"a": mx.ones((3, 3))}
+    method = Prodigy()
+    fresh, state = method.update(params, {"a": mx.zeros((3, 3))}, method.init(params), 1.0)
+    assert mx.array_equal(fresh["a"], params["a"])
+    assert state["d"].item() == pytest.approx(1e-6)
