@@ -1,1 +1,23 @@
-"""How stages run: the only code that touches tables on disk or the terminal."""
+"""How stages run: the only code that touches tables on disk, the network or the terminal. `Project` is the Python API.
+
+`store` keeps tables, `project` finds settings, recipes and weights, `commands` holds one file per command, `runner` runs a
+stage, `cli` is the console command. `commands` may import all others; `store` imports none of them and knows no stage.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeline.project.project import Project
+
+__all__ = ["Project"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `Project` when it is first asked for, so that the console command starts without pyarrow."""
+    if name == "Project":
+        from pipeline.project.project import Project
+
+        return Project
+    raise AttributeError(f"module 'pipeline' has no attribute {name!r}")

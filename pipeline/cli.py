@@ -290,7 +290,7 @@ def open_project(path: str, overrides: tuple[str, ...] = (), *, fetch: bool = Fa
     """The project in that folder. `fetch`: weights may be downloaded."""
     from pipeline.project.project import Project
 
-    return Project.open(path, overrides or split_overrides(os.environ.get("LATENTMILL_SET", "")), fetch=fetch)
+    return Project(path, overrides or split_overrides(os.environ.get("LATENTMILL_SET", "")), fetch=fetch)
 
 
 def split_overrides(text: str) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import platform
 import resource
@@ -11,16 +12,20 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.errors import Stopped
 from pipeline.project.project import Project
-from pipeline.store.table import missing
+from pipeline.store.rows import matches, missing
 from pipeline.store.writer import Writer
-from stages.stage import Stage, StageContext
+from stages.stage import Artifact, Stage, StageContext
 
 if TYPE_CHECKING:
     from stages.tuner.blockwise.meter import Meter
@@ -59,21 +64,22 @@ class Outcome:
         return not self.written and not self.removed and not self.left
 
 
-def run(project: Project, stage_name: str, console: Console, meter: Meter | None = None) -> Outcome:
-    """Bring one table up to date. Stopped if the user interrupts; ValueError in one line for what the user can mend.
+def run(project: Project, name: str, console: Console, meter: Meter | None = None) -> Outcome:
+    """Bring the table of one stage up to date and return what was done.
 
-    A meter measures MLX's memory, batch by batch.
+    Stopped if the user interrupts; ValueError, in one line, for what the user can correct. With a `meter`, MLX's memory is
+    measured batch by batch.
     """
-    stage = project.stage(stage_name)
+    stage = project.stage(name)
     warnings.filterwarnings("ignore", module="PIL")  # what Pillow warns of is a row's reason, or harmless
     began = time.monotonic()
-    folder = project.current(stage_name)
+    folder = project.current(name)
     reasons: list[str] = []
     with (
         interruptible() as stop,
-        folder.writer(project.recipe(stage_name), flush_seconds=project.config.project.commit_seconds) as writer,
+        folder.writer(project.recipe(name), flush_seconds=project.config.project.commit_seconds) as writer,
     ):
-        context = project.context(
+        ctx = project.context(
             stage,
             artifacts=folder.folder / "artifacts",
             stored=writer.stored,
@@ -82,46 +88,63 @@ def run(project: Project, stage_name: str, console: Console, meter: Meter | None
             progress=console.progress,
             stop=stop.is_set,
             pause=reasons.append,
-            provenance=provenance(project, stage_name),
+            provenance=provenance(project, name),
         )
-        wanted = stage.wants(context)
-        context.pending = missing(wanted, writer.stored)
+        wanted = stage.wants(ctx)
+        ctx.pending = pending_rows(stage, ctx, wanted)
         before = folder.rows().select(wanted.column_names) if folder.exists else None
-        written = work(stage, context, writer, meter)
+        written = commit(stage.run(ctx), stage, writer, meter)
+        ctx.stored = writer.stored
+        if stage.finish:
+            written += commit(stage.finish(ctx), stage, writer)
+            ctx.stored = writer.stored
         left = missing(wanted, writer.stored).num_rows
-        if left:  # what a stage wants may show by its work: training that ends when it no longer gets better
-            context.stored = writer.stored
-            wanted = stage.wants(context)
+        if left:  # a run may shorten what it wants: training ends early when validation stops improving
+            wanted = stage.wants(ctx)
             left = missing(wanted, writer.stored).num_rows
         if left and stop.is_set():
-            raise Stopped(
-                f"{stage_name}: stopped; {written} new rows are kept, {left} are still to do. The same command goes on from here."
-            )
+            raise Stopped(f"{name}: stopped; {written} new rows are kept, {left} are still to do. Run the same command to go on.")
+        outcome = Outcome(name, written, 0, wanted.num_rows, time.monotonic() - began, peak_rss(), peak_mlx(meter))
         if left and reasons:
-            outcome = Outcome(stage_name, written, 0, wanted.num_rows, time.monotonic() - began, peak_rss(), peak_mlx(meter))
-            writer.finish(wanted, facts_of(outcome))  # what there is may be looked at, and previewed
+            writer.finish(wanted, facts_of(outcome))  # the rows so far can be queried, and previewed
             return dataclasses.replace(outcome, left=left, reason=reasons[-1])
-        assert not left, f"{stage_name}: {left} rows that the stage wants were never yielded"
+        assert not left, f"{name}: {left} rows that the stage wants were never yielded"
         removed = missing(before, wanted).num_rows if before is not None else 0
-        outcome = Outcome(stage_name, written, removed, wanted.num_rows, time.monotonic() - began, peak_rss(), peak_mlx(meter))
+        outcome = dataclasses.replace(outcome, removed=removed)
         writer.finish(wanted, facts_of(outcome) if written or not folder.exists else {})
     return outcome
 
 
-def work(stage: Stage, context: StageContext, writer: Writer, meter: Meter | None = None) -> int:
-    """Let the stage run, commit its batches, give back its memory. Returns how many rows it wrote."""
+def pending_rows(stage: Stage, ctx: StageContext, wanted: pa.Table) -> pa.Table:
+    """The wanted rows that are not stored, and those stored rows that the stage wants to compute again."""
+    absent = missing(wanted, ctx.stored)
+    if stage.redo is None:
+        return absent
+    again = stage.redo(ctx).select(wanted.column_names).cast(wanted.schema)
+    return pa.concat_tables([absent, again.filter(pc.invert(matches(again, absent, list(stage.writes.key))))])
+
+
+def commit(batches: Iterable[pa.RecordBatch | Artifact], stage: Stage, writer: Writer, meter: Meter | None = None) -> int:
+    """Commit what a stage or a work unit yields, then release MLX's cache. Returns the number of rows written."""
     written = 0
-    batches = stage.run(context)
     try:
-        for batch in meter.over(batches, stage.name) if meter else batches:
-            writer.append(batch)
-            written += batch.num_rows
+        for made in meter.over(batches, stage.name) if meter else batches:
+            if isinstance(made, Artifact):
+                writer.write_artifact(made.name, functools.partial(_write_bytes, content=made.content))
+            else:
+                writer.append(made)
+                written += made.num_rows
     finally:
-        batches.close() if hasattr(batches, "close") else None
+        if isinstance(batches, Generator):
+            batches.close()
         writer.flush()
         if "mlx.core" in sys.modules:
             sys.modules["mlx.core"].clear_cache()
     return written
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
@@ -72,6 +73,34 @@ class Terminal:
             self.told = now
             speed = (done - before) / (now - since)
             self.say(f"{done} of {total} {unit}s, {spell_rate(speed, unit)}, {spell_seconds((total - done) / speed)} left")
+
+
+class Quiet:
+    """A console that shows nothing, or passes progress on to a function."""
+
+    def __init__(self, name: str, report: Callable[[str, int, int, str], None] | None = None) -> None:
+        self.name, self.report = name, report
+
+    def __enter__(self) -> Quiet:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        """Drop a message."""
+
+    def progress(self, done: int, total: int, unit: str) -> None:
+        """Pass progress on as (stage, done, total, unit)."""
+        if self.report:
+            self.report(self.name, done, total, unit)
+
+
+def console_for(name: str, progress: Callable[[str, int, int, str], None] | bool) -> Terminal | Quiet:
+    """The console of a stage: True is the terminal, False shows nothing, a function is called with the progress."""
+    if progress is True:
+        return Terminal(name)
+    return Quiet(name, progress or None)
 
 
 def spell_rate(speed: float, unit: str) -> str:

@@ -1,4 +1,8 @@
-"""What each stage computes. `PIPELINES` is the table of contents."""
+"""What each stage computes: one folder per pipeline, the models and the tuner that they share, and the contracts in stage.py.
+
+A pipeline imports `models`, `tuner`, `stage.py` and `schemas`, and no other pipeline. `models` and `tuner` import neither a
+pipeline nor a schema. Nothing here imports `pipeline`, which runs the stages.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,23 @@ from typing import TYPE_CHECKING
 from stages import blas
 
 if TYPE_CHECKING:
-    from stages.stage import Stage
+    from stages.stage import Pipeline
 
 BLAS = blas.load()  # before anything here imports mlx.core
 
-PIPELINES: dict[str, tuple[str, ...]] = {
-    "lora": ("images", "captions", "buckets", "latents", "embeddings", "train", "samples", "scores"),
-}
+PIPELINES: dict[str, str] = {"text_to_image": "stages.text_to_image"}
 
 
-def find(stage_name: str) -> Stage:
-    """The stage that writes the table of that name."""
-    found: Stage = import_module(f"stages.text_to_image.{stage_name}").STAGE
-    assert found.writes.name == stage_name
+def pipeline(name: str) -> Pipeline:
+    """The pipeline of that name: one of PIPELINES, or the PIPELINE of a module given by its dotted name.
+
+    ValueError if there is none.
+    """
+    module = PIPELINES.get(name, name if "." in name else "")
+    if not module:
+        raise ValueError(f"{name!r} is not a pipeline; there are {', '.join(PIPELINES)}")
+    try:
+        found: Pipeline = import_module(module).PIPELINE
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ValueError(f"{name!r} is not a pipeline: {error}") from None
     return found

@@ -1,10 +1,14 @@
-"""What a stage is, and what it is given. A stage is a value; the runner owns disk, progress bar and commits."""
+"""The contracts between stages and the code that runs them: Pipeline, Stage, StageContext, WorkUnit.
+
+All of them are values. A stage computes rows; it never opens a table, the network or the terminal itself.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,46 +21,51 @@ from schemas.table import TableSchema
 class TensorReader(Protocol):
     """Random access to the tensors of one table, memory-mapped."""
 
-    def read(self, key: str) -> np.ndarray:
-        """The tensor of that row in its shape, uint16 words; a view that holds until the next `ahead`. One copy: `mx.array`."""
+    def read(self, key: str, name: str = "") -> np.ndarray:
+        """The tensor called `name` of the row with that key, in its shape; without a name, the row's first tensor.
+
+        A read-only view of the file that is valid until the next call of `ahead`. bfloat16 comes as uint16 words.
+        """
 
     def ahead(self, keys: Iterable[str]) -> None:
-        """Say which rows come next: their pages are asked for, those read before are let go."""
+        """Prefetch the rows with these keys and release the pages of the rows read before."""
 
 
 @dataclass
 class StageContext:
-    """What a stage may use. Tables and tensors in memory will do as well, which is how stages are tested."""
+    """Everything that a running stage may use. Tests build one from tables in memory."""
 
-    config: Any  # the stage's own section, its `config` dataclass
-    family: Any  # stages.models.families.Family
-    source: Path  # the image folder; never written
-    artifacts: Path  # the folder for files that rows name; write through `write_artifact`
-    stored: pa.Table  # rows of this table that exist already, as last written
-    pending: pa.Table  # the rows of `wants` that do not exist yet
-    rows: Callable[[TableSchema], pa.Table]  # the rows of a table that the stage reads
-    tensors: Callable[[TableSchema], TensorReader]  # and their tensors
-    weights: Callable[[str], Path]  # where a component's weights lie: a folder or a file
-    write_artifact: Callable[
-        [str, Callable[[Path], None]], Path
-    ]  # write_artifact(name, write): an artifact, written whole or not at all
+    config: Any  # the stage's own section of project.toml
+    artifacts: Path  # folder of the files that rows name; write through `write_artifact`
+    stored: pa.Table  # rows of this table that exist already, schema `writes.stored`
+    pending: pa.Table  # rows of `wants` that do not exist yet
+    rows: Callable[[TableSchema], pa.Table]  # rows of a table that the stage reads
+    tensors: Callable[[TableSchema], TensorReader]  # tensors of a table that the stage reads
+    files: Callable[[TableSchema], Path]  # artifacts folder of a table that the stage reads
+    need: Callable[[str], Any]  # the value of a resource named in `Stage.needs`: a path or a model family
+    write_artifact: Callable[[str, Callable[[Path], None]], Path]  # (name, write): the file appears whole or not at all
     say: Callable[[str], None]  # one line for the user
-    progress: Callable[[int, int, str], None]  # done, total, unit: moves the bar
-    stop: Callable[[], bool]  # True once the user asked to stop: finish the batch and return
-    pause: Callable[[str], None] = lambda reason: None  # say that `run` returns early, and why: no mistake, and no interrupt
-    root: Path = Path()  # what a relative path in a setting starts from
-    provenance: dict[str, str] = dataclasses.field(default_factory=dict)  # recipe, versions: for a file's metadata
+    progress: Callable[[int, int, str], None]  # (done, total, unit)
+    stop: Callable[[], bool]  # True once the user asked to stop: finish the current batch and return
+    pause: Callable[[str], None] = lambda reason: None  # say why `run` returns before all rows are made
+    root: Path = Path()  # the project's folder: what a relative path in a setting starts from
+    provenance: dict[str, str] = field(default_factory=dict)  # recipe and versions, for the metadata of artifacts
 
 
 @dataclass(frozen=True)
 class Stage:
     """One stage of a pipeline, named after the table that it writes.
 
-    `wants` says which rows the table should have: the key columns and every input that a row's freshness depends on
-    (a subset of the columns of `writes`); it is cheap, loads no weights and writes nothing. A stored row that agrees
-    with its wanted row in all those columns is fresh. `run` yields batches of `writes.batch` for `ctx.pending`,
-    in small steps, and loads weights only if something is pending. `snapshot`, for a stage that is not row-wise,
-    returns the rows that the whole result depends on: they become part of the recipe.
+    `wants` returns the rows that the table should have: the key columns and every input column that a row's freshness
+    depends on. It is cheap, loads no weights and writes nothing. A stored row that equals its wanted row in all these
+    columns is fresh; the others are pending.
+    `run` yields record batches of `writes.batch` for the rows of `ctx.pending`, in small steps.
+    `finish` is called once, after the last batch, in the process that commits: for a verdict over all rows (it may
+    yield batches) or an artifact made of all of them. `ctx.stored` then holds every row, `ctx.pending` what was pending.
+    `redo` returns stored rows to compute again although their inputs are unchanged, such as files that could not be read.
+    `snapshot`, for a stage whose rows depend on each other, returns the rows that the whole result depends on; they
+    become part of the recipe.
+    `divisible`: the pending rows may be divided among work units that run in different processes.
     """
 
     reads: tuple[TableSchema, ...]
@@ -64,34 +73,164 @@ class Stage:
     config: type
     wants: Callable[[StageContext], pa.Table]
     run: Callable[[StageContext], Iterator[pa.RecordBatch]]
-    loads: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    finish: Callable[[StageContext], Iterator[pa.RecordBatch]] | None = None
+    redo: Callable[[StageContext], pa.Table] | None = None
     snapshot: Callable[[StageContext], pa.Table] | None = None
+    divisible: bool = True
     version: int = 1
     result: str = ""  # the artifact that a user came for, if there is one
 
     @property
     def name(self) -> str:
-        """The stage_name."""
+        """The name of the stage and of its table."""
         return self.writes.name
 
 
+# What a stage may need of its project, by name
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder named by a setting, relative to the project. The stage gets its path."""
+
+    section: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A component of the project's model family. The stage gets the path of its files, fetched if they are not there.
+
+    The sha256 of the files is part of the recipe of every stage that needs them, and so are these fields of the family.
+    """
+
+    fields: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FamilyRecord:
+    """The record of the project's model family. The stage gets the record itself."""
+
+
+Resource = Folder | Weights | FamilyRecord
+
+
+@dataclass(frozen=True)
+class View:
+    """An SQL view over the tables of a pipeline. It exists in queries once all tables in `reads` are part of the pipeline."""
+
+    sql: str
+    doc: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A question about a project that is asked often: a title, and the SQL that answers it."""
+
+    name: str
+    title: str
+    sql: str
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A chain of stages, and what belongs to this chain alone.
+
+    Values that need imports are given as text, "module" or "module:attribute", and imported when they are first used,
+    so that a pipeline can be listed without loading any of its code.
+    """
+
+    name: str
+    doc: str
+    stages: Mapping[str, str]  # table -> module whose STAGE writes it, in the order of the chain
+    resources: Mapping[str, Resource] = field(default_factory=dict)  # what stages may need, by name
+    families: str = ""  # the table of model families, name -> record; empty: the pipeline uses no model
+    results: tuple[str, ...] = ()  # tables that `clean` keeps, because a user came for them
+    commands: Mapping[str, str] = field(default_factory=dict)  # command -> a click command
+    methods: Mapping[str, str] = field(default_factory=dict)  # method of the Python API -> function(project, ...)
+    views: Mapping[str, View] = field(default_factory=dict)
+    follow: str = ""  # a Chain: how `latentmill follow` traces one input through the tables
+    panels: tuple[Panel, ...] = ()
+
+    def stage(self, name: str) -> Stage:
+        """The stage that writes the table of that name. KeyError for another name."""
+        found: Stage = import_module(self.stages[name]).STAGE
+        assert found.name == name, f"{self.stages[name]} writes {found.name}, not {name}"
+        return found
+
+    def upstream(self, name: str) -> list[str]:
+        """Names of all stages that `name` depends on, directly or not, in the order of the chain."""
+        needed = {name}
+        for other in reversed(list(self.stages)):
+            if other in needed:
+                needed |= {read.name for read in self.stage(other).reads}
+        return [other for other in self.stages if other in needed - {name}]
+
+
+def load(reference: str) -> Any:
+    """Import what "module:attribute" refers to."""
+    module, _, attribute = reference.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+# Work that can run in another process
+
+
+@dataclass(frozen=True)
+class Input:
+    """Where a table lies that a work unit reads, and which version of its rows."""
+
+    folder: Path
+    version: int
+
+
+@dataclass(frozen=True)
+class WorkUnit:
+    """Some pending rows of one stage, with everything needed to compute them, as plain data.
+
+    It can be pickled and computed in any process that sees the same folders (`pipeline.work.perform`). It writes to no
+    table: batches and artifacts go back to the runner, which commits them.
+    """
+
+    stage: str  # module whose STAGE computes the rows
+    config: Any
+    pending: pa.Table
+    stored: pa.Table  # the stored rows that have the keys of `pending`
+    inputs: Mapping[str, Input]  # by table
+    needs: Mapping[str, Any]  # values of the resources in `Stage.needs`
+    artifacts: Path  # the table's artifacts folder, only read
+    root: Path
+    provenance: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A file that a work unit made: its name below the artifacts folder, and its bytes."""
+
+    name: str
+    content: bytes
+
+
+# Settings
+
+
 def setting(default: Any, doc: str) -> Any:
-    """A knob that changes what a row's value is: part of the recipe. `doc` gives the unit and the reason of the default."""
+    """A setting that changes the values of rows; it is part of the recipe. `doc` gives the unit and the reason of the default."""
     return _field(default, doc, "setting")
 
 
 def selects(default: Any, doc: str) -> Any:
-    """A knob that changes which rows exist, not what any of them is: seen by `wants`, not part of the recipe."""
+    """A setting that changes which rows exist, but not their values; `wants` reads it, and it is not part of the recipe."""
     return _field(default, doc, "selects")
 
 
 def runtime(default: Any, doc: str) -> Any:
-    """A knob that changes no row: batch size, workers, how often to save."""
+    """A setting that changes no row, such as batch size, number of workers or how often to save."""
     return _field(default, doc, "runtime")
 
 
 def _field(default: Any, doc: str, kind: str) -> Any:
-    metadata = {"doc": doc, "kind": kind}
     if isinstance(default, list | dict | set):
         raise TypeError("a default must be immutable: use a tuple")
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata={"doc": doc, "kind": kind})

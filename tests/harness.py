@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ class MemoryTensors:
         columns = zip(table[key].to_pylist(), table["shape"].to_pylist(), table["tensor"].to_pylist(), strict=True)
         self.values = {k: np.array(v, np.uint16).reshape(shape) for k, shape, v in columns}
 
-    def read(self, key: str) -> np.ndarray:
+    def read(self, key: str, name: str = "") -> np.ndarray:
         return self.values[key]
 
     def ahead(self, keys: Iterable[str]) -> None:
@@ -48,11 +49,12 @@ def context(
 ) -> StageContext:
     """A context for `stage` whose inputs are `tables` (by stage_name; tensor tables with their `tensor` column)."""
     tables = tables or {}
+    needs = {"family": family, "image_folder": source or folder, **(weights or {})}
     (folder / "artifacts").mkdir(parents=True, exist_ok=True)
 
     def rows(schema: TableSchema) -> pa.Table:
         assert schema in stage.reads, f"{stage.name} does not say that it reads {schema.name}"
-        return tables[schema.name].drop_columns(["tensor"] if schema.tensor else [])
+        return tables[schema.name].drop_columns([tensor.name for tensor in schema.tensors])
 
     def tensors(schema: TableSchema) -> MemoryTensors:
         return MemoryTensors(tables[schema.name], schema.key[0])
@@ -66,14 +68,13 @@ def context(
     empty = pa.table({f.name: pa.array([], f.type) for f in stage.writes.columns})
     made = StageContext(
         config=config if config is not None else stage.config(),
-        family=family,
-        source=source or folder,
         artifacts=folder / "artifacts",
         stored=stored if stored is not None else empty,
         pending=empty,
         rows=rows,
         tensors=tensors,
-        weights=lambda name: (weights or {})[name],
+        files=lambda schema: needs[schema.name],
+        need=needs.__getitem__,
         write_artifact=write_artifact,
         say=lambda line: None,
         progress=lambda done, total, unit: None,
@@ -86,7 +87,7 @@ def context(
 def run(stage: Stage, made: StageContext) -> pa.Table:
     """Every batch that the stage yields, as one table; each must have the columns of its schema."""
     batches = []
-    for batch in stage.run(made):
+    for batch in chain(stage.run(made), stage.finish(made) if stage.finish else ()):
         assert batch.schema.names == stage.writes.batch.names
         batches.append(batch.cast(stage.writes.batch))
     return pa.Table.from_batches(batches, schema=stage.writes.batch)

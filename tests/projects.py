@@ -104,8 +104,8 @@ def edit(folder: Path, old: str, new: str) -> None:
 def build(folder: Path, *stage_names: str, console: Silent | None = None) -> dict[str, Outcome]:
     """Run stages in order (all of them by default), in this process; what each did, by stage_name."""
     outcomes = {}
-    for stage_name in stage_names or Project.open(folder).stage_names:
-        outcomes[stage_name] = runner.run(Project.open(folder, fetch=True), stage_name, console or Silent())
+    for stage_name in stage_names or Project(folder).stage_names:
+        outcomes[stage_name] = runner.run(Project(folder, fetch=True), stage_name, console or Silent())
     return outcomes
 
 
@@ -116,10 +116,10 @@ def written(outcomes: dict[str, Outcome]) -> dict[str, int]:
 
 def content(folder: Path, stage_name: str) -> pa.Table:
     """A table's rows in the columns in which equal runs agree, sorted by key, with the tensors' words where it has any."""
-    found = Project.open(folder).current(stage_name)
+    found = Project(folder).current(stage_name)
     rows = found.rows().sort_by([(name, "ascending") for name in found.schema.key])
     table = rows.select(found.schema.compared)
-    if not found.schema.tensor:
+    if not found.schema.tensors:
         return table
     reader = found.tensors()
     keys = rows[found.schema.key[0]].to_pylist()

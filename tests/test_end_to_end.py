@@ -71,7 +71,7 @@ def test_the_embeddings_table_holds_what_diffusers_encodes(project, reference):
     import torch
 
     pipe, _ = reference
-    family = Project.open(project).family
+    family = Project(project).family
     texts = {row["caption_id"]: row["text"] for row in projects.content(project, "captions").to_pylist()}
     table = projects.content(project, "embeddings")
     assert "" in texts.values() and len(texts) == table.num_rows
@@ -98,7 +98,7 @@ def test_the_exported_adapter_gives_our_velocity_in_diffusers(project, reference
     from stages.models.flux2.load import load_flux2
     from stages.tuner.adapters import lora
 
-    opened = Project.open(project)
+    opened = Project(project)
     file = export_run(opened, tmp_path / "lora.safetensors", style, dtype="float32", step=None)
     pipe = Flux2KleinPipeline.from_pretrained(reference[1])
     bare = {name: value.clone() for name, value in pipe.transformer.state_dict().items()}

@@ -9,13 +9,13 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-import stages
 from pipeline.project.project import Project
 from schemas.table import TableSchema
+from stages.text_to_image import PIPELINE
 from tests import projects
 
 ROOT = Path(__file__).parents[1]
-STAGE_NAMES = stages.PIPELINES["lora"]
+STAGE_NAMES = tuple(PIPELINE.stages)
 SOURCES = sorted(p for folder in ("pipeline", "stages", "schemas") for p in (ROOT / folder).rglob("*.py"))
 
 
@@ -42,7 +42,7 @@ def reachable(edges: dict[str, set[str]], target: str) -> set[str]:
 
 @pytest.mark.parametrize("stage_name", STAGE_NAMES)
 def test_one_noun_names_schema_stage_section_target_and_test(stage_name):
-    stage = stages.find(stage_name)
+    stage = PIPELINE.stage(stage_name)
     assert stage.name == stage.writes.name == stage_name
     assert (ROOT / "schemas" / f"{stage_name}.py").exists()
     assert (ROOT / "stages" / f"{stage_name}.py").exists()
@@ -54,19 +54,19 @@ def test_one_noun_names_schema_stage_section_target_and_test(stage_name):
 @pytest.mark.parametrize("stage_name", STAGE_NAMES)
 def test_make_runs_what_a_stage_reads_before_it(stage_name):
     edges = makefile_edges()
-    for read in stages.find(stage_name).reads:
+    for read in PIPELINE.stage(stage_name).reads:
         assert read.name in reachable(edges, stage_name)
 
 
 @pytest.mark.parametrize("stage_name", STAGE_NAMES)
 def test_a_stage_reads_only_what_an_earlier_stage_writes(stage_name):
-    earlier = {stages.find(n).writes.name for n in STAGE_NAMES[: STAGE_NAMES.index(stage_name)]}
-    assert {read.name for read in stages.find(stage_name).reads} <= earlier
+    earlier = {PIPELINE.stage(n).writes.name for n in STAGE_NAMES[: STAGE_NAMES.index(stage_name)]}
+    assert {read.name for read in PIPELINE.stage(stage_name).reads} <= earlier
 
 
 @pytest.mark.parametrize("stage_name", STAGE_NAMES)
 def test_a_schema_describes_every_column_and_avoids_types_that_duckdb_chokes_on(stage_name):
-    schema: TableSchema = stages.find(stage_name).writes
+    schema: TableSchema = PIPELINE.stage(stage_name).writes
     assert schema.doc and set(schema.key) <= {f.name for f in schema.columns}
     for field in schema.stored:
         assert field.metadata[b"doc"], f"{stage_name}.{field.name}"
@@ -102,7 +102,7 @@ def test_rows_do_not_depend_on_runtime_settings(tmp_path, tiny_weights):
     for stage_name in STAGE_NAMES:
         projects.build(plain, stage_name)
         projects.build(other, stage_name)
-        assert Project.open(plain).recipe(stage_name) == Project.open(other).recipe(stage_name), stage_name
+        assert Project(plain).recipe(stage_name) == Project(other).recipe(stage_name), stage_name
         clocks = {"inode", "mtime_ns"} & set(projects.content(plain, stage_name).column_names)
         assert projects.content(plain, stage_name).drop_columns(clocks) == projects.content(other, stage_name).drop_columns(
             clocks

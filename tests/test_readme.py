@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import stages
 from pipeline.commands.query import run_query
 from pipeline.project.project import Project
+from stages.text_to_image import PIPELINE
 from tests import projects
 
 ROOT = Path(__file__).parents[1]
@@ -31,12 +31,12 @@ def built(tmp_path_factory, tiny_weights) -> Path:
 
 @pytest.mark.parametrize("sql", blocks("sql"))
 def test_a_query_of_the_readme_answers_over_a_finished_project(built, sql):
-    answer = run_query(Project.open(built), sql, "csv")
+    answer = run_query(Project(built), sql, "csv")
     assert answer.splitlines()[0].count(",") >= 1
 
 
 def test_the_mean_loss_of_every_image_bears_its_path_and_caption(built):
-    lines = run_query(Project.open(built), blocks("sql")[0], "csv").splitlines()
+    lines = run_query(Project(built), blocks("sql")[0], "csv").splitlines()
     assert lines[0] == "path,text,draws,loss"
     assert {line.split(",")[0] for line in lines[1:]} <= {f"picture{n}.png" for n in range(3)}
     assert len(lines) > 1
@@ -47,9 +47,9 @@ def test_the_losses_of_what_is_drawn_and_of_what_is_held_out_are_never_mixed(bui
     rows = projects.content(built, "train").to_pylist()
     drawn = [row for row in rows if row["split"] == "train"]
     for sql, count in ((hurt, sum(not row["dropped"] for row in drawn)), (levels, len(drawn))):
-        (total,) = run_query(Project.open(built), f"select sum(draws) from ({sql})", "csv").splitlines()[1:]
+        (total,) = run_query(Project(built), f"select sum(draws) from ({sql})", "csv").splitlines()[1:]
         assert int(total) == count < len(rows)
-    steps = run_query(Project.open(built), f"select distinct step from ({held}) order by all", "csv").splitlines()[1:]
+    steps = run_query(Project(built), f"select distinct step from ({held}) order by all", "csv").splitlines()[1:]
     assert steps == ["0", "2", "4", "6"]
 
 
@@ -76,5 +76,5 @@ def test_a_setting_that_the_readme_names_is_of_the_kind_that_it_is_named_for(wor
     named = re.findall(r"`(\w+)\.(\w+)`", keys)
     assert named
     for stage_name, name in named:
-        (field,) = (each for each in dataclasses.fields(stages.find(stage_name).config) if each.name == name)
+        (field,) = (each for each in dataclasses.fields(PIPELINE.stage(stage_name).config) if each.name == name)
         assert field.metadata["kind"] == kind, f"{stage_name}.{name}"

@@ -174,10 +174,10 @@ def build(folder: Path, changes: Iterable[str], stage_names: Sequence[str]) -> P
     """Bring these tables up to date under these settings; the project that holds them."""
     changes = tuple(changes)
     for stage_name in stage_names:
-        outcome = runner.run(Project.open(folder, changes, fetch=True), stage_name, Told())
+        outcome = runner.run(Project(folder, changes, fetch=True), stage_name, Told())
         if outcome.written:
             LOG.info("%s: %d rows in %.0f s", stage_name, outcome.written, outcome.seconds)
-    return Project.open(folder, changes)
+    return Project(folder, changes)
 
 
 def train(folder: Path, run: str) -> Project:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from schemas.table import TENSOR, TableSchema
-from stages import PIPELINES
+from stages.text_to_image import PIPELINE
 
 FILE = Path(__file__).parents[1] / "README.md"
 
@@ -54,7 +54,7 @@ format="ipc")`, which DuckDB can register); in the SQL of `latentmill query`, `b
 
 def render() -> str:
     """The text of data/README.md."""
-    schemas = [table(stage_name) for stage_name in PIPELINES["lora"]]
+    schemas = [table(stage_name) for stage_name in PIPELINE.stages]
     index = "".join(f"| [{s.name}](#{s.name}) | {', '.join(s.key)} | {s.doc} |\n" for s in schemas)
     return "\n".join([TOP + index.rstrip("\n"), *map(_section, schemas), LAYOUT.rstrip("\n")]) + "\n"
 
@@ -72,7 +72,7 @@ def table(stage_name: str) -> TableSchema:
 
 def _section(schema: TableSchema) -> str:
     head = f"\n## {schema.name}\n\n{schema.doc}\n\n| column | type | what it holds |\n|---|---|---|\n"
-    note = f"\n\nIts tensors lie in `parts/`, {TENSOR.metadata[b'doc'].decode()}." if schema.tensor else ""
+    note = f"\n\nIts tensors lie in `parts/`, {TENSOR.metadata[b'doc'].decode()}." if schema.tensors else ""
     return head + "\n".join(_line(schema, field) for field in schema.stored) + note
 
 

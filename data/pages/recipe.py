@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import stages
+from stages.text_to_image import PIPELINE
 from stages.text_to_image.train.config import OptimizerConfig
 from stages.text_to_image.train.trainer import GUIDANCE
 from stages.tuner.diffusion.noise import ELSEWHERE
@@ -146,7 +146,7 @@ def settings() -> str:
     """A table for each section of [train]."""
     out: list[str] = []
     section = ""
-    for entry in entries(stages.find("train").config, "train"):
+    for entry in entries(PIPELINE.stage("train").config, "train"):
         if entry.section != section:
             section = entry.section
             off = ", off unless the project file has it" if entry.optional else ""
@@ -191,8 +191,8 @@ def peers() -> str:
 def defaults() -> Mapping[str, str]:
     """Every default of the pipeline's sections by its key; a section that is off is `off`."""
     found = {"guidance": f"{GUIDANCE:g}"}
-    for stage_name in stages.PIPELINES["lora"]:
-        for entry in entries(stages.find(stage_name).config, stage_name):
+    for stage_name in tuple(PIPELINE.stages):
+        for entry in entries(PIPELINE.stage(stage_name).config, stage_name):
             found[entry.key] = plain(entry.default)
             if entry.optional:
                 found[entry.section] = "off"

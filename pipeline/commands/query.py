@@ -74,7 +74,7 @@ def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConne
 
     from pipeline.project.project import Project
 
-    opened = Project.open(project) if isinstance(project, str | Path) else project
+    opened = Project(project) if isinstance(project, str | Path) else project
     catalog = connection or duckdb.connect(config={"autoinstall_known_extensions": "false"})  # offline: a typo fetches nothing
     for stage_name in opened.stage_names:
         folder = opened.folder(stage_name)
@@ -85,6 +85,21 @@ def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConne
     if set(opened.stage_names) >= {"images", "captions", "buckets", "latents"}:
         catalog.execute(UNUSED)
     return catalog
+
+
+def answer(project: Project, sql: str) -> pa.Table:
+    """The result of an SQL query over the tables of a project. ValueError, in one line, for a mistake in the SQL."""
+    import duckdb
+
+    catalog = open_catalog(project)
+    catalog.execute("set python_enable_replacements = false")  # a misspelt table must not find one of our variables
+    try:
+        result = catalog.sql(sql)
+        if result is None:
+            raise ValueError("the SQL returns no rows; for instance: select * from tables")
+        return result.arrow() if not hasattr(result, "to_arrow_table") else result.to_arrow_table()
+    except duckdb.Error as error:
+        raise ValueError(_clear(error, sql, catalog)) from None
 
 
 def run_query(project: Project | Path | str, sql: str, style: str = "table") -> str:

@@ -28,5 +28,5 @@ def segments(path: str, every: int, overrides: Iterable[str] = (), run: Callable
             code = run(stage, *given, *more)
             if code:
                 return code
-        if not state(Project.open(path, overrides), "train").missing:
+        if not state(Project(path, overrides), "train").missing:
             return 0

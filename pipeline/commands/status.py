@@ -64,6 +64,16 @@ def _ask(project: Project, found: TableState) -> None:
         found.peak = folder.manifest().get("facts", {}).get("run", {}).get("peak_rss", 0)
 
 
+def states(project: Project) -> list[TableState]:
+    """The state of every table, in the order of the chain."""
+    stale: dict[str, list[str]] = {}  # table -> tables among it and its inputs that are not up to date
+    found = [state(project, name) for name in project.stage_names]
+    for each in found:
+        each.behind = list(dict.fromkeys(name for read in project.stage(each.stage_name).reads for name in stale[read.name]))
+        stale[each.stage_name] = each.behind if describe(each).startswith("up to date") else [each.stage_name]
+    return found
+
+
 def describe(found: TableState) -> str:
     """The state in words."""
     if found.writer:
@@ -95,17 +105,13 @@ def _rows(count: int) -> str:
 
 
 def render(project: Project) -> str:
-    """The table of tables, one line each."""
+    """The states of all tables as text, a line each."""
     head = ("table", "recipe", "rows", "dead", "bytes", "peak memory", "state")
     lines = [head]
-    stale: dict[str, list[str]] = {}  # stage_name -> the tables that are not up to date among it and those that it depends on
-    for stage_name in project.stage_names:
-        found = state(project, stage_name)
-        found.behind = list(dict.fromkeys(name for read in project.stage(stage_name).reads for name in stale[read.name]))
-        said = describe(found)
-        stale[stage_name] = found.behind if said.startswith("up to date") else [stage_name]
+    for found in states(project):
         peak = spell_bytes(found.peak) if found.peak else "-"
-        lines.append((stage_name, found.recipe, str(found.rows), str(found.dead), spell_bytes(found.nbytes), peak, said))
+        numbers = (str(found.rows), str(found.dead), spell_bytes(found.nbytes), peak)
+        lines.append((found.stage_name, found.recipe, *numbers, describe(found)))
     widths = [max(len(line[i]) for line in lines) for i in range(len(head) - 1)]
     body = ["  ".join([*(cell.ljust(w) for cell, w in zip(line[:-1], widths, strict=True)), line[-1]]) for line in lines]
     return "\n".join([f"{project.name}: family {project.family.name}, {project.path}", *body])

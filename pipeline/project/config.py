@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import tomllib
 import types
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import stages
+from schemas.renames import PIPELINES
 from stages.stage import runtime, selects
 
 FILE = "project.toml"
@@ -27,7 +29,7 @@ class ProjectConfig:
 
     family: str = selects("klein-base-4b", "the model family; `latentmill families` lists them")
     weights: str = selects("", "a folder or a hub id; empty: the family's own")
-    pipeline: str = selects("lora", "which chain of stages")
+    pipeline: str = selects("text_to_image", "which chain of stages")
     commit_seconds: float = runtime(30.0, "rows are committed this often, seconds: what a kill can cost")
 
     def __post_init__(self) -> None:
@@ -43,7 +45,7 @@ class Config:
     sections: Mapping[str, Any]
 
 
-def load(file: Path, overrides: Iterable[str] = ()) -> Config:
+def load(file: Path, overrides: Mapping[str, Any] | Iterable[str] = ()) -> Config:
     """Read a project file, then apply `section.key=value` overrides. ValueError in one line for a user's mistake."""
     try:
         raw = tomllib.loads(file.read_text(encoding="utf-8-sig"))  # some editors put a mark before the text
@@ -53,21 +55,24 @@ def load(file: Path, overrides: Iterable[str] = ()) -> Config:
         raise ValueError(f"{file}: not valid TOML: {error}") from None
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
-    for text in overrides:
+    for text in (
+        overrides if not isinstance(overrides, Mapping) else [f"{key}={_toml(value)}" for key, value in overrides.items()]
+    ):
         _override(raw, text)
     head = raw.get("project")
     name = head.get("pipeline") if isinstance(head, dict) else None
     if not isinstance(name, str):
         name = ProjectConfig.pipeline  # another type is refused below, with all others
-    if name not in stages.PIPELINES:
-        raise ValueError(f"{file.name} [project] pipeline: {name!r} is not a pipeline{near(name, stages.PIPELINES)}")
-    stage_names = stages.PIPELINES[name]
-    kinds = {"project": ProjectConfig, **{stage_name: stages.find(stage_name).config for stage_name in stage_names}}
+    try:
+        pipeline = stages.pipeline(PIPELINES.get(name, name))
+    except ValueError as error:
+        raise ValueError(f"{file.name} [project] pipeline: {error}{near(name, stages.PIPELINES)}") from None
+    kinds = {"project": ProjectConfig, **{stage: pipeline.stage(stage).config for stage in pipeline.stages}}
     for key in raw:
         if key not in kinds:
             raise ValueError(f"{file.name} [{key}]: no such section{near(key, kinds)}; there are {', '.join(kinds)}")
     parsed = {key: section(kind, raw.get(key, {}), f"{file.name} [{key}]") for key, kind in kinds.items()}
-    return Config(project=parsed.pop("project"), sections=parsed)
+    return Config(project=dataclasses.replace(parsed.pop("project"), pipeline=PIPELINES.get(name, name)), sections=parsed)
 
 
 def section(kind: type, raw: Any, where: str) -> Any:
@@ -186,6 +191,11 @@ def _override(raw: dict[str, Any], text: str) -> None:
         if not isinstance(raw, dict):
             raise ValueError(f"--set {text}: {key} is a value, not a section")
     raw[keys[-1]] = _toml_value(value.strip())
+
+
+def _toml(value: Any) -> str:
+    """A Python value as `section.key=value` has it: JSON is TOML for numbers, texts, booleans and lists of them."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _toml_value(text: str) -> Any:

@@ -1,57 +1,126 @@
-"""A project: its folder, its configuration, and where each of its tables lies."""
+"""A project: its folder, its settings, its tables, and the stages that make them. `Project` is the Python API."""
 
 from __future__ import annotations
 
+import functools
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 import stages
 from pipeline.project import config as configuration
-from pipeline.project import recipe as fingerprint
+from pipeline.project import recipe as recipes
 from pipeline.store.disk import CHECKOUT, from_home
 from pipeline.store.table import TableFolder
 from schemas.table import TableSchema
-from stages.models.family import Family
-from stages.models.text.encoder import refuse
-from stages.stage import Stage, StageContext
-from stages.text_to_image.families import family
+from stages.stage import FamilyRecord, Folder, Input, Stage, StageContext, Weights, load
 
-# What a family's record, and no file, says about how a component is used.
-RECORD = {
-    "text_encoder": ("text_kind", "text_layers", "text_tokens"),
-    "transformer": ("guidance_embedded",),
-}
+if TYPE_CHECKING:
+    from pipeline.commands.status import TableState
+    from pipeline.project.tables import Table
+    from pipeline.runner import Outcome
+    from stages.models.family import Family
 
 
-class NotBuilt(ValueError):  # noqa: N818  (a state that the user can mend, said in one line)
-    """A table that another needs is not there."""
+class NotBuilt(ValueError):  # noqa: N818  (a state that the user can change, said in one line)
+    """A table that another needs does not exist."""
+
+
+Overrides = Mapping[str, Any] | Iterable[str]
 
 
 class Project:
-    """One project folder: `project.toml`, the images, `tables/`. Nothing is read before it is asked for."""
+    """One project: the folder with project.toml, the input files and `tables/`.
 
-    def __init__(self, path: Path, config: configuration.Config, *, fetch: bool = False) -> None:
-        self.path = path
-        self.fetch = fetch  # whether weights that were never here may be downloaded: only to run a stage
-        self.config = config
-        self.stage_names = stages.PIPELINES[config.project.pipeline]
-        self.family: Family = family(config.project.family)
-        self.hashes = fingerprint.FileHashes(path / "tables" / "weights.json")
-        self._recipes: dict[str, dict[str, Any]] = {}
-        self._rows: dict[str, pa.Table] = {}  # what was read once stays: one command sees one state of its inputs
+    `overrides` replace settings: a mapping such as {"train.steps": 200}, or texts such as "train.steps=200".
+    `fetch` allows downloads of weights that are not on this machine; `run` always allows them.
+    ValueError, in one line, if the folder holds no project or a setting is wrong.
 
-    @classmethod
-    def open(cls, path: str | Path, overrides: Iterable[str] = (), *, fetch: bool = False) -> Project:
-        """The project in that folder. ValueError in one line if it is none or its configuration is wrong."""
+    Nothing is read before it is needed. What was read is kept until a stage writes: one object sees one state of its
+    tables, and notices when a stage has run, in this process or another.
+    """
+
+    def __init__(self, path: str | Path, overrides: Overrides = (), *, fetch: bool = False) -> None:
         folder = from_home(path)
         if not folder.is_dir():
             what = "is a file, not a project's folder" if folder.exists() else "no such folder"
             raise ValueError(f"{folder}: {what}; `latentmill init FOLDER --images IMAGES` makes a project")
-        return cls(folder, configuration.load(folder / configuration.FILE, overrides), fetch=fetch)
+        self.path = folder
+        self.fetch = fetch
+        self.config = configuration.load(folder / configuration.FILE, overrides)
+        self.pipeline = stages.pipeline(self.config.project.pipeline)
+        self.hashes = recipes.FileHashes(folder / "tables" / "weights.json")
+        self._recipes: dict[str, dict[str, Any]] = {}
+        self._rows: dict[str, pa.Table] = {}
+        self._seen = self._manifests()
+
+    # The Python API
+
+    def run(self, name: str, *, upstream: bool = False, progress: Callable[[str, int, int, str], None] | bool = True) -> Outcome:
+        """Bring the table `name` up to date, and with `upstream` first every table that it depends on.
+
+        `progress`: True shows a bar and messages on standard error; False shows nothing; a function is called with
+        (stage, done, total, unit) instead. Returns what the last stage did: rows written, seconds, peak memory.
+        """
+        from pipeline import runner
+        from pipeline.terminal import console_for
+
+        self.stage(name)
+        for each in [*(self.pipeline.upstream(name) if upstream else ()), name]:
+            self.refresh()
+            with console_for(each, progress) as console:
+                outcome = runner.run(self.fetching(), each, console)
+        self.refresh()
+        return outcome
+
+    def __getitem__(self, name: str) -> Table:
+        """The table of that name, as the last finished run left it. ValueError if it is not built."""
+        from pipeline.project.tables import Table
+
+        self.refresh()
+        return Table(self.folder(self.stage(name).name))
+
+    def sql(self, query: str) -> pa.Table:
+        """The answer to an SQL query (DuckDB) over all tables and views, as an Arrow table."""
+        from pipeline.commands.query import answer
+
+        self.refresh()
+        return answer(self, query)
+
+    def status(self) -> list[TableState]:
+        """For every table its rows, its size and what a run would do."""
+        from pipeline.commands.status import states
+
+        self.refresh()
+        return states(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """A method that only this project's pipeline has, such as `adapter` of text_to_image."""
+        if name.startswith("_") or name == "pipeline" or name not in self.pipeline.methods:
+            raise AttributeError(f"a project has no {name!r}")
+        return functools.partial(load(self.pipeline.methods[name]), self)
+
+    def __dir__(self) -> list[str]:
+        """All methods, with those of the pipeline."""
+        return [*super().__dir__(), *self.pipeline.methods]
+
+    def refresh(self) -> None:
+        """Forget what was read if a stage has written to any table since."""
+        found = self._manifests()
+        if found != self._seen:
+            self._seen = found
+            self._recipes.clear()
+            self._rows.clear()
+
+    def _manifests(self) -> frozenset[tuple[str, int, int]]:
+        """Name, time of change and inode of every manifest: they change when a stage finishes."""
+        paths = self.path.glob("tables/*/*/manifest.json")
+        return frozenset((str(p), (stat := p.stat()).st_mtime_ns, stat.st_ino) for p in paths)
+
+    # Facts
 
     @property
     def name(self) -> str:
@@ -59,21 +128,43 @@ class Project:
         return self.path.resolve().name
 
     @property
-    def source(self) -> Path:
-        """The image folder; never written."""
-        return self.path / from_home(self.config.sections["images"].folder)
+    def stage_names(self) -> tuple[str, ...]:
+        """The names of the pipeline's stages, in the order of the chain."""
+        return tuple(self.pipeline.stages)
 
-    def stage(self, stage_name: str) -> Stage:
-        """The stage of that stage_name."""
-        if stage_name not in self.stage_names:
-            near = configuration.near(stage_name, self.stage_names)
-            raise ValueError(f"{stage_name}: no such stage{near}; there are {', '.join(self.stage_names)}")
-        return stages.find(stage_name)
+    @functools.cached_property
+    def family(self) -> Family:
+        """The record of the model family. ValueError, with the nearest name, for a family that the pipeline does not have."""
+        families: Mapping[str, Family] = load(self.pipeline.families)
+        name = self.config.project.family
+        if name not in families:
+            near = configuration.near(name, families)
+            raise ValueError(f"[project] family: there is no family {name!r}{near}; there are {', '.join(families)}")
+        return families[name]
 
-    # Weights
+    def stage(self, name: str) -> Stage:
+        """The stage that writes the table of that name. ValueError, with the nearest name, if there is none."""
+        if name not in self.pipeline.stages:
+            near = configuration.near(name, self.stage_names)
+            raise ValueError(f"{name}: no such stage{near}; there are {', '.join(self.stage_names)}")
+        return self.pipeline.stage(name)
+
+    def fetching(self) -> Project:
+        """This project with downloads allowed."""
+        self.fetch = True
+        return self
+
+    # Resources
+
+    def resource(self, name: str) -> Any:
+        """The value of a resource that a stage needs: a folder, a model family, or where weights lie."""
+        found = self.pipeline.resources[name]
+        if isinstance(found, Folder):
+            return self.path / from_home(getattr(self.config.sections[found.section], found.key))
+        return self.family if isinstance(found, FamilyRecord) else self.component(name)
 
     def component(self, name: str, *, fetch: bool = True) -> Path:
-        """Where one component's weights lie: a folder or a file. They are fetched or made if they may be."""
+        """Where one component's weights lie: a folder or a file. They are downloaded or generated if `fetch` allows it."""
         from pipeline.project import hub
         from stages.models.weights import locate
 
@@ -81,46 +172,47 @@ class Project:
         return locate(root, name, self.family)
 
     def weight_recipe(self, name: str) -> dict[str, Any]:
-        """What a component is: the hash of its files, and what the family's record adds.
+        """What a component is: the sha256 of its files, and the fields of the family that decide how it is used.
 
-        Weights that were here once and are gone are known by the hash they had; only what was never here is fetched.
+        Files that were deleted are known by the hash they had; only weights that were never here are downloaded.
         """
-        if name == "text_encoder":  # before 35 GB are fetched for nothing
-            refuse(self.family)
+        if reason := self.family.unsupported.get(name):  # before gigabytes are downloaded for nothing
+            raise ValueError(reason)
         label = f"{self.config.project.family} {self.config.project.weights} {name}"
         try:
             digest = self.hashes.component(label, self.component(name, fetch=False))
         except ValueError:
             digest = self.hashes.last(label) or self.hashes.component(label, self.component(name, fetch=self.fetch))
-        return {"sha256": digest, **{fact: getattr(self.family, fact) for fact in RECORD.get(name, ())}}
+        kind = self.pipeline.resources[name]
+        assert isinstance(kind, Weights)
+        return {"sha256": digest, **{fact: getattr(self.family, fact) for fact in kind.fields}}
 
     # Tables
 
-    def recipe(self, stage_name: str) -> dict[str, Any]:
-        """The recipe that the table has under the present configuration. NotBuilt if it depends on a table that is missing."""
-        if stage_name not in self._recipes:
-            stage = self.stage(stage_name)
-            self._recipes[stage_name] = fingerprint.recipe(
+    def recipe(self, name: str) -> dict[str, Any]:
+        """The recipe of a table with the present settings. NotBuilt if it depends on a table that is missing."""
+        if name not in self._recipes:
+            stage = self.stage(name)
+            weights = [need for need in stage.needs if isinstance(self.pipeline.resources[need], Weights)]
+            self._recipes[name] = recipes.recipe(
                 stage,
-                self.config.sections[stage_name],
-                {name: self.weight_recipe(name) for name in stage.loads},
-                {read.name: fingerprint.short(self.recipe(read.name)) for read in stage.reads if read.tensor},
+                self.config.sections[name],
+                {need: self.weight_recipe(need) for need in weights},
+                {read.name: recipes.short(self.recipe(read.name)) for read in stage.reads if read.tensors},
                 stage.snapshot(self.context(stage)) if stage.snapshot else None,
             )
-        return self._recipes[stage_name]
+        return self._recipes[name]
 
-    def current(self, stage_name: str) -> TableFolder:
-        """The table's folder under the present configuration, built or not."""
-        return TableFolder(
-            self.path / "tables" / stage_name / fingerprint.short(self.recipe(stage_name)), self.stage(stage_name).writes
-        )
+    def current(self, name: str) -> TableFolder:
+        """The folder of a table with the present settings, built or not."""
+        return TableFolder(self.path / "tables" / name / recipes.short(self.recipe(name)), self.stage(name).writes)
 
-    def folder(self, stage_name: str) -> TableFolder:
-        """The table to look at: the current one, or, where that is not built, the one written last."""
-        schema = self.stage(stage_name).writes
-        parent = self.path / "tables" / stage_name
+    def folder(self, name: str) -> TableFolder:
+        """The folder to show for a table: that of the present settings, or, where that is not built, the newest one."""
+        schema = self.stage(name).writes
+        parent = self.path / "tables" / name
         try:
-            found = self.current(stage_name)
+            found = self.current(name)
         except ValueError:  # weights or inputs are missing, so the recipe is unknown
             found = TableFolder(parent / "none", schema)
         if found.exists:
@@ -129,7 +221,7 @@ class Project:
         return TableFolder(manifests[-1].parent, schema) if manifests else found
 
     def built(self, schema: TableSchema, reader: str) -> TableFolder:
-        """A table that a stage reads. NotBuilt names the command that builds it."""
+        """The folder of a table that the stage `reader` reads. NotBuilt, with the command that builds it, if it is missing."""
         found = self.current(schema.name)
         if not found.exists:
             raise NotBuilt(
@@ -138,44 +230,43 @@ class Project:
             )
         return found
 
-    # Context
+    def inputs(self, name: str) -> dict[str, Input]:
+        """Folder and version of every table that a stage reads. NotBuilt if one is missing."""
+        folders = {read.name: self.built(read, name) for read in self.stage(name).reads}
+        return {read: Input(folder.folder, folder.manifest()["lance_version"]) for read, folder in folders.items()}
 
     def context(self, stage: Stage, **given: Any) -> StageContext:
-        """What `stage` is given, less what only a running stage has."""
+        """The context of a stage, from the tables on disk. `given` replaces its fields; a running stage's are added so."""
         empty = pa.table({f.name: pa.array([], f.type) for f in stage.writes.stored})
         nothing: Callable[..., Any] = lambda *arguments: None  # noqa: E731
-        parts: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "config": self.config.sections[stage.name],
-            "family": self.family,
-            "source": self.source,
             "artifacts": self.path / "tables" / stage.name,
             "stored": empty,
             "pending": empty,
             "rows": lambda schema: self._read(schema, stage.name),
             "tensors": lambda schema: self.built(schema, stage.name).tensors(),
-            "weights": lambda name: self._weights(stage, name),
+            "files": lambda schema: self.built(schema, stage.name).folder / "artifacts",
+            "need": lambda name: self._need(stage, name),
             "write_artifact": nothing,
             "say": nothing,
             "progress": nothing,
             "stop": lambda: False,
             "root": self.path,
         }
-        return StageContext(**(parts | given))
+        return StageContext(**(fields | given))
 
     def _read(self, schema: TableSchema, reader: str) -> pa.Table:
         if schema.name not in self._rows:
             self._rows[schema.name] = self.built(schema, reader).rows()
         return self._rows[schema.name]
 
-    def _weights(self, stage: Stage, name: str) -> Path:
-        """A component's files; for a table that the stage reads, the folder of the files that its rows name."""
-        if name in [read.name for read in stage.reads]:
-            return self.built(stages.find(name).writes, stage.name).folder / "artifacts"
-        assert name in stage.loads, f"{stage.name} does not say that it loads {name}"
-        return self.component(name)
+    def _need(self, stage: Stage, name: str) -> Any:
+        assert name in stage.needs, f"{stage.name} does not list {name} in its needs"
+        return self.resource(name)
 
 
 def spelled(folder: Path) -> str:
-    """A project's folder as a command line in the checkout has it, whatever characters it holds."""
+    """A project's folder as a command line that runs in the checkout needs it, quoted for the shell."""
     same = folder.is_absolute() or (CHECKOUT / folder).resolve() == folder.resolve()
     return shlex.quote(str(folder if same else folder.resolve()))

@@ -16,6 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from pipeline.store.disk import error_number, first_line, make_folder, sync
+from schemas.renames import COLUMNS
 
 LIVE = pa.field("live", pa.bool_(), metadata={"doc": "wanted by the last run that finished; null: written since"})
 FORMAT = "2.2"  # the newest that DuckDB's extension for Lance reads
@@ -41,6 +42,7 @@ class Index:
 
         try:
             rows = lance.dataset(self.path, version=version).to_table()
+            rows = rows.rename_columns([COLUMNS.get(name, name) for name in rows.column_names])
             return rows.select(self.schema.names).cast(self.schema)
         except KeyboardInterrupt:
             raise
@@ -92,6 +94,12 @@ class Index:
             self._drop_unreadable()  # Lance reads every old manifest and stops at the first that is damaged
             self._clean(pinned)
         self._sync()
+
+    def has_old_columns(self) -> bool:
+        """Whether the newest version was written with column names of an earlier release, so that nothing can be appended."""
+        import lance
+
+        return bool(self._manifests()) and bool(COLUMNS.keys() & set(lance.dataset(self.path).schema.names))
 
     def data_bytes(self, version: int) -> int:
         """Bytes of the data files of one version."""

@@ -64,7 +64,7 @@ def conform(batch: pa.RecordBatch, schema: TableSchema) -> pa.RecordBatch:
         if not field.nullable and batch.column(field.name).null_count:
             raise ValueError(f"a batch of {schema.name} has a null in column {field.name}")
     batch = batch.cast(want)
-    if schema.tensor:
+    if schema.tensors:
         _check_tensors(batch, schema)
     return batch
 
@@ -74,7 +74,8 @@ def _loose(kind: pa.DataType) -> str:
 
 
 def _check_tensors(batch: pa.RecordBatch, schema: TableSchema) -> None:
-    counts = pc.list_value_length(batch.column("tensor")).to_pylist()
-    for shape, count in zip(batch.column("shape").to_pylist(), counts, strict=True):
-        if count != math.prod(shape) and (count or shape):
-            raise ValueError(f"a batch of {schema.name} has a tensor of {count} values and says its shape is {shape}")
+    for tensor in schema.tensors:
+        counts = pc.list_value_length(batch.column(tensor.name)).to_pylist()
+        for shape, count in zip(batch.column(tensor.shape).to_pylist(), counts, strict=True):
+            if count != math.prod(shape) and (count or shape):
+                raise ValueError(f"a batch of {schema.name} has {tensor.name} of {count} values, and says its shape is {shape}")

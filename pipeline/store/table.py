@@ -3,7 +3,7 @@
 tables/<stage_name>/<recipe>/
     manifest.json    appears last: without it the table has no readers
     rows.lance/      the rows, and in `live` whether anyone wants them: true, false, or null before a run has finished
-    parts/*.arrow    tensor tables only: the rows again, with their tensors
+    shards/*.arrow   tensor tables only: the rows again, with their tensors
     artifacts/       files that rows name
     lock             who is writing
 """
@@ -23,6 +23,7 @@ from pipeline.store.repair import spare
 from pipeline.store.rows import missing, newest
 from pipeline.store.shards import SHARD_BYTES, ShardReader
 from pipeline.store.writer import FLUSH_SECONDS, Writer
+from schemas.renames import FOLDERS
 from schemas.table import TableSchema
 
 __all__ = ["TableFolder", "Writer", "missing"]
@@ -37,9 +38,11 @@ class TableFolder:
         self.index = Index(folder / "rows.lance", schema.stored.append(LIVE))
 
     @property
-    def parts(self) -> Path:
-        """The folder of the tensors."""
-        return self.folder / "parts"
+    def shards(self) -> Path:
+        """The folder of the tensors; a table that an earlier version wrote has it under another name until the next run."""
+        folder = self.folder / "shards"
+        old = [self.folder / name for name, new in FOLDERS.items() if new == folder.name]
+        return next((path for path in old if path.is_dir() and not folder.exists()), folder)
 
     @property
     def exists(self) -> bool:
@@ -71,8 +74,13 @@ class TableFolder:
             raise ValueError(f"{path} is damaged (it names no Lance version); run the stage again")
         return found
 
-    def rows(self) -> pa.Table:
-        """The live rows, `schema.stored`, as the last finished run left them. A run in progress or killed is not seen."""
+    def rows(self, version: int | None = None) -> pa.Table:
+        """The live rows, schema `schema.stored`, as the last finished run left them, or as they were in a Lance version.
+
+        Rows of a run in progress, or of one that was killed, are not among them. ValueError if the table cannot be read.
+        """
+        if version is not None:
+            return self._live(self.index.read(version))
         manifest = self.manifest()
         try:
             rows = self.index.read(manifest["lance_version"])
@@ -80,6 +88,9 @@ class TableFolder:
             if self.manifest() != manifest:  # a writer finished just now and cleaned the version away
                 return self.rows()
             raise ValueError(f"{error}; run the stage again") from error
+        return self._live(rows)
+
+    def _live(self, rows: pa.Table) -> pa.Table:
         return rows.filter(rows["live"]).select(self.schema.stored.names).cast(self.schema.stored)
 
     def committed(self) -> pa.Table:
@@ -89,19 +100,19 @@ class TableFolder:
     def reclaimable(self) -> int:
         """About how many bytes `Writer.collect` would free."""
         rows = self.index.newest()
-        if not self.exists or not self.schema.tensor or not rows.num_rows:
+        if not self.exists or not self.schema.tensors or not rows.num_rows:
             return 0
-        return spare(rows.filter(pc.fill_null(rows["live"], True)), self.parts, self.schema)
+        return spare(rows.filter(pc.fill_null(rows["live"], True)), self.shards, self.schema)
 
-    def tensors(self) -> ShardReader:
-        """The tensors of `rows()`. ValueError if a part is missing or too short."""
-        assert self.schema.tensor, f"{self.schema.name} has no tensors"
-        return ShardReader(self.parts, self.rows(), self.schema.key[0])
+    def tensors(self, version: int | None = None) -> ShardReader:
+        """A reader of the tensors of `rows(version)`. ValueError if a shard is missing or too short."""
+        assert self.schema.tensors, f"{self.schema.name} has no tensors"
+        return ShardReader(self.shards, self.rows(version), self.schema)
 
     def usage(self) -> dict[str, int]:
         """Counts and bytes: `rows`, `dead` (rows nobody wants), `bytes` (all files), `shard_bytes`, `parts`."""
         manifest = self.manifest() if self.exists else {}
-        parts = [path.stat().st_size for path in self.parts.glob("*.arrow")]
+        parts = [path.stat().st_size for path in self.shards.glob("*.arrow")]
         return {
             "rows": manifest.get("rows", 0),
             "dead": manifest.get("dead", 0),

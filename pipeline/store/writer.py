@@ -20,6 +20,7 @@ from pipeline.store.lock import Lock
 from pipeline.store.repair import agreeing, repacked
 from pipeline.store.rows import conform, matches, newest
 from pipeline.store.shards import next_number, write_shard
+from schemas.renames import FOLDERS
 
 if TYPE_CHECKING:
     from pipeline.store.table import TableFolder
@@ -108,7 +109,7 @@ class Writer:
         rows = newest(self._rows, self.schema.key)
         wanted = pa.array([True] * rows.num_rows, pa.bool_()) if live is None else matches(rows, live, live.column_names)
         rows = rows.set_column(rows.schema.get_field_index(LIVE.name), LIVE, wanted)
-        rows = rows if self.schema.tensor or self.schema.retains_dead_rows else rows.filter(wanted)
+        rows = rows if self.schema.tensors or self.schema.retains_dead_rows else rows.filter(wanted)
         old = self.table.manifest() if self.table.exists else None
         same = self._version == self._pinned() and rows["live"].equals(self._rows["live"])
         told = {**(old or {}).get("facts", {}), **json.loads(json.dumps(facts))}
@@ -128,15 +129,15 @@ class Writer:
         with self._writing():
             rows = self._rows.filter(pc.fill_null(self._rows["live"], True))
             doomed: list[Path] = []
-            if self.schema.tensor:
-                rows, doomed = repacked(rows, self.table.parts, self.schema, self._shard_bytes)
+            if self.schema.tensors:
+                rows, doomed = repacked(rows, self.table.shards, self.schema, self._shard_bytes)
             if doomed or rows.num_rows < self._rows.num_rows:
                 self._replace(rows)
                 self._publish(self.table.manifest()["facts"])
             for path in doomed:
                 path.unlink()
             if doomed:
-                sync(self.table.parts)
+                sync(self.table.shards)
         return max(0, before - size_of(self.table.folder))
 
     def _commit(self) -> None:
@@ -156,15 +157,16 @@ class Writer:
                 self.table.index.prune(self._pinned())
 
     def _fitting(self, rows: pa.Table) -> int:
-        if not self.schema.tensor:
+        if not self.schema.tensors:
             return int(rows.num_rows)
-        ends = 2 * np.cumsum(pc.list_value_length(rows["tensor"]).to_numpy(), dtype=np.int64)
+        sizes = [tensor.kind.byte_width * pc.list_value_length(rows[tensor.name]).to_numpy() for tensor in self.schema.tensors]
+        ends = np.cumsum(np.sum(sizes, axis=0), dtype=np.int64)
         return max(1, int(np.searchsorted(ends, self._shard_bytes, "right")))
 
     def _store(self, rows: pa.Table) -> pa.Table:
-        if not self.schema.tensor:
+        if not self.schema.tensors:
             return rows
-        return write_shard(self.table.parts, next_number(self.table.parts), rows, self.schema)
+        return write_shard(self.table.shards, next_number(self.table.shards), rows, self.schema)
 
     def _replace(self, rows: pa.Table) -> None:
         self._version = self.table.index.replace(rows)
@@ -174,14 +176,14 @@ class Writer:
     def _publish(self, facts: dict[str, Any]) -> dict[str, Any]:
         """Put the manifest in place, then let go of what only older ones named."""
         live = self._rows["live"]
-        named = pc.unique(self._rows["part"]).to_pylist() if self.schema.tensor else []
+        named = pc.unique(self._rows["shard"]).to_pylist() if self.schema.tensors else []
         held = size_of(self.table.folder / "artifacts") + self.table.index.data_bytes(self._version)
         manifest = {
             "table": self.schema.name,
             "recipe": self.recipe,
             "rows": pc.sum(live, min_count=0).as_py(),
             "dead": pc.sum(pc.invert(live), min_count=0).as_py(),
-            "bytes": held + sum((self.table.parts / name).stat().st_size for name in named),
+            "bytes": held + sum((self.table.shards / name).stat().st_size for name in named),
             "lance_version": self._version,
             "facts": facts,
         }
@@ -196,15 +198,23 @@ class Writer:
 
     def _repair(self) -> None:
         """Take up what earlier writers left: step back from an unreadable index, then make index and parts agree."""
+        self._adopt_old_folders()
         self._version, rows = self.table.index.recover()
-        if self._manifest.exists() and not self._manifest_stands():
+        if self._manifest.exists() and not self._manifest_is_valid():
             self._manifest.unlink()  # before another version gets the number that it names
             sync(self._manifest.parent)
-        self._rows = agreeing(rows, self.table.parts, self.schema) if self.schema.tensor else rows
-        if self._rows is not rows:
+        self._rows = agreeing(rows, self.table.shards, self.schema) if self.schema.tensors else rows
+        if self._rows is not rows or self.table.index.has_old_columns():
             self._replace(self._rows)
 
-    def _manifest_stands(self) -> bool:
+    def _adopt_old_folders(self) -> None:
+        """Give the folders that an earlier version wrote their names of today."""
+        for old, new in FOLDERS.items():
+            if (self.table.folder / old).is_dir() and not (self.table.folder / new).exists():
+                (self.table.folder / old).rename(self.table.folder / new)
+                sync(self.table.folder)
+
+    def _manifest_is_valid(self) -> bool:
         pinned = self._pinned()
         if pinned is None or pinned > self._version:
             return False

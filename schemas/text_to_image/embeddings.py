@@ -2,13 +2,13 @@
 
 import pyarrow as pa
 
-from schemas.table import TableSchema, column
+from schemas.table import TableSchema, column, tensor
 
 EMBEDDINGS = TableSchema(
     name="embeddings",
     doc="One row per distinct caption: three hidden states of the text encoder, concatenated, padded to the family's length.",
     key=("caption_id",),
-    tensor=True,
+    tensors=(tensor(),),
     columns=(
         column("caption_id", pa.string(), "sha256 of the text, hex"),
         column("tokens", pa.int32(), "real tokens, chat template included, before padding"),

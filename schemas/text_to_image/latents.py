@@ -2,13 +2,13 @@
 
 import pyarrow as pa
 
-from schemas.table import TableSchema, column
+from schemas.table import TableSchema, column, tensor
 
 LATENTS = TableSchema(
     name="latents",
     doc="One row per image, crop, size and flip: the autoencoder's posterior mean, patchified and normalised.",
     key=("latent_id",),
-    tensor=True,
+    tensors=(tensor(),),
     columns=(
         column("latent_id", pa.string(), "sha256 over image_id, crop, size, flip and mask_id, hex"),
         column("image_id", pa.string(), "the image"),

@@ -34,6 +34,7 @@ class Family:
     bundled: str = ""  # folder of the weights in the checkout, where they are part of it
     seeded: int | None = None  # seed, where the project makes the weights itself
     bytes_bf16: Mapping[str, int] = field(default_factory=dict)  # component -> bytes as bfloat16, the layers needed
+    unsupported: Mapping[str, str] = field(default_factory=dict)  # component -> why it cannot be used yet, in one line
     begin: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # section -> settings with which a new project begins
 
     @property

@@ -1,0 +1,25 @@
+"""The pipeline text_to_image: a folder of images becomes a FLUX.2 LoRA. One file or folder per stage, named after its table.
+
+A stage imports `imaging` (reading image files), `families`, `stages.models`, `stages.tuner` and `schemas`, but no other stage.
+"""
+
+from stages.stage import FamilyRecord, Folder, Pipeline, Weights
+
+PIPELINE = Pipeline(
+    name="text_to_image",
+    doc="a folder of images becomes a FLUX.2 LoRA",
+    stages={
+        name: f"stages.text_to_image.{name}"
+        for name in ("images", "captions", "buckets", "latents", "embeddings", "train", "samples", "scores")
+    },
+    resources={
+        "image_folder": Folder("images", "folder"),
+        "family": FamilyRecord(),
+        "transformer": Weights(("guidance_embedded",)),
+        "autoencoder": Weights(),
+        "text_encoder": Weights(("text_kind", "text_layers", "text_tokens")),
+        "tokenizer": Weights(),
+    },
+    families="stages.text_to_image.families:FAMILIES",
+    results=("train", "samples"),
+)

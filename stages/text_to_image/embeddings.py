@@ -46,9 +46,9 @@ def encode_embeddings(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     pending: list[str] = ctx.pending["caption_id"].to_pylist()
     if not pending:
         return
-    refuse(ctx.family)
+    refuse(ctx.need("family"))
     captions = _captions(ctx.rows(CAPTIONS))
-    encoder = TextEncoder(ctx.weights("text_encoder"), ctx.weights("tokenizer"), ctx.family, ctx.config.precision)
+    encoder = TextEncoder(ctx.need("text_encoder"), ctx.need("tokenizer"), ctx.need("family"), ctx.config.precision)
     try:
         for start in range(0, len(pending), ctx.config.batch_size):
             if ctx.stop():
@@ -116,7 +116,7 @@ STAGE = Stage(
     reads=(CAPTIONS,),
     writes=EMBEDDINGS,
     config=EmbeddingsConfig,
+    needs=("family", "text_encoder", "tokenizer"),
     wants=wanted,
     run=encode_embeddings,
-    loads=("text_encoder", "tokenizer"),
 )

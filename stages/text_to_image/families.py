@@ -113,6 +113,9 @@ _ALL = (
         gated=True,
         single_files=_bfl("dev"),
         text_kind="mistral3",
+        unsupported={
+            "text_encoder": "the text encoder of dev (mistral3) is not built yet; families with qwen3 work, such as klein-base-4b"
+        },
         text_layers=(10, 20, 30),
         guidance_embedded=True,
         real_cfg=False,

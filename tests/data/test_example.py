@@ -38,11 +38,11 @@ def test_every_image_has_a_caption_that_somebody_wrote(built):
 def test_every_image_is_trained_on_at_every_resolution(built):
     _, folder = built
     rows = projects.content(folder, "buckets").to_pylist()
-    resolutions = Project.open(folder).config.sections["buckets"].resolutions
+    resolutions = Project(folder).config.sections["buckets"].resolutions
     assert len(rows) == 24 * len(resolutions) and all(row["rejected"] is None for row in rows)
 
 
 def test_its_weights_are_bundled_or_made_and_its_previews_show_something(built):
-    project = Project.open(built[1])
+    project = Project(built[1])
     assert not project.family.hub and not project.config.project.weights
     assert project.config.sections["captions"].preview_prompts

@@ -85,7 +85,7 @@ def test_every_run_has_settings_that_the_project_takes(folder, run):
 
 
 def test_no_picture_is_both_trained_on_and_held_out_or_asked_for(folder):
-    project = Project.open(folder)
+    project = Project(folder)
     trained, held = (runs.captions(project.source / part) for part in ("", "held"))
     assert len(trained) == 24 - len(runs.HELD) and len(held) == len(runs.HELD) + runs.MORE
     every = [*trained.values(), *held.values(), *runs.SUBJECTS]

@@ -30,8 +30,8 @@ def trained(folder: Path, *settings: str) -> tuple[float, float, float]:
     prompts = tomllib.loads((EXAMPLE / "project.toml").read_text())["captions"]["preview_prompts"][:PROMPTS]
     chosen = (*SHORT, f"captions.preview_prompts={prompts}", *settings)
     for stage_name in STAGE_NAMES:
-        runner.run(Project.open(folder, chosen), stage_name, projects.Silent())
-    project = Project.open(folder, chosen)
+        runner.run(Project(folder, chosen), stage_name, projects.Silent())
+    project = Project(folder, chosen)
     groups = evaluate.grouped(project.current("scores").rows().to_pylist())
     base, adapter = (next(rows for name, rows in groups.items() if name.startswith(kind)) for kind in ("base", "step"))
     style = evaluate.auc(evaluate.values(base, "style"), evaluate.values(adapter, "style"))

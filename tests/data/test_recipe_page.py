@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import stages
 from data.pages.recipe import FILE, OWN, PEERS, SOURCES, TRAINERS, defaults, entries, peers, plain, render, settings, toml
 from pipeline.project import config
 from stages.stage import runtime, setting
+from stages.text_to_image import PIPELINE
 from stages.text_to_image.train.config import OptimizerConfig
 from stages.tuner.diffusion.noise import BASES
 from stages.tuner.diffusion.weighting import WEIGHTS
@@ -27,7 +27,7 @@ def test_the_generated_parts_on_disk_are_what_the_code_says() -> None:
 
 def test_every_setting_of_train_has_a_line_with_its_default_and_its_meaning() -> None:
     text = settings()
-    for entry in entries(stages.find("train").config, "train"):
+    for entry in entries(PIPELINE.stage("train").config, "train"):
         section = text.split(f"### [{entry.section}]")[1].split("###")[0]
         (line,) = [x for x in section.splitlines() if x.startswith(f"| `{entry.name}` |")]
         assert toml(entry.default) in line and entry.doc.replace("|", "\\|") in line
@@ -73,7 +73,7 @@ def test_a_source_is_given_only_for_a_number_that_an_optimizer_has() -> None:
 
 
 def test_the_rates_of_lion_and_prodigy_are_told_alike_wherever_they_are_told() -> None:
-    (doc,) = [entry.doc for entry in entries(stages.find("train").config, "train") if entry.key == "train.lr"]
+    (doc,) = [entry.doc for entry in entries(PIPELINE.stage("train").config, "train") if entry.key == "train.lr"]
     rates = [make(kind).usual_lr for kind in ("prodigy", "lion")]
     found = re.search(r"prodigy wants (\S+), lion (\S+)$", doc)
     assert found and [float(word) for word in found.groups()] == rates

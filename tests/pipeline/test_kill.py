@@ -46,7 +46,7 @@ def test_a_stage_killed_at_random_ends_where_an_unbroken_run_ends(stage_name, un
             landed += 1
         else:  # it was done before the kill: aim earlier
             within *= 0.9
-        if Project.open(folder).current(stage_name).exists:  # nothing is left to kill: begin again
+        if Project(folder).current(stage_name).exists:  # nothing is left to kill: begin again
             shutil.rmtree(folder / "tables" / stage_name)
     projects.latentmill(folder, "run", stage_name)
     columns = [
@@ -59,6 +59,6 @@ def test_a_stage_killed_at_random_ends_where_an_unbroken_run_ends(stage_name, un
 
 def artifacts(folder: Path, stage_name: str) -> dict[str, bytes]:
     """The files that the rows name. A checkpoint's copy of its rows holds clocks, so of that only the name must agree."""
-    root = Project.open(folder).current(stage_name).folder / "artifacts"
+    root = Project(folder).current(stage_name).folder / "artifacts"
     files = [p for p in sorted(root.rglob("*")) if p.is_file()]
     return {str(p.relative_to(root)): p.read_bytes() if p.suffix in (".safetensors", ".png") else b"" for p in files}

@@ -67,7 +67,7 @@ def prepared(folder: Path, weights: Path) -> Path:
 
 def missing(folder: Path) -> int:
     """Rows of `train` that were never committed."""
-    return state(Project.open(folder), "train").missing or 0
+    return state(Project(folder), "train").missing or 0
 
 
 def kill(folder: Path, stage_name: str, after: float) -> bool:
@@ -92,7 +92,7 @@ def test_training_with_every_feature_on_and_killed_at_random_ends_where_an_unbro
         dead = kill(killed, "train", generator.uniform(0.5, 0.95) * within)
         before, left = left, missing(killed)
         if not left:  # it was done before the kill: begin again, and aim earlier
-            shutil.rmtree(Project.open(killed).current("train").folder)
+            shutil.rmtree(Project(killed).current("train").folder)
             within, left = within * 0.9, missing(killed)
         elif dead and left < before:
             landed += 1

@@ -137,8 +137,8 @@ def test_a_header_that_is_not_json_is_refused(project, weights):
 
 
 def test_a_second_writer_is_told_who_writes(project):
-    folder = Project.open(project).current("images")
-    with folder.writer(Project.open(project).recipe("images")):
+    folder = Project(project).current("images")
+    with folder.writer(Project(project).recipe("images")):
         line = refused(project, "run", "images")
     assert "images" in line and str(os.getpid()) in line
     projects.latentmill(project, "run", "images")
@@ -160,7 +160,7 @@ def test_a_disk_that_is_full_is_one_line_and_the_next_run_goes_on(project):
     done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == USER, done.stderr
     assert "Traceback" not in done.stderr and "latents" in done.stderr
-    assert not Project.open(project).current("latents").exists
+    assert not Project(project).current("latents").exists
     projects.latentmill(project, "run", "latents")
     assert projects.content(project, "latents").num_rows == 6
 
@@ -212,7 +212,7 @@ def test_init_makes_a_project_that_opens(tmp_path, project):
     ]
     done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    made = Project.open(tmp_path / "new")
+    made = Project(tmp_path / "new")
     assert made.source.resolve() == (project / "images").resolve()
     assert made.config.sections["captions"].trigger == 'o"hm'
     assert made.family.name == "klein-base-4b"
@@ -229,7 +229,7 @@ def test_init_that_fails_leaves_no_file_in_the_way(tmp_path, project):
 def test_init_finds_weights_where_the_shell_does(tmp_path, project, tiny_weights, monkeypatch):
     monkeypatch.chdir(tiny_weights.parent)
     new_project(tmp_path / "deep" / "new", project / "images", "tiny", tiny_weights.name, "")
-    made = Project.open(tmp_path / "deep" / "new")
+    made = Project(tmp_path / "deep" / "new")
     assert made.component("autoencoder", fetch=False).is_relative_to(tiny_weights.resolve())
 
 

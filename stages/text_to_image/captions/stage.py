@@ -96,7 +96,9 @@ def write_captions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     yield from ctx.pending.select(CAPTIONS.batch.names).to_batches(max_chunksize=BATCH)
 
 
-STAGE = Stage(reads=(IMAGES,), writes=CAPTIONS, config=CaptionsConfig, wants=wanted_captions, run=write_captions)
+STAGE = Stage(
+    reads=(IMAGES,), writes=CAPTIONS, config=CaptionsConfig, needs=("image_folder",), wants=wanted_captions, run=write_captions
+)
 
 
 def gather(ctx: StageContext) -> tuple[list[dict[str, Any]], list[str]]:
@@ -106,7 +108,7 @@ def gather(ctx: StageContext) -> tuple[list[dict[str, Any]], list[str]]:
     notes: list[str] = []
     paths = [row["path"] for row in images]
     sources = config.sources if "{caption}" in config.template else ("template",)
-    lookups = [_lookup(source, ctx.source, config, paths, notes) for source in sources]
+    lookups = [_lookup(source, ctx.need("image_folder"), config, paths, notes) for source in sources]
     rows: list[dict[str, Any]] = []
     without: list[str] = []
     usable = _paths(images)

@@ -61,9 +61,9 @@ class ImagesConfig:
 
 def wanted_images(ctx: StageContext) -> pa.Table:
     """Path, size, time and inode of every file: an unchanged one is known by them and never read again."""
-    rows = scan(ctx.source)
+    rows = scan(ctx.need("image_folder"))
     if not rows:
-        raise ValueError(f"image folder {ctx.source} holds no images: put some there, or set images.folder")
+        raise ValueError(f"image folder {ctx.need('image_folder')} holds no images: put some there, or set images.folder")
     names = ("path", "bytes", "mtime_ns", "inode")
     return pa.Table.from_pylist(rows, schema=pa.schema([IMAGES.batch.field(name) for name in names]))
 
@@ -100,7 +100,7 @@ def read_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     _summarise(ctx, list(judged_again.values()))
 
 
-STAGE = Stage(reads=(), writes=IMAGES, config=ImagesConfig, wants=wanted_images, run=read_images)
+STAGE = Stage(reads=(), writes=IMAGES, config=ImagesConfig, needs=("image_folder",), wants=wanted_images, run=read_images)
 
 
 # The folder.
@@ -181,7 +181,7 @@ def _examine(ctx: StageContext, wanted: Row) -> Row:
     try:
         if suffix and suffix not in IMAGE_SUFFIXES:
             raise ImageError("unsupported", f"{suffix} files are not read: convert it to JPEG or PNG")
-        _read(ctx.source / row["path"], ctx.config.max_pixels, row)
+        _read(ctx.need("image_folder") / row["path"], ctx.config.max_pixels, row)
         if min(row["width"], row["height"]) < ctx.config.min_side:
             size = f"{row['width']} x {row['height']}"
             raise ImageError("too_small", f"{size}: its shorter side is below images.min_side = {ctx.config.min_side}")
@@ -256,7 +256,7 @@ def _batches(rows: list[Row]) -> Iterator[pa.RecordBatch]:
 def _summarise(ctx: StageContext, rows: list[Row]) -> None:
     counts = Counter(row["rejected"] for row in rows if row["rejected"])
     reasons = "".join(f", {count} {reason}" for reason, count in sorted(counts.items()))
-    beside = _masks(ctx.source)
+    beside = _masks(ctx.need("image_folder"))
     also = f"; {beside} more are masks of others" if beside else ""
     ctx.say(f"{len(rows)} files: {len(rows) - counts.total()} usable{reasons}{also}")
     bad = sorted(f"{row['path']} ({row['rejected']})" for row in rows if row["rejected"])

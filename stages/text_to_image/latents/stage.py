@@ -113,8 +113,8 @@ def _mask_files(ctx: StageContext) -> dict[str, Path]:
     for row in sorted(ctx.rows(IMAGES).to_pylist(), key=lambda row: (row["rejected"] is not None, row["path"])):
         if row["rejected"] in (None, "duplicate"):
             names.setdefault(row["image_id"], []).append(row["path"])
-    find = masks.finder(ctx.source)
-    return {image_id: ctx.source / path for image_id, paths in names.items() if (path := find(paths))}
+    find = masks.finder(ctx.need("image_folder"))
+    return {image_id: ctx.need("image_folder") / path for image_id, paths in names.items() if (path := find(paths))}
 
 
 def _bytes(path: Path) -> bytes:
@@ -129,7 +129,7 @@ def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     if not ctx.pending.num_rows:
         return
     dtype = mx.float32 if ctx.config.precision == "float32" else mx.bfloat16
-    model = load_autoencoder(ctx.weights("autoencoder"), ctx.family, dtype)
+    model = load_autoencoder(ctx.need("autoencoder"), ctx.need("family"), dtype)
     changed: list[str] = []
     rows = _encoded(ctx, model, changed)
     try:
@@ -161,7 +161,8 @@ def _encoded(ctx: StageContext, model: Autoencoder, changed: list[str]) -> Gener
         by_image.setdefault(row["image_id"], []).append(row)
     paths = _paths(ctx)
     files = _mask_files(ctx) if ctx.config.mask == "file" else {}
-    jobs = [Job(image_id, ctx.source / paths[image_id], crops, files.get(image_id)) for image_id, crops in by_image.items()]
+    folder = ctx.need("image_folder")
+    jobs = [Job(image_id, folder / paths[image_id], crops, files.get(image_id)) for image_id, crops in by_image.items()]
     done, total = 0, ctx.pending.num_rows
     ctx.progress(done, total, "images")
     for job, future in _ahead(jobs, ctx.config.background, ctx.config.workers):
@@ -302,7 +303,7 @@ STAGE = Stage(
     reads=(BUCKETS, IMAGES),
     writes=LATENTS,
     config=LatentsConfig,
+    needs=("image_folder", "family", "autoencoder"),
     wants=wanted_latents,
     run=encode_latents,
-    loads=("autoencoder",),
 )

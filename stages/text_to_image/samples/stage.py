@@ -96,7 +96,7 @@ class SampleSource:
 def sample_sources(ctx: StageContext) -> list[SampleSource]:
     """The base, if wanted, and the chosen checkpoints in order of step; ValueError for a step without a checkpoint."""
     chosen = ctx.config.checkpoints
-    found = {one.step: one for one in checkpoint.found(ctx.weights(TRAIN.name))}
+    found = {one.step: one for one in checkpoint.found(ctx.files(TRAIN))}
     steps = sorted(found)
     if chosen == "last":
         steps = steps[-1:]
@@ -140,7 +140,7 @@ def draw_samples(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     who, pending = sample_sources(ctx), ctx.pending.to_pylist()
     if not rows_wanted(ctx, who).num_rows:
         ctx.say("no previews: they need a prompt in [captions] preview_prompts, and the base or a checkpoint")
-    steps = ctx.config.steps or ctx.family.sampling_steps
+    steps = ctx.config.steps or ctx.need("family").sampling_steps
     undrawn = [row for row in pending if not latents_of(ctx, row).exists()]
     bar = Bar(ctx.progress, len(undrawn) * steps)
     fresh: list[Row] = []
@@ -187,11 +187,11 @@ def draw(ctx: StageContext, source: SampleSource, rows: list[Row], steps: int, b
     """Keep the latents of these rows; fewer, if the user asks to stop. The transformer lives only in here."""
     if not rows:
         return
-    model = load_flux2(ctx.weights("transformer"), ctx.family, DTYPES[ctx.config.precision])
+    model = load_flux2(ctx.need("transformer"), ctx.need("family"), DTYPES[ctx.config.precision])
     linear_for = adapted(model, source.checkpoint, source.file) if source.checkpoint else None
-    guidance = ctx.family.guidance if ctx.config.guidance is None else ctx.config.guidance
+    guidance = ctx.need("family").guidance if ctx.config.guidance is None else ctx.config.guidance
     read = partial(embedding, ctx)
-    negative_BTJ = read(empty_caption(ctx)) if ctx.family.real_cfg and guidance > 1 else None
+    negative_BTJ = read(empty_caption(ctx)) if ctx.need("family").real_cfg and guidance > 1 else None
     for row in rows:
         started, (h, w) = time.perf_counter(), (row["height"] // PIXELS, row["width"] // PIXELS)
         velocity = velocity_of(model, linear_for, (h, w), read(row["caption_id"]), negative_BTJ, guidance)
@@ -277,7 +277,7 @@ def show(ctx: StageContext, source: SampleSource, rows: list[Row]) -> Iterator[R
     drawn = [row for row in rows if latents_of(ctx, row).exists()]
     if not drawn or ctx.stop():
         return
-    autoencoder = load_autoencoder(ctx.weights("autoencoder"), ctx.family, mx.float32)
+    autoencoder = load_autoencoder(ctx.need("autoencoder"), ctx.need("family"), mx.float32)
     for row in drawn:
         if ctx.stop():
             return
@@ -335,8 +335,8 @@ def shown(path: Path) -> str:
 STAGE = Stage(
     reads=(TRAIN, CAPTIONS, EMBEDDINGS),
     writes=SAMPLES,
-    loads=("transformer", "autoencoder"),
     config=SamplesConfig,
+    needs=("family", "transformer", "autoencoder"),
     wants=wanted,
     run=draw_samples,
     result="grid.png",

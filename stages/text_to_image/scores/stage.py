@@ -53,7 +53,7 @@ def wanted(ctx: StageContext) -> pa.Table:
 
 def previews(ctx: StageContext) -> list[Row]:
     """What is known of each preview before it is scored."""
-    folder = ctx.weights(SAMPLES.name)
+    folder = ctx.files(SAMPLES)
     rows = []
     for row in ctx.rows(SAMPLES).to_pylist():
         kept = {name: row[name] for name in ("adapter_id", "step", "prompt", "seed", "path")}
@@ -137,9 +137,9 @@ class Scorer:
         shown = previews(ctx)
         self.texts = texts(ctx, shown)
         base = [row for row in shown if row["kind"] == "base"]
-        drawn, apart = ctx.weights(SAMPLES.name), ctx.root / ctx.config.references
+        drawn, apart = ctx.files(SAMPLES), ctx.root / ctx.config.references
         files = {
-            "images": {row["image_id"]: ctx.source / row["path"] for row in usable(ctx)},
+            "images": {row["image_id"]: ctx.need("image_folder") / row["path"] for row in usable(ctx)},
             "base": {row["picture_id"]: drawn / row["path"] for row in base},
             "references": {one.picture_id: apart / one.path for one in found_references(ctx)},
         }
@@ -167,7 +167,7 @@ class Scorer:
     def score(self, row: Row) -> Row:
         """A picture's scores."""
         kind = row["kind"]
-        folder = self.ctx.root / self.ctx.config.references if kind == "real" else self.ctx.weights(SAMPLES.name)
+        folder = self.ctx.root / self.ctx.config.references if kind == "real" else self.ctx.files(SAMPLES)
         feature_D = self.eye.read(folder / row["path"])
         base = self.base.mean(without=said(row["prompt"], self.trigger))
         references = self.references.mean(without=row["picture_id"])
@@ -220,6 +220,7 @@ STAGE = Stage(
     reads=(SAMPLES, IMAGES, CAPTIONS),
     writes=SCORES,
     config=ScoresConfig,
+    needs=("image_folder",),
     wants=wanted,
     run=score_pictures,
     snapshot=snapshot,

@@ -25,8 +25,10 @@ Row = dict[str, Any]
 
 def warn(ctx: StageContext) -> None:
     """Say what is legal but seldom meant."""
-    if ctx.family.distilled:
-        ctx.say(f"{ctx.family.title}: LoRAs are trained on the base model and used on this one; here they may not learn well")
+    if ctx.need("family").distilled:
+        ctx.say(
+            f"{ctx.need('family').title}: train LoRAs on the base model and use them on this one; here they may not learn well"
+        )
     if ctx.config.precision == "bfloat16" and mx.default_device() == mx.cpu:
         ctx.say('bfloat16 is slow on a CPU; [train] precision = "float32" is faster')
     for line in unmatched(ctx.config):

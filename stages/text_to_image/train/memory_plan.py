@@ -158,7 +158,7 @@ class MemoryEstimator:
 def choose(ctx: StageContext, sampler: TrainingSampler, start: Checkpoint | None) -> MemoryPlan:
     """The plan and the piece of this run. ValueError in one line, with what would fit, if nothing does."""
     c: TrainConfig = ctx.config
-    config = flux2.Flux2Config.from_dict(sizes(ctx.weights("transformer"), ctx.family.transformer))
+    config = flux2.Flux2Config.from_dict(sizes(ctx.need("transformer"), ctx.need("family").transformer))
     ask, batch, limit = MemoryEstimator(c, config), largest(sampler), memory.budget(c.memory_gb)
     begun = start.state.get("plan") if start else None
     samples, plan, needs = settle(ask, batch, limit, begun)

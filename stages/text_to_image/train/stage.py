@@ -288,7 +288,7 @@ class Run:
     def keep(self, step: int) -> None:
         """Keep a checkpoint, and after the last step the result."""
         ctx, trainer = self.ctx, self.trainer
-        about = {**ctx.provenance, "family": ctx.family.name, **lora.described(trainer.targets)}
+        about = {**ctx.provenance, "family": ctx.need("family").name, **lora.described(trainer.targets)}
         facts = {"skipped": self.skipped, "plan": trainer.plan, "piece": trainer.piece}
         rows = TRAIN.table(self.since)
         saved = checkpoint.save(ctx.write_artifact, step, trainer.adapter, trainer.state, rows, about, facts, trainer.average)
@@ -312,10 +312,11 @@ class Run:
 STAGE = Stage(
     reads=(LATENTS, EMBEDDINGS, BUCKETS, CAPTIONS, IMAGES),
     writes=TRAIN,
-    loads=("transformer",),
     config=TrainConfig,
+    needs=("family", "transformer"),
     wants=wanted_samples,
     run=train,
     snapshot=snapshot,
+    divisible=False,
     result="adapter.safetensors",
 )

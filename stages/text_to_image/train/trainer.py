@@ -76,7 +76,7 @@ def loss_of(micro: MicroBatch, target_BLC: mx.array, c: LossConfig) -> Loss:
 def load(ctx: StageContext) -> Any:
     """The transformer, its blocks packed while they are read."""
     c: TrainConfig = ctx.config
-    return load_flux2(ctx.weights("transformer"), ctx.family, getattr(mx, c.precision), packing(c))
+    return load_flux2(ctx.need("transformer"), ctx.need("family"), getattr(mx, c.precision), packing(c))
 
 
 def packing(c: TrainConfig) -> Callable[[str, mx.array], Any] | None:
@@ -116,7 +116,7 @@ def learnt(ctx: StageContext) -> Learnt | None:
     c: TrainConfig = ctx.config
     if not c.initial:
         return None
-    config = flux2.Flux2Config.from_dict(sizes(ctx.weights("transformer"), ctx.family.transformer))
+    config = flux2.Flux2Config.from_dict(sizes(ctx.need("transformer"), ctx.need("family").transformer))
     targets = choose(meta_model(config, mx.float32).linears(), c)
     try:
         found, scales = read_adapter(ctx.root / c.initial)

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from data.pages.dictionary import table
 from pipeline.store.table import TableFolder
-from stages import PIPELINES
+from stages.text_to_image import PIPELINE
 
 RECIPE = "0123456789ab"
 EMPTY = {pa.string(): "", pa.bool_(): False}
@@ -27,7 +27,7 @@ class Told:
     """What query and follow ask of a Project."""
 
     path: Path
-    stage_names: tuple[str, ...] = PIPELINES["lora"]
+    stage_names: tuple[str, ...] = PIPELINE.stages
     stages: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -70,7 +70,7 @@ IMAGES = {
 TRAINED = ("a.jpg", "sub/b.png")
 
 
-def make(path: Path, stage_names: tuple[str, ...] = PIPELINES["lora"]) -> Told:
+def make(path: Path, stage_names: tuple[str, ...] = PIPELINE.stages) -> Told:
     """a.jpg and sub/b.png are trained; the others drop out one by one, as their names say."""
     project = Told(path)
     for stage_name in stage_names:

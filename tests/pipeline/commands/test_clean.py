@@ -28,7 +28,7 @@ def project(built, tmp_path) -> Path:
 
 
 def cleaned(folder: Path, *, runs: bool = False, dry_run: bool = False) -> list[str]:
-    return list(clean(Project.open(folder), runs=runs, dry_run=dry_run))
+    return list(clean(Project(folder), runs=runs, dry_run=dry_run))
 
 
 def files(folder: Path) -> set[str]:
@@ -96,7 +96,7 @@ def amount(line: str) -> float:
 def test_nothing_is_deleted_while_a_stage_writes(project):
     background(project)
     projects.build(project, "latents")
-    before, opened = files(project), Project.open(project)
+    before, opened = files(project), Project(project)
     with opened.current("images").writer(opened.recipe("images")), pytest.raises(ValueError, match="is being written by"):
         cleaned(project)
     assert files(project) == before

@@ -71,11 +71,11 @@ def test_without_a_map_or_an_adapter_only_what_there_is_is_said():
 def test_without_scores_the_command_that_makes_them_is_named(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "project", tiny_weights, images=2)
     with pytest.raises(NotBuilt, match="make"):
-        list(evaluate.evaluate(Project.open(folder)))
+        list(evaluate.evaluate(Project(folder)))
 
 
 def test_a_built_project_is_told_line_by_line(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "project", tiny_weights, images=2)
     projects.build(folder)
-    lines = list(evaluate.evaluate(Project.open(folder)))
+    lines = list(evaluate.evaluate(Project(folder)))
     assert lines[1].startswith("base ") and lines[2].startswith("step 2 (")

@@ -143,13 +143,13 @@ def test_a_project_s_settings_are_profiled_and_what_is_given_holds_instead(tmp_p
         '[buckets]\nresolutions = [64, 96]\n[train]\nrank = 4\nbase_bits = 8\nvariant = "dora"\n'
     )
     nothing = dict.fromkeys(("family", "pixels", "bits", "plan", "rank")) | {"steps": 2}
-    found = memory.asked(Project.open(folder), nothing | {"plan": "3", "bits": "16"})
+    found = memory.asked(Project(folder), nothing | {"plan": "3", "bits": "16"})
     assert (found.family.name, found.pixels, found.steps) == ("tiny", 96, 2)
     assert (found.train.base_bits, found.train.rank, found.train.variant, found.train.memory) == (16, 4, "dora", 3)
     with pytest.raises(ValueError, match="500 pixels are wrong"):
-        memory.asked(Project.open(folder), nothing | {"pixels": 500})
+        memory.asked(Project(folder), nothing | {"pixels": 500})
     with pytest.raises(ValueError, match="the plan must be whole, blocks or a number"):
-        list(memory.report(memory.asked(Project.open(folder), nothing | {"plan": "sideways"}), tmp_path))
+        list(memory.report(memory.asked(Project(folder), nothing | {"plan": "sideways"}), tmp_path))
 
 
 class Keeping(projects.Silent):
@@ -190,7 +190,7 @@ def test_a_leak_that_is_planted_in_a_stage_is_found_and_the_outcome_has_the_mete
     folder = projects.copied(measured[0], tmp_path / "project")
     projects.build(folder, "images", "captions", "buckets")
     meter, console = Meter(), Keeping()
-    outcome = runner.run(Project.open(folder), "latents", console, meter)
+    outcome = runner.run(Project(folder), "latents", console, meter)
     assert meter.leaks() == {"latents": pytest.approx(4 << 14, rel=0.01)}
     assert outcome.peak_mlx == meter.peak > meter.rows[-1]["peak"]
 
@@ -202,9 +202,9 @@ PAGE = recipe.FILE.read_text(encoding="utf-8")
 def test_the_rows_answer_what_the_recipe_page_asks_them_and_no_command_minds_them(sql, measured, monkeypatch):
     monkeypatch.setattr(memory, "SIDES", (64,))
     folder, _ = measured
-    list(memory.report(replace(TINY, steps=2), memory.folder_of(Project.open(folder))))
+    list(memory.report(replace(TINY, steps=2), memory.folder_of(Project(folder))))
     head, *answer = run_query(folder, sql.replace("data/cats", str(folder)), "csv").splitlines()
     assert "phase" in head.split(",") and len(answer) >= 3
     assert "memory" not in {line.split()[0] for line in projects.latentmill(folder, "status").splitlines() if line}
-    list(clean(Project.open(folder), runs=True, dry_run=False))
+    list(clean(Project(folder), runs=True, dry_run=False))
     assert (folder / "tables" / "memory" / "memory.parquet").is_file()

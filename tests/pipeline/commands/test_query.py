@@ -11,12 +11,12 @@ import pytest
 
 from pipeline.commands.query import CELL_WIDTH, ROWS_SHOWN, open_catalog, run_query
 from schemas.text_to_image.train import TRAIN
-from stages import PIPELINES
+from stages.text_to_image import PIPELINE
 from tests import projects
 from tests.pipeline.commands import tables
 from tests.pipeline.commands.tables import Told, digest
 
-STAGE_NAMES = PIPELINES["lora"]
+STAGE_NAMES = PIPELINE.stages
 README = Path(__file__).parents[3] / "README.md"
 
 

@@ -31,13 +31,13 @@ def project(built, tmp_path) -> Path:
 
 def told(folder: Path) -> dict[str, str]:
     """The last column, by table."""
-    lines = [line.split("  ") for line in render(Project.open(folder)).splitlines()[2:]]
+    lines = [line.split("  ") for line in render(Project(folder)).splitlines()[2:]]
     return {line[0].strip(): line[-1].strip() for line in lines}
 
 
 def begin(folder: Path, stage_name: str, rows: int, recipe: bool = True) -> None:
     """Leave a table as a run that is killed after some rows does."""
-    project = Project.open(folder)
+    project = Project(folder)
     stage = project.stage(stage_name)
     context = project.context(stage)
     context.pending = stage.wants(context)
@@ -50,7 +50,7 @@ def test_before_the_first_run_every_table_says_what_it_lacks_and_nothing_is_writ
     said = told(folder)
     assert said["images"] == "2 rows missing: make images"
     assert said["captions"] == "waits: captions needs the table images"
-    assert list(said) == list(Project.open(folder).stage_names)
+    assert list(said) == list(Project(folder).stage_names)
     assert {path.name for path in folder.rglob("*")} >= {"project.toml"} and not list(folder.glob("tables/*/*"))
 
 
@@ -79,7 +79,7 @@ def test_a_killed_stage_says_how_many_rows_it_has(project):
 
 
 def test_a_stage_that_is_running_is_named_with_its_process(project):
-    opened = Project.open(project)
+    opened = Project(project)
     with opened.current("buckets").writer(opened.recipe("buckets")):
         assert f"being written by process {os.getpid()} " in told(project)["buckets"]
     assert told(project)["buckets"] == "up to date"
@@ -93,12 +93,12 @@ def test_what_depends_on_a_changed_folder_is_not_simply_up_to_date(project):
 
 
 def test_rows_that_are_wanted_again_are_not_called_missing(project):
-    before = Project.open(project).current("latents").usage()["rows"]
+    before = Project(project).current("latents").usage()["rows"]
     projects.edit(project, "[64, 96]", "[64]")
     projects.build(project, "buckets", "latents")
     projects.edit(project, "[64]", "[64, 96]")
     projects.build(project, "buckets")
-    found = state(Project.open(project), "latents")
+    found = state(Project(project), "latents")
     assert (found.missing, found.unseen) == (0, before // 2)
     assert describe(found) == f"{before // 2} rows wanted again: make latents"
 

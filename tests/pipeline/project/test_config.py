@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.project import config
 from pipeline.project.project import Project
+from stages.text_to_image import PIPELINE
 
 GOOD = '[project]\nfamily = "tiny"\n'
 
@@ -72,7 +73,7 @@ def test_a_home_folder_of_nobody_is_a_folder_that_is_missing(tmp_path):
     made = Project(tmp_path, load(tmp_path, GOOD, "images.folder=~nobody-at-all/cats"))
     assert made.source == tmp_path / "~nobody-at-all" / "cats"
     with pytest.raises(ValueError, match="no such folder"):
-        Project.open("~nobody-at-all")
+        Project("~nobody-at-all")
 
 
 def test_a_whole_number_will_do_for_a_number(tmp_path):
@@ -95,8 +96,6 @@ def test_a_wrong_override_is_refused(tmp_path, override):
 def test_every_setting_says_what_it_is():
     import dataclasses
 
-    import stages
-
     def check(kind: type) -> None:
         for field in dataclasses.fields(kind):
             assert field.metadata.get("doc"), f"{kind.__name__}.{field.name} has no doc"
@@ -105,5 +104,5 @@ def test_every_setting_says_what_it_is():
                 check(type(field.default))
 
     check(config.ProjectConfig)
-    for stage_name in stages.PIPELINES["lora"]:
-        check(stages.find(stage_name).config)
+    for stage_name in tuple(PIPELINE.stages):
+        check(PIPELINE.stage(stage_name).config)

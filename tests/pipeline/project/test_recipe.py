@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pytest
 
-import stages
 from pipeline.project import recipe as fingerprint
 from stages.stage import runtime, selects, setting
+from stages.text_to_image import PIPELINE
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Section:
 
 
 def recipe(config: Section, **changed: object) -> str:
-    stage = stages.find("latents")
+    stage = PIPELINE.stage("latents")
     given = {"weights": {}, "tensors": {}, "rows": None} | changed
     return fingerprint.short(fingerprint.recipe(stage, config, **given))
 
@@ -46,7 +46,7 @@ def test_a_setting_that_chooses_rows_or_only_runs_is_the_same_recipe():
 
 
 def test_the_code_version_and_the_columns_are_part_of_the_recipe():
-    stage = stages.find("latents")
+    stage = PIPELINE.stage("latents")
     plain = fingerprint.recipe(stage, Section(), {}, {}, None)
     newer = fingerprint.recipe(dataclasses.replace(stage, version=stage.version + 1), Section(), {}, {}, None)
     assert fingerprint.short(plain) != fingerprint.short(newer)
@@ -61,7 +61,7 @@ def test_weights_tensors_and_snapshot_are_part_of_the_recipe():
 
 
 def test_a_recipe_is_plain_text_that_reads_back_equal():
-    made = fingerprint.recipe(stages.find("buckets"), Section(), {}, {}, pa.table({"key": ["a", "b"]}))
+    made = fingerprint.recipe(PIPELINE.stage("buckets"), Section(), {}, {}, pa.table({"key": ["a", "b"]}))
     assert json.loads(json.dumps(made)) == made
 
 

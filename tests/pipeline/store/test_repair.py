@@ -310,12 +310,12 @@ def test_a_writer_killed_at_any_moment_loses_no_acknowledged_row_and_shows_no_pa
             seen = table.rows()
             assert seen.num_rows % 10 == 0 and seen.num_rows >= finished
             assert seen.num_rows == table.manifest()["facts"]["number"] == table.manifest()["rows"]
-            if schema.tensor:
+            if schema.tensors:
                 check_tensors(table)
         with table.writer({}) as writer:
             stored, rows = writer.stored, writer.stored.num_rows
         assert rows >= acknowledged
-        expected = (vectors if schema.tensor else notes)(*range(rows))
+        expected = (vectors if schema.tensors else notes)(*range(rows))
         assert missing(pa.table(expected).select([f.name for f in schema.columns]), stored).num_rows == 0
     assert not list(table.folder.rglob(".tmp-*"))
 

@@ -62,7 +62,7 @@ CAPTIONED = [
 
 def given(folder: Path, tmp_path: Path, rows: list[dict[str, Any]] = CAPTIONED, **more: Any) -> StageContext:
     more = {"config": FLOAT32, "family": TINY, **more}
-    weights = {name: folder / name for name in STAGE.loads}
+    weights = {name: folder / name for name in STAGE.needs}
     return harness.context(STAGE, tmp_path, {"captions": CAPTIONS.table(rows)}, weights=weights, **more)
 
 

@@ -71,7 +71,7 @@ class Project:
         self.config = SimpleNamespace(caption_dropout=dropout)
 
     def rows(self, schema):
-        return self.tables[schema.name].drop_columns(["tensor"] if schema.tensor else [])
+        return self.tables[schema.name].drop_columns(["tensor"] if schema.tensors else [])
 
     def tensors(self, schema):
         return MemoryTensors(self.tables[schema.name], schema.key[0])
