@@ -18,7 +18,7 @@ from typing import Any
 
 import stages
 from schemas.renames import PIPELINES
-from stages.stage import runtime, selects
+from stages.settings import runtime, selects
 
 FILE = "project.toml"
 

@@ -16,7 +16,8 @@ import pyarrow as pa
 
 from schemas.text_to_image.buckets import BUCKETS
 from schemas.text_to_image.images import IMAGES
-from stages.stage import Stage, StageContext, selects, setting
+from stages.settings import selects, setting
+from stages.stage import Stage, StageContext
 
 STEP = 16  # pixels a cell
 LONGEST = 8.0  # the longest shape, long side over short side; a longer image is cropped to it

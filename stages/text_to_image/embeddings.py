@@ -16,7 +16,8 @@ import pyarrow.compute as pc
 from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.embeddings import EMBEDDINGS
 from stages.models.text.encoder import Embedding, TextEncoder, refuse, widen
-from stages.stage import Stage, StageContext, runtime, setting
+from stages.settings import runtime, setting
+from stages.stage import Stage, StageContext
 
 MOST = 64  # texts in a batch: 64 of the widest family's rows are 1 GB
 

@@ -11,7 +11,7 @@ import pytest
 
 from data.pages.recipe import FILE, OWN, PEERS, SOURCES, TRAINERS, defaults, entries, peers, plain, render, settings, toml
 from pipeline.project import config
-from stages.stage import runtime, setting
+from stages.settings import runtime, setting
 from stages.text_to_image import PIPELINE
 from stages.text_to_image.train.config import OptimizerConfig
 from stages.tuner.diffusion.noise import BASES

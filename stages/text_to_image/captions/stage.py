@@ -24,7 +24,8 @@ import pyarrow as pa
 
 from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.images import IMAGES
-from stages.stage import Stage, StageContext, selects, setting
+from stages.settings import selects, setting
+from stages.stage import Stage, StageContext
 
 SOURCES = ("sidecar", "metadata", "filename")
 MISSING = ("error", "empty", "trigger", "filename", "skip")

@@ -15,7 +15,8 @@ from typing import Any
 import pyarrow as pa
 
 from schemas.text_to_image.images import IMAGES
-from stages.stage import Stage, StageContext, runtime, selects, setting
+from stages.settings import runtime, selects, setting
+from stages.stage import Stage, StageContext
 from stages.text_to_image.imaging import masks
 from stages.text_to_image.imaging.decode import CEILING, MAX_PIXELS, ImageError, probe
 

@@ -27,7 +27,8 @@ from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
 from stages.models.flux2.autoencoder import Autoencoder
 from stages.models.flux2.load import load_autoencoder
-from stages.stage import Stage, StageContext, runtime, selects, setting
+from stages.settings import runtime, selects, setting
+from stages.stage import Stage, StageContext
 from stages.text_to_image.imaging import masks
 from stages.text_to_image.imaging.decode import ImageError, open_alpha, open_image
 

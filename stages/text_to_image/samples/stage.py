@@ -29,7 +29,8 @@ from stages.models.flux2 import sampling
 from stages.models.flux2.adapter_formats import read_adapter
 from stages.models.flux2.load import load_autoencoder, load_flux2
 from stages.models.flux2.transformer import Flux2, Linear, image_ids, text_ids
-from stages.stage import Stage, StageContext, runtime, selects, setting
+from stages.settings import runtime, selects, setting
+from stages.stage import Stage, StageContext
 from stages.text_to_image.samples.grid import grid
 from stages.tuner import checkpoint
 from stages.tuner.adapters import lora

@@ -24,7 +24,8 @@ from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.samples import SAMPLES
 from schemas.text_to_image.scores import SCORES
-from stages.stage import Stage, StageContext, selects
+from stages.settings import selects
+from stages.stage import Stage, StageContext
 from stages.text_to_image.scores import features
 from stages.text_to_image.scores.features import Agreement, Group, ImageEncoder
 from stages.text_to_image.scores.references import Reference, digest, references

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from stages.stage import runtime, selects, setting
+from stages.settings import runtime, selects, setting
 from stages.text_to_image.train.selection import DataConfig, MaskConfig, ValidationConfig
 from stages.tuner.optimizers import step as optimizer
 

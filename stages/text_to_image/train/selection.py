@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Literal
 
-from stages.stage import selects, setting
+from stages.settings import selects, setting
 from stages.tuner import draws
 
 LEAST, MOST = 1e-3, 1e3  # of a rate that is given: an epoch is a list in memory, and has at least one crop

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.project import recipe as fingerprint
-from stages.stage import runtime, selects, setting
+from stages.settings import runtime, selects, setting
 from stages.text_to_image import PIPELINE
 
 
