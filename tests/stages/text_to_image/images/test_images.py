@@ -41,10 +41,10 @@ class Project:
         self.said.clear()
         made = self.context(**options)
         yielded = {row["path"]: row for row in run(STAGE, made).to_pylist()}
-        self.write_artifact(yielded.values())
+        self.store(yielded.values())
         return yielded
 
-    def keep(self, rows):
+    def store(self, rows):
         wanted = STAGE.wants(self.context())["path"].to_pylist()
         old = {row["path"]: row for row in self.stored.to_pylist()} if self.stored is not None else {}
         old |= {row["path"]: row for row in rows}
@@ -191,7 +191,7 @@ def test_a_run_stopped_after_any_batch_ends_where_an_unbroken_one_ends(tmp_path,
         for count, batch in enumerate(STAGE.run(broken.context())):
             if count == batches:
                 break
-            broken.write_artifact(batch.to_pylist())
+            broken.store(batch.to_pylist())
         broken.run()
         assert broken.stored.equals(whole.stored)
 
