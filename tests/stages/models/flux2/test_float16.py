@@ -111,7 +111,7 @@ def test_a_text_encoder_in_float16_computes_what_its_numbers_in_float32_do(half,
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_the_plan_counts_the_bytes_that_float16_weights_take_once_they_are_loaded(half, precision, bits):
     c = TrainConfig(precision=precision, base_bits=bits)
-    context: Any = SimpleNamespace(config=c, family=TINY, weights=lambda name: half / name)
+    context: Any = SimpleNamespace(config=c, need={"family": TINY, "transformer": half / "transformer"}.__getitem__)
     model = trainer.load(context)
     question = memory_plan.MemoryEstimator(c, Flux2Config.from_dict(weights.read_config(half / "transformer")))
     assert question.weights == quantize.nbytes(held(model))

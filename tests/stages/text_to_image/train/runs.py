@@ -104,14 +104,14 @@ class Run:
 
     def context(self, stop: Any = lambda: False) -> Any:
         table = STAGE.writes.table(list(self.stored.values()))
-        made = harness.context(
-            STAGE, self.folder, self.tables, config=self.config, family=TINY, stored=table, stop=stop, weights={}
-        )
-        made.weights = self.weights
+        made = harness.context(STAGE, self.folder, self.tables, config=self.config, family=TINY, stored=table, stop=stop)
+        made.need = self.need
         made.say = self.said.append
         return made
 
-    def weights(self, name: str) -> Path:
+    def need(self, name: str) -> Any:
+        if name == "family":
+            return TINY
         self.loaded += 1
         return self.transformer
 

@@ -36,7 +36,7 @@ def asked(run: Run, start: Any = None) -> memory_plan.MemoryPlan:
 def needs(run: Run, plan: Any, samples: int = 2) -> float:
     """GB."""
     context = run.context()
-    ask = memory_plan.MemoryEstimator(run.config, Flux2Config.from_dict(read_config(context.weights("transformer"))))
+    ask = memory_plan.MemoryEstimator(run.config, Flux2Config.from_dict(read_config(context.need("transformer"))))
     return ask.estimate(memory_plan.largest(sampler_of(context)), samples).need(plan) / memory_plan.GB
 
 

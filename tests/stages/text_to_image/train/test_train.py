@@ -426,7 +426,7 @@ def test_an_adapter_that_does_not_move_ends_the_run(transformer, tmp_path, monke
 def test_a_distilled_family_is_trained_with_a_warning(transformer, tmp_path):
     run = Run(tmp_path, transformer)
     context = run.context()
-    context.family = replace(TINY, distilled=True)
+    context.need = {"family": replace(TINY, distilled=True)}.__getitem__
     trainlog.warn(context)
     assert "base model" in run.said[0]
 
