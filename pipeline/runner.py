@@ -174,13 +174,8 @@ def provenance(project: Project, stage_name: str) -> dict[str, str]:
 
     reads = {f"recipe_{read.name}": short(project.recipe(read.name)) for read in project.stage(stage_name).reads}
     versions = {f"version_{name}": version for name, version in software().items()}
-    return {
-        "family": project.family.name,
-        "project": project.name,
-        "recipe": short(project.recipe(stage_name)),
-        **reads,
-        **versions,
-    }
+    family = {"family": project.family.name} if project.pipeline.families else {}
+    return {**family, "project": project.name, "recipe": short(project.recipe(stage_name)), **reads, **versions}
 
 
 def software() -> dict[str, str]:
