@@ -12,7 +12,7 @@ import pyarrow as pa
 from PIL import Image
 
 from pipeline import runner
-from pipeline.project.project import Project
+from pipeline.project.project import Overrides, Project
 from pipeline.runner import Outcome
 
 ROOT = Path(__file__).parents[1]
@@ -114,18 +114,19 @@ def written(outcomes: dict[str, Outcome]) -> dict[str, int]:
     return {stage_name: outcome.written for stage_name, outcome in outcomes.items()}
 
 
-def content(folder: Path, stage_name: str) -> pa.Table:
-    """A table's rows in the columns in which equal runs agree, sorted by key, with the tensors' words where it has any."""
-    found = Project(folder).current(stage_name)
+def content(folder: Path, stage_name: str, overrides: Overrides = ()) -> pa.Table:
+    """A table's rows in the columns in which equal runs agree, sorted by key, with the bytes of their tensors as columns."""
+    found = Project(folder, overrides).current(stage_name)
     rows = found.rows().sort_by([(name, "ascending") for name in found.schema.key])
     table = rows.select(found.schema.compared)
     if not found.schema.tensors:
         return table
-    reader = found.tensors()
-    keys = rows[found.schema.key[0]].to_pylist()
-    shapes = rows["shape"].to_pylist()
-    words = [np.asarray(reader.read(k)).tobytes() if shape else b"" for k, shape in zip(keys, shapes, strict=True)]
-    return table.append_column("words", pa.array(words, pa.large_binary()))
+    reader, keys = found.tensors(), rows[found.schema.key[0]].to_pylist()
+    for tensor in found.schema.tensors:
+        sizes = rows[tensor.nbytes].to_pylist()
+        values = [reader.read(key, tensor.name).tobytes() if size else b"" for key, size in zip(keys, sizes, strict=True)]
+        table = table.append_column(f"bytes of {tensor.name}", pa.array(values, pa.large_binary()))
+    return table
 
 
 def command(folder: Path, *arguments: str) -> subprocess.Popen[str]:

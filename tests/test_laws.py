@@ -1,0 +1,175 @@
+"""The six laws, over every stage of every pipeline: purity, schema, key, resume, commit, release."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pyarrow as pa
+import pytest
+
+from pipeline import runner
+from pipeline.errors import Stopped
+from pipeline.project.project import Project
+from pipeline.store.writer import Writer
+from stages.stage import Pipeline
+from stages.text_to_image import PIPELINE as TEXT_TO_IMAGE
+from tests import projects, toy
+from tests.toy.project import make as make_toy
+
+MAKE: dict[str, Callable[[Path, Path], Path]] = {
+    TEXT_TO_IMAGE.name: lambda folder, weights: projects.make(folder, weights, images=3),
+    toy.PIPELINE.name: lambda folder, weights: make_toy(folder),
+}
+RUNTIME = {  # settings that may change no row
+    TEXT_TO_IMAGE.name: {
+        "project.commit_seconds": 30.0,
+        "images.workers": 1,
+        "latents.batch_size": 1,
+        "latents.workers": 1,
+        "embeddings.batch_size": 1,
+        "train.checkpoint_every": 3,
+        "train.memory": "whole",
+        "train.keep_states": 1,
+    },
+    toy.PIPELINE.name: {"project.commit_seconds": 30.0, "lines.batch_size": 5, "tokens.batch_size": 1},
+}
+CLOCKS = ("inode", "mtime_ns")  # of a copied file
+PIPELINES: tuple[Pipeline, ...] = (TEXT_TO_IMAGE, toy.PIPELINE)
+EVERY_STAGE = [pytest.param(p.name, name, id=f"{p.name}-{name}") for p in PIPELINES for name in p.stages]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Callable[[str], Path]:
+    """A function that returns a finished project of a pipeline. It is made once and never changed."""
+    made: dict[str, Path] = {}
+
+    def project(pipeline: str) -> Path:
+        if pipeline not in made:
+            made[pipeline] = MAKE[pipeline](tmp_path_factory.mktemp("finished") / "project", tiny_weights)
+            build(made[pipeline])
+        return made[pipeline]
+
+    return project
+
+
+def build(folder: Path, *names: str, overrides: dict[str, Any] | None = None) -> None:
+    """Run these stages, by default all, each with a new Project as a process of its own would have."""
+    for name in names or Project(folder).stage_names:
+        runner.run(Project(folder, overrides or {}, fetch=True), name, projects.Silent())
+
+
+def without(source: Path, folder: Path, name: str, overrides: dict[str, Any] | None = None) -> Path:
+    """A copy of a finished project in which the table `name` was never built."""
+    shutil.copytree(source, folder, copy_function=shutil.copy2, symlinks=True)
+    first = Project(folder).stage_names[0]
+    if name != first:
+        build(folder, first, overrides=overrides)  # copied files have other inodes
+    shutil.rmtree(folder / "tables" / name)
+    return folder
+
+
+def rows(folder: Path, name: str, overrides: dict[str, Any] | None = None) -> pa.Table:
+    """A table's rows and tensors in the columns in which equal runs agree."""
+    found = projects.content(folder, name, overrides or {})
+    return found.drop_columns([column for column in CLOCKS if column in found.column_names])
+
+
+@contextlib.contextmanager
+def watched(action: Callable[[int, pa.RecordBatch], None]) -> Iterator[None]:
+    """Call `action` with the number of every batch, from 1, after the writer has taken it."""
+    real, count = Writer.append, 0
+
+    def append(self: Writer, batch: pa.RecordBatch) -> None:
+        nonlocal count
+        real(self, batch)
+        count += 1
+        action(count, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Writer, "append", append)
+        yield
+
+
+@pytest.mark.parametrize(("pipeline", "name"), EVERY_STAGE)
+def test_purity_rows_do_not_depend_on_runtime_settings(pipeline, name, finished, tmp_path):
+    changed = RUNTIME[pipeline]
+    folder = without(finished(pipeline), tmp_path / "project", name, changed)
+    build(folder, name, overrides=changed)
+    assert Project(folder).recipe(name) == Project(folder, changed).recipe(name)
+    assert rows(folder, name, changed) == rows(finished(pipeline), name)
+
+
+@pytest.mark.parametrize(("pipeline", "name"), EVERY_STAGE)
+def test_schema_every_batch_has_exactly_the_columns_of_its_table(pipeline, name, finished, tmp_path):
+    folder = without(finished(pipeline), tmp_path / "project", name)
+    schema = Project(folder).stage(name).writes
+    seen = []
+    with watched(lambda count, batch: seen.append(batch.schema.names)):
+        build(folder, name)
+    assert seen and all(names == schema.batch.names for names in seen)
+
+
+@pytest.mark.parametrize(("pipeline", "name"), EVERY_STAGE)
+def test_key_a_batch_that_is_committed_twice_changes_nothing(pipeline, name, finished, tmp_path):
+    folder = without(finished(pipeline), tmp_path / "project", name)
+    real = Writer.append
+
+    def twice(self: Writer, batch: pa.RecordBatch) -> None:
+        real(self, batch)
+        real(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Writer, "append", twice)
+        build(folder, name)
+    assert rows(folder, name) == rows(finished(pipeline), name)
+
+
+@pytest.mark.parametrize("after", [1, 2])
+@pytest.mark.parametrize(("pipeline", "name"), EVERY_STAGE)
+def test_resume_a_run_stopped_after_a_batch_ends_where_an_unbroken_run_ends(
+    pipeline, name, after, finished, tmp_path, monkeypatch
+):
+    folder = without(finished(pipeline), tmp_path / "project", name)
+    stop = None
+    real = runner.interruptible
+
+    @contextlib.contextmanager
+    def interruptible() -> Iterator[Any]:
+        nonlocal stop
+        with real() as event:
+            stop = event
+            yield event
+
+    monkeypatch.setattr(runner, "interruptible", interruptible)
+    with watched(lambda count, batch: stop.set() if count == after else None), contextlib.suppress(Stopped):
+        build(folder, name)
+    build(folder, name)
+    assert rows(folder, name) == rows(finished(pipeline), name)
+
+
+@pytest.mark.parametrize(("pipeline", "name"), EVERY_STAGE)
+def test_commit_a_run_that_fails_in_the_middle_shows_nothing_and_is_completed_by_the_next(pipeline, name, finished, tmp_path):
+    folder = without(finished(pipeline), tmp_path / "project", name)
+
+    def fail(count: int, batch: pa.RecordBatch) -> None:
+        raise KeyError("a mistake in the middle")
+
+    with watched(fail), pytest.raises(KeyError):
+        build(folder, name)
+    assert not Project(folder).current(name).exists
+    build(folder, name)
+    assert rows(folder, name) == rows(finished(pipeline), name)
+    assert not list((folder / "tables" / name).rglob(".tmp-*"))
+
+
+@pytest.mark.parametrize(("pipeline", "name"), EVERY_STAGE)
+def test_release_mlx_memory_is_back_where_it_was_when_a_stage_ends(pipeline, name, finished, tmp_path):
+    folder = without(finished(pipeline), tmp_path / "project", name)
+    before = mx.get_active_memory()
+    build(folder, name)
+    assert mx.get_active_memory() <= before + 4096

@@ -1,0 +1,73 @@
+"""tokens: the characters of every line as token ids, with a second tensor of another dtype."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from stages.settings import runtime, setting
+from stages.stage import Stage, StageContext
+from tests.toy.schemas import LINES, TOKENS
+
+VOCABULARY = "vocabulary.json"
+
+
+@dataclass(frozen=True)
+class TokensConfig:
+    """[tokens]: how text becomes token ids."""
+
+    most: int = setting(16, "characters of a line that are used, at most")
+    batch_size: int = runtime(2, "rows per batch")
+
+
+def wanted_tokens(ctx: StageContext) -> pa.Table:
+    """One row per line."""
+    return ctx.rows(LINES).select(["line_id"]).sort_by("line_id")
+
+
+def encode_tokens(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+    """Encode the pending lines; each row depends on its own line alone."""
+    texts = dict(zip(*(ctx.rows(LINES)[name].to_pylist() for name in ("line_id", "text")), strict=True))
+    pending = ctx.pending["line_id"].to_pylist()
+    for start in range(0, len(pending), ctx.config.batch_size):
+        if ctx.stop():
+            return
+        rows = [_row(line_id, texts[line_id][: ctx.config.most]) for line_id in pending[start : start + ctx.config.batch_size]]
+        yield from TOKENS.table(rows).combine_chunks().to_batches()
+        ctx.progress(min(start + ctx.config.batch_size, len(pending)), len(pending), "lines")
+
+
+def _row(line_id: str, text: str) -> dict[str, object]:
+    ids = np.array([ord(letter) for letter in text] or [0], np.int32)
+    counts = np.array([(ids == each).sum() for each in ids])
+    rarity = np.round(127 / counts).astype(np.int8)
+    shape = [len(ids)]
+    return {"line_id": line_id, "ids": ids, "rarity": rarity, "ids_shape": shape, "rarity_shape": shape, "scale": 1 / 127}
+
+
+def write_vocabulary(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+    """Write the number of rows as an artifact of the whole table. Yields no rows."""
+    if ctx.pending.num_rows:
+        text = json.dumps({"rows": ctx.stored.num_rows})
+
+        def write(path: Path) -> None:
+            path.write_text(text)
+
+        ctx.write_artifact(VOCABULARY, write)
+    yield from ()
+
+
+STAGE = Stage(
+    reads=(LINES,),
+    writes=TOKENS,
+    config=TokensConfig,
+    wants=wanted_tokens,
+    run=encode_tokens,
+    finish=write_vocabulary,
+    result=VOCABULARY,
+)
