@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from stages.hashing import file_sha256
 from stages.stage import Stage
 
 WEIGHT_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt")  # what a component's behaviour depends on
@@ -62,12 +63,6 @@ def digest_of_rows(rows: pa.Table) -> str:
     return hashlib.sha256("\n".join([*rows.column_names, *lines]).encode()).hexdigest()
 
 
-def sha256_of(path: Path) -> str:
-    """sha256 of a file's bytes, hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 class FileHashes:
     """sha256 of weight files, remembered by size, time of change and inode, so that a start does not read gigabytes.
 
@@ -101,7 +96,7 @@ class FileHashes:
         entry = self.known["files"].get(str(path.resolve()))
         if entry and entry[:3] == stamp:
             return str(entry[3])
-        made = sha256_of(path)
+        made = file_sha256(path)
         self._remember("files", str(path.resolve()), [*stamp, made])
         return made
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -25,6 +24,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pyarrow as pa
+
+from stages.hashing import file_sha256
 
 Arrays = dict[str, mx.array]
 Keep = Callable[[str, Callable[[Path], None]], Path]  # keep(name, write): the file below the artifacts folder
@@ -54,7 +55,9 @@ class Checkpoint:
 
     def _whole(self, name: str) -> bool:
         written, path = self.state["files"].get(name), self.folder / name
-        return bool(written) and path.is_file() and path.stat().st_size == written["bytes"] and sha256(path) == written["sha256"]
+        if not written or not path.is_file() or path.stat().st_size != written["bytes"]:
+            return False
+        return file_sha256(path) == str(written["sha256"])
 
     def arrays(self, name: str) -> Arrays:
         """The arrays of one of its files."""
@@ -98,7 +101,7 @@ def save(
     }
     if averaged is not None:
         written[EMA] = keep(f"{inside}/{EMA}", lambda path: write_arrays(path, averaged, header))
-    files = {name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for name, path in written.items()}
+    files = {name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)} for name, path in written.items()}
     state = {"step": step, **facts, "files": files}
     path = keep(f"{inside}/{STATE}", lambda path: _write_text(path, json.dumps(state, indent=1, sort_keys=True)))
     return Checkpoint(step, path.parent, state)
@@ -172,12 +175,6 @@ def write_rows(path: Path, rows: pa.Table) -> None:
     """An Arrow file."""
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, rows.schema) as writer:
         writer.write_table(rows)
-
-
-def sha256(path: Path) -> str:
-    """Of a file's bytes, hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from schemas.text_to_image.images import IMAGES
+from stages.hashing import file_sha256
 from stages.settings import runtime, selects, setting
 from stages.stage import Stage, StageContext
 from stages.text_to_image.imaging import masks
@@ -205,19 +205,14 @@ def _read(path: Path, max_pixels: int, row: Row) -> None:
                 found = probe(file, max_pixels)
             except ImageError as error:
                 if error.reason != "unsupported":
-                    row["image_id"] = _sha256(file)
+                    row["image_id"] = file_sha256(file)
                 raise
             row |= vars(found)
-            row["image_id"] = _sha256(file)
+            row["image_id"] = file_sha256(file)
     except FileNotFoundError:
         raise ImageError("unreadable", "it is not there any more, links to nothing, or its name is not UTF-8") from None
     except OSError as error:
         raise ImageError("unreadable", f"the file cannot be read: {error.strerror or type(error).__name__}") from error
-
-
-def _sha256(file: Any) -> str:
-    file.seek(0)
-    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # All files together.

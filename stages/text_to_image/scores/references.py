@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+
+from stages.hashing import file_sha256
 
 METADATA = "metadata.jsonl"
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".tif", ".tiff", ".bmp", ".gif")
@@ -29,19 +30,13 @@ def references(folder: Path) -> list[Reference]:
     found: dict[str, Reference] = {}
     for path in sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file()):
         name = path.relative_to(folder).as_posix()
-        picture_id, sidecar = digest(path), path.with_suffix(".txt")
+        picture_id, sidecar = file_sha256(path), path.with_suffix(".txt")
         caption = told.get(name) or (sidecar.read_text(encoding="utf-8") if sidecar.is_file() else "")
         found.setdefault(picture_id, Reference(name, picture_id, caption.strip()))
     strangers = sorted(name for name in told if not (folder / name).is_file())
     if strangers:
         raise ValueError(f"{folder / METADATA}: {strangers[0]} is named there, but no such picture is in the folder")
     return list(found.values())
-
-
-def digest(path: Path) -> str:
-    """sha256 of a file's bytes, hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _metadata(file: Path) -> dict[str, str]:

@@ -24,11 +24,12 @@ from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.samples import SAMPLES
 from schemas.text_to_image.scores import SCORES
+from stages.hashing import file_sha256
 from stages.settings import selects
 from stages.stage import Stage, StageContext
 from stages.text_to_image.scores import features
 from stages.text_to_image.scores.features import Agreement, Group, ImageEncoder
-from stages.text_to_image.scores.references import Reference, digest, references
+from stages.text_to_image.scores.references import Reference, references
 
 WANTED = ("picture_id", "kind", "adapter_id", "step", "prompt", "seed", "path")
 FEATURES = "features.npz"  # of what the previews are compared with: made once
@@ -59,7 +60,7 @@ def previews(ctx: StageContext) -> list[Row]:
     for row in ctx.rows(SAMPLES).to_pylist():
         kept = {name: row[name] for name in ("adapter_id", "step", "prompt", "seed", "path")}
         kind = "adapter" if row["adapter_id"] else "base"
-        rows.append({"picture_id": digest(folder / row["path"]), "kind": kind, **kept})
+        rows.append({"picture_id": file_sha256(folder / row["path"]), "kind": kind, **kept})
     return rows
 
 
@@ -95,7 +96,7 @@ def snapshot(ctx: StageContext) -> pa.Table:
     parts += [("base", f"{row['picture_id']} {row['prompt']}") for row in shown if row["kind"] == "base"]
     parts += [("reference", one.picture_id) for one in found_references(ctx)]
     parts += [("text", text) for text in texts(ctx, shown)]
-    parts += [("map", digest(map_file(ctx)))] if ctx.config.map else []
+    parts += [("map", file_sha256(map_file(ctx)))] if ctx.config.map else []
     packages = [features.PICTURES, features.TEXTS] if ctx.config.map else [features.PICTURES]
     parts += [("package", package.identity()) for package in packages]
     return pa.table({"what": [what for what, _ in parts], "which": [which for _, which in parts]})

@@ -21,6 +21,7 @@ from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
 from schemas.text_to_image.train import TRAIN
+from stages.hashing import file_sha256
 from stages.stage import Stage, StageContext
 from stages.text_to_image.train import memory_plan
 from stages.text_to_image.train.config import TrainConfig
@@ -86,7 +87,7 @@ def snapshot(ctx: StageContext) -> pa.Table:
         file = ctx.root / ctx.config.initial
         if not file.is_file():
             raise ValueError(f"[train] initial: there is no file {file}")
-        facts.append(("", checkpoint.sha256(file), "initial"))
+        facts.append(("", file_sha256(file), "initial"))
     rows = [{"latent_id": a, "image_id": b, "caption_id": c} for a, b, c in [*data.pairs(), *facts]]
     return pa.Table.from_pylist(rows)
 

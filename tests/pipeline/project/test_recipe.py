@@ -82,7 +82,7 @@ def folder(tmp_path):
 def test_a_file_that_did_not_change_is_not_read_again(tmp_path, folder, monkeypatch):
     hashes = fingerprint.FileHashes(tmp_path / "weights.json")
     first = hashes.component("autoencoder", folder)
-    monkeypatch.setattr(fingerprint, "sha256_of", lambda path: pytest.fail(f"{path} was read"))
+    monkeypatch.setattr(fingerprint, "file_sha256", lambda path: pytest.fail(f"{path} was read"))
     assert fingerprint.FileHashes(tmp_path / "weights.json").component("autoencoder", folder) == first
 
 

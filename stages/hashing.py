@@ -1,0 +1,19 @@
+"""sha256 of files: the id of an image, and the check that a weight file or a checkpoint is the one that was written."""
+
+from __future__ import annotations
+
+import hashlib
+from io import BufferedReader
+from pathlib import Path
+
+
+def file_sha256(file: Path | BufferedReader) -> str:
+    """Return the sha256 of a file's bytes as 64 hex digits. `file` is a path, or an open binary file, read from its start.
+
+    OSError if it cannot be read.
+    """
+    if isinstance(file, Path):
+        with file.open("rb") as opened:
+            return file_sha256(opened)
+    file.seek(0)
+    return hashlib.file_digest(file, "sha256").hexdigest()
