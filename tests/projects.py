@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from pipeline.project.project import Overrides, Project
 from pipeline.runner import Outcome
 
 ROOT = Path(__file__).parents[1]
+HANG = 500  # seconds until a process counts as hanging, on a busy machine too
 MATERIAL = ROOT / "tests" / "material"  # a project of real pictures: photographs, clip art, engravings, emoji
 CONFIG = """
 [project]
@@ -135,10 +138,21 @@ def command(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Wait until the condition holds or the process has ended; AssertionError after HANG seconds."""
+    began = time.monotonic()
+    while not condition() and process.poll() is None:
+        assert time.monotonic() - began < HANG, "the process hangs"
+        time.sleep(0.05)
+
+
 def latentmill(folder: Path, *arguments: str, code: int = 0) -> str:
-    """The same, awaited; the exit code must be `code`. Returns standard output and error together."""
+    """Run `latentmill ARGUMENTS --project FOLDER` as a process and return its standard output and error.
+
+    The exit code must be `code`, and no traceback may be printed.
+    """
     process = command(folder, *arguments)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=HANG)
     assert process.returncode == code, f"{arguments}: {process.returncode}\n{out}\n{err}"
     assert "Traceback" not in err, err
     return out + err

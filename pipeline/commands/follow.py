@@ -60,7 +60,7 @@ class Catalog:
 
 def find(project: Project, catalog: Catalog, what: str) -> Row:
     """The one row of images that `what` names: whole path first, then image_id, part of a path, part of a caption."""
-    below = _below(project.source, what)
+    below = _below(project.resource("image_folder"), what)
     ways = [("path = $what", below)]
     if len(what) >= ID_DIGITS and set(what.lower()) <= set("0123456789abcdef"):
         ways.append(("image_id ^@ $what", what.lower()))
@@ -148,7 +148,7 @@ def _latents(catalog: Catalog, image_id: str) -> Iterator[str]:
             continue
         shape = " x ".join(map(str, row["shape"]))
         values = f"mean {row['mean']:.3f}, std {row['std']:.3f}, largest {row['absmax']:.2f}"
-        yield f"{size}: {shape} {row['dtype']}, {values}; {row['part']} at {row['byte_offset']}, {spell_bytes(row['nbytes'])}"
+        yield f"{size}: {shape} {row['dtype']}, {values}; {row['shard']} at {row['byte_offset']}, {spell_bytes(row['nbytes'])}"
     if not rows:
         yield "none"
 

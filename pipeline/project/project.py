@@ -56,6 +56,8 @@ class Project:
         self._recipes: dict[str, dict[str, Any]] = {}
         self._rows: dict[str, pa.Table] = {}
         self._seen = self._manifests()
+        if self.pipeline.families:
+            _ = self.family  # an unknown family is an error before anything is written
 
     # The Python API
 

@@ -6,7 +6,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +36,7 @@ def weights(tmp_path, tiny_weights) -> Path:
 def refused(folder: Path, *arguments: str) -> str:
     """The one line on standard error."""
     process = projects.command(folder, *arguments)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=projects.HANG)
     assert process.returncode == USER, f"{process.returncode}\n{out}\n{err}"
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and "Traceback" not in err, err
@@ -157,7 +156,7 @@ def test_a_disk_that_is_full_is_one_line_and_the_next_run_goes_on(project):
     """A limit on file sizes stands for the full disk: the write fails in the same place, with the system's error."""
     projects.build(project, "images", "captions", "buckets")
     words = [sys.executable, "-c", LIMITED, "6000", "run", "latents", "--project", str(project)]
-    done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, timeout=projects.HANG)
     assert done.returncode == USER, done.stderr
     assert "Traceback" not in done.stderr and "latents" in done.stderr
     assert not Project(project).current("latents").exists
@@ -165,23 +164,21 @@ def test_a_disk_that_is_full_is_one_line_and_the_next_run_goes_on(project):
     assert projects.content(project, "latents").num_rows == 6
 
 
-@pytest.mark.parametrize(("stage_name", "seconds"), [("latents", 1.5), ("latents", 3), ("train", 2), ("train", 4)])
-def test_an_interrupt_saves_and_says_how_to_go_on(project, stage_name, seconds):
-    projects.edit(project, "steps = 6", "steps = 4000")
-    for number in range(3, 40):
+@pytest.mark.parametrize("stage_name", ["latents", "train"])
+def test_an_interrupt_keeps_what_was_made_and_tells_how_to_go_on(project, stage_name):
+    projects.edit(project, "steps = 6", "steps = 100000")
+    for number in range(3, 60):
         projects.add_image(project, f"more{number}.png", seed=number)
     projects.build(project, "images", "captions", "buckets", *(["latents", "embeddings"] if stage_name == "train" else []))
     process = projects.command(project, "run", stage_name)
-    time.sleep(seconds)
+    projects.wait_until(lambda: any((project / "tables" / stage_name).glob("*/rows.lance/_versions/*")), process)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=projects.HANG)
     assert "Traceback" not in err
-    if stage_name == "train":  # 4000 steps are not done so soon
-        assert process.returncode == STOPPED and "goes on from here" in err, err
+    assert process.returncode == STOPPED or (stage_name, process.returncode) == ("latents", 0), err
+    assert process.returncode == 0 or "Run the same command to go on" in err
+    if stage_name == "train":
         assert list(project.rglob("checkpoints/*/state.json"))
-    else:
-        assert process.returncode in (STOPPED, 0), err
-        assert process.returncode == 0 or "goes on from" in err
     assert not list(project.rglob(".tmp-*"))
 
 
@@ -213,7 +210,7 @@ def test_init_makes_a_project_that_opens(tmp_path, project):
     done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     made = Project(tmp_path / "new")
-    assert made.source.resolve() == (project / "images").resolve()
+    assert made.resource("image_folder").resolve() == (project / "images").resolve()
     assert made.config.sections["captions"].trigger == 'o"hm'
     assert made.family.name == "klein-base-4b"
 

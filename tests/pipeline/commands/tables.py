@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 
-from data.pages.dictionary import table
 from pipeline.store.table import TableFolder
+from schemas.table import TableSchema
+from stages.stage import Pipeline
 from stages.text_to_image import PIPELINE
 
 RECIPE = "0123456789ab"
 EMPTY = {pa.string(): "", pa.bool_(): False}
+
+
+def table(name: str) -> TableSchema:
+    return PIPELINE.stage(name).writes
 
 
 def digest(text: str) -> str:
@@ -23,15 +28,15 @@ def digest(text: str) -> str:
 
 
 @dataclass
-class Told:
-    """What query and follow ask of a Project."""
+class FakeProject:
+    """The part of a Project that query and follow use, over tables whose recipe is always RECIPE."""
 
     path: Path
-    stage_names: tuple[str, ...] = PIPELINE.stages
-    stages: dict[str, Any] = field(default_factory=dict)
+    pipeline: Pipeline = PIPELINE
+    stage_names: tuple[str, ...] = tuple(PIPELINE.stages)
 
-    @property
-    def source(self) -> Path:
+    def resource(self, name: str) -> Path:
+        assert name == "image_folder"
         return self.path / "images"
 
     def folder(self, stage_name: str) -> TableFolder:
@@ -41,7 +46,7 @@ class Told:
         return SimpleNamespace(writes=table(stage_name))
 
 
-def write(project: Told, stage_name: str, rows: list[dict[str, Any]], live: list[dict[str, Any]] | None = None) -> None:
+def write(project: FakeProject, stage_name: str, rows: list[dict[str, Any]], live: list[dict[str, Any]] | None = None) -> None:
     """Rows with empty values for what they do not say; with `live`, the others stay in the table, but dead."""
     schema = table(stage_name).batch
 
@@ -70,9 +75,9 @@ IMAGES = {
 TRAINED = ("a.jpg", "sub/b.png")
 
 
-def make(path: Path, stage_names: tuple[str, ...] = PIPELINE.stages) -> Told:
+def make(path: Path, stage_names: tuple[str, ...] = tuple(PIPELINE.stages)) -> FakeProject:
     """a.jpg and sub/b.png are trained; the others drop out one by one, as their names say."""
-    project = Told(path)
+    project = FakeProject(path)
     for stage_name in stage_names:
         write(project, stage_name, *ROWS[stage_name]())
     return project

@@ -8,23 +8,23 @@ import pytest
 
 from pipeline.commands.follow import follow
 from tests.pipeline.commands import tables
-from tests.pipeline.commands.tables import Told, digest
+from tests.pipeline.commands.tables import FakeProject, digest
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    return tables.make(tmp_path_factory.mktemp("told"))
+def project(tmp_path_factory: pytest.TempPathFactory) -> FakeProject:
+    return tables.make(tmp_path_factory.mktemp("project"))
 
 
-def story(project: Told, what: str) -> str:
+def story(project: FakeProject, what: str) -> str:
     return "\n".join(follow(project, what))
 
 
-def test_the_story_goes_through_every_table(project: Told) -> None:
+def test_the_story_goes_through_every_table(project: FakeProject) -> None:
     text = story(project, "a.jpg")
     for stage_name in ("images", "captions", "buckets", "latents", "train", "samples"):  # embeddings are told with their captions
         assert any(line.startswith(stage_name) for line in text.splitlines()), stage_name
-    part = next(project.folder("latents").parts.glob("*.arrow")).name
+    part = next(project.folder("latents").shards.glob("*.arrow")).name
     for fact in (
         f"image_id {digest('a.jpg')}",
         "JPEG RGB, 640 x 480, 12.3 kB",
@@ -38,13 +38,13 @@ def test_the_story_goes_through_every_table(project: Told) -> None:
         assert fact in text, fact
 
 
-def test_the_mean_loss_stands_against_all_images_at_the_same_noise_levels(project: Told) -> None:
+def test_the_mean_loss_stands_against_all_images_at_the_same_noise_levels(project: FakeProject) -> None:
     # Every tenth of sigma has two values; a.jpg has the lower sigma of each, and 0.1 more loss.
     lines = [line for line in story(project, "a.jpg").splitlines() if "mean loss" in line]
     assert lines[0].split("mean loss ")[1] == "0.8750; all images at these noise levels 0.8125; all samples 0.8125"
 
 
-def test_an_image_that_was_held_out_has_its_measurements_and_no_other_counts_them(project: Told) -> None:
+def test_an_image_that_was_held_out_has_its_measurements_and_no_other_counts_them(project: FakeProject) -> None:
     text = story(project, "late.png")
     assert (
         "train     held out, measured by 2 samples: mean loss 4.0000 at step 0, 2.5000 at step 40; the least 2.0000 at step 20"
@@ -53,7 +53,7 @@ def test_an_image_that_was_held_out_has_its_measurements_and_no_other_counts_the
     assert "drawn" not in text
 
 
-def test_an_image_that_was_never_drawn_or_has_nothing_says_so(project: Told) -> None:
+def test_an_image_that_was_never_drawn_or_has_nothing_says_so(project: FakeProject) -> None:
     text = story(project, "mute.png")
     assert "captions  none" in text and "latents   none" in text and "never drawn in 40 steps" in text
     assert "768: not trained, too_small" in story(project, "b.png")
@@ -61,18 +61,18 @@ def test_an_image_that_was_never_drawn_or_has_nothing_says_so(project: Told) -> 
     assert "not used: truncated: ends after 99 bytes" in story(project, "broken.jpg")
 
 
-def test_a_preview_of_its_caption_is_told(project: Told) -> None:
+def test_a_preview_of_its_caption_is_told(project: FakeProject) -> None:
     assert "step 40: previews/40.png" in story(project, "sub/b.png")
     assert "no preview has its caption as prompt; previews: 2, prompts: 1" in story(project, "a.jpg")
 
 
 @pytest.mark.parametrize("what", ["sub/b.png", "b.png", "SUB/", digest("sub/b.png"), digest("sub/b.png")[:7].upper(), "Blue DOG"])
-def test_an_image_is_found_by_path_part_of_it_image_id_or_caption(project: Told, what: str) -> None:
+def test_an_image_is_found_by_path_part_of_it_image_id_or_caption(project: FakeProject, what: str) -> None:
     assert story(project, what).startswith("images    sub/b.png\n")
 
 
-def test_an_image_is_found_by_its_path_on_disk(project: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = project.source / "sub" / "b.png"
+def test_an_image_is_found_by_its_path_on_disk(project: FakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = project.resource("image_folder") / "sub" / "b.png"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch()
     assert story(project, str(file)).startswith("images    sub/b.png\n")
@@ -80,12 +80,12 @@ def test_an_image_is_found_by_its_path_on_disk(project: Told, monkeypatch: pytes
     assert story(project, "b.png").startswith("images    sub/b.png\n")
 
 
-def test_a_duplicate_can_be_followed_by_its_own_path(project: Told) -> None:
+def test_a_duplicate_can_be_followed_by_its_own_path(project: FakeProject) -> None:
     text = story(project, "copy-of-a.jpg")
     assert "not used: duplicate: of a.jpg" in text and "the same bytes lie at a.jpg" in text
 
 
-def test_a_question_that_fits_several_or_none_is_one_line_with_what_is_near(project: Told) -> None:
+def test_a_question_that_fits_several_or_none_is_one_line_with_what_is_near(project: FakeProject) -> None:
     cases = {
         ".png": r"fits 4 images: late.png, mute.png, sub/b.png, thin.png; say more",
         "brokn.jpeg": r"no path, image_id or caption of this project; near it: broken.jpg",
@@ -104,4 +104,4 @@ def test_tables_that_are_not_built_are_named_with_their_command(tmp_path: Path) 
     for stage_name in ("buckets", "latents", "train", "samples"):
         assert f"{stage_name:10}not built yet; run: make {stage_name}" in text
     with pytest.raises(ValueError, match="the table images is empty; run: make images"):
-        story(Told(tmp_path / "nothing"), "a.jpg")
+        story(FakeProject(tmp_path / "nothing"), "a.jpg")

@@ -14,18 +14,18 @@ from schemas.text_to_image.train import TRAIN
 from stages.text_to_image import PIPELINE
 from tests import projects
 from tests.pipeline.commands import tables
-from tests.pipeline.commands.tables import Told, digest
+from tests.pipeline.commands.tables import FakeProject, digest
 
-STAGE_NAMES = PIPELINE.stages
+STAGE_NAMES = tuple(PIPELINE.stages)
 README = Path(__file__).parents[3] / "README.md"
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    return tables.make(tmp_path_factory.mktemp("told"))
+def project(tmp_path_factory: pytest.TempPathFactory) -> FakeProject:
+    return tables.make(tmp_path_factory.mktemp("project"))
 
 
-def ask(project: Told, sql: str) -> list[tuple[object, ...]]:
+def ask(project: FakeProject, sql: str) -> list[tuple[object, ...]]:
     return open_catalog(project).execute(sql).fetchall()
 
 
@@ -38,16 +38,16 @@ def test_the_readme_shows_at_least_three_queries() -> None:
 
 
 @pytest.mark.parametrize("sql", readme_queries())
-def test_every_query_of_the_readme_runs_and_answers(project: Told, sql: str) -> None:
+def test_every_query_of_the_readme_runs_and_answers(project: FakeProject, sql: str) -> None:
     assert len(run_query(project, sql).splitlines()) > 2
 
 
 @pytest.mark.parametrize("sql", readme_queries())
 def test_every_query_of_the_readme_runs_on_a_project_without_tables(tmp_path: Path, sql: str) -> None:
-    assert run_query(Told(tmp_path), sql)
+    assert run_query(FakeProject(tmp_path), sql)
 
 
-def test_every_table_bears_its_noun_and_shows_live_rows_only(project: Told) -> None:
+def test_every_table_bears_its_noun_and_shows_live_rows_only(project: FakeProject) -> None:
     counts = {stage_name: ask(project, f"select count(*) from {stage_name}")[0][0] for stage_name in STAGE_NAMES}
     expected = {"images": 7, "captions": 7, "buckets": 10, "latents": 3, "embeddings": 4, "train": 46, "samples": 2, "scores": 3}
     assert counts == expected
@@ -61,7 +61,7 @@ def test_a_table_that_is_not_built_is_there_with_its_columns_and_no_rows(tmp_pat
     assert ask(early, "select stage_name, recipe, rows, bytes from tables where not built limit 1") == [("buckets", None, 0, 0)]
 
 
-def test_losses_join_with_paths_and_captions(project: Told) -> None:
+def test_losses_join_with_paths_and_captions(project: FakeProject) -> None:
     sql = """
     select path, text, avg(loss) from train join images using (image_id) join captions using (image_id, caption_id)
     where images.rejected is null group by all order by path
@@ -71,7 +71,7 @@ def test_losses_join_with_paths_and_captions(project: Told) -> None:
     assert found[0][2] > found[1][2]
 
 
-def test_unused_names_every_image_that_is_not_trained_once_with_the_first_reason(project: Told) -> None:
+def test_unused_names_every_image_that_is_not_trained_once_with_the_first_reason(project: FakeProject) -> None:
     found = {path: (table, reason) for path, table, reason in ask(project, "select path, stage_name, reason from unused")}
     assert found == {
         "broken.jpg": ("images", "truncated: ends after 99 bytes"),
@@ -88,7 +88,7 @@ def test_nothing_counts_as_unused_for_want_of_captions_before_captions_are_built
     assert {row[0] for row in ask(early, "select stage_name from unused")} == {"images"}
 
 
-def test_tables_says_rows_dead_rows_and_bytes(project: Told) -> None:
+def test_tables_says_rows_dead_rows_and_bytes(project: FakeProject) -> None:
     rows = {row[0]: row[1:] for row in ask(project, "select stage_name, built, recipe, rows, dead, bytes from tables")}
     assert list(rows) == list(STAGE_NAMES)
     assert rows["latents"][:4] == (True, tables.RECIPE, 3, 1)
@@ -96,17 +96,17 @@ def test_tables_says_rows_dead_rows_and_bytes(project: Told) -> None:
     assert rows["latents"][4] == on_disk > 0
 
 
-def test_columns_says_what_every_column_holds(project: Told) -> None:
+def test_columns_says_what_every_column_holds(project: FakeProject) -> None:
     found = ask(project, "select doc from columns where stage_name = 'train' and name = 'sigma'")
     assert found == [("noise level, 0 (clean) to 1 (noise)",)]
     assert ask(project, "select name from columns where stage_name = 'buckets' and key") == [("image_id",), ("resolution",)]
 
 
-def test_bf16_gives_the_value_of_a_stored_word(project: Told) -> None:
+def test_bf16_gives_the_value_of_a_stored_word(project: FakeProject) -> None:
     import pyarrow.dataset
 
     catalog = open_catalog(project)
-    catalog.register("parts", pyarrow.dataset.dataset(project.folder("latents").parts, format="ipc"))
+    catalog.register("parts", pyarrow.dataset.dataset(project.folder("latents").shards, format="ipc"))
     sql = "select list_transform(tensor, lambda w: bf16(w)) from parts join latents using (latent_id) where latents.image_id = $1"
     assert catalog.execute(sql, [digest("a.jpg")]).fetchall() == [([1.0, -1.0, 2.0, 0.0],)]
     words = [0x7F80, 0xFF80, 0x4049, 0xC049, 0x0001]
@@ -114,7 +114,7 @@ def test_bf16_gives_the_value_of_a_stored_word(project: Told) -> None:
     assert found == (float("inf"), float("-inf"), 3.140625, -3.140625, 0.0)
 
 
-def test_a_plain_user_of_duckdb_gets_the_tables_in_three_lines(project: Told) -> None:
+def test_a_plain_user_of_duckdb_gets_the_tables_in_three_lines(project: FakeProject) -> None:
     import duckdb
 
     connection = duckdb.connect()
@@ -135,7 +135,7 @@ def test_a_project_folder_opens_by_its_path_whatever_is_built_and_without_weight
     assert catalog.sql("select * from train join latents using (image_id)").fetchall() == []
 
 
-def test_a_table_is_aligned_cut_and_counted(project: Told) -> None:
+def test_a_table_is_aligned_cut_and_counted(project: FakeProject) -> None:
     text = run_query(project, "select path, width, rejected from images order by path limit 3")
     assert text.splitlines() == [
         "path           width  rejected",
@@ -152,7 +152,7 @@ def test_a_table_is_aligned_cut_and_counted(project: Told) -> None:
     assert run_query(project, "select path from images where false").splitlines() == ["path", "----"]
 
 
-def test_csv_and_json_hold_every_row_and_value(project: Told) -> None:
+def test_csv_and_json_hold_every_row_and_value(project: FakeProject) -> None:
     sql = "select text, position, [1, 2] as pair, 1/3 as third, 'nan'::float as bad, null as none from captions order by text"
     rows = list(csv.DictReader(run_query(project, sql, "csv").splitlines(keepends=True)))
     assert [row["text"] for row in rows][-1] == "猫 on a\nsofa" and rows[0]["pair"] == "[1, 2]" and rows[0]["none"] == ""
@@ -176,7 +176,7 @@ def test_csv_and_json_hold_every_row_and_value(project: Told) -> None:
         ("copy images to '/nonexistent/images.csv'", "Cannot open file"),
     ],
 )
-def test_a_mistake_is_one_line_that_says_what_there_is(project: Told, sql: str, message: str) -> None:
+def test_a_mistake_is_one_line_that_says_what_there_is(project: FakeProject, sql: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         run_query(project, sql)
     assert "\n" not in str(error.value) and len(str(error.value)) < 1000 and "LINE" not in str(error.value)
@@ -184,7 +184,7 @@ def test_a_mistake_is_one_line_that_says_what_there_is(project: Told, sql: str, 
         run_query(project, "select 1", "html")
 
 
-def test_parquet_files_and_a_catalog_hold_every_table(project: Told, tmp_path: Path) -> None:
+def test_parquet_files_and_a_catalog_hold_every_table(project: FakeProject, tmp_path: Path) -> None:
     import duckdb
 
     from pipeline.commands.query import export_parquet

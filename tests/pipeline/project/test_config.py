@@ -27,7 +27,7 @@ def load(tmp_path, text: str, *overrides: str) -> config.Config:
         ("[train]\nsteps = true", "[train] steps: True is true or false; a whole number is wanted"),
         ("train = 3", "[train]: 3 is a value; this is a section of its own"),
         ("[train", "not valid TOML"),
-        ('[project]\npipeline = "lore"', "did you mean lora?"),
+        ('[project]\npipeline = "text_to_imag"', "did you mean text_to_image?"),
         ('[project]\npipeline = ["lora"]', "[project] pipeline: ['lora'] is a list; a string is wanted"),
         ("project = 3", "[project]: 3 is a value; this is a section of its own"),
         ("[project]\ncommit_seconds = -1", "commit_seconds: -1.0 is wrong"),
@@ -70,8 +70,9 @@ def test_a_mark_before_the_text_is_passed_over(tmp_path):
 
 
 def test_a_home_folder_of_nobody_is_a_folder_that_is_missing(tmp_path):
-    made = Project(tmp_path, load(tmp_path, GOOD, "images.folder=~nobody-at-all/cats"))
-    assert made.source == tmp_path / "~nobody-at-all" / "cats"
+    load(tmp_path, GOOD)
+    made = Project(tmp_path, ["images.folder=~nobody-at-all/cats"])
+    assert made.resource("image_folder") == tmp_path / "~nobody-at-all" / "cats"
     with pytest.raises(ValueError, match="no such folder"):
         Project("~nobody-at-all")
 
