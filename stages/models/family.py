@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from stages.models.protocols import Autoencoder, TextEncoder, Transformer, TransformerConfig
+
+Adapter = tuple[dict[str, "mx.array"], dict[str, float]]  # arrays by "<linear><ending>", float32; the scale of each Linear
 
 # A family's components and where each lies in a folder of the diffusers layout.
 FOLDERS = {"transformer": "transformer", "autoencoder": "vae", "text_encoder": "text_encoder", "tokenizer": "tokenizer"}
@@ -17,6 +26,7 @@ class Family:
     name: str
     title: str
     licence: str
+    code: str  # the architecture, "module:attribute"; imported when it is first used
     transformer: Mapping[str, Any]
     text_encoder: Mapping[str, Any]
     autoencoder: Mapping[str, Any] = field(default_factory=dict)
@@ -38,6 +48,72 @@ class Family:
     begin: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # section -> settings with which a new project begins
 
     @property
+    def architecture(self) -> Architecture:
+        """The functions of the family's architecture: loading, inputs, drawing, adapters. Importing them loads MLX."""
+        module, _, attribute = self.code.partition(":")
+        found: Architecture = getattr(import_module(module), attribute)
+        return found
+
+    def require(self, component: str) -> None:
+        """Raise ValueError, with the reason in one line, if the program cannot use this component of the family yet."""
+        if reason := self.unsupported.get(component):
+            raise ValueError(reason)
+
+    @property
     def source(self) -> str:
         """Where the weights come from where a project names none, in words."""
         return self.hub or (f"{self.bundled}, part of the checkout" if self.bundled else "made by the project")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What one architecture can do, as functions that a stage or a command calls through `family.architecture`.
+
+    Letters in names of arrays: B batch, L image tokens, T text rows, C latent channels, J text features, h and w latent height
+    and width. `path` is where `locate` found a component: a folder, or a single file. Every function that reads files raises
+    ValueError in one line for weights that are missing, cut short or of another model.
+    """
+
+    # Sizes.
+    pixels_per_token: int  # pixels along one side of an image token; heights and widths of images are multiples of it
+    transformer_class: str  # the transformer's class in diffusers, for config.json
+
+    # transformer_config(path or None, family): the sizes, from the config.json at path, else from the family's record.
+    transformer_config: Callable[[Path | None, Family], TransformerConfig]
+    # load_transformer(path, family, dtype=None, arrange=None): read the weights, cast each to dtype (None: as stored), then
+    # replace it by arrange(name, weight), which may pack it, or hand it on and return nothing of use. One is held at a time.
+    load_transformer: Callable[..., Transformer]
+    # meta_transformer(config, dtype): every name and shape, of arrays that are never computed and take no memory.
+    meta_transformer: Callable[[Any, mx.Dtype], Transformer]
+    # packs_outside(name): whether a weight outside the blocks is large enough to be worth packing.
+    packs_outside: Callable[[str], bool]
+    outside_bits: int  # the fewest bits per weight that are safe outside the blocks
+
+    # tokens(x_BCHW) -> x_BLC: latents, or noise of their shape, as the sequence that the transformer reads and predicts.
+    tokens: Callable[[mx.array], mx.array]
+    # inputs(x_BLC, (h, w), text_BTJ, sigma_B, guidance=None): the keyword arguments of `enter`. x_BLC are noisy latents, sigma_B
+    # the noise level of each sample, 0 (clean) to 1; guidance a number that only models with embedded guidance read.
+    inputs: Callable[..., dict[str, Any]]
+    # zero_inputs(config, samples, (h, w), text_rows): inputs of zeros, to estimate memory with a meta model.
+    zero_inputs: Callable[[Any, int, tuple[int, int], int], dict[str, Any]]
+
+    # load_autoencoder(path, family, dtype=None).
+    load_autoencoder: Callable[..., Autoencoder]
+    # load_text_encoder(weights path, tokenizer path, family, precision): precision is "bfloat16" or "float32".
+    load_text_encoder: Callable[[Path, Path, Family, str], TextEncoder]
+
+    # sigmas(tokens, steps): the steps + 1 noise levels, from 1 down to 0, to draw an image of so many image tokens.
+    sigmas: Callable[[int, int], list[float]]
+    # draw(model, text_1TJ, height, width, *, seed, steps, guidance, negative_1TJ=None, linear_for=None): yield the latent
+    # (1,C,h,w), float32, after every denoising step; the last one is the image's. height and width are pixels. With
+    # negative_1TJ, the embedding of the empty prompt, guidance is classifier-free: two passes a step. linear_for(block name)
+    # returns the Linear of a block, to draw with an adapter.
+    draw: Callable[..., Iterator[mx.array]]
+
+    # read_adapter(path): an adapter of any known format, in the names of `Transformer.linears`.
+    read_adapter: Callable[[Path], Adapter]
+    # name of a format -> function(arrays, scales): an adapter as arrays in the names of that format, scales folded in.
+    adapter_styles: Mapping[str, Callable[[dict[str, mx.array], dict[str, float]], dict[str, mx.array]]]
+
+    # write_random_weights(folder, family): write a complete model of the family's sizes, its weights random from `family.seeded`.
+    write_random_weights: Callable[[Path, Family], None]

@@ -24,6 +24,14 @@ def sizes(path: Path, default: Mapping[str, Any]) -> dict[str, Any]:
     return weights.read_config(path) or dict(default)
 
 
+def transformer_config(path: Path | None, family: Family) -> flux2.Flux2Config:
+    """Read the transformer's sizes from the config.json at `path`; from the family's record if there is none, or no path.
+
+    ValueError if the config is not that of a FLUX.2 transformer.
+    """
+    return flux2.Flux2Config.from_dict(sizes(path, family.transformer) if path else family.transformer)
+
+
 def load_flux2(
     path: Path, family: Family, dtype: Any = None, arrange: Callable[[str, mx.array], Any] | None = None
 ) -> flux2.Flux2:
@@ -31,7 +39,7 @@ def load_flux2(
 
     One tensor is so held at a time: `arrange` may pack it.
     """
-    config = flux2.Flux2Config.from_dict(sizes(path, family.transformer))
+    config = transformer_config(path, family)
     foreign = convert.is_single_file(weights.keys(path))
     arrays = weights.load_component(
         path,

@@ -12,12 +12,78 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 
+from stages.models.flux2.transformer import Flux2, Linear, image_ids, text_ids
+
 Velocity = Callable[[mx.array, float], mx.array]  # (x, sigma) -> dx/dsigma, of x's shape
 
 # The empirical mu of the FLUX.2 reference: two lines over the number of image tokens, fitted at 10 and at 200 steps.
 AT_10_STEPS = (8.73809524e-05, 1.89833333)
 AT_200_STEPS = (0.00016927, 0.45666666)
+PIXELS = 16  # per image token and latent position, along one side
+TOGETHER = 1024  # image tokens up to which guidance's two passes are one batch: faster, and their memory is small there
 LONG = 4300  # image tokens beyond which the line of 200 steps holds for any number of steps
+
+
+def draw(
+    model: Flux2,
+    text_1TJ: mx.array,
+    height: int,
+    width: int,
+    *,
+    seed: int,
+    steps: int,
+    guidance: float,
+    negative_1TJ: mx.array | None = None,
+    linear_for: Callable[[str], Linear] | None = None,
+) -> Iterator[mx.array]:
+    """Draw one image: yield its latent (1, channels, height / 16, width / 16), float32, after every denoising step.
+
+    text_1TJ: the prompt's embedding, (1, text rows, features); negative_1TJ: that of the empty prompt, for classifier-free
+    guidance by the factor `guidance`; without it `guidance` is given to the model as an input. `height` and `width` are pixels,
+    multiples of 16. `seed` names the starting noise. `linear_for` maps a block's name to its Linear, to draw with an adapter.
+    ValueError for a size that is no multiple of 16, or for less than one step.
+    """
+    for name, pixels in (("width", width), ("height", height)):
+        if pixels < PIXELS or pixels % PIXELS:
+            raise ValueError(f"{name} must be a multiple of {PIXELS} pixels, got {pixels}")
+    size = (height // PIXELS, width // PIXELS)
+    velocity = velocity_of(model, size, text_1TJ, negative_1TJ, guidance, linear_for)
+    x_1Chw = noise(seed, (1, model.config.in_channels, *size))
+    yield from euler(velocity, x_1Chw, sigmas(size[0] * size[1], steps))
+
+
+def velocity_of(
+    model: Flux2,
+    size: tuple[int, int],
+    text_1TJ: mx.array,
+    negative_1TJ: mx.array | None,
+    guidance: float,
+    linear_for: Callable[[str], Linear] | None = None,
+) -> Velocity:
+    """Return the model as a function (x_1Chw, sigma) -> velocity_1Chw for one prompt. `size` is the latent's (height, width).
+
+    With negative_1TJ, the embedding of the empty prompt, the function runs the model twice and combines both by `guidance`.
+    """
+    ids_L4 = image_ids(*size)
+
+    def predict(text_BTJ: mx.array, x_1Chw: mx.array, sigma: float) -> mx.array:
+        B = text_BTJ.shape[0]
+        x_BLC = mx.repeat(x_1Chw.flatten(2).swapaxes(1, 2), B, axis=0)
+        ctx_ids_T4 = text_ids(text_BTJ.shape[1])
+        v_BLC = model(x_BLC, ids_L4, text_BTJ, ctx_ids_T4, mx.array([sigma] * B), mx.array([guidance] * B), linear_for)
+        v_BChw = v_BLC.swapaxes(1, 2).reshape(B, *x_1Chw.shape[1:]).astype(mx.float32)
+        mx.eval(v_BChw)  # one pass in memory at a time
+        return v_BChw
+
+    def velocity(x_1Chw: mx.array, sigma: float) -> mx.array:
+        if negative_1TJ is None:
+            return predict(text_1TJ, x_1Chw, sigma)
+        if ids_L4.shape[0] <= TOGETHER:
+            v_BChw = predict(mx.concatenate([text_1TJ, negative_1TJ]), x_1Chw, sigma)
+            return guided(v_BChw[:1], v_BChw[1:], guidance)
+        return guided(predict(text_1TJ, x_1Chw, sigma), predict(negative_1TJ, x_1Chw, sigma), guidance)
+
+    return velocity
 
 
 def empirical_mu(tokens: int, steps: int) -> float:

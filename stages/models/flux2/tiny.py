@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from stages.models.family import Family
 from stages.models.flux2.autoencoder import AutoencoderConfig
 from stages.models.flux2.sizes import TINY_AUTOENCODER, TINY_QWEN3, TINY_TRANSFORMER
 from stages.models.flux2.transformer import Flux2Config
@@ -90,6 +91,12 @@ INDEX = {
     "transformer": ["diffusers", "Flux2Transformer2DModel"],
     "vae": ["diffusers", "AutoencoderKLFlux2"],
 }
+
+
+def write_random_weights(folder: Path, family: Family) -> None:
+    """Write a complete model of random weights into `folder`, in the diffusers layout. `family.seeded` is the seed."""
+    assert family.seeded is not None, f"{family.name} has weights of its own"
+    make(folder, family.seeded)
 
 
 def make(folder: Path, seed: int) -> None:

@@ -28,6 +28,7 @@ MODULATIONS = {
     "image": "double_stream_modulation_img",
     "single": "single_stream_modulation",
 }
+OUTSIDE_BITS = 8  # the fewest bits of a Linear outside the blocks
 TABLES_KEPT = 32  # rotary tables: one per image shape, 2.4 MB at 1024 px
 
 
@@ -115,7 +116,7 @@ def text_ids(count: int) -> np.ndarray:
 def packs_outside(name: str) -> bool:
     """Whether a Linear outside the blocks is worth packing: dev has 1.6 GB of them, all but a few MB in these.
 
-    They steer every block, so they are packed to no less than 8 bits.
+    They steer every block, so they are packed to no less than OUTSIDE_BITS.
     """
     return name.startswith(("context_embedder", "time_guidance_embed", "norm_out", *MODULATIONS.values()))
 
@@ -246,6 +247,11 @@ class Flux2:
             if len(self._tables) > TABLES_KEPT:
                 self._tables.pop(next(iter(self._tables)))
         return self._tables[key]
+
+
+def meta_transformer(config: Flux2Config, dtype: mx.Dtype) -> Flux2:
+    """Build a transformer of arrays that are never computed: it has every name and shape and takes no memory."""
+    return Flux2(config, {name: mx.zeros(shape, dtype) for name, shape in config.shapes().items()})
 
 
 def text_rows(shared: Shared) -> int:

@@ -1,0 +1,26 @@
+"""FLUX.2's entry in the table of architectures. Nothing outside this folder imports another of its files."""
+
+from stages.models.family import Architecture
+from stages.models.flux2 import adapter_formats, load, sampling, tiny, transformer
+from stages.models.flux2 import inputs as model_inputs
+from stages.models.text.encoder import TextEncoder
+
+FLUX2 = Architecture(
+    pixels_per_token=sampling.PIXELS,
+    transformer_class="Flux2Transformer2DModel",
+    transformer_config=load.transformer_config,
+    load_transformer=load.load_flux2,
+    meta_transformer=transformer.meta_transformer,
+    packs_outside=transformer.packs_outside,
+    outside_bits=transformer.OUTSIDE_BITS,
+    tokens=model_inputs.tokens,
+    inputs=model_inputs.inputs,
+    zero_inputs=model_inputs.zero_inputs,
+    load_autoencoder=load.load_autoencoder,
+    load_text_encoder=TextEncoder,
+    sigmas=sampling.sigmas,
+    draw=sampling.draw,
+    read_adapter=adapter_formats.read_adapter,
+    adapter_styles={"diffusers": adapter_formats.to_diffusers, "comfyui": adapter_formats.to_comfyui},
+    write_random_weights=tiny.write_random_weights,
+)

@@ -1,0 +1,43 @@
+"""The inputs of the FLUX.2 transformer: latents as tokens, the places of tokens and text rows, noise level, guidance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from stages.models.flux2.transformer import Flux2Config, image_ids, text_ids
+
+
+def tokens(x_BCHW: mx.array) -> mx.array:
+    """Lay out latents (batch, channels, height, width) as tokens (batch, height * width, channels), row by row."""
+    return x_BCHW.reshape(*x_BCHW.shape[:2], -1).swapaxes(1, 2)
+
+
+def inputs(
+    x_BLC: mx.array, size: tuple[int, int], text_BTJ: mx.array, sigma_B: mx.array, guidance: float | None = None
+) -> dict[str, Any]:
+    """Return the keyword arguments of `Flux2.enter` for one batch of noisy latents.
+
+    x_BLC: (batch, height * width, channels), from `tokens`; `size`: (height, width) of the latents; text_BTJ: (batch, text rows,
+    features); sigma_B: noise levels, 0 to 1; `guidance`: one value for all samples, None to leave it out.
+    """
+    return {
+        "x_BLC": x_BLC,
+        "x_ids_L4": image_ids(*size),
+        "ctx_BTJ": text_BTJ,
+        "ctx_ids_T4": text_ids(text_BTJ.shape[1]),
+        "timesteps_B": sigma_B,
+        "guidance_B": None if guidance is None else mx.full(sigma_B.shape, guidance),
+    }
+
+
+def zero_inputs(config: Flux2Config, samples: int, size: tuple[int, int], text_rows: int) -> dict[str, Any]:
+    """Return the keyword arguments of `Flux2.enter` as zeros, which take no memory until they are computed.
+
+    `samples` is the batch size, `size` the (height, width) of the latents, `text_rows` the rows of one text embedding.
+    """
+    height, width = size
+    x_BLC = mx.zeros((samples, height * width, config.in_channels))
+    text_BTJ = mx.zeros((samples, text_rows, config.joint_attention_dim))
+    return inputs(x_BLC, size, text_BTJ, mx.zeros((samples,))) | {"guidance_B": mx.zeros((samples,))}
