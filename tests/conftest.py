@@ -1,6 +1,18 @@
-"""Loads the BLAS before MLX, keeps every test off the network, and makes the tiny weights once."""
+"""What all tests share: the BLAS before MLX, no network, tiny weights, and the two sizes of a test.
 
+A test is fast unless it or its module is marked `slow`; `pytest -m fast` runs in less than a minute. A test marked
+`proof("what it proves")` asks the fixture `cases` how many cases to try: few in `make test`, many under `make prove`
+(`pytest -m proof --prove`), which adds a row per test to data/proofs.jsonl.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
 import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,12 +22,66 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import stages  # noqa: F401  (before mlx.core)
 
+ROOT = Path(__file__).parents[1]
+PROOFS = ROOT / "data" / "proofs.jsonl"
+
 
 @pytest.fixture(scope="session")
 def tiny_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the tiny family's weights; read only."""
+    """A folder with the weights of the family tiny. Tests only read it."""
     from stages.models.flux2 import tiny
 
     folder = tmp_path_factory.mktemp("tiny") / "weights"
     tiny.make(folder, seed=0)
     return folder
+
+
+@pytest.fixture
+def cases(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
+    """A function (small, full) -> how many cases to try: `small`, or `full` under --prove. The number is recorded."""
+
+    def choose(small: int, full: int) -> int:
+        count = full if request.config.getoption("--prove") else small
+        request.node.user_properties.append(("cases", count))
+        return count
+
+    return choose
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --prove."""
+    parser.addoption("--prove", action="store_true", help="run proofs in their full form and record them in data/proofs.jsonl")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test fast that is not marked slow."""
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            item.add_marker("fast")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Add a row to data/proofs.jsonl for a proof that has run in its full form."""
+    report = yield
+    proof = item.get_closest_marker("proof")
+    if proof and report.when == "call" and item.config.getoption("--prove"):
+        row = {
+            "proof": proof.args[0],
+            "test": item.nodeid,
+            "cases": dict(item.user_properties).get("cases"),
+            "outcome": report.outcome,
+            "seconds": round(report.duration, 1),
+            "date": datetime.date.today().isoformat(),
+            "commit": _commit(),
+            "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}",
+        }
+        with PROOFS.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    return report
+
+
+def _commit() -> str:
+    """The commit of the code under test, with -dirty where files differ from it; empty without git."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
