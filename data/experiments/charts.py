@@ -1,107 +1,100 @@
-"""Small charts with Pillow alone: panels of points, joined or not, with their standard errors. Axes need not begin at 0."""
+"""The charts of the page of the experiments: one function per chart returns its panels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 
-from PIL import Image, ImageDraw, ImageFont
+from data.experiments.results import DROPOUT, GUIDANCE, PRESERVED, Results
+from pipeline.commands.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, Curve, Panel
 
-from data.pages.plot import COLORS, GRID, INK, PAPER, SOFT, Color
-
-SCALE = 2  # image pixels per pixel of the layout
-WIDTH, HEIGHT = 330, 200  # pixels: of a panel's field
-LEFT, RIGHT, ABOVE, BELOW, HEAD = 56, 20, 62, 46, 16  # pixels around it
-TEXT, SMALL = 13, 11  # pixels: letters
+STYLE = "style (0: base, 1: real pictures)"
+COLORS = {"0": ORANGE, "0.1": BLUE, "0.5": GREEN}  # by caption dropout
 
 
-@dataclass(frozen=True)
-class Series:
-    """Points of one name; `errors` are drawn up and down."""
-
-    name: str
-    color: Color
-    x: Sequence[float]
-    y: Sequence[float]
-    errors: Sequence[float] = ()
-    joined: bool = True
-    dots: bool = True
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A field from `low` to `high` on the y axis; `ticks` name places on the x axis."""
-
-    title: str
-    ticks: dict[float, str]
-    axis: str
-    series: Sequence[Series]
-    low: float
-    high: float
-    step: float
+def ema(results: Results) -> list[Panel]:
+    """Held-out loss of the adapter and of its average over the steps; once more from step 50 on, on a finer scale."""
+    whole, late = [], []
+    for name, color, average in (("adapter", ORANGE, False), ("its average ([train.ema])", BLUE, True)):
+        points = list(zip(*results.loss_curve(average), strict=True))
+        whole.append(_joined(name, color, points))
+        late.append(_joined(name, color, [point for point in points if point[0] >= 50]))
+    return [
+        Panel("All steps", "step", "held-out loss", whole),
+        Panel("From step 50 on", "step", "held-out loss", late),
+    ]
 
 
-class Pen:
-    """Draws in the pixels of the layout."""
-
-    def __init__(self, width: int, height: int) -> None:
-        self.image = Image.new("RGB", (width * SCALE, height * SCALE), PAPER)
-        self.draw = ImageDraw.Draw(self.image)
-
-    def text(self, x: float, y: float, text: str, color: Color, size: int, anchor: str) -> float:
-        """Write; how wide it is."""
-        font = ImageFont.load_default(size * SCALE)
-        self.draw.text((x * SCALE, y * SCALE), text, color, font, anchor=anchor)
-        return float(font.getlength(text)) / SCALE
-
-    def line(self, points: Sequence[tuple[float, float]], color: Color, width: float) -> None:
-        """Join points."""
-        self.draw.line([(x * SCALE, y * SCALE) for x, y in points], color, round(width * SCALE), joint="curve")
-
-    def dot(self, x: float, y: float, color: Color, radius: float = 3.5) -> None:
-        """A point."""
-        self.draw.ellipse([(x - radius) * SCALE, (y - radius) * SCALE, (x + radius) * SCALE, (y + radius) * SCALE], color)
+def dropout(results: Results) -> list[Panel]:
+    """Held-out loss under the empty caption by caption dropout; style by guidance, without and with preservation."""
+    losses = [
+        Curve(name, color, list(range(len(runs))), [results.loss(run, 128, "empty") for run in runs], marked=True)
+        for name, color, runs in (("without preservation", GREY, DROPOUT), ("with preservation", PURPLE, PRESERVED))
+    ]
+    ticks = {float(place): share for place, share in enumerate(COLORS)}
+    return [
+        Panel("Loss under the empty caption", "caption dropout", "held-out loss", losses, ticks=ticks),
+        _style_by_guidance("Style, without preservation", results, DROPOUT),
+        _style_by_guidance("Style, with preservation", results, PRESERVED),
+    ]
 
 
-def save(panels: Sequence[Panel], file: Path) -> None:
-    """The panels side by side in a PNG."""
-    cell = LEFT + WIDTH + RIGHT
-    pen = Pen(cell * len(panels), HEAD + ABOVE + HEIGHT + BELOW)
-    for number, panel in enumerate(panels):
-        _panel(pen, panel, number * cell + LEFT, HEAD + ABOVE)
-    pen.image.quantize(COLORS, dither=Image.Dither.NONE).save(file, optimize=True)
+def sizes(results: Results) -> list[Panel]:
+    """Held-out loss and style at 128 and 192 px, of the runs trained at one size and at both."""
+    losses, styles = [], []
+    for run, name, color, shift in (
+        ("plain", "trained at 128 px", ORANGE, -0.05),
+        ("two sizes", "trained at 128 and 192 px", BLUE, 0.05),
+    ):
+        x = [shift, 1 + shift]
+        losses.append(Curve(name, color, x, [results.loss(run, side) for side in (128, 192)], joined=False, marked=True))
+        styles.append(_with_errors(name, color, x, [results.mean("style", run, side=side) for side in (128, 192)]))
+    ticks = {0.0: "128", 1.0: "192"}
+    return [
+        Panel("Loss of held-out pictures", "side, px", "held-out loss", losses, ticks=ticks),
+        Panel("Style of previews", "side, px", STYLE, styles, ticks=ticks),
+    ]
 
 
-def _panel(pen: Pen, panel: Panel, left: float, top: float) -> None:
-    bottom, first, last = top + HEIGHT, min(panel.ticks), max(panel.ticks)
-    room = 0.0 if len(panel.series) == 1 or panel.series[0].joined else 0.5
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        along = (x - first + room) / (last - first + 2 * room)
-        return left + WIDTH * along, bottom - HEIGHT * (y - panel.low) / (panel.high - panel.low)
-
-    pen.text(left, top - 48, panel.title, INK, TEXT, "ls")
-    _legend(pen, panel, left, top - 26)
-    for n in range(round((panel.high - panel.low) / panel.step) + 1):
-        value = panel.low + n * panel.step
-        y = place(first, value)[1]
-        pen.line([(left, y), (left + WIDTH, y)], SOFT if n == 0 else GRID, 1)
-        pen.text(left - 7, y, f"{value:.4g}", SOFT, SMALL, "rm")
-    for x, label in panel.ticks.items():
-        pen.text(place(x, panel.low)[0], bottom + 7, label, SOFT, SMALL, "ma")
-    pen.text(left + WIDTH / 2, bottom + 25, panel.axis, SOFT, SMALL, "ma")
-    for series in panel.series:
-        points = [place(x, y) for x, y in zip(series.x, series.y, strict=True)]
-        if series.joined:
-            pen.line(points, series.color, 2)
-        for x, y, error in zip(series.x, series.y, series.errors, strict=bool(series.errors)):
-            pen.line([place(x, y - error), place(x, y + error)], series.color, 1.5)
-        for x, y in points if series.dots else ():
-            pen.dot(x, y, series.color)
+def preservation(results: Results) -> list[Panel]:
+    """Distance from the base's picture, and style, by kind of prompt, without and with [train.preservation]."""
+    kinds = {"none": "no trigger", "class": "class word", "trigger": "trigger"}
+    ticks = {float(place): label for place, label in enumerate(kinds.values())}
+    panels = []
+    for column, title, label, y_range in (
+        ("moved", "Distance from the base's picture", "difference, levels of 255", (0.0, 35.0)),
+        ("style", "Style of previews", STYLE, (-0.3, 1.0)),
+    ):
+        curves = [
+            _with_errors(name, color, [place + shift for place in ticks], [results.mean(column, run, kind) for kind in kinds])
+            for run, name, color, shift in (
+                ("plain", "without preservation", ORANGE, -0.06),
+                ("preserved", "with [train.preservation]", BLUE, 0.06),
+            )
+        ]
+        panels.append(Panel(title, "prompt", label, curves, y_range, ticks))
+    return panels
 
 
-def _legend(pen: Pen, panel: Panel, left: float, y: float) -> None:
-    for series in panel.series:
-        pen.dot(left + 4, y, series.color)
-        left += 13 + pen.text(left + 13, y, series.name, INK, SMALL, "lm") + 16
+def _joined(name: str, color: str, points: list[tuple[int, float]]) -> Curve:
+    return Curve(name, color, [x for x, _ in points], [y for _, y in points], marked=True)
+
+
+def _with_errors(name: str, color: str, x: list[float], pairs: list[tuple[float, float]], joined: bool = False) -> Curve:
+    return Curve(name, color, x, [mean for mean, _ in pairs], [error for _, error in pairs], joined, marked=True)
+
+
+def _style_by_guidance(title: str, results: Results, runs: dict[str, str]) -> Panel:
+    lines = {"base": ("base", GREY)} | {run: (f"dropout {share}", COLORS[share]) for run, share in runs.items()}
+    curves = [
+        _with_errors(name, color, list(GUIDANCE), [results.mean("style", run, guidance=g) for g in GUIDANCE], joined=True)
+        for run, (name, color) in lines.items()
+    ]
+    return Panel(title, "guidance", STYLE, curves, (-0.3, 1.3), {g: f"{g:g}" for g in GUIDANCE})
+
+
+CHARTS: dict[str, Callable[[Results], list[Panel]]] = {
+    "ema.png": ema,
+    "dropout.png": dropout,
+    "sizes.png": sizes,
+    "preservation.png": preservation,
+}

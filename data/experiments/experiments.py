@@ -1,6 +1,6 @@
 """Four experiments on micro: what the average of the weights, caption dropout, several resolutions and preservation do.
 
-    python data/experiments/experiments.py WORK [OUT]
+    python -m data.experiments.experiments WORK [OUT]
 
 trains the runs of runs.py in the folder WORK, some 20 minutes on two cores, and writes results.jsonl and the strips of
 pictures into OUT, this folder by default. What is done already is not done again. Then `report.py` writes the page.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 
 import pyarrow as pa
 
-from schemas.table import TENSOR, TableSchema
+from schemas.table import TableSchema
 from stages.text_to_image import PIPELINE
 
 FILE = Path(__file__).parents[1] / "README.md"
@@ -34,7 +33,7 @@ data/cats/
   tables/<table>/<recipe>/
     manifest.json                       the recipe in clear text, counts, what made the table; written last
     rows.lance/                         the rows
-    parts/*.arrow                       latents and embeddings: the tensors, uncompressed Arrow, memory-mapped
+    shards/*.arrow                       latents and embeddings: the tensors, uncompressed Arrow, memory-mapped
     artifacts/                          train: checkpoints and the adapter; samples: the previews and their grid
   exports/                              adapters for other programs, from `latentmill export`
 ```
@@ -44,17 +43,17 @@ the sha256 of the weights it loads. Another recipe is another folder, so two con
 be compared to see which knob differs. A row's **key** names what the function was applied to. A row is made again only
 when a column that it depends on changed; rows that nothing names any more are invisible, and `latentmill clean` deletes them.
 
-A tensor is stored as 16-bit words in row-major order; its row says in `part`, `byte_offset` and `nbytes` where it lies, in
-`shape` and `dtype` what it is. The parts are plain Arrow files, readable by themselves (`pyarrow.dataset.dataset(folder,
+A tensor is stored as 16-bit words in row-major order; its row says in `shard`, `byte_offset` and `nbytes` where it lies, in
+`shape` and `dtype` what it is. The shards are plain Arrow files, readable by themselves (`pyarrow.dataset.dataset(folder,
 format="ipc")`, which DuckDB can register); in the SQL of `latentmill query`, `bf16(word)` is a word's value.
 
-*StepResult* columns are clocks and memory: the only ones in which two runs of the same recipe may differ.
+*Measured* columns are clocks and memory: the only ones in which two runs of the same recipe may differ.
 """
 
 
 def render() -> str:
     """The text of data/README.md."""
-    schemas = [table(stage_name) for stage_name in PIPELINE.stages]
+    schemas = [PIPELINE.stage(name).writes for name in PIPELINE.stages]
     index = "".join(f"| [{s.name}](#{s.name}) | {', '.join(s.key)} | {s.doc} |\n" for s in schemas)
     return "\n".join([TOP + index.rstrip("\n"), *map(_section, schemas), LAYOUT.rstrip("\n")]) + "\n"
 
@@ -64,16 +63,12 @@ def write() -> None:
     FILE.write_text(render(), encoding="utf-8")
 
 
-def table(stage_name: str) -> TableSchema:
-    """The schema of a table by its stage_name: schemas/<stage_name>.py, in capitals."""
-    found: TableSchema = getattr(import_module(f"schemas.text_to_image.{stage_name}"), stage_name.upper())
-    return found
-
-
 def _section(schema: TableSchema) -> str:
     head = f"\n## {schema.name}\n\n{schema.doc}\n\n| column | type | what it holds |\n|---|---|---|\n"
-    note = f"\n\nIts tensors lie in `parts/`, {TENSOR.metadata[b'doc'].decode()}." if schema.tensors else ""
-    return head + "\n".join(_line(schema, field) for field in schema.stored) + note
+    tensors = "".join(
+        f"\n\nTensor `{t.name}`, {t.dtype}: {t.doc}. It is stored in a file under `shards/`." for t in schema.tensors
+    )
+    return head + "\n".join(_line(schema, field) for field in schema.stored) + tensors
 
 
 def _line(schema: TableSchema, field: pa.Field) -> str:
@@ -86,3 +81,7 @@ def _line(schema: TableSchema, field: pa.Field) -> str:
     doc = metadata.get(b"doc", b"").decode().replace("|", "\\|")
     kind = str(field.type).replace("list<item: ", "list of ").removesuffix(">")
     return f"| {field.name} | {kind} | {'; '.join([doc, *filter(None, marks)])} |"
+
+
+if __name__ == "__main__":
+    write()

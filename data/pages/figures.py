@@ -1,115 +1,125 @@
-"""The figures of data/recipe.md, drawn from the code that trains: `make figures`."""
+"""The figures of data/recipe.md, computed from the code that trains and drawn with matplotlib: `make figures`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from data.pages import plot
-from data.pages.plot import Chart, Curve, Panel
+from pipeline.commands.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, Curve, Panel, save
 from stages.models.flux2.sampling import sigmas
 from stages.text_to_image.train.config import NoiseConfig
 from stages.tuner.diffusion.noise import BASES, Noise
 from stages.tuner.diffusion.weighting import WEIGHTS, weight
 
 FOLDER = Path(__file__).parents[1] / "figures"
-TOKENS = {512: 32 * 32, 1024: 64 * 64}  # by the side of a square image, pixels
-GRID = (np.arange(240) + 0.5) / 240
-TOP = 3.5  # of the densities; three of them have no bound
+TOKENS = {512: 32 * 32, 1024: 64 * 64}  # image tokens by the side of a square image, pixels
+GRID = (np.arange(240) + 0.5) / 240  # the sigmas at which curves are computed
+SIGMA = "sigma (0: clean, 1: noise)"
+DENSITY_RANGE = (0.0, 3.5)  # three of the densities grow without bound and are cut off
 
 
-def noise_levels() -> Chart:
-    """Every distribution of sigma, with and without the shift by resolution; and the static shift."""
-    panels = [Panel(base, _shifts(base), TOP) for base in BASES]
-    return Chart(
-        "Noise levels: how often each sigma is trained",
-        "Density over sigma, 0 a clean image, 1 pure noise. Numbers in a curve's colour: its mean sigma.",
-        "sigma",
-        [*panels, Panel("logit_normal, static shift", _static(), TOP)],
-        columns=4,
-        size=(230, 150),
+@dataclass(frozen=True)
+class Page:
+    """The panels of one figure, and the options of `plots.draw`."""
+
+    panels: list[Panel]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def noise_levels() -> Page:
+    """The density of every distribution of sigma without a shift, shifted by resolution, and with the static shift."""
+    panels = [Panel(base, SIGMA, "density", _shifted_by_resolution(base), DENSITY_RANGE) for base in BASES]
+    panels.append(Panel("logit_normal, static shift", SIGMA, "density", _static_shift(), DENSITY_RANGE))
+    return Page(
+        panels,
+        {
+            "columns": 4,
+            "panel_inches": (2.7, 2.3),
+            "title": "Noise levels: how often each sigma is trained (above each panel: mean sigma)",
+        },
     )
 
 
-def _shifts(base: str) -> list[Curve]:
+def _shifted_by_resolution(base: str) -> list[Curve]:
     shifted = Noise(base, shift="resolution")
     return [
-        _density("no shift", plot.GREY, Noise(base), 0),
-        _density("shift by resolution, 512 px", plot.BLUE, shifted, TOKENS[512]),
-        _density("shift by resolution, 1024 px", plot.ORANGE, shifted, TOKENS[1024]),
+        _density("no shift", GREY, Noise(base), 0),
+        _density("shift by resolution, 512 px", BLUE, shifted, TOKENS[512]),
+        _density("shift by resolution, 1024 px", ORANGE, shifted, TOKENS[1024]),
     ]
 
 
-def _static() -> list[Curve]:
+def _static_shift() -> list[Curve]:
     factor = NoiseConfig().shift_factor
     return [
-        _density("no shift", plot.GREY, Noise("logit_normal"), 0),
-        _density(f"static shift {factor:g}", plot.GREEN, Noise("logit_normal", shift="static", factor=factor), 0),
+        _density("no shift", GREY, Noise("logit_normal"), 0),
+        _density(f"static shift {factor:g}", GREEN, Noise("logit_normal", shift="static", factor=factor), 0),
     ]
 
 
-def _density(name: str, color: plot.Color, noise: Noise, tokens: int) -> Curve:
+def _density(name: str, color: str, noise: Noise, tokens: int) -> Curve:
     mean = np.mean([noise.sigma(u, tokens) for u in (np.arange(2000) + 0.5) / 2000])
     return Curve(name, color, GRID.tolist(), noise.density(GRID, tokens).tolist(), note=f"{mean:.2f}")
 
 
-def loss_weights() -> Chart:
-    """Every weight over sigma."""
-    flat = Curve("weight 1", plot.GREY, [0.0, 1.0], [1.0, 1.0])
+def loss_weights() -> Page:
+    """Every loss weight over sigma, beside the constant weight 1."""
+    constant = Curve("weight 1", GREY, [0.0, 1.0], [1.0, 1.0])
     names = [name for name in WEIGHTS if name != "none"]
-    curves = {name: Curve("loss weight", plot.BLUE, GRID.tolist(), weight(name, GRID).tolist()) for name in names}
-    return Chart(
-        "Loss weights: how much a sample counts",
-        "By its sigma, 0 a clean image, 1 pure noise. sigma_sqrt goes on up to a million.",
-        "sigma",
-        [Panel(name, [flat, curve], 2.5) for name, curve in curves.items()],
-        columns=5,
-        size=(180, 140),
+    panels = [
+        Panel(name, SIGMA, "loss weight", [constant, Curve("weight", BLUE, GRID.tolist(), weight(name, GRID).tolist())], (0, 2.5))
+        for name in names
+    ]
+    return Page(
+        panels,
+        {
+            "columns": 5,
+            "panel_inches": (2.2, 2.1),
+            "title": "Loss weights: how much a sample counts, by its sigma (sigma_sqrt rises to a million)",
+        },
     )
 
 
-def defaults() -> Chart:
-    """Where the default settings of the trainers of FLUX.2 put their effort: density times weight."""
+def defaults() -> Page:
+    """Density of sigma times loss weight, as the default settings of the trainers of FLUX.2 have them."""
     c = NoiseConfig()
     ours = Noise(c.base, c.mean, c.std, c.shift, c.shift_factor)
     static = Noise("logit_normal", shift="static", factor=3.0)
-    measured = weight("measured", GRID)
     panels = []
     for side, tokens in TOKENS.items():
-        window = sigmas(tokens, 40)[25:40]
+        levels = sigmas(tokens, 40)[25:40]  # mflux draws one of these levels of its sampling schedule
         curves = [
-            _effort("diffusers, flux-2-swift-mlx", plot.GREY, np.ones_like(GRID)),
-            _effort("ai-toolkit", plot.GREEN, measured),
-            _effort("SimpleTuner, diffusion-pipe", plot.PURPLE, static.density(GRID, tokens)),
-            _effort("latentmill, musubi-tuner, OneTrainer", plot.ORANGE, ours.density(GRID, tokens)),
-            Curve("mflux: these 15 levels", plot.BLUE, window, [0.06] * len(window), dots=True),
+            Curve("diffusers, flux-2-swift-mlx", GREY, GRID.tolist(), np.ones_like(GRID).tolist()),
+            Curve("ai-toolkit", GREEN, GRID.tolist(), weight("measured", GRID).tolist()),
+            Curve("SimpleTuner, diffusion-pipe", PURPLE, GRID.tolist(), static.density(GRID, tokens).tolist()),
+            Curve("latentmill, musubi-tuner, OneTrainer", ORANGE, GRID.tolist(), ours.density(GRID, tokens).tolist()),
+            Curve("mflux: these 15 levels", BLUE, levels, [0.06] * len(levels), joined=False, marked=True),
         ]
-        panels.append(Panel(f"{side} px", curves, 3.0))
-    return Chart(
-        "Where the trainers' defaults for FLUX.2 put their effort",
-        "Density of sigma times loss weight, computed from their settings. 0 a clean image, 1 pure noise.",
-        "sigma",
+        panels.append(Panel(f"{side} x {side} px", SIGMA, "density x loss weight", curves, (0, 3)))
+    return Page(
         panels,
-        columns=2,
-        size=(470, 220),
+        {"columns": 2, "panel_inches": (5.2, 3.2), "title": "Where the default settings of FLUX.2 trainers put their effort"},
     )
 
 
-def _effort(name: str, color: plot.Color, height: np.ndarray) -> Curve:
-    return Curve(name, color, GRID.tolist(), height.tolist())
-
-
-FIGURES: dict[str, Callable[[], Chart]] = {
+FIGURES: dict[str, Callable[[], Page]] = {
     "noise-levels.png": noise_levels,
     "loss-weights.png": loss_weights,
     "defaults.png": defaults,
 }
 
 
-def draw_all(folder: Path = FOLDER) -> None:
-    """Draw every figure into a folder."""
+def write(folder: Path = FOLDER) -> None:
+    """Draw every figure into a folder. ValueError if matplotlib is not installed."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, chart in FIGURES.items():
-        plot.save(chart(), folder / name)
+    for name, page in FIGURES.items():
+        figure = page()
+        save(figure.panels, folder / name, **figure.options)
+
+
+if __name__ == "__main__":
+    write()

@@ -231,3 +231,7 @@ def plain(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(plain(item) for item in value)
     return toml(value).strip("`").strip('"') if not isinstance(value, float) else f"{value:g}"
+
+
+if __name__ == "__main__":
+    write()

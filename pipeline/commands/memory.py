@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import stages  # noqa: F401  (before mlx.core)
-from data.pages import plot
-from data.pages.plot import Chart, Curve, Panel
+from pipeline.commands import plots
+from pipeline.commands.plots import Curve, Panel
 from pipeline.terminal import spell_bytes
 from stages.models.family import Family
 from stages.models.flux2.transformer import Flux2Config
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 ROWS, PICTURE = "memory.parquet", "memory.png"
 SIDES = (512, 768, 1024)  # pixels: what is advised on
-COLORS = {"batch": plot.GREEN, "gradients": plot.BLUE, "optimizer": plot.ORANGE}
-PANELS = (("peak", "peak"), ("active after", "active"))  # title, column
-SCALES = (("MB", 1e6), ("10 MB", 1e7), ("100 MB", 1e8), ("GB", 1e9), ("10 GB", 1e10))  # of the plot's axis
+COLORS = {"batch": plots.GREEN, "gradients": plots.BLUE, "optimizer": plots.ORANGE}
+PANELS = (("Peak memory in the phase", "peak"), ("Active memory after the phase", "active"))  # title, column
+UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))  # of the plot's axis
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,12 @@ def report(setup: Setup, folder: Path) -> Iterator[str]:
     facts = {"family": setup.family.name, "pixels": setup.pixels, "samples": samples, "bits": c.base_bits, "rank": c.rank}
     facts |= {"variant": c.variant, "optimizer": c.optimizer.kind, "plan": str(plan)}
     pq.write_table(pa.Table.from_pylist([facts | row for row in meter.rows]), folder / ROWS)
-    plot.save(chart(meter, f"{what}, plan {plan}"), folder / PICTURE)
-    yield f"rows: {folder / ROWS}   plot: {folder / PICTURE}"
+    yield f"rows: {folder / ROWS}"
+    try:
+        plots.save(panels(meter), folder / PICTURE, title=f"Memory of training by phase: {what}, plan {plan}")
+        yield f"plot: {folder / PICTURE}"
+    except plots.MatplotlibMissing as error:
+        yield str(error)
     yield from advice(setup)
 
 
@@ -159,28 +163,21 @@ def leaks(meter: Meter) -> Iterator[str]:
         yield f"no phase keeps {spell_bytes(LEAST)} or more from step to step"
 
 
-def chart(meter: Meter, title: str) -> Chart:
-    """The peak of every phase and what stays after it, over the steps."""
-    unit, scale = next((pair for pair in SCALES if meter.peak <= 25 * pair[1]), SCALES[-1])
-    top = meter.peak / scale * 1.1
+def panels(meter: Meter) -> list[Panel]:
+    """The plot's panels: each phase's peak, and the active memory after each phase, over the steps."""
+    unit, scale = next((pair for pair in UNITS if meter.peak >= pair[1]), UNITS[-1])
     phases = list(dict.fromkeys(row["phase"] for row in meter.rows))
-    return Chart(
-        "Memory of training by phase",
-        title,
-        f"steps, 0 the first, 1 the last of {meter.step}",
-        [Panel(f"{title}, {unit}", _curves(meter, phases, what, scale), top) for title, what in PANELS],
-        columns=2,
-        size=(330, 200),
-    )
+    top = (0.0, 1.1 * meter.peak / scale)
+    return [Panel(title, "step", unit, _curves(meter, phases, column, scale), top) for title, column in PANELS]
 
 
-def _curves(meter: Meter, phases: list[str], what: str, scale: float) -> list[Curve]:
-    found = []
+def _curves(meter: Meter, phases: list[str], column: str, scale: float) -> list[Curve]:
+    curves = []
     for phase in phases:
-        y = [row[what] / scale for row in meter.rows if row["phase"] == phase]
-        x = [n / max(1, len(y) - 1) for n in range(len(y))]
-        found.append(Curve(phase, COLORS.get(phase, plot.PURPLE), x, y, note=f"{max(y):.3g}"))
-    return found
+        rows = [row for row in meter.rows if row["phase"] == phase]
+        x, y = [row["step"] for row in rows], [row[column] / scale for row in rows]
+        curves.append(Curve(phase, COLORS.get(phase, plots.PURPLE), x, y, marked=True))
+    return curves
 
 
 def advice(setup: Setup) -> Iterator[str]:

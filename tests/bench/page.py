@@ -44,7 +44,7 @@ def page(rows: list[Row]) -> Iterator[str]:
     failed = {setup(row): row for row in rows if "error" in row and setup(row) not in measured}
     yield from (f"- Failed: {row['family']} {size(row)}, {named(row)}: {row['error']}" for row in failed.values())
     yield from [""] if failed else []
-    yield "StepResult on:"
+    yield "Measured on:"
     yield ""
     for about in sorted({origin(row) for row in good}):
         yield f"- {about}"

@@ -281,7 +281,9 @@ def test_the_page_on_disk_is_what_its_rows_make():
 
 def test_the_script_for_a_gpu_needs_a_cuda_device_and_says_how_to_get_mlx_for_it(tmp_path):
     environment = os.environ | {"PYTHON": sys.executable}
-    done = subprocess.run([ROOT / "bench" / "gpu.sh", tmp_path], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [ROOT / "tests" / "bench" / "gpu.sh", tmp_path], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "mlx[cuda13]" in done.stderr
 
 
@@ -290,11 +292,13 @@ def test_the_script_for_a_gpu_measures_everything_into_a_folder_and_makes_the_pa
     python.write_text('#!/bin/sh\necho "$@" >>"$LOG"\necho "# Benchmark"\n')
     python.chmod(0o755)
     environment = os.environ | {"PYTHON": str(python), "LOG": str(tmp_path / "log")}
-    done = subprocess.run([ROOT / "bench" / "gpu.sh", tmp_path], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [ROOT / "tests" / "bench" / "gpu.sh", tmp_path], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     commands = (tmp_path / "log").read_text().splitlines()[-2:]
     assert commands == [
-        f"-m pipeline.bench --out {tmp_path}/bench.jsonl --gpu",
-        f"-m pipeline.bench --table {tmp_path}/bench.jsonl",
+        f"-m tests.bench.measure --out {tmp_path}/bench.jsonl --gpu",
+        f"-m tests.bench.measure --table {tmp_path}/bench.jsonl",
     ]
     assert (tmp_path / "bench.md").read_text() == "# Benchmark\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from data.pages.dictionary import FILE, render, table
+from data.pages.dictionary import FILE, render
 from stages.text_to_image import PIPELINE
 
 
@@ -14,10 +14,10 @@ def test_every_column_of_every_table_has_a_line_with_its_meaning() -> None:
     text = render()
     for stage_name in PIPELINE.stages:
         section = text.split(f"\n## {stage_name}\n")[1].split("\n## ")[0]
-        for field in table(stage_name).stored:
+        for field in PIPELINE.stage(stage_name).writes.stored:
             (line,) = [x for x in section.splitlines() if x.startswith(f"| {field.name} |")]
             assert field.metadata[b"doc"].decode() in line and ("may be null" in line) == field.nullable
-            assert ("**key**" in line) == (field.name in table(stage_name).key)
+            assert ("**key**" in line) == (field.name in PIPELINE.stage(stage_name).writes.key)
 
 
 def test_no_line_of_a_table_has_too_many_cells() -> None:

@@ -1,6 +1,6 @@
 """The map by which `make evaluate` asks whether a picture shows what its text says.
 
-    python data/micro/training/agreement.py WORK_DIR OUT.safetensors
+    python -m data.micro.training.agreement WORK_DIR OUT.safetensors
 
 fits a ridge regression from the features of pictures (EfficientNet-Lite0) to the sentence embeddings (MiniLM) of their plain
 captions, on sprites of the split "base" in both styles and on all other 3D emoji that may be seen, in many sizes on many

@@ -1,6 +1,6 @@
 """What the base model learns: sprites of the chosen emoji in two styles, and the list of concepts with their splits.
 
-    python data/micro/training/concepts.py WORK_DIR
+    python -m data.micro.training.concepts WORK_DIR
 
 downloads three npm packages into WORK_DIR (or uses them if they lie there), writes WORK_DIR/sprites.zip and the committed
 data/micro/concepts.jsonl. In the zip: flat/<name>.png for every chosen concept; 3d/<name>.webp for every emoji with a
@@ -148,5 +148,5 @@ def _add(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("python data/micro/training/concepts.py WORK_DIR")
+        sys.exit("python -m data.micro.training.concepts WORK_DIR")
     sys.stdout.write(main(Path(sys.argv[1])) + "\n")

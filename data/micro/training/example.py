@@ -1,6 +1,6 @@
 """The pictures of data/example: a style that the base never saw to train on, and real ones of it to compare with.
 
-    python data/micro/training/example.py WORK_DIR OUT
+    python -m data.micro.training.example WORK_DIR OUT
 
 reads WORK_DIR/sprites.zip (see concepts.py) and writes OUT/images, the 3D emoji of the split "example" in several sizes and
 shapes, and OUT/references, those of the split "held-out" as squares, each with a metadata.jsonl of plain captions; the

@@ -1,6 +1,6 @@
 """Train `micro` from sprites: the autoencoder, then text encoder and transformer together, then the export.
 
-    python data/micro/training/train.py --sprites sprites.zip --work WORK --out OUT --minutes-autoencoder 3.5 --minutes-base 12
+    python -m data.micro.training.train --sprites sprites.zip --work WORK --out OUT --minutes-autoencoder 3.5 --minutes-base 12
 
 It is bounded by the clock, and may be spread over calls: `--stop-after 9` leaves off after nine minutes, with all that
 is needed in WORK; the same command with --resume goes on there, and with --last fits what is left of the schedule into

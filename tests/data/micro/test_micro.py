@@ -197,8 +197,9 @@ def test_the_model_card_has_the_parameters_and_bytes_of_the_files() -> None:
 
 def test_the_training_says_what_it_was_given_without_naming_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
-    import train
-    from journal import Journal
+
+    from data.micro.training import train
+    from data.micro.training.journal import Journal
 
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)  # other tests compute exactly
     given = {"--sprites": tmp_path / "sprites.zip", "--work": tmp_path, "--start": tmp_path / "old", "--seed": 5}

@@ -1,3 +1,4 @@
+import json
 import re
 from dataclasses import replace
 
@@ -6,11 +7,12 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data.pages import plot, recipe
+from data.pages import recipe
 from pipeline import runner
 from pipeline.commands import memory
 from pipeline.commands.clean import clean
 from pipeline.commands.memory import Setup
+from pipeline.commands.plots import TEXT_CHUNK
 from pipeline.commands.query import run_query
 from pipeline.project.project import Project
 from stages.text_to_image.families import FAMILIES
@@ -85,7 +87,10 @@ def test_a_report_has_rows_a_plot_and_advice(tmp_path, monkeypatch):
         (step, phase) for step in (1, 2) for phase in ("batch", "gradients", "optimizer")
     ]
     assert all(row["peak"] >= row["active"] > 0 and row["bits"] == 4 and row["samples"] == 2 for row in rows)
-    assert set(plot.read(tmp_path / memory.PICTURE)) and Image.open(tmp_path / memory.PICTURE).size[0] > 500
+    with Image.open(tmp_path / memory.PICTURE) as picture:
+        assert picture.size[0] > 500 and len(picture.convert("RGB").getcolors(1 << 20)) > 8
+        drawn = json.loads(picture.info[TEXT_CHUNK])
+    assert [sorted(curves) for curves in drawn.values()] == 2 * [["batch", "gradients", "optimizer"]]
     assert said[0].endswith("128 px x 2, 4 bits, dora of rank 4, adamw, plan whole")
     assert "96 px would fit with [train] base_bits = 16, plan whole" in said
 

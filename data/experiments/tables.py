@@ -1,0 +1,96 @@
+"""The tables of the page of the experiments, in Markdown: one function per table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from data.experiments.results import DROPOUT, GUIDANCE, PRESERVED, Results, mean_change
+
+KINDS = ("none", "class", "trigger")  # prompts without the trigger, with the class word, with the trigger
+# Label of each run whose caption dropout is compared.
+DROPOUT_LABELS = {
+    "base": "base",
+    **{run: f"dropout {share}" for run, share in DROPOUT.items()},
+    **{run: f"with preservation, dropout {share}" for run, share in PRESERVED.items()},
+}
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Format a Markdown table whose columns after the first are aligned to the right."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def with_error(pair: tuple[float, float], digits: int = 2) -> str:
+    """Format (mean, standard error) as "0.79 ± 0.08"."""
+    return f"{pair[0]:.{digits}f} ± {pair[1]:.{digits}f}"
+
+
+def ema(results: Results) -> str:
+    """Table of the held-out loss of the adapter and of its average, over the second half of the run."""
+    rows = []
+    for name, average in (("the adapter", False), ("its average", True)):
+        _, losses = results.loss_curve(average)
+        half = losses[len(losses) // 2 :]
+        numbers = (losses[-1], float(np.mean(half)), min(losses), max(half) - min(half), mean_change(half))
+        rows.append((name, *(f"{number:.4f}" for number in numbers)))
+    head = ("held-out loss", "last", "mean, second half", "lowest", "range, second half", "mean change between measurements")
+    return markdown(head, rows)
+
+
+def dropout_losses(results: Results) -> str:
+    """Table of the held-out loss under the pictures' captions and under the empty caption, by caption dropout."""
+    rows = [
+        (
+            label,
+            *(f"{results.loss(run, 128, caption):.4f}" for caption in ("own", "empty")),
+            with_error(results.mean("style", run, "empty")),
+        )
+        for run, label in DROPOUT_LABELS.items()
+    ]
+    return markdown(("", "held-out loss, own caption", "empty caption", "style of the empty prompt"), rows)
+
+
+def dropout_styles(results: Results) -> str:
+    """Table of style and agreement by guidance and caption dropout."""
+    columns = [(column, guidance) for column in ("style", "agreement") for guidance in GUIDANCE]
+    rows = [
+        (label, *(with_error(results.mean(column, run, guidance=guidance)) for column, guidance in columns))
+        for run, label in DROPOUT_LABELS.items()
+    ]
+    head = ("", *(f"style, guidance {g:g}" for g in GUIDANCE), *(f"agreement, {g:g}" for g in GUIDANCE))
+    return markdown(head, rows)
+
+
+def sizes(results: Results) -> str:
+    """Table of held-out loss, style and agreement at 128 and 192 px."""
+    rows = []
+    for run, label in (("base", "base"), ("plain", "trained at 128"), ("two sizes", "trained at 128 and 192")):
+        losses = (f"{results.loss(run, side):.4f}" for side in (128, 192))
+        scores = (with_error(results.mean(column, run, side=side)) for column in ("style", "agreement") for side in (128, 192))
+        rows.append((label, *losses, *scores))
+    head = ("", "held-out loss, 128 px", "192 px", "style, 128 px", "192 px", "agreement, 128 px", "192 px")
+    return markdown(head, rows)
+
+
+def preservation(results: Results) -> str:
+    """Table of the distance from the base's pictures and of the style, by kind of prompt."""
+    rows = []
+    for run, label in (("plain", "without"), ("preserved", "with `[train.preservation]`")):
+        moved = (with_error(results.mean("moved", run, kind), 1) for kind in KINDS)
+        style = (with_error(results.mean("style", run, kind)) for kind in KINDS)
+        rows.append((label, *moved, *style))
+    base = ("base", "0", "0", "0", *(with_error(results.mean("style", "base", kind)) for kind in KINDS))
+    head = ("", "moved, no trigger", "class word", "trigger", "style, no trigger", "class word", "trigger")
+    return markdown(head, [base, *rows])
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "ema": ema,
+    "dropout-losses": dropout_losses,
+    "dropout-styles": dropout_styles,
+    "sizes": sizes,
+    "preservation": preservation,
+}

@@ -1,0 +1,145 @@
+"""Charts as PNG files, drawn with matplotlib (the extra `plots`): panels of curves, described as plain data.
+
+`latentmill memory` and the pages below data/ use it. matplotlib is imported when the first chart is drawn.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# The palette of Okabe and Ito. Readers who cannot tell the colours apart have the line style and the marker.
+BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072b2", "#d55e00", "#009e73", "#aa4499", "#707070"
+LINE_STYLES = {BLUE: "-", ORANGE: "--", GREEN: "-.", PURPLE: (0, (5, 1, 1, 1, 1, 1)), GREY: ":"}
+MARKERS = {BLUE: "o", ORANGE: "s", GREEN: "^", PURPLE: "D", GREY: "v"}
+
+DPI = 140
+PALETTE = 64  # colours of the PNG: the curves' and the shades at their edges
+TEXT_CHUNK = "plotted"  # the PNG's text chunk that holds the plotted numbers as JSON
+
+
+class MatplotlibMissing(ValueError):  # noqa: N818  (a state that the user can change, said in one line)
+    """matplotlib is not installed; the message says how to install it."""
+
+    def __init__(self) -> None:
+        super().__init__("plots need matplotlib, which is not installed: pip install 'latentmill[plots]'")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One series of a panel: `y` over `x`, with error bars of half-length `errors` if there are any.
+
+    `joined` draws a line through the points, `marked` a marker at each. `note` is a short text, printed above the panel
+    in the curve's colour.
+    """
+
+    name: str
+    color: str
+    x: Sequence[float]
+    y: Sequence[float]
+    errors: Sequence[float] = ()
+    joined: bool = True
+    marked: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes. `y_range` fixes the y axis; `ticks` maps places on the x axis to labels; both are automatic if empty."""
+
+    title: str
+    x_label: str
+    y_label: str
+    curves: Sequence[Curve]
+    y_range: tuple[float, float] | None = None
+    ticks: Mapping[float, str] = field(default_factory=dict)
+
+
+def draw(panels: Sequence[Panel], *, title: str = "", columns: int = 2, panel_inches: tuple[float, float] = (3.6, 2.6)) -> Any:
+    """Draw panels in a grid of `columns` and return the matplotlib Figure. MatplotlibMissing if it is not installed.
+
+    `panel_inches` is (width, height) of one panel. The panels share one legend below the grid, unless a colour means
+    different curves in different panels: then each panel has its own.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise MatplotlibMissing from None
+
+    rows = -(-len(panels) // columns)
+    named = {(curve.color, curve.name) for panel in panels for curve in panel.curves}
+    shared = len({color for color, _ in named}) == len(named)
+    figure = Figure(figsize=(columns * panel_inches[0], rows * panel_inches[1] + 0.3 * bool(title) + 0.3 * shared))
+    figure.set_layout_engine("constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes, panel in zip(grid, panels, strict=False):
+        _draw_panel(axes, panel, legend=not shared)
+    for unused in grid[len(panels) :]:
+        unused.set_axis_off()
+    if title:
+        figure.suptitle(title, fontsize=11)
+    if shared:
+        entries = {label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+        place = {"loc": "outside lower center", "ncols": 5, "fontsize": 8, "frameon": False}
+        figure.legend(list(entries.values()), list(entries), **place)
+    return figure
+
+
+def save(panels: Sequence[Panel], file: Path, **options: Any) -> None:
+    """Draw panels (`options` as for `draw`) into a PNG that also carries the plotted numbers in a text chunk."""
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    raw, chunks = io.BytesIO(), PngInfo()
+    draw(panels, **options).savefig(raw, format="png", dpi=DPI)
+    chunks.add_text(TEXT_CHUNK, json.dumps(plotted(panels)), zip=True)
+    with Image.open(raw) as image:
+        flat = image.convert("RGB").quantize(PALETTE, dither=Image.Dither.NONE)
+    flat.save(file, format="PNG", pnginfo=chunks, optimize=True)
+
+
+def plotted(panels: Sequence[Panel]) -> dict[str, Any]:
+    """The plotted numbers, rounded to 4 digits: panel title -> curve name -> [x, y, errors]."""
+    return {
+        panel.title: {
+            curve.name: [[float(f"{value:.4g}") for value in values] for values in (curve.x, curve.y, curve.errors)]
+            for curve in panel.curves
+        }
+        for panel in panels
+    }
+
+
+def _draw_panel(axes: Any, panel: Panel, *, legend: bool) -> None:
+    for number, curve in enumerate(panel.curves):
+        axes.errorbar(
+            curve.x,
+            curve.y,
+            yerr=curve.errors or None,
+            color=curve.color,
+            linestyle=LINE_STYLES[curve.color] if curve.joined else "none",
+            marker=MARKERS[curve.color] if curve.marked else "none",
+            markersize=4.5,
+            linewidth=1.6,
+            capsize=2.5,
+            label=curve.name,
+        )
+        place = (1 - 0.13 * (len(panel.curves) - 1 - number), 1.02)
+        axes.annotate(curve.note, place, xycoords="axes fraction", color=curve.color, fontsize=7, ha="right", va="bottom")
+    axes.set_title(panel.title, fontsize=9, loc="left")
+    axes.set_xlabel(panel.x_label, fontsize=8)
+    axes.set_ylabel(panel.y_label, fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.grid(visible=True, axis="y", color="#e4e4e4", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if panel.y_range:
+        axes.set_ylim(*panel.y_range)
+    if panel.ticks:
+        axes.margins(x=0.12)
+        axes.set_xticks(list(panel.ticks), labels=list(panel.ticks.values()))
+    if legend:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2, fontsize=7, frameon=False)
