@@ -1,9 +1,8 @@
 """Masks: which part of an image is trained on. White is trained, black is not, grey counts in part.
 
-A mask is the image's own alpha channel, or a file beside it: cat.mask.png for cat.jpg, or masks/cat.png in its folder or in
-a folder above, below which it lies as the image does. It may be of another size than the image, though of the same shape.
-
-It is kept at the latent's resolution: one byte per token, row by row, the mean over the token's 16 x 16 pixels.
+A mask is the image's own alpha channel or a file beside the image: cat.mask.png for cat.jpg, or masks/cat.png in the
+image's folder or in a folder above (masks/a/cat.png for a/cat.jpg). It may be smaller or larger than the image, but must
+have the same aspect ratio. It is stored at the latent's resolution: one byte per token of 16 x 16 pixels.
 """
 
 from __future__ import annotations
@@ -20,60 +19,75 @@ from stages.text_to_image.imaging.decode import ImageError, open_image
 
 FOLDER = "masks"
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
-TOKEN = 16  # pixels along a side
-SKEW = 0.01  # by how much a mask's sides may be out of proportion: a mask of half the size is rounded
+TOKEN = 16  # pixels along one side of a token
+TOLERANCE = 0.01  # relative difference of the aspect ratios that is allowed: the sides of a smaller mask are rounded
 
 
-def places(path: str) -> Iterator[str]:
-    """Where a mask of that image may lie, without suffixes, the first place first."""
+def mask_places(path: str) -> Iterator[str]:
+    """Yield the paths at which the mask of the image `path` may lie, without suffix, in order of preference.
+
+    Example: "a/cat.jpg" gives "a/cat.mask", "a/masks/cat", "masks/a/cat".
+    """
     image = PurePosixPath(path)
     yield str(image.with_name(f"{image.stem}.mask"))
     for above in image.parents:
         yield str(above / FOLDER / image.relative_to(above).with_name(image.stem))
 
 
-def among(paths: Iterable[str]) -> set[str]:
-    """Those of the files that are, by their names, a mask of another one of them."""
+def which_are_masks(paths: Iterable[str]) -> set[str]:
+    """Return those of the file paths that are, by their name, a mask of another of the files."""
     paths = list(paths)
-    taken = {place for path in paths for place in places(path)}
-    return {path for path in paths if _may_be(path) and _bare(path) in taken}
+    places = {place for path in paths for place in mask_places(path)}
+    return {path for path in paths if _may_be_mask(path) and _without_suffix(path) in places}
 
 
-def finder(folder: Path) -> Callable[[Iterable[str]], str | None]:
-    """A function that finds the mask of an image that has these names below the folder: its path below it, or None."""
+def mask_finder(folder: Path) -> Callable[[Iterable[str]], str | None]:
+    """Return a function that finds the mask of an image: it takes all paths of the image, relative to `folder`, and
+    returns the mask's path, relative to `folder`, or None.
+
+    The folders are listed once and remembered. If several files could be the mask at one place, the first by name is taken.
+    """
 
     @functools.cache
-    def there(parent: str) -> dict[str, str]:
+    def masks_in(parent: str) -> dict[str, str]:
         try:
             names = sorted((file.name for file in (folder / parent).iterdir()), reverse=True)
         except OSError:
             return {}
         paths = [str(PurePosixPath(parent) / name) for name in names]
-        return {_bare(path): path for path in paths if _may_be(path)}  # of several the first by name
+        return {_without_suffix(path): path for path in paths if _may_be_mask(path)}
 
     def find(paths: Iterable[str]) -> str | None:
-        found = (there(str(PurePosixPath(place).parent)).get(place) for path in paths for place in places(path))
+        places = (place for path in paths for place in mask_places(path))
+        found = (masks_in(str(PurePosixPath(place).parent)).get(place) for place in places)
         return next((path for path in found if path), None)
 
     return find
 
 
 def read_mask(path: Path, data: bytes) -> Image.Image:
-    """A mask file's grey values; what is transparent in it is black. ImageError, with its name, for one that cannot be read."""
+    """Decode a mask file's bytes to grey values, mode "L"; transparent pixels are black.
+
+    ImageError if the bytes are no image. `path` only names the file in that error.
+    """
     try:
         return open_image(io.BytesIO(data), "#000000").convert("L")
     except ImageError as error:
         raise ImageError(error.reason, f"its mask {path.name}: {error.detail}") from error
 
 
-def fits(mask: Image.Image, image: Image.Image) -> bool:
-    """Whether mask and image have the same shape, but for rounding."""
+def same_shape(mask: Image.Image, image: Image.Image) -> bool:
+    """True if mask and image have the same aspect ratio, up to TOLERANCE."""
     skew = mask.width * image.height / (mask.height * image.width)
-    return abs(skew - 1) <= SKEW
+    return abs(skew - 1) <= TOLERANCE
 
 
-def per_token(mask: Image.Image, image_size: tuple[int, int], crop: Mapping[str, Any]) -> bytes:
-    """The bytes of one crop's tokens: the mask cut and mirrored as the image is, each token the mean over its pixels."""
+def token_mask(mask: Image.Image, image_size: tuple[int, int], crop: Mapping[str, Any]) -> bytes:
+    """Cut a crop's part out of an image's mask and average it per token: one byte (0 to 255) per token, row by row.
+
+    `image_size` is (width, height) of the image in pixels, in which `crop` is measured; the mask may have another size.
+    `crop` is a row with crop_x, crop_y, crop_w, crop_h, the crop's final width and height, and flip.
+    """
     across, down = mask.width / image_size[0], mask.height / image_size[1]
     left, top = max(0.0, crop["crop_x"] * across), max(0.0, crop["crop_y"] * down)
     right = min(float(mask.width), (crop["crop_x"] + crop["crop_w"]) * across)
@@ -83,9 +97,9 @@ def per_token(mask: Image.Image, image_size: tuple[int, int], crop: Mapping[str,
     return (ImageOps.mirror(cells) if crop["flip"] else cells).tobytes()
 
 
-def _may_be(path: str) -> bool:
+def _may_be_mask(path: str) -> bool:
     return PurePosixPath(path).suffix.lower() in SUFFIXES
 
 
-def _bare(path: str) -> str:
+def _without_suffix(path: str) -> str:
     return str(PurePosixPath(path).with_suffix(""))

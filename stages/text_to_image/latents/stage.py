@@ -114,7 +114,7 @@ def _mask_files(ctx: StageContext) -> dict[str, Path]:
     for row in sorted(ctx.rows(IMAGES).to_pylist(), key=lambda row: (row["rejected"] is not None, row["path"])):
         if row["rejected"] in (None, "duplicate"):
             names.setdefault(row["image_id"], []).append(row["path"])
-    find = masks.finder(ctx.need("image_folder"))
+    find = masks.mask_finder(ctx.need("image_folder"))
     return {image_id: ctx.need("image_folder") / path for image_id, paths in names.items() if (path := find(paths))}
 
 
@@ -219,7 +219,7 @@ def crops_of(job: Job, background: str) -> list[Cut]:
     data = _unchanged(job.path, job.image_id)
     image = open_image(io.BytesIO(data), background)
     mask = _mask(job, data, image)
-    return [(cut(image, row), masks.per_token(mask, image.size, row) if mask else None) for row in job.crops]
+    return [(cut(image, row), masks.token_mask(mask, image.size, row) if mask else None) for row in job.crops]
 
 
 def _mask(job: Job, data: bytes, image: Image.Image) -> Image.Image | None:
@@ -230,7 +230,7 @@ def _mask(job: Job, data: bytes, image: Image.Image) -> Image.Image | None:
     if job.mask is None:
         raise Changed(job.path.name)
     mask = masks.read_mask(job.mask, _unchanged(job.mask, mask_id))
-    if not masks.fits(mask, image):
+    if not masks.same_shape(mask, image):
         sizes = f"{mask.width} x {mask.height}, the image {image.width} x {image.height}"
         raise ImageError("mask", f"{job.mask.name} is {sizes}: another shape")
     return mask

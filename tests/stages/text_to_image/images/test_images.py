@@ -235,7 +235,7 @@ def test_what_could_not_be_read_is_tried_again_though_nothing_about_the_file_cha
 
     Image.new("RGB", (80, 80), "red").save(draw(project.source / "a.png").with_suffix(".tif"))
     with monkeypatch.context() as patch:
-        patch.setattr(pixels, "_heif_plugin", lambda: False)
+        patch.setattr(pixels, "_register_heif", lambda: False)
         (project.source / "b.heic").write_bytes(_heic())
         project.run()
         assert project.verdicts()["b.heic"] == "unsupported"

@@ -257,7 +257,7 @@ def test_a_bomb_is_refused_before_it_is_decoded_also_where_pillow_would_only_war
 
 
 def test_heic_without_its_plug_in_is_unsupported_and_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(pixels, "_heif_plugin", lambda: False)
+    monkeypatch.setattr(pixels, "_register_heif", lambda: False)
     found = refused(saved(picture(), "HEIF"))
     assert found.reason == "unsupported" and "pip install pillow-heif" in found.detail
     assert probe(io.BytesIO(saved(picture(), "AVIF"))).format == "AVIF"
@@ -273,7 +273,7 @@ def test_what_is_no_image_is_unreadable_whatever_its_name(tmp_path):
 
 def test_a_background_that_is_no_colour_is_the_users_mistake_and_not_the_images(tmp_path):
     picture().save(tmp_path / "a.png")
-    with pytest.raises(ValueError, match='"whyte" is no background colour') as error:
+    with pytest.raises(ValueError, match='"whyte" is not a background colour') as error:
         open_image(tmp_path / "a.png", "whyte")
     assert not isinstance(error.value, ImageError)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stages.text_to_image.images.stage import scan
+from stages.text_to_image.images.scan import scan
 from stages.text_to_image.imaging import masks
 from stages.text_to_image.imaging.decode import open_alpha
 from stages.text_to_image.latents.stage import STAGE
@@ -72,8 +72,8 @@ def test_a_file_is_a_mask_only_beside_an_image_of_its_name():
         "s/masks/d.png",
         "s/a.mask.png",
     ]
-    assert masks.among(paths) == {"a.mask.png", "masks/a.webp", "masks/s/d.png", "s/masks/d.png"}
-    assert masks.among(["masks/a.png", "masks/b.png", "a.mask.txt", "a.png"]) == {"masks/a.png"}
+    assert masks.which_are_masks(paths) == {"a.mask.png", "masks/a.webp", "masks/s/d.png", "s/masks/d.png"}
+    assert masks.which_are_masks(["masks/a.png", "masks/b.png", "a.mask.txt", "a.png"]) == {"masks/a.png"}
 
 
 def test_the_mask_beside_an_image_comes_first_then_the_nearest_folder(tmp_path):
@@ -82,27 +82,27 @@ def test_the_mask_beside_an_image_comes_first_then_the_nearest_folder(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     for name in [names[0], names[1], names[2], names[3]]:
-        assert masks.finder(tmp_path)(["gone.png", "s/d.png"]) == name
+        assert masks.mask_finder(tmp_path)(["gone.png", "s/d.png"]) == name
         (tmp_path / name).unlink()
-    assert masks.finder(tmp_path)(["gone.png", "s/d.png"]) is None
+    assert masks.mask_finder(tmp_path)(["gone.png", "s/d.png"]) is None
 
 
 def test_masks_are_no_rows_of_images(folder):
-    assert [row["path"] for row in scan(folder)] == ["beside.png", "inside.jpg", "none.png"]
+    assert [row["path"] for row in scan(folder).files] == ["beside.png", "inside.jpg", "none.png"]
 
 
 def test_a_token_is_the_mean_over_its_pixels_row_by_row():
     ramp = np.arange(64 * 64, dtype=np.float64).reshape(64, 64) / 16.1
     mask = Image.fromarray(ramp.astype(np.uint8))
-    found = np.frombuffer(masks.per_token(mask, (64, 64), CROP), np.uint8).reshape(4, 4)
+    found = np.frombuffer(masks.token_mask(mask, (64, 64), CROP), np.uint8).reshape(4, 4)
     np.testing.assert_allclose(found, np.asarray(mask, np.float64).reshape(4, 16, 4, 16).mean((1, 3)), atol=1)
-    mirrored = np.frombuffer(masks.per_token(mask, (64, 64), CROP | {"flip": True}), np.uint8).reshape(4, 4)
+    mirrored = np.frombuffer(masks.token_mask(mask, (64, 64), CROP | {"flip": True}), np.uint8).reshape(4, 4)
     assert np.array_equal(mirrored, found[:, ::-1])
 
 
 def test_a_mask_of_another_size_is_cut_where_the_image_is():
     part = CROP | {"crop_x": 32.0, "crop_w": 64.0, "width": 64, "height": 32, "crop_h": 32.0}
-    whole = [masks.per_token(halves((128 // n, 64 // n)), (128, 64), part) for n in (1, 2, 4)]
+    whole = [masks.token_mask(halves((128 // n, 64 // n)), (128, 64), part) for n in (1, 2, 4)]
     assert whole == [bytes([255, 255, 0, 0] * 2)] * 3
 
 
@@ -174,7 +174,7 @@ def test_opacity_is_read_from_every_kind_of_transparency_and_turned_upright():
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"no picture", "its mask beside.mask.png: no image in a format"),
+        (b"no picture", "its mask beside.mask.png: no image in a known format"),
         ((32, 64), "beside.mask.png is 32 x 64, the image 64 x 64"),
     ],
 )

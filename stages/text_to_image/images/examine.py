@@ -1,0 +1,70 @@
+"""Read one file of the image folder: its sha256, format and size, and whether it can be used."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from schemas.text_to_image.images import IMAGES
+from stages.text_to_image.images.scan import FILE_COLUMNS
+from stages.text_to_image.imaging.decode import ImageError, probe
+
+Row = dict[str, Any]
+
+# Files with these suffixes, or without any suffix, are opened whatever they hold. Other suffixes are rejected unopened:
+# a camera's raw file would be taken for a TIFF file and give only its thumbnail.
+# fmt: off
+IMAGE_SUFFIXES = frozenset({
+    ".apng", ".avif", ".avifs", ".bmp", ".dib", ".gif", ".heic", ".heif", ".hif", ".j2k", ".jfif", ".jp2", ".jpe", ".jpeg",
+    ".jpg", ".jpx", ".mpo", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".qoi", ".tif", ".tiff", ".webp",
+})
+# fmt: on
+UNKNOWN = {"image_id": "", "format": "", "mode": "", "width": 0, "height": 0, "frames": 0, "rejected": None, "detail": ""}
+
+
+def examine(folder: Path, file: Row, *, min_side: int, max_pixels: int) -> Row:
+    """Return the row of the table images for one file, decoding the file in full. Never raises because of the file.
+
+    `file` holds FILE_COLUMNS, with `path` relative to `folder`. `min_side` (pixels) and `max_pixels` are the limits of
+    [images]. A file that cannot be used has its reason in `rejected` and `detail`; duplicates are not looked for.
+    """
+    row = {name: file[name] for name in FILE_COLUMNS} | UNKNOWN
+    suffix = Path(row["path"]).suffix.lower()
+    try:
+        if suffix and suffix not in IMAGE_SUFFIXES:
+            raise ImageError("unsupported", f"{suffix} files are not read: convert it to JPEG or PNG")
+        _read(folder / row["path"], max_pixels, row)
+        if min(row["width"], row["height"]) < min_side:
+            size = f"{row['width']} x {row['height']}"
+            raise ImageError("too_small", f"{size}: its shorter side is below images.min_side = {min_side}")
+    except ImageError as error:
+        row |= {"rejected": error.reason, "detail": error.detail}
+    if not suffix and row["rejected"] in ("unreadable", "truncated"):
+        row |= {"image_id": "", "rejected": "unsupported", "detail": "the file has no suffix and holds no image in a known format"}
+    return {name: row[name] for name in IMAGES.batch.names}
+
+
+def _read(path: Path, max_pixels: int, row: Row) -> None:
+    """Fill in what a file holds and its sha256 (`image_id`). ImageError if the file cannot be decoded.
+
+    The file is opened once, so that all values describe the same bytes even if another file is renamed to this path.
+    """
+    try:
+        with path.open("rb") as file:
+            try:
+                row |= vars(probe(file, max_pixels))
+            except ImageError as error:
+                if error.reason != "unsupported":
+                    row["image_id"] = _sha256(file)
+                raise
+            row["image_id"] = _sha256(file)
+    except FileNotFoundError:
+        raise ImageError("unreadable", "the file is gone, is a broken link, or has a name that is not UTF-8") from None
+    except OSError as error:
+        raise ImageError("unreadable", f"the file cannot be read: {error.strerror or type(error).__name__}") from error
+
+
+def _sha256(file: BinaryIO) -> str:
+    file.seek(0)
+    return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,105 @@
+"""List the image folder: which files become rows, and which are captions, licences, masks or the project's own files."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.text_to_image.imaging import masks
+
+Row = dict[str, Any]
+
+FILE_COLUMNS = ("path", "bytes", "mtime_ns", "inode")  # by these four values an unchanged file is recognised
+
+# Files that lie beside images and describe them: they become no rows.
+# fmt: off
+SIDE_SUFFIXES = frozenset({
+    ".caption", ".captions", ".csv", ".ini", ".json", ".jsonl", ".lock", ".log", ".md", ".parquet", ".py", ".rst", ".tags",
+    ".toml", ".tsv", ".txt", ".xml", ".xmp", ".yaml", ".yml",
+})
+SIDE_NAMES = frozenset({"authors", "copying", "credits", "license", "licence", "makefile", "notice", "readme", "thumbs.db"})
+# fmt: on
+PROJECT_FILE = "project.toml"  # a folder that holds this file is a project, and these folders in it are its output
+PROJECT_FOLDERS = frozenset({"tables", "weights", "exports"})
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What an image folder holds: `files`, one dict of FILE_COLUMNS per row of the table, sorted by path, and the number
+    of `masks`, files that are left out because they are masks of other images."""
+
+    files: list[Row]
+    masks: int
+
+
+def scan(folder: Path) -> Listing:
+    """List all files in the image folder and below it, without opening them.
+
+    Hidden files, captions, licences and masks are left out, and so is what a project in the folder has written. Links to
+    folders are followed. ValueError if the folder does not exist or a folder cannot be read.
+    """
+    if not folder.is_dir():
+        raise ValueError(_no_folder(folder))
+    rows = [_file_row(folder, entry) for entry in _walk(folder, set()) if not _describes_others(Path(entry.name))]
+    of_others = masks.which_are_masks(row["path"] for row in rows)
+    files = [row for row in rows if row["path"] not in of_others]
+    return Listing(sorted(files, key=lambda row: str(row["path"])), len(of_others))
+
+
+def _no_folder(folder: Path) -> str:
+    problem = "is a file, not a folder" if folder.exists() else "does not exist"
+    try:
+        others = [path.name for path in folder.parent.iterdir() if path.is_dir()]
+    except OSError:
+        others = []
+    near = difflib.get_close_matches(folder.name, others, 1)
+    hint = f'; did you mean "{near[0]}"?' if near else ""
+    return f"image folder {folder} {problem}: put the images there, or set images.folder{hint}"
+
+
+def _walk(folder: Path, seen: set[tuple[int, int]]) -> Iterator[os.DirEntry[str]]:
+    """Yield the files in a folder and below it, sorted by name within each folder, as os.DirEntry.
+
+    `seen` holds (device, inode) of every folder entered so far: no folder is entered twice, so loops of links end.
+    """
+    try:
+        status = folder.stat()
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        raise ValueError(
+            f"folder {folder} cannot be read ({error.strerror}): change its permissions, or move it out of the image folder"
+        ) from error
+    if (status.st_dev, status.st_ino) in seen:
+        return
+    seen.add((status.st_dev, status.st_ino))
+    if any(entry.name == PROJECT_FILE for entry in entries):
+        entries = [entry for entry in entries if entry.name not in PROJECT_FOLDERS]
+    for entry in entries:
+        if entry.name.startswith((".", "__MACOSX")):
+            continue
+        if entry.is_symlink() and not Path(entry.path).exists():
+            yield entry  # a broken link becomes a row too, so that the user hears of it
+        elif entry.is_dir():
+            yield from _walk(Path(entry.path), seen)
+        elif entry.is_file():
+            yield entry
+
+
+def _file_row(folder: Path, entry: os.DirEntry[str]) -> Row:
+    try:
+        status = entry.stat()
+    except OSError:
+        status = entry.stat(follow_symlinks=False)
+    path = Path(entry.path).relative_to(folder).as_posix()
+    # A table cannot hold a name that is not UTF-8. The row gets the escaped name, under which no file will be found.
+    path = path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    inode = status.st_ino & (2**63 - 1)  # as int64
+    return {"path": path, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": inode}
+
+
+def _describes_others(name: Path) -> bool:
+    return name.suffix.lower() in SIDE_SUFFIXES or name.name.lower() in SIDE_NAMES
