@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from pipeline.runner import pending_rows
+from pipeline.store.rows import newest
 from schemas.table import TableSchema
 from stages.stage import Stage, StageContext
 
@@ -80,14 +81,25 @@ def context(
         progress=lambda done, total, unit: None,
         stop=stop,
     )
-    made.pending = missing(stage.wants(made), made.stored)
+    made.pending = pending_rows(stage, made, stage.wants(made))
     return made
 
 
 def run(stage: Stage, made: StageContext) -> pa.Table:
-    """Every batch that the stage yields, as one table; each must have the columns of its schema."""
-    batches = []
-    for batch in chain(stage.run(made), stage.finish(made) if stage.finish else ()):
+    """Compute the pending rows and finish, as the runner does. Returns every batch that the stage yields, as one table."""
+    rows = collect(stage, stage.run(made))
+    if stage.finish is None:
+        return rows
+    stored = rows.select([column.name for column in stage.writes.columns])
+    before = made.stored.select(stored.column_names).cast(stored.schema)
+    made.stored = newest(pa.concat_tables([before, stored]), stage.writes.key)
+    return pa.concat_tables([rows, collect(stage, stage.finish(made))])
+
+
+def collect(stage: Stage, batches: Iterable[pa.RecordBatch]) -> pa.Table:
+    """Join batches to one table. Each must have the columns of the stage's schema."""
+    found = []
+    for batch in batches:
         assert batch.schema.names == stage.writes.batch.names
-        batches.append(batch.cast(stage.writes.batch))
-    return pa.Table.from_batches(batches, schema=stage.writes.batch)
+        found.append(batch.cast(stage.writes.batch))
+    return pa.Table.from_batches(found, schema=stage.writes.batch)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from schemas.text_to_image.images import IMAGES
+from stages.hashing import file_sha256
 from stages.text_to_image.images.scan import FILE_COLUMNS
 from stages.text_to_image.imaging.decode import ImageError, probe
 
@@ -41,7 +41,11 @@ def examine(folder: Path, file: Row, *, min_side: int, max_pixels: int) -> Row:
     except ImageError as error:
         row |= {"rejected": error.reason, "detail": error.detail}
     if not suffix and row["rejected"] in ("unreadable", "truncated"):
-        row |= {"image_id": "", "rejected": "unsupported", "detail": "the file has no suffix and holds no image in a known format"}
+        row |= {
+            "image_id": "",
+            "rejected": "unsupported",
+            "detail": "the file has no suffix and holds no image in a known format",
+        }
     return {name: row[name] for name in IMAGES.batch.names}
 
 
@@ -56,15 +60,10 @@ def _read(path: Path, max_pixels: int, row: Row) -> None:
                 row |= vars(probe(file, max_pixels))
             except ImageError as error:
                 if error.reason != "unsupported":
-                    row["image_id"] = _sha256(file)
+                    row["image_id"] = file_sha256(file)
                 raise
-            row["image_id"] = _sha256(file)
+            row["image_id"] = file_sha256(file)
     except FileNotFoundError:
         raise ImageError("unreadable", "the file is gone, is a broken link, or has a name that is not UTF-8") from None
     except OSError as error:
         raise ImageError("unreadable", f"the file cannot be read: {error.strerror or type(error).__name__}") from error
-
-
-def _sha256(file: BinaryIO) -> str:
-    file.seek(0)
-    return hashlib.file_digest(file, "sha256").hexdigest()

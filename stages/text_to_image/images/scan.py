@@ -30,7 +30,8 @@ PROJECT_FOLDERS = frozenset({"tables", "weights", "exports"})
 @dataclass(frozen=True)
 class Listing:
     """What an image folder holds: `files`, one dict of FILE_COLUMNS per row of the table, sorted by path, and the number
-    of `masks`, files that are left out because they are masks of other images."""
+    of `masks`, files that are left out because they are masks of other images.
+    """
 
     files: list[Row]
     masks: int

@@ -106,7 +106,8 @@ def finish_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _rows(stored: pa.Table) -> list[Row]:
-    return stored.select(IMAGES.batch.names).to_pylist()
+    rows: list[Row] = stored.select(IMAGES.batch.names).to_pylist()
+    return rows
 
 
 def _path(row: Row) -> str:

@@ -85,5 +85,7 @@ def parse_colour(text: str) -> tuple[int, int, int]:
     try:
         red, green, blue = ImageColor.getrgb(text)[:3]
     except ValueError:
-        raise ValueError(f'"{text}" is not a background colour: write a code such as "#ffffff" or a name such as "white"') from None
+        raise ValueError(
+            f'"{text}" is not a background colour: write a code such as "#ffffff" or a name such as "white"'
+        ) from None
     return red, green, blue

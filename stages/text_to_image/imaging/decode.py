@@ -62,7 +62,8 @@ class ImageError(ValueError):
 @dataclass(frozen=True)
 class Probe:
     """Facts about an image file: Pillow's names of format and mode, width and height in pixels after orientation, and the
-    number of frames."""
+    number of frames.
+    """
 
     format: str
     mode: str

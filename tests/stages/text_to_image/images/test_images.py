@@ -1,5 +1,6 @@
-"""The images stage over real folders: what becomes a row, what is said of it, and what a second scan costs."""
+"""The stage images over real folders: which files become rows, what each row says, and what a second run reads."""
 
+import dataclasses
 import hashlib
 import os
 import shutil
@@ -10,8 +11,10 @@ import pytest
 from PIL import Image
 
 from schemas.text_to_image.images import IMAGES
+from stages.text_to_image.images import examine
 from stages.text_to_image.images import stage as images
-from stages.text_to_image.images.stage import STAGE, ImagesConfig, scan
+from stages.text_to_image.images.scan import scan
+from stages.text_to_image.images.stage import STAGE, ImagesConfig
 from tests.harness import context, run
 
 
@@ -23,22 +26,22 @@ def draw(path, seed=0, size=(80, 72)):
 
 
 class Project:
-    """The runner's part: keeps the table between runs, replaces rows by key, drops rows of files that went."""
+    """An image folder and its stored table. As the runner does, it replaces rows by key and drops rows of deleted files."""
 
     def __init__(self, folder, **config):
-        self.folder, self.config, self.said = folder, ImagesConfig(**config), []
+        self.folder, self.config, self.lines = folder, ImagesConfig(**config), []
         self.source = folder / "images"
         self.source.mkdir()
         self.stored = None
 
     def context(self, **options):
         made = context(STAGE, self.folder, config=self.config, stored=self.stored, source=self.source, **options)
-        made.say = self.said.append
+        made.say = self.lines.append
         return made
 
     def run(self, **options):
-        """Yielded rows by path."""
-        self.said.clear()
+        """Run the stage, store its rows, and return the yielded rows by path."""
+        self.lines.clear()
         made = self.context(**options)
         yielded = {row["path"]: row for row in run(STAGE, made).to_pylist()}
         self.store(yielded.values())
@@ -61,14 +64,14 @@ def project(tmp_path):
 
 @pytest.fixture
 def probed(monkeypatch):
-    """How many files have been decoded since it was last cleared."""
-    calls, real = [], images.probe
+    """The paths of the files decoded since the list was last cleared."""
+    calls, real = [], examine.probe
 
     def counting(file, max_pixels):
         calls.append(file.name)
         return real(file, max_pixels)
 
-    monkeypatch.setattr(images, "probe", counting)
+    monkeypatch.setattr(examine, "probe", counting)
     return calls
 
 
@@ -92,7 +95,7 @@ def test_a_usable_image_is_a_row_with_its_content_and_size(project):
     }
 
 
-def test_every_bad_file_is_a_row_with_its_reason_and_the_summary_counts_them(tmp_path):
+def test_every_file_that_cannot_be_used_is_a_row_with_its_reason_and_is_counted_in_the_summary(tmp_path):
     project = Project(tmp_path, max_pixels=10_000)
     good = draw(project.source / "good.png")
     draw(project.source / "icon.png", size=(63, 90))
@@ -117,15 +120,15 @@ def test_every_bad_file_is_a_row_with_its_reason_and_the_summary_counts_them(tmp
         "nosuffix": "unsupported",
         "nothing.webp": "unreadable",
     }
-    assert project.said[0] == "10 files: 1 usable, 1 bomb, 1 duplicate, 1 too_small, 1 truncated, 3 unreadable, 2 unsupported"
-    assert project.said[1].startswith("not used: cut.png (truncated), film.mp4 (unsupported), gone.png")
+    assert project.lines[0] == "10 files: 1 usable, 1 bomb, 1 duplicate, 1 too_small, 1 truncated, 3 unreadable, 2 unsupported"
+    assert project.lines[1].startswith("not used: cut.png (truncated), film.mp4 (unsupported), gone.png")
     details = {row["path"]: row["detail"] for row in project.stored.to_pylist()}
     assert details["good.png"] == "the same bytes as good too.png" and details["good too.png"] == ""
     assert "63 x 90" in details["icon.png"] and "images.min_side = 64" in details["icon.png"]
     assert all(details[path] for path, verdict in project.verdicts().items() if verdict)
 
 
-def test_captions_licences_and_hidden_files_are_no_rows(project):
+def test_captions_licences_and_hidden_files_become_no_rows(project):
     draw(project.source / "a.png")
     draw(project.source / ".hidden.png")
     draw(project.source / ".cache" / "b.png")
@@ -142,7 +145,7 @@ def test_an_unchanged_file_is_not_opened_again_and_an_unchanged_folder_yields_no
     assert len(probed) == 5
     probed.clear()
     assert project.run() == {} and probed == []
-    assert project.said == ["5 files: 5 usable"]
+    assert project.lines == ["5 files: 5 usable"]
     draw(project.source / "new.png", 9)
     assert list(project.run()) == ["new.png"] and len(probed) == 1
 
@@ -187,7 +190,7 @@ def test_a_run_stopped_after_any_batch_ends_where_an_unbroken_one_ends(tmp_path,
     whole.run()
     for batches in range(5):
         broken = Project.__new__(Project)
-        broken.__dict__ = whole.__dict__ | {"stored": None, "said": []}
+        broken.__dict__ = whole.__dict__ | {"stored": None, "lines": []}
         for count, batch in enumerate(STAGE.run(broken.context())):
             if count == batches:
                 break
@@ -196,12 +199,51 @@ def test_a_run_stopped_after_any_batch_ends_where_an_unbroken_one_ends(tmp_path,
         assert broken.stored.equals(whole.stored)
 
 
-def test_stop_ends_the_run_after_the_batch_at_hand(project, monkeypatch):
+def test_a_run_stops_after_the_current_batch(project, monkeypatch):
     monkeypatch.setattr(images, "BATCH", 2)
     for seed in range(6):
         draw(project.source / f"{seed}.png", seed)
     asked = iter([False, True])
     assert sorted(project.run(stop=lambda: next(asked))) == ["0.png", "1.png"]
+
+
+def test_files_examined_one_by_one_and_finished_together_give_the_rows_of_one_run(project):
+    draw(project.source / "m.png")
+    for name in ("a.png", "z.png"):
+        shutil.copy(project.source / "m.png", project.source / name)
+    draw(project.source / "b.png", 1)
+    (project.source / "broken.png").write_bytes(b"x")
+    whole = project.context()
+    for number in range(whole.pending.num_rows):
+        unit = dataclasses.replace(whole, pending=whole.pending.slice(number, 1))
+        project.store(row for batch in STAGE.run(unit) for row in batch.to_pylist())
+    assert project.verdicts() == {"a.png": None, "b.png": None, "broken.png": "unreadable", "m.png": None, "z.png": None}
+    finished = dataclasses.replace(whole, stored=project.stored)
+    project.store(row for batch in STAGE.finish(finished) for row in batch.to_pylist())
+    apart, project.stored = project.stored, None
+    project.run()
+    assert project.stored.equals(apart)
+    assert project.verdicts()["m.png"] == project.verdicts()["z.png"] == "duplicate"
+
+
+def test_a_run_that_was_stopped_marks_no_duplicates_and_has_no_summary(project, monkeypatch):
+    monkeypatch.setattr(images, "BATCH", 2)
+    for name in ("a.png", "b.png", "c.png"):
+        draw(project.source / name)
+    asked = iter([False, True])
+    project.run(stop=lambda: next(asked))
+    assert project.verdicts() == {"a.png": None, "b.png": None} and project.lines == []
+    project.run()
+    assert project.verdicts() == {"a.png": None, "b.png": "duplicate", "c.png": "duplicate"}
+
+
+def test_a_file_that_could_not_be_read_and_is_gone_is_not_tried_again(project):
+    draw(project.source / "a.png")
+    (project.source / "b.mp4").write_bytes(b"film")
+    project.run()
+    assert STAGE.redo(project.context())["path"].to_pylist() == ["b.mp4"]
+    (project.source / "b.mp4").unlink()
+    assert STAGE.redo(project.context()).num_rows == 0
 
 
 def test_rows_do_not_depend_on_the_number_of_workers_or_on_the_batch(tmp_path, monkeypatch):
@@ -213,14 +255,14 @@ def test_rows_do_not_depend_on_the_number_of_workers_or_on_the_batch(tmp_path, m
             project.__init__(tmp_path)
             for number in range(9):
                 draw(project.source / f"{number}.png", number % 3)
-        project.__dict__ |= {"folder": tmp_path, "source": tmp_path / "images", "stored": None, "said": []}
+        project.__dict__ |= {"folder": tmp_path, "source": tmp_path / "images", "stored": None, "lines": []}
         project.config = ImagesConfig(workers=workers)
         project.run()
         tables.append(project.stored)
     assert tables[0].equals(tables[1])
 
 
-def test_a_file_that_goes_between_scan_and_read_is_an_unreadable_row(project):
+def test_a_file_deleted_between_scan_and_read_is_an_unreadable_row(project):
     draw(project.source / "a.png")
     gone = draw(project.source / "b.png", 1)
     made = project.context()
@@ -230,7 +272,7 @@ def test_a_file_that_goes_between_scan_and_read_is_an_unreadable_row(project):
     assert rows["b.png"]["rejected"] == "unreadable" and rows["b.png"]["image_id"] == ""
 
 
-def test_what_could_not_be_read_is_tried_again_though_nothing_about_the_file_changed(project, monkeypatch):
+def test_an_unreadable_file_is_tried_again_although_it_did_not_change(project, monkeypatch):
     from stages.text_to_image.imaging import decode as pixels
 
     Image.new("RGB", (80, 80), "red").save(draw(project.source / "a.png").with_suffix(".tif"))
@@ -265,7 +307,7 @@ def test_linked_folders_are_followed_and_loops_end(project):
     assert project.verdicts()["self.png"] == "unreadable"
 
 
-def test_a_name_that_is_not_utf_8_is_a_row_that_says_so(project):
+def test_a_file_name_that_is_not_utf_8_becomes_an_unreadable_row(project):
     draw(project.source / "a.png")
     try:
         Path(os.fsdecode(os.fsencode(project.source) + b"/b\xff.png")).write_bytes(b"x")
@@ -276,20 +318,20 @@ def test_a_name_that_is_not_utf_8_is_a_row_that_says_so(project):
     assert (row["path"], row["rejected"]) == ("b\\xff.png", "unreadable") and "not UTF-8" in row["detail"]
 
 
-def test_a_pipe_in_the_folder_is_no_row_and_is_never_opened(project):
+def test_a_named_pipe_in_the_folder_becomes_no_row_and_is_never_opened(project):
     draw(project.source / "a.png")
     os.mkfifo(project.source / "pipe.png")
-    assert [row["path"] for row in scan(project.source)] == ["a.png"]
+    assert [row["path"] for row in scan(project.source).files] == ["a.png"]
 
 
-def test_a_missing_or_empty_folder_is_one_line_that_says_what_would_be_right(project):
+def test_a_missing_or_empty_folder_is_an_error_that_names_the_remedy(project):
     with pytest.raises(ValueError, match=r"images holds no images: put some there, or set images.folder$"):
         project.context()
     (project.source / "a.txt").write_text("only a caption")
     with pytest.raises(ValueError, match="holds no images"):
         project.context()
     project.source = project.folder / "image"
-    with pytest.raises(ValueError, match=r'does not exist: .* set images.folder; did you mean "images"'):
+    with pytest.raises(ValueError, match=r'does not exist: .* set images.folder; did you mean "images"\?'):
         project.context()
     project.source = draw(project.folder / "a.png")
     with pytest.raises(ValueError, match="is a file, not a folder"):
@@ -297,20 +339,20 @@ def test_a_missing_or_empty_folder_is_one_line_that_says_what_would_be_right(pro
 
 
 @pytest.mark.parametrize("wrong", [{"min_side": 0}, {"workers": 0}, {"max_pixels": 0}, {"max_pixels": 10**9}])
-def test_a_setting_out_of_range_is_named(wrong):
-    with pytest.raises(ValueError, match=rf"images\.{next(iter(wrong))} = "):
+def test_a_setting_out_of_range_is_an_error_that_names_it(wrong):
+    with pytest.raises(ValueError, match=rf"^images\.{next(iter(wrong))} must be >= 1"):
         ImagesConfig(**wrong)
 
 
-def test_masks_of_other_images_are_no_rows_but_said(project):
+def test_masks_of_other_images_become_no_rows_and_are_counted_in_the_summary(project):
     for name in ("a.png", "a.mask.png", "masks/a.png", "masks/b.png"):
         draw(project.source / name, seed=len(name))
     assert sorted(project.run()) == ["a.png", "masks/b.png"]
-    assert project.said == ["2 files: 2 usable; 2 more are masks of others"]
+    assert project.lines == ["2 files: 2 usable; 2 more are masks of other images"]
 
 
-def test_a_project_among_its_own_images_does_not_take_what_it_made_for_images(tmp_path):
+def test_the_output_of_a_project_that_lies_in_its_own_image_folder_becomes_no_rows(tmp_path):
     for name in ("a.png", "sub/b.png", "tables/samples/1/grid.png", "weights/x.png", "sub/tables/c.png", "exports/d.safetensors"):
         draw(tmp_path / name, len(name)) if name.endswith("png") else (tmp_path / "exports").mkdir()
     (tmp_path / "project.toml").write_text("")
-    assert [row["path"] for row in scan(tmp_path)] == ["a.png", "sub/b.png", "sub/tables/c.png"]
+    assert [row["path"] for row in scan(tmp_path).files] == ["a.png", "sub/b.png", "sub/tables/c.png"]
