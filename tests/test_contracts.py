@@ -51,7 +51,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _not_code(where: Path, names: list[str]) -> set[str]:
     return {
-        name for name in names if not name.endswith(".py") and not (where / name).is_dir() or name in ("tables", "__pycache__")
+        name for name in names if (not name.endswith(".py") and not (where / name).is_dir()) or name in ("tables", "__pycache__")
     }
 
 

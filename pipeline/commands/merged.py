@@ -17,8 +17,8 @@ from stages.models import weights
 from stages.models.family import Family
 from stages.models.flux2 import key_maps as convert
 from stages.models.flux2.adapter_formats import of_linear, read_adapter
-from stages.models.flux2.load import sizes
 from stages.models.flux2.transformer import Flux2Config
+from stages.models.folders import component_config
 from stages.tuner.adapters import merge
 
 CLASS, STEM = "Flux2Transformer2DModel", "diffusion_pytorch_model"  # diffusers' words
@@ -33,7 +33,7 @@ def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype:
     """
     if out.exists():
         raise ValueError(f"{out} exists; move it away or give another name")
-    config = {"_class_name": CLASS, **sizes(base, family.transformer)}
+    config = {"_class_name": CLASS, **component_config(base, family.transformer)}
     shapes = Flux2Config.from_dict(config).shapes()
     arrays, scales = read_adapter(adapter)
     merge.check(shapes, arrays, scales)
@@ -48,7 +48,7 @@ def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype:
             shards.add(key, weight.astype(getattr(mx, dtype)))
             return mx.zeros(0)  # what is written is let go
 
-        foreign = convert.is_single_file(weights.keys(base))
+        foreign = convert.is_single_file(weights.read_keys(base))
         weights.load_component(
             base, shapes, convert=(lambda found: convert.transformer(found, base)) if foreign else None, arrange=each
         )

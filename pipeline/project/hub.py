@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pipeline.store.disk import CHECKOUT, from_home
 from stages.models.family import FOLDERS, Family
-from stages.models.weights import files, header
+from stages.models.weights import read_header, weight_files
 
 SHARD = re.compile(r"-\d+-of-(\d+)\.")  # model-00001-of-00002.safetensors
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -70,8 +70,8 @@ def _inspect(folder: Path) -> None:
             json.loads(file.read_bytes())
         except ValueError:
             raise ValueError(f"{file} is not whole") from None
-    for file in () if tokenizer else files(folder):
-        header(file)
+    for file in () if tokenizer else weight_files(folder):
+        read_header(file)
 
 
 def _made(folder: Path, seed: int, make: bool) -> Path:
@@ -130,7 +130,7 @@ def _whole(folder: Path) -> bool:
     if folder.name == FOLDERS["tokenizer"]:
         return any((folder / name).is_file() for name in ("tokenizer.json", "merges.txt"))
     try:
-        found = files(folder)
+        found = weight_files(folder)
     except ValueError:  # no weights yet, or not every shard that the index names
         return False
     shards = [shard for file in found if (shard := SHARD.search(file.name))]  # of which the index may be what is missing

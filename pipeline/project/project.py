@@ -168,7 +168,7 @@ class Project:
     def component(self, name: str, *, fetch: bool = True) -> Path:
         """Where one component's weights lie: a folder or a file. They are downloaded or generated if `fetch` allows it."""
         from pipeline.project import hub
-        from stages.models.weights import locate
+        from stages.models.folders import locate
 
         root = hub.resolve(self.config.project.weights, self.path, self.family, (name,), fetch=fetch)
         return locate(root, name, self.family)
@@ -178,8 +178,7 @@ class Project:
 
         Files that were deleted are known by the hash they had; only weights that were never here are downloaded.
         """
-        if reason := self.family.unsupported.get(name):  # before gigabytes are downloaded for nothing
-            raise ValueError(reason)
+        self.family.require(name)  # before gigabytes are downloaded for nothing
         label = f"{self.config.project.family} {self.config.project.weights} {name}"
         try:
             digest = self.hashes.component(label, self.component(name, fetch=False))

@@ -32,7 +32,7 @@ class Family:
     autoencoder: Mapping[str, Any] = field(default_factory=dict)
     hub: str = ""  # hub id of the weights, diffusers layout; empty: none is published
     gated: bool = False  # the licence must be accepted before the hub serves the files
-    single_files: tuple[str, ...] = ()  # names of the transformer as one file, BFL layout
+    single_files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # component -> names that it may have as one file
     text_kind: str = "qwen3"  # architecture and prompt form of the text encoder
     text_layers: tuple[int, ...] = (9, 18, 27)  # hidden states that are concatenated; 0 would be the embedding
     text_tokens: int = 512  # rows of an embedding, padding included

@@ -15,7 +15,8 @@ import pyarrow.compute as pc
 
 from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.embeddings import EMBEDDINGS
-from stages.models.text.encoder import Embedding, TextEncoder, refuse, widen
+from stages.models.protocols import TextEncoder
+from stages.models.text.encoder import Embedding, widen
 from stages.settings import runtime, setting
 from stages.stage import Stage, StageContext
 
@@ -47,9 +48,10 @@ def encode_embeddings(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     pending: list[str] = ctx.pending["caption_id"].to_pylist()
     if not pending:
         return
-    refuse(ctx.need("family"))
+    family = ctx.need("family")
+    family.require("text_encoder")
     captions = _captions(ctx.rows(CAPTIONS))
-    encoder = TextEncoder(ctx.need("text_encoder"), ctx.need("tokenizer"), ctx.need("family"), ctx.config.precision)
+    encoder = family.architecture.load_text_encoder(ctx.need("text_encoder"), ctx.need("tokenizer"), family, ctx.config.precision)
     try:
         for start in range(0, len(pending), ctx.config.batch_size):
             if ctx.stop():

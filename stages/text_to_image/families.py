@@ -43,9 +43,10 @@ APACHE = "Apache-2.0"
 NON_COMMERCIAL = "FLUX non-commercial"
 
 
-def _bfl(tail: str) -> tuple[str, ...]:
-    """Both spellings in use for the transformer as one file."""
-    return (f"flux-2-{tail}.safetensors", f"flux2-{tail}.safetensors")
+def _single_files(tail: str) -> dict[str, tuple[str, ...]]:
+    """Return, by component, the file names in use for weights that are published as one file."""
+    transformer = (f"flux-2-{tail}.safetensors", f"flux2-{tail}.safetensors")
+    return {"transformer": transformer, "autoencoder": ("ae.safetensors", "flux2-vae.safetensors")}
 
 
 _ALL = (
@@ -58,7 +59,7 @@ _ALL = (
         text_encoder=QWEN3_4B,
         autoencoder=AUTOENCODER,
         hub="black-forest-labs/FLUX.2-klein-base-4B",
-        single_files=_bfl("klein-base-4b"),
+        single_files=_single_files("klein-base-4b"),
         bytes_bf16=BYTES_4B,
     ),
     Family(
@@ -71,7 +72,7 @@ _ALL = (
         autoencoder=AUTOENCODER,
         hub="black-forest-labs/FLUX.2-klein-base-9B",
         gated=True,
-        single_files=_bfl("klein-base-9b"),
+        single_files=_single_files("klein-base-9b"),
         bytes_bf16=BYTES_9B,
     ),
     Family(
@@ -83,7 +84,7 @@ _ALL = (
         text_encoder=QWEN3_4B,
         autoencoder=AUTOENCODER,
         hub="black-forest-labs/FLUX.2-klein-4B",
-        single_files=_bfl("klein-4b"),
+        single_files=_single_files("klein-4b"),
         real_cfg=False,
         distilled=True,
         guidance=1.0,
@@ -100,7 +101,7 @@ _ALL = (
         autoencoder=AUTOENCODER,
         hub="black-forest-labs/FLUX.2-klein-9B",
         gated=True,
-        single_files=_bfl("klein-9b"),
+        single_files=_single_files("klein-9b"),
         real_cfg=False,
         distilled=True,
         guidance=1.0,
@@ -117,7 +118,7 @@ _ALL = (
         autoencoder=AUTOENCODER,
         hub="black-forest-labs/FLUX.2-dev",
         gated=True,
-        single_files=_bfl("dev"),
+        single_files=_single_files("dev"),
         text_kind="mistral3",
         unsupported={
             "text_encoder": "the text encoder of dev (mistral3) is not built yet; families with qwen3 work, such as klein-base-4b"

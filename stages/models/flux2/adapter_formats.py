@@ -144,7 +144,7 @@ def load(path: Path) -> tuple[Arrays, dict[str, str]]:
     """The arrays and the metadata of a safetensors file; a missing, foreign or shortened file is one clear line."""
     if not path.is_file():
         raise ValueError(f"no adapter at {path}")
-    weights.header(path)  # compares the file's size with its header, which MLX does not
+    weights.read_header(path)  # compares the file's size with its header, which MLX does not
     loaded: Any = mx.load(str(path), return_metadata=True)
     arrays, metadata = loaded
     return arrays, metadata

@@ -6,7 +6,7 @@ files (flux-2-klein-base-4b.safetensors, ae.safetensors) side by side in a folde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,9 @@ from stages.models.family import Family
 from stages.models.flux2 import autoencoder
 from stages.models.flux2 import key_maps as convert
 from stages.models.flux2 import transformer as flux2
+from stages.models.folders import component_config
 
-
-def sizes(path: Path, default: Mapping[str, Any]) -> dict[str, Any]:
-    """A component's config: what its config.json says, the family record's values for a single file without one."""
-    return weights.read_config(path) or dict(default)
+sizes = component_config
 
 
 def transformer_config(path: Path | None, family: Family) -> flux2.Flux2Config:
@@ -29,7 +27,7 @@ def transformer_config(path: Path | None, family: Family) -> flux2.Flux2Config:
 
     ValueError if the config is not that of a FLUX.2 transformer.
     """
-    return flux2.Flux2Config.from_dict(sizes(path, family.transformer) if path else family.transformer)
+    return flux2.Flux2Config.from_dict(component_config(path, family.transformer) if path else family.transformer)
 
 
 def load_flux2(
@@ -40,7 +38,7 @@ def load_flux2(
     One tensor is so held at a time: `arrange` may pack it.
     """
     config = transformer_config(path, family)
-    foreign = convert.is_single_file(weights.keys(path))
+    foreign = convert.is_single_file(weights.read_keys(path))
     arrays = weights.load_component(
         path,
         config.shapes(),
@@ -53,11 +51,11 @@ def load_flux2(
 
 def load_autoencoder(path: Path, family: Family, dtype: Any = None) -> autoencoder.Autoencoder:
     """The autoencoder at `path`, either layout, cast to `dtype`; the statistics of its latents stay in float32."""
-    config = autoencoder.AutoencoderConfig.from_dict(sizes(path, family.autoencoder))
+    config = autoencoder.AutoencoderConfig.from_dict(component_config(path, family.autoencoder))
     arrays = weights.load_component(
         path,
         config.shapes(),
-        convert=convert.autoencoder if convert.is_single_file(weights.keys(path)) else None,
+        convert=convert.autoencoder if convert.is_single_file(weights.read_keys(path)) else None,
         dtype=lambda key: mx.float32 if key.startswith("bn.") else dtype,
         ignore=lambda key: key == "bn.num_batches_tracked",
         arrange=autoencoder.arrange,

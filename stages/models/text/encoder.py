@@ -17,12 +17,11 @@ import mlx.core as mx
 import numpy as np
 
 from stages.models.family import Family
-from stages.models.flux2.load import sizes
+from stages.models.folders import component_config
 from stages.models.text import qwen3
 from stages.models.weights import load_component
 
 PRECISIONS = {"bfloat16": mx.bfloat16, "float32": mx.float32}
-BUILT = ("qwen3",)  # text_kinds of families
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Prompts:
 
     def __init__(self, folder: Path, family: Family) -> None:
         """`folder` is a tokenizer's. ValueError where the family's form is not built or the files do not serve."""
-        refuse(family)
+        family.require("text_encoder")
         self.length = family.text_tokens
         self.tokenizer = _tokenizer(folder)
         if self.tokenizer.pad_token_id is None:
@@ -78,7 +77,7 @@ class TextEncoder:
         """`weights` and `tokenizer` are the components' folders; `precision` is bfloat16 or float32."""
         self.prompts = Prompts(tokenizer, family)
         self.layers = family.text_layers
-        config = qwen3.Qwen3Config.from_dict(sizes(weights, family.text_encoder))
+        config = qwen3.Qwen3Config.from_dict(component_config(weights, family.text_encoder))
         known = len(self.prompts.tokenizer)
         if known > config.vocab_size:  # an index beyond a table reads garbage, without an error
             raise ValueError(f"{tokenizer} has {known} tokens, {weights} knows {config.vocab_size}: they do not belong together")
@@ -101,15 +100,6 @@ class TextEncoder:
             states_1TJ = self.model.encode(mx.array(prompt.tokens)[None], real_1T, self.layers)
             words_TJ = np.array(states_1TJ[0].astype(mx.bfloat16).view(mx.uint16))
             yield Embedding(words_TJ, prompt.real, prompt.dropped)
-
-
-def refuse(family: Family) -> None:
-    """ValueError for a family whose text encoder is not built."""
-    if family.text_kind not in BUILT:
-        raise ValueError(
-            f"the text encoder of {family.name} ({family.text_kind}) is not built yet; families with {', '.join(BUILT)} work, "
-            "such as klein-base-4b"
-        )
 
 
 def widen(words: np.ndarray) -> np.ndarray:

@@ -19,9 +19,9 @@ from stages.models.flux2.adapter_formats import B
 from stages.models.flux2.autoencoder import AutoencoderConfig
 from stages.models.flux2.load import load_autoencoder, load_flux2
 from stages.models.flux2.transformer import Flux2Config
+from stages.models.folders import read_config
 from stages.models.text.encoder import TextEncoder, widen
 from stages.models.text.qwen3 import Qwen3Config
-from stages.models.weights import read_config
 from stages.text_to_image.families import family
 from stages.text_to_image.samples import stage as samples
 from stages.tuner import checkpoint

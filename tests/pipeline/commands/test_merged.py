@@ -13,7 +13,7 @@ import stages  # noqa: F401  a fast BLAS, before MLX
 from pipeline.commands import merged
 from pipeline.commands.export import merge_run
 from pipeline.commands.merged import write_merged
-from stages.models.weights import read_config
+from stages.models.folders import read_config
 from stages.text_to_image.families import family
 from tests.pipeline.commands.reference import forward, tiny_transformer
 from tests.pipeline.commands.test_export_variants import VARIANTS, trained_variant, with_merged_weights

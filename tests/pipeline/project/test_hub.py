@@ -10,7 +10,7 @@ from huggingface_hub import constants, errors
 from pipeline.project import hub
 from stages.models.family import FOLDERS
 from stages.models.flux2 import tiny
-from stages.models.weights import locate
+from stages.models.folders import locate
 from stages.text_to_image.families import family
 
 HUB = "black-forest-labs/FLUX.2-klein-base-4B"

@@ -8,7 +8,6 @@ from safetensors.numpy import save_file
 
 from stages.models import weights
 from stages.models.flux2 import key_maps as convert
-from stages.text_to_image.families import family
 
 SHAPES = {"a.weight": (4, 3), "b.weight": (5,)}
 
@@ -77,20 +76,20 @@ def test_many_wrong_names_are_counted_not_listed(tmp_path):
 
 
 def test_shards_are_read_by_their_index(tmp_path):
-    shard(tmp_path)
+    write_shards(tmp_path)
     (tmp_path / "stray.safetensors").write_bytes(b"not one of them")
     assert set(weights.load_component(tmp_path, SHAPES)) == set(SHAPES)
 
 
 def test_a_shard_that_is_not_there_is_named(tmp_path):
-    shard(tmp_path)
+    write_shards(tmp_path)
     (tmp_path / "model-2.safetensors").unlink()
     with pytest.raises(ValueError, match=r"lacks model-2\.safetensors of the 2 files"):
         weights.load_component(tmp_path, SHAPES)
 
 
 def test_a_tensor_that_two_shards_hold_is_refused(tmp_path):
-    shard(tmp_path)
+    write_shards(tmp_path)
     save_file(arrays(), tmp_path / "model-2.safetensors")
     with pytest.raises(ValueError, match="in more than one file"):
         weights.load_component(tmp_path, SHAPES)
@@ -104,7 +103,7 @@ def test_a_folder_without_weights_says_what_was_looked_for(tmp_path):
 def test_of_two_variants_of_the_same_weights_the_plain_one_is_read(tmp_path):
     save_file(arrays(), tmp_path / "model.safetensors")
     save_file(arrays(), tmp_path / "model.fp16.safetensors")
-    assert weights.files(tmp_path) == [tmp_path / "model.safetensors"]
+    assert weights.weight_files(tmp_path) == [tmp_path / "model.safetensors"]
 
 
 def test_eight_bit_weights_are_refused_by_name(tmp_path):
@@ -131,32 +130,7 @@ def test_casting_holds_no_more_than_one_tensor_twice(tmp_path):
     del read
 
 
-@pytest.mark.parametrize("component", ["transformer", "autoencoder", "text_encoder", "tokenizer"])
-def test_a_component_is_found_in_its_folder(tmp_path, component):
-    folder = tmp_path / {"autoencoder": "vae"}.get(component, component)
-    folder.mkdir()
-    assert weights.locate(tmp_path, component, family("klein-base-4b")) == folder
-
-
-@pytest.mark.parametrize("name", ["flux-2-klein-base-4b.safetensors", "flux2-klein-base-4b.safetensors"])
-def test_a_single_file_is_found_under_either_spelling(tmp_path, name):
-    (tmp_path / name).touch()
-    assert weights.locate(tmp_path, "transformer", family("klein-base-4b")) == tmp_path / name
-
-
-def test_a_component_that_is_not_there_says_what_was_looked_for(tmp_path):
-    with pytest.raises(ValueError, match=r"looked for transformer/, flux-2-klein-base-4b\.safetensors") as caught:
-        weights.locate(tmp_path, "transformer", family("klein-base-4b"))
-    assert str(tmp_path) in str(caught.value)
-
-
-def test_a_broken_config_file_is_named(tmp_path):
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
-        weights.read_config(tmp_path)
-
-
-def shard(folder):
+def write_shards(folder):
     whole = arrays()
     places = {"a.weight": "model-1.safetensors", "b.weight": "model-2.safetensors"}
     for key, name in places.items():

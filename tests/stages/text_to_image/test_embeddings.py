@@ -14,10 +14,8 @@ import pytest
 
 from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.embeddings import EMBEDDINGS
-from stages.models.flux2 import tiny
 from stages.models.text.encoder import widen
 from stages.stage import StageContext
-from stages.text_to_image import embeddings
 from stages.text_to_image.embeddings import STAGE, EmbeddingsConfig
 from stages.text_to_image.families import family
 from tests import harness
@@ -27,11 +25,9 @@ LONG = "word " * 90
 FLOAT32 = EmbeddingsConfig(precision="float32")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("tiny")
-    tiny.make(made, 0)
-    return made
+@pytest.fixture
+def folder(tiny_weights: Path) -> Path:
+    return tiny_weights
 
 
 def digest(text: str) -> str:
@@ -62,7 +58,7 @@ CAPTIONED = [
 
 def given(folder: Path, tmp_path: Path, rows: list[dict[str, Any]] = CAPTIONED, **more: Any) -> StageContext:
     more = {"config": FLOAT32, "family": TINY, **more}
-    weights = {name: folder / name for name in STAGE.needs}
+    weights = {name: folder / name for name in ("text_encoder", "tokenizer")}
     return harness.context(STAGE, tmp_path, {"captions": CAPTIONS.table(rows)}, weights=weights, **more)
 
 
@@ -116,7 +112,7 @@ def test_only_what_is_missing_is_encoded_and_it_is_the_same(folder: Path, tmp_pa
 def test_nothing_is_loaded_when_nothing_is_missing(folder: Path, tmp_path: Path) -> None:
     whole = harness.run(STAGE, given(folder, tmp_path))
     context = given(folder, tmp_path, stored=whole)
-    context.weights = lambda name: pytest.fail(f"{name} was asked for")
+    context.need = lambda name: family("dev") if name == "family" else pytest.fail(f"{name} was looked for")
     assert harness.run(STAGE, context).num_rows == 0
 
 
@@ -169,14 +165,15 @@ def test_values_that_are_not_finite_are_refused_with_a_remedy(folder: Path, tmp_
     mx.eval(arrays)
     mx.save_safetensors(file, arrays)
     context = given(folder, tmp_path)
-    context.weights = lambda name: {"text_encoder": tmp_path, "tokenizer": folder}[name] / name
+    needs = {"family": TINY, "text_encoder": tmp_path / "text_encoder", "tokenizer": folder / "tokenizer"}
+    context.need = needs.__getitem__
     with pytest.raises(ValueError, match=r'not finite .* precision = "float32"'):
         harness.run(STAGE, context)
 
 
 def test_a_family_that_is_not_built_is_refused_before_its_weights_are_looked_for(folder: Path, tmp_path: Path) -> None:
     context = given(folder, tmp_path, family=family("dev"))
-    context.weights = lambda name: pytest.fail(f"{name} was asked for")
+    context.need = lambda name: family("dev") if name == "family" else pytest.fail(f"{name} was looked for")
     with pytest.raises(ValueError, match="text encoder of dev"):
         harness.run(STAGE, context)
 
@@ -189,6 +186,6 @@ def test_a_batch_size_out_of_range_is_refused() -> None:
 def test_a_row_carries_its_words_in_row_major_order(folder: Path, tmp_path: Path) -> None:
     made = harness.run(STAGE, given(folder, tmp_path, [caption("a cat")]))
     assert made.schema == EMBEDDINGS.batch
-    encoder = embeddings.TextEncoder(folder / "text_encoder", folder / "tokenizer", TINY, "float32")
+    encoder = TINY.architecture.load_text_encoder(folder / "text_encoder", folder / "tokenizer", TINY, "float32")
     expected = next(encoder.encode(["a cat"])).words
     assert made["tensor"][0].as_py() == expected.ravel().tolist()

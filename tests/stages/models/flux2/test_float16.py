@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from stages.models import weights
 from stages.models.flux2 import load
 from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, text_ids
+from stages.models.folders import read_config
 from stages.models.text.encoder import TextEncoder
 from stages.text_to_image.families import family
 from stages.text_to_image.train import memory_plan, trainer
@@ -113,7 +113,7 @@ def test_the_plan_counts_the_bytes_that_float16_weights_take_once_they_are_loade
     c = TrainConfig(precision=precision, base_bits=bits)
     context: Any = SimpleNamespace(config=c, need={"family": TINY, "transformer": half / "transformer"}.__getitem__)
     model = trainer.load(context)
-    question = memory_plan.MemoryEstimator(c, Flux2Config.from_dict(weights.read_config(half / "transformer")))
+    question = memory_plan.MemoryEstimator(c, Flux2Config.from_dict(read_config(half / "transformer")))
     assert question.weights == quantize.nbytes(held(model))
 
 

@@ -10,10 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from stages.models import weights
 from stages.models.flux2 import load, tiny
 from stages.models.flux2.autoencoder import Autoencoder
 from stages.models.flux2.transformer import image_ids, text_ids
+from stages.models.folders import locate
 from stages.models.text.encoder import TextEncoder, widen
 from stages.text_to_image.families import family
 
@@ -33,7 +33,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def autoencoder(folder: Path) -> Autoencoder:
-    return load.load_autoencoder(weights.locate(folder, "autoencoder", TINY), TINY, mx.float32)
+    return load.load_autoencoder(locate(folder, "autoencoder", TINY), TINY, mx.float32)
 
 
 def smooth(count: int) -> mx.array:
@@ -114,11 +114,9 @@ def test_its_latents_have_about_unit_variance_and_its_pictures_are_visible(folde
 
 
 def test_its_velocity_is_of_the_size_of_noise_and_depends_on_everything(folder: Path) -> None:
-    encoder = TextEncoder(
-        weights.locate(folder, "text_encoder", TINY), weights.locate(folder, "tokenizer", TINY), TINY, "float32"
-    )
+    encoder = TextEncoder(locate(folder, "text_encoder", TINY), locate(folder, "tokenizer", TINY), TINY, "float32")
     one, two = (mx.array(widen(made.words))[None] for made in encoder.encode(["a cat", "a red boat"]))
-    model = load.load_flux2(weights.locate(folder, "transformer", TINY), TINY, mx.float32)
+    model = load.load_flux2(locate(folder, "transformer", TINY), TINY, mx.float32)
     noise = mx.random.normal((1, 48, 128), key=mx.random.key(0))
 
     def velocity(text: mx.array, sigma: float) -> mx.array:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from stages.models import weights
+from stages.models.folders import read_config
 from stages.models.text import qwen3
 from stages.models.text.qwen3 import Qwen3, Qwen3Config
 
@@ -49,7 +50,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 
 def ours(folder: Path, layers: int) -> Qwen3:
-    config = Qwen3Config.from_dict(weights.read_config(folder))
+    config = Qwen3Config.from_dict(read_config(folder))
     loaded = weights.load_component(folder, config.shapes(layers), rename=qwen3.rename, ignore=qwen3.beyond(layers, ALL))
     return Qwen3(config, loaded)
 
@@ -96,7 +97,7 @@ def test_only_the_layers_needed_are_kept(reference: tuple[Any, Path]) -> None:
 
 
 def test_a_tensor_that_is_needed_and_missing_or_unknown_is_refused(reference: tuple[Any, Path], tmp_path: Path) -> None:
-    config = Qwen3Config.from_dict(weights.read_config(reference[1]))
+    config = Qwen3Config.from_dict(read_config(reference[1]))
     arrays = {f"model.{name}": mx.zeros(shape) for name, shape in config.shapes(1).items()}
     unknown = {**arrays, "model.layers.0.self_attn.q_proj.bias": mx.zeros(96)}
     lacking = {k: v for k, v in arrays.items() if "up_proj" not in k}

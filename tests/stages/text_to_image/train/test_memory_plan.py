@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 
 from stages.models.flux2.transformer import Flux2Config
-from stages.models.weights import read_config
+from stages.models.folders import read_config
 from stages.text_to_image.families import family
 from stages.text_to_image.train import memory_plan, trainer
 from stages.text_to_image.train.config import OptimizerConfig, PreservationConfig, TrainConfig
