@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ import pyarrow as pa
 import stages
 from pipeline.project import config as configuration
 from pipeline.project import recipe as recipes
+from pipeline.project.config import Overrides
+from pipeline.project.parse import nearest
 from pipeline.store.disk import CHECKOUT, from_home
 from pipeline.store.table import TableFolder
 from schemas.table import TableSchema
@@ -27,9 +29,6 @@ if TYPE_CHECKING:
 
 class NotBuilt(ValueError):  # noqa: N818  (a state that the user can change, said in one line)
     """A table that another needs does not exist."""
-
-
-Overrides = Mapping[str, Any] | Iterable[str]
 
 
 class Project:
@@ -140,14 +139,14 @@ class Project:
         families: Mapping[str, Family] = load(self.pipeline.families)
         name = self.config.project.family
         if name not in families:
-            near = configuration.near(name, families)
-            raise ValueError(f"[project] family: there is no family {name!r}{near}; there are {', '.join(families)}")
+            near = nearest(name, families)
+            raise ValueError(f"project.family must be one of {', '.join(families)}, got {name!r}{near}")
         return families[name]
 
     def stage(self, name: str) -> Stage:
         """The stage that writes the table of that name. ValueError, with the nearest name, if there is none."""
         if name not in self.pipeline.stages:
-            near = configuration.near(name, self.stage_names)
+            near = nearest(name, self.stage_names)
             raise ValueError(f"{name}: no such stage{near}; there are {', '.join(self.stage_names)}")
         return self.pipeline.stage(name)
 

@@ -81,7 +81,7 @@ def test_a_stage_before_its_inputs_names_the_command(project):
     [
         ("resolutions", "resolution", "did you mean resolutions?"),
         ("[64, 96]", "[500]", "496 or 512"),
-        ("steps = 6", 'steps = "six"', "a whole number is wanted"),
+        ("steps = 6", 'steps = "six"', "must be a whole number"),
         ('"tiny"', '"tinny"', "tiny"),
     ],
 )
