@@ -77,7 +77,7 @@ def run(project: Project, name: str, console: Console, meter: Meter | None = Non
     reasons: list[str] = []
     with (
         interruptible() as stop,
-        folder.writer(project.recipe(name), flush_seconds=project.config.project.commit_seconds) as writer,
+        Writer(folder, project.recipe(name), flush_seconds=project.config.project.commit_seconds) as writer,
     ):
         ctx = project.context(
             stage,

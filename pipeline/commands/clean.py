@@ -8,8 +8,9 @@ from pathlib import Path
 
 from pipeline.project.project import Project
 from pipeline.store.disk import TEMPORARY, size_of
-from pipeline.store.lock import Lock, held
+from pipeline.store.lock import Lock, lock_holder
 from pipeline.store.table import TableFolder
+from pipeline.store.writer import Writer
 from pipeline.terminal import spell_bytes
 
 RESULTS = ("train", "samples")  # made by hours of work, and what a user came for
@@ -19,7 +20,7 @@ def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
     """Free disk; a line for each thing that went (or, with `dry_run`, would go). ValueError while a stage is running."""
     if not dry_run:
         for lock in (project.path / "tables").glob("*/*/lock"):  # readers hold none, but every stage that reads also writes
-            if who := held(lock):
+            if who := lock_holder(lock):
                 raise ValueError(f"{lock.parent} is being written by {who}; wait for it or stop it")
     freed = 0
     for stage_name in project.stage_names:
@@ -44,7 +45,7 @@ def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
                     remove(folder)
         if (stage_name not in RESULTS or runs) and current.exists and current.usage()["dead"]:
             yield f"{stage_name}: {current.usage()['dead']} rows that nothing names any more"
-            freed += current.reclaimable() if dry_run else collected(current, project.recipe(stage_name))
+            freed += current.reclaimable_bytes() if dry_run else collected(current, project.recipe(stage_name))
     yield f"{'would free' if dry_run else 'freed'} {spell_bytes(freed)}"
 
 
@@ -72,5 +73,5 @@ def remove(folder: Path) -> None:
 
 def collected(table: TableFolder, recipe: dict[str, object]) -> int:
     """Forget the rows of one table that nobody wants; the bytes that this freed."""
-    with table.writer(recipe) as writer:
+    with Writer(table, recipe) as writer:
         return writer.collect()

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.store.disk import whole
+from pipeline.store.disk import atomic_write
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
@@ -246,6 +246,6 @@ def _write(target: Path, arrays: dict[str, Any], dtype: str, metadata: dict[str,
     overflown = [key for key, value in cast.items() if not mx.isfinite(value).all().item()]
     if overflown:
         raise ValueError(f"{overflown[0]} has values too large for {dtype}; export as bfloat16 or float32")
-    with whole(target) as temporary:
+    with atomic_write(target) as temporary:
         temporary.touch()  # a folder that cannot be written says so as the system does; MLX would not
         mx.save_safetensors(str(temporary), cast, metadata)

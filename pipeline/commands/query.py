@@ -78,7 +78,9 @@ def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConne
     catalog = connection or duckdb.connect(config={"autoinstall_known_extensions": "false"})  # offline: a typo fetches nothing
     for stage_name in opened.stage_names:
         folder = opened.folder(stage_name)
-        catalog.register(stage_name, folder.rows() if folder.fits else opened.stage(stage_name).writes.stored.empty_table())
+        catalog.register(
+            stage_name, folder.rows() if folder.has_current_columns else opened.stage(stage_name).writes.stored.empty_table()
+        )
     catalog.register("tables", _tables(opened))
     catalog.register("columns", _columns(opened))
     catalog.execute(BF16)
@@ -155,7 +157,7 @@ def _tables(project: Project) -> pa.Table:
     rows = []
     for stage_name in project.stage_names:
         folder = project.folder(stage_name)
-        built = folder.fits
+        built = folder.has_current_columns
         usage = folder.usage() if built else {"rows": 0, "dead": 0, "bytes": 0}
         recipe, doc = folder.folder.name if built else None, project.stage(stage_name).writes.doc
         rows.append((stage_name, built, recipe, usage["rows"], usage["dead"], usage["bytes"], str(folder.folder), doc))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pipeline.project.hub import Absent
 from pipeline.project.project import NotBuilt, Project
 from pipeline.project.recipe import short
-from pipeline.store.lock import held
+from pipeline.store.lock import lock_holder
 from pipeline.store.rows import missing
 from pipeline.terminal import spell_bytes
 
@@ -49,7 +49,7 @@ def _ask(project: Project, found: TableState) -> None:
     stage = project.stage(found.stage_name)
     found.recipe = short(project.recipe(found.stage_name))
     folder = project.current(found.stage_name)
-    found.writer = held(folder.folder / "lock")
+    found.writer = lock_holder(folder.folder / "lock")
     usage = folder.usage()
     found.rows, found.dead, found.nbytes = usage["rows"], usage["dead"], usage["bytes"]
     committed = folder.committed()

@@ -1,7 +1,7 @@
-"""The rows of a table in Lance: versions that stand or do not, on the disk before anyone counts on them.
+"""The rows of a table in a Lance dataset, whose versions are on the disk before they count.
 
-Lance itself asks the disk for nothing: after a power cut its newest manifest may be empty. So every commit is followed by
-an fsync of what is new, and a writer begins by stepping back to the newest version that can be read.
+Lance itself never calls fsync: after a power cut its newest manifest may be empty. So every commit here is followed by an
+fsync of all new files, and a writer begins by going back to the newest version that can be read.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ import pyarrow as pa
 from pipeline.store.disk import error_number, first_line, make_folder, sync
 from schemas.renames import COLUMNS
 
-LIVE = pa.field("live", pa.bool_(), metadata={"doc": "wanted by the last run that finished; null: written since"})
-FORMAT = "2.2"  # the newest that DuckDB's extension for Lance reads
-PINNED = "manifest"  # the tag that keeps a version from being cleaned away
-_GONE = 2  # "no such file": part of the table is lost, which is damage; other system errors are not
+LIVE = pa.field("live", pa.bool_(), metadata={"doc": "wanted by the last finished run; null: written since then"})
+FORMAT = "2.2"  # the newest format that DuckDB's extension for Lance reads
+PINNED = "manifest"  # the Lance tag that protects a version from cleanup
 
 
-class Damaged(Exception):  # noqa: N818  (says what the table is)
-    """A version of the table, or all of it, cannot be read."""
+class DamageError(Exception):
+    """A version of the dataset cannot be read."""
 
 
 class Index:
-    """One Lance dataset of small rows."""
+    """A Lance dataset at `path` with small rows of `schema`. It need not exist before the first commit."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self.path = path
@@ -37,7 +36,7 @@ class Index:
         self._synced: set[tuple[str, int, int]] = set()
 
     def read(self, version: int) -> pa.Table:
-        """All rows of one version. Damaged if they cannot be read."""
+        """All rows of one version, with the column names of today. DamageError if they cannot be read."""
         import lance
 
         try:
@@ -47,26 +46,27 @@ class Index:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Lance's Rust gives up so
+            # A panic in Lance's Rust code is a BaseException.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            if error_number(error) not in (None, _GONE):
+            if not _is_damage(error):
                 raise
-            raise Damaged(f"{self.path} cannot be read at version {version}: {first_line(error)}") from error
+            raise DamageError(f"{self.path} cannot be read at version {version}: {first_line(error)}") from error
 
-    def newest(self) -> pa.Table:
-        """The rows of the newest version that can be read, whoever wrote it; none if there is no such. Nothing is changed."""
+    def read_newest(self) -> pa.Table:
+        """The rows of the newest readable version, committed or not by a finished run. An empty table if there is none."""
         for version in sorted(self._manifests(), reverse=True):
-            with suppress(Damaged):  # or cleaned away just now
+            with suppress(DamageError):  # or a writer has just deleted the version
                 return self.read(version)
         return self.schema.empty_table()
 
     def recover(self) -> tuple[int, pa.Table]:
-        """The newest version that can be read, and its rows; 0 and none if there is no such. What is newer is deleted."""
+        """Delete all versions newer than the newest readable one. Returns its number and rows; 0 and no rows if none is left."""
         for version, path in sorted(self._manifests().items(), reverse=True):
             try:
                 return version, self.read(version)
-            except Damaged:
-                with path.open("rb"):  # what we may not open is not damaged
+            except DamageError:
+                with path.open("rb"):  # raises where the file may not be opened, which is no damage
                     pass
                 path.unlink()
                 self._hint().unlink(missing_ok=True)
@@ -77,49 +77,49 @@ class Index:
         return 0, self.schema.empty_table()
 
     def append(self, rows: pa.Table) -> int:
-        """Add rows, in one commit; returns its version."""
+        """Add rows in one commit. Returns the number of the new version."""
         return self._commit(rows, "append" if self._manifests() else "create")
 
     def replace(self, rows: pa.Table) -> int:
-        """Make these all the rows there are, in one commit; returns its version."""
+        """Replace all rows in one commit. Returns the number of the new version."""
         return self._commit(rows, "overwrite" if self._manifests() else "create")
 
     def prune(self, pinned: int | None) -> None:
-        """Delete every version but the newest and the pinned one, and files that no version names."""
+        """Delete all versions except the newest and `pinned`, and all files that belong to no version."""
         try:
             self._clean(pinned)
         except Exception as error:
-            if error_number(error) not in (None, _GONE):
+            if not _is_damage(error):
                 raise
-            self._drop_unreadable()  # Lance reads every old manifest and stops at the first that is damaged
+            self._delete_unreadable()  # Lance reads every old manifest and fails at the first damaged one
             self._clean(pinned)
         self._sync()
 
     def has_old_columns(self) -> bool:
-        """Whether the newest version was written with column names of an earlier release, so that nothing can be appended."""
+        """Whether the newest version has column names of an earlier release. Rows cannot be appended to such a version."""
         import lance
 
         return bool(self._manifests()) and bool(COLUMNS.keys() & set(lance.dataset(self.path).schema.names))
 
     def data_bytes(self, version: int) -> int:
-        """Bytes of the data files of one version."""
+        """The size of the data files of one version, bytes."""
         return sum(path.stat().st_size for path, _ in self._data(version))
 
     def _clean(self, pinned: int | None) -> None:
         import lance
 
         dataset = lance.dataset(self.path)
-        with suppress(FileNotFoundError):  # a tag lives for the length of this call; which version counts, the manifest says
+        with suppress(FileNotFoundError):  # a tag is only needed during this call: the manifest names the version that counts
             shutil.rmtree(self.path / "_refs")
         if pinned is not None and pinned != dataset.version:
             dataset.tags.create(PINNED, pinned)
         dataset.cleanup_old_versions(older_than=timedelta(0), delete_unverified=True, error_if_tagged_old_versions=False)
 
-    def _drop_unreadable(self) -> None:
+    def _delete_unreadable(self) -> None:
         for version, path in sorted(self._manifests().items())[:-1]:
             try:
                 self.read(version)
-            except Damaged:
+            except DamageError:
                 path.unlink()
 
     def _commit(self, rows: pa.Table, mode: str) -> int:
@@ -131,18 +131,18 @@ class Index:
             rows = rows.cast(self.schema).combine_chunks()
             version = int(lance.write_dataset(rows, self.path, mode=mode, data_storage_version=FORMAT).version)
             for path, size in self._data(version):
-                if path.stat().st_size != size:  # on a full disk Lance writes short and says nothing
+                if path.stat().st_size != size:  # on a full disk Lance writes a short file and reports no error
                     raise OSError(errno.ENOSPC, f"{path} has {path.stat().st_size} of {size} bytes")
             self._sync()
         except BaseException:
-            for path in self._files() - before:  # or the next commit would stand on what is not whole
+            for path in self._files() - before:  # the next commit must not build on an incomplete one
                 path.unlink()
             self._hint().unlink(missing_ok=True)
             raise
         return version
 
     def _data(self, version: int) -> Iterator[tuple[Path, int]]:
-        """The data files of a version and the sizes they should have."""
+        """The data files of a version, each with the size in bytes that it should have."""
         import lance
 
         for fragment in lance.dataset(self.path, version=version).get_fragments():
@@ -153,7 +153,7 @@ class Index:
         return {path for path in self.path.rglob("*") if path.is_file()}
 
     def _sync(self) -> None:
-        """Put on the disk what is new below the folder, then the folders' names."""
+        """Sync all files that are new or changed since the last call, then all folders."""
         found = {(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self._files()}
         for name, _, _ in found - self._synced:
             sync(Path(name))
@@ -162,13 +162,18 @@ class Index:
         self._synced = found
 
     def _manifests(self) -> dict[int, Path]:
-        """Versions and their manifests. Lance counts names down from 2^64 - 1, so that the newest is listed first."""
+        """The manifest file of each version."""
         found = {}
         for path in self.path.glob("_versions/*.manifest"):
             if path.stem.isdigit():
-                number = int(path.stem)
+                number = int(path.stem)  # in 20 digits Lance counts down from 2^64 - 1: the newest sorts first
                 found[2**64 - 1 - number if len(path.stem) == 20 else number] = path
         return found
 
     def _hint(self) -> Path:
         return self.path / "_versions" / "latest_version_hint.json"
+
+
+def _is_damage(error: BaseException) -> bool:
+    """Whether an error of Lance means that files of the table are lost or unreadable, not that the system refused access."""
+    return error_number(error) in (None, errno.ENOENT)

@@ -1,4 +1,4 @@
-"""One writer at a time: a lock file that says who holds it. The system frees it when its process ends, however it ends."""
+"""One writer per table: a lock file that names its holder. The system releases the lock when the process ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import TracebackType
 
 
 class Lock:
-    """`with Lock(path):` holds the lock. ValueError in one line, naming the holder, if another process has it."""
+    """An exclusive lock on a file: `with Lock(path): ...`. ValueError naming the holder if another process has the lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -25,10 +25,11 @@ class Lock:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(handle, 0)
-            os.write(handle, json.dumps(_ourselves()).encode())
+            os.write(handle, json.dumps(_this_process()).encode())
         except BlockingIOError:
             os.close(handle)
-            raise ValueError(f"{self.path.parent} is being written by {holder(self.path)}; wait for it or stop it") from None
+            holder = _written_holder(self.path)
+            raise ValueError(f"{self.path.parent} is being written by {holder}; wait for it or stop it") from None
         except BaseException:
             os.close(handle)
             raise
@@ -36,42 +37,45 @@ class Lock:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # The file stays: were it deleted, a second and a third process could each lock a file of that name.
+        # The file is never deleted: after a deletion, two processes could each lock a file of that name.
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
 
 
-def holder(path: Path) -> str:
-    """Who wrote their name into a lock file, in words."""
-    try:
-        who = json.loads(path.read_text())
-        return f"process {who['pid']} on {who['host']} (`{who['command']}`, since {who['start']})"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another process"  # it has the lock and has not yet written who it is
+def lock_holder(path: Path) -> str:
+    """Describe the process that holds the lock file `path` now: "process 12 on HOST (`COMMAND`, since TIME)". "" if none does.
 
-
-def held(path: Path) -> str:
-    """Who holds the lock now, in words; empty if nobody does."""
+    Does not take the lock, so it never blocks a writer.
+    """
     try:
-        who = json.loads(path.read_text())
-        if who["host"] == platform.node():
-            os.kill(who["pid"], 0)  # who is gone holds nothing; to try the lock could get in a new writer's way
+        written = json.loads(path.read_text())
+        if written["host"] == platform.node():
+            os.kill(written["pid"], 0)  # raises if that process has ended
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except PermissionError:
-        return holder(path)  # a process of another user
+        return _written_holder(path)  # a process of another user
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return holder(path)
+        return _written_holder(path)
     finally:
         os.close(handle)
     return ""
 
 
-def _ourselves() -> dict[str, str | int]:
+def _written_holder(path: Path) -> str:
+    """The process that last wrote its name into a lock file, in words."""
+    try:
+        written = json.loads(path.read_text())
+        return f"process {written['pid']} on {written['host']} (`{written['command']}`, since {written['start']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"  # it has the lock but has not written its name yet
+
+
+def _this_process() -> dict[str, str | int]:
     program = Path(sys.argv[0] or "python")
     name = program.parent.name if program.name == "__main__.py" else program.name
     return {

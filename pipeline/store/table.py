@@ -1,8 +1,8 @@
-"""One table on disk: its folder, its manifest, and what a reader sees. `writer` is how it changes.
+"""A table on disk as readers see it: its folder, its manifest, its rows and tensors. `Writer` changes it.
 
-tables/<stage_name>/<recipe>/
-    manifest.json    appears last: without it the table has no readers
-    rows.lance/      the rows, and in `live` whether anyone wants them: true, false, or null before a run has finished
+tables/<stage>/<recipe>/
+    manifest.json    written last: a table without it has no readers
+    rows.lance/      the rows; the column `live` is true (wanted), false (not wanted any more) or null (run not finished)
     shards/*.arrow   tensor tables only: the rows again, with their tensors
     artifacts/       files that rows name
     lock             who is writing
@@ -18,19 +18,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.store.disk import size_of
-from pipeline.store.index import LIVE, Damaged, Index
-from pipeline.store.repair import spare
-from pipeline.store.rows import missing, newest
-from pipeline.store.shards import SHARD_BYTES, ShardReader
-from pipeline.store.writer import FLUSH_SECONDS, Writer
-from schemas.renames import FOLDERS
+from pipeline.store.index import LIVE, DamageError, Index
+from pipeline.store.reader import ShardReader
+from pipeline.store.repair import reclaimable_bytes
+from pipeline.store.rows import newest_per_key
+from pipeline.store.shards import shards_folder
 from schemas.table import TableSchema
-
-__all__ = ["TableFolder", "Writer", "missing"]
 
 
 class TableFolder:
-    """The table of one stage_name and one recipe, there or not."""
+    """The table of one stage and one recipe: the folder where it lies, whether it exists yet or not, and its schema."""
 
     def __init__(self, folder: Path, schema: TableSchema) -> None:
         self.folder = folder
@@ -39,14 +36,17 @@ class TableFolder:
 
     @property
     def shards(self) -> Path:
-        """The folder of the tensors; a table that an earlier version wrote has it under another name until the next run."""
-        folder = self.folder / "shards"
-        old = [self.folder / name for name, new in FOLDERS.items() if new == folder.name]
-        return next((path for path in old if path.is_dir() and not folder.exists()), folder)
+        """The folder of the shards. In a table of an earlier version it has its old name until the next run."""
+        return shards_folder(self.folder)
+
+    @property
+    def manifest_file(self) -> Path:
+        """The path of manifest.json."""
+        return self.folder / "manifest.json"
 
     @property
     def exists(self) -> bool:
-        """Whether a readable manifest is there."""
+        """Whether a run has finished: a readable manifest is there."""
         try:
             self.manifest()
         except ValueError:
@@ -54,16 +54,19 @@ class TableFolder:
         return True
 
     @property
-    def fits(self) -> bool:
-        """Whether the table is there and has the columns of today: an earlier version may have written others."""
+    def has_current_columns(self) -> bool:
+        """Whether the table exists and has the columns of its schema today. An earlier version may have written others."""
         if not self.exists:
             return False
         columns = self.manifest().get("recipe", {}).get("columns")
         return columns is None or columns == {field.name: str(field.type) for field in self.schema.batch}
 
     def manifest(self) -> dict[str, Any]:
-        """What the last finished run left: recipe, counts, the Lance version to read, facts. ValueError if there is none."""
-        path = self.folder / "manifest.json"
+        """The manifest of the last finished run: `recipe`, `rows`, `dead`, `bytes`, `lance_version`, `facts`.
+
+        ValueError if no run has finished or the file is damaged.
+        """
+        path = self.manifest_file
         try:
             found = json.loads(path.read_bytes())
         except (FileNotFoundError, NotADirectoryError):
@@ -75,52 +78,48 @@ class TableFolder:
         return found
 
     def rows(self, version: int | None = None) -> pa.Table:
-        """The live rows, schema `schema.stored`, as the last finished run left them, or as they were in a Lance version.
+        """The live rows (schema `schema.stored`) of the last finished run, or of an older Lance version.
 
-        Rows of a run in progress, or of one that was killed, are not among them. ValueError if the table cannot be read.
+        Rows of a run that is in progress or was killed are left out. ValueError if the table cannot be read.
         """
         if version is not None:
-            return self._live(self.index.read(version))
+            return self._live_rows(self.index.read(version))
         manifest = self.manifest()
         try:
             rows = self.index.read(manifest["lance_version"])
-        except Damaged as error:
-            if self.manifest() != manifest:  # a writer finished just now and cleaned the version away
+        except DamageError as error:
+            if self.manifest() != manifest:  # a run has just finished and deleted this version
                 return self.rows()
             raise ValueError(f"{error}; run the stage again") from error
-        return self._live(rows)
+        return self._live_rows(rows)
 
-    def _live(self, rows: pa.Table) -> pa.Table:
+    def _live_rows(self, rows: pa.Table) -> pa.Table:
         return rows.filter(rows["live"]).select(self.schema.stored.names).cast(self.schema.stored)
 
     def committed(self) -> pa.Table:
-        """Every committed row with its column `live`, the newest of each key: of a run in progress or killed, too."""
-        return newest(self.index.newest(), self.schema.key)
+        """Every committed row (`schema.stored` and `live`), the newest of each key, also of a run that has not finished."""
+        return newest_per_key(self.index.read_newest(), self.schema.key)
 
-    def reclaimable(self) -> int:
+    def reclaimable_bytes(self) -> int:
         """About how many bytes `Writer.collect` would free."""
-        rows = self.index.newest()
+        rows = self.index.read_newest()
         if not self.exists or not self.schema.tensors or not rows.num_rows:
             return 0
-        return spare(rows.filter(pc.fill_null(rows["live"], True)), self.shards, self.schema)
+        return reclaimable_bytes(rows.filter(pc.fill_null(rows["live"], True)), self.shards, self.schema)
 
     def tensors(self, version: int | None = None) -> ShardReader:
         """A reader of the tensors of `rows(version)`. ValueError if a shard is missing or too short."""
         assert self.schema.tensors, f"{self.schema.name} has no tensors"
-        return ShardReader(self.shards, self.rows(version), self.schema)
+        return ShardReader(self.folder, self.rows(version), self.schema)
 
     def usage(self) -> dict[str, int]:
-        """Counts and bytes: `rows`, `dead` (rows nobody wants), `bytes` (all files), `shard_bytes`, `parts`."""
+        """Counts and sizes: `rows` (live), `dead` (rows not wanted any more), `shards`, `bytes` (all files), `shard_bytes`."""
         manifest = self.manifest() if self.exists else {}
-        parts = [path.stat().st_size for path in self.shards.glob("*.arrow")]
+        shards = [path.stat().st_size for path in self.shards.glob("*.arrow")]
         return {
             "rows": manifest.get("rows", 0),
             "dead": manifest.get("dead", 0),
             "bytes": size_of(self.folder),
-            "shard_bytes": sum(parts),
-            "parts": len(parts),
+            "shard_bytes": sum(shards),
+            "shards": len(shards),
         }
-
-    def writer(self, recipe: dict[str, Any], *, shard_bytes: int = SHARD_BYTES, flush_seconds: float = FLUSH_SECONDS) -> Writer:
-        """A context in which the table may change; it begins by mending what killed ones left. ValueError if another has it."""
-        return Writer(self, recipe, shard_bytes, flush_seconds)

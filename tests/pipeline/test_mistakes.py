@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from pipeline.cli import guarded, one_line
 from pipeline.project.init import new_project
 from pipeline.project.project import Project
+from pipeline.store.writer import Writer
 from tests import projects
 
 USER = 2
@@ -137,7 +138,7 @@ def test_a_header_that_is_not_json_is_refused(project, weights):
 
 def test_a_second_writer_is_told_who_writes(project):
     folder = Project(project).current("images")
-    with folder.writer(Project(project).recipe("images")):
+    with Writer(folder, Project(project).recipe("images")):
         line = refused(project, "run", "images")
     assert "images" in line and str(os.getpid()) in line
     projects.latentmill(project, "run", "images")

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.store.table import TableFolder
+from pipeline.store.writer import Writer
 from schemas.table import TableSchema
 from stages.stage import Pipeline
 from stages.text_to_image import PIPELINE
@@ -57,7 +58,7 @@ def write(project: FakeProject, stage_name: str, rows: list[dict[str, Any]], liv
 
     key = table(stage_name).key
     wanted = None if live is None else pa.Table.from_pylist([whole(r) for r in live], schema=schema).select(list(key))
-    with project.folder(stage_name).writer({"stage": stage_name}) as writer:
+    with Writer(project.folder(stage_name), {"stage": stage_name}) as writer:
         for batch in pa.Table.from_pylist([whole(r) for r in rows], schema=schema).to_batches():
             writer.append(batch)
         writer.finish(wanted, {})

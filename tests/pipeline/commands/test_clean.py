@@ -9,6 +9,7 @@ import pytest
 
 from pipeline.commands.clean import clean
 from pipeline.project.project import Project
+from pipeline.store.writer import Writer
 from tests import projects
 
 
@@ -97,6 +98,6 @@ def test_nothing_is_deleted_while_a_stage_writes(project):
     background(project)
     projects.build(project, "latents")
     before, opened = files(project), Project(project)
-    with opened.current("images").writer(opened.recipe("images")), pytest.raises(ValueError, match="is being written by"):
+    with Writer(opened.current("images"), opened.recipe("images")), pytest.raises(ValueError, match="is being written by"):
         cleaned(project)
     assert files(project) == before

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.commands.status import describe, render, state
 from pipeline.project.project import Project
+from pipeline.store.writer import Writer
 from tests import projects
 
 EARLY = ("images", "captions", "buckets", "latents")
@@ -41,7 +42,7 @@ def begin(folder: Path, stage_name: str, rows: int, recipe: bool = True) -> None
     stage = project.stage(stage_name)
     context = project.context(stage)
     context.pending = stage.wants(context)
-    with project.current(stage_name).writer(project.recipe(stage_name)) as writer:
+    with Writer(project.current(stage_name), project.recipe(stage_name)) as writer:
         writer.append(next(iter(stage.run(context))).slice(0, rows))
 
 
@@ -80,7 +81,7 @@ def test_a_killed_stage_says_how_many_rows_it_has(project):
 
 def test_a_stage_that_is_running_is_named_with_its_process(project):
     opened = Project(project)
-    with opened.current("buckets").writer(opened.recipe("buckets")):
+    with Writer(opened.current("buckets"), opened.recipe("buckets")):
         assert f"being written by process {os.getpid()} " in told(project)["buckets"]
     assert told(project)["buckets"] == "up to date"
 

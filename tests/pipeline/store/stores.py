@@ -8,7 +8,8 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.store.table import TableFolder
-from schemas.table import TableSchema, column
+from pipeline.store.writer import Writer
+from schemas.table import TableSchema, column, tensor
 
 WORDS = 500  # in a tensor: 1000 bytes
 
@@ -16,7 +17,7 @@ VECTORS = TableSchema(
     name="vectors",
     doc="A tensor table.",
     key=("name",),
-    tensor=True,
+    tensors=(tensor(),),
     columns=(
         column("name", pa.string(), "the key"),
         column("number", pa.int32(), "what the tensor is full of"),
@@ -67,9 +68,9 @@ def names(*numbers: int) -> pa.Table:
 
 
 def written(folder: Path, *numbers: int, shard_bytes: int = 5000) -> TableFolder:
-    """A finished tensor table of those rows, five to a part."""
+    """A finished tensor table of those rows, five to a shard."""
     table = TableFolder(folder, VECTORS)
-    with table.writer({"stage": "vectors"}, shard_bytes=shard_bytes) as writer:
+    with Writer(table, {"stage": "vectors"}, shard_bytes=shard_bytes) as writer:
         for number in numbers:
             writer.append(vectors(number))
         writer.finish(None, {})
@@ -98,7 +99,6 @@ def check_tensors(table: TableFolder, add: int = 0) -> None:
         tensor = reader.read(row["name"])
         assert tensor.shape == tuple(row["shape"])
         assert np.all(tensor == row["number"])
-    reader.close()
 
 
 def state(folder: Path) -> dict[str, tuple[int, int]]:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.store.lock import Lock, held
+from pipeline.store.lock import Lock, lock_holder
 
-HOLD = "import sys, time; from pathlib import Path; from pipeline.lock import Lock\nwith Lock(Path(sys.argv[1])):\n"
+HOLD = "import sys, time; from pathlib import Path; from pipeline.store.lock import Lock\nwith Lock(Path(sys.argv[1])):\n"
 HOLD += "    sys.stdout.write('held\\n'); sys.stdout.flush(); time.sleep(600)"
 
 
@@ -59,9 +59,9 @@ def test_a_holder_that_has_not_signed_yet_is_another_process(tmp_path: Path):
 
 def test_who_holds_a_lock_can_be_asked_without_taking_it(tmp_path: Path):
     path = tmp_path / "lock"
-    assert held(path) == ""
+    assert lock_holder(path) == ""
     with Lock(path):
-        assert f"process {os.getpid()} " in held(path)
-    assert held(path) == ""
+        assert f"process {os.getpid()} " in lock_holder(path)
+    assert lock_holder(path) == ""
     with Lock(path):
         pass

@@ -15,7 +15,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from pipeline.store.table import TableFolder, missing
+from pipeline.store.rows import missing
+from pipeline.store.table import TableFolder
+from pipeline.store.writer import Writer
 from tests.pipeline.store.stores import (
     NOTES,
     VECTORS,
@@ -41,23 +43,27 @@ def empty(path: Path) -> None:
 
 def test_what_killed_writers_left_half_written_is_swept(tmp_path: Path):
     table = written(tmp_path / "t", 1)
-    leftovers = [table.folder / ".tmp-1-manifest.json", table.parts / ".tmp-1-x.arrow", table.folder / "artifacts/a/.tmp-1-x.png"]
+    leftovers = [
+        table.folder / ".tmp-1-manifest.json",
+        table.shards / ".tmp-1-x.arrow",
+        table.folder / "artifacts/a/.tmp-1-x.png",
+    ]
     leftovers[2].parent.mkdir(parents=True)
     for path in leftovers:
         path.write_bytes(b"half")
-    with table.writer(RECIPE):
+    with Writer(table, RECIPE):
         assert not any(path.exists() for path in leftovers)
     assert numbers(table.rows()) == [1]
 
 
 def test_an_empty_newest_lance_manifest_costs_no_row_of_a_tensor_table_and_readers_do_not_notice(tmp_path: Path):
     table = written(tmp_path / "t", *range(5))
-    with table.writer(RECIPE, shard_bytes=1000) as writer:
+    with Writer(table, RECIPE, shard_bytes=1000) as writer:
         for number in range(5, 9):
             writer.append(vectors(number))
     empty(lances(table, "_versions/*.manifest")[0])
     assert numbers(table.rows()) == list(range(5))
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         assert numbers(writer.stored) == list(range(9))
         writer.finish(None, {})
     assert numbers(table.rows()) == list(range(9))
@@ -66,11 +72,11 @@ def test_an_empty_newest_lance_manifest_costs_no_row_of_a_tensor_table_and_reade
 
 def test_an_empty_newest_lance_manifest_costs_rows_alone_only_the_last_commit(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
-    with table.writer(RECIPE, flush_seconds=0) as writer:
+    with Writer(table, RECIPE, flush_seconds=0) as writer:
         for number in range(5):
             writer.append(notes(number))
     empty(lances(table, "_versions/*.manifest")[0])
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         assert writer.stored["line"].to_pylist() == [0, 1, 2, 3]
         writer.append(notes(4))
         writer.finish(None, {})
@@ -78,10 +84,10 @@ def test_an_empty_newest_lance_manifest_costs_rows_alone_only_the_last_commit(tm
 
 
 @pytest.mark.parametrize("pattern", ["_versions/*.manifest", "data/*", "*/*"])
-def test_an_index_that_is_lost_altogether_is_rebuilt_from_the_parts(tmp_path: Path, pattern: str):
+def test_an_index_that_is_lost_altogether_is_rebuilt_from_the_shards(tmp_path: Path, pattern: str):
     table = written(tmp_path / "t", *range(12))
-    with table.writer(RECIPE) as writer:
-        writer.append(vectors(3, 4, add=1000))  # newer than the rows of the first part
+    with Writer(table, RECIPE) as writer:
+        writer.append(vectors(3, 4, add=1000))  # newer than the rows of the first shard
         writer.finish(names(*range(8)), {})
     before = table.rows()
     for path in lances(table, pattern):
@@ -89,7 +95,7 @@ def test_an_index_that_is_lost_altogether_is_rebuilt_from_the_parts(tmp_path: Pa
     with pytest.raises(ValueError, match=r"rows.lance cannot be read at version \d+: .*; run the stage again") as error:
         table.rows()
     assert "\n" not in str(error.value)
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         assert not table.exists  # its version is gone, and another may get the number
         assert numbers(writer.stored) == [0, 1, 2, 5, 6, 7, 8, 9, 10, 11, 3, 4]
         writer.finish(names(*range(8)), {})
@@ -100,7 +106,7 @@ def test_an_index_that_is_lost_altogether_is_rebuilt_from_the_parts(tmp_path: Pa
 def test_rows_alone_that_are_lost_altogether_are_begun_again(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
     for _ in range(2):
-        with table.writer(RECIPE) as writer:
+        with Writer(table, RECIPE) as writer:
             assert writer.stored.num_rows == 0
             writer.append(notes(1))
             writer.finish(None, {})
@@ -111,11 +117,11 @@ def test_rows_alone_that_are_lost_altogether_are_begun_again(tmp_path: Path):
 
 def test_a_damaged_old_lance_manifest_does_not_stop_a_run(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
-    with table.writer(RECIPE, flush_seconds=0) as writer:
+    with Writer(table, RECIPE, flush_seconds=0) as writer:
         for number in range(5):
             writer.append(notes(number))
     empty(lances(table, "_versions/*.manifest")[3])
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         writer.finish(None, {})
     assert lines(table) == [f"text {n}" for n in range(5)]
 
@@ -128,10 +134,10 @@ HURT: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("how", HURT)
-def test_rows_of_a_lost_part_are_missing_again_and_only_those(tmp_path: Path, how: str):
+def test_rows_of_a_lost_shard_are_missing_again_and_only_those(tmp_path: Path, how: str):
     table = written(tmp_path / "t", *range(15))
-    HURT[how](sorted(table.parts.glob("*.arrow"))[1])
-    with table.writer(RECIPE) as writer:
+    HURT[how](sorted(table.shards.glob("*.arrow"))[1])
+    with Writer(table, RECIPE) as writer:
         assert numbers(missing(names(*range(15)), writer.stored)) == [5, 6, 7, 8, 9]
         writer.append(vectors(5, 6, 7, 8, 9))
         writer.finish(names(*range(15)), {})
@@ -139,30 +145,30 @@ def test_rows_of_a_lost_part_are_missing_again_and_only_those(tmp_path: Path, ho
     check_tensors(table)
 
 
-def test_a_part_that_the_index_never_heard_of_is_taken_in(tmp_path: Path):
+def test_a_shard_that_the_index_never_heard_of_is_taken_in(tmp_path: Path):
     table = written(tmp_path / "t", 1, 2)
     other = written(tmp_path / "other", 2, 3)
-    for path in other.parts.glob("*.arrow"):
-        shutil.copy(path, table.parts / f"00000002-{path.name[9:]}")
-    with table.writer(RECIPE) as writer:
+    for path in other.shards.glob("*.arrow"):
+        shutil.copy(path, table.shards / f"00000002-{path.name[9:]}")
+    with Writer(table, RECIPE) as writer:
         assert sorted(numbers(writer.stored)) == [1, 2, 3]
         writer.finish(None, {})
     check_tensors(table)
 
 
-def test_a_part_whose_rows_were_all_replaced_does_not_come_back(tmp_path: Path):
+def test_a_shard_whose_rows_were_all_replaced_does_not_come_back(tmp_path: Path):
     table = written(tmp_path / "t", 1, 2)
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         writer.append(vectors(1, 2, add=100))
         writer.finish(None, {})
     before = state(table.folder)
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         assert writer.stored["number"].to_pylist() == [101, 102]
         writer.finish(None, {})
     assert state(table.folder) == before
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         assert writer.collect() > 0
-    assert table.rows()["number"].to_pylist() == [101, 102] and table.usage()["parts"] == 1
+    assert table.rows()["number"].to_pylist() == [101, 102] and table.usage()["shards"] == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"rows": 1}'])
@@ -172,7 +178,7 @@ def test_a_damaged_manifest_is_said_and_mended_by_the_next_run(tmp_path: Path, c
     assert not table.exists
     with pytest.raises(ValueError, match=r"manifest.json is damaged \(.*\); run the stage again"):
         table.rows()
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         assert numbers(writer.stored) == [1, 2]
         writer.finish(None, {})
     assert numbers(table.rows()) == [1, 2]
@@ -180,13 +186,13 @@ def test_a_damaged_manifest_is_said_and_mended_by_the_next_run(tmp_path: Path, c
 
 def test_a_manifest_never_comes_to_name_rows_that_were_written_after_it(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         writer.append(notes(1))
         writer.finish(None, {})
     pinned = table.manifest()["lance_version"]
     for path in lances(table, "_versions/*.manifest"):
         empty(path)
-    with table.writer(RECIPE, flush_seconds=0) as writer:
+    with Writer(table, RECIPE, flush_seconds=0) as writer:
         for number in range(pinned + 2):
             writer.append(notes(number))
             assert not table.exists
@@ -211,12 +217,12 @@ def no_file_above(size: int) -> Iterator[None]:
 def test_a_full_disk_is_one_line_and_what_was_committed_stays(tmp_path: Path, schema, limit: int):
     make = notes if schema is NOTES else vectors
     table = TableFolder(tmp_path / "t", schema)
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         writer.append(make(1, 2, 3))
         writer.finish(None, {})
     before = table.rows()
     kept = r"disk full while writing \w+: \d+ rows are kept; free 1 MB or more and run again"
-    with pytest.raises(ValueError, match=kept) as error, no_file_above(limit), table.writer(RECIPE, shard_bytes=1) as writer:
+    with pytest.raises(ValueError, match=kept) as error, no_file_above(limit), Writer(table, RECIPE, shard_bytes=1) as writer:
         for number in range(4, 30):
             writer.append(make(number, number + 100, number + 200, number + 300, number + 400))
             writer.flush()
@@ -225,7 +231,7 @@ def test_a_full_disk_is_one_line_and_what_was_committed_stays(tmp_path: Path, sc
     assert "\n" not in str(error.value)
     assert not list(table.folder.rglob(".tmp-*"))
     assert table.rows().equals(before) or table.rows().num_rows > 100
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         assert writer.stored.num_rows >= int(str(error.value).split(": ")[1].split()[0]) >= 3
         writer.append(make(999))
         writer.finish(None, {})
@@ -246,7 +252,7 @@ def test_what_the_disk_says_only_at_the_last_moment_is_one_line_too(tmp_path: Pa
     def refuse(path: Path) -> None:
         raise OSError(number, "no")
 
-    with pytest.raises(ValueError, match=said), table.writer(RECIPE) as writer:
+    with pytest.raises(ValueError, match=said), Writer(table, RECIPE) as writer:
         writer.append(notes(1))
         writer.flush()
         monkeypatch.setattr("pipeline.store.disk.sync", refuse)
@@ -257,7 +263,7 @@ def test_what_the_disk_says_only_at_the_last_moment_is_one_line_too(tmp_path: Pa
 
 def test_a_file_where_the_folder_should_be_is_one_line(tmp_path: Path):
     (tmp_path / "t").write_text("I was here first")
-    with pytest.raises(ValueError, match="cannot write notes in"), TableFolder(tmp_path / "t" / "x", NOTES).writer(RECIPE):
+    with pytest.raises(ValueError, match="cannot write notes in"), Writer(TableFolder(tmp_path / "t" / "x", NOTES), RECIPE):
         pass
 
 
@@ -267,10 +273,12 @@ def test_a_file_where_the_folder_should_be_is_one_line(tmp_path: Path):
 WRITE = """
 import sys
 from pathlib import Path
-from pipeline.store import TableFolder
-from tests.pipeline.stores import NOTES, VECTORS, notes, vectors
+from pipeline.store.rows import missing
+from pipeline.store.table import TableFolder
+from pipeline.store.writer import Writer
+from tests.pipeline.store.stores import NOTES, VECTORS, notes, vectors
 schema, make = {"notes": (NOTES, notes), "vectors": (VECTORS, vectors)}[sys.argv[2]]
-with TableFolder(Path(sys.argv[1]), schema).writer({}, shard_bytes=3000) as writer:
+with Writer(TableFolder(Path(sys.argv[1]), schema), {}, shard_bytes=3000) as writer:
     number = writer.stored.num_rows
     while True:
         writer.append(make(number))
@@ -312,7 +320,7 @@ def test_a_writer_killed_at_any_moment_loses_no_acknowledged_row_and_shows_no_pa
             assert seen.num_rows == table.manifest()["facts"]["number"] == table.manifest()["rows"]
             if schema.tensors:
                 check_tensors(table)
-        with table.writer({}) as writer:
+        with Writer(table, {}) as writer:
             stored, rows = writer.stored, writer.stored.num_rows
         assert rows >= acknowledged
         expected = (vectors if schema.tensors else notes)(*range(rows))
@@ -337,7 +345,7 @@ def test_all_that_a_table_needs_has_reached_the_disk_when_flush_finish_and_keep_
     monkeypatch.delattr("fcntl.F_FULLFSYNC", raising=False)
     monkeypatch.setattr("os.fsync", record)
     table = TableFolder(tmp_path / "a" / "t", VECTORS)
-    with table.writer({}, shard_bytes=3000) as writer:
+    with Writer(table, {}, shard_bytes=3000) as writer:
         for turn in range(3):
             writer.append(vectors(*range(10 * turn, 10 * turn + 10)))
             writer.flush()

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.store.table import missing
+from pipeline.store.rows import missing
 from tests.pipeline.store.stores import name_of
 
 

@@ -10,14 +10,16 @@ import psutil
 import pyarrow as pa
 import pytest
 
-from pipeline.store.shards import MAPPED_SHARDS, ShardReader, read_index, write_shard
+from pipeline.store.reader import MAPPED_SHARDS, ShardReader
+from pipeline.store.shards import read_shard_index, write_shard
 from pipeline.store.table import TableFolder
+from pipeline.store.writer import Writer
 from tests.pipeline.store.stores import VECTORS, check_tensors, name_of, vectors, written
 
 EMPTY = [{"name": "none", "number": 0, "shape": [], "remark": "broken image", "tensor": []}]
 
 
-def part(folder: Path, *batches: pa.RecordBatch) -> pa.Table:
+def shard(folder: Path, *batches: pa.RecordBatch) -> pa.Table:
     return write_shard(folder, 1, pa.Table.from_batches([batch.cast(VECTORS.batch) for batch in batches]), VECTORS)
 
 
@@ -32,32 +34,32 @@ def resident(kind: str) -> int:
 
 
 def test_a_tensor_lies_in_the_file_where_its_row_says(tmp_path: Path):
-    rows = part(tmp_path, vectors(*range(100)), vectors(200, words=10))
+    rows = shard(tmp_path, vectors(*range(100)), vectors(200, words=10))
     assert rows.schema.equals(VECTORS.stored, check_metadata=True)
     for row in rows.to_pylist():
-        found = np.fromfile(tmp_path / row["part"], np.uint16, row["nbytes"] // 2, offset=row["byte_offset"])
+        found = np.fromfile(tmp_path / row["shard"], np.uint16, row["nbytes"] // 2, offset=row["byte_offset"])
         assert found.size == np.prod(row["shape"]) and np.all(found == row["number"])
 
 
 def test_the_index_of_a_part_is_rebuilt_from_the_part_alone(tmp_path: Path):
-    rows = part(tmp_path, vectors(*range(70)), pa.RecordBatch.from_pylist(EMPTY, schema=VECTORS.batch), vectors(80, words=4))
-    assert read_index(tmp_path / rows["part"][0].as_py(), VECTORS).equals(rows)
+    rows = shard(tmp_path, vectors(*range(70)), pa.RecordBatch.from_pylist(EMPTY, schema=VECTORS.batch), vectors(80, words=4))
+    assert read_shard_index(tmp_path / rows["shard"][0].as_py(), VECTORS).equals(rows)
 
 
 def test_a_part_is_plain_arrow_in_batches_of_at_most_64_rows(tmp_path: Path):
-    rows = part(tmp_path, *(vectors(number) for number in range(150)))
-    with pa.ipc.open_file(str(tmp_path / rows["part"][0].as_py())) as file:
+    rows = shard(tmp_path, *(vectors(number) for number in range(150)))
+    with pa.ipc.open_file(str(tmp_path / rows["shard"][0].as_py())) as file:
         assert [file.get_batch(i).num_rows for i in range(file.num_record_batches)] == [64, 64, 22]
         assert file.schema.equals(VECTORS.batch)
 
 
 def test_parts_are_bounded_and_a_larger_row_gets_one_of_its_own(tmp_path: Path):
     table = TableFolder(tmp_path / "t", VECTORS)
-    with table.writer({}, shard_bytes=5000) as writer:
+    with Writer(table, {}, shard_bytes=5000) as writer:
         writer.append(vectors(*range(23)))  # 23,000 bytes at once
         writer.append(vectors(50, words=5000))
         writer.finish(None, {})
-    counts = {row["values"]: row["counts"] for row in table.rows()["part"].value_counts().to_pylist()}
+    counts = {row["values"]: row["counts"] for row in table.rows()["shard"].value_counts().to_pylist()}
     assert sorted(counts.values()) == [1, 3, 5, 5, 5, 5]
     check_tensors(table)
 
@@ -65,8 +67,8 @@ def test_parts_are_bounded_and_a_larger_row_gets_one_of_its_own(tmp_path: Path):
 def test_a_file_that_is_no_part_of_the_table_is_named(tmp_path: Path):
     with pa.ipc.new_file(str(tmp_path / "00000001-x.arrow"), pa.schema([("a", pa.int8())])) as out:
         out.write_table(pa.table({"a": pa.array([1], pa.int8())}))
-    with pytest.raises(ValueError, match=r"00000001-x.arrow is no part of vectors: its columns are a; remove it"):
-        read_index(tmp_path / "00000001-x.arrow", VECTORS)
+    with pytest.raises(ValueError, match=r"00000001-x.arrow is not a shard of vectors: its columns are a; remove the file"):
+        read_shard_index(tmp_path / "00000001-x.arrow", VECTORS)
 
 
 def test_mlx_takes_a_tensor_in_one_copy_of_the_view(tmp_path: Path):
@@ -80,7 +82,7 @@ def test_mlx_takes_a_tensor_in_one_copy_of_the_view(tmp_path: Path):
 @pytest.mark.parametrize(("hurt", "said"), [(lambda p: p.unlink(), "is missing"), (lambda p: cut(p, 900), "is cut short")])
 def test_a_reader_says_in_one_line_that_a_part_is_lost_or_cut(tmp_path: Path, hurt, said):
     table = written(tmp_path / "t", *range(10))
-    hurt(sorted(table.parts.glob("*.arrow"))[1])
+    hurt(sorted(table.shards.glob("*.arrow"))[1])
     with pytest.raises(ValueError, match=rf"00000002-\w+.arrow {said}.*run the stage again") as error:
         table.tensors()
     assert "\n" not in str(error.value)
@@ -88,7 +90,7 @@ def test_a_reader_says_in_one_line_that_a_part_is_lost_or_cut(tmp_path: Path, hu
 
 def test_a_part_that_lost_only_its_end_is_cut_short_too(tmp_path: Path):
     table = written(tmp_path / "t", *range(5))
-    path = next(table.parts.glob("*.arrow"))
+    path = next(table.shards.glob("*.arrow"))
     cut(path, path.stat().st_size - 1)
     with pytest.raises(ValueError, match="is cut short"):
         table.tensors()
@@ -101,7 +103,7 @@ def cut(path: Path, size: int) -> None:
 
 def test_a_row_without_a_tensor_says_so_when_it_is_read(tmp_path: Path):
     table = TableFolder(tmp_path / "t", VECTORS)
-    with table.writer({}) as writer:
+    with Writer(table, {}) as writer:
         writer.append(pa.RecordBatch.from_pylist(EMPTY, schema=VECTORS.batch))
         writer.append(vectors(1))
         writer.finish(None, {})
@@ -114,23 +116,23 @@ def test_a_row_without_a_tensor_says_so_when_it_is_read(tmp_path: Path):
         reader.read("stranger")
 
 
-def test_views_hold_until_the_next_ahead_and_open_files_stay_few_over_many_parts(tmp_path: Path):
+def test_views_hold_until_the_next_ahead_and_open_files_stay_few_over_many_shards(tmp_path: Path):
     count = MAPPED_SHARDS + 30
-    rows = [write_shard(tmp_path, i, pa.table(vectors(i, words=8)).cast(VECTORS.batch), VECTORS) for i in range(count)]
+    rows = [write_shard(tmp_path / "shards", i, pa.table(vectors(i, words=8)).cast(VECTORS.batch), VECTORS) for i in range(count)]
     before = psutil.Process().num_fds()
-    reader = ShardReader(tmp_path, pa.concat_tables(rows), "name")
+    reader = ShardReader(tmp_path, pa.concat_tables(rows), VECTORS)
     views = [reader.read(name_of(i)) for i in range(count)]
     assert all(np.all(view == i) for i, view in enumerate(views))
     views.clear()
     reader.ahead(name_of(i) for i in range(count))
     assert psutil.Process().num_fds() - before <= MAPPED_SHARDS
-    reader.close()
+    del reader
     assert psutil.Process().num_fds() == before
 
 
 def test_reading_a_table_of_256_megabytes_leaves_memory_flat(tmp_path: Path):
     words = 1 << 19  # 1 MiB a row
-    with TableFolder(tmp_path / "t", VECTORS).writer({}) as writer:
+    with Writer(TableFolder(tmp_path / "t", VECTORS), {}) as writer:
         for start in range(0, 256, 16):
             writer.append(vectors(*range(start, start + 16), words=words))
         writer.finish(None, {})

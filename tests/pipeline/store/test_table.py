@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.store.index import Index
 from pipeline.store.table import TableFolder
-from pipeline.store.writer import COMMITS
+from pipeline.store.writer import COMMITS, Writer
 from tests.pipeline.store.stores import (
     NOTES,
     VECTORS,
@@ -30,7 +30,7 @@ RECIPE = {"stage": "vectors", "config": {"size": 3}}
 
 def test_a_table_without_a_manifest_has_no_readers(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         writer.append(notes(1, 2))
         writer.flush()
         assert not table.exists
@@ -44,7 +44,7 @@ def test_a_table_without_a_manifest_has_no_readers(tmp_path: Path):
 def test_a_run_in_progress_is_invisible_until_it_finishes(tmp_path: Path):
     table = written(tmp_path / "t", *range(5))
     before = table.rows()
-    with table.writer(RECIPE, shard_bytes=2000) as writer:
+    with Writer(table, RECIPE, shard_bytes=2000) as writer:
         for number in range(3, 12):
             writer.append(vectors(number, add=100))
         writer.flush()
@@ -65,7 +65,7 @@ def test_readers_get_the_schema_with_its_words_sorted_by_key(tmp_path: Path):
 
 def test_a_row_whose_key_exists_is_replaced(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         writer.append(notes(1, 2, 3))
         writer.append(notes(2, text="again"))
         writer.flush()
@@ -78,7 +78,7 @@ def test_a_row_whose_key_exists_is_replaced(tmp_path: Path):
 
 def test_a_reader_beside_a_writer_that_finishes_again_and_again_gets_one_finished_state(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         writer.append(notes(0))
         writer.finish(None, {})
     seen: set[frozenset[str]] = set()
@@ -93,7 +93,7 @@ def test_a_reader_beside_a_writer_that_finishes_again_and_again_gets_one_finishe
 
     reader = threading.Thread(target=read)
     reader.start()
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         for turn in range(25):
             writer.append(notes(0, 1, 2, text=f"turn {turn}"))
             writer.finish(None, {})
@@ -122,20 +122,20 @@ def test_a_reader_overtaken_by_a_writer_that_finishes_reads_the_newer_state(tmp_
 
 def test_rows_that_nobody_wants_are_out_of_sight_and_come_back_without_being_written(tmp_path: Path):
     table = written(tmp_path / "t", *range(10))
-    parts = state(table.parts)
+    shards = state(table.shards)
     for wanted in ([2, 4], list(range(10))):
-        with table.writer(RECIPE) as writer:
+        with Writer(table, RECIPE) as writer:
             manifest = writer.finish(names(*wanted), {})
             assert numbers(writer.stored) == list(range(10))
         assert numbers(table.rows()) == wanted
         assert (manifest["rows"], manifest["dead"]) == (len(wanted), 10 - len(wanted))
-        assert state(table.parts) == parts
+        assert state(table.shards) == shards
         check_tensors(table)
 
 
 def test_a_table_of_rows_alone_forgets_what_nobody_wants(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         writer.append(notes(*range(10)))
         manifest = writer.finish(pa.table(notes(3, 4)).select(["page", "line", "remark"]), {})
         assert (manifest["rows"], manifest["dead"]) == (2, 0)
@@ -145,7 +145,7 @@ def test_a_table_of_rows_alone_forgets_what_nobody_wants(tmp_path: Path):
 
 def test_a_row_is_live_only_if_it_equals_its_wanted_row_in_every_wanted_column(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         writer.append(notes(1, 2, 3))
         writer.finish(pa.table(notes(1, 2, 3)).set_column(2, "text", pa.array(["text 1", "text 2", "other"])), {})
     assert lines(table) == ["text 1", "text 2"]
@@ -153,18 +153,18 @@ def test_a_row_is_live_only_if_it_equals_its_wanted_row_in_every_wanted_column(t
 
 def test_a_run_that_changes_nothing_touches_nothing(tmp_path: Path):
     table = written(tmp_path / "t", *range(10))
-    with table.writer({"stage": "vectors"}) as writer:
+    with Writer(table, {"stage": "vectors"}) as writer:
         writer.finish(names(*range(9)), {"seconds": 2.5, "versions": {"mlx": "1"}})
     before = state(table.folder)
     for facts in ({}, {"seconds": 2.5}):
-        with table.writer({"stage": "vectors"}) as writer:
+        with Writer(table, {"stage": "vectors"}) as writer:
             writer.finish(names(*range(9)), facts)
     assert state(table.folder) == before
 
 
 def test_the_manifest_says_what_the_table_is(tmp_path: Path):
     table = TableFolder(tmp_path / "t", VECTORS)
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         writer.append(vectors(*range(4)))
         writer.finish(names(1, 2, 3), {"seconds": 2.5})
         writer.finish(names(1, 2, 3), {"note": "ä"})
@@ -172,7 +172,7 @@ def test_the_manifest_says_what_the_table_is(tmp_path: Path):
     assert (manifest["table"], manifest["recipe"], manifest["rows"], manifest["dead"]) == ("vectors", RECIPE, 3, 1)
     assert manifest["facts"] == {"seconds": 2.5, "note": "ä"}
     usage = table.usage()
-    assert (usage["rows"], usage["dead"], usage["parts"]) == (3, 1, 1)
+    assert (usage["rows"], usage["dead"], usage["shards"]) == (3, 1, 1)
     assert (
         usage["shard_bytes"]
         < manifest["bytes"]
@@ -184,7 +184,7 @@ def test_the_manifest_says_what_the_table_is(tmp_path: Path):
 def test_a_table_may_be_empty(tmp_path: Path):
     for schema in (NOTES, VECTORS):
         table = TableFolder(tmp_path / schema.name, schema)
-        with table.writer(RECIPE) as writer:
+        with Writer(table, RECIPE) as writer:
             writer.finish(None, {})
         assert table.exists and table.rows().num_rows == 0 and table.usage()["rows"] == 0
     table.tensors().ahead([])
@@ -192,11 +192,11 @@ def test_a_table_may_be_empty(tmp_path: Path):
 
 def test_files_and_versions_stay_few_through_200_commits_and_the_version_readers_use_stays(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         writer.append(notes(*range(7)))
         writer.finish(None, {})
     most = 0
-    with table.writer(RECIPE, flush_seconds=0) as writer:
+    with Writer(table, RECIPE, flush_seconds=0) as writer:
         for number in range(200):
             writer.append(notes(number, text="new"))
             most = max(most, len(lances(table, "*/*")))
@@ -214,11 +214,11 @@ def test_rows_appended_before_an_interrupt_are_kept_even_if_it_came_in_the_middl
         monkeypatch.setattr(Index, "append", append)
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), table.writer(RECIPE) as writer:
+    with pytest.raises(KeyboardInterrupt), Writer(table, RECIPE) as writer:
         writer.append(vectors(1, 2))
         monkeypatch.setattr(Index, "append", interrupted)
         writer.flush()
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         assert numbers(writer.stored) == [1, 2]
         writer.finish(None, {})
     check_tensors(table)
@@ -229,8 +229,8 @@ def test_rows_appended_before_an_interrupt_are_kept_even_if_it_came_in_the_middl
 
 def test_a_second_writer_is_refused_and_the_first_goes_on(tmp_path: Path):
     table = written(tmp_path / "t", 1)
-    with table.writer(RECIPE) as writer:
-        with pytest.raises(ValueError, match=r"is being written by process \d+"), table.writer(RECIPE):
+    with Writer(table, RECIPE) as writer:
+        with pytest.raises(ValueError, match=r"is being written by process \d+"), Writer(table, RECIPE):
             pass
         writer.append(vectors(2))
         writer.finish(None, {})
@@ -250,10 +250,10 @@ WRONG = {
 @pytest.mark.parametrize("said", WRONG)
 def test_a_batch_of_another_schema_is_refused_with_the_difference(tmp_path: Path, said: str):
     table = TableFolder(tmp_path / "t", VECTORS)
-    with pytest.raises(ValueError, match=f"a batch of vectors .*{said}"), table.writer(RECIPE) as writer:
+    with pytest.raises(ValueError, match=f"a batch of vectors .*{said}"), Writer(table, RECIPE) as writer:
         writer.append(vectors(1))
         writer.append(WRONG[said](vectors(2)))
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         assert numbers(writer.stored) == [1]  # what came before is kept
 
 
@@ -267,7 +267,7 @@ def test_an_artifact_is_there_whole_or_as_it_was(tmp_path: Path):
         path.write_bytes(b"half")
         raise RuntimeError("out of ink")
 
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         kept = writer.write_artifact(
             "checkpoints/step-1.safetensors", lambda path: path.write_bytes(path.suffix.encode()) and None
         )
@@ -284,32 +284,32 @@ def test_an_artifact_is_there_whole_or_as_it_was(tmp_path: Path):
 
 def test_cleaning_frees_dead_rows_and_sparse_parts_and_no_live_row_changes(tmp_path: Path):
     table = written(tmp_path / "t", *range(20))
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         writer.finish(names(0, 1, 2, 3, 5, 10), {"seconds": 1})
-    before, usage, old = table.rows(), table.usage(), state(table.parts)
-    with table.writer(RECIPE) as writer:
+    before, usage, old = table.rows(), table.usage(), state(table.shards)
+    with Writer(table, RECIPE) as writer:
         freed = writer.collect()
         assert sorted(numbers(writer.stored)) == [0, 1, 2, 3, 5, 10]
         assert writer.collect() == 0
     after = table.usage()
     assert freed == usage["bytes"] - after["bytes"] > 10_000
-    assert (after["rows"], after["dead"], after["parts"]) == (6, 0, 2)  # one was full enough to stay as it was
-    assert len(state(table.parts).items() & old.items()) == 1
-    assert table.rows().drop_columns(["part", "byte_offset"]).equals(before.drop_columns(["part", "byte_offset"]))
+    assert (after["rows"], after["dead"], after["shards"]) == (6, 0, 2)  # one was full enough to stay as it was
+    assert len(state(table.shards).items() & old.items()) == 1
+    assert table.rows().drop_columns(["shard", "byte_offset"]).equals(before.drop_columns(["shard", "byte_offset"]))
     assert table.manifest()["facts"] == {"seconds": 1}
     check_tensors(table)
 
 
 def test_cleaning_keeps_what_an_unfinished_run_has_made(tmp_path: Path):
     table = written(tmp_path / "t", *range(10))
-    with table.writer(RECIPE) as writer:
-        writer.finish(names(3, *range(5, 10)), {})  # of the first part, only row 3 is wanted
+    with Writer(table, RECIPE) as writer:
+        writer.finish(names(3, *range(5, 10)), {})  # of the first shard, only row 3 is wanted
         writer.append(vectors(3, 77, add=100))
         writer.flush()
         writer.collect()
     assert table.rows()["number"].to_pylist() == [3, 5, 6, 7, 8, 9]
     check_tensors(table)
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         assert sorted(numbers(writer.stored)) == [3, 5, 6, 7, 8, 9, 77]
         writer.finish(names(3, *range(5, 10), 77), {})
     assert table.rows()["number"].to_pylist() == [103, 5, 6, 7, 8, 9, 177]
@@ -317,7 +317,7 @@ def test_cleaning_keeps_what_an_unfinished_run_has_made(tmp_path: Path):
 
 
 def test_a_table_that_no_run_has_finished_is_not_cleaned(tmp_path: Path):
-    with TableFolder(tmp_path / "t", VECTORS).writer(RECIPE) as writer:
+    with Writer(TableFolder(tmp_path / "t", VECTORS), RECIPE) as writer:
         writer.append(vectors(1))
         assert writer.collect() == 0
         assert numbers(writer.stored) == [1]
@@ -325,22 +325,22 @@ def test_a_table_that_no_run_has_finished_is_not_cleaned(tmp_path: Path):
 
 def test_cleaning_that_was_killed_before_it_could_delete_loses_nothing(tmp_path: Path, monkeypatch):
     table = written(tmp_path / "t", *range(10))
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         writer.finish(names(0, 5), {})
 
     def die(self: Index, rows: pa.Table) -> int:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt), table.writer(RECIPE) as writer:
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt), Writer(table, RECIPE) as writer:
         patched.setattr(Index, "replace", die)
         writer.collect()
     check_tensors(table)
     for _ in range(2):
-        with table.writer(RECIPE) as writer:
+        with Writer(table, RECIPE) as writer:
             writer.collect()
             writer.finish(names(0, 5), {})
         assert numbers(table.rows()) == [0, 5]
         check_tensors(table)
-    with table.writer(RECIPE) as writer:
+    with Writer(table, RECIPE) as writer:
         writer.collect()
-    assert table.usage()["parts"] == 1
+    assert table.usage()["shards"] == 1

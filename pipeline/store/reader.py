@@ -1,0 +1,111 @@
+"""Random access to the tensors of a table's rows by memory map."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.store.shards import shard_damage, shards_folder, tensor_ends
+from schemas.table import TableSchema, TensorColumn
+
+MAPPED_SHARDS = 64  # shards kept open; macOS allows a process 256 open files
+
+
+@dataclass(frozen=True)
+class _Locators:
+    """Where one tensor of every row lies: dtype, offsets and sizes in bytes, shapes."""
+
+    dtype: np.dtype
+    offset: np.ndarray
+    nbytes: np.ndarray
+    shapes: pa.Array
+
+
+class ShardReader:
+    """Reads tensors of the given rows (`schema.stored`) from the shards in a table's folder, by memory map.
+
+    Pages are loaded on access and released by `ahead`. ValueError, in one line, if a shard is missing or too short.
+    """
+
+    def __init__(self, table: Path, rows: pa.Table, schema: TableSchema) -> None:
+        self._table = table
+        self._row = {key: row for row, key in enumerate(rows[schema.key[0]].to_pylist())}
+        shards = rows["shard"].combine_chunks().dictionary_encode()
+        self._shards: list[str] = shards.dictionary.to_pylist()
+        self._shard = shards.indices.to_numpy()
+        self._tensors = {tensor.name: _locators(rows, tensor) for tensor in schema.tensors}
+        self._first = schema.tensors[0].name
+        self._maps: dict[str, mmap.mmap] = {}  # the least recently used first
+        self._read: set[int] = set()
+        self._check(rows, schema)
+
+    def read(self, key: str, name: str = "") -> np.ndarray:
+        """The tensor called `name` (empty: the first) of the row with that key, in its shape and its stored dtype.
+
+        A read-only view of the file that is valid until the next call of `ahead`. KeyError for an unknown key or name,
+        ValueError for a row that was rejected and has no tensor.
+        """
+        row, tensor = self._row[key], self._tensors[name or self._first]
+        count = int(tensor.nbytes[row]) // tensor.dtype.itemsize
+        if not count:
+            raise ValueError(f"{self._table}: row {key} has no tensor; its column `rejected` says why")
+        self._read.add(row)
+        flat = np.frombuffer(self._map(row), tensor.dtype, count, int(tensor.offset[row]))
+        return flat.reshape(tensor.shapes[row].as_py())
+
+    def ahead(self, keys: Iterable[str]) -> None:
+        """Prefetch the pages of the rows with these keys, and release the pages of all rows read since the last call."""
+        for row in self._read:
+            if self._shards[self._shard[row]] in self._maps:
+                self._advise(row, "MADV_DONTNEED")
+        self._read.clear()
+        for key in keys:
+            self._advise(self._row[key], "MADV_WILLNEED")
+
+    def _check(self, rows: pa.Table, schema: TableSchema) -> None:
+        ends = pa.table({"shard": rows["shard"], "end": tensor_ends(rows, schema)})
+        needed = ends.group_by("shard").aggregate([("end", "max")])
+        for name, end in zip(needed["shard"].to_pylist(), needed["end_max"].to_pylist(), strict=True):
+            path = shards_folder(self._table) / name
+            if damage := shard_damage(path, end):
+                raise ValueError(f"{path} {damage}; run the stage again to recompute its rows")
+
+    def _map(self, row: int) -> mmap.mmap:
+        name = self._shards[self._shard[row]]
+        mapped = self._maps.pop(name, None)
+        if mapped is None:
+            with (shards_folder(self._table) / name).open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if hasattr(mmap, "MADV_RANDOM"):  # without it every page fault reads megabytes ahead
+                with suppress(OSError):
+                    mapped.madvise(mmap.MADV_RANDOM)
+        self._maps[name] = mapped
+        while len(self._maps) > MAPPED_SHARDS:
+            del self._maps[next(iter(self._maps))]  # a view that is still in use keeps its own map
+        return mapped
+
+    def _advise(self, row: int, hint: str) -> None:
+        if not hasattr(mmap, hint):
+            return
+        for tensor in self._tensors.values():
+            start, size = int(tensor.offset[row]), int(tensor.nbytes[row])
+            if not size:
+                continue
+            mapped = self._map(row)
+            first = start // mmap.PAGESIZE * mmap.PAGESIZE
+            length = math.ceil((start + size - first) / mmap.PAGESIZE) * mmap.PAGESIZE
+            with suppress(OSError):  # only a hint
+                mapped.madvise(getattr(mmap, hint), first, min(length, len(mapped) - first))
+
+
+def _locators(rows: pa.Table, tensor: TensorColumn) -> _Locators:
+    dtype = np.dtype(tensor.kind.to_pandas_dtype())
+    offset, nbytes = rows[tensor.offset].to_numpy(), rows[tensor.nbytes].to_numpy()
+    return _Locators(dtype, offset, nbytes, rows[tensor.shape].combine_chunks())
