@@ -41,12 +41,12 @@ def test_a_tensor_lies_in_the_file_where_its_row_says(tmp_path: Path):
         assert found.size == np.prod(row["shape"]) and np.all(found == row["number"])
 
 
-def test_the_index_of_a_part_is_rebuilt_from_the_part_alone(tmp_path: Path):
+def test_the_index_of_a_shard_is_rebuilt_from_the_shard_alone(tmp_path: Path):
     rows = shard(tmp_path, vectors(*range(70)), pa.RecordBatch.from_pylist(EMPTY, schema=VECTORS.batch), vectors(80, words=4))
     assert read_shard_index(tmp_path / rows["shard"][0].as_py(), VECTORS).equals(rows)
 
 
-def test_a_part_is_plain_arrow_in_batches_of_at_most_64_rows(tmp_path: Path):
+def test_a_shard_is_plain_arrow_in_batches_of_at_most_64_rows(tmp_path: Path):
     rows = shard(tmp_path, *(vectors(number) for number in range(150)))
     with pa.ipc.open_file(str(tmp_path / rows["shard"][0].as_py())) as file:
         assert [file.get_batch(i).num_rows for i in range(file.num_record_batches)] == [64, 64, 22]
@@ -64,7 +64,7 @@ def test_parts_are_bounded_and_a_larger_row_gets_one_of_its_own(tmp_path: Path):
     check_tensors(table)
 
 
-def test_a_file_that_is_no_part_of_the_table_is_named(tmp_path: Path):
+def test_a_file_that_is_not_a_shard_of_the_table_is_named(tmp_path: Path):
     with pa.ipc.new_file(str(tmp_path / "00000001-x.arrow"), pa.schema([("a", pa.int8())])) as out:
         out.write_table(pa.table({"a": pa.array([1], pa.int8())}))
     with pytest.raises(ValueError, match=r"00000001-x.arrow is not a shard of vectors: its columns are a; remove the file"):
@@ -80,7 +80,7 @@ def test_mlx_takes_a_tensor_in_one_copy_of_the_view(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("hurt", "said"), [(lambda p: p.unlink(), "is missing"), (lambda p: cut(p, 900), "is cut short")])
-def test_a_reader_says_in_one_line_that_a_part_is_lost_or_cut(tmp_path: Path, hurt, said):
+def test_a_reader_says_in_one_line_that_a_shard_is_lost_or_cut(tmp_path: Path, hurt, said):
     table = written(tmp_path / "t", *range(10))
     hurt(sorted(table.shards.glob("*.arrow"))[1])
     with pytest.raises(ValueError, match=rf"00000002-\w+.arrow {said}.*run the stage again") as error:
@@ -88,7 +88,7 @@ def test_a_reader_says_in_one_line_that_a_part_is_lost_or_cut(tmp_path: Path, hu
     assert "\n" not in str(error.value)
 
 
-def test_a_part_that_lost_only_its_end_is_cut_short_too(tmp_path: Path):
+def test_a_shard_that_lost_only_its_end_is_cut_short_too(tmp_path: Path):
     table = written(tmp_path / "t", *range(5))
     path = next(table.shards.glob("*.arrow"))
     cut(path, path.stat().st_size - 1)
