@@ -22,7 +22,8 @@ import click
 import numpy as np
 import pyarrow as pa
 
-from pipeline.store.shards import ShardReader, write_shard
+from pipeline.store.reader import ShardReader
+from pipeline.store.shards import shards_folder, write_shard
 from schemas.table import TableSchema
 from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.latents import LATENTS
@@ -51,7 +52,7 @@ def write_random_rows(folder: Path, schema: TableSchema, shape: tuple[int, ...],
         offsets = np.arange(len(rows) + 1, dtype=np.int32) * int(np.prod(shape))
         lists = pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), type=tensor.type)
         table = pa.Table.from_pylist(rows, schema=pa.schema(schema.columns)).append_column(tensor, lists)
-        stored.append(write_shard(folder, number, table.cast(schema.batch), schema))
+        stored.append(write_shard(shards_folder(folder), number, table.cast(schema.batch), schema))
     return pa.concat_tables(stored)
 
 
