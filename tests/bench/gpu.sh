@@ -1,7 +1,8 @@
 #!/bin/sh
-# All GPU cases in one command, on a machine with CUDA: tests/bench/gpu.sh [FOLDER] [OPTION...]
-# FOLDER (build) gets bench.jsonl, a row per case, and bench.md, the page. OPTION is one of `python -m tests.bench.measure`: --bars or --large
-# in place of --gpu, which is both. PYTHON names the interpreter, LATENTMILL_COMMIT the commit where git is not there to ask.
+# Measure all GPU cases in one command, on a machine with CUDA: tests/bench/gpu.sh [FOLDER] [OPTION...]
+# FOLDER (default: build) gets bench.jsonl, one row per case, and bench.md, the page. The OPTIONs are those of
+# `python -m tests.bench.measure`; the default is --gpu, which is --comparison and --large. The variable PYTHON names the
+# interpreter; LATENTMILL_COMMIT names the commit, where git cannot say it.
 export PYTHONUNBUFFERED=1
 cd "$(dirname "$0")/../.." || exit 1
 python=${PYTHON:-python3}
@@ -14,5 +15,5 @@ if ! "$python" -c 'import sys, mlx.core as mx; sys.exit(not mx.cuda.is_available
 fi
 "$python" -m tests.bench.measure --out "$folder/bench.jsonl" "$@"
 code=$?
-"$python" -m tests.bench.measure --table "$folder/bench.jsonl" >"$folder/bench.md" && echo "the page: $folder/bench.md"
+"$python" -m tests.bench.measure --table "$folder/bench.jsonl" >"$folder/bench.md" && echo "page: $folder/bench.md"
 exit $code

@@ -1,0 +1,60 @@
+"""Facts about the machine and the code that a benchmark row carries: chip, versions, date, commit."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from stages.tuner.blockwise.backprop import BUFFER
+
+
+def describe(backend: str) -> dict[str, Any]:
+    """Return the columns of a row that say where it was measured. `backend` is "mlx" or "torch"."""
+    if backend == "torch":
+        import torch
+
+        chip, version = torch.cuda.get_device_name(), str(torch.__version__)
+    else:
+        import mlx.core as mx
+
+        chip = str(mx.device_info().get("device_name") or f"CPU {platform.machine()}")  # MLX has no name for a CPU
+        version = importlib.metadata.version("mlx")
+    return {
+        "chip": chip,
+        "version": version,
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "latentmill": installed_version(),
+        "buffer_mb": os.environ.get(BUFFER, ""),
+    }
+
+
+def installed_version() -> str:
+    """Return the version of the installed package latentmill; empty if the code runs without being installed."""
+    try:
+        return importlib.metadata.version("latentmill")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def commit(file: Path = Path(__file__)) -> str:
+    """Return the short hash of the commit that `file` belongs to, with "-dirty" if the checkout differs from it.
+
+    Empty if git is not installed or does not track the file.
+    """
+    git = ["git", "-C", str(file.parent)]
+    try:
+        tracked = subprocess.run([*git, "ls-files", "--error-unmatch", file.name], capture_output=True, check=False)
+        if tracked.returncode:
+            return ""
+        command = [*git, "describe", "--always", "--dirty", "--exclude=*"]
+        described = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:  # git is not installed
+        return ""
+    return "" if described.returncode else described.stdout.strip()

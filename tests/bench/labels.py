@@ -1,0 +1,68 @@
+"""Names of benchmark rows in tables: size, configuration, machine; and one row as a line in a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stages.tuner.blockwise.backprop import SOONER_MB
+
+Row = dict[str, Any]
+
+
+def terminal_line(row: Row | None) -> str:
+    """Format one row for the terminal: what was measured, seconds, GB, seconds of the first step. None: the column heads."""
+    if row is None:
+        return f"{'':14} {'':12} {'':44} {'s':>8} {'GB':>7} {'first s':>8}"
+    head = f"{row['family']:14} {'' if row['kind'] == 'text_encoder' else size(row):12} {name(row):44}"
+    if "error" in row:
+        return f"{head} failed: {row['error']}"
+    seconds, peak, first = (row.get(column) for column in ("s", "peak_gb", "first_s"))
+    return f"{head} {number(seconds, '.4f'):>8} {number(peak, '.2f'):>7} {number(first, '.1f'):>8}"
+
+
+def number(value: float | None, form: str) -> str:
+    """Format a number; None gives an empty text."""
+    return "" if value is None else format(value, form)
+
+
+def size(row: Row) -> str:
+    """The image's size: "512 px" for a square, "1024 x 1008" otherwise."""
+    return f"{row['width']} px" if row["width"] == row["height"] else f"{row['width']} x {row['height']}"
+
+
+def name(row: Row) -> str:
+    """What a row measures: the configuration of a training step, "loader", or an encoder with its dtype."""
+    kind = row["kind"].replace("_", " ")
+    return configuration(row) if kind == "train" else kind if kind == "loader" else f"{kind}, {row['dtype']}"
+
+
+def identity(row: Row) -> tuple[str, ...]:
+    """Family, size and name of a row: of several rows that agree in these, the last counts."""
+    return row["family"], size(row), name(row)
+
+
+def configuration(row: Row) -> str:
+    """The configuration of a training step, such as "blocks, 4-bit, memory-limited". Usual values are left out."""
+    words = [row["plan"] if row["backend"] == "mlx" else f"PyTorch {row['plan']}"]
+    words += [f"{row['bits']}-bit"] if row["bits"] < 16 else []
+    words += [row["optimizer"]] if row["optimizer"] != "adamw" else []
+    words += ["memory-limited"] if row["memory_limited"] else []
+    words += ["unfused"] if row["unfused"] else []
+    return ", ".join([*words, *_command_buffers(row)])
+
+
+def _command_buffers(row: Row) -> list[str]:
+    """The size of MLX's command buffers on CUDA, where it is not the usual one of the configuration."""
+    if row["backend"] != "mlx" or not row.get("chip", "").startswith("NVIDIA"):
+        return []
+    megabytes, usual = row.get("buffer_mb", ""), SOONER_MB if row["memory_limited"] else ""
+    if megabytes == usual:
+        return []
+    return [f"buffers of {megabytes} MB" if megabytes else "default buffers"]
+
+
+def origin(row: Row) -> str:
+    """Where a row was measured: chip, framework with version, date, commit."""
+    framework = "PyTorch" if row["backend"] == "torch" else "MLX"
+    commit = f", commit {row['commit']}" if row.get("commit") else ""
+    return f"{row['chip']}, {framework} {row['version']}, {row['date']}{commit}"

@@ -1,0 +1,106 @@
+"""Measure one case in this process and print its row as JSON: `python -m tests.bench.run '{"width": 512}'`.
+
+Weights are random and have the shapes of the family, because time and memory depend on shapes alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import stages  # noqa: F401  (before mlx.core)
+from tests.bench.cases import KINDS, TORCH_PLANS, Case
+from tests.bench.environment import describe
+
+
+def time_steps(step: Callable[[], Any], count: int) -> dict[str, float]:
+    """Call `step` count + 2 times and return seconds: of the first call, and the median, least and most of the last `count`."""
+    seconds = []
+    for _ in range(count + 2):
+        began = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - began)
+    warm = seconds[2:]
+    return {"first_s": seconds[0], "s": statistics.median(warm), "least_s": min(warm), "most_s": max(warm)}
+
+
+def measure_training(case: Case) -> dict[str, Any]:
+    """Time the training steps of a case, and measure their memory; one more step, phase by phase, says where it peaks."""
+    import mlx.core as mx
+
+    from stages.text_to_image.families import family
+    from stages.text_to_image.train import memory_plan
+    from stages.tuner.blockwise.backprop import limit_command_buffers
+    from stages.tuner.blockwise.meter import Meter, budget
+    from tests.bench.steps import Rig, settings
+
+    plan: Any = int(case.plan) if case.plan.isdigit() else case.plan
+    if case.memory_limited:
+        limit_command_buffers()  # before MLX's first operation
+    record = family(case.family)
+    c = settings(case.optimizer, base_bits=case.bits, rank=case.rank)
+    rig = Rig(record, c, memory_plan.Batch(1, case.width, case.height, record.text_tokens))
+    sizes = {"load_peak_gb": mx.get_peak_memory(), "held_gb": mx.get_active_memory()}
+    estimate = memory_plan.MemoryEstimator(c, rig.config).estimate(rig.batch, 1)
+    rig.bound = memory_plan.bound(estimate, plan, budget()) if case.memory_limited else None
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    times = time_steps(functools.partial(rig.step, plan), case.steps)
+    sizes |= {"peak_gb": mx.get_peak_memory(), "cache_gb": mx.get_cache_memory()}
+    sizes |= {"estimated_gb": estimate.need(plan)} if plan != "plain" else {}
+    meter = Meter()
+    rig.step(plan, meter)
+    sizes |= {f"{row['phase']}_gb": row["peak"] for row in meter.rows}
+    about = {"tokens": rig.batch.length, "dtype": c.precision}
+    return times | about | {name: size / 1e9 for name, size in sizes.items()}
+
+
+def measure_encoder(case: Case) -> dict[str, Any]:
+    """Time and memory of encoding one image with the autoencoder, or one caption with the text encoder."""
+    import mlx.core as mx
+
+    from stages.text_to_image.families import family
+    from tests.bench.encoders import Captions, Images
+
+    record, dtype = family(case.family), getattr(mx, case.dtype)
+    encoder = Images(record, (case.width, case.height), dtype) if case.kind == "autoencoder" else Captions(record, dtype)
+    weights_gb = mx.get_active_memory() / 1e9
+    mx.reset_peak_memory()
+    return time_steps(encoder.step, case.steps) | {"peak_gb": mx.get_peak_memory() / 1e9, "held_gb": weights_gb}
+
+
+def measure_loader(case: Case) -> dict[str, Any]:
+    """Time of reading the latents and embeddings of 24 samples per step of the case."""
+    from stages.text_to_image.families import family
+    from tests.bench.reading import read_epoch
+
+    record = family(case.family)
+    return read_epoch(24 * case.steps, case.width, record.text_tokens, record.transformer["joint_attention_dim"])
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Measure a case and return its row: the fields of the case, the measurements, and where they were made.
+
+    ValueError for an unknown kind or plan.
+    """
+    if case.kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {case.kind!r}")
+    if case.backend == "torch" and case.plan not in TORCH_PLANS:
+        raise ValueError(f"plan must be one of {', '.join(TORCH_PLANS)} for PyTorch, got {case.plan!r}")
+    if case.backend == "torch":
+        from tests.bench.torch_steps import measure_torch
+
+        measured = measure_torch(case, time_steps)
+    else:
+        measured = {"train": measure_training, "loader": measure_loader}.get(case.kind, measure_encoder)(case)
+    return asdict(case) | measured | describe(case.backend)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(run(Case.from_json(sys.argv[1]))) + "\n")

@@ -1,0 +1,69 @@
+"""The lists of cases that one command measures."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from tests.bench.cases import TORCH_PLANS, Case
+
+COMPARED = "klein-base-4b"  # the family that is compared with PyTorch
+
+
+def quick() -> Iterator[Case]:
+    """Every kind of case with the tiny family: about a minute on a CPU."""
+    yield Case("tiny", 256, 256, kind="loader", steps=1)
+    yield Case("tiny", 256, 256, kind="autoencoder", dtype="float32", steps=3)
+    yield Case("tiny", 256, 256, kind="text_encoder", dtype="float32", steps=3)
+    for plan in ("plain", "whole", "blocks"):
+        yield Case("tiny", 256, 256, plan, steps=3)
+    yield from (Case("tiny", 256, 256, "blocks", bits, memory_limited=True, steps=3) for bits in (8, 4))
+
+
+def training(family: str) -> Iterator[Case]:
+    """Training steps of one family by plan, bits and resolution, and the same in PyTorch if it is installed."""
+    for px in (512, 768, 1024):
+        yield Case(family, px, px, "plain")
+        yield Case(family, px, px, "whole", memory_limited=True)
+        yield from (Case(family, px, px, "blocks", bits, memory_limited=True) for bits in (16, 8, 4))
+    yield Case(family, plan="12", memory_limited=True)
+    yield Case(family, height=1008, memory_limited=True)  # 4544 tokens: no multiple of 128
+    yield Case(family, 512, 528, plan="whole", memory_limited=True)
+    yield Case(family, unfused=True, memory_limited=True)
+    for px in (512, 1024):
+        yield from pytorch(family, px)
+
+
+def comparison() -> Iterator[Case]:
+    """klein 4B beside PyTorch and MLX's plain graph, in one run; the most important case comes first."""
+    yield Case(memory_limited=True)
+    yield Case(bits=4, memory_limited=True)
+    yield Case(unfused=True, memory_limited=True)
+    yield from (Case(plan="whole", memory_limited=limited) for limited in (True, False))
+    yield Case(plan="plain")
+    yield from pytorch(COMPARED, 1024)
+    yield from (Case(COMPARED, 512, 512, "whole", memory_limited=limited) for limited in (True, False))
+    yield Case(COMPARED, 512, 512, "plain")
+    yield Case(COMPARED, 512, 512, bits=4, memory_limited=True)
+    yield from pytorch(COMPARED, 512)
+    yield Case(height=1008, memory_limited=True)  # 4544 tokens here and 1568 below: no multiples of 128
+    yield Case(COMPARED, 512, 528, "whole", memory_limited=True)
+
+
+def large() -> Iterator[Case]:
+    """dev and klein 9B with a quantized base, the encoders, and the loader."""
+    yield Case("dev", 512, 512, bits=4, optimizer="adamw8bit", memory_limited=True, steps=3)
+    yield Case("dev", 512, 512, bits=4, memory_limited=True, steps=3)
+    for bits, px in ((4, 1024), (4, 768), (8, 512), (8, 1024), (8, 768)):
+        yield Case("dev", px, px, bits=bits, optimizer="adamw8bit", memory_limited=True, steps=3)
+    for bits in (4, 8):
+        yield from (Case("klein-base-9b", px, px, bits=bits, memory_limited=True) for px in (512, 768, 1024))
+    yield from (Case(kind="autoencoder", dtype=dtype, steps=3) for dtype in ("bfloat16", "float32"))
+    yield Case(kind="text_encoder", steps=3)
+    yield Case(kind="loader", steps=3)
+
+
+def pytorch(family: str, px: int) -> Iterator[Case]:
+    """Training steps of a family in PyTorch at px x px, one case per plan; none if PyTorch is not installed."""
+    if importlib.util.find_spec("torch"):
+        yield from (Case(family, px, px, plan, backend="torch") for plan in TORCH_PLANS)

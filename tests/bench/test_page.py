@@ -1,0 +1,72 @@
+"""The benchmark's page: its tables, its ratios, and that it is made from the rows in data/bench.jsonl."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.bench.cases import Case
+from tests.bench.page import page
+
+DATA = Path(__file__).parents[2] / "data"
+GPU = {"chip": "NVIDIA X", "version": "1", "date": "2026-01-01", "commit": "abc1234"}
+
+
+def test_the_page_on_disk_is_made_from_its_rows():
+    rows = [json.loads(text) for text in (DATA / "bench.jsonl").read_text().splitlines()]
+    assert (DATA / "bench.md").read_text() == "\n".join(page(rows)) + "\n"
+
+
+def test_rows_become_a_page_with_a_line_per_configuration_and_a_column_per_size():
+    base = asdict(Case("tiny")) | {"s": 0.5, "peak_gb": 2.0} | GPU
+    limited = base | {"memory_limited": True, "buffer_mb": "200"}
+    rows = [limited | {"width": px, "height": px, "s": px / 1000} for px in (512, 1024)]
+    rows += [base | {"kind": "text_encoder"}, asdict(Case("dev")) | {"error": "out of memory"}]
+    lines = list(page(rows))
+    assert "| | 512 px | 1024 px |" in lines
+    assert "| blocks, memory-limited | 0.512 / 2.0 | 1.024 / 2.0 |" in lines
+    assert "| text encoder, tiny, bfloat16 | 0.5 | 2 |  |" in lines
+    assert "- Failed: dev 1024 px, blocks: out of memory" in lines
+    assert lines[-1] == "- NVIDIA X, MLX 1, 2026-01-01, commit abc1234"
+
+
+def test_a_failure_that_was_measured_in_another_run_is_not_on_the_page():
+    failed, good = asdict(Case("dev")) | {"error": "out of memory"}, asdict(Case("dev")) | {"s": 1.0, "peak_gb": 2.0} | GPU
+    assert not any("Failed" in line for line in page([failed, good]))
+
+
+def run_with_pytorch(run, torch_s=0.2):
+    """The rows of one run: four of ours, and PyTorch's in `torch_s` seconds and 10 GB."""
+    ours = GPU | {"run": run, "peak_gb": 11.0, "buffer_mb": "200", "tokens": 4608, "first_s": 30.0}
+    rows = [asdict(Case(memory_limited=True)) | ours | {"s": 0.25}]
+    rows += [asdict(Case(memory_limited=True, bits=4)) | ours | {"s": 0.3, "peak_gb": 5.5}]
+    rows += [asdict(Case(memory_limited=True, height=1008)) | ours | {"s": 0.26, "tokens": 4544}]
+    rows += [asdict(Case(plan="plain")) | ours | {"s": 0.5, "peak_gb": 22.0, "buffer_mb": ""}]
+    torch = asdict(Case(plan="compiled+checkpoint", backend="torch")) | GPU | {"run": run, "s": torch_s, "peak_gb": 10.0}
+    return [*rows, torch]
+
+
+def comparison_section(rows):
+    lines = list(page(rows))
+    start = next(n for n, line in enumerate(lines) if line.startswith("## Comparison"))
+    return lines[start : next(n for n, line in enumerate(lines) if line.startswith("## Training klein-base-4b"))]
+
+
+def test_the_comparison_has_ratios_to_other_rows_of_its_run():
+    table = comparison_section(run_with_pytorch("1"))
+    assert "| 1024 px | blocks, memory-limited | 0.250 | 11.0 | 30.0 | 1.25 / 1.10 | 0.50 / 0.50 |  |  |" in table
+    assert (
+        "| 1024 px | blocks, 4-bit, memory-limited | 0.300 | 5.5 | 30.0 | 1.50 / 0.55 | 0.60 / 0.25 | 1.20 / 0.50 |  |" in table
+    )
+    assert "| 1024 x 1008 | blocks, memory-limited | 0.260 | 11.0 | 30.0 |  |  |  | 1.05 |" in table
+    assert "| 1024 px | PyTorch compiled+checkpoint | 0.200 | 10.0 |  |  |  |  |  |" in table
+
+
+def test_a_ratio_never_spans_two_runs():
+    ours, torch = run_with_pytorch("1")[:-1], run_with_pytorch("2", torch_s=0.1)[-1]
+    assert [line for line in comparison_section([*ours, torch]) if line.startswith("| 1024")] == [
+        "| 1024 px | PyTorch compiled+checkpoint | 0.100 | 10.0 |  |  |  |  |  |"
+    ]
+    both = comparison_section([*run_with_pytorch("1"), *run_with_pytorch("2", torch_s=0.1)])
+    assert both == comparison_section(run_with_pytorch("2", torch_s=0.1)) and any("2.50 / 1.10" in line for line in both)
+    without_run = [row | {"run": ""} for row in run_with_pytorch("1")]
+    assert not any(line.startswith("## Comparison") for line in page(without_run))
