@@ -1,22 +1,25 @@
-"""The captions stage over real files: where texts are found, what they become, and what is an error."""
+"""The stage captions over real files: where captions are found, which rows they become, and what is an error."""
 
 import hashlib
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
+from pipeline.project.config import section
 from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.images import IMAGES
-from stages.text_to_image.captions.stage import STAGE, CaptionsConfig
+from stages.text_to_image.captions.config import CaptionsConfig
+from stages.text_to_image.captions.stage import STAGE
 from tests.harness import context, run
 
 
 class Folder:
-    """Images by path (no bytes are needed: the stage reads only their rows), and the files beside them."""
+    """An image folder: rows of the table images (the stage opens no image), and text files beside them."""
 
     def __init__(self, root: Path, *paths: str) -> None:
-        self.root, self.said, self.images = root, [], []
+        self.root, self.lines, self.images = root, [], []
         for path in paths:
             self.add(path)
 
@@ -32,14 +35,14 @@ class Folder:
     def context(self, stored=None, **config):
         tables = {"images": IMAGES.table(self.images)}
         made = context(STAGE, self.root / "..", tables, config=CaptionsConfig(**config), stored=stored, source=self.root)
-        made.say = self.said.append
+        made.say = self.lines.append
         return made
 
     def rows(self, **config):
         return run(STAGE, self.context(**config)).to_pylist()
 
     def captions(self, **config):
-        """Texts by image, in their order."""
+        """Return {image_id: texts in their order}."""
         found: dict[str, list[str]] = {}
         for row in sorted(self.rows(**config), key=lambda row: row["position"]):
             if row["role"] == "caption":
@@ -83,7 +86,7 @@ def test_a_sidecar_may_be_named_after_the_whole_file_name_and_have_another_exten
     assert folder.captions(extension=".caption") == {"a.png": ["other"], "sub/b.jpg": ["other"]}
 
 
-def test_lines_of_a_sidecar_are_one_caption_or_many_as_set(folder):
+def test_lines_of_a_sidecar_are_one_caption_or_many_as_the_setting_says(folder):
     folder.write("a.txt", "\r\n one \r\n\r\ntwo\r\none")
     folder.write("sub/b.txt", "single")
     assert folder.captions()["a.png"] == ["one \n\ntwo\none"]
@@ -107,7 +110,7 @@ def test_unicode_is_kept_as_it_was_written(folder):
     [
         ("caf\u00e9".encode("latin-1"), r"a\.txt is not UTF-8: byte 3 is 0xe9; save it as UTF-8"),
         (b"\xef\xbb\xbfab\xff", r"a\.txt is not UTF-8: byte 5 is 0xff"),
-        ("cat".encode("utf-16-le"), r"a\.txt holds a zero at byte 1, as UTF-16 without its mark does"),
+        ("cat".encode("utf-16-le"), r"a\.txt has a zero at byte 1, as UTF-16 without a byte order mark does"),
         (b"\xff\xfec\x00\x00\xd8", r"a\.txt is not UTF-16: byte"),
     ],
 )
@@ -149,11 +152,11 @@ def test_the_first_source_that_has_a_caption_is_used(folder):
     assert folder.captions(sources=("filename",)) == {"a.png": ["a"], "sub/b.jpg": ["b"]}
 
 
-def test_a_metadata_row_without_its_image_is_said_and_stops_nothing(captioned):
+def test_metadata_rows_without_an_image_are_reported_and_are_no_error(captioned):
     rows = [{"file_name": name, "text": "x"} for name in ("a.png", "gone.png", "b.jpg", "c.png", "d.png")]
     captioned.write("metadata.jsonl", "\n".join(map(json.dumps, rows)))
     captioned.rows()
-    assert captioned.said == ["metadata.jsonl: 4 rows name no image that is there: gone.png, b.jpg, c.png and 1 more"]
+    assert captioned.lines == ["metadata.jsonl: 4 rows name images that do not exist: gone.png, b.jpg, c.png and 1 more"]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,7 @@ def test_a_metadata_row_without_its_image_is_said_and_stops_nothing(captioned):
         ("metadata.jsonl", '{"file_name": "a.png", "text": "\\ud83d"}', r"metadata\.jsonl:1: .*half of a surrogate pair"),
     ],
 )  # fmt: skip
-def test_a_metadata_file_that_cannot_be_understood_is_an_error_with_its_line(captioned, name, text, message):
+def test_a_malformed_metadata_file_is_an_error_with_its_line(captioned, name, text, message):
     captioned.write(name, text)
     with pytest.raises(ValueError, match=message):
         captioned.rows(sources=("metadata", "sidecar"))
@@ -178,6 +181,16 @@ def test_a_file_name_in_another_unicode_spelling_is_found(folder):
     folder.add("cafe\u0301.png")
     folder.write("metadata.jsonl", json.dumps({"file_name": "caf\u00e9.png", "text": "coffee"}))
     assert folder.captions(missing="skip") == {"cafe\u0301.png": ["coffee"]}
+
+
+def test_notes_are_given_once_at_the_end_and_only_if_a_row_was_new(captioned):
+    captioned.write("a.txt", "ohwx cat")
+    made = captioned.context(trigger="ohwx")
+    rows = pa.Table.from_batches(STAGE.run(made))
+    assert captioned.lines == []
+    assert list(STAGE.finish(made)) == [] and captioned.lines == ['"ohwx" is in 1 of 2 captions']
+    run(STAGE, captioned.context(rows, trigger="ohwx"))
+    assert len(captioned.lines) == 1
 
 
 def test_an_image_without_a_caption_is_an_error_that_names_the_first_few(folder):
@@ -193,7 +206,7 @@ def test_an_image_without_a_caption_is_an_error_that_names_the_first_few(folder)
         folder.rows()
 
 
-def test_a_missing_caption_is_made_as_set(folder):
+def test_a_missing_caption_is_replaced_as_the_setting_says(folder):
     folder.add("red_fox-2.png")
     folder.write("a.txt", "a cat")
     folder.write("sub/b.txt", "a dog")
@@ -202,10 +215,10 @@ def test_a_missing_caption_is_made_as_set(folder):
         for missing in ("empty", "trigger", "filename", "skip")
     }
     assert found == {"empty": [""], "trigger": ["ohwx"], "filename": ["ohwx, red fox 2"], "skip": None}
-    assert "captions.missing = skip, for 1 of 3 images: red_fox-2.png" in folder.said
+    assert "1 of 3 images have no caption (captions.missing = skip): red_fox-2.png" in folder.lines
 
 
-def test_the_template_is_filled_in_one_go_and_a_captions_own_braces_stay(folder):
+def test_braces_in_a_caption_are_not_placeholders(folder):
     folder.write("a.txt", "{trigger} {caption} {x}")
     folder.write("sub/b.txt", "b")
     found = folder.captions(template="by {trigger}: {caption}!", trigger="{caption}")
@@ -218,15 +231,15 @@ def test_a_template_without_caption_is_one_text_for_all_images_and_needs_no_file
     assert len({row["caption_id"] for row in rows}) == 1 and {row["source"] for row in rows} == {"template"}
 
 
-def test_a_trigger_that_no_caption_has_is_an_error_and_one_that_some_have_is_said(captioned):
+def test_a_trigger_in_no_caption_is_an_error_and_one_in_some_captions_is_reported(captioned):
     with pytest.raises(ValueError, match=r'captions.trigger "ohwx" is in none of the 2 captions: .* "{trigger}, {caption}"'):
         captioned.rows(trigger="ohwx")
     captioned.write("a.txt", "ohwx cat")
     captioned.rows(trigger="ohwx")
-    assert captioned.said == ['"ohwx" is in 1 of 2 captions']
+    assert captioned.lines == ['"ohwx" is in 1 of 2 captions']
 
 
-def test_the_empty_caption_and_the_preview_prompts_are_rows_of_no_image(captioned):
+def test_the_empty_caption_and_the_preview_prompts_are_rows_without_an_image(captioned):
     prompts = ("a {trigger} at sea", "a boat", "a boat", "a dog")
     rows = captioned.rows(preview_prompts=prompts, trigger="ohwx", template="{caption}, {trigger}")
     assert [(r["image_id"], r["text"], r["source"]) for r in rows if r["role"] == "empty"] == [("", "", "config")]
@@ -234,13 +247,13 @@ def test_the_empty_caption_and_the_preview_prompts_are_rows_of_no_image(captione
     assert previews == [(0, "a ohwx at sea"), (1, "a boat"), (2, "a dog")]
 
 
-def test_the_trigger_alone_is_a_row_where_one_is_set(captioned):
+def test_the_trigger_alone_is_a_row_if_it_is_set(captioned):
     assert not [row for row in captioned.rows() if row["role"] == "trigger"]
     rows = captioned.rows(trigger="ohwx", template="{trigger}, {caption}")
     assert [(row["image_id"], row["text"], row["position"]) for row in rows if row["role"] == "trigger"] == [("", "ohwx", 0)]
 
 
-def test_the_class_word_makes_rows_of_texts_with_the_trigger_and_changes_no_other(folder):
+def test_the_class_word_adds_rows_for_texts_with_the_trigger_and_changes_no_other_row(folder):
     folder.write("a.txt", "ohwx and ohwx\na dog\nohwx cat\ntoy and ohwx")
     folder.write("sub/b.txt", "ohwx cat")
     plain = folder.rows(trigger="ohwx", lines="many")
@@ -257,7 +270,7 @@ def test_the_class_word_makes_rows_of_texts_with_the_trigger_and_changes_no_othe
     assert len(set(keys)) == len(keys)
 
 
-def test_images_that_are_rejected_have_no_caption_but_a_duplicates_caption_serves_its_twin(folder):
+def test_a_rejected_image_has_no_caption_but_a_caption_beside_a_duplicate_counts_for_the_image(folder):
     folder.images.clear()
     folder.add("a.png", "1")
     folder.add("b.png", "1", rejected="duplicate")
@@ -272,7 +285,7 @@ def test_images_that_are_rejected_have_no_caption_but_a_duplicates_caption_serve
         folder.rows()
 
 
-def test_one_caption_edited_makes_one_row_pending_and_nothing_else(captioned):
+def test_one_edited_caption_makes_one_row_pending(captioned):
     stored = run(STAGE, captioned.context())
     assert run(STAGE, captioned.context(stored)).num_rows == 0
     captioned.write("a.txt", "another cat")
@@ -283,21 +296,21 @@ def test_one_caption_edited_makes_one_row_pending_and_nothing_else(captioned):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"sources": ("sidecars",)}, 'captions.sources "sidecars" is none of .*; did you mean "sidecar"'),
-        ({"sources": ()}, "captions.sources is empty"),
-        ({"missing": "skipp"}, 'did you mean "skip"'),
-        ({"lines": "all"}, 'captions.lines "all" is none of one, many'),
-        ({"template": "{captoin}"}, 'the placeholder "captoin" .* did you mean "caption"'),
-        ({"template": " "}, "captions.template is empty"),
-        ({"template": "{trigger} {caption}"}, "captions.template has {trigger}, but no word is set"),
-        ({"preview_prompts": ("{trigger}",)}, "captions.preview_prompts has {trigger}"),
-        ({"preview_prompts": ("{caption}",)}, 'captions.preview_prompts: the placeholder "caption"'),
-        ({"missing": "trigger"}, "no word is set"),
-        ({"class_word": "cat"}, "captions.class_word stands in for the trigger, but no word is set"),
-        ({"class_word": "a cat", "trigger": "cat"}, 'captions.class_word "a cat" holds the trigger "cat"'),
-        ({"extension": "txt"}, 'captions.extension = "txt" must be a dot and a name'),
+        ({"sources": ["sidecars"]}, "sidecars.*sidecar"),
+        ({"sources": []}, r"sources must name at least one source, got \[\]"),
+        ({"missing": "skipp"}, "skipp.*skip"),
+        ({"lines": "all"}, "all.*one.*many"),
+        ({"template": "{captoin}"}, r"template has the placeholder \{captoin\}; .*; did you mean \{caption\}\?"),
+        ({"template": " "}, "template must not be empty"),
+        ({"template": "{trigger} {caption}"}, r"trigger must be set, because captions\.template has \{trigger\}"),
+        ({"preview_prompts": ["{trigger}"]}, r"trigger must be set, because captions\.preview_prompts has \{trigger\}"),
+        ({"preview_prompts": ["{caption}"]}, r"preview_prompts has the placeholder \{caption\}; known: \{trigger\}"),
+        ({"missing": "trigger"}, 'trigger must be set, because captions.missing is "trigger"'),
+        ({"class_word": "cat"}, "trigger must be set, because captions.class_word takes its place"),
+        ({"class_word": "a cat", "trigger": "cat"}, 'class_word must not contain the trigger "cat", got "a cat"'),
+        ({"extension": "txt"}, 'extension must be a dot and a name such as ".txt", got "txt"'),
     ],
 )
-def test_a_wrong_setting_is_one_line_that_says_what_would_be_right(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        CaptionsConfig(**wrong)
+def test_a_wrong_setting_is_an_error_that_names_it_and_the_remedy(wrong, message):
+    with pytest.raises(ValueError, match=rf"^project\.toml \[captions\] .*{message}"):
+        section(CaptionsConfig, wrong, "project.toml [captions]")

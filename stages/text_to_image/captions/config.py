@@ -1,0 +1,62 @@
+"""The settings of the stage captions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from stages.settings import selects, setting
+from stages.text_to_image.captions.template import check_placeholders
+
+
+@dataclass(frozen=True)
+class CaptionsConfig:
+    """Section [captions] of project.toml: where captions are found, and how they become training texts."""
+
+    sources: tuple[Literal["sidecar", "metadata", "filename"], ...] = setting(
+        ("sidecar", "metadata"),
+        "where captions are looked for, in this order: sidecar, metadata, filename; the first that has one is used",
+    )
+    extension: str = setting(".txt", "suffix of sidecar files")
+    lines: Literal["one", "many"] = setting(
+        "one", "one: a sidecar is one caption, with its line breaks; many: every line of a sidecar is a caption"
+    )
+    template: str = setting(
+        "{caption}", "text that is trained with, made of {caption} and {trigger}; without {caption}, all images get the same text"
+    )
+    trigger: str = setting("", "word that the adapter is called with; replaces {trigger} in the template and in preview prompts")
+    missing: Literal["error", "empty", "trigger", "filename", "skip"] = setting(
+        "error", "what an image without a caption gets: an error (it is usually a mistake), empty, trigger, filename or skip"
+    )
+    class_word: str = selects(
+        "",
+        'class that the trigger belongs to, such as "cat"; adds each caption with this word in place of the trigger, for '
+        "[train.preservation]",
+    )
+    preview_prompts: tuple[str, ...] = selects((), "prompts that the stage samples draws images for")
+
+    def __post_init__(self) -> None:
+        check_placeholders("captions.template", self.template, ("caption", "trigger"))
+        for prompt in self.preview_prompts:
+            check_placeholders("captions.preview_prompts", prompt, ("trigger",))
+        self._check_trigger()
+        if not self.template.strip():
+            raise ValueError('captions.template must not be empty; "{caption}" is the caption alone')
+        if not self.sources:
+            raise ValueError('captions.sources must name at least one source, got []; the default is ["sidecar", "metadata"]')
+        if not self.extension.startswith(".") or len(self.extension) < 2:
+            raise ValueError(f'captions.extension must be a dot and a name such as ".txt", got "{self.extension}"')
+
+    def _check_trigger(self) -> None:
+        """Raise ValueError if a setting needs the trigger and none is set, or if the class word contains the trigger."""
+        uses = {
+            "captions.template has {trigger}": "{trigger}" in self.template,
+            "captions.preview_prompts has {trigger}": any("{trigger}" in prompt for prompt in self.preview_prompts),
+            'captions.missing is "trigger"': self.missing == "trigger",
+            "captions.class_word takes its place": bool(self.class_word),
+        }
+        for use, needed in uses.items():
+            if needed and not self.trigger:
+                raise ValueError(f'captions.trigger must be set, because {use}: trigger = "..."')
+        if self.class_word and self.trigger in self.class_word:
+            raise ValueError(f'captions.class_word must not contain the trigger "{self.trigger}", got "{self.class_word}"')

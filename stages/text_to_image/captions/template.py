@@ -1,0 +1,22 @@
+"""The template: the text around a caption, with placeholders for the caption and the trigger."""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+
+def fill_template(template: str, caption: str, trigger: str) -> str:
+    """Replace {caption} and {trigger} in a template. Braces inside the caption or the trigger are left alone."""
+    values = {"{caption}": caption, "{trigger}": trigger}
+    return re.sub(r"\{(?:caption|trigger)\}", lambda match: values[match.group()], template)
+
+
+def check_placeholders(setting: str, text: str, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError if a text has a placeholder such as {captoin} that is not allowed. `setting` names the text's setting."""
+    for name in re.findall(r"\{(\w+)\}", text):
+        if name not in allowed:
+            near = difflib.get_close_matches(name, allowed, 1)
+            hint = f"; did you mean {{{near[0]}}}?" if near else ""
+            known = " and ".join(f"{{{each}}}" for each in allowed)
+            raise ValueError(f"{setting} has the placeholder {{{name}}}; known: {known}{hint}")

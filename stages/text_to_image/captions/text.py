@@ -1,0 +1,49 @@
+"""A caption as it was found, how text files are read, and how paths are compared and listed."""
+
+from __future__ import annotations
+
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Caption:
+    """A caption before the template is applied. `source` is where it was looked for: sidecar, metadata, filename, template or
+    config; `origin` is the file it was found in, with line number ("metadata.jsonl:3"), or the setting.
+    """
+
+    text: str
+    source: str
+    origin: str
+
+
+def read_text(path: Path) -> str:
+    """Read a text file as UTF-8, or as UTF-16 if it begins with a byte order mark; every line break becomes one newline.
+
+    ValueError, with the file and the position of the first wrong byte, if the file is in another encoding.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not {encoding.upper()}: byte {error.start} is 0x{data[error.start]:02x}; save it as UTF-8"
+        ) from None
+    if "\0" in text:
+        raise ValueError(f"{path} has a zero at byte {data.index(0)}, as UTF-16 without a byte order mark does; save it as UTF-8")
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def normalise(path: str) -> str:
+    """Return a path in Unicode form NFC, for comparing: macOS may store é as e and an accent, a metadata file as one letter."""
+    return unicodedata.normalize("NFC", path)
+
+
+def first_names(names: list[str], count: int = 3) -> str:
+    """Format at most `count` names as "a, b, c and 4 more"."""
+    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
