@@ -1,4 +1,4 @@
-"""The bucket rule as arithmetic, with properties over all sizes, and the stage over tables in memory."""
+"""Properties of the bucket rule over all image sizes, and the stage buckets over tables in memory."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ SHAPES = st.sampled_from([1, 2, 9, 256])
 
 
 def images(*sizes, rejected=()):
-    """A table of usable images of these sizes, named 0, 1, ..., then one row per reason."""
+    """Make a table of usable images of these sizes, with the ids 0, 1, ..., then one rejected image per reason."""
     rows = []
     for number, (width, height, reason) in enumerate([*((*s, None) for s in sizes), *((9, 9, r) for r in rejected)]):
         row = {"path": f"{number}.png", "image_id": str(number), "bytes": 1, "mtime_ns": 1, "inode": 1, "format": "PNG"}
@@ -33,7 +33,7 @@ def rows_of(tmp_path, table, **config):
 
 @settings(deadline=None, max_examples=300)
 @given(SIDES, SIDES, RESOLUTIONS, st.booleans(), SHAPES)
-def test_a_bucket_is_on_the_grid_within_its_area_and_cuts_out_exactly_its_own_aspect(width, height, R, upscale, max_shapes):
+def test_a_bucket_is_on_the_grid_within_its_area_and_its_crop_has_exactly_its_aspect_ratio(width, height, R, upscale, max_shapes):
     b = bucket(width, height, R, upscale, max_shapes)
     assert b is not None
     assert b.width % STEP == 0 and b.height % STEP == 0 and min(b.width, b.height) >= STEP
@@ -66,7 +66,7 @@ def test_a_higher_resolution_never_gives_noticeably_fewer_tokens(width, height):
 
 @settings(deadline=None, max_examples=200)
 @given(st.integers(64, 6000), st.floats(1 / LONGEST, LONGEST), RESOLUTIONS)
-def test_full_area_is_used_where_the_image_has_it(side, aspect, R):
+def test_an_image_with_enough_pixels_is_trained_at_full_area(side, aspect, R):
     width, height = round(side * aspect**0.5), round(side * aspect**-0.5)
     b = bucket(width, height, R, upscale=True)
     longest = math.sqrt(max(aspect, 1 / aspect) + 0.5)
@@ -87,7 +87,7 @@ def test_little_is_cropped_away_and_shapes_are_few(R, mean, p95, shapes):
     assert np.mean([b.tokens for b in found]) > 0.98 * (R / STEP) ** 2
 
 
-def test_a_panorama_of_four_to_one_is_kept_whole():
+def test_a_panorama_of_four_to_one_is_not_cropped():
     for R in (512, 768, 1024):
         for width, height in ((8000, 2000), (2000, 8000)):
             b = bucket(width, height, R)
@@ -117,7 +117,7 @@ def test_the_number_of_shapes_is_bounded_for_large_images_and_for_small_ones(max
         assert all(b.width == b.height for b in large + small)
 
 
-def test_every_image_has_a_row_per_resolution_and_a_resolution_that_adds_nothing_says_so(tmp_path):
+def test_every_image_has_a_row_per_resolution_and_a_resolution_with_the_same_crop_is_rejected(tmp_path):
     found = rows_of(tmp_path, images((2000, 1500), (600, 400), (256, 256), (300, 12), rejected=["truncated"]))
     verdicts = {(row["image_id"], row["resolution"]): row["rejected"] for row in found}
     assert verdicts == {
@@ -129,14 +129,14 @@ def test_every_image_has_a_row_per_resolution_and_a_resolution_that_adds_nothing
     assert all(row["width"] == row["tokens"] == 0 for row in found if row["rejected"] == "too_small")
 
 
-def test_the_order_of_the_resolutions_does_not_matter_and_alone_each_counts(tmp_path):
+def test_rows_do_not_depend_on_the_order_of_the_resolutions_and_a_single_resolution_is_never_rejected(tmp_path):
     table = images((600, 400), (2000, 900))
     assert rows_of(tmp_path, table, resolutions=(768, 512)) == rows_of(tmp_path, table, resolutions=(512, 768))
     assert [row["rejected"] for row in rows_of(tmp_path, table, resolutions=(768,))] == [None, None]
     assert [row["rejected"] for row in rows_of(tmp_path, table, upscale=True)] == [None] * 4
 
 
-def test_a_resolution_added_makes_only_its_own_rows_pending(tmp_path):
+def test_an_added_resolution_makes_only_its_own_rows_pending(tmp_path):
     table = images((2000, 1500), (1800, 1200))
     stored = run(STAGE, context(STAGE, tmp_path, {"images": table}, config=BucketsConfig()))
     config = BucketsConfig(resolutions=(512, 768, 1024))
@@ -146,7 +146,22 @@ def test_a_resolution_added_makes_only_its_own_rows_pending(tmp_path):
     assert run(STAGE, made).num_rows == 0
 
 
-def test_images_without_one_that_can_be_used_are_an_error_that_counts_the_reasons(tmp_path):
+def test_the_summary_of_each_resolution_is_given_once_and_only_for_new_rows(tmp_path):
+    lines = []
+    table = images((2000, 1500), (600, 400), (100, 80))
+    made = context(STAGE, tmp_path, {"images": table}, config=BucketsConfig())
+    made.say = lines.append
+    stored = run(STAGE, made)
+    assert lines[0].startswith("512: 3 images in 3 shapes, ")
+    assert lines[0].endswith("% cropped away on average; 1 with less than a quarter of that area, at their own size")
+    assert lines[1].startswith("768: 1 images in 1 shapes") and len(lines) == 2
+    again = context(STAGE, tmp_path, {"images": table}, config=BucketsConfig(), stored=stored)
+    again.say = lines.append
+    run(STAGE, again)
+    assert len(lines) == 2
+
+
+def test_images_of_which_none_is_usable_are_an_error_that_counts_the_reasons(tmp_path):
     with pytest.raises(ValueError, match="none of the 3 images can be used: 1 bomb, 2 truncated"):
         rows_of(tmp_path, images(rejected=["truncated", "bomb", "truncated"]))
 
@@ -154,14 +169,14 @@ def test_images_without_one_that_can_be_used_are_an_error_that_counts_the_reason
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"resolutions": (512, 500)}, "500 is not a multiple of 16; 496 or 512 would be"),
-        ({"resolutions": (8,)}, "8 is not a multiple of 16; 16 would be"),
-        ({"resolutions": (-512,)}, "-512 is not a multiple of 16; 16 would be"),
-        ({"resolutions": ()}, "at least one resolution"),
-        ({"resolutions": (512, 512)}, "none twice"),
-        ({"max_shapes": 0}, "max_shapes = 0 must be at least 1"),
+        ({"resolutions": (512, 500)}, "resolutions must be multiples of 16, got 500; nearest: 496 or 512"),
+        ({"resolutions": (8,)}, "got 8; nearest: 16$"),
+        ({"resolutions": (-512,)}, "got -512; nearest: 16$"),
+        ({"resolutions": ()}, r"at least one value and none twice, such as \[512, 768\]; got \[\]"),
+        ({"resolutions": (512, 512)}, r"none twice, .*; got \[512, 512\]"),
+        ({"max_shapes": 0}, "max_shapes must be >= 1, got 0"),
     ],
 )
-def test_a_wrong_setting_is_one_line_that_says_what_would_be_right(wrong, message):
+def test_a_wrong_setting_is_an_error_that_names_it_and_the_remedy(wrong, message):
     with pytest.raises(ValueError, match=message):
         BucketsConfig(**wrong)
