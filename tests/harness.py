@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.runner import pending_rows
-from pipeline.store.rows import newest
+from pipeline.store.rows import newest_per_key
 from schemas.table import TableSchema
 from stages.stage import Stage, StageContext
 
@@ -92,7 +92,7 @@ def run(stage: Stage, made: StageContext) -> pa.Table:
         return rows
     stored = rows.select([column.name for column in stage.writes.columns])
     before = made.stored.select(stored.column_names).cast(stored.schema)
-    made.stored = newest(pa.concat_tables([before, stored]), stage.writes.key)
+    made.stored = newest_per_key(pa.concat_tables([before, stored]), stage.writes.key)
     return pa.concat_tables([rows, collect(stage, stage.finish(made))])
 
 

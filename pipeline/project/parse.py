@@ -127,7 +127,7 @@ def _describe(hint: Any) -> str:
         if origin is typing.Literal:
             words += [repr(each) for each in args]
         elif origin is tuple:
-            words.append(f"a list of {NAMES[args[0]][1]}")
+            words.append(f"a list of {NAMES[args[0]][1] if args[0] in NAMES else _describe(args[0])}")
         elif args:
             words.append(f"a section of names with {NAMES[args[1]][1]}")
         elif kind is not types.NoneType:

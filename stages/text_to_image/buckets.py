@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from schemas.text_to_image.buckets import BUCKETS
 from schemas.text_to_image.images import IMAGES
-from stages.settings import selects, setting
+from stages.settings import require, selects, setting
 from stages.stage import Stage, StageContext
 from stages.text_to_image.imaging.usable import usable_rows
 
@@ -34,7 +34,8 @@ class BucketsConfig:
     )
     upscale: bool = setting(False, "enlarge an image that has fewer than R x R pixels; otherwise it keeps its own size")
     max_shapes: int = setting(
-        256, "number of shapes of full area per R, spread evenly over the aspect ratios; up to R = 1024, 256 means all"
+        256,
+        "shapes of full area per R, spread evenly over the aspect ratios; 256: all, up to R = 1024; 1: squares only",
     )
 
     def __post_init__(self) -> None:
@@ -42,12 +43,11 @@ class BucketsConfig:
             if resolution < STEP or resolution % STEP:
                 below = max(STEP, resolution // STEP * STEP)
                 near = f"{below} or {below + STEP}" if resolution > STEP else f"{STEP}"
-                raise ValueError(f"buckets.resolutions must be multiples of {STEP}, got {resolution}; nearest: {near}")
+                raise ValueError(f"resolutions must be multiples of {STEP}, such as {near}, got {resolution}")
         if not self.resolutions or len(set(self.resolutions)) < len(self.resolutions):
             got = list(self.resolutions)
-            raise ValueError(f"buckets.resolutions must have at least one value and none twice, such as [512, 768]; got {got}")
-        if self.max_shapes < 1:
-            raise ValueError(f"buckets.max_shapes must be >= 1, got {self.max_shapes}; with 1, every image becomes square")
+            raise ValueError(f"resolutions must name at least one resolution, and none twice, such as [512, 768], got {got}")
+        require(self, "max_shapes", 1)
 
 
 @dataclass(frozen=True)

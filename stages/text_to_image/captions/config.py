@@ -36,16 +36,16 @@ class CaptionsConfig:
     preview_prompts: tuple[str, ...] = selects((), "prompts that the stage samples draws images for")
 
     def __post_init__(self) -> None:
-        check_placeholders("captions.template", self.template, ("caption", "trigger"))
+        check_placeholders("template", self.template, ("caption", "trigger"))
         for prompt in self.preview_prompts:
-            check_placeholders("captions.preview_prompts", prompt, ("trigger",))
+            check_placeholders("preview_prompts", prompt, ("trigger",))
         self._check_trigger()
         if not self.template.strip():
-            raise ValueError('captions.template must not be empty; "{caption}" is the caption alone')
+            raise ValueError(f'template must not be empty ("{{caption}}" is the caption alone), got "{self.template}"')
         if not self.sources:
-            raise ValueError('captions.sources must name at least one source, got []; the default is ["sidecar", "metadata"]')
+            raise ValueError('sources must name at least one source, such as ["sidecar", "metadata"], got []')
         if not self.extension.startswith(".") or len(self.extension) < 2:
-            raise ValueError(f'captions.extension must be a dot and a name such as ".txt", got "{self.extension}"')
+            raise ValueError(f'extension must be a dot and a name such as ".txt", got "{self.extension}"')
 
     def _check_trigger(self) -> None:
         """Raise ValueError if a setting needs the trigger and none is set, or if the class word contains the trigger."""
@@ -57,6 +57,6 @@ class CaptionsConfig:
         }
         for use, needed in uses.items():
             if needed and not self.trigger:
-                raise ValueError(f'captions.trigger must be set, because {use}: trigger = "..."')
+                raise ValueError(f'trigger must be set, because {use}, got ""')
         if self.class_word and self.trigger in self.class_word:
-            raise ValueError(f'captions.class_word must not contain the trigger "{self.trigger}", got "{self.class_word}"')
+            raise ValueError(f'class_word must not contain the trigger "{self.trigger}", got "{self.class_word}"')

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from schemas.text_to_image.images import IMAGES
-from stages.settings import runtime, selects, setting
+from stages.settings import require, runtime, selects, setting
 from stages.stage import Stage, StageContext
 from stages.text_to_image.images.duplicates import mark_duplicates
 from stages.text_to_image.images.examine import examine
@@ -40,11 +40,9 @@ class ImagesConfig:
     workers: int = runtime(4, "threads that read and decode; a disk is rarely faster with more")
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_pixels <= CEILING:
-            raise ValueError(f"images.max_pixels must be >= 1 and <= {CEILING} (the decoder's limit), got {self.max_pixels}")
-        for name in ("min_side", "workers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"images.{name} must be >= 1, got {getattr(self, name)}")
+        require(self, "max_pixels", 1, CEILING)
+        require(self, "min_side", 1)
+        require(self, "workers", 1)
 
 
 def wanted_images(ctx: StageContext) -> pa.Table:

@@ -27,7 +27,7 @@ def load(tmp_path, text: str, *overrides: str) -> config.Config:
         ),
         ("[bucket]\nresolutions = [512]", "[bucket] is not a section; did you mean buckets? (project.toml [bucket])"),
         ("[buckets]\nresolutions = 512", "buckets.resolutions must be a list of whole numbers, such as [512], got 512 (project"),
-        ("[buckets]\nresolutions = [500]", "500 is not a multiple of 16; 496 or 512 would be"),
+        ("[buckets]\nresolutions = [500]", "buckets.resolutions must be multiples of 16, such as 496 or 512, got 500"),
         ('[train]\nsteps = "many"', "train.steps must be a whole number, got 'many' (project.toml [train])"),
         ("[train]\nsteps = true", "train.steps must be a whole number, got True (project.toml [train])"),
         ("train = 3", "train must be a section: write its settings below a line [train], got 3"),

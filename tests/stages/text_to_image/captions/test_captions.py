@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from pipeline.project.config import section
+from pipeline.project.parse import Parser
 from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.images import IMAGES
 from stages.text_to_image.captions.config import CaptionsConfig
@@ -296,10 +296,10 @@ def test_one_edited_caption_makes_one_row_pending(captioned):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"sources": ["sidecars"]}, "sidecars.*sidecar"),
-        ({"sources": []}, r"sources must name at least one source, got \[\]"),
-        ({"missing": "skipp"}, "skipp.*skip"),
-        ({"lines": "all"}, "all.*one.*many"),
+        ({"sources": ["sidecars"]}, "sources must be a list of 'sidecar', 'metadata' or 'filename', got \\['sidecars'\\]"),
+        ({"sources": []}, r"sources must name at least one source, .*, got \[\]"),
+        ({"missing": "skipp"}, "missing must be 'error', .* or 'skip', got 'skipp'"),
+        ({"lines": "all"}, "lines must be 'one' or 'many', got 'all'"),
         ({"template": "{captoin}"}, r"template has the placeholder \{captoin\}; .*; did you mean \{caption\}\?"),
         ({"template": " "}, "template must not be empty"),
         ({"template": "{trigger} {caption}"}, r"trigger must be set, because captions\.template has \{trigger\}"),
@@ -312,5 +312,5 @@ def test_one_edited_caption_makes_one_row_pending(captioned):
     ],
 )
 def test_a_wrong_setting_is_an_error_that_names_it_and_the_remedy(wrong, message):
-    with pytest.raises(ValueError, match=rf"^project\.toml \[captions\] .*{message}"):
-        section(CaptionsConfig, wrong, "project.toml [captions]")
+    with pytest.raises(ValueError, match=rf"^captions\..*{message}"):
+        Parser({"captions": CaptionsConfig}, lambda key: "project.toml [captions]").section("captions", wrong)
