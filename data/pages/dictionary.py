@@ -1,4 +1,4 @@
-"""Writes data/README.md, the dictionary of the tables, from the schemas themselves."""
+"""Write data/README.md, the dictionary of the tables, from the schemas: `make dictionary`."""
 
 from __future__ import annotations
 
@@ -11,51 +11,53 @@ from stages.text_to_image import PIPELINE
 
 FILE = Path(__file__).parents[1] / "README.md"
 
-TOP = """\
+INTRODUCTION = """\
 <!-- Generated from schemas/ by `make dictionary`; a test compares. Change the schemas, not this file. -->
 
 # The tables
 
-Every stage writes one table, which bears the stage's name. `latentmill query` knows each by that name;
-`select * from columns` shows this page's columns there.
+Every stage writes one table, which has the stage's name. In the SQL of `latentmill query` the tables have these names, and
+`select * from columns` lists the columns that this page describes.
 
 | table | key | what a row is |
 |---|---|---|
 """
 
-LAYOUT = """
+STORAGE = """
 ## On disk
 
 ```
 data/cats/
   project.toml                          one section per stage
-  images/                               yours; never written
+  images/                               your images; the program never writes here
   tables/<table>/<recipe>/
-    manifest.json                       the recipe in clear text, counts, what made the table; written last
+    manifest.json                       the recipe in clear text, counts, versions; written last
     rows.lance/                         the rows
-    shards/*.arrow                       latents and embeddings: the tensors, uncompressed Arrow, memory-mapped
+    shards/*.arrow                      latents and embeddings: the tensors, uncompressed Arrow, memory-mapped
     artifacts/                          train: checkpoints and the adapter; samples: the previews and their grid
-  exports/                              adapters for other programs, from `latentmill export`
+  exports/                              adapters for other programs, written by `latentmill export`
 ```
 
-A **recipe** names what a stage's function is: the stage and its version, the settings that change its rows, its columns, and
-the sha256 of the weights it loads. Another recipe is another folder, so two configurations never mix, and two manifests can
-be compared to see which knob differs. A row's **key** names what the function was applied to. A row is made again only
-when a column that it depends on changed; rows that nothing names any more are invisible, and `latentmill clean` deletes them.
+A **recipe** identifies what a stage computes: the stage and its version, the settings that change its rows, its columns, and
+the sha256 of the weights that it loads. Each recipe has a folder of its own, so the rows of two configurations never mix.
+Compare two manifests to see which setting differs. A row's **key** identifies what the stage was applied to. A row is computed
+again only if a column that it depends on has changed. Rows that are no longer wanted are hidden, and `latentmill clean` deletes
+them.
 
-A tensor is stored as 16-bit words in row-major order; its row says in `shard`, `byte_offset` and `nbytes` where it lies, in
-`shape` and `dtype` what it is. The shards are plain Arrow files, readable by themselves (`pyarrow.dataset.dataset(folder,
-format="ipc")`, which DuckDB can register); in the SQL of `latentmill query`, `bf16(word)` is a word's value.
+The row of a tensor says in `shard`, `byte_offset` and `nbytes` where its values are stored, in row-major order, and in `shape`
+and `dtype` what they are. bfloat16 is stored as 16-bit words; in the SQL of `latentmill query`, `bf16(word)` is the value of a
+word. Shards are plain Arrow files that can be read without this program: `pyarrow.dataset.dataset(folder, format="ipc")`, which
+DuckDB can register too.
 
-*Measured* columns are clocks and memory: the only ones in which two runs of the same recipe may differ.
+Columns marked *measured* hold clock times and memory. Only they may differ between two runs of one recipe.
 """
 
 
 def render() -> str:
-    """The text of data/README.md."""
+    """Return the text of data/README.md."""
     schemas = [PIPELINE.stage(name).writes for name in PIPELINE.stages]
-    index = "".join(f"| [{s.name}](#{s.name}) | {', '.join(s.key)} | {s.doc} |\n" for s in schemas)
-    return "\n".join([TOP + index.rstrip("\n"), *map(_section, schemas), LAYOUT.rstrip("\n")]) + "\n"
+    index = "\n".join(f"| [{s.name}](#{s.name}) | {', '.join(s.key)} | {s.doc} |" for s in schemas)
+    return "\n".join([INTRODUCTION + index, *map(_section, schemas), STORAGE])
 
 
 def write() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from data.pages.recipe import FILE, OWN, PEERS, SOURCES, TRAINERS, defaults, entries, peers, plain, render, settings, toml
+from data.pages.recipe import FILE, RIVALS, render, rivals_table, settings_tables
+from data.pages.settings import defaults, entries, in_toml, in_words
 from pipeline.project import config
 from stages.settings import runtime, setting
 from stages.text_to_image import PIPELINE
@@ -26,20 +27,31 @@ def test_the_generated_parts_on_disk_are_what_the_code_says() -> None:
 
 
 def test_every_setting_of_train_has_a_line_with_its_default_and_its_meaning() -> None:
-    text = settings()
+    text = settings_tables()
     for entry in entries(PIPELINE.stage("train").config, "train"):
         section = text.split(f"### [{entry.section}]")[1].split("###")[0]
         (line,) = [x for x in section.splitlines() if x.startswith(f"| `{entry.name}` |")]
-        assert toml(entry.default) in line and entry.doc.replace("|", "\\|") in line
+        assert in_toml(entry.default) in line and entry.doc.replace("|", "\\|") in line
 
 
 def test_a_source_is_given_only_for_a_setting_that_exists() -> None:
-    assert set(SOURCES) <= set(defaults())
+    assert set(RIVALS["same_default"]) <= set(defaults())
 
 
-def test_every_trainer_has_a_cell_in_every_row() -> None:
-    assert {line.count("|") for line in peers().splitlines()} == {len(TRAINERS) + 3}
-    assert all(len(line.split("|")) == len(TRAINERS) + 2 for line in PEERS.strip().splitlines())
+def test_every_trainer_has_a_cell_in_every_row_and_ours_is_our_default() -> None:
+    columns = len(RIVALS["trainers"]) + 2
+    lines = rivals_table().splitlines()
+    assert {line.count("|") for line in lines} == {columns + 1}
+    cells = {name: ours for name, ours, *_ in ([cell.strip() for cell in line.split("|")[1:]] for line in lines)}
+    values = defaults()
+    assert cells["learning rate"] == values["train.lr"] and cells["resolutions, px"] == values["buckets.resolutions"]
+    assert cells["rank / alpha"] == f"{values['train.rank']} / {values['train.alpha']}"
+
+
+def test_a_row_of_the_comparison_names_only_settings_that_exist() -> None:
+    for row in RIVALS["defaults"]:
+        names = re.findall(r"\{([\w.]+)\}", row["ours"])
+        assert names and set(names) <= set(defaults()), row["name"]
 
 
 def test_no_line_of_a_table_has_more_cells_than_its_head() -> None:
@@ -69,10 +81,10 @@ def test_every_number_of_an_optimizer_stands_on_the_page_as_a_run_has_it_with_it
 def test_a_source_is_given_only_for_a_number_that_an_optimizer_has() -> None:
     for kind, method in METHODS.items():
         own = {field.name for field in dataclasses.fields(method)}  # type: ignore[arg-type]
-        assert set(OWN[kind]) == {"lr"} | own - {"weight_decay"}
+        assert set(RIVALS["optimizer"][kind]) == {"lr"} | own - {"weight_decay"}
 
 
-def test_the_rates_of_lion_and_prodigy_are_told_alike_wherever_they_are_told() -> None:
+def test_the_learning_rates_of_lion_and_prodigy_are_the_same_wherever_they_stand() -> None:
     (doc,) = [entry.doc for entry in entries(PIPELINE.stage("train").config, "train") if entry.key == "train.lr"]
     rates = [make(kind).usual_lr for kind in ("prodigy", "lion")]
     found = re.search(r"prodigy wants (\S+), lion (\S+)$", doc)
@@ -82,10 +94,14 @@ def test_the_rates_of_lion_and_prodigy_are_told_alike_wherever_they_are_told() -
     assert rates[1] == pytest.approx(make("adamw").usual_lr / 5) == float("2e-5")
 
 
-def test_of_sizes_repeats_and_batches_it_is_said_when_to_use_them() -> None:
+def test_the_page_says_when_to_use_sizes_repeats_and_batches() -> None:
     part = PAGE.split("## Sizes, repeats and batches")[1].split("\n## ")[0]
     for name in ("Several resolutions", "repeats", "batch_size", "accumulate", "micro_batch"):
         assert re.search(rf"^- \*\*{name}\*\*[^:]*: when ", part, re.MULTILINE), name
+
+
+def test_a_name_of_another_trainer_means_one_of_our_distributions() -> None:
+    assert {base for names in RIVALS["noise_names"].values() for base in names.values()} <= set(BASES)
 
 
 def test_every_distribution_and_every_weight_is_explained() -> None:
@@ -129,14 +145,14 @@ class Outer:
 
 def test_a_section_that_is_off_by_default_is_shown_with_its_settings() -> None:
     found = list(entries(Outer, "train"))
-    assert [(e.key, e.optional, e.changes) for e in found] == [
-        ("train.name", False, "nothing"),
-        ("train.inner.decay", True, "another run"),
+    assert [(e.key, e.optional, e.effect) for e in found] == [
+        ("train.name", False, "no difference"),
+        ("train.inner.decay", True, "a new run"),
     ]
 
 
 @pytest.mark.parametrize(
-    ("value", "as_toml", "in_words"),
+    ("value", "toml", "words"),
     [
         (None, "unset", "unset"),
         (True, "`true`", "true"),
@@ -145,5 +161,5 @@ def test_a_section_that_is_off_by_default_is_shown_with_its_settings() -> None:
         ((512, 768), "`[512, 768]`", "512, 768"),
     ],
 )
-def test_a_default_is_written_as_the_project_file_would_have_it(value: object, as_toml: str, in_words: str) -> None:
-    assert (toml(value), plain(value)) == (as_toml, in_words)
+def test_a_default_is_written_as_the_project_file_would_have_it(value: object, toml: str, words: str) -> None:
+    assert (in_toml(value), in_words(value)) == (toml, words)
