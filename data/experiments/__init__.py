@@ -1,5 +1,5 @@
 """Experiments with the bundled model: what EMA, caption dropout, several resolutions and preservation change.
 
-`experiments` trains and measures, and writes results.jsonl; `report` makes the tables and charts of README.md from it. They import
-pipeline, stages and schemas.
+`experiments` trains and measures, and writes results.jsonl; `report` makes the tables and charts of README.md from it. They
+import pipeline, stages and schemas.
 """
