@@ -29,10 +29,11 @@ PROOFS = ROOT / "data" / "proofs.jsonl"
 @pytest.fixture(scope="session")
 def tiny_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the weights of the family tiny. Tests only read it."""
-    from stages.models.flux2 import tiny
+    from stages.text_to_image.families import family
 
     folder = tmp_path_factory.mktemp("tiny") / "weights"
-    tiny.make(folder, seed=0)
+    tiny = family("tiny")
+    tiny.architecture.write_random_weights(folder, tiny, 0)
     return folder
 
 

@@ -33,7 +33,7 @@ def resolve(spec: str, project: Path, family: Family, components: Iterable[str] 
     if not spec and family.bundled:
         return _bundled(family, components)
     if not spec and family.seeded is not None:
-        return _made(project / "weights" / family.name, family.seeded, fetch)
+        return _made(project / "weights" / family.name, family, family.seeded, fetch)
     hub = spec or family.hub
     if not hub:
         raise ValueError(f"no weights are published for {family.name}: set weights to a folder")
@@ -74,19 +74,17 @@ def _inspect(folder: Path) -> None:
         read_header(file)
 
 
-def _made(folder: Path, seed: int, make: bool) -> Path:
+def _made(folder: Path, family: Family, seed: int, make: bool) -> Path:
     """A seeded family's folder, made once: beside its place first, so that it is whole when it appears."""
     if folder.is_dir():
         return folder
     if not make:
         raise Absent(f"{folder} is not made yet; a stage that needs it makes it")
-    from stages.models.flux2 import tiny
-
     temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        tiny.make(temporary, seed)
+        family.architecture.write_random_weights(temporary, family, seed)
         for file in temporary.rglob("*"):
             if file.is_file():
                 with file.open("rb") as written:

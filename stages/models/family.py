@@ -115,5 +115,5 @@ class Architecture:
     # name of a format -> function(arrays, scales): an adapter as arrays in the names of that format, scales folded in.
     adapter_styles: Mapping[str, Callable[[dict[str, mx.array], dict[str, float]], dict[str, mx.array]]]
 
-    # write_random_weights(folder, family): write a complete model of the family's sizes, its weights random from `family.seeded`.
-    write_random_weights: Callable[[Path, Family], None]
+    # write_random_weights(folder, family, seed): write a complete model of the family's sizes, in the diffusers layout.
+    write_random_weights: Callable[[Path, Family, int], None]

@@ -1,7 +1,7 @@
-"""Families of models: what tells one from another, as data. Code asks the record, never the name.
+"""The table of model families. Code asks a family's record, never its name.
 
-Sizes here serve files that come without a config.json, and the families that the project makes itself; a
-config.json beside the weights always wins.
+The sizes here are used for weights without a config.json, for weights that the project generates, and to estimate memory; a
+config.json beside the weights comes first.
 """
 
 from __future__ import annotations
@@ -11,23 +11,76 @@ from difflib import get_close_matches
 from typing import Any
 
 from stages.models.family import Family
-from stages.models.flux2.sizes import (
-    AUTOENCODER,
-    DEV,
-    KLEIN_4B,
-    KLEIN_9B,
-    MICRO_AUTOENCODER,
-    MICRO_QWEN3,
-    MICRO_TRANSFORMER,
-    MISTRAL_24B,
-    QWEN3_4B,
-    QWEN3_8B,
-    TINY_AUTOENCODER,
-    TINY_QWEN3,
-    TINY_TRANSFORMER,
-)
+from stages.models.flux2.sizes import AUTOENCODER, transformer_sizes
 
-# It was trained at these sizes; float32 is what the CPU's fast matrix library has; a small model moves further at a step.
+FLUX2 = "stages.models.flux2.architecture:FLUX2"
+APACHE = "Apache-2.0"
+NON_COMMERCIAL = "FLUX non-commercial"
+
+
+def _qwen3(hidden: int, inner: int, *, tied: bool) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": tied,
+    }
+
+
+KLEIN_4B = transformer_sizes(5, 20, 24, 7680)
+KLEIN_9B = transformer_sizes(8, 24, 32, 12288)
+DEV = transformer_sizes(8, 48, 48, 15360, guidance=True)
+QWEN3_4B = _qwen3(2560, 9728, tied=True)
+QWEN3_8B = _qwen3(4096, 12288, tied=False)
+MISTRAL_24B: Mapping[str, Any] = {
+    "model_type": "mistral3",
+    "vocab_size": 131072,
+    "hidden_size": 5120,
+    "intermediate_size": 32768,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_theta": 1e9,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+# tiny: every kind of layer occurs and nothing is wide, so that a test runs in seconds on a laptop's CPU.
+TINY_TRANSFORMER = transformer_sizes(2, 2, 2, 192) | {"attention_head_dim": 32, "axes_dims_rope": (8, 8, 8, 8)}
+TINY_QWEN3 = _qwen3(64, 128, tied=True) | {
+    "vocab_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+TINY_AUTOENCODER = {**AUTOENCODER, "block_out_channels": (8, 16, 16, 16), "layers_per_block": 1, "norm_num_groups": 4}
+
+# micro: large enough to learn in minutes on a CPU.
+MICRO_TRANSFORMER = transformer_sizes(2, 5, 4, 384) | {"attention_head_dim": 64, "axes_dims_rope": (16, 16, 16, 16)}
+MICRO_QWEN3 = _qwen3(128, 384, tied=True) | {
+    "vocab_size": 1024,
+    "num_hidden_layers": 7,  # the last layer is not read, as in the released models
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+MICRO_AUTOENCODER = {
+    **AUTOENCODER,
+    "block_out_channels": (32, 64, 96, 96),
+    "decoder_block_out_channels": (48, 80, 112, 112),
+    "layers_per_block": 1,
+    "norm_num_groups": 8,
+}
+# micro was trained at these resolutions. The fast BLAS of a CPU has float32 only. A small model takes a larger learning rate.
 MICRO_BEGIN: Mapping[str, Mapping[str, Any]] = {
     "buckets": {"resolutions": (128, 160)},
     "embeddings": {"precision": "float32"},
@@ -38,9 +91,6 @@ MICRO_BEGIN: Mapping[str, Mapping[str, Any]] = {
 BYTES_4B = {"transformer": 7_751_089_152, "text_encoder": 6_230_000_000, "autoencoder": 168_092_744}
 BYTES_9B = {"transformer": 18_157_162_496, "text_encoder": 11_660_000_000, "autoencoder": 168_092_744}
 BYTES_DEV = {"transformer": 64_446_562_304, "text_encoder": 34_700_000_000, "autoencoder": 168_092_744}
-FLUX2 = "stages.models.flux2.architecture:FLUX2"
-APACHE = "Apache-2.0"
-NON_COMMERCIAL = "FLUX non-commercial"
 
 
 def _single_files(tail: str) -> dict[str, tuple[str, ...]]:
@@ -161,7 +211,7 @@ FAMILIES: dict[str, Family] = {f.name: f for f in _ALL}
 
 
 def family(name: str) -> Family:
-    """The family of that name; a name that is none is a ValueError with the nearest one."""
+    """Return the record of the family called `name`. ValueError, with the nearest name, if there is none."""
     if name in FAMILIES:
         return FAMILIES[name]
     near = get_close_matches(name.lower(), FAMILIES, n=1, cutoff=0.4)

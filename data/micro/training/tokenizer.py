@@ -14,7 +14,7 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 
-# The rest of the prompt form, which stages/models/tiny.py has too; a test holds them together.
+# The rest of the prompt form, which stages/models/text/tiny_tokenizer.py has too; a test holds them together.
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 THINKING = ("<think>", "</think>")  # not special to Qwen3's tokenizer, only never split
 CUT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

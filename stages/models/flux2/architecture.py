@@ -1,13 +1,13 @@
 """FLUX.2's entry in the table of architectures. Nothing outside this folder imports another of its files."""
 
 from stages.models.family import Architecture
-from stages.models.flux2 import adapter_formats, load, sampling, tiny, transformer
+from stages.models.flux2 import adapter_formats, load, random_weights, sampling, transformer
 from stages.models.flux2 import inputs as model_inputs
 from stages.models.text.encoder import TextEncoder
 
 FLUX2 = Architecture(
     pixels_per_token=sampling.PIXELS,
-    transformer_class="Flux2Transformer2DModel",
+    transformer_class=transformer.TRANSFORMER_CLASS,
     transformer_config=load.transformer_config,
     load_transformer=load.load_flux2,
     meta_transformer=transformer.meta_transformer,
@@ -22,5 +22,5 @@ FLUX2 = Architecture(
     draw=sampling.draw,
     read_adapter=adapter_formats.read_adapter,
     adapter_styles={"diffusers": adapter_formats.to_diffusers, "comfyui": adapter_formats.to_comfyui},
-    write_random_weights=tiny.write_random_weights,
+    write_random_weights=random_weights.write_random_weights,
 )

@@ -29,6 +29,7 @@ MODULATIONS = {
     "single": "single_stream_modulation",
 }
 OUTSIDE_BITS = 8  # the fewest bits of a Linear outside the blocks
+TRANSFORMER_CLASS = "Flux2Transformer2DModel"  # its class in diffusers
 TABLES_KEPT = 32  # rotary tables: one per image shape, 2.4 MB at 1024 px
 
 

@@ -15,9 +15,10 @@ from PIL import Image, ImageDraw
 
 from data.micro.training import base, draw, optimizer, tokenizer, train
 from data.micro.training import model as parts
-from stages.models.flux2 import sampling, tiny
+from stages.models.flux2 import sampling
 from stages.models.flux2 import transformer as flux2
 from stages.models.flux2.load import load_autoencoder, load_flux2
+from stages.models.text import tiny_tokenizer
 from stages.models.text.encoder import TextEncoder, widen
 from stages.text_to_image.families import family
 
@@ -129,7 +130,11 @@ def test_what_is_sent_is_the_whole_folder_in_small_files(trained, tmp_path):
 
 
 def test_the_prompt_form_is_the_projects_own():
-    assert (tokenizer.TEMPLATE, tokenizer.SPECIAL, tokenizer.CUT) == (tiny.TEMPLATE, tiny.SPECIAL, tiny.CUT)
+    assert (tokenizer.TEMPLATE, tokenizer.SPECIAL, tokenizer.CUT) == (
+        tiny_tokenizer.TEMPLATE,
+        tiny_tokenizer.SPECIAL,
+        tiny_tokenizer.CUT,
+    )
 
 
 def test_one_text_has_one_encoding_in_training_in_diffusers_and_here(trained, sizes, pipe, record):

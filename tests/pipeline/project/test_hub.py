@@ -9,7 +9,7 @@ from huggingface_hub import constants, errors
 
 from pipeline.project import hub
 from stages.models.family import FOLDERS
-from stages.models.flux2 import tiny
+from stages.models.flux2.architecture import FLUX2
 from stages.models.folders import locate
 from stages.text_to_image.families import family
 
@@ -146,25 +146,27 @@ def test_a_full_disk_is_said_to_be_one(tmp_path, monkeypatch):
         hub.resolve("", tmp_path, family("klein-base-4b"))
 
 
-def test_a_seeded_familys_weights_are_made_once_by_the_project(tmp_path, monkeypatch):
+def test_a_seeded_familys_weights_are_made_once_by_the_project(tmp_path):
     record = family("tiny")
     folder = hub.resolve("", tmp_path, record)
     assert folder == tmp_path / "weights" / "tiny"
     for component in ("transformer", "autoencoder", "text_encoder", "tokenizer"):
         assert locate(folder, component, record).is_dir()
     assert [p.name for p in (tmp_path / "weights").iterdir()] == ["tiny"]
-    monkeypatch.setattr(tiny, "make", None)
-    assert hub.resolve("", tmp_path, record) == folder
+    assert hub.resolve("", tmp_path, dataclasses.replace(record, code="tests:cannot_write")) == folder
 
 
-def test_weights_that_could_not_be_made_whole_do_not_appear(tmp_path, monkeypatch):
-    def half(folder, seed):
-        (folder / "model_index.json").write_text(json.dumps({}))
-        raise OSError(28, "No space left on device")
+def write_half(folder, family, seed):
+    (folder / "model_index.json").write_text(json.dumps({}))
+    raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tiny, "make", half)
+
+HALF = dataclasses.replace(FLUX2, write_random_weights=write_half)
+
+
+def test_weights_that_could_not_be_made_whole_do_not_appear(tmp_path):
     with pytest.raises(OSError, match="No space"):
-        hub.resolve("", tmp_path, family("tiny"))
+        hub.resolve("", tmp_path, dataclasses.replace(family("tiny"), code=f"{__name__}:HALF"))
     assert list((tmp_path / "weights").iterdir()) == []
 
 

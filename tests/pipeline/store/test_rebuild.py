@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from stages.models.flux2 import tiny
+from stages.text_to_image.families import family
 from tests import projects
 
 NOTHING = {"images": 0, "captions": 0, "buckets": 0, "latents": 0, "embeddings": 0, "train": 0, "samples": 0, "scores": 0}
@@ -142,7 +142,8 @@ def test_another_preview_prompt_costs_one_embedding_and_its_samples(project):
 
 def test_another_family_with_the_same_autoencoder_keeps_the_latents(project, tiny_weights, tmp_path):
     other = tmp_path / "other"
-    tiny.make(other, seed=5)
+    tiny = family("tiny")
+    tiny.architecture.write_random_weights(other, tiny, 5)
     shutil.rmtree(other / "vae")
     shutil.copytree(tiny_weights / "vae", other / "vae")
     texts = projects.content(project, "embeddings").num_rows

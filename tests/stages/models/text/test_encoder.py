@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stages.models.flux2 import tiny
 from stages.models.text.encoder import Prompts, TextEncoder, widen
 from stages.text_to_image.families import family
 
@@ -22,7 +21,7 @@ TEXTS = ["", "a photo of a cat", "Füchse, 狐 🦊\nand\ttabs  two", "it's <|im
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("tiny")
-    tiny.make(made, 0)
+    TINY.architecture.write_random_weights(made, TINY, 0)
     return made
 
 

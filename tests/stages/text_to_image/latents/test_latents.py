@@ -14,7 +14,6 @@ from PIL import Image
 from schemas.text_to_image.buckets import BUCKETS
 from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
-from stages.models.flux2 import tiny
 from stages.text_to_image.families import family
 from stages.text_to_image.latents.stage import STAGE, LatentsConfig, latent_id
 from tests.harness import context, missing, run
@@ -25,7 +24,8 @@ SIZES = {"wide": (96, 64), "tall": (50, 80), "square": (64, 64)}
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
     folder = tmp_path_factory.mktemp("weights")
-    tiny.make(folder, 0)
+    tiny = family("tiny")
+    tiny.architecture.write_random_weights(folder, tiny, 0)
     return folder / "vae"
 
 

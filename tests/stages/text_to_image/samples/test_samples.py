@@ -18,7 +18,7 @@ from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.samples import SAMPLES
 from schemas.text_to_image.train import TRAIN
-from stages.models.flux2 import sampling, tiny
+from stages.models.flux2 import sampling
 from stages.models.flux2.load import load_flux2
 from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, text_ids
 from stages.stage import StageContext
@@ -41,7 +41,7 @@ TOKENS = 6
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights of the tiny family, and a finished run with two checkpoints."""
     folder = tmp_path_factory.mktemp("samples")
-    tiny.make(folder / "weights", 0)
+    TINY.architecture.write_random_weights(folder / "weights", TINY, 0)
     shapes = Flux2Config.from_dict(TINY.transformer).shapes()
     linears = {n.removesuffix(".weight"): s for n, s in shapes.items() if "transformer_blocks" in n and len(s) == 2}
     targets = lora.choose(linears, ["*"], 2, 4.0)

@@ -1,0 +1,128 @@
+"""A FLUX.2 klein of random weights, in the true architecture and file layout, so that every stage can run anywhere in seconds.
+
+diffusers loads the folder too. The model has learned nothing and draws noise. Numbers come from the raw stream of a bit
+generator and exact arithmetic, so that one seed gives the same bytes on every machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stages.models.family import Family
+from stages.models.flux2.autoencoder import AutoencoderConfig
+from stages.models.flux2.transformer import TRANSFORMER_CLASS, Flux2Config
+from stages.models.text.qwen3 import Qwen3Config
+from stages.models.text.tiny_tokenizer import write_json, write_tokenizer
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+# The standard deviation of a weight is GAIN / sqrt(inputs), GAIN being that of the first pattern that its name matches.
+# A gain of 1 keeps unit variance. The others keep every stream near unit variance through depth, and outputs in range.
+GAINS: tuple[tuple[str, float], ...] = (
+    (r"embed_tokens", 8.0),  # a table, not a product: 8 / sqrt(64) gives rows of unit variance
+    (r"_embedder\.linear", 2.0),  # a time embedding of unit variance after a sinusoid of variance 1/2 and two SiLUs
+    (r"modulation", 0.6),  # shifts, scales and gates
+    (r"norm_out", 0.2),
+    (r"proj_out", 0.7),  # a velocity of about the size of noise
+    (r"encoder\.conv_out", 1.5),  # latents of about unit variance after the statistics below
+    (r"decoder\.conv_out", 0.7),  # pixels mostly within -1 to 1
+    (r"", 1.0),
+)
+BIAS = 0.05  # standard deviation of biases about 0, of norm weights about 1, of latent statistics about their mean
+LATENT_VARIANCE = 0.75  # of the patchified latent before its normalisation, measured on photographs
+
+SCHEDULER = {
+    "_class_name": "FlowMatchEulerDiscreteScheduler",
+    "num_train_timesteps": 1000,
+    "shift": 3.0,
+    "use_dynamic_shifting": True,
+    "base_shift": 0.5,
+    "max_shift": 1.15,
+    "base_image_seq_len": 256,
+    "max_image_seq_len": 4096,
+    "time_shift_type": "exponential",
+}
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "dtype": "float32",
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+}
+INDEX = {
+    "_class_name": "Flux2KleinPipeline",
+    "is_distilled": False,
+    "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+    "text_encoder": ["transformers", "Qwen3ForCausalLM"],
+    "tokenizer": ["transformers", "Qwen2TokenizerFast"],
+    "transformer": ["diffusers", TRANSFORMER_CLASS],
+    "vae": ["diffusers", "AutoencoderKLFlux2"],
+}
+
+
+def write_random_weights(folder: Path, family: Family, seed: int) -> None:
+    """Write a complete model of the family's sizes into `folder`, in the diffusers layout, its weights random from `seed`.
+
+    model_index.json is written last: where it exists, the rest is complete.
+    """
+    flux2 = Flux2Config.from_dict(family.transformer)
+    autoencoder = AutoencoderConfig.from_dict(family.autoencoder)
+    qwen3 = Qwen3Config.from_dict(family.text_encoder)
+    text_shapes = {f"model.{name}": shape for name, shape in qwen3.shapes(qwen3.num_hidden_layers).items()}
+    stem = "diffusion_pytorch_model"
+    _component(folder / "transformer", stem, _class(TRANSFORMER_CLASS, family.transformer), flux2.shapes(), seed)
+    _component(folder / "vae", stem, _class("AutoencoderKLFlux2", family.autoencoder), autoencoder.shapes(), seed)
+    _component(folder / "text_encoder", "model", {**family.text_encoder, **QWEN3}, text_shapes, seed)
+    write_tokenizer(folder / "tokenizer", qwen3.vocab_size)
+    write_json(folder / "scheduler" / "scheduler_config.json", SCHEDULER)
+    write_json(folder / "model_index.json", INDEX)
+
+
+def _class(name: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    return {"_class_name": name, **sizes}
+
+
+def _component(folder: Path, stem: str, config: Mapping[str, Any], shapes: Shapes, seed: int) -> None:
+    """Write config.json and `stem`.safetensors of one component into `folder`."""
+    from safetensors.numpy import save_file
+
+    write_json(folder / "config.json", config)
+    arrays = {name: weight(f"{folder.name}.{name}", shape, seed) for name, shape in shapes.items()}
+    if "bn.running_mean" in arrays:
+        arrays["bn.num_batches_tracked"] = np.array(1, np.int64)
+    save_file(arrays, folder / f"{stem}.safetensors", {"format": "pt"})
+
+
+def weight(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Return a random float32 tensor of `shape`. It depends on `name`, `shape` and `seed` alone.
+
+    `name` is "<folder>.<name of the tensor>", such as "transformer.proj_out.weight"; it decides the standard deviation.
+    """
+    if name.endswith("running_var"):
+        return LATENT_VARIANCE + _uniform(name, shape, seed, BIAS)
+    if name.endswith("running_mean"):
+        return _uniform(name, shape, seed, BIAS)
+    if len(shape) == 1 and name.endswith("weight"):  # a norm
+        return 1 + _uniform(name, shape, seed, BIAS)
+    if name.endswith("bias"):
+        return _uniform(name, shape, seed, BIAS)
+    gain = next(value for pattern, value in GAINS if re.search(pattern, name))
+    return _uniform(name, shape, seed, gain / float(np.sqrt(np.prod(shape[1:]))))
+
+
+def _uniform(name: str, shape: tuple[int, ...], seed: int, std: float) -> np.ndarray:
+    """Draw from the uniform distribution about 0 with standard deviation `std`, from raw 24-bit words.
+
+    No random function of a library is used, as its rounding could change.
+    """
+    stream = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16], "little")
+    raw = np.random.PCG64(stream).random_raw(int(np.prod(shape)))
+    unit = (raw >> np.uint64(40)).astype(np.float64) / 2**23 - 1
+    return (unit * (std * float(np.sqrt(3.0)))).astype(np.float32).reshape(shape)
