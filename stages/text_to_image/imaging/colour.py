@@ -81,11 +81,9 @@ def composite(image: Image.Image, background: tuple[int, int, int]) -> Image.Ima
 
 
 def parse_colour(text: str) -> tuple[int, int, int]:
-    """Parse a CSS colour such as "#ffffff" or "white" to (red, green, blue), 0 to 255. ValueError if it is none."""
+    """Parse a background colour such as "#ffffff" or "white" to (red, green, blue), 0 to 255. ValueError for another text."""
     try:
         red, green, blue = ImageColor.getrgb(text)[:3]
     except ValueError:
-        raise ValueError(
-            f'"{text}" is not a background colour: write a code such as "#ffffff" or a name such as "white"'
-        ) from None
+        raise ValueError(f'background must be a colour, such as "#ffffff" or "white", got "{text}"') from None
     return red, green, blue

@@ -1,4 +1,4 @@
-"""Real files of every kind, made by Pillow or byte by byte, whole and damaged."""
+"""Decoding of real files of every format, written by Pillow or byte by byte, intact and damaged."""
 
 import io
 import struct
@@ -11,7 +11,7 @@ import pillow_heif
 import pytest
 from PIL import Image, ImageCms, ImageFile, ImageOps
 
-from stages.text_to_image.imaging import decode as pixels
+from stages.text_to_image.imaging import decode
 from stages.text_to_image.imaging.decode import ImageError, open_image, probe
 
 pillow_heif.register_heif_opener()
@@ -37,7 +37,7 @@ ANIMATED = {"GIF": {}, "PNG": {}, "WEBP": {"lossless": True}, "AVIF": {"quality"
 
 
 def picture(width=48, height=32):
-    """Smooth, and different in all corners."""
+    """A smooth picture whose corners all differ."""
     y, x = np.mgrid[0 : 1 : height * 1j, 0 : 1 : width * 1j]
     return Image.fromarray(np.stack([x * 200 + 20, y * 200 + 20, (x + y) * 60 + 60], 2).astype(np.uint8))
 
@@ -59,7 +59,7 @@ def refused(data):
 
 
 def png(width, height, depth, colour, rows, *chunks):
-    """A PNG byte by byte, for what Pillow does not write. colour: 0 grey, 2 RGB."""
+    """Build a PNG file byte by byte, for kinds that Pillow does not write. colour: 0 grey, 2 RGB."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -70,7 +70,7 @@ def png(width, height, depth, colour, rows, *chunks):
 
 
 def profile(space, *tags):
-    """An ICC profile byte by byte, version 2, of a display."""
+    """Build an ICC profile of a display, version 2, byte by byte."""
     table, data, at = b"", b"", 132 + 12 * len(tags)
     for name, value in tags:
         value = value.ljust(-(-len(value) // 4) * 4, b"\0")
@@ -99,7 +99,7 @@ SRGB_D50 = np.array([[0.43607, 0.38515, 0.14307], [0.22249, 0.71687, 0.06061], [
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_every_format_gives_the_picture(kind):
+def test_every_format_is_decoded_to_the_picture_that_was_saved(kind):
     data = saved(picture(), kind, **FORMATS[kind])
     found = probe(io.BytesIO(data))
     assert (found.format, found.width, found.height, found.frames) == (kind.split()[0], 48, 32, 1)
@@ -108,7 +108,7 @@ def test_every_format_gives_the_picture(kind):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_file_cut_short_anywhere_is_refused_as_truncated_unless_all_pixels_are_there(kind):
+def test_a_file_cut_short_anywhere_is_refused_as_truncated_unless_it_has_all_pixels(kind):
     data = saved(picture(), kind, **FORMATS[kind])
     for size in np.linspace(16, len(data) - 1, 25).astype(int):
         try:
@@ -139,12 +139,12 @@ def test_damaged_bytes_give_an_image_or_an_image_error_and_nothing_else(kind):
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP lossless", "JPEG", "AVIF", "HEIF"])
-def test_every_orientation_comes_out_upright_and_the_probe_knows_its_size(kind, orientation):
+def test_every_orientation_is_turned_upright_and_the_probe_has_the_upright_size(kind, orientation):
     exif = Image.Exif()
-    exif[pixels.ORIENTATION] = orientation
+    exif[decode.ORIENTATION] = orientation
     data = saved(picture(), kind, **(FORMATS[kind] | {"exif": exif.tobytes()}))
     upright = picture()
-    upright.getexif()[pixels.ORIENTATION] = orientation
+    upright.getexif()[decode.ORIENTATION] = orientation
     upright = ImageOps.exif_transpose(upright)
     found = probe(io.BytesIO(data))
     image = opened(data)
@@ -152,7 +152,7 @@ def test_every_orientation_comes_out_upright_and_the_probe_knows_its_size(kind, 
     assert np.abs(np.asarray(image, float) - np.asarray(upright, float)).mean() < 3
 
 
-def test_a_broken_exif_block_turns_nothing():
+def test_an_image_with_a_broken_exif_block_is_not_turned():
     data = saved(picture(), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
     assert opened(data).size == (48, 32)
 
@@ -167,7 +167,7 @@ def test_a_wide_gamut_profile_is_converted_as_the_formula_says():
         assert np.abs(np.asarray(found, float) - expected).max() <= 1.5
 
 
-def test_a_grey_profile_holds_for_grey_pixels_of_8_and_16_bits_and_is_ignored_for_colour():
+def test_a_grey_profile_applies_to_grey_pixels_of_8_and_16_bits_and_is_ignored_for_colour():
     grey = Image.new("L", (4, 4), 64)  # the profile is linear: 0.25 of the light is 137 in sRGB
     assert abs(opened(saved(grey, icc_profile=GREY_PROFILE)).getpixel((0, 0))[0] - 137) <= 2
     deep = Image.fromarray(np.full((4, 4), 64 * 257, np.uint16))
@@ -192,7 +192,7 @@ def test_sixteen_bits_are_scaled_to_eight_and_not_clipped():
 
 
 @pytest.mark.parametrize("white", [1.0, 255.0, 65535.0])
-def test_float_pixels_are_scaled_by_the_range_they_are_in(white):
+def test_float_pixels_are_scaled_by_the_smallest_usual_range_that_holds_them(white):
     values = np.linspace(0, white, 64, dtype=np.float32).reshape(8, 8)
     values[0, 0] = np.nan
     found = np.asarray(opened(saved(Image.fromarray(values), "TIFF")))
@@ -238,14 +238,14 @@ def test_other_modes_become_rgb():
 
 
 @pytest.mark.parametrize("kind", ANIMATED)
-def test_of_an_animation_the_first_frame_is_used_and_all_are_counted(kind):
+def test_the_first_frame_of_an_animation_is_used_and_all_frames_are_counted(kind):
     frames = [Image.new("RGB", (32, 32), colour) for colour in ("red", "lime", "blue")]
     data = saved(frames[0], kind, save_all=True, append_images=frames[1:], duration=100, **ANIMATED[kind])
     assert probe(io.BytesIO(data)).frames == 3
     assert np.allclose(opened(data).getpixel((16, 16)), (255, 0, 0), atol=4)
 
 
-def test_a_bomb_is_refused_before_it_is_decoded_also_where_pillow_would_only_warn():
+def test_a_decompression_bomb_is_refused_before_it_is_decoded_even_where_pillow_would_only_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for side in (10_000, 30_000):  # between the decoder's two limits, and above both
@@ -256,14 +256,14 @@ def test_a_bomb_is_refused_before_it_is_decoded_also_where_pillow_would_only_war
     assert probe(io.BytesIO(saved(picture())), max_pixels=1536).width == 48
 
 
-def test_heic_without_its_plug_in_is_unsupported_and_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(pixels, "_register_heif", lambda: False)
+def test_heic_without_its_plug_in_is_unsupported_and_the_error_names_the_remedy(monkeypatch):
+    monkeypatch.setattr(decode, "_register_heif", lambda: False)
     found = refused(saved(picture(), "HEIF"))
     assert found.reason == "unsupported" and "pip install pillow-heif" in found.detail
     assert probe(io.BytesIO(saved(picture(), "AVIF"))).format == "AVIF"
 
 
-def test_what_is_no_image_is_unreadable_whatever_its_name(tmp_path):
+def test_a_file_that_is_no_image_is_unreadable_whatever_its_name(tmp_path):
     (tmp_path / "a.png").write_text("not an image at all\n" * 10)
     for path in (tmp_path / "a.png", tmp_path / "absent.png", tmp_path):
         with pytest.raises(ImageError) as error:
@@ -271,14 +271,14 @@ def test_what_is_no_image_is_unreadable_whatever_its_name(tmp_path):
         assert error.value.reason == "unreadable" and str(tmp_path) not in error.value.detail
 
 
-def test_a_background_that_is_no_colour_is_the_users_mistake_and_not_the_images(tmp_path):
+def test_a_background_that_is_no_colour_is_a_wrong_setting_and_not_a_bad_image(tmp_path):
     picture().save(tmp_path / "a.png")
-    with pytest.raises(ValueError, match='"whyte" is not a background colour') as error:
+    with pytest.raises(ValueError, match=r'background must be a colour, .*, got "whyte"') as error:
         open_image(tmp_path / "a.png", "whyte")
     assert not isinstance(error.value, ImageError)
 
 
-def test_reading_leaves_pillows_switches_and_the_file_alone(tmp_path):
+def test_reading_changes_no_setting_of_pillow_and_no_warning_filter(tmp_path):
     before = (ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS, list(warnings.filters))
     data = saved(picture())
     Path(tmp_path / "a.png").write_bytes(data)

@@ -1,4 +1,4 @@
-"""Masks: which file is the mask of which image, and what is kept of it."""
+"""Masks: which file is the mask of which image, and what a row holds of the mask."""
 
 import hashlib
 import io
@@ -18,7 +18,7 @@ CROP = {"crop_x": 0.0, "crop_y": 0.0, "crop_w": 64.0, "crop_h": 64.0, "width": 6
 
 
 def halves(size=(64, 64), left=255, right=0):
-    """A mask of two halves, left and right."""
+    """A mask whose left and right half each have one grey value."""
     grey = np.full((size[1], size[0]), right, np.uint8)
     grey[:, : size[0] // 2] = left
     return Image.fromarray(grey)
@@ -31,7 +31,7 @@ def weights(tiny_weights):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Three pictures: one with a mask beside it, one with a mask in the folder masks, one with none."""
+    """An image folder of three pictures: one has a mask beside it, one a mask in the folder masks, one no mask."""
     (tmp_path / "images" / "masks").mkdir(parents=True)
     for number, name in enumerate(("beside.png", "inside.jpg", "none.png")):
         noise = np.random.default_rng(number).integers(0, 255, (64, 64, 3), np.uint8)
@@ -42,7 +42,7 @@ def folder(tmp_path):
 
 
 def images_only(folder):
-    """The two tables of the three pictures, without the masks."""
+    """The tables images and buckets of the three pictures, without the masks."""
     hidden = {path: path.read_bytes() for path in folder.glob("*.mask.png")}
     for path in hidden:
         path.unlink()
@@ -87,7 +87,7 @@ def test_the_mask_beside_an_image_comes_first_then_the_nearest_folder(tmp_path):
     assert masks.mask_finder(tmp_path)(["gone.png", "s/d.png"]) is None
 
 
-def test_masks_are_no_rows_of_images(folder):
+def test_masks_are_no_rows_of_the_table_images(folder):
     assert [row["path"] for row in scan(folder).files] == ["beside.png", "inside.jpg", "none.png"]
 
 
@@ -100,13 +100,13 @@ def test_a_token_is_the_mean_over_its_pixels_row_by_row():
     assert np.array_equal(mirrored, found[:, ::-1])
 
 
-def test_a_mask_of_another_size_is_cut_where_the_image_is():
+def test_a_mask_of_another_size_is_cut_at_the_same_place_as_the_image():
     part = CROP | {"crop_x": 32.0, "crop_w": 64.0, "width": 64, "height": 32, "crop_h": 32.0}
     whole = [masks.token_mask(halves((128 // n, 64 // n)), (128, 64), part) for n in (1, 2, 4)]
     assert whole == [bytes([255, 255, 0, 0] * 2)] * 3
 
 
-def test_without_masks_no_key_changes_and_with_them_only_those_of_masked_images(folder, weights):
+def test_masks_change_the_keys_of_masked_images_and_no_others(folder, weights):
     plain = by_id(rows(folder, weights))
     assert {row["mask"] for row in plain.values()} == {None} and {row["mask_id"] for row in plain.values()} == {""}
     masked = by_id(rows(folder, weights, mask="file"))
@@ -116,7 +116,7 @@ def test_without_masks_no_key_changes_and_with_them_only_those_of_masked_images(
     assert not (set(masked) - set(unmasked)) & set(plain)
 
 
-def test_a_row_holds_its_mask_and_the_latent_that_it_would_have_without(folder, weights):
+def test_a_row_holds_its_mask_and_a_mask_does_not_change_the_latent(folder, weights):
     plain = {(row["image_id"], row["width"]): row for row in rows(folder, weights).to_pylist()}
     ids = {hashlib.sha256((folder / name).read_bytes()).hexdigest(): name for name in ("beside.png", "inside.jpg", "none.png")}
     found = {(ids[r["image_id"]], r["width"], r["flip"]): r for r in rows(folder, weights, mask="file", flip=True).to_pylist()}
@@ -130,7 +130,7 @@ def test_a_row_holds_its_mask_and_the_latent_that_it_would_have_without(folder, 
         assert flip or row["tensor"] == plain[row["image_id"], width]["tensor"]
 
 
-def test_a_changed_mask_costs_its_images_rows(folder, weights):
+def test_a_changed_mask_makes_the_rows_of_its_image_pending(folder, weights):
     stored = rows(folder, weights, mask="file").drop_columns(["tensor"])
     halves(left=7).save(folder / "beside.mask.png")
     again = rows(folder, weights, stored=stored, mask="file").to_pylist()
@@ -178,7 +178,7 @@ def test_opacity_is_read_from_every_kind_of_transparency_and_turned_upright():
         ((32, 64), "beside.mask.png is 32 x 64, the image 64 x 64"),
     ],
 )
-def test_a_mask_that_cannot_be_used_becomes_the_reason_of_its_images_rows(folder, weights, data, reason):
+def test_a_mask_that_cannot_be_used_is_the_reason_in_its_images_rows(folder, weights, data, reason):
     if isinstance(data, bytes):
         (folder / "beside.mask.png").write_bytes(data)
     else:
@@ -189,15 +189,17 @@ def test_a_mask_that_cannot_be_used_becomes_the_reason_of_its_images_rows(folder
     assert all(reason in row["rejected"] for row in bad)
 
 
-def test_a_mask_that_changes_while_it_is_used_is_named(folder, weights):
+def test_a_mask_that_changes_during_a_run_is_an_error_that_names_the_image(folder, weights):
     ctx = made(folder, folder.parent, weights, images_only(folder), config={"mask": "file"})
     halves(left=9).save(folder / "beside.mask.png")
     with pytest.raises(ValueError, match=r"1 image files changed .*\(beside.png\)"):
         run(STAGE, ctx)
 
 
-def test_masks_that_are_wanted_but_not_there_are_a_mistake(folder, weights):
+def test_masks_wanted_from_files_that_do_not_exist_are_an_error(folder, weights):
     (folder / "beside.mask.png").unlink()
     (folder / "masks" / "inside.png").unlink()
-    with pytest.raises(ValueError, match=r"none of the 3 images has one: beside.mask.png beside it, or masks/beside.png"):
+    with pytest.raises(
+        ValueError, match=r"none of the 3 images has a mask: for beside.png, put beside.mask.png beside it, or masks/beside.png"
+    ):
         rows(folder, weights, mask="file")

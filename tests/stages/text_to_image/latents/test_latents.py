@@ -1,3 +1,5 @@
+"""The stage latents on the tiny autoencoder, with real image files and tables in memory."""
+
 import dataclasses
 import hashlib
 import shutil
@@ -11,6 +13,7 @@ import torch
 from diffusers import AutoencoderKLFlux2
 from PIL import Image
 
+from pipeline.project.parse import Parser
 from schemas.text_to_image.buckets import BUCKETS
 from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
@@ -31,7 +34,7 @@ def weights(tmp_path_factory):
 
 @pytest.fixture
 def pictures(tmp_path):
-    """Three pictures, one format each: smooth, so that resizing has something to get right."""
+    """A folder of three smooth pictures, each of another format and size."""
     folder = tmp_path / "pictures"
     folder.mkdir()
     for i, (name, (width, height)) in enumerate(SIZES.items()):
@@ -43,7 +46,7 @@ def pictures(tmp_path):
 
 
 def tables(folder, resolutions=((32, 48), (48, 32))):
-    """The two tables that are read: every picture cropped to every size, with borders between pixels."""
+    """The tables images and buckets: every picture cropped to every size, with edges that lie between pixels."""
     images, buckets = [], []
     for path in sorted(folder.iterdir()):
         image_id = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -74,7 +77,7 @@ def values(row):
     return (words.astype(np.uint32) << 16).view(np.float32)
 
 
-def test_a_latent_is_what_diffusers_makes_of_the_same_crop(pictures, tmp_path, weights):
+def test_a_latent_equals_the_one_that_diffusers_makes_of_the_same_crop(pictures, tmp_path, weights):
     reference = AutoencoderKLFlux2.from_pretrained(weights).eval()
     spread = torch.sqrt(reference.bn.running_var + reference.config.batch_norm_eps)[:, None, None]
     paths = {hashlib.sha256(p.read_bytes()).hexdigest(): p for p in pictures.iterdir()}
@@ -92,7 +95,7 @@ def test_a_latent_is_what_diffusers_makes_of_the_same_crop(pictures, tmp_path, w
         np.testing.assert_allclose(values(row), expected, atol=1e-4, rtol=2**-8)
 
 
-def test_rows_are_the_same_to_the_bit_at_any_batch_size_order_and_number_of_workers(pictures, tmp_path, weights):
+def test_rows_are_bit_identical_at_any_batch_size_order_and_number_of_workers(pictures, tmp_path, weights):
     given = tables(pictures)
     first = by_id(run(STAGE, made(pictures, tmp_path, weights, given)))
     turned = {"images": given["images"], "buckets": given["buckets"].take(list(range(5, -1, -1)))}
@@ -116,13 +119,13 @@ def test_statistics_are_those_of_the_stored_values(pictures, tmp_path, weights):
         assert row["absmax"] == np.abs(values(row)).max()
 
 
-def test_nothing_pending_loads_no_weights(pictures, tmp_path):
+def test_a_run_without_pending_rows_loads_no_weights(pictures, tmp_path):
     ctx = made(pictures, tmp_path, Path("nowhere"))
     ctx.pending = ctx.pending.slice(0, 0)
     assert run(STAGE, ctx).num_rows == 0
 
 
-def test_a_file_that_does_not_decode_becomes_a_reason_and_the_others_are_encoded(pictures, tmp_path, weights):
+def test_an_image_that_cannot_be_decoded_gives_rejected_rows_and_the_others_are_encoded(pictures, tmp_path, weights):
     whole = (pictures / "square.webp").read_bytes()
     (pictures / "square.webp").write_bytes(whole[: len(whole) // 2])
     rows = run(STAGE, made(pictures, tmp_path, weights)).to_pylist()
@@ -132,20 +135,20 @@ def test_a_file_that_does_not_decode_becomes_a_reason_and_the_others_are_encoded
     assert all(row["rejected"].startswith("truncated") and row["shape"] == [] and row["tensor"] == [] for row in bad)
 
 
-def test_a_file_that_changed_since_it_was_listed_is_named_after_the_rest_is_encoded(pictures, tmp_path, weights):
+def test_a_file_that_changed_since_it_was_listed_is_an_error_after_the_others_are_encoded(pictures, tmp_path, weights):
     ctx = made(pictures, tmp_path, weights)
     shutil.copy(pictures / "wide.png", pictures / "square.webp")
     (pictures / "tall.jpg").unlink()
     batches = STAGE.run(ctx)
     rows = []
-    with pytest.raises(ValueError, match=r"2 image files changed .*run it again"):
+    with pytest.raises(ValueError, match=r"2 image files changed .*run images again"):
         for batch in batches:
             rows += batch.to_pylist()
     assert len(rows) == 2
     assert all(row["rejected"] is None for row in rows)
 
 
-def test_a_row_that_is_rejected_upstream_is_not_wanted(pictures, tmp_path, weights):
+def test_a_rejected_image_or_bucket_has_no_latent(pictures, tmp_path, weights):
     given = tables(pictures)
     buckets, images = given["buckets"].to_pylist(), given["images"].to_pylist()
     buckets[0]["rejected"] = "too_small"
@@ -154,7 +157,7 @@ def test_a_row_that_is_rejected_upstream_is_not_wanted(pictures, tmp_path, weigh
     assert STAGE.wants(made(pictures, tmp_path, weights, given)).num_rows == 3
 
 
-def test_flip_adds_mirrored_rows_and_changes_no_other(pictures, tmp_path, weights):
+def test_flip_adds_mirrored_rows_and_changes_no_other_row(pictures, tmp_path, weights):
     plain = by_id(run(STAGE, made(pictures, tmp_path, weights)))
     both = by_id(run(STAGE, made(pictures, tmp_path, weights, config={"flip": True})))
     assert len(both) == 12
@@ -174,14 +177,14 @@ def test_a_flipped_row_is_the_latent_of_the_mirrored_picture(pictures, tmp_path,
 
 
 @pytest.mark.parametrize("column", ["image_id", "width", "height", "crop_x", "crop_y", "crop_w", "crop_h", "flip"])
-def test_the_key_depends_on_everything_that_the_crop_is(column):
+def test_the_key_depends_on_every_value_that_defines_the_crop(column):
     row = {"image_id": "ab", "width": 32, "height": 48, "crop_x": 0.5, "crop_y": 0.0, "crop_w": 9.0, "crop_h": 9.5, "flip": False}
     changed = {"image_id": "b", "flip": True}.get(column, 7)
     assert latent_id(row | {column: changed}) != latent_id(row)
     assert latent_id(dict(row)) == latent_id(row)
 
 
-def test_stopping_keeps_what_is_done_and_the_next_run_makes_the_rest(pictures, tmp_path, weights):
+def test_a_stopped_run_yields_the_rows_that_are_done_and_the_next_run_the_others(pictures, tmp_path, weights):
     asked = iter([False, False, True, True])
     whole = by_id(run(STAGE, made(pictures, tmp_path, weights)))
     part = run(STAGE, made(pictures, tmp_path, weights, stop=lambda: next(asked, True), config={"batch_size": 2}))
@@ -191,12 +194,12 @@ def test_stopping_keeps_what_is_done_and_the_next_run_makes_the_rest(pictures, t
     assert by_id(part) | by_id(run(STAGE, ctx)) == whole
 
 
-def test_a_finished_table_wants_nothing_more(pictures, tmp_path, weights):
+def test_a_complete_table_has_no_pending_rows(pictures, tmp_path, weights):
     stored = run(STAGE, made(pictures, tmp_path, weights)).drop_columns(["tensor"])
     assert missing(STAGE.wants(made(pictures, tmp_path, weights)), stored).num_rows == 0
 
 
-def test_memory_is_given_back(pictures, tmp_path, weights):
+def test_memory_is_released_when_a_run_ends_or_is_closed(pictures, tmp_path, weights):
     mx.clear_cache()
     before = mx.get_active_memory()
     run(STAGE, made(pictures, tmp_path, weights))
@@ -215,7 +218,7 @@ def test_progress_counts_to_the_end(pictures, tmp_path, weights):
     assert seen == [(i, 6, "images") for i in range(7)]
 
 
-def test_transparent_pixels_show_the_background(tmp_path, weights):
+def test_transparent_pixels_are_composited_over_the_background(tmp_path, weights):
     folder = tmp_path / "clear"
     folder.mkdir()
     Image.new("RGBA", (64, 64), (255, 0, 0, 0)).save(folder / "clear.png")
@@ -226,7 +229,7 @@ def test_transparent_pixels_show_the_background(tmp_path, weights):
     assert len({tuple(words) for words in of.values()}) == 1
 
 
-def test_values_that_are_not_finite_become_a_reason(pictures, tmp_path, weights):
+def test_a_latent_that_is_not_finite_is_a_rejected_row(pictures, tmp_path, weights):
     broken = tmp_path / "broken"
     shutil.copytree(weights, broken)
     from safetensors.numpy import load_file, save_file
@@ -239,10 +242,10 @@ def test_values_that_are_not_finite_become_a_reason(pictures, tmp_path, weights)
     assert all("not finite" in row["rejected"] for row in rows)
 
 
-@pytest.mark.parametrize("wrong", [{"precision": "float16"}, {"batch_size": 0}, {"workers": 0}])
-def test_a_setting_that_makes_no_sense_is_refused(wrong):
-    with pytest.raises(ValueError, match=rf"latents\.{next(iter(wrong))} = .* must be"):
-        LatentsConfig(**wrong)
+@pytest.mark.parametrize("wrong", [{"precision": "float16"}, {"batch_size": 0}, {"workers": 0}, {"background": "whyte"}])
+def test_a_wrong_setting_is_an_error_that_names_it(wrong):
+    with pytest.raises(ValueError, match=rf"latents\.{next(iter(wrong))} must be"):
+        Parser({"latents": LatentsConfig}, lambda key: "project.toml [latents]").section("latents", wrong)
 
 
 def test_batches_have_the_columns_of_the_table_in_order(pictures, tmp_path, weights):

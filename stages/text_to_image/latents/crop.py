@@ -1,0 +1,104 @@
+"""Decode images, cut their crops and resize them, in threads that work ahead of the autoencoder."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from stages.text_to_image.imaging import masks
+from stages.text_to_image.imaging.decode import ImageError, open_alpha, open_image
+from stages.text_to_image.latents.mask_ids import ALPHA
+
+Row = dict[str, Any]
+Crop = tuple[np.ndarray, bytes | None]  # pixels, uint8 (height, width, 3), and the mask, one byte per token, if there is one
+
+
+class FileChanged(Exception):  # noqa: N818  (the program did not fail)
+    """A file's bytes are no longer those that the table images, or the wanted row, was made of."""
+
+
+@dataclass(frozen=True)
+class ImageJob:
+    """An image to decode once. `rows` are its pending rows, one per crop; `mask` is its mask file, if it has one."""
+
+    image_id: str
+    path: Path
+    rows: list[Row]
+    mask: Path | None
+
+
+def decode_ahead(jobs: list[ImageJob], background: str, workers: int) -> Iterator[tuple[ImageJob, Future[list[Crop]]]]:
+    """Yield the jobs in order, each with the future of its crops (see `crops_of`), decoded in `workers` threads.
+
+    At most workers + 1 images are decoded or waiting at a time. When the iterator is closed, it waits for its threads.
+    """
+    waiting: deque[tuple[ImageJob, Future[list[Crop]]]] = deque()
+    todo = iter(jobs)
+    with ThreadPoolExecutor(workers, thread_name_prefix="decode") as pool:
+        try:
+            while True:
+                while len(waiting) <= workers and (job := next(todo, None)):
+                    waiting.append((job, pool.submit(crops_of, job, background)))
+                if not waiting:
+                    return
+                yield waiting.popleft()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def crops_of(job: ImageJob, background: str) -> list[Crop]:
+    """Return the crops of an image, one per row of the job, each resized to the row's width and height.
+
+    Transparent pixels are composited over the colour `background`. ImageError if the image or its mask cannot be used,
+    FileChanged if the file is not the one that its image_id names.
+    """
+    data = _read_unchanged(job.path, job.image_id)
+    image = open_image(io.BytesIO(data), background)
+    mask = _read_mask(job, data, image)
+    return [(cut(image, row), masks.token_mask(mask, image.size, row) if mask else None) for row in job.rows]
+
+
+def cut(image: Image.Image, row: Row) -> np.ndarray:
+    """Cut one crop out of an image and resize it with Lanczos: uint8 (height, width, 3), mirrored if the row's flip is true.
+
+    The crop's edges may lie between pixels. It is resized in one step, straight from the image's own pixels.
+    """
+    left, top = max(0.0, row["crop_x"]), max(0.0, row["crop_y"])
+    right = min(float(image.width), row["crop_x"] + row["crop_w"])
+    bottom = min(float(image.height), row["crop_y"] + row["crop_h"])
+    sized = image.resize((row["width"], row["height"]), Image.Resampling.LANCZOS, box=(left, top, right, bottom))
+    return np.asarray(ImageOps.mirror(sized) if row["flip"] else sized)
+
+
+def _read_mask(job: ImageJob, data: bytes, image: Image.Image) -> Image.Image | None:
+    """The mask of the whole image, mode "L", or None. `data` are the image file's bytes. All rows of a job have one mask_id."""
+    mask_id = job.rows[0]["mask_id"]
+    if mask_id in ("", ALPHA):
+        return open_alpha(io.BytesIO(data)) if mask_id else None
+    if job.mask is None:
+        raise FileChanged(job.path.name)
+    mask = masks.read_mask(job.mask, _read_unchanged(job.mask, mask_id))
+    if not masks.same_shape(mask, image):
+        sizes = f"{mask.width} x {mask.height}, the image {image.width} x {image.height}"
+        raise ImageError("mask", f"{job.mask.name} is {sizes}: the aspect ratios differ")
+    return mask
+
+
+def _read_unchanged(path: Path, sha256: str) -> bytes:
+    """Read a file. FileChanged if its sha256 is another, or if it cannot be read."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise FileChanged(str(error)) from error
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise FileChanged(path.name)
+    return data
