@@ -28,7 +28,7 @@ TRAIN = TableSchema(
         column("width", pa.int32(), "width of the crop, pixels"),
         column("height", pa.int32(), "height of the crop, pixels"),
         column("dropped", pa.bool_(), "true if the caption was replaced by the empty caption or by the trigger alone"),
-        column("sigma", pa.float32(), "noise level, from 0 (clean image) to 1 (pure noise)"),
+        column("sigma", pa.float32(), "noise level, 0 (clean) to 1 (noise)"),
         column(
             "loss",
             pa.float32(),
