@@ -12,7 +12,6 @@ R rank, I inputs of the Linear, O outputs; a c = O, b d = I. The endings of LoRA
 
 from __future__ import annotations
 
-
 import mlx.core as mx
 
 Arrays = dict[str, mx.array]
@@ -57,9 +56,7 @@ def _check(name: str, own: Arrays) -> None:
     if W2 not in own and inner[0] != inner[1]:
         raise ValueError(f"{name}: {expected[-2][1:]} {first} and {expected[-1][1:]} {second} do not fit together")
     if MAGNITUDE in own and own[MAGNITUDE].shape != second[:1]:
-        raise ValueError(
-            f"{name}: the magnitude of shape {own[MAGNITUDE].shape} is not one number for each of {second[0]} rows"
-        )
+        raise ValueError(f"{name}: the magnitude of shape {own[MAGNITUDE].shape} is not one number for each of {second[0]} rows")
 
 
 def of_linear(arrays: Arrays, name: str) -> Arrays:

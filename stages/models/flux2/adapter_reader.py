@@ -15,7 +15,22 @@ import mlx.core as mx
 import numpy as np
 
 from stages.models import weights
-from stages.models.adapters import ALPHA, MAGNITUDE, W1, W1_A, W1_B, W2_B, A, Arrays, B, Scales, linear_name, linears, of_linear, variant
+from stages.models.adapters import (
+    ALPHA,
+    MAGNITUDE,
+    W1,
+    W1_A,
+    W1_B,
+    W2_B,
+    A,
+    Arrays,
+    B,
+    Scales,
+    linear_name,
+    linears,
+    of_linear,
+    variant,
+)
 from stages.models.flux2 import adapter_names as names
 from stages.models.flux2.adapter_writer import block_diagonal, swap_halves
 
