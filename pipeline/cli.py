@@ -1,4 +1,4 @@
-"""The console command. Everything heavy is imported by the command that needs it, so that --help answers at once."""
+"""The console command. Its subcommands are imported when they are called, so that --help answers at once."""
 
 from __future__ import annotations
 
@@ -6,340 +6,128 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-if TYPE_CHECKING:
-    from pipeline.project.project import Project
+from pipeline.options import ENVIRONMENT
 
 STOPPED = 130  # the shell's code for Ctrl-C
-
-PROJECT = click.option(
-    "--project", "-p", "path", default=".", envvar="LATENTMILL_PROJECT", show_default="this folder", help="The project's folder."
-)
-SET = click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Override a setting; may be repeated. `make` hands SET over in LATENTMILL_SET.",
-)
+GENERIC = {
+    name: f"pipeline.commands.{name}:command"
+    for name in ("init", "run", "status", "query", "panel", "follow", "clean", "families")
+}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class Commands(click.Group):
+    """The commands of every project, those of all known pipelines, and those of the present project's own pipeline."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that the arguments name. A name that does not exist is an error with the nearest one."""
+        from pipeline.project.parse import nearest
+
+        ctx.meta["arguments"] = args
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            ctx.fail(f"there is no command {name!r}{nearest(name, self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the command of that name; None if there is none."""
+        from stages.stage import load
+
+        for _, commands in command_groups(ctx.meta.get("arguments", ())):
+            if cmd_name in commands:
+                command: click.Command = load(commands[cmd_name])
+                return command
+        return None
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands."""
+        return [name for _, commands in command_groups(ctx.meta.get("arguments", ())) for name in commands]
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands for --help, without importing them."""
+        for title, commands in command_groups(ctx.meta.get("arguments", ())):
+            with formatter.section(title):
+                formatter.write_dl([(name, summary(reference)) for name, reference in commands.items()])
+
+
+def command_groups(arguments: Sequence[str]) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """Yield groups of commands: a title, and "module:attribute" by command name.
+
+    `arguments` are those of the command line; they may name the project whose pipeline has commands of its own.
+    """
+    import stages
+
+    yield "Commands", GENERIC
+    for name in stages.PIPELINES:
+        pipeline = stages.pipeline(name)
+        yield f"Commands of {name}: {pipeline.doc}", pipeline.commands
+    own = own_pipeline(arguments)
+    if own and own not in stages.PIPELINES:
+        with contextlib.suppress(ValueError):  # opening the project reports it
+            yield f"Commands of {own}", stages.pipeline(own).commands
+
+
+def own_pipeline(arguments: Sequence[str]) -> str:
+    """Return the pipeline that the present project names; empty if there is no project, or none that can be read.
+
+    The project is named by --project or -p in the arguments, by LATENTMILL_PROJECT, or is the current folder.
+    """
+    folder = os.environ.get(ENVIRONMENT) or "."
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=False):
+        if word in ("-p", "--project"):
+            folder = following
+        elif word.startswith(("--project=", "-p")):
+            folder = word.removeprefix("--project=").removeprefix("-p")
+    if not Path(folder, "project.toml").is_file():  # the usual case for --help; saves the import
+        return ""
+    from pipeline.project.config import pipeline_name, read
+
+    with contextlib.suppress(ValueError):
+        return pipeline_name(read(Path(folder, "project.toml")))
+    return ""
+
+
+def summary(reference: str) -> str:
+    """Return the first sentence of a command's docstring, read from its source file without importing the module."""
+    import ast
+    from importlib.util import find_spec
+
+    module, _, attribute = reference.partition(":")
+    spec = find_spec(module)
+    source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == attribute]
+    text = (ast.get_docstring(functions[0]) or "") if functions else ""
+    return " ".join(text.split("\n\n")[0].split()).partition(". ")[0].removesuffix(".")
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="latentmill")
 def cli() -> None:
-    """Turns a folder of images into a FLUX.2 LoRA, stage by stage; every stage writes a table that you can query."""
+    """Run training pipelines stage by stage; every stage writes a table that you can query.
 
-
-@cli.command()
-@click.argument("folder", type=click.Path(path_type=Path), envvar="LATENTMILL_PROJECT")
-@click.option(
-    "--images",
-    required=True,
-    type=click.Path(path_type=Path),
-    envvar="LATENTMILL_IMAGES",
-    help="The folder of images; it is only read.",
-)
-@click.option(
-    "--family",
-    default="klein-base-4b",
-    envvar="LATENTMILL_FAMILY",
-    show_default=True,
-    help="The model family; see `latentmill families`.",
-)
-@click.option("--weights", default="", help="A folder or hub id; empty: the family's own.")
-@click.option(
-    "--trigger",
-    default="",
-    envvar="LATENTMILL_TRIGGER",
-    help="A word that will stand for your subject, put before every caption.",
-)
-def init(folder: Path, images: Path, family: str, weights: str, trigger: str) -> None:
-    """Make a new project in FOLDER from a folder of images."""
-    from pipeline.project.init import new_project
-
-    for line in new_project(folder.expanduser(), images.expanduser(), family, weights, trigger):
-        click.echo(line)
-
-
-@cli.command()
-@click.argument("stage")
-@click.option("--memory", "measured", is_flag=True, help="Also measure MLX's memory batch by batch, into tables/memory.")
-@PROJECT
-@SET
-def run(stage: str, measured: bool, path: str, overrides: tuple[str, ...]) -> None:
-    """Bring the table of a stage up to date.
-
-    STAGE is images, captions, buckets, latents, embeddings, train, samples or scores. The tables that it reads are taken as
-    they stand; `make STAGE` brings those up to date first.
+    `latentmill COMMAND --help` explains a command.
     """
-    from pipeline import runner
-    from pipeline.terminal import Terminal
-
-    project = open_project(path, overrides, fetch=True)
-    project.stage(stage)
-    meter = None
-    if measured:
-        from pipeline.commands.memory import stage_report
-        from stages.tuner.blockwise.meter import Meter
-
-        meter = Meter()
-    with Terminal(stage) as terminal:
-        outcome = runner.run(project, stage, terminal, meter)
-    click.echo(summary(outcome))
-    for line in stage_report(meter, project, stage) if meter else ():
-        click.echo(line)
-    for line in results(project, stage):
-        click.echo(line)
-
-
-@cli.command()
-@click.option("--every", type=click.IntRange(1), default=250, show_default=True, help="Steps from one preview to the next.")
-@PROJECT
-@SET
-def segments(every: int, path: str, overrides: tuple[str, ...]) -> int:
-    """Train in segments, each a process of its own, and draw previews after each."""
-    from pipeline.commands.segments import segments as walk
-
-    return walk(path, every, overrides or split_overrides(os.environ.get("LATENTMILL_SET", "")))
-
-
-@cli.command()
-@PROJECT
-@SET
-def evaluate(path: str, overrides: tuple[str, ...]) -> None:
-    """Show what the scores say: the base, each adapter and real pictures side by side. `make evaluate` makes the scores first."""
-    from pipeline.commands.evaluate import evaluate as compare
-
-    for line in compare(open_project(path, overrides)):
-        click.echo(line)
-
-
-@cli.command()
-@PROJECT
-@SET
-def status(path: str, overrides: tuple[str, ...]) -> None:
-    """Show what stands and what is missing.
-
-    Every table with its recipe, rows and bytes, and what the next run would do. Nothing is written.
-    """
-    from pipeline.commands.status import render
-
-    click.echo(render(open_project(path, overrides)))
-
-
-@cli.command()
-@click.argument("sql", required=False, envvar="LATENTMILL_SQL")
-@click.option("--format", "style", type=click.Choice(["table", "csv", "json"]), default="table", show_default=True)
-@click.option(
-    "--parquet",
-    type=click.Path(path_type=Path),
-    help="Instead of a query: write every table as Parquet to this folder, with a catalog that DuckDB's own shell opens.",
-)
-@PROJECT
-@SET
-def query(sql: str | None, style: str, parquet: Path | None, path: str, overrides: tuple[str, ...]) -> None:
-    """Ask the tables in SQL (DuckDB).
-
-    Each bears its stage_name: images, captions, ..., scores. Also: tables, columns, unused.
-    """
-    from pipeline.commands.query import export_parquet, run_query
-
-    if parquet:
-        export_parquet(open_project(path, overrides), parquet)
-        click.echo(f"wrote {parquet / 'catalog.duckdb'} and a Parquet file per table")
-        return
-    if not sql:
-        raise ValueError(
-            """no SQL given; for instance: latentmill query "select rejected, count(*) from images group by all" """.strip()
-        )
-    click.echo(run_query(open_project(path, overrides), sql, style))
-
-
-@cli.command()
-@click.argument("what", required=False, envvar="LATENTMILL_WHAT")
-@PROJECT
-@SET
-def follow(what: str | None, path: str, overrides: tuple[str, ...]) -> None:
-    """Follow one image through every table. WHAT: a path, an image_id, or part of a caption."""
-    from pipeline.commands.follow import follow as through
-
-    if not what:
-        raise ValueError(
-            "follow what? A path, the start of an image_id, or part of a caption; with make: make follow WHAT=cat.jpg"
-        )
-    for line in through(open_project(path, overrides), what):
-        click.echo(line)
-
-
-@cli.command()
-@click.argument("out", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "--style", type=click.Choice(["diffusers", "comfyui"]), default="diffusers", show_default=True, help="The key names."
-)
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="bfloat16", show_default=True)
-@click.option("--step", type=int, help="A checkpoint's step; without it, the end of the run.")
-@click.option(
-    "--which",
-    type=click.Choice(["last", "average", "best"]),
-    default="last",
-    show_default=True,
-    help="The adapter as trained, its average ([train.ema]), or the one that measured best ([train.validation]).",
-)
-@click.option("--merged", is_flag=True, help="The whole transformer with the adapter in its weights, as diffusers loads one.")
-@PROJECT
-@SET
-def export(
-    out: Path | None,
-    style: str,
-    dtype: str,
-    step: int | None,
-    which: str,
-    merged: bool,
-    path: str,
-    overrides: tuple[str, ...],
-) -> None:
-    """Write the adapter for other programs.
-
-    OUT is a file ending in .safetensors, or a folder; without it, exports/ in the project. With --merged it is a new folder.
-    """
-    from pipeline.commands.export import export_run, merge_run
-
-    def say(line: str) -> None:
-        click.echo(line, err=True)
-
-    project = open_project(path, overrides)
-    if merged and style != "diffusers":
-        raise ValueError(f"export: --merged writes diffusers' layout; leave out --style {style}")
-    if merged:
-        click.echo(f"wrote {merge_run(project, out, dtype=dtype, step=step, which=which, say=say)}")
-    else:
-        click.echo(f"wrote {export_run(project, out, style, dtype=dtype, step=step, which=which, say=say)}")
-
-
-@cli.command()
-@click.argument("step", type=int)
-@PROJECT
-@SET
-def replay(step: int, path: str, overrides: tuple[str, ...]) -> None:
-    """Compute one step of the training run once more, and compare its losses with the table."""
-    from pipeline.commands.replay import replay_run
-    from pipeline.terminal import Terminal
-
-    with Terminal("replay") as terminal:
-        lines = list(replay_run(open_project(path, overrides), step, terminal.progress))
-    for line in lines:
-        click.echo(line)
-
-
-@cli.command()
-@click.option("--runs", is_flag=True, help="Also runs and samples of other configurations, where the present one has its own.")
-@click.option("--dry-run", is_flag=True, help="Only say what would go.")
-@PROJECT
-@SET
-def clean(runs: bool, dry_run: bool, path: str, overrides: tuple[str, ...]) -> None:
-    """Free disk: delete what no present row names.
-
-    Old rows, and tables of other configurations where the present one has its own. Trained adapters stay.
-    """
-    from pipeline.commands.clean import clean as sweep
-
-    for line in sweep(open_project(path, overrides), runs=runs, dry_run=dry_run):
-        click.echo(line)
-
-
-@cli.command()
-@click.option("--project", "-p", "path", help="The project whose settings are taken; without it, --family.")
-@click.option("--family", help="A family's true shape, on random weights.")
-@click.option("--pixels", type=int, help="Side of the images; a project's largest resolution.")
-@click.option("--bits", type=click.Choice(["16", "8", "4"]), help="Of the base's weights.")
-@click.option("--plan", help="whole, blocks, a number of blocks to keep, or auto.")
-@click.option("--rank", type=int, help="Of the adapter.")
-@click.option("--steps", type=int, default=6, show_default=True, help="How many are measured.")
-def memory(path: str | None, **given: Any) -> None:
-    """Show what training takes of memory, phase by phase, what leaks, and what would fit."""
-    from pipeline.commands.memory import command
-
-    for line in command(open_project(path) if path else None, given):
-        click.echo(line)
-
-
-@cli.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def bench(arguments: tuple[str, ...]) -> None:
-    """Measure steps, encoders and reading; a row each. `latentmill bench --help` has the options."""
-    from tests.bench.measure import main as measure
-
-    measure(list(arguments), prog_name="latentmill bench", standalone_mode=False)
-
-
-@cli.command()
-def families() -> None:
-    """List the model families, their licences and sizes."""
-    from stages.text_to_image.families import FAMILIES
-
-    for family in FAMILIES.values():
-        click.echo(f"{family.name:16} {family.title}; {family.licence}; weights: {family.source}")
-
-
-def open_project(path: str, overrides: tuple[str, ...] = (), *, fetch: bool = False) -> Project:
-    """The project in that folder. `fetch`: weights may be downloaded."""
-    from pipeline.project.project import Project
-
-    return Project(path, overrides or split_overrides(os.environ.get("LATENTMILL_SET", "")), fetch=fetch)
-
-
-def split_overrides(text: str) -> tuple[str, ...]:
-    """What `make SET=...` hands on: each override begins at a section.key=, so that values may hold spaces, as [64, 96] does."""
-    return tuple(re.split(r"\s+(?=[A-Za-z_]\w*(?:\.\w+)+\s*=)", text.strip())) if text.strip() else ()
-
-
-def summary(outcome: Any) -> str:
-    """One line about a run."""
-    from pipeline.terminal import spell_bytes, spell_seconds
-
-    if outcome.up_to_date:
-        return f"{outcome.stage_name}: up to date, {outcome.rows} rows"
-    if outcome.left:
-        kept = f"{outcome.stage_name}: {outcome.reason}; {outcome.written} new rows are kept, {outcome.left} are still to do"
-        return f"{kept}. The same command goes on from here."
-    parts = [f"{outcome.written} rows written"]
-    parts += [f"{outcome.removed} rows no longer wanted"] if outcome.removed else []
-    parts += [f"{outcome.rows} in all", spell_seconds(outcome.seconds), f"peak memory {spell_bytes(outcome.peak_rss)}"]
-    parts += [f"of it MLX {spell_bytes(outcome.peak_mlx)}"] if outcome.peak_mlx else []
-    return f"{outcome.stage_name}: {', '.join(parts)}"
-
-
-def results(project: Project, stage_name: str) -> list[str]:
-    """Where the things lie that a user came for: the adapter, the grid."""
-    stage = project.stage(stage_name)
-    found = []
-    for name in [*(read.name for read in stage.reads), stage_name] if stage.result else []:
-        result = project.stage(name).result
-        path = project.current(name).folder / "artifacts" / result
-        found += [f"{result.split('.')[0]}: {path}"] if result and path.exists() else []
-    return found
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command. A user's mistake is one line and exit code 2; an interrupt is one line and 130.
+    """Run the console command and end the process. A user's mistake is one line and exit code 2; an interrupt ends with 130.
 
-    The process ends here, without the usual winding up: everything is on the disk by now, and the libraries' native
-    threads (MLX, Lance, DuckDB) do not always let an interpreter go quietly. An interrupt cannot come in between either.
+    The interpreter is not finalised: all files are written by then, and native threads of MLX, Lance and DuckDB can block it.
     """
-    code = guarded(lambda: cli.main(arguments, prog_name="latentmill", standalone_mode=False))
+    code = exit_code(lambda: cli.main(arguments, prog_name="latentmill", standalone_mode=False))
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # a pipe whose reader is gone
+        with contextlib.suppress(OSError, ValueError):  # a pipe whose reader has ended
             stream.flush()
     os._exit(code)
 
 
-def guarded(command: Callable[[], Any]) -> int:
-    """The exit code of a command; what went wrong, in one line on standard error."""
+def exit_code(command: Callable[[], Any]) -> int:
+    """Call a command and return its exit code. An error that the user can correct is printed as one line on standard error."""
     from pipeline.errors import Stopped
 
     try:
@@ -351,14 +139,14 @@ def guarded(command: Callable[[], Any]) -> int:
         click.echo(str(stop), err=True)
         return STOPPED
     except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted; what was committed is kept, and the same command goes on from there", err=True)
+        click.echo("interrupted; committed rows are kept. Run the same command to go on.", err=True)
         return STOPPED
     except (ValueError, OSError, MemoryError) as error:
         if os.environ.get("LATENTMILL_TRACEBACK"):
             raise
         click.echo(f"error: {one_line(error)}", err=True)
         return 2
-    except RuntimeError as error:  # MLX's way to say that the memory is gone; any other is a mistake of ours
+    except RuntimeError as error:  # MLX raises it when memory is exhausted; any other RuntimeError is a bug
         if os.environ.get("LATENTMILL_TRACEBACK") or not re.search(r"alloc|out of memory", str(error), re.IGNORECASE):
             raise
         click.echo(f"error: not enough memory: {one_line(error)}; smaller batches or resolutions need less", err=True)
@@ -367,7 +155,7 @@ def guarded(command: Callable[[], Any]) -> int:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's text without line breaks; its kind where it has no text."""
+    """Return an error's message without line breaks, or the name of its class if it has no message."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror.lower()}"
     return " ".join(str(error).split()) or type(error).__name__

@@ -1,33 +1,46 @@
-"""What a person sees while a stage runs: one bar with rate and time left, and lines above it."""
+"""What a person sees on the terminal: the progress of a stage, tables, and numbers with units."""
 
 from __future__ import annotations
 
+import io
+import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from decimal import Decimal
 from types import TracebackType
+from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
-WAIT_SECONDS = 1.0  # a stage that has nothing to do is over by then; one that loads weights shows that it lives
-QUIET_SECONDS = 15.0  # without a terminal, one progress line this often
+WAIT_SECONDS = 1.0  # the bar appears after this time, since a stage that has nothing to do is over by then
+QUIET_SECONDS = 15.0  # without a terminal, seconds from one progress line to the next
+NARROWEST = 12  # characters; text columns are not folded below this width
+
+ProgressCallback = Callable[[str, int, int, str], None]  # (stage, done, total, unit)
 
 
 class Rate(ProgressColumn):
-    """Units per second, or seconds per unit when slow."""
+    """The column of the progress bar that shows units per second, or seconds per unit when slow."""
 
     def render(self, task: Task) -> Text:
-        """The column's text."""
+        """Return the rate as text; empty before the first unit."""
         speed = task.finished_speed or task.speed
         unit = str(task.fields.get("unit", "row"))
-        return Text(spell_rate(speed, unit) if speed else "")
+        return Text(format_rate(speed, unit) if speed else "")
 
 
 class Terminal:
-    """Progress and lines on standard error, so that standard output holds results only."""
+    """Shows a stage's messages and progress on standard error; standard output is for results only.
+
+    A context manager: the progress bar is shown while the context is open. Without a terminal, progress is a line every
+    QUIET_SECONDS seconds.
+    """
 
     def __init__(self, stage_name: str) -> None:
         self.stage_name = stage_name
@@ -37,8 +50,8 @@ class Terminal:
         self.task = self.bar.add_task(stage_name, total=None, visible=False) if self.bar else None
         self.waiting = threading.Timer(WAIT_SECONDS, self._appear)
         self.waiting.daemon = True
-        self.told = time.monotonic()
-        self.first: tuple[float, int] | None = None  # when, and how far it was: a run that goes on does not begin at 0
+        self.last_line = time.monotonic()
+        self.first: tuple[float, int] | None = None  # time and count of the first report: a resumed run does not begin at 0
 
     def __enter__(self) -> Terminal:
         if self.bar:
@@ -56,11 +69,11 @@ class Terminal:
             self.bar.update(self.task, visible=True)
 
     def say(self, line: str) -> None:
-        """One line, named after the stage."""
+        """Show a message of one line, preceded by the stage's name."""
         self.console.print(f"{self.stage_name}: {line}", markup=False)
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        """Move the bar; without a terminal, a line now and then. `unit`: what is counted, image or images."""
+        """Show that `done` of `total` units are done. `unit` is what is counted, such as "image" or "images"."""
         unit = unit.removesuffix("s")
         if self.bar and self.task is not None:
             self.bar.update(self.task, completed=done, total=total, visible=True, unit=unit)
@@ -69,17 +82,17 @@ class Terminal:
         if self.first is None:
             self.first = (now, done)
         since, before = self.first
-        if done > before and now - self.told >= QUIET_SECONDS:
-            self.told = now
+        if done > before and now - self.last_line >= QUIET_SECONDS:
+            self.last_line = now
             speed = (done - before) / (now - since)
-            self.say(f"{done} of {total} {unit}s, {spell_rate(speed, unit)}, {spell_seconds((total - done) / speed)} left")
+            self.say(f"{done} of {total} {unit}s, {format_rate(speed, unit)}, {format_seconds((total - done) / speed)} left")
 
 
 class Quiet:
-    """A console that shows nothing, or passes progress on to a function."""
+    """A console that shows nothing. `report`, if given, is called with the progress: (stage, done, total, unit)."""
 
-    def __init__(self, name: str, report: Callable[[str, int, int, str], None] | None = None) -> None:
-        self.name, self.report = name, report
+    def __init__(self, stage_name: str, report: ProgressCallback | None = None) -> None:
+        self.stage_name, self.report = stage_name, report
 
     def __enter__(self) -> Quiet:
         return self
@@ -91,25 +104,61 @@ class Quiet:
         """Drop a message."""
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        """Pass progress on as (stage, done, total, unit)."""
+        """Pass progress on to `report`."""
         if self.report:
-            self.report(self.name, done, total, unit)
+            self.report(self.stage_name, done, total, unit)
 
 
-def console_for(name: str, progress: Callable[[str, int, int, str], None] | bool) -> Terminal | Quiet:
-    """The console of a stage: True is the terminal, False shows nothing, a function is called with the progress."""
+def console_for(stage_name: str, progress: ProgressCallback | bool) -> Terminal | Quiet:
+    """Return the console of a stage: the terminal for True, a silent one for False, or one that calls a function."""
     if progress is True:
-        return Terminal(name)
-    return Quiet(name, progress or None)
+        return Terminal(stage_name)
+    return Quiet(stage_name, progress or None)
 
 
-def spell_rate(speed: float, unit: str) -> str:
-    """12.3 images/s, or 4.5 s/image below one a second."""
+def format_table(names: Sequence[str], rows: Iterable[Sequence[Any]], right: Collection[str] = (), null: str = "-") -> str:
+    """Format rows as lines of text, the columns aligned below their names.
+
+    Columns of numbers are aligned to the right, and so are the columns named in `right`. None is shown as `null`, a float
+    with 6 digits, every other value as text on one line. On a terminal, text columns are folded where the table would be
+    wider than the terminal; elsewhere every row is one line.
+    """
+    cells = [list(row) for row in rows]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    widths, least = 0, 0
+    for index, name in enumerate(names):
+        column = [row[index] for row in cells]
+        numbers = all(isinstance(value, int | float | Decimal | None) for value in column) and cells
+        width = max(cell_len(text) for text in (name, *(format_cell(value, null) for value in column)))
+        narrowest = width if numbers or name in right else min(width, NARROWEST)
+        table.add_column(
+            Text(name), justify="right" if numbers or name in right else "left", min_width=narrowest, overflow="fold"
+        )
+        widths, least = widths + width + 2, least + narrowest + 2
+    for row in cells:
+        table.add_row(*(Text(format_cell(value, null)) for value in row))
+    terminal = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    console = Console(file=io.StringIO(), width=terminal if least <= terminal < widths else widths, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def format_cell(value: Any, null: str = "-") -> str:
+    """Format a value on one line: None as `null`, a float with 6 digits; characters that cannot be printed become "?"."""
+    if value is None:
+        return null
+    text = f"{value:.6g}" if isinstance(value, float) else " ".join(str(value).split())
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
+def format_rate(speed: float, unit: str) -> str:
+    """Format units per second as "12.3 images/s", or below 1 as "4.5 s/image"."""
     return f"{speed:.1f} {unit}s/s" if speed >= 1 else f"{1 / speed:.1f} s/{unit}"
 
 
-def spell_seconds(seconds: float) -> str:
-    """0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
+def format_seconds(seconds: float) -> str:
+    """Format a duration as "0.4 s", "12 s", "3 min 20 s" or "2 h 5 min"."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -119,8 +168,8 @@ def spell_seconds(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def spell_bytes(count: float) -> str:
-    """812 B, 1.2 MB, 7.75 GB; decimal units, as in the documents."""
+def format_bytes(count: float) -> str:
+    """Format a number of bytes in decimal units as "812 B", "1.2 MB" or "7.75 GB"."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"

@@ -20,15 +20,15 @@ PIPELINES: dict[str, str] = {"text_to_image": "stages.text_to_image"}
 
 
 def pipeline(name: str) -> Pipeline:
-    """The pipeline of that name: one of PIPELINES, or the PIPELINE of a module given by its dotted name.
+    """Return a pipeline by its name in PIPELINES, or by the dotted name of a module that defines PIPELINE.
 
-    ValueError if there is none.
+    ValueError if there is no such pipeline.
     """
     module = PIPELINES.get(name, name if "." in name else "")
     if not module:
-        raise ValueError(f"{name!r} is not a pipeline; there are {', '.join(PIPELINES)}")
+        raise ValueError(f"must be one of {', '.join(PIPELINES)} or a dotted module name, got {name!r}")
     try:
         found: Pipeline = import_module(module).PIPELINE
     except (ModuleNotFoundError, AttributeError) as error:
-        raise ValueError(f"{name!r} is not a pipeline: {error}") from None
+        raise ValueError(f"{name!r} is not the module of a pipeline: {error}") from None
     return found

@@ -6,6 +6,7 @@ A section of project.toml is a frozen dataclass whose fields are made by `settin
 from __future__ import annotations
 
 import dataclasses
+import json
 import operator
 from typing import Any
 
@@ -44,3 +45,8 @@ def _field(default: Any, doc: str, kind: str) -> Any:
     if isinstance(default, list | dict | set):
         raise TypeError("a default must be immutable: use a tuple")
     return dataclasses.field(default=default, metadata={"doc": doc, "kind": kind})
+
+
+def toml_string(text: str) -> str:
+    """Return a text as a TOML basic string, with its quotes."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

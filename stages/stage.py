@@ -1,6 +1,7 @@
 """The contracts between stages and the code that runs them: Pipeline, Stage, StageContext, WorkUnit.
 
-All of them are values. A stage computes rows; it never opens a table, the network or the terminal itself.
+All of them are values. A stage computes rows; it never opens a table, the network or the terminal itself. This module
+imports nothing large, so that a pipeline's commands can be listed quickly.
 """
 
 from __future__ import annotations
@@ -9,21 +10,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import numpy as np
-import pyarrow as pa
+if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow as pa
 
-from schemas.table import TableSchema
+    from schemas.table import TableSchema
 
 
 class TensorReader(Protocol):
     """Random access to the tensors of one table, memory-mapped."""
 
     def read(self, key: str, name: str = "") -> np.ndarray:
-        """The tensor called `name` of the row with that key, in its shape; without a name, the row's first tensor.
+        """Return the tensor `name` of the row with that key, in its shape; without a name, the row's first tensor.
 
-        A read-only view of the file that is valid until the next call of `ahead`. bfloat16 comes as uint16 words.
+        The array is a read-only view of the file and valid until the next call of `ahead`. bfloat16 is returned as uint16 words.
+        KeyError for a key that the table does not have.
         """
 
     def ahead(self, keys: Iterable[str]) -> None:
@@ -32,7 +35,7 @@ class TensorReader(Protocol):
 
 @dataclass
 class StageContext:
-    """Everything that a running stage may use. Tests build one from tables in memory."""
+    """Everything that a running stage may use: its settings, its rows, its inputs, and functions to report and to write files."""
 
     config: Any  # the stage's own section of project.toml
     artifacts: Path  # folder of the files that rows name; write through `write_artifact`
@@ -53,7 +56,7 @@ class StageContext:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a pipeline, named after the table that it writes.
+    """One stage of a pipeline, named after the table that it writes: which rows it wants, and the function that computes them.
 
     `wants` returns the rows that the table should have: the key columns and every input column that a row's freshness
     depends on. It is cheap, loads no weights and writes nothing. A stored row that equals its wanted row in all these
@@ -99,9 +102,9 @@ class Folder:
 
 @dataclass(frozen=True)
 class Weights:
-    """A component of the project's model family. The stage gets the path of its files, fetched if they are not there.
+    """A component of the project's model family. The stage gets the path of its files, which are downloaded if they are missing.
 
-    The sha256 of the files is part of the recipe of every stage that needs them, and so are these fields of the family.
+    The sha256 of the files is part of the recipe of every stage that needs them, and so are `fields` of the family's record.
     """
 
     fields: tuple[str, ...] = ()
@@ -115,9 +118,15 @@ class FamilyRecord:
 Resource = Folder | Weights | FamilyRecord
 
 
+# What a pipeline adds to the commands that every pipeline has
+
+Row = Mapping[str, Any]
+Ask = Callable[..., list[dict[str, Any]]]  # ask(sql, **values): rows of the answer; `$name` in the SQL is a value
+
+
 @dataclass(frozen=True)
 class View:
-    """An SQL view over the tables of a pipeline. It exists in queries once all tables in `reads` are part of the pipeline."""
+    """An SQL view over the tables of a pipeline, with a line that says what its rows are."""
 
     sql: str
     doc: str
@@ -125,7 +134,7 @@ class View:
 
 @dataclass(frozen=True)
 class Panel:
-    """A question about a project that is asked often: a title, and the SQL that answers it."""
+    """A question about a project that is asked often: its name, a title, and the SQL that answers it."""
 
     name: str
     title: str
@@ -133,8 +142,49 @@ class Panel:
 
 
 @dataclass(frozen=True)
+class Chain:
+    """How `latentmill follow TEXT` finds one row of the first table and traces it through the others.
+
+    `find(ask, need, text)` returns the rows that match the text best: one row if it is clear, several if it is ambiguous,
+    none if nothing matches. `need(name)` is the value of a resource of the pipeline.
+    `tell` maps a table, in the order of the story, to a function (ask, row) -> lines about that row of the first table.
+    """
+
+    table: str  # the table whose row is found
+    label: str  # the column of that table that names a row to the user
+    text: str  # what the text may be, as a phrase: "a path or part of a caption"
+    find: Callable[[Ask, Callable[[str], Any], str], list[dict[str, Any]]]
+    tell: Mapping[str, Callable[[Ask, Row], Iterator[str]]]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of `latentmill init` for a pipeline, such as `--images FOLDER`.
+
+    `kind` "folder" is a folder that must exist; the template gets its path relative to the new project. "folder or text"
+    is treated so if it is a folder. An option whose default is None must be given.
+    """
+
+    name: str
+    doc: str
+    default: str | None = ""
+    kind: Literal["text", "folder", "folder or text"] = "text"
+
+
+@dataclass(frozen=True)
+class Template:
+    """A new project of a pipeline: the options of `latentmill init`, and a function (values by option) -> text of project.toml.
+
+    The function raises ValueError for a wrong value.
+    """
+
+    options: tuple[Option, ...]
+    write: Callable[[Mapping[str, str]], str]
+
+
+@dataclass(frozen=True)
 class Pipeline:
-    """A chain of stages, and what belongs to this chain alone.
+    """A chain of stages, and the commands, views, panels and model families that belong to it alone.
 
     Values that need imports are given as text, "module" or "module:attribute", and imported when they are first used,
     so that a pipeline can be listed without loading any of its code.
@@ -146,20 +196,21 @@ class Pipeline:
     resources: Mapping[str, Resource] = field(default_factory=dict)  # what stages may need, by name
     families: str = ""  # the table of model families, name -> record; empty: the pipeline uses no model
     results: tuple[str, ...] = ()  # tables that `clean` keeps, because a user came for them
-    commands: Mapping[str, str] = field(default_factory=dict)  # command -> a click command
+    template: str = ""  # a Template: what `latentmill init` asks for and writes
+    commands: Mapping[str, str] = field(default_factory=dict)  # command -> a click command; its help is the docstring
     methods: Mapping[str, str] = field(default_factory=dict)  # method of the Python API -> function(project, ...)
     views: Mapping[str, View] = field(default_factory=dict)
     follow: str = ""  # a Chain: how `latentmill follow` traces one input through the tables
     panels: tuple[Panel, ...] = ()
 
     def stage(self, name: str) -> Stage:
-        """The stage that writes the table of that name. KeyError for another name."""
+        """Return the stage that writes the table `name`. KeyError if the pipeline has no such table."""
         found: Stage = import_module(self.stages[name]).STAGE
         assert found.name == name, f"{self.stages[name]} writes {found.name}, not {name}"
         return found
 
     def upstream(self, name: str) -> list[str]:
-        """Names of all stages that `name` depends on, directly or not, in the order of the chain."""
+        """Return the names of all stages whose tables the stage `name` depends on, directly or not, in the order of the chain."""
         needed = {name}
         for other in reversed(list(self.stages)):
             if other in needed:
@@ -168,7 +219,7 @@ class Pipeline:
 
 
 def load(reference: str) -> Any:
-    """Import what "module:attribute" refers to."""
+    """Import a module and return one of its attributes; `reference` is "module:attribute"."""
     module, _, attribute = reference.partition(":")
     return getattr(import_module(module), attribute)
 

@@ -6,9 +6,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import click
 import numpy as np
 
+from pipeline.options import with_project
 from pipeline.project.project import NotBuilt, Project
+from pipeline.terminal import format_table
 
 RESAMPLES = 2000  # of the prompts, with replacement
 INSIDE = (2.5, 97.5)  # percentiles of them that an interval spans
@@ -18,16 +21,24 @@ Row = dict[str, Any]
 Pairs = list[tuple[list[Row], list[Row]]]  # by prompt: the base's pictures, the adapter's
 
 
+@click.command("evaluate")
+@with_project
+def command(project: Project) -> None:
+    """Compare the scores of the base, each adapter and real pictures. `make evaluate` computes the scores first."""
+    for line in evaluate(project):
+        click.echo(line)
+
+
 def evaluate(project: Project) -> Iterator[str]:
     """The summary of the scores, in lines. NotBuilt if there are none."""
     table = project.current("scores")
     if not table.exists:
-        raise NotBuilt("evaluate needs the table scores, which is not built for this configuration; run: make evaluate")
+        raise NotBuilt("evaluate needs the table scores, which is not built for this configuration; run: make evaluate", "scores")
     groups = grouped(table.rows().to_pylist())
     if not groups:
         yield "there is no picture to compare: no previews and no references"
         return
-    yield from aligned([HEAD, *(line(name, rows) for name, rows in groups.items())])
+    yield from format_table(HEAD, [line(name, rows) for name, rows in groups.items()], right=HEAD[1:]).splitlines()
     yield ""
     yield from notes(groups)
 
@@ -137,10 +148,3 @@ def interval(
     drawn = [over(draw.integers(0, len(pairs), len(pairs))) for _ in range(RESAMPLES)]
     low, high = np.percentile(drawn, INSIDE)
     return over(range(len(pairs))), float(low), float(high)
-
-
-def aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """Cells under each other, numbers to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ("  ".join(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)) for row in rows)
-    return [f"{row[0].ljust(widths[0])}  {rest}" for row, rest in zip(rows, lines, strict=True)]

@@ -10,13 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 import stages  # noqa: F401  (before mlx.core)
 from pipeline.commands import plots
 from pipeline.commands.plots import Curve, Panel
-from pipeline.terminal import spell_bytes
+from pipeline.options import open_project
+from pipeline.terminal import format_bytes, format_table
 from stages.models.family import Family
 from stages.models.flux2.transformer import Flux2Config
 from stages.text_to_image.families import family
@@ -82,10 +84,19 @@ def asked(project: Project | None, given: dict[str, Any]) -> Setup:
     return Setup(chosen, train, pixels, steps)
 
 
-def command(project: Project | None, given: dict[str, Any]) -> Iterator[str]:
-    """What `latentmill memory` says. ValueError for settings that are wrong or cannot memory_plan."""
-    setup = asked(project, given)
-    yield from report(setup, folder_of(project))
+@click.command("memory")
+@click.option("--project", "-p", "path", help="The project whose settings are used; without it, --family.")
+@click.option("--family", help="A model family; its true shape is measured, with random weights.")
+@click.option("--pixels", type=int, help="Side of the images, pixels; default: a project's largest resolution.")
+@click.option("--bits", type=click.Choice(["16", "8", "4"]), help="Bits per weight of the base.")
+@click.option("--plan", help="whole, blocks, a number of blocks that keep their activations, or auto.")
+@click.option("--rank", type=int, help="Rank of the adapter.")
+@click.option("--steps", type=int, default=6, show_default=True, help="Number of steps to measure.")
+def command(path: str | None, **given: Any) -> None:
+    """Measure the memory that training takes, phase by phase, and tell what would fit."""
+    project = open_project(path) if path else None
+    for line in report(asked(project, given), folder_of(project)):
+        click.echo(line)
 
 
 def stage_report(meter: Meter, project: Project, stage_name: str) -> Iterator[str]:
@@ -94,7 +105,8 @@ def stage_report(meter: Meter, project: Project, stage_name: str) -> Iterator[st
     if not batches:
         yield f"memory: {stage_name} made nothing, so there is nothing to measure"
         return
-    yield f"memory: peak {spell_bytes(meter.peak)} in {len(batches)} batches, {spell_bytes(batches[-1]['active'])} after the last"
+    last = format_bytes(batches[-1]["active"])
+    yield f"memory: peak {format_bytes(meter.peak)} in {len(batches)} batches, {last} after the last"
     yield from leaks(meter)
     file = folder_of(project) / f"{stage_name}.parquet"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +141,7 @@ def report(setup: Setup, folder: Path) -> Iterator[str]:
     what = f"{setup.family.title}, {setup.pixels} px{images}, {c.base_bits} bits"
     yield f"{what}, {c.variant} of rank {c.rank}, {c.optimizer.kind}, plan {plan}"
     yield from lines(meter)
-    yield f"peak {spell_bytes(meter.peak)}, expected {spell_bytes(need)}, of it held {spell_bytes(meter.rows[0]['before'])}"
+    yield f"peak {format_bytes(meter.peak)}, expected {format_bytes(need)}, of it held {format_bytes(meter.rows[0]['before'])}"
     yield from leaks(meter)
     folder.mkdir(parents=True, exist_ok=True)
     facts = {"family": setup.family.name, "pixels": setup.pixels, "samples": samples, "bits": c.base_bits, "rank": c.rank}
@@ -145,22 +157,23 @@ def report(setup: Setup, folder: Path) -> Iterator[str]:
 
 
 def lines(meter: Meter) -> Iterator[str]:
-    """The meter as a table."""
-    yield f"{'step':>4}  {'phase':10} {'before':>9} {'after':>9} {'peak':>9} {'cache':>9}"
-    for row in meter.rows:
-        sizes = " ".join(f"{spell_bytes(row[name]):>9}" for name in ("before", "active", "peak", "cache"))
-        yield f"{row['step']:>4}  {row['phase']:10} {sizes}"
+    """Format a meter's rows as a table: MLX's memory before and after each phase of each step, its peak and its cache."""
+    sizes = ("before", "active", "peak", "cache")
+    rows = [(row["step"], row["phase"], *(format_bytes(row[name]) for name in sizes)) for row in meter.rows]
+    yield from format_table(
+        ("step", "phase", "before", "after", "peak", "cache"), rows, right=("before", "after", *sizes)
+    ).splitlines()
 
 
 def leaks(meter: Meter) -> Iterator[str]:
     """What grows from step to step, with the phase that grows; or from what size on a growth would have been seen."""
     found = meter.leaks()
     for phase, count in found.items():
-        yield f"LEAK: {phase} keeps {spell_bytes(count)} more every step"
+        yield f"LEAK: {phase} keeps {format_bytes(count)} more every step"
     if not meter.tells:
         yield f"too few steps to tell whether a phase keeps more from step to step; {ENOUGH} or more are wanted"
     elif not found:
-        yield f"no phase keeps {spell_bytes(LEAST)} or more from step to step"
+        yield f"no phase keeps {format_bytes(LEAST)} or more from step to step"
 
 
 def panels(meter: Meter) -> list[Panel]:
@@ -184,17 +197,17 @@ def advice(setup: Setup) -> Iterator[str]:
     """What a step would need at other resolutions and bits, and what that means for this device."""
     c, config, limit = replace(setup.train, memory="auto", micro_batch=1), setup.ask.meta_model.config, setup.limit
     packings: list[dict[str, Any]] = [{"base_bits": bits} for bits in memory_plan.BITS]
-    yield f"one image may take {spell_bytes(limit)} and needs, computing every block twice (blocks) or none (whole):"
+    yield f"one image may take {format_bytes(limit)} and needs, computing every block twice (blocks) or none (whole):"
     for packing in packings:
         ask = memory_plan.MemoryEstimator(replace(c, **packing), config)
         found = {side: ask.estimate(setup.batch(side), 1) for side in SIDES}
-        cells = [f"{side} px {spell_bytes(p.need('blocks'))} / {spell_bytes(p.need('whole'))}" for side, p in found.items()]
+        cells = [f"{side} px {format_bytes(p.need('blocks'))} / {format_bytes(p.need('whole'))}" for side, p in found.items()]
         yield f"  base_bits = {ask.c.base_bits}: " + ", ".join(cells)
     for side in SIDES:
         remedy = memory_plan.mended(memory_plan.MemoryEstimator(replace(c, **packings[0]), config), setup.batch(side), limit)
         other = {name: value for name, value in (packings[0] | remedy.settings).items() if value != getattr(c, name)}
         using = f" with {replace(remedy, settings=other)}" if other else ""
         if remedy.needs > limit:
-            yield f"{side} px would not fit:{using} it needs {spell_bytes(remedy.needs)}"
+            yield f"{side} px would not fit:{using} it needs {format_bytes(remedy.needs)}"
         else:
             yield f"{side} px would fit{using}, plan {remedy.plan}"

@@ -1,10 +1,8 @@
-"""Ask the tables in SQL: a DuckDB catalog in memory in which every table of a project bears its stage_name.
+"""`latentmill query`: ask the tables of a project in SQL.
 
-    from pipeline.query import open_catalog
-    open_catalog("data/cats").sql("select path, rejected from images where rejected is not null")
-
-Beside the tables: `tables` (what is built, how large), `columns` (what every column holds), `unused` (images that are not
-trained on, and why), and the macro bf16(word), the value of a stored 16-bit word.
+`open_catalog` returns a DuckDB connection in which every table of a project has its name. Beside them are `tables` (what is
+built, and how large), `columns` (what every column holds), the views of the pipeline, and the function bf16(word), the value
+of a stored bfloat16 word.
 """
 
 from __future__ import annotations
@@ -15,19 +13,24 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
+import click
+
+from pipeline.options import with_project
+from pipeline.terminal import format_cell, format_table
 
 if TYPE_CHECKING:
     import duckdb
+    import pyarrow as pa
 
     from pipeline.project.project import Project
 
-ROWS_SHOWN = 1000  # of a result printed as a table; csv and json print all
+ROWS_SHOWN = 1000  # rows of an answer printed as a table; csv and json have all
 CELL_WIDTH = 80  # characters; longer text is cut in a table, a sha256 (64) is not
 STYLES = ("table", "csv", "json")
 
@@ -40,101 +43,118 @@ create or replace temp macro bf16(u) as (case
     else (1 - 2 * (u >> 15)::int) * pow(2.0, ((u >> 7) & 255)::int - 127) * (1 + (u & 127) / 128.0) end)::float
 """
 
-# An image counts as unused once, at the first table where it drops out. A bucket or crop of it that is rejected while
-# another is trained does not make it unused.
-UNUSED = """
-create or replace temp view unused as
-with usable as (select path, image_id from images where rejected is null),
-dropped(place, stage_name, image_id, reason) as (
-    select 2, 'captions', image_id, 'no caption' from usable
-    where (select built from tables where stage_name = 'captions')
-      and image_id not in (select image_id from captions where role = 'caption')
-    union all
-    select 3, 'buckets', image_id, string_agg(distinct rejected, ', ' order by rejected) from buckets
-    group by image_id having bool_and(rejected is not null)
-    union all
-    select 4, 'latents', image_id, string_agg(distinct rejected, ', ' order by rejected) from latents
-    group by image_id having bool_and(rejected is not null)
+
+@click.command("query")
+@click.argument("sql", required=False, envvar="LATENTMILL_SQL")
+@click.option("--format", "style", type=click.Choice(STYLES), default="table", show_default=True)
+@click.option(
+    "--parquet",
+    type=click.Path(path_type=Path),
+    help="Instead of a query: write every table as Parquet to this folder, with a catalog for DuckDB's own shell.",
 )
-select path, image_id, 'images' as stage_name, rejected || case when detail = '' then '' else ': ' || detail end as reason
-from images where rejected is not null
-union all
-select path, image_id, arg_min(stage_name, place), arg_min(reason, place)
-from usable join dropped using (image_id) group by path, image_id
-order by stage_name, path
-"""
+@with_project
+def command(sql: str | None, style: str, parquet: Path | None, project: Project) -> None:
+    """Ask the tables in SQL (DuckDB).
+
+    Every table has the name that `latentmill status` shows. `select * from tables` and `select * from columns` list the
+    tables, the pipeline's views and all columns.
+    """
+    if parquet:
+        export_parquet(project, parquet)
+        click.echo(f"wrote {parquet / 'catalog.duckdb'} and a Parquet file per table")
+    elif sql:
+        click.echo(run_query(project, sql, style))
+    else:
+        raise ValueError('no SQL given; for instance: latentmill query "select * from tables"')
 
 
 def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConnection | None = None) -> duckdb.DuckDBPyConnection:
-    """A DuckDB connection that knows a project's tables by their stage_names: live rows of the current recipe, in memory.
+    """Return a DuckDB connection that knows the tables of a project by name, with the rows that readers see.
 
-    A table that is not built yet is there with its columns and no rows. `project`: its folder, or an open Project.
+    `project` is its folder or an opened Project; `connection` is extended if it is given. The tables are copied into memory
+    as Arrow without their tensors; a table that is not built has its columns and no rows.
     """
     import duckdb
 
     from pipeline.project.project import Project
 
     opened = Project(project) if isinstance(project, str | Path) else project
-    catalog = connection or duckdb.connect(config={"autoinstall_known_extensions": "false"})  # offline: a typo fetches nothing
-    for stage_name in opened.stage_names:
-        folder = opened.folder(stage_name)
-        catalog.register(
-            stage_name, folder.rows() if folder.has_current_columns else opened.stage(stage_name).writes.stored.empty_table()
-        )
+    catalog = connection or duckdb.connect(config={"autoinstall_known_extensions": "false"})  # a typo must not download anything
+    for name in opened.stage_names:
+        folder = opened.folder(name)
+        built = folder.has_current_columns
+        catalog.register(name, folder.rows() if built else opened.stage(name).writes.stored.empty_table())
     catalog.register("tables", _tables(opened))
     catalog.register("columns", _columns(opened))
     catalog.execute(BF16)
-    if set(opened.stage_names) >= {"images", "captions", "buckets", "latents"}:
-        catalog.execute(UNUSED)
+    for name, view in opened.pipeline.views.items():
+        catalog.execute(f"create or replace temp view {name} as {view.sql}")
     return catalog
 
 
 def answer(project: Project, sql: str) -> pa.Table:
-    """The result of an SQL query over the tables of a project. ValueError, in one line, for a mistake in the SQL."""
-    import duckdb
+    """Return the answer to an SQL query over the tables of a project as an Arrow table.
 
-    catalog = open_catalog(project)
-    catalog.execute("set python_enable_replacements = false")  # a misspelt table must not find one of our variables
-    try:
-        result = catalog.sql(sql)
+    ValueError, in one line, for a mistake in the SQL, with the names that exist; NotBuilt if a table that the query names is
+    not built.
+    """
+    with _catalog_for(project, sql) as catalog:
+        result: Any = catalog.sql(sql)
         if result is None:
             raise ValueError("the SQL returns no rows; for instance: select * from tables")
-        return result.arrow() if not hasattr(result, "to_arrow_table") else result.to_arrow_table()
-    except duckdb.Error as error:
-        raise ValueError(_clear(error, sql, catalog)) from None
+        table: pa.Table = result.to_arrow_table()
+    return table
 
 
-def run_query(project: Project | Path | str, sql: str, style: str = "table") -> str:
-    """The answer to one question, as an aligned table, csv or json. A mistake in the SQL is one line with the names there are."""
-    import duckdb
-
+def run_query(project: Project, sql: str, style: str = "table") -> str:
+    """Answer an SQL query as text: an aligned "table", "csv" or "json". The errors are those of `answer`."""
     if style not in STYLES:
-        raise ValueError(f"unknown style {style!r}; there are {', '.join(STYLES)}")
-    catalog = open_catalog(project)
-    catalog.execute("set python_enable_replacements = false")  # else a misspelt table may be one of our variables
-    try:
+        raise ValueError(f"the style must be one of {', '.join(STYLES)}, got {style!r}")
+    with _catalog_for(project, sql) as catalog:
         result = catalog.execute(sql)
         if not result or not result.description:
             raise ValueError("the SQL is empty; for instance: select * from tables")
-        names, rows = [column[0] for column in result.description], result.fetchall()
+        return format_answer([column[0] for column in result.description], result.fetchall(), style)
+
+
+@contextmanager
+def _catalog_for(project: Project, sql: str) -> Iterator[duckdb.DuckDBPyConnection]:
+    """A catalog in which a query runs. NotBuilt if it names a table that is not built; DuckDB's errors become one line."""
+    import duckdb
+
+    from pipeline.project.project import NotBuilt
+
+    catalog = open_catalog(project)
+    catalog.execute("set python_enable_replacements = false")  # a misspelt table must not find a Python variable
+    (tree,) = catalog.execute("select json_serialize_sql($1)", [sql]).fetchall()[0]
+    named = re.findall(r'"table_name":"(\w+)"', tree)
+    for (name,) in catalog.execute("select stage from tables where not built").fetchall():
+        if name in named:
+            raise NotBuilt(f"the table {name} is not built; run: make {name}", name)
+    try:
+        yield catalog
     except duckdb.Error as error:
-        raise ValueError(_clear(error, sql, catalog)) from None
+        raise ValueError(_explain(error, sql, catalog)) from None
+
+
+def format_answer(names: Sequence[str], rows: Sequence[tuple[Any, ...]], style: str) -> str:
+    """Format the columns' names and the rows of an answer as "csv", "json" or an aligned "table" of at most ROWS_SHOWN rows."""
     if style == "csv":
         return _csv(names, rows)
-    return _json(names, rows) if style == "json" else _aligned(names, rows)
+    if style == "json":
+        return _json(names, rows)
+    table = format_table(names, [[_short(value) for value in row] for row in rows[:ROWS_SHOWN]], null="NULL")
+    left = len(rows) - ROWS_SHOWN
+    return f"{table}\n... and {left} more rows; csv and json have all" if left > 0 else table
 
 
-def export_parquet(project: Project | Path | str, out: Path) -> list[Path]:
-    """Every table as `<stage_name>.parquet`, and all of them in `catalog.duckdb`, for programs that read no Lance.
+def export_parquet(project: Project, out: Path) -> list[Path]:
+    """Write every table as `<name>.parquet` into the folder `out`, and all of them into `catalog.duckdb`. Returns the files.
 
-    The catalog is in the format of DuckDB 1.0, which all later versions read. Files of an earlier export are replaced.
+    The catalog has the format of DuckDB 1.0, which all later versions read. Files of an earlier export are replaced.
     """
     catalog = open_catalog(project)
-    names = [
-        *(str(stage_name) for (stage_name,) in catalog.execute("select stage_name from tables").fetchall()),
-        "tables",
-        "columns",
-    ]
+    names = [*project.stage_names, "tables", "columns"]
     out.mkdir(parents=True, exist_ok=True)
     temporaries = {out / f"{name}.parquet": out / f".tmp-{os.getpid()}-{name}.parquet" for name in names}
     temporaries[out / "catalog.duckdb"] = file = out / f".tmp-{os.getpid()}-catalog.duckdb"
@@ -153,56 +173,57 @@ def export_parquet(project: Project | Path | str, out: Path) -> list[Path]:
 
 
 def _tables(project: Project) -> pa.Table:
-    """One row per stage_name: which recipe is shown, how much it holds, what it is."""
+    """One row per table: which recipe is shown, how much it holds, what a row is."""
+    import pyarrow as pa
+
     rows = []
-    for stage_name in project.stage_names:
-        folder = project.folder(stage_name)
+    for name in project.stage_names:
+        folder, doc = project.folder(name), project.stage(name).writes.doc
         built = folder.has_current_columns
         usage = folder.usage() if built else {"rows": 0, "dead": 0, "bytes": 0}
-        recipe, doc = folder.folder.name if built else None, project.stage(stage_name).writes.doc
-        rows.append((stage_name, built, recipe, usage["rows"], usage["dead"], usage["bytes"], str(folder.folder), doc))
-    names = ("stage_name", "built", "recipe", "rows", "dead", "bytes", "folder", "doc")
-    kinds = (pa.string(), pa.bool_(), pa.string(), pa.int64(), pa.int64(), pa.int64(), pa.string(), pa.string())
-    return _arrow(rows, names, kinds)
+        rows.append({"stage": name, "built": built, "recipe": folder.folder.name if built else None, "doc": doc})
+        rows[-1] |= {key: usage[key] for key in ("rows", "dead", "bytes")} | {"folder": str(folder.folder)}
+    kinds = {"stage": pa.string(), "built": pa.bool_(), "recipe": pa.string(), "rows": pa.int64(), "dead": pa.int64()}
+    kinds |= {"bytes": pa.int64(), "folder": pa.string(), "doc": pa.string()}
+    return pa.Table.from_pylist(rows, schema=pa.schema(kinds))
 
 
 def _columns(project: Project) -> pa.Table:
-    """One row per column of every table."""
+    """One row per column of every table: its type, whether it is part of the key, what it holds."""
+    import pyarrow as pa
+
     rows = []
-    for stage_name in project.stage_names:
-        schema = project.stage(stage_name).writes
+    for name in project.stage_names:
+        schema = project.stage(name).writes
         for field in schema.stored:
             doc = (field.metadata or {}).get(b"doc", b"").decode()
-            rows.append((stage_name, field.name, str(field.type), field.name in schema.key, doc))
-    names, kinds = ("stage_name", "name", "type", "key", "doc"), (pa.string(), pa.string(), pa.string(), pa.bool_(), pa.string())
-    return _arrow(rows, names, kinds)
+            rows.append({"stage": name, "name": field.name, "type": str(field.type), "key": field.name in schema.key, "doc": doc})
+    kinds = {"stage": pa.string(), "name": pa.string(), "type": pa.string(), "key": pa.bool_(), "doc": pa.string()}
+    return pa.Table.from_pylist(rows, schema=pa.schema(kinds))
 
 
-def _arrow(rows: list[tuple[Any, ...]], names: tuple[str, ...], kinds: tuple[pa.DataType, ...]) -> pa.Table:
-    schema = pa.schema(list(zip(names, kinds, strict=True)))
-    return pa.Table.from_pylist([dict(zip(names, row, strict=True)) for row in rows], schema=schema)
-
-
-def _clear(error: Exception, sql: str, catalog: duckdb.DuckDBPyConnection) -> str:
-    """DuckDB's message in one line, without its drawing, and with the tables or columns that exist."""
-    said = " ".join(re.split(r"\n+\s*(?:LINE \d+:|Candidate functions)", str(error))[0].split())
-    if "Table with name" in said:
-        stage_names = [str(stage_name) for (stage_name,) in catalog.execute("select stage_name from tables").fetchall()]
-        return f"{said} There are {', '.join([*stage_names, 'tables', 'columns', 'unused'])}."
-    if re.search(r"column.*(not found|does not exist|FROM clause)|not have a column", said, re.IGNORECASE):
-        for stage_name, names in catalog.execute(
-            "select stage_name, string_agg(name, ', ') from columns group by stage_name order by stage_name"
+def _explain(error: Exception, sql: str, catalog: duckdb.DuckDBPyConnection) -> str:
+    """DuckDB's message on one line, without its drawing, followed by the tables or columns that exist."""
+    message = " ".join(re.split(r"\n+\s*(?:LINE \d+:|Candidate functions)", str(error))[0].split())
+    if "Table with name" in message:
+        views = "select view_name from duckdb_views() where temporary and not internal order by 1"
+        found = catalog.execute(f"select stage from tables union all ({views})").fetchall()
+        names = dict.fromkeys(str(name) for (name,) in found)
+        return f"{message} There are {', '.join(names)}."
+    if re.search(r"column.*(not found|does not exist|FROM clause)|not have a column", message, re.IGNORECASE):
+        for name, columns in catalog.execute(
+            "select stage, string_agg(name, ', ') from columns group by stage order by stage"
         ).fetchall():
-            if re.search(rf"\b{stage_name}\b", sql, re.IGNORECASE):
-                said += f" {stage_name} has {names}."
-    return said
+            if re.search(rf"\b{name}\b", sql, re.IGNORECASE):
+                message += f" {name} has {columns}."
+    return message
 
 
 def _quoted(path: Path) -> str:
     return "'" + str(path).replace("'", "''") + "'"
 
 
-def _csv(names: list[str], rows: list[tuple[Any, ...]]) -> str:
+def _csv(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)
@@ -210,7 +231,7 @@ def _csv(names: list[str], rows: list[tuple[Any, ...]]) -> str:
     return text.getvalue().removesuffix("\n")
 
 
-def _json(names: list[str], rows: list[tuple[Any, ...]]) -> str:
+def _json(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> str:
     """A JSON array, one row a line; a value that JSON cannot hold (NaN, infinity) is null."""
 
     def plain(value: Any) -> Any:
@@ -222,26 +243,9 @@ def _json(names: list[str], rows: list[tuple[Any, ...]]) -> str:
     return "[\n" + ",\n".join(lines) + "\n]" if lines else "[]"
 
 
-def _aligned(names: list[str], rows: list[tuple[Any, ...]]) -> str:
-    """Columns side by side, numbers to the right; wide (Asian) characters count twice."""
-    from rich.cells import cell_len, set_cell_size
-
-    cells = [[_cell(value) for value in row] for row in rows[:ROWS_SHOWN]]
-    widths = [max(cell_len(name), *(cell_len(row[i]) for row in cells), 0) for i, name in enumerate(names)]
-    right = [all(isinstance(row[i], int | float | Decimal | None) for row in rows) for i in range(len(names))]
-
-    def line(values: Sequence[str]) -> str:
-        padded = [v if cell_len(v) > w else set_cell_size(v, w) for v, w in zip(values, widths, strict=True)]
-        return "  ".join(v.rstrip().rjust(w) if r else v for v, w, r in zip(padded, widths, right, strict=True)).rstrip()
-
-    lines = [line(names), "  ".join("-" * w for w in widths), *(line(row) for row in cells)]
-    left = len(rows) - len(cells)
-    return "\n".join([*lines, f"... and {left} more rows; csv and json give all"] if left else lines)
-
-
-def _cell(value: Any) -> str:
-    """A value in few characters, on one line."""
-    if value is None:
-        return "NULL"
-    text = f"{value:.6g}" if isinstance(value, float) else " ".join(str(value).split())
+def _short(value: Any) -> Any:
+    """A number or None unchanged; any other value as text of at most CELL_WIDTH characters."""
+    if value is None or isinstance(value, int | float | Decimal):
+        return value
+    text = format_cell(value)
     return text if len(text) <= CELL_WIDTH else text[: CELL_WIDTH - 1] + "…"

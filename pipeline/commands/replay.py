@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import click
+
+from pipeline.options import with_project
 from pipeline.project.project import Project
+from pipeline.terminal import Terminal
+
+
+@click.command("replay")
+@click.argument("step", type=int)
+@with_project
+def command(step: int, project: Project) -> None:
+    """Compute one step of the training run again, and compare its losses with the table train."""
+    with Terminal("replay") as terminal:
+        lines = list(replay_run(project, step, terminal.progress))
+    for line in lines:
+        click.echo(line)
 
 
 def replay_run(project: Project, step: int, progress: Callable[[int, int, str], None]) -> Iterator[str]:

@@ -11,8 +11,22 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 
+import click
+
 from pipeline.commands.status import state
+from pipeline.options import PROJECT, SET, overrides_from_environment
 from pipeline.project.project import Project
+
+
+@click.command("segments")
+@click.option(
+    "--every", type=click.IntRange(1), default=250, show_default=True, help="Training steps from one preview to the next."
+)
+@PROJECT
+@SET
+def command(every: int, path: str, overrides: tuple[str, ...]) -> int:
+    """Train in segments, each a process of its own, and draw previews after each."""
+    return segments(path, every, overrides or overrides_from_environment())
 
 
 def spawn(stage: str, *arguments: str) -> int:

@@ -1,43 +1,67 @@
-"""What stands and what is missing, table by table."""
+"""`latentmill status`: what is built, and what the next run would do."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from pipeline.project.hub import Absent
-from pipeline.project.project import NotBuilt, Project
-from pipeline.project.recipe import short
-from pipeline.store.lock import lock_holder
-from pipeline.store.rows import missing
-from pipeline.terminal import spell_bytes
+import click
+
+from pipeline.options import with_project
+from pipeline.terminal import format_bytes, format_table
+
+if TYPE_CHECKING:
+    from pipeline.project.project import Project
+
+
+@click.command("status")
+@with_project
+def command(project: Project) -> None:
+    """Show every table with its recipe, rows and bytes, and what the next run would do. Nothing is written."""
+    click.echo(render(project))
 
 
 @dataclass
 class TableState:
-    """One table under the present configuration. `missing` is None where it cannot be known yet."""
+    """The state of one table under the present settings."""
 
     stage_name: str
-    recipe: str = "-"
-    rows: int = 0
-    missing: int | None = None
-    unseen: int = 0  # wanted rows that are there, but that no finished run has shown to readers
-    begun: bool = False  # a run has committed rows and did not finish
-    surplus: int = 0
-    dead: int = 0
-    nbytes: int = 0
-    peak: int = 0
-    writer: str = ""
-    note: str = ""
-    behind: list[str] = field(default_factory=list)  # tables that it reads and that are not up to date
+    recipe: str = "-"  # 12 hex digits
+    rows: int = 0  # rows that readers see
+    missing: int | None = None  # wanted rows that are not stored; None if it cannot be known yet
+    unpublished: int = 0  # wanted rows that are stored, but not shown to readers before a run finishes
+    interrupted: bool = False  # a run has committed rows and did not finish
+    surplus: int = 0  # rows that readers see and that are no longer wanted
+    dead: int = 0  # rows that `latentmill clean` would delete
+    nbytes: int = 0  # of all files
+    peak: int = 0  # peak memory of the last run, bytes
+    writer: str = ""  # the process that is writing the table
+    note: str = ""  # why the state is not known, or what the table waits for
+    stale_inputs: list[str] = field(default_factory=list)  # tables that it depends on and that are not up to date
+
+
+def states(project: Project) -> list[TableState]:
+    """Return the state of every table of a project, in the order of the chain."""
+    stale: dict[str, list[str]] = {}  # table -> the tables among itself and its inputs that are not up to date
+    found = [state(project, name) for name in project.stage_names]
+    for each in found:
+        inputs = project.stage(each.stage_name).reads
+        each.stale_inputs = list(dict.fromkeys(name for read in inputs for name in stale[read.name]))
+        stale[each.stage_name] = each.stale_inputs if describe(each).startswith("up to date") else [each.stage_name]
+    return found
 
 
 def state(project: Project, stage_name: str) -> TableState:
-    """Ask one table, without weights and without writing."""
+    """Return the state of one table, without its `stale_inputs`. No weights are loaded and nothing is written."""
+    from pipeline.project.hub import Absent
+    from pipeline.project.project import NotBuilt
+
     found = TableState(stage_name)
     try:
-        _ask(project, found)
+        _examine(project, found)
     except NotBuilt as error:
-        found.note = f"waits: {str(error).split(',')[0]}"
+        found.note = f"waits for {error.table}"
     except Absent:
         found.note = f"not built; its weights come with it: make {stage_name}"
     except ValueError as error:
@@ -45,7 +69,12 @@ def state(project: Project, stage_name: str) -> TableState:
     return found
 
 
-def _ask(project: Project, found: TableState) -> None:
+def _examine(project: Project, found: TableState) -> None:
+    """Fill in a state from the table on disk and from the rows that its stage wants."""
+    from pipeline.project.recipe import short
+    from pipeline.store.lock import lock_holder
+    from pipeline.store.rows import missing
+
     stage = project.stage(found.stage_name)
     found.recipe = short(project.recipe(found.stage_name))
     folder = project.current(found.stage_name)
@@ -53,65 +82,62 @@ def _ask(project: Project, found: TableState) -> None:
     usage = folder.usage()
     found.rows, found.dead, found.nbytes = usage["rows"], usage["dead"], usage["bytes"]
     committed = folder.committed()
-    found.begun = bool(committed["live"].null_count)
+    found.interrupted = bool(committed["live"].null_count)
     stored = committed.select(folder.schema.stored.names).cast(folder.schema.stored)
-    shown = folder.rows() if folder.exists else stored.slice(0, 0)
+    published = folder.rows() if folder.exists else stored.slice(0, 0)
     wanted = stage.wants(project.context(stage, artifacts=folder.folder / "artifacts", stored=stored))
     found.missing = missing(wanted, stored).num_rows
-    found.unseen = missing(wanted, shown).num_rows - found.missing
-    found.surplus = missing(shown.select(wanted.column_names), wanted).num_rows
+    found.unpublished = missing(wanted, published).num_rows - found.missing
+    found.surplus = missing(published.select(wanted.column_names), wanted).num_rows
     if folder.exists:
         found.peak = folder.manifest().get("facts", {}).get("run", {}).get("peak_rss", 0)
 
 
-def states(project: Project) -> list[TableState]:
-    """The state of every table, in the order of the chain."""
-    stale: dict[str, list[str]] = {}  # table -> tables among it and its inputs that are not up to date
-    found = [state(project, name) for name in project.stage_names]
-    for each in found:
-        each.behind = list(dict.fromkeys(name for read in project.stage(each.stage_name).reads for name in stale[read.name]))
-        stale[each.stage_name] = each.behind if describe(each).startswith("up to date") else [each.stage_name]
-    return found
-
-
 def describe(found: TableState) -> str:
-    """The state in words."""
+    """Describe a state in words, such as "up to date" or "3 rows missing: make latents"."""
+    missing = found.missing or 0
+    stored = f"{found.unpublished} of {found.unpublished + missing} rows are there"
     if found.writer:
-        so_far = f"{found.unseen} of {found.unseen + (found.missing or 0)} rows are there; " if found.begun else ""
-        return f"{so_far}being written by {found.writer}"
+        return f"{stored}; being written by {found.writer}" if found.interrupted else f"being written by {found.writer}"
     if found.note:
         return found.note
-    if found.missing or found.unseen or found.surplus:
-        return f"{', '.join(_parts(found))}: make {found.stage_name}"
-    return (
-        f"up to date, but {' and '.join(found.behind)} {'is' if len(found.behind) == 1 else 'are'} not"
-        if found.behind
-        else "up to date"
-    )
+    if missing or found.unpublished or found.surplus:
+        return f"{', '.join(_reasons(found, stored))}: make {found.stage_name}"
+    if found.stale_inputs:
+        return f"up to date, but {' and '.join(found.stale_inputs)} {'is' if len(found.stale_inputs) == 1 else 'are'} not"
+    return "up to date"
 
 
-def _parts(found: TableState) -> list[str]:
-    missed = found.missing or 0
-    if found.begun:
-        parts = [f"interrupted: {found.unseen} of {found.unseen + missed} rows are there"]
+def _reasons(found: TableState, stored: str) -> Iterator[str]:
+    if found.interrupted:
+        yield f"interrupted: {stored}"
     else:
-        parts = [f"{_rows(missed)} missing"] if missed else []
-        parts += [f"{_rows(found.unseen)} wanted again"] if found.unseen else []
-    return [*parts, *([f"{_rows(found.surplus)} no longer wanted"] if found.surplus else [])]
+        if found.missing:
+            yield f"{_count(found.missing)} missing"
+        if found.unpublished:
+            yield f"{_count(found.unpublished)} wanted again"
+    if found.surplus:
+        yield f"{_count(found.surplus)} no longer wanted"
 
 
-def _rows(count: int) -> str:
-    return f"{count} row{'' if count == 1 else 's'}"
+def _count(rows: int) -> str:
+    return f"{rows} row{'' if rows == 1 else 's'}"
 
 
 def render(project: Project) -> str:
-    """The states of all tables as text, a line each."""
-    head = ("table", "recipe", "rows", "dead", "bytes", "peak memory", "state")
-    lines = [head]
-    for found in states(project):
-        peak = spell_bytes(found.peak) if found.peak else "-"
-        numbers = (str(found.rows), str(found.dead), spell_bytes(found.nbytes), peak)
-        lines.append((found.stage_name, found.recipe, *numbers, describe(found)))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head) - 1)]
-    body = ["  ".join([*(cell.ljust(w) for cell, w in zip(line[:-1], widths, strict=True)), line[-1]]) for line in lines]
-    return "\n".join([f"{project.name}: family {project.family.name}, {project.path}", *body])
+    """Format the states of all tables as text: a line about the project, the names of the columns, and a line per table."""
+    family = f"family {project.family.name}, " if project.pipeline.families else ""
+    rows = [
+        (
+            each.stage_name,
+            each.recipe,
+            each.rows,
+            each.dead,
+            format_bytes(each.nbytes),
+            format_bytes(each.peak) if each.peak else None,
+            describe(each),
+        )
+        for each in states(project)
+    ]
+    names = ("table", "recipe", "rows", "dead", "size", "peak", "state")
+    return f"{project.name}: {family}{project.path}\n{format_table(names, rows, right=('size', 'peak'))}"

@@ -51,11 +51,11 @@ def load(file: Path, overrides: Overrides = ()) -> Config:
         given = [origin for other, origin in origins.items() if f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.")]
         return given[-1] if given else f"{file.name} [{key.rpartition('.')[0] or key}]"
 
-    pipeline_name = _pipeline_name(raw.get("project"))
+    chosen = pipeline_name(raw)
     try:
-        pipeline = stages.pipeline(pipeline_name)
+        pipeline = stages.pipeline(chosen)
     except ValueError as error:
-        near = nearest(pipeline_name, stages.PIPELINES)
+        near = nearest(chosen, stages.PIPELINES)
         raise ValueError(f"project.pipeline: {error}{near} ({place('project.pipeline')})") from None
     sections = {"project": ProjectConfig, **{name: pipeline.stage(name).config for name in pipeline.stages}}
     for name in raw:
@@ -64,7 +64,7 @@ def load(file: Path, overrides: Overrides = ()) -> Config:
             raise ValueError(f"[{name}] is not a section{near} ({place(name)})")
     parser = Parser(sections, place)
     parsed = {name: parser.section(name, raw.get(name, {})) for name in sections}
-    return Config(dataclasses.replace(parsed.pop("project"), pipeline=pipeline_name), parsed)
+    return Config(dataclasses.replace(parsed.pop("project"), pipeline=chosen), parsed)
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -79,7 +79,9 @@ def read(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
 
 
-def _pipeline_name(head: Any) -> str:
+def pipeline_name(raw: Mapping[str, Any]) -> str:
+    """Return the name of the pipeline that a parsed project file names, or the default. Names of earlier versions are mapped."""
+    head = raw.get("project")
     name = head.get("pipeline") if isinstance(head, dict) else None
     if not isinstance(name, str):
         name = ProjectConfig.pipeline  # the parser refuses a value of another type later

@@ -27,8 +27,12 @@ if TYPE_CHECKING:
     from stages.models.family import Family
 
 
-class NotBuilt(ValueError):  # noqa: N818  (a state that the user can change, said in one line)
-    """A table that another needs does not exist."""
+class NotBuilt(ValueError):  # noqa: N818  (a state that the user can change, told in one line)
+    """A table that is needed does not exist for the present settings; `table` is its name."""
+
+    def __init__(self, message: str, table: str) -> None:
+        super().__init__(message)
+        self.table = table
 
 
 class Project:
@@ -90,6 +94,13 @@ class Project:
 
         self.refresh()
         return answer(self, query)
+
+    def panel(self, name: str) -> pa.Table:
+        """Return the answer of a panel of the pipeline as an Arrow table. ValueError, with the nearest name, if there is none."""
+        panels = {panel.name: panel for panel in self.pipeline.panels}
+        if name not in panels:
+            raise ValueError(f"there is no panel {name!r}{nearest(name, panels)}; there are {', '.join(panels) or 'none'}")
+        return self.sql(panels[name].sql)
 
     def status(self) -> list[TableState]:
         """For every table its rows, its size and what a run would do."""
@@ -226,7 +237,8 @@ class Project:
         if not found.exists:
             raise NotBuilt(
                 f"{reader} needs the table {schema.name}, which is not built for this configuration; "
-                f"run: make {schema.name} PROJECT={spelled(self.path)}"
+                f"run: make {schema.name} PROJECT={shell_path(self.path)}",
+                schema.name,
             )
         return found
 
@@ -266,7 +278,7 @@ class Project:
         return self.resource(name)
 
 
-def spelled(folder: Path) -> str:
-    """A project's folder as a command line that runs in the checkout needs it, quoted for the shell."""
-    same = folder.is_absolute() or (CHECKOUT / folder).resolve() == folder.resolve()
-    return shlex.quote(str(folder if same else folder.resolve()))
+def shell_path(folder: Path) -> str:
+    """Return a project's folder for a `make` command line in the checkout: relative if it can be, quoted for the shell."""
+    usable = folder.is_absolute() or (CHECKOUT / folder).resolve() == folder.resolve()
+    return shlex.quote(str(folder if usable else folder.resolve()))

@@ -4,6 +4,7 @@ A stage imports `imaging` (reading image files), `families`, `stages.models`, `s
 """
 
 from stages.stage import FamilyRecord, Folder, Pipeline, Weights
+from stages.text_to_image.views import PANELS, VIEWS
 
 PIPELINE = Pipeline(
     name="text_to_image",
@@ -22,4 +23,9 @@ PIPELINE = Pipeline(
     },
     families="stages.text_to_image.families:FAMILIES",
     results=("train", "samples"),
+    template="stages.text_to_image.template:TEMPLATE",
+    commands={name: f"pipeline.commands.{name}:command" for name in ("export", "replay", "segments", "memory", "evaluate")},
+    views=VIEWS,
+    follow="stages.text_to_image.follow:CHAIN",
+    panels=PANELS,
 )

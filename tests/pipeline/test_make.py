@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 
-from pipeline.cli import split_overrides
-from pipeline.project.project import spelled
+from pipeline.options import split_overrides
+from pipeline.project.project import shell_path
 from pipeline.store.disk import CHECKOUT
 from tests import projects
 
@@ -44,10 +44,10 @@ def test_set_holds_several_settings_whose_values_may_hold_spaces():
 
 def test_a_project_is_named_so_that_make_finds_it(tmp_path, monkeypatch):
     monkeypatch.chdir(CHECKOUT)
-    assert spelled(CHECKOUT / "data" / "cats") == str(CHECKOUT / "data" / "cats")
-    assert spelled(type(CHECKOUT)("data/my cats")) == "'data/my cats'"
+    assert shell_path(CHECKOUT / "data" / "cats") == str(CHECKOUT / "data" / "cats")
+    assert shell_path(type(CHECKOUT)("data/my cats")) == "'data/my cats'"
     monkeypatch.chdir(tmp_path)
-    assert spelled(type(CHECKOUT)(".")) == str(tmp_path.resolve())
+    assert shell_path(type(CHECKOUT)(".")) == str(tmp_path.resolve())
 
 
 def test_make_runs_nothing_that_stands_in_a_question(tmp_path):

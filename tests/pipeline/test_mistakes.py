@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from pipeline.cli import guarded, one_line
+from pipeline.cli import exit_code, one_line
 from pipeline.project.init import new_project
 from pipeline.project.project import Project
 from pipeline.store.writer import Writer
@@ -217,16 +217,18 @@ def test_init_makes_a_project_that_opens(tmp_path, project):
 
 
 def test_init_that_fails_leaves_no_file_in_the_way(tmp_path, project):
+    options = {"images": str(project / "images"), "family": "tiny"}
     with pytest.raises(ValueError, match="placeholder"):
-        new_project(tmp_path / "new", project / "images", "tiny", "", "{caption}")
+        new_project(tmp_path / "new", options | {"trigger": "{caption}"})
     assert not (tmp_path / "new" / "project.toml").exists()
-    said = new_project(tmp_path / "my cats", project / "images", "tiny", "", "sks")
+    said = new_project(tmp_path / "my cats", options | {"trigger": "sks"})
     assert said[-1].endswith(f"make train PROJECT='{tmp_path}/my cats'")
 
 
 def test_init_finds_weights_where_the_shell_does(tmp_path, project, tiny_weights, monkeypatch):
     monkeypatch.chdir(tiny_weights.parent)
-    new_project(tmp_path / "deep" / "new", project / "images", "tiny", tiny_weights.name, "")
+    options = {"images": str(project / "images"), "family": "tiny", "weights": tiny_weights.name}
+    new_project(tmp_path / "deep" / "new", options)
     made = Project(tmp_path / "deep" / "new")
     assert made.component("autoencoder", fetch=False).is_relative_to(tiny_weights.resolve())
 
@@ -238,10 +240,10 @@ def test_memory_that_is_gone_is_one_line_and_other_failures_are_not(capsys):
     def wrong() -> None:
         raise RuntimeError("something else")
 
-    assert guarded(full) == USER
+    assert exit_code(full) == USER
     assert capsys.readouterr().err.startswith("error: not enough memory: [malloc]")
     with pytest.raises(RuntimeError):
-        guarded(wrong)
+        exit_code(wrong)
 
 
 def test_a_system_error_names_its_file_and_no_number(tmp_path):

@@ -37,11 +37,11 @@ def files(folder: Path) -> set[str]:
 
 
 def background(folder: Path, colour: str = "#000000") -> None:
-    """Another configuration of latents and of all that reads them."""
+    """Change a setting of latents, so that latents and the tables that depend on them get other recipes."""
     projects.edit(folder, "[train]", f'[latents]\nbackground = "{colour}"\n\n[train]')
 
 
-def test_a_project_without_old_things_loses_nothing(project):
+def test_a_project_without_old_tables_loses_nothing(project):
     before = files(project)
     assert cleaned(project, runs=True) == ["freed 0 B"]
     assert files(project) == before
@@ -71,7 +71,7 @@ def test_a_run_goes_only_when_asked_for_and_only_if_another_follows_it(project):
     assert not old.exists() and len(list((project / "tables" / "train").iterdir())) == 1
 
 
-def test_a_dry_run_says_what_the_real_one_frees_and_changes_nothing(project):
+def test_a_dry_run_predicts_what_is_freed_and_changes_nothing(project):
     background(project)
     projects.build(project, "latents")
     for name in ("picture0", "picture1"):
@@ -79,12 +79,12 @@ def test_a_dry_run_says_what_the_real_one_frees_and_changes_nothing(project):
             (project / "images" / f"{name}{suffix}").unlink()
     projects.build(project, "images", "captions", "buckets", "latents", "embeddings")
     before = files(project)
-    foretold = cleaned(project, dry_run=True)
+    predicted = cleaned(project, dry_run=True)
     assert files(project) == before
     said = cleaned(project)
-    assert foretold[:-1] == said[:-1] and any("4 rows that nothing names any more" in line for line in said)
-    assert foretold[-1].removeprefix("would free").split()[0] != "0"
-    assert amount(foretold[-1]) == pytest.approx(amount(said[-1]), rel=0.2)
+    assert predicted[:-1] == said[:-1] and any("4 rows that are no longer wanted" in line for line in said)
+    assert predicted[-1].removeprefix("would free").split()[0] != "0"
+    assert amount(predicted[-1]) == pytest.approx(amount(said[-1]), rel=0.2)
     assert cleaned(project)[-1] == "freed 0 B"
     assert projects.content(project, "latents").num_rows == 2
 

@@ -47,7 +47,7 @@ def test_the_mean_loss_stands_against_all_images_at_the_same_noise_levels(projec
 def test_an_image_that_was_held_out_has_its_measurements_and_no_other_counts_them(project: FakeProject) -> None:
     text = story(project, "late.png")
     assert (
-        "train     held out, measured by 2 samples: mean loss 4.0000 at step 0, 2.5000 at step 40; the least 2.0000 at step 20"
+        "train     held out, measured by 2 samples: mean loss 4.0000 at step 0, 2.5000 at step 40; the lowest 2.0000 at step 20"
         in text
     )
     assert "drawn" not in text
@@ -87,9 +87,9 @@ def test_a_duplicate_can_be_followed_by_its_own_path(project: FakeProject) -> No
 
 def test_a_question_that_fits_several_or_none_is_one_line_with_what_is_near(project: FakeProject) -> None:
     cases = {
-        ".png": r"fits 4 images: late.png, mute.png, sub/b.png, thin.png; say more",
-        "brokn.jpeg": r"no path, image_id or caption of this project; near it: broken.jpg",
-        "zzzzzz": r"no path, image_id or caption of this project$",
+        ".png": r"matches 4 rows of images: late.png, mute.png, sub/b.png, thin.png; give more",
+        "brokn.jpeg": r"is not a path, the start of .*, or part of a path or caption of this project; near it: broken.jpg",
+        "zzzzzz": r"part of a path or caption of this project$",
     }
     for what, message in cases.items():
         with pytest.raises(ValueError, match=message) as error:

@@ -1,6 +1,6 @@
 """A stage that ends early of its own accord, through the runner and the console."""
 
-from pipeline.cli import summary
+from pipeline.commands.run import summary
 from tests import projects
 
 
@@ -14,7 +14,7 @@ def test_training_in_segments_is_no_mistake_and_ends_as_in_one_go(tmp_path, tiny
     assert not first.up_to_date
     assert summary(first) == (
         "train: stopped after 4 steps, as [train] stop_after_steps says; 4 new rows are kept, 2 are still to do. "
-        "The same command goes on from here."
+        "Run the same command to go on."
     )
     said = projects.latentmill(folder, "run", "train")
     assert "2 rows written" in said

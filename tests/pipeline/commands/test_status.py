@@ -50,7 +50,7 @@ def test_before_the_first_run_every_table_says_what_it_lacks_and_nothing_is_writ
     folder = projects.make(tmp_path / "project", tiny_weights, images=2)
     said = told(folder)
     assert said["images"] == "2 rows missing: make images"
-    assert said["captions"] == "waits: captions needs the table images"
+    assert said["captions"] == "waits for images"
     assert list(said) == list(Project(folder).stage_names)
     assert {path.name for path in folder.rglob("*")} >= {"project.toml"} and not list(folder.glob("tables/*/*"))
 
@@ -65,7 +65,7 @@ def test_built_tables_are_up_to_date_and_the_next_one_waits_or_is_missing(projec
     said = told(project)
     assert {said[stage_name] for stage_name in EARLY} == {"up to date"}
     assert said["embeddings"] == "5 rows missing: make embeddings"
-    assert said["train"] == "waits: train needs the table embeddings"
+    assert said["train"] == "waits for embeddings"
 
 
 def test_a_killed_stage_says_how_many_rows_it_has(project):
@@ -100,7 +100,7 @@ def test_rows_that_are_wanted_again_are_not_called_missing(project):
     projects.edit(project, "[64]", "[64, 96]")
     projects.build(project, "buckets")
     found = state(Project(project), "latents")
-    assert (found.missing, found.unseen) == (0, before // 2)
+    assert (found.missing, found.unpublished) == (0, before // 2)
     assert describe(found) == f"{before // 2} rows wanted again: make latents"
 
 

@@ -20,7 +20,7 @@ def images(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_new_project_of_every_family_opens_and_says_where_the_weights_come_from(tmp_path, images, name):
-    new_project(tmp_path / "new", images, name, "", "")
+    new_project(tmp_path / "new", {"images": str(images), "family": name})
     made = Project(tmp_path / "new")
     assert made.family is family(name)
     assert f'weights = ""  # a folder or a hub id; empty: {made.family.source}' in (tmp_path / "new/project.toml").read_text()
@@ -28,7 +28,7 @@ def test_a_new_project_of_every_family_opens_and_says_where_the_weights_come_fro
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_new_project_has_its_familys_own_settings_and_the_usual_ones_for_the_rest(tmp_path, images, name):
-    new_project(tmp_path / "new", images, name, "", "")
+    new_project(tmp_path / "new", {"images": str(images), "family": name})
     sections = Project(tmp_path / "new").config.sections
     for section, settings in family(name).begin.items():
         assert {key: getattr(sections[section], key) for key in settings} == settings

@@ -1,0 +1,47 @@
+"""`latentmill init`: make a new project. Its options are those of the pipeline's Template."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import click
+
+import stages
+from pipeline.options import ENVIRONMENT
+
+DEFAULT = next(iter(stages.PIPELINES))
+
+
+class Init(click.Command):
+    """A command whose options depend on the value of --pipeline."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Add the options of the pipeline that the arguments name, then parse them."""
+        from pipeline.project.init import template_of
+
+        named = [after for word, after in pairwise(args) if word == "--pipeline"]
+        named += [word.removeprefix("--pipeline=") for word in args if word.startswith("--pipeline=")]
+        for option in template_of(named[0] if named else DEFAULT).options:
+            self.params.append(
+                click.Option(
+                    [f"--{option.name}"],
+                    help=option.doc,
+                    required=option.default is None,
+                    default=option.default,
+                    show_default=bool(option.default),
+                    envvar=f"LATENTMILL_{option.name.upper()}",
+                )
+            )
+        return super().parse_args(ctx, args)
+
+
+@click.command("init", cls=Init)
+@click.argument("folder", type=click.Path(path_type=Path), envvar=ENVIRONMENT)
+@click.option("--pipeline", default=DEFAULT, show_default=True, help="The pipeline; the other options depend on it.")
+def command(folder: Path, pipeline: str, **options: str) -> None:
+    """Make a new project in FOLDER."""
+    from pipeline.project.init import new_project
+
+    for line in new_project(folder, options, pipeline):
+        click.echo(line)

@@ -1,0 +1,67 @@
+"""`latentmill run`: bring the table of one stage up to date."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from pipeline.options import with_project
+from pipeline.terminal import Terminal, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from pipeline.project.project import Project
+    from pipeline.runner import Outcome
+
+
+@click.command("run")
+@click.argument("stage")
+@click.option("--memory", "measured", is_flag=True, help="Also measure MLX's memory batch by batch, into tables/memory.")
+@with_project
+def command(stage: str, measured: bool, project: Project) -> None:
+    """Bring the table of a stage up to date.
+
+    STAGE is the name of a table; `latentmill status` lists them. Tables that the stage reads are used as they are;
+    `make STAGE` brings them up to date first.
+    """
+    from pipeline import runner
+
+    project.stage(stage)
+    meter = None
+    if measured:
+        from pipeline.commands.memory import stage_report
+        from stages.tuner.blockwise.meter import Meter
+
+        meter = Meter()
+    with Terminal(stage) as terminal:
+        outcome = runner.run(project.fetching(), stage, terminal, meter)
+    click.echo(summary(outcome))
+    for line in stage_report(meter, project, stage) if meter else ():
+        click.echo(line)
+    for line in results(project, stage):
+        click.echo(line)
+
+
+def summary(outcome: Outcome) -> str:
+    """Describe in one line what a run did: rows written and removed, time, memory, and how to go on if rows are left."""
+    if outcome.up_to_date:
+        return f"{outcome.stage_name}: up to date, {outcome.rows} rows"
+    if outcome.left:
+        kept = f"{outcome.stage_name}: {outcome.reason}; {outcome.written} new rows are kept, {outcome.left} are still to do"
+        return f"{kept}. Run the same command to go on."
+    parts = [f"{outcome.written} rows written"]
+    parts += [f"{outcome.removed} rows no longer wanted"] if outcome.removed else []
+    parts += [f"{outcome.rows} in all", format_seconds(outcome.seconds), f"peak memory {format_bytes(outcome.peak_rss)}"]
+    parts += [f"{format_bytes(outcome.peak_mlx)} of it in MLX"] if outcome.peak_mlx else []
+    return f"{outcome.stage_name}: {', '.join(parts)}"
+
+
+def results(project: Project, stage_name: str) -> list[str]:
+    """Return a line with the path of each result file (`Stage.result`) of a stage and of the stages that it reads."""
+    stage = project.stage(stage_name)
+    lines = []
+    for name in [*(read.name for read in stage.reads), stage_name] if stage.result else []:
+        result = project.stage(name).result
+        path = project.current(name).folder / "artifacts" / result
+        lines += [f"{result.split('.')[0]}: {path}"] if result and path.exists() else []
+    return lines

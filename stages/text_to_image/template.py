@@ -1,0 +1,80 @@
+"""The project.toml with which a new project of text_to_image begins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from stages.models.family import Family
+from stages.settings import toml_string
+from stages.stage import Option, Template
+from stages.text_to_image.families import family as family_record
+
+TEXT = """\
+# A latentmill project. Every setting has a default; `latentmill status` tells what each table would cost to rebuild.
+
+[project]
+family = {family}
+weights = {weights}  # a folder or a hub id; empty: {source}
+
+[images]
+folder = {images}  # only read, never written
+
+[captions]
+trigger = {trigger}
+template = {template}
+preview_prompts = [{preview}]
+
+{sections}
+"""
+# Section -> setting -> its first value and a remark. A family's own first values replace them.
+BEGIN: Mapping[str, Mapping[str, tuple[Any, str]]] = {
+    "buckets": {"resolutions": ((512, 768), "add 1024 for the last bit of detail, if it fits")},
+    "embeddings": {},
+    "train": {
+        "steps": (1500, "more can be added later: the run goes on where it ended"),
+        "rank": (32, ""),
+        "lr": (1e-4, ""),
+    },
+    "samples": {"checkpoints": ("all", "")},
+}
+
+
+def write(options: Mapping[str, str]) -> str:
+    """Return the text of a new project.toml for the options of TEMPLATE. ValueError for a family that does not exist."""
+    record = family_record(options["family"])
+    trigger = options["trigger"]
+    return TEXT.format(
+        family=toml_string(record.name),
+        weights=toml_string(options["weights"]),
+        images=toml_string(options["images"]),
+        trigger=toml_string(trigger),
+        template=toml_string("{trigger}, {caption}" if trigger else "{caption}"),
+        preview=toml_string(f"a photo of {trigger}" if trigger else "a photo"),
+        source=record.source,
+        sections=sections(record),
+    )
+
+
+def sections(record: Family) -> str:
+    """Return the sections with first values for a model family, as TOML."""
+    parts = []
+    for section, usual in BEGIN.items():
+        own = {name: (value, "") for name, value in record.begin.get(section, {}).items()}
+        lines = [f"[{section}]"]
+        for name, (value, remark) in {**usual, **own}.items():
+            lines.append(f"{name} = {json.dumps(value)}{remark and '  # ' + remark}")  # JSON is TOML here
+        parts += ["\n".join(lines)] if usual or own else []
+    return "\n\n".join(parts)
+
+
+TEMPLATE = Template(
+    options=(
+        Option("images", "The folder of images; it is only read.", default=None, kind="folder"),
+        Option("family", "The model family; `latentmill families` lists them.", default="klein-base-4b"),
+        Option("weights", "A folder or a hub id; empty: the family's own.", kind="folder or text"),
+        Option("trigger", "A word that stands for your subject; it is put before every caption."),
+    ),
+    write=write,
+)

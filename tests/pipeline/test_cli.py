@@ -1,0 +1,99 @@
+"""Which commands there are: those of every project, those of the known pipelines, and those of the project's own pipeline."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline import cli
+from stages.stage import load
+from stages.text_to_image import PIPELINE
+from tests import projects
+from tests.toy import project as toy
+
+
+def latentmill(*words: str, folder: Path = projects.ROOT) -> str:
+    """Run a command in a folder and return its output and errors."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", *words],
+        cwd=folder,
+        env={"PYTHONPATH": str(projects.ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=projects.HANG,
+    )
+    return done.stdout + done.stderr
+
+
+def references() -> dict[str, str]:
+    return {name: reference for _, commands in cli.command_groups(()) for name, reference in commands.items()}
+
+
+@pytest.mark.parametrize("name", references())
+def test_every_command_has_the_name_under_which_it_is_listed_and_a_summary_of_one_line(name):
+    command = load(references()[name])
+    assert command.name == name
+    assert command.help and 10 < len(cli.summary(references()[name])) < 100
+
+
+def test_no_pipeline_replaces_a_command_that_every_project_has():
+    assert not set(PIPELINE.commands) & set(cli.GENERIC)
+
+
+def test_the_help_lists_all_commands_and_loads_nothing_large():
+    code = (
+        "import sys; from click.testing import CliRunner; from pipeline.cli import cli\n"
+        "print(CliRunner().invoke(cli, ['--help']).output)\n"
+        "print('LOADED', [m for m in ('mlx', 'numpy', 'pyarrow', 'lance', 'duckdb', 'transformers', 'PIL') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], cwd=projects.ROOT, capture_output=True, text=True, check=True).stdout
+    for name in references():
+        assert re.search(rf"^  {name} +\S", out, re.MULTILINE), name
+    assert "LOADED []" in out
+
+
+def test_a_pipeline_outside_the_packages_brings_its_command_to_its_projects(tmp_path):
+    folder = toy.make(tmp_path / "texts")
+    projects.latentmill(folder, "run", "lines")
+    assert latentmill("longest", "-p", str(folder)) == "one two three four five\n"
+    assert latentmill("longest", folder=folder) == "one two three four five\n"
+    assert "Commands of tests.toy" in latentmill("--help", folder=folder)
+    assert "there is no command 'longest'" in latentmill("longest", folder=tmp_path)
+
+
+def test_a_command_that_does_not_exist_gets_the_nearest_name(tmp_path):
+    assert "there is no command 'stauts'; did you mean status?" in latentmill("stauts", folder=tmp_path)
+
+
+def test_the_generic_commands_work_for_another_pipeline(tmp_path):
+    folder = toy.make(tmp_path / "texts")
+    assert "7 rows missing: make lines" in projects.latentmill(folder, "status")
+    for stage in ("lines", "tokens"):
+        projects.latentmill(folder, "run", stage)
+    assert projects.latentmill(folder, "follow", "apple").splitlines() == [
+        "lines     a.txt:1: a red apple on a table",
+        "tokens    16 tokens",
+    ]
+    assert "one two three four five" in projects.latentmill(folder, "query", "from long_lines")
+    assert projects.latentmill(folder, "panel").splitlines()[1].split("  ")[-1] == "Words per line"
+    assert projects.latentmill(folder, "panel", "words", "--format", "csv").splitlines()[:2] == ["words,lines", "1,1"]
+    assert "did you mean words?" in projects.latentmill(folder, "panel", "wordz", code=2)
+    assert projects.latentmill(folder, "clean").splitlines()[-1] == "freed 0 B"
+
+
+@pytest.mark.parametrize("name", [panel.name for panel in PIPELINE.panels])
+def test_every_panel_answers_over_a_small_project(name, tmp_path):
+    from pipeline.commands.query import answer
+    from tests.pipeline.commands import tables
+
+    (panel,) = (each for each in PIPELINE.panels if each.name == name)
+    assert answer(tables.make(tmp_path), panel.sql).num_rows
+
+
+def test_the_families_are_listed_with_licence_and_source():
+    out = latentmill("families")
+    assert re.search(r"^klein-base-4b +\S.*Apache", out, re.MULTILINE)
