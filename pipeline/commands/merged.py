@@ -1,109 +1,86 @@
-"""The base with a trained adapter merged into it: a transformer of its own in the diffusers layout."""
+"""Write a transformer with a trained adapter merged into its weights, as a folder in the diffusers layout."""
 
 from __future__ import annotations
 
 import json
-import secrets
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from pipeline.store.disk import TEMPORARY, make_folder, sync
-from stages.models import weights
+from pipeline.store.disk import atomic_folder
+from stages.models.adapters import of_linear
 from stages.models.family import Family
-from stages.models.flux2 import key_maps as convert
-from stages.models.flux2.adapter_formats import of_linear, read_adapter
-from stages.models.flux2.transformer import Flux2Config
 from stages.models.folders import component_config
 from stages.tuner.adapters import merge
 
-CLASS, STEM = "Flux2Transformer2DModel", "diffusion_pytorch_model"  # diffusers' words
-SHARD = 4 << 30  # bytes of one file, which is what is held at once
+STEM = "diffusion_pytorch_model"  # of the weight files' names, as diffusers expects them
+SHARD = 4 << 30  # bytes per file; so much is held in memory at once
 
 
 def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype: str) -> Path:
-    """The transformer at `base`, either layout, with the adapter in its weights, as the new folder `out`.
+    """Merge the adapter file `adapter` into the transformer at `base` and write it as the new folder `out`, which is returned.
 
-    Merged in float32 and rounded once, to `dtype`. The folder is there whole or not at all. ValueError if it exists, or if the
-    adapter is of another model.
+    `base` is a transformer of `family`, in either layout. Weights are merged in float32 and rounded once, to `dtype` ("bfloat16",
+    "float32" or "float16"). The folder appears complete or not at all. ValueError if `out` exists, if the adapter is of another
+    model, or if weights are missing.
     """
     if out.exists():
         raise ValueError(f"{out} exists; move it away or give another name")
-    config = {"_class_name": CLASS, **component_config(base, family.transformer)}
-    shapes = Flux2Config.from_dict(config).shapes()
-    arrays, scales = read_adapter(adapter)
-    merge.check(shapes, arrays, scales)
-    with whole_folder(out) as folder:
+    architecture = family.architecture
+    config = {"_class_name": architecture.transformer_class, **component_config(base, family.transformer)}
+    arrays, scales = architecture.read_adapter(adapter)
+    merge.check(architecture.transformer_config(base, family).shapes(), arrays, scales)
+    with atomic_folder(out) as folder:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        shards = Shards(folder)
+        shards = ShardWriter(folder)
 
-        def each(key: str, weight: mx.array) -> mx.array:
+        def write(key: str, weight: mx.array) -> mx.array:
             name = key.removesuffix(".weight")
             if name in scales:
                 weight = merge.merge(weight.astype(mx.float32), of_linear(arrays, name), scales[name])
             shards.add(key, weight.astype(getattr(mx, dtype)))
-            return mx.zeros(0)  # what is written is let go
+            return mx.zeros(0)  # frees the weight
 
-        foreign = convert.is_single_file(weights.read_keys(base))
-        weights.load_component(
-            base, shapes, convert=(lambda found: convert.transformer(found, base)) if foreign else None, arrange=each
-        )
+        architecture.load_transformer(base, family, arrange=write)
         shards.close()
     return out
 
 
-class Shards:
-    """Tensors gathered into files, named as diffusers names them."""
+class ShardWriter:
+    """Writes tensors into safetensors files of at most SHARD bytes, named as diffusers names them, with an index if needed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.held: dict[str, mx.array] = {}
-        self.written: list[dict[str, int]] = []  # of each file: bytes by key
+        self.pending: dict[str, mx.array] = {}
+        self.written: list[dict[str, int]] = []  # for each file, bytes by key
 
     def add(self, key: str, value: mx.array) -> None:
-        """Gather one more; written once there is enough for a file."""
-        if self.held and sum(each.nbytes for each in self.held.values()) + value.nbytes > SHARD:
-            self.flush()
+        """Add one tensor. The tensors before it are written first if it would make their file too large."""
+        if self.pending and sum(each.nbytes for each in self.pending.values()) + value.nbytes > SHARD:
+            self._write_pending()
         mx.eval(value)
-        self.held[key] = value
-
-    def flush(self) -> None:
-        """Write what is gathered."""
-        mx.save_safetensors(str(self.folder / f"{len(self.written)}.safetensors"), self.held, {"format": "pt"})
-        self.written.append({key: value.nbytes for key, value in self.held.items()})
-        self.held = {}
+        self.pending[key] = value
 
     def close(self) -> None:
-        """Write the rest, name the files, and where there are several, say which holds what."""
-        self.flush()
+        """Write the remaining tensors, give the files their final names, and write the index of several files."""
+        self._write_pending()
         count = len(self.written)
         several = [f"{STEM}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
         names = several if count > 1 else [f"{STEM}.safetensors"]
         for n, name in enumerate(names):
             (self.folder / f"{n}.safetensors").rename(self.folder / name)
         if count > 1:
-            where = {key: name for name, keys in zip(names, self.written, strict=True) for key in keys}
-            size = sum(sum(keys.values()) for keys in self.written)
-            index: Mapping[str, Any] = {"metadata": {"total_size": size}, "weight_map": where}
-            (self.folder / f"{STEM}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            self._write_index(names)
 
+    def _write_pending(self) -> None:
+        mx.save_safetensors(str(self.folder / f"{len(self.written)}.safetensors"), self.pending, {"format": "pt"})
+        self.written.append({key: value.nbytes for key, value in self.pending.items()})
+        self.pending = {}
 
-@contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside `path`, which becomes `path` when the block ends well and vanishes otherwise."""
-    make_folder(path.parent)
-    temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}-{path.name}")
-    temporary.mkdir()
-    try:
-        yield temporary
-        for file in temporary.iterdir():
-            sync(file)
-        sync(temporary)
-        temporary.rename(path)
-        sync(path.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    def _write_index(self, names: list[str]) -> None:
+        files = {key: name for name, keys in zip(names, self.written, strict=True) for key in keys}
+        size = sum(sum(keys.values()) for keys in self.written)
+        index: Mapping[str, Any] = {"metadata": {"total_size": size}, "weight_map": files}
+        (self.folder / f"{STEM}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

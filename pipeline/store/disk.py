@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -68,6 +69,27 @@ def atomic_write(path: Path) -> Iterator[Path]:
         sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `path`. The block must write files there.
+
+    When the block ends, the files are synced and the folder is renamed to `path`, which must not exist or be empty: OSError
+    otherwise. If the block raises, the temporary folder is deleted. Missing parent folders are created.
+    """
+    make_folder(path.parent)
+    temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}-{path.name}")
+    temporary.mkdir()
+    try:
+        yield temporary
+        for file in temporary.rglob("*"):
+            sync(file)
+        sync(temporary)
+        temporary.rename(path)
+        sync(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def delete_temporary_files(folder: Path) -> None:

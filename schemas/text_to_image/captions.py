@@ -1,4 +1,4 @@
-"""captions: one row per text and what it is for."""
+"""The table captions: one row per text and use."""
 
 import pyarrow as pa
 
@@ -6,24 +6,24 @@ from schemas.table import TableSchema, column
 
 CAPTIONS = TableSchema(
     name="captions",
-    doc="One row per caption of an image, plus the texts that belong to no image. Equal texts share a caption_id.",
+    doc="One row per caption of an image, and per text that belongs to no image; equal texts have the same caption_id.",
     key=("image_id", "role", "caption_id"),
     columns=(
-        column("caption_id", pa.string(), "sha256 of the text (UTF-8), hex"),
-        column("image_id", pa.string(), "the image it describes; empty for texts that belong to no image"),
+        column("caption_id", pa.string(), "sha256 of the text in UTF-8, hex"),
+        column("image_id", pa.string(), "image that the text describes; empty for a text that belongs to no image"),
         column(
             "role",
             pa.string(),
-            "caption (of an image), empty (caption dropout, negative prompt), trigger (caption dropout to the trigger alone), "
-            "class (a caption or the trigger with the class word in the trigger's place) or preview (to sample)",
+            "use of the text: caption (of an image), empty (for caption dropout, and as negative prompt), trigger (for caption "
+            "dropout to the trigger alone), class (a text with the class word in place of the trigger) or preview (a prompt)",
         ),
-        column("text", pa.string(), "what the text encoder reads, after the template"),
-        column("source", pa.string(), "sidecar, metadata, filename, template or config"),
-        column("origin", pa.string(), "file it came from, with line or row number where it has one"),
+        column("text", pa.string(), "text that the text encoder reads, with the template applied"),
+        column("source", pa.string(), "source of the text: sidecar, metadata, filename, template or config"),
+        column("origin", pa.string(), "file that the text was found in, with line number, or setting that it was made from"),
         column(
             "position",
             pa.int32(),
-            "0-based order among the image's captions, or the preview prompts; class: that of its original",
+            "position among the image's captions, or among the preview prompts, from 0; class: position of the original text",
         ),
     ),
 )

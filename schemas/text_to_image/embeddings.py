@@ -1,4 +1,4 @@
-"""embeddings: one row per distinct text, encoded."""
+"""The table embeddings: one row per distinct text, with its encoding."""
 
 import pyarrow as pa
 
@@ -6,17 +6,21 @@ from schemas.table import TableSchema, column, tensor
 
 EMBEDDINGS = TableSchema(
     name="embeddings",
-    doc="One row per distinct caption: three hidden states of the text encoder, concatenated, padded to the family's length.",
+    doc="One row per distinct text: three hidden states of the text encoder, concatenated, padded to the family's length.",
     key=("caption_id",),
     tensors=(tensor(),),
     columns=(
-        column("caption_id", pa.string(), "sha256 of the text, hex"),
-        column("tokens", pa.int32(), "real tokens, chat template included, before padding"),
-        column("dropped_tokens", pa.int32(), "tokens of the caption beyond the family's length, which were cut; 0 as a rule"),
-        column("shape", pa.list_(pa.int32()), "tensor shape: rows (512), 3 x hidden size"),
-        column("dtype", pa.string(), "bfloat16"),
-        column("mean", pa.float32(), "mean over the real rows"),
-        column("std", pa.float32(), "standard deviation over the real rows"),
-        column("absmax", pa.float32(), "largest magnitude over the real rows"),
+        column("caption_id", pa.string(), "text, a value of caption_id in the table captions: sha256 of the text, hex"),
+        column("tokens", pa.int32(), "number of tokens of the text and its chat template, without padding"),
+        column(
+            "dropped_tokens",
+            pa.int32(),
+            "number of tokens that were cut off because the text is longer than the family's length; usually 0",
+        ),
+        column("shape", pa.list_(pa.int32()), "shape of the tensor: tokens (512 in released families), 3 x hidden size"),
+        column("dtype", pa.string(), "dtype of the tensor: bfloat16"),
+        column("mean", pa.float32(), "mean of the values, padding excluded"),
+        column("std", pa.float32(), "standard deviation of the values, padding excluded"),
+        column("absmax", pa.float32(), "largest absolute value, padding excluded"),
     ),
 )

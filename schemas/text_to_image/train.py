@@ -1,4 +1,4 @@
-"""train: one row per sample drawn."""
+"""The table train: one row per sample of a step."""
 
 import pyarrow as pa
 
@@ -6,42 +6,51 @@ from schemas.table import TableSchema, column
 
 TRAIN = TableSchema(
     name="train",
-    doc="One row per sample that a step drew or was measured by: what it was, how noisy, what it cost, and the step around it.",
+    doc="One row per sample that was trained on or validated with: image, caption, noise level, loss, and facts about the step.",
     key=("step", "split", "sample"),
     columns=(
-        column("step", pa.int32(), "optimizer step, from 1; measured before the first: 0"),
+        column("step", pa.int32(), "optimizer step, from 1; 0 for validation before the first step"),
         column(
             "split",
             pa.string(),
-            "train, or validation: held out, measured with the adapter as it was after the step",
+            "train for a sample that was trained on, validation for a held-out sample, measured with the adapter after the step",
             default="train",
         ),
-        column("sample", pa.int32(), "0-based place in the step: micro-batch by micro-batch"),
-        column("epoch", pa.int32(), "0-based pass over the data"),
-        column("image_id", pa.string(), "the image"),
-        column("latent_id", pa.string(), "the crop of it that was trained on"),
-        column("caption_id", pa.string(), "the caption that was trained with: if dropped, the empty one or the trigger alone"),
-        column("width", pa.int32(), "bucket width, pixels"),
-        column("height", pa.int32(), "bucket height, pixels"),
-        column("dropped", pa.bool_(), "caption replaced by the empty caption, or the trigger alone"),
+        column("sample", pa.int32(), "position of the sample in the step, from 0, micro-batch by micro-batch"),
+        column("epoch", pa.int32(), "epoch: number of complete passes over the data before this one, from 0"),
+        column("image_id", pa.string(), "image of the sample: sha256 of its file"),
+        column("latent_id", pa.string(), "crop of the image, a key of the table latents"),
+        column(
+            "caption_id",
+            pa.string(),
+            "text that the sample was trained with, a key of the table embeddings; the replacement if the caption was dropped",
+        ),
+        column("width", pa.int32(), "width of the crop, pixels"),
+        column("height", pa.int32(), "height of the crop, pixels"),
+        column("dropped", pa.bool_(), "true if the caption was replaced by the empty caption or by the trigger alone"),
         column("sigma", pa.float32(), "noise level, 0 (clean) to 1 (noise)"),
         column(
             "loss",
             pa.float32(),
-            "mean squared error of the velocity, this sample alone; in train, as the sections loss and mask of [train] weigh it",
+            "loss of the sample: mean squared error of the velocity, weighted by [train.loss] and [train.mask] if split is train",
         ),
         column(
             "preservation",
             pa.float32(),
-            "what its answer to the class caption costs beside the loss, for straying from the bare base's: mean squared, times "
-            "[train.preservation] weight; null where it was not asked for",
+            "preservation loss, added to the loss: mean squared difference from the base model's velocity for the class caption, "
+            "times [train.preservation] weight; null if it was not computed",
             null=True,
         ),
         column("lr", pa.float64(), "learning rate of the step"),
-        column("grad_norm", pa.float32(), "global norm of the gradient before clipping"),
-        column("tokens", pa.int32(), "tokens of this sample through the transformer: image and text"),
+        column("grad_norm", pa.float32(), "global norm of the step's gradient before clipping"),
+        column("tokens", pa.int32(), "number of tokens of the sample in the transformer, image and text"),
         column("seconds", pa.float32(), "wall time of the step, seconds", measured=True),
-        column("read_seconds", pa.float32(), "part of it spent reading rows from disk, seconds", measured=True),
-        column("peak_bytes", pa.int64(), "MLX's peak memory so far, bytes", measured=True),
+        column(
+            "read_seconds",
+            pa.float32(),
+            "time of the step that was spent reading rows from disk, seconds",
+            measured=True,
+        ),
+        column("peak_bytes", pa.int64(), "peak memory of MLX up to this step, bytes", measured=True),
     ),
 )

@@ -1,44 +1,32 @@
-"""The names under which adapters' arrays are kept: ours, diffusers', the FLUX.2 reference's fused ones, kohya's, LyCORIS'.
+"""The names under which files keep adapters of FLUX.2: diffusers', the reference repository's, kohya's and LyCORIS'.
 
-Ours: diffusers' name of the linear, and an ending that says which array of which kind of adapter it is:
-
-    LoRA   .lora_A.weight (R,I), .lora_B.weight (O,R)        delta W = scale B A
-    DoRA   the same, and .lora_magnitude_vector (O,)         W' = magnitude (W + scale B A) / |W + scale B A|, row by row
-    LoKr   .lokr_w1 (a,b), .lokr_w2 (c,d), or for a low rank .lokr_w2_a (c,R) and .lokr_w2_b (R,d)
-                                                             delta W = scale w1 (x) w2, the Kronecker product
-
-R rank, I inputs of the linear, O outputs; a c = O, b d = I.
+Inside this program a Linear has diffusers' name. The reference repository stacks q, k and v in one Linear.
 """
 
 from __future__ import annotations
 
 import re
 
-from stages.models.flux2 import key_maps as convert
+from stages.models.adapters import ALPHA, DORA_SCALE, MAGNITUDE, W1, W1_A, W1_B, W2, W2_A, W2_B, A, B
+from stages.models.flux2 import key_maps
 
-A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
-W1, W2, W2_A, W2_B = ".lokr_w1", ".lokr_w2", ".lokr_w2_a", ".lokr_w2_b"
-W1_A, W1_B = ".lokr_w1_a", ".lokr_w1_b"  # in files alone: read as their product
-ALPHA, DORA_SCALE = ".alpha", ".dora_scale"  # in files alone: read as a scale, and as the magnitude
-ENDINGS = (A, B, MAGNITUDE, W1, W2, W2_A, W2_B)
-EXACT = (MAGNITUDE, DORA_SCALE, ALPHA)  # a number a row or less: never worth rounding
-HALVES_SWAPPED = "final_layer.adaLN_modulation.1"  # rows are shift, scale; in diffusers scale, shift
+HALVES_SWAPPED = "final_layer.adaLN_modulation.1"  # its rows are shift, scale; in diffusers scale, shift
 
 
 def _reference() -> dict[str, tuple[str, ...]]:
-    """A linear of the reference layout -> the diffusers linears whose rows it stacks, in order; {} is the block's number."""
+    """Map each Linear of the reference repository to the diffusers Linears whose rows it stacks; {} is the block's number."""
     double, single = "transformer_blocks.{}.", "single_transformer_blocks.{}."
-    found: dict[str, tuple[str, ...]] = {name: (ours,) for name, ours in convert.TRANSFORMER.items()}
+    found: dict[str, tuple[str, ...]] = {name: (ours,) for name, ours in key_maps.TRANSFORMER.items()}
     found[HALVES_SWAPPED] = ("norm_out.linear",)
-    found |= {f"double_blocks.{{}}.{n}": tuple(double + p for p in parts) for n, parts in convert.FUSED.items()}
-    found |= {f"double_blocks.{{}}.{n}": (double + p,) for n, p in convert.DOUBLE.items() if "norm" not in n}
-    return found | {f"single_blocks.{{}}.{n}": (single + p,) for n, p in convert.SINGLE.items() if "norm" not in n}
+    found |= {f"double_blocks.{{}}.{n}": tuple(double + p for p in parts) for n, parts in key_maps.FUSED.items()}
+    found |= {f"double_blocks.{{}}.{n}": (double + p,) for n, p in key_maps.DOUBLE.items() if "norm" not in n}
+    return found | {f"single_blocks.{{}}.{n}": (single + p,) for n, p in key_maps.SINGLE.items() if "norm" not in n}
 
 
 FUSED = _reference()
 FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
 PREFIXES = ("base_model.model.", "diffusion_model.", "transformer.")
-_UNDERSCORED = {  # with underscores for dots: kohya's the reference's names, LyCORIS' those of the model that it wraps
+_UNDERSCORED = {  # underscores for dots: kohya writes the reference's names so, LyCORIS diffusers' names
     "lora_unet_": {fused.replace(".", "_"): fused for fused in FUSED},
     "lycoris_": {part.replace(".", "_"): part for part in FUSED_OF},
 }
@@ -47,8 +35,12 @@ _READ |= {DORA_SCALE: MAGNITUDE, ALPHA: ALPHA} | {ending: ending for ending in (
 _SPLIT = re.compile("(.+?)(" + "|".join(re.escape(e) for e in sorted(_READ, key=len, reverse=True)) + ")")
 
 
-def our_name(key: str) -> tuple[str, str]:
-    """A file's key -> name of the linear (maybe fused), and an ending: one of ENDINGS, .alpha, .lokr_w1_a or .lokr_w1_b."""
+def parse_key(key: str) -> tuple[str, str]:
+    """Split a key of an adapter file in any known style: (name of the Linear, ending in our spelling).
+
+    The name is diffusers' or the reference repository's. The ending is one of adapters.ENDINGS, .alpha, .lokr_w1_a or
+    .lokr_w1_b. ValueError if the key belongs to no LoRA, DoRA or LoKr, or to another model.
+    """
     match = _SPLIT.fullmatch(key)
     if not match:
         raise ValueError(f"{key} is no part of a LoRA, DoRA or LoKr that can be read")
@@ -57,44 +49,44 @@ def our_name(key: str) -> tuple[str, str]:
         name = name.removeprefix(prefix)
     for prefix, known in _UNDERSCORED.items():
         if name.startswith(prefix):
-            block = re.search(r"_(\d+)_", name)
-            flat = re.sub(r"_(\d+)_", "_{}_", name.removeprefix(prefix), count=1)
-            if flat not in known:
-                raise ValueError(f"{key} names no linear of FLUX.2; is the adapter one of another model?")
-            name = known[flat].replace("{}", block[1] if block else "")
+            name = _dotted(key, name.removeprefix(prefix), known)
     return name, ending
 
 
-def is_bare(key: str) -> bool:
-    """Whether a file's key has no prefix that tells who wrote it."""
-    return not key.startswith((*PREFIXES, *_UNDERSCORED))
+def _dotted(key: str, flat: str, known: dict[str, str]) -> str:
+    """Return the dotted name of a Linear that is written with underscores, by the table `known`."""
+    block = re.search(r"_(\d+)_", flat)
+    pattern = re.sub(r"_(\d+)_", "_{}_", flat, count=1)
+    if pattern not in known:
+        raise ValueError(f"{key} names no linear of FLUX.2; is the adapter one of another model?")
+    return known[pattern].replace("{}", block[1] if block else "")
 
 
-def lycoris(name: str) -> str:
-    """A diffusers linear's name as LyCORIS writes it."""
+def has_prefix(key: str) -> bool:
+    """Whether a file's key starts with the prefix of another program, such as "transformer." or "lora_unet_"."""
+    return key.startswith((*PREFIXES, *_UNDERSCORED))
+
+
+def lycoris_name(name: str) -> str:
+    """Return LyCORIS' name of the Linear with the diffusers name `name`."""
     return "lycoris_" + name.replace(".", "_")
 
 
-def numbered(name: str) -> tuple[str, str]:
-    """`a.3.b` -> (`a.{}.b`, `3`): the first number between dots is the block's."""
-    found = re.search(r"\.(\d+)\.", name)
-    return re.sub(r"\.(\d+)\.", ".{}.", name, count=1), found[1] if found else ""
-
-
-def parts_of(name: str) -> list[str]:
-    """The diffusers linears that a linear of the reference layout stacks; the name itself if it is none."""
-    pattern, block = numbered(name)
+def diffusers_names(name: str) -> list[str]:
+    """Return the diffusers Linears whose rows the reference repository's Linear `name` stacks; [name] for another name."""
+    pattern, block = _split_number(name)
     return [part.replace("{}", block) for part in FUSED.get(pattern, (name,))]
 
 
-def fused_of(name: str) -> str:
-    """The linear of the reference layout that holds a diffusers linear's rows; ValueError if there is none."""
-    pattern, block = numbered(name)
+def reference_name(name: str) -> str:
+    """Return the reference repository's Linear that holds the rows of the diffusers Linear `name`. ValueError if none does."""
+    pattern, block = _split_number(name)
     if pattern not in FUSED_OF:
         raise ValueError(f"{name} has no counterpart in the FLUX.2 reference layout; export it as diffusers")
     return FUSED_OF[pattern].replace("{}", block)
 
 
-def natural(name: str) -> list[tuple[int, str]]:
-    """Sort key that puts block 2 before block 10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+def _split_number(name: str) -> tuple[str, str]:
+    """Split off the block's number, the first between dots: "a.3.b" -> ("a.{}.b", "3")."""
+    found = re.search(r"\.(\d+)\.", name)
+    return re.sub(r"\.(\d+)\.", ".{}.", name, count=1), found[1] if found else ""

@@ -1,7 +1,7 @@
 """FLUX.2's entry in the table of architectures. Nothing outside this folder imports another of its files."""
 
 from stages.models.family import Architecture
-from stages.models.flux2 import adapter_formats, load, random_weights, sampling, transformer
+from stages.models.flux2 import adapter_reader, adapter_writer, load, random_weights, sampling, transformer
 from stages.models.flux2 import inputs as model_inputs
 from stages.models.text.encoder import TextEncoder
 
@@ -20,7 +20,7 @@ FLUX2 = Architecture(
     load_text_encoder=TextEncoder,
     sigmas=sampling.sigmas,
     draw=sampling.draw,
-    read_adapter=adapter_formats.read_adapter,
-    adapter_styles={"diffusers": adapter_formats.to_diffusers, "comfyui": adapter_formats.to_comfyui},
+    read_adapter=adapter_reader.read_adapter,
+    adapter_styles={"diffusers": adapter_writer.to_diffusers, "comfyui": adapter_writer.to_comfyui},
     write_random_weights=random_weights.write_random_weights,
 )

@@ -14,8 +14,8 @@ import pytest
 
 from pipeline.commands.export import export
 from schemas.text_to_image.train import TRAIN
+from stages.models.adapters import B
 from stages.models.flux2 import sampling
-from stages.models.flux2.adapter_formats import B
 from stages.models.flux2.autoencoder import AutoencoderConfig
 from stages.models.flux2.load import load_autoencoder, load_flux2
 from stages.models.flux2.transformer import Flux2Config
@@ -81,7 +81,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[checkpoint.Checkp
     }
     about = {"family": MICRO.name, "project": "random", "rank": "4", "alpha": "8.0"}
     saved = checkpoint.save(keep, 1, arrays, {}, TRAIN.table([]), about, {})
-    file = export(saved.folder / checkpoint.ADAPTER, folder / "out", "diffusers", dtype="float32", metadata={})
+    file = export(saved.folder / checkpoint.ADAPTER, family("micro"), folder / "out", "diffusers", dtype="float32", metadata={})
     return saved, file
 
 

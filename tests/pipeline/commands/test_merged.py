@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import stages  # noqa: F401  a fast BLAS, before MLX
 from pipeline.commands import merged
 from pipeline.commands.export import merge_run
 from pipeline.commands.merged import write_merged
+from pipeline.store.disk import TEMPORARY
 from stages.models.folders import read_config
 from stages.text_to_image.families import family
 from tests.pipeline.commands.reference import forward, tiny_transformer
@@ -68,8 +70,8 @@ def test_an_adapter_of_another_model_is_refused_and_leaves_nothing_behind(base: 
     (tmp_path / "wide").mkdir()
     with pytest.raises(ValueError, match=r"the adapter is for .* of shape \(32, 128\); the model's is \(3072, 12288\)"):
         write_merged(tmp_path / "wide", wide, tmp_path / "adapter.safetensors", tmp_path / "out", dtype="bfloat16")
-    small: Any = SimpleNamespace(transformer=read_config(base))
+    small = dataclasses.replace(family("tiny"), transformer=read_config(base))
     with pytest.raises(ValueError, match="there are no weights"):
         write_merged(tmp_path / "wide", small, tmp_path / "adapter.safetensors", tmp_path / "out", dtype="bfloat16")
     assert not (tmp_path / "out").exists()
-    assert not list(tmp_path.glob(merged.TEMPORARY + "*"))
+    assert not list(tmp_path.glob(TEMPORARY + "*"))

@@ -1,0 +1,86 @@
+"""The arrays of an adapter: their names, whatever the architecture, and the checks that they belong together.
+
+An adapter is a flat dict. A key is the full name of a Linear and an ending that says which array it is:
+
+    LoRA   .lora_A.weight (R,I), .lora_B.weight (O,R)        delta W = scale B A
+    DoRA   these and .lora_magnitude_vector (O,)             W' = magnitude (W + scale B A) / |W + scale B A|, row by row
+    LoKr   .lokr_w1 (a,b), .lokr_w2 (c,d), or for a low rank .lokr_w2_a (c,R) and .lokr_w2_b (R,d)
+                                                             delta W = scale w1 (x) w2, the Kronecker product
+
+R rank, I inputs of the Linear, O outputs; a c = O, b d = I. The endings of LoRA and DoRA are PEFT's.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+Arrays = dict[str, mx.array]
+Scales = dict[str, float]  # by the name of the Linear
+
+A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+W1, W2, W2_A, W2_B = ".lokr_w1", ".lokr_w2", ".lokr_w2_a", ".lokr_w2_b"
+ENDINGS = (A, B, MAGNITUDE, W1, W2, W2_A, W2_B)
+# Endings that occur in files alone: read as the product of two factors, as a scale, and as a magnitude.
+W1_A, W1_B, ALPHA, DORA_SCALE = ".lokr_w1_a", ".lokr_w1_b", ".alpha", ".dora_scale"
+EXACT = (MAGNITUDE, DORA_SCALE, ALPHA)  # at most one number per row: always written as float32
+
+
+def linear_name(key: str) -> str:
+    """Return the name of the Linear that an array's key starts with. ValueError if the key has no known ending."""
+    for ending in (*ENDINGS, W1_A, W1_B):
+        if key.endswith(ending):
+            return key.removesuffix(ending)
+    raise ValueError(f"{key} is no part of a LoRA, DoRA or LoKr")
+
+
+def linears(arrays: Arrays) -> list[str]:
+    """Return the names of the adapted Linears, block 2 before block 10.
+
+    ValueError if a Linear lacks an array of its kind of adapter, or if its arrays have shapes that do not fit together.
+    """
+    found = sorted({linear_name(key) for key in arrays}, key=natural)
+    for name in found:
+        _check(name, of_linear(arrays, name))
+    return found
+
+
+def _check(name: str, own: Arrays) -> None:
+    expected = [W1, W2] if W2 in own else [W1, W2_A, W2_B] if {W1, W2_A, W2_B} & {*own} else [A, B]
+    for ending in expected:
+        if ending not in own:
+            raise ValueError(f"the adapter lacks {name}{ending}, though it has other arrays of {name}")
+    if MAGNITUDE in own and W1 in own:
+        raise ValueError(f"{name}: a LoKr with magnitudes is not supported")
+    first, second = own[expected[-2]].shape, own[expected[-1]].shape
+    inner = (second[1], first[0]) if A in own else (first[1], second[0])
+    if W2 not in own and inner[0] != inner[1]:
+        raise ValueError(f"{name}: {expected[-2][1:]} {first} and {expected[-1][1:]} {second} do not fit together")
+    if MAGNITUDE in own and own[MAGNITUDE].shape != second[:1]:
+        raise ValueError(f"{name}: the magnitude of shape {own[MAGNITUDE].shape} is not one number for each of {second[0]} rows")
+
+
+def of_linear(arrays: Arrays, name: str) -> Arrays:
+    """Return the arrays of the Linear `name`, keyed by their endings alone."""
+    return {ending: arrays[name + ending] for ending in ENDINGS if name + ending in arrays}
+
+
+def variant(arrays: Arrays) -> str:
+    """Return the kind of an adapter, "lora", "dora" or "lokr", as its arrays show it."""
+    if any(key.endswith(W1) for key in arrays):
+        return "lokr"
+    return "dora" if any(key.endswith(MAGNITUDE) for key in arrays) else "lora"
+
+
+def ranks(arrays: Arrays) -> dict[str, int]:
+    """Return the rank of each adapted Linear by its name. A LoKr of two full factors has no rank and is left out."""
+    return {key.removesuffix(end): value.shape[0] for end in (A, W2_B) for key, value in arrays.items() if key.endswith(end)}
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Sort key for names of Linears: numbers between dots count as numbers, so that block 2 comes before block 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+def first_not_finite(arrays: Arrays) -> str:
+    """Return the key of the first array with a value that is not finite; "" if all values are finite."""
+    return next((key for key, value in arrays.items() if not mx.isfinite(value).all().item()), "")
