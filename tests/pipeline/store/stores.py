@@ -1,7 +1,9 @@
-"""Two small tables for the tests of the store: one with tensors, one without. A row's values follow from its number."""
+"""Small tables for the tests of the store: with one, two and no tensors. The values of a row follow from its number."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,29 +13,41 @@ from pipeline.store.table import TableFolder
 from pipeline.store.writer import Writer
 from schemas.table import TableSchema, column, tensor
 
-WORDS = 500  # in a tensor: 1000 bytes
+WORDS = 500  # values in a tensor of VECTORS: 1000 bytes
 
 VECTORS = TableSchema(
     name="vectors",
-    doc="A tensor table.",
+    doc="A table with one tensor.",
     key=("name",),
     tensors=(tensor(),),
     columns=(
         column("name", pa.string(), "the key"),
-        column("number", pa.int32(), "what the tensor is full of"),
+        column("number", pa.int32(), "every value of the tensor"),
         column("shape", pa.list_(pa.int32()), "tensor shape"),
-        column("remark", pa.string(), "something or nothing", null=True),
+        column("remark", pa.string(), "some text or null", null=True),
+    ),
+)
+PAIRS = TableSchema(
+    name="pairs",
+    doc="A table with two tensors of different types and sizes.",
+    key=("name",),
+    tensors=(tensor("ids", "int32", "token ids"), tensor("signs", "int8", "signs")),
+    columns=(
+        column("name", pa.string(), "the key"),
+        column("number", pa.int32(), "every value of ids; modulo 100, every value of signs"),
+        column("ids_shape", pa.list_(pa.int32()), "shape of ids"),
+        column("signs_shape", pa.list_(pa.int32()), "shape of signs"),
     ),
 )
 NOTES = TableSchema(
     name="notes",
-    doc="A table of rows alone.",
+    doc="A table without tensors.",
     key=("page", "line"),
     columns=(
         column("page", pa.int32(), "the key"),
         column("line", pa.int32(), "the key"),
         column("text", pa.string(), "some words"),
-        column("remark", pa.string(), "something or nothing", null=True),
+        column("remark", pa.string(), "some text or null", null=True),
     ),
 )
 
@@ -43,7 +57,7 @@ def name_of(number: int) -> str:
 
 
 def vectors(*numbers: int, add: int = 0, words: int = WORDS) -> pa.RecordBatch:
-    """Rows named after their numbers, each with a tensor full of its number (plus `add`)."""
+    """Rows of VECTORS named after their numbers; all values of a row's tensor are its number plus `add`."""
     values = np.repeat(np.array([n + add for n in numbers], np.uint16), words)
     offsets = np.arange(len(numbers) + 1, dtype=np.int32) * words
     return pa.record_batch(
@@ -57,51 +71,91 @@ def vectors(*numbers: int, add: int = 0, words: int = WORDS) -> pa.RecordBatch:
     )
 
 
+def pairs(*numbers: int, add: int = 0) -> pa.RecordBatch:
+    """Rows of PAIRS named after their numbers: ids has 100 + number % 3 values, signs 3 times as many."""
+    rows = []
+    for number in numbers:
+        value, count = number + add, 100 + number % 3
+        row = {"name": name_of(number), "number": value, "ids_shape": [count], "signs_shape": [3, count]}
+        rows.append(row | {"ids": [value] * count, "signs": [value % 100] * 3 * count})
+    return pa.RecordBatch.from_pylist(rows, schema=PAIRS.batch)
+
+
 def notes(*numbers: int, text: str = "text") -> pa.RecordBatch:
+    """Rows of NOTES, whose key and text follow from their numbers."""
     rows = [{"page": n // 10, "line": n % 10, "text": f"{text} {n}", "remark": None if n % 2 else "even"} for n in numbers]
     return pa.RecordBatch.from_pylist(rows, schema=NOTES.batch)
 
 
+BATCHES: dict[str, tuple[TableSchema, Callable[..., pa.RecordBatch]]] = {
+    "vectors": (VECTORS, vectors),
+    "pairs": (PAIRS, pairs),
+    "notes": (NOTES, notes),
+}
+
+
 def names(*numbers: int) -> pa.Table:
-    """The rows of VECTORS that a stage wants."""
+    """The rows of VECTORS or PAIRS that a stage wants."""
     return pa.table({"name": pa.array([name_of(n) for n in numbers], pa.string())})
 
 
-def written(folder: Path, *numbers: int, shard_bytes: int = 5000) -> TableFolder:
-    """A finished tensor table of those rows, five to a shard."""
-    table = TableFolder(folder, VECTORS)
-    with Writer(table, {"stage": "vectors"}, shard_bytes=shard_bytes) as writer:
+def written(folder: Path, *numbers: int, shard_bytes: int = 5000, schema: TableSchema = VECTORS) -> TableFolder:
+    """A finished table of these rows, five rows to a shard of VECTORS."""
+    table = TableFolder(folder, schema)
+    with Writer(table, {"stage": schema.name}, shard_bytes=shard_bytes) as writer:
         for number in numbers:
-            writer.append(vectors(number))
+            writer.append(BATCHES[schema.name][1](number))
         writer.finish(None, {})
     return table
 
 
-def lances(table: TableFolder, pattern: str) -> list[Path]:
-    """Files of the Lance table, the newest manifest first."""
+def lance_files(table: TableFolder, pattern: str) -> list[Path]:
+    """Files of the Lance dataset, the newest manifest first."""
     return sorted((table.folder / "rows.lance").glob(pattern))
 
 
-def lines(table: TableFolder) -> list[str]:
-    """The texts of NOTES."""
-    texts: list[str] = table.rows()["text"].to_pylist()
-    return texts
+def texts(table: TableFolder) -> list[str]:
+    """The texts of a table of NOTES."""
+    found: list[str] = table.rows()["text"].to_pylist()
+    return found
 
 
 def numbers(rows: pa.Table) -> list[int]:
+    """The numbers after which rows of VECTORS or PAIRS are named."""
     return [int(name.removeprefix("row-")) for name in rows["name"].to_pylist()]
 
 
-def check_tensors(table: TableFolder, add: int = 0) -> None:
-    """Every row that readers see has its own tensor, whole."""
+def check_tensors(table: TableFolder) -> None:
+    """Every tensor of every row that readers see has the shape and the values of that row."""
     reader = table.tensors()
     for row in table.rows().to_pylist():
-        tensor = reader.read(row["name"])
-        assert tensor.shape == tuple(row["shape"])
-        assert np.all(tensor == row["number"])
+        for each in table.schema.tensors:
+            values = reader.read(row["name"], each.name)
+            assert values.shape == tuple(row[each.shape])
+            assert np.all(values == (row["number"] % 100 if each.dtype == "int8" else row["number"]))
 
 
 def state(folder: Path) -> dict[str, tuple[int, int]]:
-    """Every file but the lock, with size and time of change."""
+    """Every file but the lock, with its size and time of change."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != "lock"]
     return {str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+
+
+def main(arguments: list[str]) -> None:
+    """FOLDER TABLE COUNT: add COUNT rows to a table, from where it ends; say what is committed and what is finished.
+
+    Every third row ends a commit and every tenth a run. A line is "COMMITTED FINISHED", in rows.
+    """
+    folder, name, count = arguments
+    schema, make = BATCHES[name]
+    with Writer(TableFolder(Path(folder), schema), {}, shard_bytes=3000) as writer:
+        first, finished = writer.stored.num_rows, 0
+        for number in range(first, first + int(count)):
+            writer.append(make(number))
+            if number % 3 == 2:
+                writer.flush()
+            if number % 10 == 9:
+                writer.finish(None, {"number": number + 1})
+                finished = number + 1
+            sys.stdout.write(f"{writer.stored.num_rows} {finished}\n")
+            sys.stdout.flush()

@@ -130,6 +130,7 @@ def test_views_hold_until_the_next_ahead_and_open_files_stay_few_over_many_shard
     assert psutil.Process().num_fds() == before
 
 
+@pytest.mark.slow
 def test_reading_a_table_of_256_megabytes_leaves_memory_flat(tmp_path: Path):
     words = 1 << 19  # 1 MiB a row
     with Writer(TableFolder(tmp_path / "t", VECTORS), {}) as writer:

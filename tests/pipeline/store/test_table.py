@@ -13,12 +13,12 @@ from tests.pipeline.store.stores import (
     NOTES,
     VECTORS,
     check_tensors,
-    lances,
-    lines,
+    lance_files,
     names,
     notes,
     numbers,
     state,
+    texts,
     vectors,
     written,
 )
@@ -38,7 +38,7 @@ def test_a_table_without_a_manifest_has_no_readers(tmp_path: Path):
             table.rows()
         assert table.usage()["rows"] == 0
         assert writer.finish(None, {}) == table.manifest()
-    assert lines(table) == ["text 1", "text 2"]
+    assert texts(table) == ["text 1", "text 2"]
 
 
 def test_a_run_in_progress_is_invisible_until_it_finishes(tmp_path: Path):
@@ -73,7 +73,7 @@ def test_a_row_whose_key_exists_is_replaced(tmp_path: Path):
         writer.flush()
         assert writer.stored["text"].to_pylist() == ["text 1", "again 2", "later 3"]
         writer.finish(None, {})
-    assert lines(table) == ["text 1", "again 2", "later 3"]
+    assert texts(table) == ["text 1", "again 2", "later 3"]
 
 
 def test_a_reader_beside_a_writer_that_finishes_again_and_again_gets_one_finished_state(tmp_path: Path):
@@ -87,7 +87,7 @@ def test_a_reader_beside_a_writer_that_finishes_again_and_again_gets_one_finishe
     def read() -> None:
         while not done.is_set():
             try:
-                seen.add(frozenset(lines(TableFolder(table.folder, NOTES))))
+                seen.add(frozenset(texts(TableFolder(table.folder, NOTES))))
             except ValueError as error:
                 failed.append(error)
 
@@ -140,7 +140,7 @@ def test_a_table_of_rows_alone_forgets_what_nobody_wants(tmp_path: Path):
         manifest = writer.finish(pa.table(notes(3, 4)).select(["page", "line", "remark"]), {})
         assert (manifest["rows"], manifest["dead"]) == (2, 0)
         assert writer.stored.num_rows == 2
-    assert lines(table) == ["text 3", "text 4"]
+    assert texts(table) == ["text 3", "text 4"]
 
 
 def test_a_row_is_live_only_if_it_equals_its_wanted_row_in_every_wanted_column(tmp_path: Path):
@@ -148,7 +148,7 @@ def test_a_row_is_live_only_if_it_equals_its_wanted_row_in_every_wanted_column(t
     with Writer(table, RECIPE) as writer:
         writer.append(notes(1, 2, 3))
         writer.finish(pa.table(notes(1, 2, 3)).set_column(2, "text", pa.array(["text 1", "text 2", "other"])), {})
-    assert lines(table) == ["text 1", "text 2"]
+    assert texts(table) == ["text 1", "text 2"]
 
 
 def test_a_run_that_changes_nothing_touches_nothing(tmp_path: Path):
@@ -190,6 +190,7 @@ def test_a_table_may_be_empty(tmp_path: Path):
     table.tensors().ahead([])
 
 
+@pytest.mark.slow
 def test_files_and_versions_stay_few_through_200_commits_and_the_version_readers_use_stays(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
     with Writer(table, RECIPE) as writer:
@@ -199,12 +200,12 @@ def test_files_and_versions_stay_few_through_200_commits_and_the_version_readers
     with Writer(table, RECIPE, flush_seconds=0) as writer:
         for number in range(200):
             writer.append(notes(number, text="new"))
-            most = max(most, len(lances(table, "*/*")))
-        assert lines(table) == [f"text {n}" for n in range(7)]
+            most = max(most, len(lance_files(table, "*/*")))
+        assert texts(table) == [f"text {n}" for n in range(7)]
         writer.finish(None, {})
     assert most < 3 * COMMITS + 10
-    assert len(lances(table, "data/*")) == len(lances(table, "_versions/*.manifest")) == 1
-    assert lines(table) == [f"new {n}" for n in range(200)]
+    assert len(lance_files(table, "data/*")) == len(lance_files(table, "_versions/*.manifest")) == 1
+    assert texts(table) == [f"new {n}" for n in range(200)]
 
 
 def test_rows_appended_before_an_interrupt_are_kept_even_if_it_came_in_the_middle_of_a_commit(tmp_path: Path, monkeypatch):

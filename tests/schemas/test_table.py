@@ -1,0 +1,73 @@
+"""The description of a table says which columns a batch has, which a stored row has, and refuses what cannot be stored."""
+
+import pyarrow as pa
+import pytest
+
+from schemas import renames
+from schemas.table import STORED_AS, TableSchema, column, tensor
+
+NAME = column("name", pa.string(), "the key")
+SHAPE = column("shape", pa.list_(pa.int32()), "shape")
+IDS_SHAPE = column("ids_shape", pa.list_(pa.int32()), "shape of ids")
+
+
+def test_a_table_without_tensors_has_one_schema_for_batches_and_stored_rows():
+    schema = TableSchema(name="t", doc="", key=("name",), columns=(NAME,))
+    assert schema.batch == schema.stored == pa.schema([NAME]) and schema.locator == ()
+
+
+def test_a_batch_carries_tensors_and_a_stored_row_says_where_they_lie():
+    schema = TableSchema(
+        name="t", doc="", key=("name",), columns=(NAME, SHAPE, IDS_SHAPE), tensors=(tensor(), tensor("ids", "int32", "ids"))
+    )
+    assert schema.batch.names == ["name", "shape", "ids_shape", "tensor", "ids"]
+    assert schema.stored.names == [
+        *("name", "shape", "ids_shape"),
+        *("shard", "byte_offset", "nbytes", "ids_offset", "ids_nbytes"),
+    ]
+    assert str(schema.batch.field("tensor").type) == "list<item: uint16 not null>"
+    assert str(schema.batch.field("ids").type) == "list<item: int32 not null>"
+
+
+@pytest.mark.parametrize("dtype", STORED_AS)
+def test_a_tensor_of_every_dtype_is_a_list_of_its_stored_type(dtype):
+    assert tensor("x", dtype).field.type.value_type == STORED_AS[dtype]
+
+
+def test_a_dtype_that_cannot_be_stored_is_refused_with_those_that_can():
+    with pytest.raises(AssertionError, match=r"x: dtype must be one of bfloat16, .*, got complex64"):
+        tensor("x", "complex64")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"key": ("other",)}, "its key or a tensor's shape is not a column"),
+        ({"tensors": (tensor("ids", "int32"),)}, "its key or a tensor's shape is not a column"),
+        ({"columns": (NAME, SHAPE, NAME)}, "two columns have the same name"),
+        ({"columns": (NAME, SHAPE, column("nbytes", pa.int64(), ""))}, "two columns have the same name"),
+        ({"key": ("name", "shape")}, "has one key column"),
+    ],
+)
+def test_a_schema_that_contradicts_itself_is_refused(changed, message):
+    fields = {"name": "t", "doc": "", "key": ("name",), "columns": (NAME, SHAPE), "tensors": (tensor(),)}
+    with pytest.raises(AssertionError, match=message):
+        TableSchema(**fields | changed)
+
+
+def test_rows_become_a_table_with_defaults_and_without_gaps():
+    split = column("split", pa.string(), "", default="train")
+    schema = TableSchema(name="t", doc="", key=("name",), columns=(NAME, split))
+    assert schema.table([{"name": "a"}, {"name": "b", "split": "test"}])["split"].to_pylist() == ["train", "test"]
+    with pytest.raises(AssertionError, match=r"t: columns \['name'\] are missing or unknown"):
+        schema.table([{"split": "train"}])
+
+
+def test_equal_runs_agree_in_all_columns_but_the_measured():
+    seconds = column("seconds", pa.float32(), "duration", measured=True)
+    assert TableSchema(name="t", doc="", key=("name",), columns=(NAME, seconds)).compared == ["name"]
+
+
+def test_no_new_name_is_also_an_old_one():
+    for names in (renames.COLUMNS, renames.FOLDERS, renames.PIPELINES):
+        assert not names.keys() & set(names.values())
