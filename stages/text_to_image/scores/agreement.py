@@ -1,0 +1,49 @@
+"""Whether an image shows what its text says: a linear map from image features to sentence embeddings, and cosines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+ARRAYS = ("mean", "scale", "weight", "text")
+
+
+@dataclass(frozen=True)
+class AgreementMap:
+    """A ridge regression from the features of an image to the sentence embedding of its caption.
+
+    `mean` and `scale` (features,) normalise the features, `weight` is (features, embedding), and `text` (embedding,) is the mean
+    sentence embedding, which the regression's output leaves out. `images_sha256` and `texts_sha256` name the released weights
+    of the two encoders that the map was fitted to.
+    """
+
+    mean: np.ndarray
+    scale: np.ndarray
+    weight: np.ndarray
+    text: np.ndarray
+    images_sha256: str
+    texts_sha256: str
+
+    @classmethod
+    def load(cls, file: Path) -> AgreementMap:
+        """Read a map from safetensors. ValueError if the file is not a map that data/micro/training/agreement.py has written."""
+        try:
+            with safe_open(file, framework="numpy") as opened:
+                arrays = {name: opened.get_tensor(name).astype(np.float64) for name in ARRAYS}
+                about = opened.metadata() or {}
+            return cls(**arrays, images_sha256=about["images_sha256"], texts_sha256=about["texts_sha256"])
+        except (OSError, KeyError, SafetensorError) as error:
+            raise ValueError(f"scores.map: {file} is not a map that agreement.py has written: {error}") from None
+
+    def cosines(self, feature_D: np.ndarray, texts_NE: np.ndarray) -> np.ndarray:
+        """Return the cosine between an image and each text, shape (texts,).
+
+        feature_D: the features of the image, (features,); texts_NE: sentence embeddings, (texts, embedding).
+        """
+        predicted_E = ((feature_D - self.mean) / self.scale) @ self.weight
+        centred_NE = texts_NE - self.text
+        cosines_N: np.ndarray = centred_NE @ predicted_E / (np.linalg.norm(centred_NE, axis=1) * np.linalg.norm(predicted_E))
+        return cosines_N

@@ -1,0 +1,54 @@
+"""Where a feature vector lies between the means of two groups of images: the numbers behind the columns style and real."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+MIN_SIGNAL = 0.1  # share of the squared distance between two means that must be more than sampling noise
+
+
+@dataclass(frozen=True)
+class GroupMean:
+    """The mean feature vector of a group of images, and an unbiased estimate of the squared length of the true mean.
+
+    `value` has the shape (features,). The squared length of `value` itself would be too large by its own sampling noise.
+    """
+
+    value: np.ndarray
+    squared_length: float
+
+
+@dataclass(frozen=True)
+class FeatureGroup:
+    """Feature vectors of a group of images: `features` (images, features), and one name per image, such as its prompt."""
+
+    names: list[str]
+    features: np.ndarray
+
+    def mean(self, *, without: str | None = None) -> GroupMean | None:
+        """Return the mean over the images whose name is not `without`; None if no image is left."""
+        chosen_ND = self.features[[place for place, name in enumerate(self.names) if name != without]]
+        count = len(chosen_ND)
+        if not count:
+            return None
+        sum_D = chosen_ND.sum(axis=0)
+        pairs = float(sum_D @ sum_D - (chosen_ND**2).sum())  # the products of two different images
+        return GroupMean(sum_D / count, pairs / (count * (count - 1)) if count > 1 else float(sum_D @ sum_D))
+
+
+def axis_position(feature_D: np.ndarray, start: GroupMean | None, end: GroupMean | None) -> float | None:
+    """Return the position of feature_D, of shape (features,), on the axis from `start` (0) to `end` (1).
+
+    Further images of the two groups lie at 0 and 1 on average. None if a group is missing, or if the distance between the two
+    means is hardly more than their sampling noise.
+    """
+    if start is None or end is None:
+        return None
+    axis_D = end.value - start.value
+    dot = float(start.value @ end.value)
+    squared_length = start.squared_length + end.squared_length - 2 * dot
+    if squared_length < MIN_SIGNAL * (axis_D @ axis_D):
+        return None
+    return (float(feature_D @ axis_D) - dot + start.squared_length) / squared_length

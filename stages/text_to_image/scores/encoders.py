@@ -1,0 +1,90 @@
+"""What turns images and texts into vectors: EfficientNet-Lite0 for images, a file of sentence embeddings for texts.
+
+Both lie in data/judges, with their sources and licences; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+from safetensors import safe_open
+
+from stages.models.vision.efficientnet import FEATURES, SIDE, EfficientNet
+from stages.text_to_image.imaging.decode import open_image
+
+JUDGES = Path(__file__).parents[3] / "data" / "judges"
+IMAGE_WEIGHTS = JUDGES / "efficientnet-lite0.safetensors"
+TEXT_VECTORS = JUDGES / "texts.arrow"
+D = FEATURES  # numbers in the feature vector of an image
+
+
+class ImageEncoder:
+    """Turns images into feature vectors. `source_sha256` is the sha256 of the released file that the network's weights come from.
+
+    Images are encoded one at a time, so that the features of an image do not depend on a batch.
+    """
+
+    def __init__(self, network: EfficientNet, source_sha256: str) -> None:
+        self.network = network
+        self.source_sha256 = source_sha256
+
+    @classmethod
+    def load(cls, file: Path = IMAGE_WEIGHTS) -> ImageEncoder:
+        """Load the encoder from a file that data/judges/convert.py has written. ValueError if the file is another."""
+        network = EfficientNet.load(file)
+        with safe_open(file, framework="numpy") as opened:
+            return cls(network, (opened.metadata() or {}).get("source_sha256", ""))
+
+    def encode(self, image: Image.Image) -> np.ndarray:
+        """Return the features of an image, shape (1280,), float64, of length 1. The image is resized to a square first."""
+        square = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+        features_BD = self.network(mx.array(np.asarray(square, np.float32)[None]))
+        feature_D = np.array(features_BD[0], np.float64)
+        unit_D: np.ndarray = feature_D / np.linalg.norm(feature_D)
+        return unit_D
+
+    def encode_file(self, path: Path) -> np.ndarray:
+        """Return the features of an image file, shape (1280,), float64, of length 1. ImageError if it cannot be decoded."""
+        return self.encode(open_image(path))
+
+
+@dataclass(frozen=True)
+class TextVectors:
+    """Sentence embeddings by text, float16, and the sha256 of the weights that computed them.
+
+    `data/judges/texts.py` writes the file that `load` reads.
+    """
+
+    vectors: Mapping[str, np.ndarray]
+    source_sha256: str
+
+    @classmethod
+    def load(cls, file: Path) -> TextVectors:
+        """Read an Arrow file with the columns `text` and `vector`. ValueError if it cannot be read."""
+        try:
+            with pa.memory_map(str(file)) as opened:
+                table = pa.ipc.open_file(opened).read_all()
+            vectors = np.array(table["vector"].to_pylist(), np.float16)
+            about = table.schema.metadata or {}
+            return cls(dict(zip(table["text"].to_pylist(), vectors, strict=True)), about[b"source_sha256"].decode())
+        except (OSError, KeyError, pa.ArrowInvalid) as error:
+            raise ValueError(f"{file} cannot be read as sentence embeddings: {error}") from None
+
+    def missing(self, texts: Sequence[str]) -> list[str]:
+        """Return those of `texts` that have no vector."""
+        return [text for text in texts if text not in self.vectors]
+
+    def of(self, texts: Sequence[str]) -> np.ndarray:
+        """Return the vectors of `texts`, shape (texts, 384), float64. KeyError for a text without a vector."""
+        return np.stack([self.vectors[text] for text in texts]).astype(np.float64)
+
+    def sha256(self, text: str) -> str:
+        """Return the sha256 of the vector of `text` as hex digits; empty for a text without a vector."""
+        return hashlib.sha256(self.vectors[text].tobytes()).hexdigest() if text in self.vectors else ""

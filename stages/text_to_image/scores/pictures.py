@@ -1,0 +1,69 @@
+"""The pictures that are scored, as rows, and the texts that they are compared with."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from schemas.text_to_image.captions import CAPTIONS
+from schemas.text_to_image.images import IMAGES
+from schemas.text_to_image.samples import SAMPLES
+from stages.hashing import file_sha256
+from stages.stage import StageContext
+from stages.text_to_image.scores.references import Reference, read_references
+
+Row = dict[str, Any]
+
+
+def preview_rows(ctx: StageContext) -> list[Row]:
+    """Return one row per preview, with the columns of `scores` that are known before scoring; kind is "base" or "adapter"."""
+    folder = ctx.files(SAMPLES)
+    rows = []
+    for row in ctx.rows(SAMPLES).to_pylist():
+        copied = {name: row[name] for name in ("adapter_id", "step", "prompt", "seed", "path")}
+        kind = "adapter" if row["adapter_id"] else "base"
+        rows.append({"picture_id": file_sha256(folder / row["path"]), "kind": kind, **copied})
+    return rows
+
+
+def reference_rows(ctx: StageContext) -> list[Row]:
+    """Return one row per reference, with the columns of `scores` that are known before scoring; kind is "real"."""
+    same: Row = {"kind": "real", "adapter_id": "", "step": 0, "seed": 0}
+    return [same | {"picture_id": one.picture_id, "prompt": one.caption, "path": one.path} for one in find_references(ctx)]
+
+
+def find_references(ctx: StageContext) -> list[Reference]:
+    """Return the project's references; none if the setting is empty. ValueError if one of them is a training image too."""
+    if not ctx.config.references:
+        return []
+    found = read_references(ctx.root / ctx.config.references)
+    trained = {row["image_id"]: row["path"] for row in usable_images(ctx)}
+    for one in found:
+        if one.picture_id in trained:
+            where = f"{one.path} is also the training image {trained[one.picture_id]}"
+            raise ValueError(f"scores.references must hold no training image, but {where}; remove one of the two")
+    return found
+
+
+def usable_images(ctx: StageContext) -> list[Row]:
+    """Return the rows of `images` that were not rejected."""
+    return [row for row in ctx.rows(IMAGES).to_pylist() if row["rejected"] is None]
+
+
+def trigger_word(ctx: StageContext) -> str:
+    """Return the project's trigger word; empty if it has none."""
+    found = [row["text"] for row in ctx.rows(CAPTIONS).to_pylist() if row["role"] == "trigger"]
+    return str(found[0]) if found else ""
+
+
+def candidate_texts(ctx: StageContext) -> list[str]:
+    """Return every distinct text of previews and references, without the trigger word, sorted: the texts of a rank."""
+    trigger = trigger_word(ctx)
+    texts = [row["prompt"] for row in [*preview_rows(ctx), *reference_rows(ctx)]]
+    return sorted({without_trigger(text, trigger) for text in texts} - {""})
+
+
+def without_trigger(text: str, trigger: str) -> str:
+    """Remove the trigger word from a text, and the comma that set it off: "ohwx, a fox" becomes "a fox"."""
+    parts = [part.strip() for part in (text.replace(trigger, "") if trigger else text).split(",")]
+    return re.sub(r"\s+", " ", ", ".join(part for part in parts if part))

@@ -1,0 +1,129 @@
+"""The scorer: everything that a picture is compared with, and the scores of one picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from schemas.text_to_image.samples import SAMPLES
+from stages.stage import StageContext
+from stages.text_to_image.scores import encoders
+from stages.text_to_image.scores.agreement import AgreementMap
+from stages.text_to_image.scores.axis import FeatureGroup, axis_position
+from stages.text_to_image.scores.encoders import ImageEncoder, TextVectors
+from stages.text_to_image.scores.pictures import (
+    candidate_texts,
+    find_references,
+    preview_rows,
+    trigger_word,
+    usable_images,
+    without_trigger,
+)
+
+FEATURES = "features.safetensors"  # artifact: the features of the compared groups, computed once per table folder
+
+Row = dict[str, Any]
+
+
+class Scorer:
+    """Scores pictures against the base's previews, the training images, the references and the texts of a project."""
+
+    def __init__(self, ctx: StageContext, encoder: ImageEncoder) -> None:
+        self.ctx = ctx
+        self.encoder = encoder
+        self.trigger = trigger_word(ctx)
+        self.texts = candidate_texts(ctx)
+        base = [row for row in preview_rows(ctx) if row["kind"] == "base"]
+        files = {
+            "images": {row["image_id"]: ctx.need("image_folder") / row["path"] for row in usable_images(ctx)},
+            "base": {row["picture_id"]: ctx.files(SAMPLES) / row["path"] for row in base},
+            "references": {one.picture_id: self._references / one.path for one in find_references(ctx)},
+        }
+        features = self._group_features(files)
+        self.images, self.references = (FeatureGroup(list(files[n]), features[n]) for n in ("images", "references"))
+        self.base = FeatureGroup([without_trigger(row["prompt"], self.trigger) for row in base], features["base"])
+        self.agreement = self._load_agreement()
+
+    @property
+    def _references(self) -> Path:
+        return self.ctx.root / self.ctx.config.references
+
+    def _group_features(self, files: dict[str, dict[str, Path]]) -> dict[str, np.ndarray]:
+        """Return the features (files, 1280) of each group, from the artifact where a run before this one has written it.
+
+        The recipe covers the groups' files and the encoder, so the artifact of a table's folder is never stale.
+        """
+        try:
+            return load_file(self.ctx.artifacts / FEATURES)
+        except (OSError, SafetensorError):  # not written yet, or cut short
+            rows = {name: [self.encoder.encode_file(path) for path in group.values()] for name, group in files.items()}
+        arrays = {name: np.array(group).reshape(len(group), encoders.D) for name, group in rows.items()}
+        self.ctx.write_artifact(FEATURES, lambda path: _write(path, save(arrays)))
+        return arrays
+
+    def _load_agreement(self) -> tuple[AgreementMap, np.ndarray] | None:
+        """Return the map and the candidate texts' embeddings (texts, 384); None without a map, or if a text has no embedding."""
+        if not self.ctx.config.map or not self.texts:
+            return None
+        vectors = text_vectors()
+        found = AgreementMap.load(map_file(self.ctx))
+        expected = (self.encoder.source_sha256, vectors.source_sha256)
+        if (found.images_sha256, found.texts_sha256) != expected:
+            raise ValueError(
+                f"scores.map: {map_file(self.ctx)} was fitted to other encoders than those in data/judges; fit it again"
+            )
+        return None if vectors.missing(self.texts) else (found, vectors.of(self.texts))
+
+    def score(self, row: Row) -> Row:
+        """Return the finished row of `scores` for a pending row."""
+        folder = self._references if row["kind"] == "real" else self.ctx.files(SAMPLES)
+        feature_D = self.encoder.encode_file(folder / row["path"])
+        # Without the base's previews of the same prompt, since those would put the base's own previews at exactly 0.
+        base = self.base.mean(without=without_trigger(row["prompt"], self.trigger))
+        style = axis_position(feature_D, base, self.images.mean())
+        real = axis_position(feature_D, base, self.references.mean(without=row["picture_id"]))
+        return {**row, "style": style, "real": real, **self._agreement(row, feature_D), "texts": len(self.texts)}
+
+    def _agreement(self, row: Row, feature_D: np.ndarray) -> dict[str, float | int | None]:
+        text = without_trigger(row["prompt"], self.trigger)
+        if self.agreement is None or not text:
+            return {"agreement": None, "agreement_rank": None}
+        agreement, texts_NE = self.agreement
+        cosines_N = agreement.cosines(feature_D, texts_NE)
+        own = cosines_N[self.texts.index(text)]
+        return {"agreement": float(own), "agreement_rank": 1 + int((cosines_N > own).sum())}
+
+    def missing(self) -> Iterator[str]:
+        """Yield one line for the user for everything that is missing and leaves a score null."""
+        if not self.base.names:
+            yield "no previews of the base, so style and real are not measured; set base = true in [samples]"
+        if not self.references.names:
+            yield f"no pictures in {self._references}, so real is not measured"
+        if not self.ctx.config.map:
+            yield "no map in [scores], so agreement is not measured"
+        elif self.texts and self.agreement is None:
+            absent = text_vectors().missing(self.texts)
+            count = f"{len(absent)} of {len(self.texts)} texts have no sentence embedding, such as {absent[0]!r}"
+            yield f"{count}, so agreement is not measured; data/judges/texts.py adds them"
+
+
+def text_vectors() -> TextVectors:
+    """Return the sentence embeddings in data/judges."""
+    return TextVectors.load(encoders.TEXT_VECTORS)
+
+
+def map_file(ctx: StageContext) -> Path:
+    """Return the path of the agreement map. ValueError if there is no such file."""
+    file = ctx.root / ctx.config.map
+    if not file.is_file():
+        raise ValueError(f"scores.map: there is no file {file}; data/micro/training/agreement.py writes one")
+    return Path(file)
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.write_bytes(content)

@@ -1,0 +1,100 @@
+"""data/judges: the stored weights are small and come from the released ones; the stored texts cover the example."""
+
+import re
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from data.judges import compare, convert, texts
+from stages.hashing import file_sha256
+from stages.models.vision.efficientnet import SIDE, EfficientNet, dequantise, layers
+from stages.text_to_image.scores.encoders import IMAGE_WEIGHTS, JUDGES, TEXT_VECTORS, ImageEncoder, TextVectors
+
+
+def released(seed: int) -> dict[str, np.ndarray]:
+    """Random arrays with the names and shapes of the released file."""
+    draw = np.random.default_rng(seed)
+    found = {}
+    for name, (norm, (out, height, width, into), _) in layers().items():
+        found[f"{name}.weight"] = draw.normal(0, 1 / np.sqrt(height * width * into), (out, into, height, width))
+        found |= {f"{norm}.running_mean": draw.normal(0, 0.1, out), f"{norm}.running_var": draw.uniform(0.5, 2, out)}
+        found |= {f"{norm}.weight": draw.uniform(0.5, 2, out), f"{norm}.bias": draw.normal(0, 0.1, out)}
+    return {name: array.astype(np.float32) for name, array in found.items()}
+
+
+def test_the_stored_weights_are_small_and_those_that_the_readme_names():
+    readme = (JUDGES / "README.md").read_text()
+    assert IMAGE_WEIGHTS.stat().st_size <= 3_600_000
+    assert file_sha256(IMAGE_WEIGHTS) in readme and file_sha256(TEXT_VECTORS) in readme
+    assert convert.SOURCE_SHA256 in readme and texts.SOURCE_SHA256 in readme
+    assert ImageEncoder.load().source_sha256 == convert.SOURCE_SHA256
+
+
+def test_the_readme_shows_differences_of_auc_within_the_limit():
+    rows = re.findall(r"\| AUC of (\w+) \| ([\d.]+) \| ([\d.]+) \|", (JUDGES / "README.md").read_text())
+    assert [name for name, _, _ in rows] == ["style", "real"]
+    assert all(abs(float(one) - float(other)) <= 0.005 for _, one, other in rows)
+
+
+def test_every_caption_and_every_prompt_of_the_example_has_a_sentence_embedding_of_length_1():
+    vectors = TextVectors.load(TEXT_VECTORS)
+    assert vectors.source_sha256 == texts.SOURCE_SHA256
+    assert sorted(set(texts.example_texts())) == sorted(vectors.vectors)
+    assert np.abs(np.linalg.norm(vectors.of(sorted(vectors.vectors)), axis=1) - 1).max() < 1e-3
+
+
+def test_folding_a_batch_norm_keeps_the_output_of_the_convolution():
+    arrays = released(0)
+    folded = convert.fold(arrays)
+    x = torch.randn(2, 40, 8, 8, generator=torch.manual_seed(0))
+    name, norm = "_blocks.5._expand_conv", "_blocks.5._bn0"
+    of = [torch.from_numpy(arrays[f"{norm}.{part}"]) for part in ("running_mean", "running_var", "weight", "bias")]
+    y = functional.conv2d(x, torch.from_numpy(arrays[f"{name}.weight"]))
+    expected = functional.batch_norm(y, *of, training=False, eps=1e-3).permute(0, 2, 3, 1).numpy()
+    weight, bias = (np.array(array) for array in folded[name])
+    found = x.permute(0, 2, 3, 1).numpy() @ weight[:, 0, 0].T + bias
+    assert np.abs(found - expected).max() < 1e-4
+
+
+def test_a_quantised_matrix_changes_its_outputs_less_than_plain_rounding_does():
+    draw = np.random.default_rng(0)
+    mixing = draw.normal(size=(32, 32))
+    x_NC = (draw.normal(size=(500, 32)) @ mixing).astype(np.float32)
+    weight = draw.normal(size=(8, 32)).astype(np.float32)
+    weight[3] = 0
+    _, covariance = convert.moments(x_NC)
+    values, scale = convert.quantise(weight, covariance)
+    assert values.dtype == np.int8 and np.abs(values).max() <= 127 and not values[3].any()
+    plain = np.round(weight / scale[:, None].astype(np.float32)) * scale[:, None]
+    errors = [np.abs(x_NC @ (weight - other).T).mean() for other in (values * scale[:, None].astype(np.float32), plain)]
+    assert errors[0] < 0.7 * errors[1]
+
+
+def test_what_the_quantiser_computes_is_what_the_stored_file_computes():
+    quantiser = convert.Quantiser(convert.fold(released(1)))
+    pixels = mx.array(np.random.default_rng(2).integers(0, 256, (1, SIDE, SIDE, 3)).astype(np.float32))
+    expected = np.array(quantiser(pixels))
+    arrays = quantiser.arrays
+    assert sum(array.nbytes for array in arrays.values()) <= 3_600_000
+    weights = {}
+    for name, (_, shape, _) in layers().items():
+        scale = arrays.get(f"{name}.scale", np.ones(shape[0], np.float16))
+        weight = dequantise(arrays[f"{name}.weight"], scale)
+        weights[name] = (mx.array(weight), mx.array(arrays[f"{name}.bias"].astype(np.float32)))
+    np.testing.assert_array_equal(np.array(EfficientNet(weights)(pixels)), expected)
+
+
+def test_a_released_file_of_another_hash_is_not_unpickled(tmp_path):
+    (tmp_path / "a.pth").write_bytes(b"not the released file")
+    with pytest.raises(ValueError, match="must have the sha256 579344"):
+        convert.read_released(tmp_path / "a.pth")
+
+
+def test_the_comparison_names_what_differs():
+    rows = [{"kind": kind, "style": n, "real": n, "agreement": n} for n, kind in enumerate(("base", "adapter", "real"))]
+    moved = [row | {"style": -row["style"]} for row in rows]
+    found = compare.compare(rows, moved)
+    assert found[0] == ("AUC of style", "1.0000", "0.0000", "-1.0000") and found[1][3] == "+0.0000"
