@@ -51,7 +51,7 @@ class Scorer:
 
     @property
     def _references(self) -> Path:
-        return self.ctx.root / self.ctx.config.references
+        return self.ctx.root / str(self.ctx.config.references)
 
     def _group_features(self, files: dict[str, dict[str, Path]]) -> dict[str, np.ndarray]:
         """Return the features (files, 1280) of each group, from the artifact where a run before this one has written it.
@@ -59,7 +59,8 @@ class Scorer:
         The recipe covers the groups' files and the encoder, so the artifact of a table's folder is never stale.
         """
         try:
-            return load_file(self.ctx.artifacts / FEATURES)
+            found: dict[str, np.ndarray] = load_file(self.ctx.artifacts / FEATURES)
+            return found
         except (OSError, SafetensorError):  # not written yet, or cut short
             rows = {name: [self.encoder.encode_file(path) for path in group.values()] for name, group in files.items()}
         arrays = {name: np.array(group).reshape(len(group), encoders.D) for name, group in rows.items()}

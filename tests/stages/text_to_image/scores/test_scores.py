@@ -225,14 +225,14 @@ def test_the_only_reference_is_not_measured_against_itself(scene):
 
 def test_a_reference_that_is_trained_on_is_refused(scene):
     (scene.folder / "references" / "copy.png").write_bytes(scene.images[2].read_bytes())
-    with pytest.raises(ValueError, match=r"copy\.png is the training image 2\.png"):
+    with pytest.raises(ValueError, match=r"copy\.png is also the training image 2\.png"):
         scene.context()
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"file_name": "none.png", "text": "a"}', "no such picture"),
+        ('{"file_name": "none.png", "text": "a"}', "file_name must name a picture in the folder, got none.png"),
         ('{"file_name": "red.png"}', "line 1"),
         ("red.png: a", "line 1"),
     ],
