@@ -1,18 +1,18 @@
 """FLUX.2's entry in the table of architectures. Nothing outside this folder imports another of its files."""
 
 from stages.models.family import Architecture
-from stages.models.flux2 import adapter_reader, adapter_writer, load, random_weights, sampling, transformer
+from stages.models.flux2 import adapter_reader, adapter_writer, config, load, random_weights, sampling, transformer
 from stages.models.flux2 import inputs as model_inputs
 from stages.models.text.encoder import TextEncoder
 
 FLUX2 = Architecture(
     pixels_per_token=sampling.PIXELS,
-    transformer_class=transformer.TRANSFORMER_CLASS,
+    transformer_class=config.TRANSFORMER_CLASS,
     transformer_config=load.transformer_config,
     load_transformer=load.load_flux2,
     meta_transformer=transformer.meta_transformer,
-    packs_outside=transformer.packs_outside,
-    outside_bits=transformer.OUTSIDE_BITS,
+    packs_outside=config.packs_outside,
+    outside_bits=config.OUTSIDE_BITS,
     tokens=model_inputs.tokens,
     inputs=model_inputs.inputs,
     zero_inputs=model_inputs.zero_inputs,

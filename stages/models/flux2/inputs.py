@@ -5,8 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
-from stages.models.flux2.transformer import Flux2Config, image_ids, text_ids
+from stages.models.flux2.config import Flux2Config
+
+
+def image_ids(height: int, width: int) -> np.ndarray:
+    """Return the positions of the tokens of a latent of `height` x `width`, row by row: (tokens, 4), each (0, row, column, 0)."""
+    row, col = np.indices((height, width)).reshape(2, -1)
+    return np.stack([0 * row, row, col, 0 * row], axis=-1)
+
+
+def text_ids(count: int) -> np.ndarray:
+    """Return the positions of `count` text rows, padding included: (count, 4), each (0, 0, 0, index)."""
+    ids_T4 = np.zeros((count, 4), np.int64)
+    ids_T4[:, 3] = np.arange(count)
+    return ids_T4
 
 
 def tokens(x_BCHW: mx.array) -> mx.array:

@@ -12,7 +12,9 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 
-from stages.models.flux2.transformer import Flux2, Linear, image_ids, text_ids
+from stages.models.flux2.blocks import Linear
+from stages.models.flux2.inputs import image_ids, text_ids
+from stages.models.flux2.transformer import Flux2
 
 Velocity = Callable[[mx.array, float], mx.array]  # (x, sigma) -> dx/dsigma, of x's shape
 

@@ -17,8 +17,8 @@ from schemas.text_to_image.train import TRAIN
 from stages.models.adapters import B
 from stages.models.flux2 import sampling
 from stages.models.flux2.autoencoder import AutoencoderConfig
+from stages.models.flux2.config import Flux2Config
 from stages.models.flux2.load import load_autoencoder, load_flux2
-from stages.models.flux2.transformer import Flux2Config
 from stages.models.folders import read_config
 from stages.models.text.encoder import TextEncoder, widen
 from stages.models.text.qwen3 import Qwen3Config

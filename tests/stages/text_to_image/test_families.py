@@ -64,7 +64,7 @@ def test_guidance_enters_one_way_only(record):
 
 @pytest.mark.parametrize("name", ["klein-4b", "klein-9b", "dev"])
 def test_the_transformers_have_the_released_number_of_bytes(name):
-    from stages.models.flux2.transformer import Flux2Config
+    from stages.models.flux2.config import Flux2Config
 
     shapes = Flux2Config.from_dict(family(name).transformer).shapes()
     parameters = 0
