@@ -71,11 +71,13 @@ class Bucket:
 
 
 def bucket(width: int, height: int, resolution: int, upscale: bool = False, max_shapes: int = 256) -> Bucket | None:
-    """Choose the bucket of an image of width x height pixels at one resolution; None if the image is smaller than one cell.
+    """Choose the size and the crop that an image is trained at. `width` and `height` are those of the image, in pixels; the
+    area of the chosen size is at most `resolution` x `resolution` pixels. None if the image is smaller than 16 x 16 pixels.
+    The image is enlarged only if `upscale` is True. At most `max_shapes` aspect ratios are used per area.
 
-    Of the shapes of full area (about resolution x resolution), it is the one that crops least. If that would enlarge the
-    image and `upscale` is False, it is chosen among all smaller shapes that fit into the image: the one with the smallest
-    sum of the share cropped away and the share of pixels given up. `max_shapes` limits the shapes per area.
+    Of the shapes of full area, the one that crops least is chosen. If it would enlarge the image and `upscale` is False, the
+    shape is chosen among all smaller ones that fit into the image: the one with the smallest sum of the share cropped away
+    and the share of pixels given up.
     """
     if width < height:
         turned = bucket(height, width, resolution, upscale, max_shapes)
@@ -93,9 +95,9 @@ def bucket(width: int, height: int, resolution: int, upscale: bool = False, max_
 
 
 def _best_shape(width: int, height: int, i: np.ndarray, j: np.ndarray, area: float | None) -> tuple[int, int]:
-    """Return the shape (i, j) that loses least of a width x height image; of equal ones, the larger.
-
-    The loss is the share cropped away; with `area` (cells), the share of that area that the shape does not cover is added.
+    """Of the shapes in the arrays `i` and `j` (width and height in cells), return the one that loses least of an image of
+    `width` x `height` pixels; of equal ones, the larger. The loss is the share of the image that is cropped away, plus, if
+    `area` is given (in cells), the share of that area that the shape does not cover.
     """
     skew = (i * height) / (j * width)
     loss = 1 - np.minimum(skew, 1 / skew)
@@ -106,7 +108,9 @@ def _best_shape(width: int, height: int, i: np.ndarray, j: np.ndarray, area: flo
 
 
 def _bucket_of(width: int, height: int, i: int, j: int) -> Bucket:
-    """The bucket of shape (i, j) for a width x height image: one side is used in full, the other is cropped at both ends."""
+    """Return the bucket of i x j cells for an image of width x height pixels. One side of the image is used in full, the
+    other is cropped equally at both ends.
+    """
     across, down = i * STEP, j * STEP
     if across * height >= down * width:
         crop_w, crop_h, scale = float(width), min(float(height), width * down / across), across / width
@@ -118,10 +122,9 @@ def _bucket_of(width: int, height: int, i: int, j: int) -> Bucket:
 
 @functools.cache
 def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Landscape shapes of full area, at most cells x cells tokens, as two arrays i and j, squarest first.
-
-    Full means: no shape of that width is taller, or none of that height is wider. If there are more than `max_shapes`,
-    counting each turned by 90 degrees too, some are chosen evenly over the logarithm of the aspect ratio.
+    """Return the landscape shapes of full area as two int64 arrays, width and height in cells, squarest first. A shape of
+    full area covers at most `cells` x `cells` cells, and one more cell in width or in height would be too many. If there
+    are more than `max_shapes`, counting portrait shapes too, some are chosen evenly over the logarithm of the aspect ratio.
     """
     full = {(i, cells * cells // i) for i in range(1, cells * cells + 1)}
     full = {(max(shape), min(shape)) for shape in full if max(shape) <= LONGEST * min(shape)}
@@ -136,7 +139,9 @@ def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
-    """The shapes of full area for 1 to `cells` cells, as two arrays i and j."""
+    """Return the landscape shapes of full area for every size from 1 x 1 to `cells` x `cells` cells, as two int64 arrays:
+    width and height in cells.
+    """
     sizes = [np.stack(_full_shapes(size, max_shapes)) for size in range(1, cells + 1)]
     found = np.unique(np.concatenate(sizes, axis=1), axis=1)
     return found[0], found[1]
@@ -146,9 +151,8 @@ def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def wanted_buckets(ctx: StageContext) -> pa.Table:
-    """Return all rows of the table, complete: the arithmetic costs less than finding out which rows are new.
-
-    ValueError if no image is usable.
+    """Return all rows of the table buckets, with all columns, because computing them costs less than finding out which
+    rows are new. ValueError if no image is usable.
     """
     images = usable_rows(ctx.rows(IMAGES).select(["image_id", "path", "width", "height", "rejected"]))
     sizes = {row["image_id"]: (row["width"], row["height"]) for row in images}
@@ -157,7 +161,9 @@ def wanted_buckets(ctx: StageContext) -> pa.Table:
 
 
 def _rows(image_id: str, width: int, height: int, config: BucketsConfig) -> Iterator[dict[str, Any]]:
-    """Yield one row per resolution, lowest first. A resolution whose bucket equals that of a lower one is rejected."""
+    """Yield the rows of one image of width x height pixels, one per resolution in `config`, lowest first. A resolution whose
+    bucket equals that of a lower one is rejected.
+    """
     seen = set()
     for resolution in sorted(config.resolutions):
         found = _cached_bucket(width, height, resolution, config.upscale, config.max_shapes)
@@ -171,7 +177,7 @@ _cached_bucket = functools.lru_cache(maxsize=65536)(bucket)  # a folder holds ma
 
 
 def write_buckets(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Yield the pending rows unchanged: `wanted_buckets` made them complete."""
+    """Yield the pending rows as record batches. `wanted_buckets` has computed all their columns."""
     yield from ctx.pending.select(BUCKETS.batch.names).to_batches(max_chunksize=BATCH)
 
 

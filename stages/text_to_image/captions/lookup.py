@@ -15,10 +15,11 @@ Lookup = Callable[[str], list[Caption]]  # an image's path, relative to the imag
 
 
 def lookups(folder: Path, paths: list[str], config: CaptionsConfig) -> tuple[list[Lookup], list[str]]:
-    """Return one lookup per source of captions in [captions], in the order of preference, and notes for the user.
+    """Return the functions that find an image's captions, one per setting in `config.sources`, and notes for the user. Each
+    function takes a path of an image relative to the image folder `folder`, and returns its captions, an empty list if it
+    finds none. `paths` are the relative paths of all images. ValueError for a metadata file that is malformed.
 
-    A lookup takes the path of an image, relative to the image folder `folder`, and returns its captions. `paths` are all
-    images. If the template has no {caption}, the only lookup returns one empty caption. ValueError for a malformed metadata file.
+    If the template has no {caption}, no file is read: one function returns an empty caption for every image.
     """
     if "{caption}" not in config.template:
         return [lambda path: [Caption("", "template", "captions.template")]], []
@@ -44,7 +45,9 @@ def from_file_name(path: str) -> list[Caption]:
 
 
 def _sidecars(folder: Path, paths: list[str], config: CaptionsConfig) -> Lookup:
-    """A lookup that reads a.png.txt or else a.txt for the image a.png. The folders are listed once."""
+    """Return a lookup that reads the captions of the image a.png from a.png.txt or else from a.txt. `paths` are all images,
+    relative to `folder`; their folders are listed once, now.
+    """
     parents = {posixpath.dirname(path) for path in paths}
     existing = {normalise(name): name for parent in parents for name in _file_names(folder, parent)}
 
@@ -59,7 +62,9 @@ def _sidecars(folder: Path, paths: list[str], config: CaptionsConfig) -> Lookup:
 
 
 def _read_sidecar(folder: Path, name: str, many: bool) -> list[Caption]:
-    """The captions in a sidecar: every line that is not empty if `many`, else the whole text."""
+    """Return the captions in the sidecar file `folder / name`: one per line that is not empty if `many` is True, else the
+    whole text as one caption; none if the file is blank.
+    """
     text = read_text(folder / name)
     if many:
         lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), 1)]

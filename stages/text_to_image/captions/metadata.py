@@ -18,10 +18,9 @@ TEXT_COLUMNS = ("text", "caption", "prompt")  # the first of these columns that 
 
 
 def read_metadata(folder: Path, paths: Iterable[str]) -> tuple[dict[str, list[Caption]], list[str]]:
-    """Read every metadata file in a folder that holds images, or above one. Returns captions by path, and notes for the user.
-
-    `paths` are all images, relative to the image folder `folder`; the paths returned are normalised to NFC. A note names
-    rows whose image does not exist. ValueError, with file and line, if a metadata file is malformed.
+    """Read metadata.jsonl and metadata.csv in every folder that holds images and in the folders above, up to `folder`.
+    `paths` are all images, relative to the image folder `folder`. Returns {path in Unicode form NFC: captions} and notes for
+    the user, which name rows whose image does not exist. ValueError, with file and line, if a file is malformed.
     """
     paths = list(paths)
     images = {normalise(path) for path in paths}
@@ -41,7 +40,7 @@ def read_metadata(folder: Path, paths: Iterable[str]) -> tuple[dict[str, list[Ca
 
 
 def _metadata_files(folder: Path, paths: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield (path relative to `folder`, function that reads the file's rows) for every metadata file that exists."""
+    """Yield (path relative to `folder`, function that reads its rows) for every metadata file beside or above an image."""
     parents = {str(parent) for path in paths for parent in PurePosixPath(path).parents}
     for parent in sorted(parents):
         for file_name, read in (("metadata.jsonl", _jsonl), ("metadata.csv", _csv)):
@@ -51,7 +50,6 @@ def _metadata_files(folder: Path, paths: list[str]) -> Iterator[tuple[str, Any]]
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, Row]]:
-    """Yield (line number, row)."""
     for line, text in enumerate(read_text(path).split("\n"), 1):
         if not text.strip():
             continue
@@ -65,7 +63,6 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[int, Row]]:
-    """Yield (line number, row)."""
     reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
     try:
         for row in reader:
@@ -75,7 +72,9 @@ def _csv(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _parse(path: Path, line: int, row: Row) -> tuple[str, list[str]]:
-    """Return the file name of a metadata row, with forward slashes, and its captions: one, several or none."""
+    """Return the value of file_name in a metadata row, with forward slashes, and the row's captions: one, several or none.
+    ValueError, naming the file `path` and its `line`, if file_name or the column of captions is missing.
+    """
     columns = ", ".join(map(str, row))
     file_name = row.get("file_name")
     if not isinstance(file_name, str) or not file_name:

@@ -18,10 +18,9 @@ Row = dict[str, Any]
 
 
 def caption_rows(images: pa.Table, folder: Path, config: CaptionsConfig) -> tuple[list[Row], list[str]]:
-    """Return all rows of the table captions, and notes for the user: one line per thing that is unusual but allowed.
-
-    `images` is the table images, `folder` the image folder that its paths are relative to. ValueError if no image is usable,
-    a caption is missing although [captions] missing = "error", the trigger is in no caption, or a file cannot be read.
+    """Return all rows of the table captions, and notes for the user about what is unusual but allowed. `images` is the table
+    images, `folder` the image folder. ValueError if no image is usable, an image has no caption and config.missing is
+    "error", no caption contains the trigger, or a file with captions cannot be read.
     """
     paths = usable_paths(images)
     found, notes = _find_captions(paths, images["path"].to_pylist(), folder, config)
@@ -43,9 +42,9 @@ def caption_rows(images: pa.Table, folder: Path, config: CaptionsConfig) -> tupl
 def _find_captions(
     paths: dict[str, list[str]], every_path: list[str], folder: Path, config: CaptionsConfig
 ) -> tuple[dict[str, list[Caption]], list[str]]:
-    """Return {image_id: captions as found}, an empty list where there is none, and notes for the user.
-
-    `paths` are the paths of every usable image: files with the same bytes are one image, and a caption of any of them counts.
+    """Return {image_id: captions} for every usable image, before the template is applied, and notes for the user. The list
+    of an image without captions is empty; ValueError if there is one and config.missing is "error". `paths` holds all paths
+    of every usable image: a caption of any of them counts. `every_path` holds the paths of rejected images too.
     """
     sources, notes = lookups(folder, every_path, config)
     found = {
@@ -67,7 +66,9 @@ def _find_captions(
 
 
 def _substitutes(path: str, config: CaptionsConfig) -> list[tuple[str, Caption]]:
-    """The training text, and its caption, of an image without captions, as [captions] missing says; none for "skip"."""
+    """Return what replaces the missing captions of the image at `path`, as config.missing says: pairs of training text and
+    the caption it was made of; an empty list for "skip".
+    """
     if config.missing == "filename":
         return [(fill_template(config.template, each.text, config.trigger), each) for each in from_file_name(path)]
     if config.missing in ("empty", "trigger"):
@@ -77,7 +78,9 @@ def _substitutes(path: str, config: CaptionsConfig) -> list[tuple[str, Caption]]
 
 
 def _check_trigger(texts: list[str], config: CaptionsConfig) -> list[str]:
-    """Return a note if only some texts contain the trigger. ValueError if none does: the adapter would not learn the word."""
+    """Return a note for the user if only some of the training texts contain the trigger, else an empty list. ValueError if
+    none contains it, because the adapter would not learn the word.
+    """
     if not config.trigger or not texts:
         return []
     count = sum(config.trigger in text for text in texts)
@@ -90,7 +93,9 @@ def _check_trigger(texts: list[str], config: CaptionsConfig) -> list[str]:
 
 
 def _image_rows(image_id: str, texts: list[tuple[str, Caption]]) -> list[Row]:
-    """One row per distinct text of an image, in order. `texts` are pairs of training text and the caption it was made of."""
+    """Return the rows of one image: one per distinct training text, in order. `texts` are pairs of training text and the
+    caption it was made of.
+    """
     first = dict(reversed(texts))
     distinct = dict.fromkeys(text for text, _ in texts)
     return [
@@ -100,9 +105,8 @@ def _image_rows(image_id: str, texts: list[tuple[str, Caption]]) -> list[Row]:
 
 
 def _class_rows(rows: list[Row], config: CaptionsConfig) -> list[Row]:
-    """Rows of role "class": every text that contains the trigger, with the class word in its place.
-
-    A class row has the source, origin and position of the row that it was made of. Equal texts of an image give one row.
+    """Return the rows of role "class": for every row of `rows` that contains the trigger, the text with config.class_word in
+    place of the trigger, and the same source, origin and position. Equal texts of an image give one row.
     """
     found: dict[tuple[str, str], Row] = {}
     for row in rows:

@@ -13,7 +13,9 @@ def fill_template(template: str, caption: str, trigger: str) -> str:
 
 
 def check_placeholders(setting: str, text: str, allowed: tuple[str, ...]) -> None:
-    """Raise ValueError if a text has a placeholder such as {captoin} that is not allowed. `setting` names the text's setting."""
+    """Raise ValueError if a text contains a placeholder, a word in braces such as {captoin}, that is not in `allowed`. `setting`
+    is the name of the setting that holds the text, for the message.
+    """
     for name in re.findall(r"\{(\w+)\}", text):
         if name not in allowed:
             near = difflib.get_close_matches(name, allowed, 1)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Caption:
-    """A caption before the template is applied. `source` is where it was looked for: sidecar, metadata, filename, template or
-    config; `origin` is the file it was found in, with line number ("metadata.jsonl:3"), or the setting.
+    """The text of a caption before the template is applied. `source` says which kind of place it is from: sidecar, metadata,
+    filename, template or config; `origin` is the file and line, such as "metadata.jsonl:3", or the setting.
     """
 
     text: str
@@ -19,9 +19,8 @@ class Caption:
 
 
 def read_text(path: Path) -> str:
-    """Read a text file as UTF-8, or as UTF-16 if it begins with a byte order mark; every line break becomes one newline.
-
-    ValueError, with the file and the position of the first wrong byte, if the file is in another encoding.
+    """Read a text file as UTF-8, or as UTF-16 if it begins with its byte order mark. Every line break becomes one newline.
+    ValueError, naming the file and the first wrong byte, if the file has another encoding or cannot be read.
     """
     try:
         data = path.read_bytes()
@@ -40,7 +39,9 @@ def read_text(path: Path) -> str:
 
 
 def normalise(path: str) -> str:
-    """Return a path in Unicode form NFC, for comparing: macOS may store é as e and an accent, a metadata file as one letter."""
+    """Return a path in Unicode form NFC, so that two spellings compare equal: macOS may store é as e and an accent, where a
+    metadata file has one letter.
+    """
     return unicodedata.normalize("NFC", path)
 
 

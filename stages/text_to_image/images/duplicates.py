@@ -9,10 +9,9 @@ Row = dict[str, Any]
 
 
 def mark_duplicates(rows: Iterable[Row]) -> list[Row]:
-    """Return all rows of the table images, in the order given, with `rejected` set to "duplicate" where it applies.
-
-    Of the files with equal bytes (equal `image_id`), the one whose path sorts first is used; the others are duplicates of
-    it. A row that was a duplicate and is first now becomes usable. Rows rejected for another reason stay as they are.
+    """Return the rows of the table images with duplicates marked, in the order given. Of several rows with equal `image_id`,
+    the one whose path sorts first is usable, and the others get `rejected` = "duplicate". Rows that are rejected for another
+    reason are returned unchanged.
     """
     rows = list(rows)
     first: dict[str, str] = {}

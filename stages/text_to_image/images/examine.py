@@ -24,10 +24,9 @@ UNKNOWN = {"image_id": "", "format": "", "mode": "", "width": 0, "height": 0, "f
 
 
 def examine(folder: Path, file: Row, *, min_side: int, max_pixels: int) -> Row:
-    """Return the row of the table images for one file, decoding the file in full. Never raises because of the file.
-
-    `file` holds FILE_COLUMNS, with `path` relative to `folder`. `min_side` (pixels) and `max_pixels` are the limits of
-    [images]. A file that cannot be used has its reason in `rejected` and `detail`; duplicates are not looked for.
+    """Decode one file and return its row of the table images. `file` has the columns path (relative to `folder`), bytes,
+    mtime_ns and inode. A file that is damaged, has a side shorter than `min_side` pixels or has more than `max_pixels` pixels
+    gives a row with the reason in `rejected` and `detail`, not an exception. Duplicates are not looked for.
     """
     row = {name: file[name] for name in FILE_COLUMNS} | UNKNOWN
     suffix = Path(row["path"]).suffix.lower()
@@ -50,7 +49,8 @@ def examine(folder: Path, file: Row, *, min_side: int, max_pixels: int) -> Row:
 
 
 def _read(path: Path, max_pixels: int, row: Row) -> None:
-    """Fill in what a file holds and its sha256 (`image_id`). ImageError if the file cannot be decoded.
+    """Set format, mode, size, frames and the sha256 (`image_id`) of a file in `row`. ImageError if the file cannot be decoded
+    or has more than `max_pixels` pixels.
 
     The file is opened once, so that all values describe the same bytes even if another file is renamed to this path.
     """

@@ -29,8 +29,8 @@ PROJECT_FOLDERS = frozenset({"tables", "weights", "exports"})
 
 @dataclass(frozen=True)
 class Listing:
-    """What an image folder holds: `files`, one dict of FILE_COLUMNS per row of the table, sorted by path, and the number
-    of `masks`, files that are left out because they are masks of other images.
+    """The content of an image folder. `files` has one dict of path, bytes, mtime_ns and inode per image file, sorted by path;
+    `masks` is the number of files that are left out because they are masks of other images.
     """
 
     files: list[Row]
@@ -38,10 +38,9 @@ class Listing:
 
 
 def scan(folder: Path) -> Listing:
-    """List all files in the image folder and below it, without opening them.
-
-    Hidden files, captions, licences and masks are left out, and so is what a project in the folder has written. Links to
-    folders are followed. ValueError if the folder does not exist or a folder cannot be read.
+    """List the files in the image folder and in all folders below it, without opening them. Hidden files, captions, licences,
+    masks and the output of a project in the folder are left out. Links to folders are followed. ValueError if the folder
+    does not exist or a folder cannot be read.
     """
     if not folder.is_dir():
         raise ValueError(_no_folder(folder))
@@ -63,31 +62,32 @@ def _no_folder(folder: Path) -> str:
 
 
 def _walk(folder: Path, seen: set[tuple[int, int]]) -> Iterator[os.DirEntry[str]]:
-    """Yield the files in a folder and below it, sorted by name within each folder, as os.DirEntry.
-
-    `seen` holds (device, inode) of every folder entered so far: no folder is entered twice, so loops of links end.
+    """Yield the files in a folder and in all folders below it, sorted by name within each folder. `seen` collects (device,
+    inode) of every folder entered: no folder is entered twice, so that loops of links end. ValueError if one is unreadable.
     """
     try:
         status = folder.stat()
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
-        raise ValueError(
-            f"folder {folder} cannot be read ({error.strerror}): change its permissions, or move it out of the image folder"
-        ) from error
+        remedy = "change its permissions, or move it out of the image folder"
+        raise ValueError(f"folder {folder} cannot be read ({error.strerror}): {remedy}") from error
     if (status.st_dev, status.st_ino) in seen:
         return
     seen.add((status.st_dev, status.st_ino))
-    if any(entry.name == PROJECT_FILE for entry in entries):
-        entries = [entry for entry in entries if entry.name not in PROJECT_FOLDERS]
-    for entry in entries:
-        if entry.name.startswith((".", "__MACOSX")):
-            continue
+    for entry in _visible(entries):
         if entry.is_symlink() and not Path(entry.path).exists():
             yield entry  # a broken link becomes a row too, so that the user hears of it
         elif entry.is_dir():
             yield from _walk(Path(entry.path), seen)
         elif entry.is_file():
             yield entry
+
+
+def _visible(entries: list[os.DirEntry[str]]) -> list[os.DirEntry[str]]:
+    """Drop hidden entries of a folder and, if the folder is a project, the folders that the project writes."""
+    is_project = any(entry.name == PROJECT_FILE for entry in entries)
+    written = PROJECT_FOLDERS if is_project else frozenset()
+    return [entry for entry in entries if not entry.name.startswith((".", "__MACOSX")) and entry.name not in written]
 
 
 def _file_row(folder: Path, entry: os.DirEntry[str]) -> Row:

@@ -46,10 +46,8 @@ class ImagesConfig:
 
 
 def wanted_images(ctx: StageContext) -> pa.Table:
-    """List the image folder: path, size in bytes, modification time and inode of every file that becomes a row.
-
-    A stored row with these four values is fresh: its file is not opened again. ValueError if the folder does not exist
-    or holds no images.
+    """List the image folder: return path, bytes, mtime_ns and inode of every file that becomes a row. A file whose stored row
+    has these values is not opened again. ValueError if the folder does not exist or holds no images.
     """
     folder = ctx.need("image_folder")
     files = scan(folder).files
@@ -59,9 +57,8 @@ def wanted_images(ctx: StageContext) -> pa.Table:
 
 
 def unread_images(ctx: StageContext) -> pa.Table:
-    """The stored rows of files that could not be read and that are unchanged in the folder: they are tried again.
-
-    The reason may have gone although the file is the same: a decoder was installed, a permission was given.
+    """Return path, bytes, mtime_ns and inode of the stored rows whose file could not be read and is still in the folder,
+    unchanged. These files are tried again: a decoder may have been installed, or a permission given.
     """
     unread = [row for row in _rows(ctx.stored) if not row["image_id"]]
     listed = {_file(row) for row in scan(ctx.need("image_folder")).files} if unread else set()
@@ -70,9 +67,8 @@ def unread_images(ctx: StageContext) -> pa.Table:
 
 
 def examine_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Hash and decode the pending files. Yields one row per file, except rows that equal the stored row.
-
-    A file's row does not depend on other files: duplicates are marked by `finish_images`.
+    """Hash and decode the pending files. Yields their rows in record batches, without rows that equal the stored row.
+    Duplicates are not marked yet: a row depends on its own file alone.
     """
     stored = {row["path"]: row for row in _rows(ctx.stored)}
     pending = sorted(ctx.pending.to_pylist(), key=_path)
@@ -87,9 +83,8 @@ def examine_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def finish_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Mark duplicates among all files, and tell the user how many files can be used. Yields the rows that this changes.
-
-    Does nothing if a pending file has no row yet, because the user stopped the run.
+    """Mark duplicates among all files of the folder, and tell the user how many files can be used. Yields the rows that
+    change. Does nothing if a pending file has no row yet, because the user stopped the run.
     """
     listing = scan(ctx.need("image_folder"))
     stored = {_file(row): row for row in _rows(ctx.stored)}

@@ -12,9 +12,10 @@ WHITES = {"I": (65535.0, 2147483647.0), "F": (1.0, 255.0, 65535.0)}
 
 
 def eight_bit(image: Image.Image) -> Image.Image:
-    """Scale an image of more than 8 bits per channel to mode "L" or "LA"; return other modes unchanged.
+    """Scale a grey image of 16 or 32 bits, or of floats, to 8 bits: mode "L", or "LA" with transparency. Other modes are
+    returned unchanged. Pillow's convert() would clip the values instead.
 
-    Pillow's convert() would clip instead. White is 65535, or the next range that holds the largest value.
+    White is 65535 for 16 bits; for other modes, the smallest usual range (see WHITES) that holds the largest value.
     """
     if not image.mode.startswith(("I", "F")):
         return image
@@ -31,9 +32,8 @@ def eight_bit(image: Image.Image) -> Image.Image:
 
 
 def to_srgb(image: Image.Image) -> Image.Image:
-    """Convert an 8-bit image of any mode to sRGB: mode RGBA if the image has transparency, else RGB.
-
-    A colour profile that is broken, or that does not fit the image's mode, is ignored.
+    """Convert an 8-bit image of any mode to sRGB: mode "RGBA" if the image has transparency, else "RGB". The image's colour
+    profile is applied, but ignored if it is broken or does not fit the mode.
     """
     profile = image.info.get("icc_profile")
     if image.mode == "LAB":
@@ -59,7 +59,7 @@ def _apply_profile(image: Image.Image, profile: bytes | None) -> Image.Image:
 
 
 def _convert(image: Image.Image, profile: ImageCms.ImageCmsProfile) -> Image.Image:
-    """Convert from a profile's colours to sRGB as image editors do: relative colorimetric, black mapped to black."""
+    """Convert an image from the colours of a profile to sRGB as image editors do: relative colorimetric, black to black."""
     converted = ImageCms.profileToProfile(
         image,
         profile,
@@ -73,7 +73,7 @@ def _convert(image: Image.Image, profile: ImageCms.ImageCmsProfile) -> Image.Ima
 
 
 def composite(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
-    """Return the image in mode RGB, its transparent pixels over the background colour (red, green, blue, 0 to 255)."""
+    """Return an RGB or RGBA image in mode "RGB", with transparent pixels over the background (red, green, blue, 0 to 255)."""
     if image.mode != "RGBA":
         return image if image.mode == "RGB" else image.convert("RGB")
     base = Image.new("RGBA", image.size, (*background, 255))

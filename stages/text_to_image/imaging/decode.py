@@ -51,7 +51,9 @@ TRUNCATION_WORDS = (
 
 
 class ImageError(ValueError):
-    """An image file cannot be used. `reason` is one word (unreadable, truncated, bomb, unsupported), `detail` a sentence."""
+    """An image file cannot be used. `reason` is one word, such as unreadable, truncated, bomb (too many pixels) or unsupported;
+    `detail` explains it in a sentence.
+    """
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -61,8 +63,8 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True)
 class Probe:
-    """Facts about an image file: Pillow's names of format and mode, width and height in pixels after orientation, and the
-    number of frames.
+    """Facts about an image file: format and mode as Pillow names them, width and height of the upright image in pixels, and
+    the number of frames.
     """
 
     format: str
@@ -73,9 +75,8 @@ class Probe:
 
 
 def probe(file: Path | BinaryIO, max_pixels: int = MAX_PIXELS) -> Probe:
-    """Decode the first frame in full and return the file's facts. ImageError if it is damaged or has more than `max_pixels`.
-
-    The pixels are decoded because damage shows only then.
+    """Decode the first frame of an image file and return the file's facts. ImageError if the file is damaged, in no known
+    format, or has more than `max_pixels` pixels. The pixels are decoded because damage shows only then.
     """
     with _decoded(file, max_pixels) as (image, mode, frames):
         sideways = _orientation(image) >= 5
@@ -84,10 +85,9 @@ def probe(file: Path | BinaryIO, max_pixels: int = MAX_PIXELS) -> Probe:
 
 
 def open_image(file: Path | BinaryIO, background: str = "#ffffff", max_pixels: int = CEILING) -> Image.Image:
-    """Return the first frame as an upright 8-bit sRGB image, transparent pixels composited over the colour `background`.
-
-    ImageError if the file cannot be decoded or has more than `max_pixels` pixels; ValueError if `background` is no colour.
-    The default limit is Pillow's own: the stage images applies the user's limit.
+    """Return the first frame of an image file, upright, in mode "RGB" (8-bit sRGB), with transparent pixels over the colour
+    `background`. ImageError if the file cannot be decoded or has more than `max_pixels` pixels; ValueError if `background`
+    is no colour.
     """
     colour = parse_colour(background)
     with _decoded(file, max_pixels) as (image, _, _):
@@ -95,9 +95,8 @@ def open_image(file: Path | BinaryIO, background: str = "#ffffff", max_pixels: i
 
 
 def open_alpha(file: Path | BinaryIO, max_pixels: int = CEILING) -> Image.Image | None:
-    """Return the first frame's opacity, upright, mode "L" (0 transparent, 255 opaque); None if the file has no transparency.
-
-    ImageError if the file cannot be decoded or has more than `max_pixels` pixels.
+    """Return the opacity of an image file's first frame, upright, in mode "L" (0 transparent to 255 opaque); None if the file
+    has no transparency. ImageError if the file cannot be decoded or has more than `max_pixels` pixels.
     """
     with _decoded(file, max_pixels) as (image, _, _):
         pixels = eight_bit(image)
@@ -108,31 +107,41 @@ def open_alpha(file: Path | BinaryIO, max_pixels: int = CEILING) -> Image.Image 
 
 @contextmanager
 def _decoded(file: Path | BinaryIO, max_pixels: int) -> Iterator[tuple[Image.Image, str, int]]:
-    """Yield (first frame, mode as the file declares it, number of frames). ImageError for whatever a decoder raises."""
-    if isinstance(file, Path):
+    """Decode the first frame and yield (image, mode as the file declares it, number of frames). ImageError for anything that
+    a decoder raises, within the `with` block too, and for more than `max_pixels` pixels.
+    """
+    with _opened(file) as opened:
         try:
-            opened = file.open("rb")
-        except OSError as error:
-            raise ImageError("unreadable", f"the file cannot be opened: {error.strerror or error}") from error
-        with opened, _decoded(opened, max_pixels) as decoded:
-            yield decoded
+            with Image.open(opened, formats=_formats(opened)) as image:
+                pixels = image.width * image.height
+                if pixels > max_pixels:  # between its two limits, Pillow would only warn
+                    raise ImageError("bomb", f"{image.width} x {image.height} is {pixels} pixels, more than {max_pixels}")
+                mode, frames = image.mode, int(getattr(image, "n_frames", 1))
+                image.load()
+                yield image, mode, frames
+        except ImageError:
+            raise
+        except Exception as error:
+            raise _image_error(error, opened) from error
+
+
+@contextmanager
+def _opened(file: Path | BinaryIO) -> Iterator[BinaryIO]:
+    if not isinstance(file, Path):
+        yield file
         return
     try:
-        with Image.open(file, formats=_formats(file)) as image:
-            pixels = image.width * image.height
-            if pixels > max_pixels:  # between its two limits, Pillow would only warn
-                raise ImageError("bomb", f"{image.width} x {image.height} is {pixels} pixels, more than {max_pixels}")
-            mode, frames = image.mode, int(getattr(image, "n_frames", 1))
-            image.load()
-            yield image, mode, frames
-    except ImageError:
-        raise
-    except Exception as error:
-        raise _image_error(error, file) from error
+        opened = file.open("rb")
+    except OSError as error:
+        raise ImageError("unreadable", f"the file cannot be opened: {error.strerror or error}") from error
+    with opened:
+        yield opened
 
 
 def _formats(file: BinaryIO) -> tuple[str, ...]:
-    """Names of the Pillow formats to try. ImageError for an empty file, and for HEIC if pillow-heif is not installed."""
+    """Return the names of the formats that Pillow may try on a file. ImageError for an empty file, and for a HEIC file if
+    pillow-heif is not installed.
+    """
     head = peek(file, 0, 64)
     if not head:
         raise ImageError("unreadable", "the file is empty")
@@ -154,7 +163,9 @@ def _register_heif() -> bool:
 
 
 def _image_error(error: Exception, file: BinaryIO) -> ImageError:
-    """Translate a decoder's exception. The text holds no path and no memory address, so that equal files give equal rows."""
+    """Make an ImageError of an exception that a decoder raised for `file`. Its text holds no path and no memory address, so
+    that equal files give equal rows.
+    """
     if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):
         return ImageError("bomb", str(error).replace(", could be decompression bomb DOS attack.", "").strip())
     if is_truncated(file):
@@ -168,7 +179,9 @@ def _image_error(error: Exception, file: BinaryIO) -> ImageError:
 
 
 def _orientation(image: Image.Image) -> int:
-    """The EXIF orientation, 1 to 8; 1 if the EXIF block is broken. To be called after load(): some formats turn themselves."""
+    """Return the EXIF orientation of a loaded image: 1 (upright) to 8, or 1 if its EXIF block is broken. Before load(), the
+    value would be wrong for formats that Pillow turns upright itself.
+    """
     try:
         value = image.getexif().get(ORIENTATION, 1)
     except (OSError, ValueError, SyntaxError, TypeError, KeyError, AttributeError, EOFError, struct.error):

@@ -35,17 +35,17 @@ def mask_places(path: str) -> Iterator[str]:
 
 
 def which_are_masks(paths: Iterable[str]) -> set[str]:
-    """Return those of the file paths that are, by their name, a mask of another of the files."""
+    """Of some file paths, return those that are by their name a mask of another file among them: a.mask.png beside a.jpg."""
     paths = list(paths)
     places = {place for path in paths for place in mask_places(path)}
     return {path for path in paths if _may_be_mask(path) and _without_suffix(path) in places}
 
 
 def mask_finder(folder: Path) -> Callable[[Iterable[str]], str | None]:
-    """Return a function that finds the mask of an image: it takes all paths of the image, relative to `folder`, and
-    returns the mask's path, relative to `folder`, or None.
+    """Return a function that finds the mask file of an image. It takes the paths of the image and its duplicates, relative to
+    `folder`, and returns the path of the mask, relative to `folder`, or None.
 
-    The folders are listed once and remembered. If several files could be the mask at one place, the first by name is taken.
+    Every folder is listed once. If several files could be the mask at one place, the first by name is taken.
     """
 
     @functools.cache
@@ -66,9 +66,8 @@ def mask_finder(folder: Path) -> Callable[[Iterable[str]], str | None]:
 
 
 def read_mask(path: Path, data: bytes) -> Image.Image:
-    """Decode a mask file's bytes to grey values, mode "L"; transparent pixels are black.
-
-    ImageError if the bytes are no image. `path` only names the file in that error.
+    """Decode the bytes of a mask file to an image in mode "L"; transparent pixels become black. ImageError if `data` is no
+    image; `path` is only named in the error.
     """
     try:
         return open_image(io.BytesIO(data), "#000000").convert("L")
@@ -77,16 +76,15 @@ def read_mask(path: Path, data: bytes) -> Image.Image:
 
 
 def same_shape(mask: Image.Image, image: Image.Image) -> bool:
-    """True if mask and image have the same aspect ratio, up to TOLERANCE."""
+    """True if the aspect ratios of mask and image differ by at most 1 percent."""
     skew = mask.width * image.height / (mask.height * image.width)
     return abs(skew - 1) <= TOLERANCE
 
 
 def token_mask(mask: Image.Image, image_size: tuple[int, int], crop: Mapping[str, Any]) -> bytes:
-    """Cut a crop's part out of an image's mask and average it per token: one byte (0 to 255) per token, row by row.
-
-    `image_size` is (width, height) of the image in pixels, in which `crop` is measured; the mask may have another size.
-    `crop` is a row with crop_x, crop_y, crop_w, crop_h, the crop's final width and height, and flip.
+    """Return the mask of one crop at the resolution of tokens: the mean over 16 x 16 pixels, one byte (0 to 255) per token,
+    row by row. `mask` is the mask of the whole image, of any size; `image_size` is the image's (width, height) in pixels.
+    `crop` is a row with crop_x, crop_y, crop_w, crop_h (image pixels), width and height (of the resized crop), and flip.
     """
     across, down = mask.width / image_size[0], mask.height / image_size[1]
     left, top = max(0.0, crop["crop_x"] * across), max(0.0, crop["crop_y"] * down)

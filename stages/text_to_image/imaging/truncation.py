@@ -12,9 +12,8 @@ TAIL = 64  # bytes at the end of a file in which its end marker must lie
 
 
 def is_truncated(file: BinaryIO) -> bool:
-    """True if the container format says that bytes are missing at the end of the file. False for unknown formats.
-
-    Meant for a file that failed to decode: a file that decodes may lack its end marker. The file is left at its start.
+    """True if an open image file, by its own headers or a missing end marker, was cut short. False for unknown formats. To be
+    asked only of a file that failed to decode: a good file may lack its end marker. The file position is lost.
     """
     try:
         size = file.seek(0, io.SEEK_END)

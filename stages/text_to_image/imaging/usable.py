@@ -9,9 +9,8 @@ import pyarrow as pa
 
 
 def usable_rows(images: pa.Table) -> list[dict[str, Any]]:
-    """Return the rows of the table images that are not rejected, sorted by path.
-
-    `images` needs the columns path and rejected. ValueError, with the number of images for each reason, if none is usable.
+    """Return the rows of the table images that are not rejected, as dicts, sorted by path. `images` needs the columns path and
+    rejected. ValueError, with the number of images for each reason, if no image is usable.
     """
     rows = images.to_pylist()
     usable = [row for row in rows if row["rejected"] is None]
@@ -22,10 +21,9 @@ def usable_rows(images: pa.Table) -> list[dict[str, Any]]:
 
 
 def usable_paths(images: pa.Table) -> dict[str, list[str]]:
-    """Return {image_id: paths} for every usable image: the path of the file that is used, then those of its duplicates.
-
-    `images` needs the columns image_id, path and rejected of the table images. Images and duplicates are sorted by path.
-    ValueError, with the number of images for each reason, if none is usable.
+    """Return {image_id: paths} for every usable image of the table images, in order of path. The first path is that of the
+    file that is used, the others are those of its duplicates. `images` needs the columns image_id, path and rejected.
+    ValueError, with the number of images for each reason, if no image is usable.
     """
     paths = {row["image_id"]: [row["path"]] for row in usable_rows(images)}
     for row in sorted(images.to_pylist(), key=lambda row: str(row["path"])):

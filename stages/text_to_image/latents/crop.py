@@ -23,12 +23,12 @@ Crop = tuple[np.ndarray, bytes | None]  # pixels, uint8 (height, width, 3), and 
 
 
 class FileChanged(Exception):  # noqa: N818  (the program did not fail)
-    """A file's bytes are no longer those that the table images, or the wanted row, was made of."""
+    """A file's sha256 is not the one that the table images recorded, or that the mask had when the run began."""
 
 
 @dataclass(frozen=True)
 class ImageJob:
-    """An image to decode once. `rows` are its pending rows, one per crop; `mask` is its mask file, if it has one."""
+    """One image to decode. `rows` are its pending rows of the table latents, one per crop; `mask` is its mask file or None."""
 
     image_id: str
     path: Path
@@ -37,9 +37,8 @@ class ImageJob:
 
 
 def decode_ahead(jobs: list[ImageJob], background: str, workers: int) -> Iterator[tuple[ImageJob, Future[list[Crop]]]]:
-    """Yield the jobs in order, each with the future of its crops (see `crops_of`), decoded in `workers` threads.
-
-    At most workers + 1 images are decoded or waiting at a time. When the iterator is closed, it waits for its threads.
+    """Decode images in `workers` threads. Yields the jobs in order, each with the future of what `crops_of` returns. At most
+    workers + 1 images are decoded ahead; closing the iterator waits for the threads.
     """
     waiting: deque[tuple[ImageJob, Future[list[Crop]]]] = deque()
     todo = iter(jobs)
@@ -56,10 +55,9 @@ def decode_ahead(jobs: list[ImageJob], background: str, workers: int) -> Iterato
 
 
 def crops_of(job: ImageJob, background: str) -> list[Crop]:
-    """Return the crops of an image, one per row of the job, each resized to the row's width and height.
-
+    """Decode an image and return its crops, one (pixels, mask) per row of the job, resized to the row's width and height.
     Transparent pixels are composited over the colour `background`. ImageError if the image or its mask cannot be used,
-    FileChanged if the file is not the one that its image_id names.
+    FileChanged if the sha256 of either file is not the recorded one.
     """
     data = _read_unchanged(job.path, job.image_id)
     image = open_image(io.BytesIO(data), background)
@@ -68,9 +66,8 @@ def crops_of(job: ImageJob, background: str) -> list[Crop]:
 
 
 def cut(image: Image.Image, row: Row) -> np.ndarray:
-    """Cut one crop out of an image and resize it with Lanczos: uint8 (height, width, 3), mirrored if the row's flip is true.
-
-    The crop's edges may lie between pixels. It is resized in one step, straight from the image's own pixels.
+    """Cut a crop out of an image and resize it with Lanczos to uint8 (height, width, 3). `row` has crop_x, crop_y, crop_w,
+    crop_h (image pixels, fractions allowed), the final width and height, and flip, which mirrors it left to right.
     """
     left, top = max(0.0, row["crop_x"]), max(0.0, row["crop_y"])
     right = min(float(image.width), row["crop_x"] + row["crop_w"])
@@ -80,7 +77,9 @@ def cut(image: Image.Image, row: Row) -> np.ndarray:
 
 
 def _read_mask(job: ImageJob, data: bytes, image: Image.Image) -> Image.Image | None:
-    """The mask of the whole image, mode "L", or None. `data` are the image file's bytes. All rows of a job have one mask_id."""
+    """Return the mask of the whole image in mode "L", or None if it has none. `data` are the bytes of the image file, `image`
+    its pixels. All rows of a job have the same mask_id.
+    """
     mask_id = job.rows[0]["mask_id"]
     if mask_id in ("", ALPHA):
         return open_alpha(io.BytesIO(data)) if mask_id else None
@@ -94,7 +93,7 @@ def _read_mask(job: ImageJob, data: bytes, image: Image.Image) -> Image.Image | 
 
 
 def _read_unchanged(path: Path, sha256: str) -> bytes:
-    """Read a file. FileChanged if its sha256 is another, or if it cannot be read."""
+    """Return the bytes of a file. FileChanged if it cannot be read or its sha256 is not `sha256` (hex)."""
     try:
         data = path.read_bytes()
     except OSError as error:

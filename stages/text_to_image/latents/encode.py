@@ -24,9 +24,8 @@ def encode(model: Autoencoder, pixels_HWC: np.ndarray) -> np.ndarray:
 
 
 def encoded_row(model: Autoencoder, row: Row, crop: Crop) -> Row:
-    """Encode one crop (pixels, mask) and return the complete row; `row` holds the wanted columns.
-
-    The statistics are those of the stored bfloat16 values. A latent that is not finite gives a rejected row.
+    """Encode one crop, a pair (pixels, mask), and return its complete row of the table latents. `row` has the columns of the
+    wanted row. The statistics are those of the bfloat16 values. A latent that is not finite gives a rejected row.
     """
     pixels_HWC, mask = crop
     words_Chw = encode(model, pixels_HWC)
@@ -46,13 +45,15 @@ def encoded_row(model: Autoencoder, row: Row, crop: Crop) -> Row:
 
 
 def rejected_row(row: Row, reason: str) -> Row:
-    """Return the complete row of a crop that could not be encoded: an empty tensor, and the reason in `rejected`."""
+    """Return the complete row of a crop that could not be encoded, with an empty tensor. `row` has the columns of the wanted
+    row; `reason` is the sentence for the column rejected.
+    """
     empty = {"shape": [], "dtype": "bfloat16", "mean": 0.0, "std": 0.0, "absmax": 0.0, "mask": None}
     return row | empty | {"rejected": reason, "tensor": np.zeros(0, np.uint16)}
 
 
 def record_batch(rows: list[Row]) -> pa.RecordBatch:
-    """Make a record batch of complete rows. The tensors are joined as arrays, because lists of numbers would be slow."""
+    """Return complete rows of the table latents as one record batch. `tensor` of each row is a flat uint16 array."""
     schema = LATENTS.batch
     lengths = [len(row["tensor"]) for row in rows]
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))

@@ -54,9 +54,8 @@ class LatentsConfig:
 
 
 def latent_id(row: Row) -> str:
-    """Return the key of a latent: the sha256 over everything that its values depend on.
-
-    `row` has image_id, width, height, crop_x, crop_y, crop_w, crop_h, flip and, optionally, mask_id.
+    """Return the key of a latent: the sha256 (hex) over everything that its values depend on. `row` has image_id, width,
+    height, crop_x, crop_y, crop_w, crop_h, flip and, optionally, mask_id.
     """
     crop = [repr(float(row[name])) for name in CROP]
     parts = [row["image_id"], str(row["width"]), str(row["height"]), *crop, str(bool(row["flip"])).lower()]
@@ -65,9 +64,9 @@ def latent_id(row: Row) -> str:
 
 
 def wanted_latents(ctx: StageContext) -> pa.Table:
-    """Return one row per usable crop, and one for its mirror image with [latents] flip; equal crops are one row.
-
-    ValueError if no image is usable, or if masks are wanted from files and no image has one.
+    """Return the key and the crop of every latent: one row per crop in the table buckets that is not rejected, and one for its
+    mirror image if [latents] flip is on. Equal crops are one row. ValueError if no image is usable, or if masks are wanted
+    from files and no image has one.
     """
     masks = mask_ids(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config.mask)
     rows: dict[str, Row] = {}
@@ -83,10 +82,8 @@ def wanted_latents(ctx: StageContext) -> pa.Table:
 
 
 def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Encode the pending crops, a few per record batch. An image that cannot be decoded gives rows with the reason.
-
-    ValueError at the end, naming the files, if image files have changed since the table images was written; the rows of the
-    other files are yielded before.
+    """Encode the pending crops and yield their rows, [latents] batch_size per record batch. An image that cannot be decoded
+    gives rejected rows. ValueError after the last batch if image files have changed since the table images was written.
     """
     if not ctx.pending.num_rows:
         return
@@ -121,9 +118,8 @@ def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _encoded_rows(ctx: StageContext, model: Any, changed: list[str]) -> Generator[Row]:
-    """Yield one row per pending crop, image by image, so that each image is decoded once.
-
-    The names of files that changed since the table images was written are added to `changed`; their crops are left out.
+    """Yield one complete row per pending crop, image by image, so that each image is decoded once. `model` is the autoencoder.
+    An image file that changed since the table images was written gives no rows; its name is added to `changed`.
     """
     from stages.text_to_image.latents.encode import encoded_row, rejected_row
 
@@ -147,7 +143,7 @@ def _encoded_rows(ctx: StageContext, model: Any, changed: list[str]) -> Generato
 
 
 def _jobs(ctx: StageContext) -> list[ImageJob]:
-    """One job per image with pending crops, in the order in which the images first appear among the pending rows."""
+    """Return one job per image that has pending crops, in the order of the pending rows."""
     by_image: dict[str, list[Row]] = {}
     for row in ctx.pending.to_pylist():
         by_image.setdefault(row["image_id"], []).append(row)
