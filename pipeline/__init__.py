@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeline.project.project import Project
+    from pipeline.api import Project
 
 __all__ = ["Project"]
 
@@ -17,7 +17,7 @@ __all__ = ["Project"]
 def __getattr__(name: str) -> Any:
     """Import `Project` when it is first asked for, so that the console command starts without pyarrow."""
     if name == "Project":
-        from pipeline.project.project import Project
+        from pipeline.api import Project
 
         return Project
     raise AttributeError(f"module 'pipeline' has no attribute {name!r}")

@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.commands.query import STYLES, format_answer
+from pipeline.commands.query import STYLES, answer, format_answer
 from pipeline.options import with_project
+from pipeline.project.parse import nearest
 from pipeline.terminal import format_table
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from pipeline.project.project import Project
 
 
@@ -24,7 +27,15 @@ def command(name: str | None, style: str, project: Project) -> None:
     Panels belong to the project's pipeline.
     """
     if name:
-        answer = project.panel(name)
-        click.echo(format_answer(answer.column_names, [tuple(row.values()) for row in answer.to_pylist()], style))
+        rows = answer_panel(project, name)
+        click.echo(format_answer(rows.column_names, [tuple(row.values()) for row in rows.to_pylist()], style))
     else:
         click.echo(format_table(("panel", "shows"), [(panel.name, panel.title) for panel in project.pipeline.panels]))
+
+
+def answer_panel(project: Project, name: str) -> pa.Table:
+    """Return the answer of a panel of the project's pipeline. ValueError, with the nearest name, if there is no such panel."""
+    panels = {panel.name: panel for panel in project.pipeline.panels}
+    if name not in panels:
+        raise ValueError(f"there is no panel {name!r}{nearest(name, panels)}; there are {', '.join(panels) or 'none'}")
+    return answer(project, panels[name].sql)

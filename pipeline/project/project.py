@@ -1,4 +1,4 @@
-"""A project: its folder, its settings, its tables, and the stages that make them. `Project` is the Python API."""
+"""A project: its folder, its settings, its resources, and where its tables lie. `pipeline.api` adds what a user does with it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,6 @@ from schemas.table import TableSchema
 from stages.stage import FamilyRecord, Folder, Input, Stage, StageContext, Weights, load
 
 if TYPE_CHECKING:
-    from pipeline.commands.status import TableState
-    from pipeline.project.tables import Table
-    from pipeline.runner import Outcome
     from stages.models.family import Family
 
 
@@ -39,7 +36,7 @@ class Project:
     """One project: the folder with project.toml, the input files and `tables/`.
 
     `overrides` replace settings: a mapping such as {"train.steps": 200}, or texts such as "train.steps=200".
-    `fetch` allows downloads of weights that are not on this machine; `run` always allows them.
+    `fetch` allows downloads of weights that are not on this machine.
     ValueError, in one line, if the folder holds no project or a setting is wrong.
 
     Nothing is read before it is needed. What was read is kept until a stage writes: one object sees one state of its
@@ -61,63 +58,6 @@ class Project:
         self._seen = self._manifests()
         if self.pipeline.families:
             _ = self.family  # an unknown family is an error before anything is written
-
-    # The Python API
-
-    def run(self, name: str, *, upstream: bool = False, progress: Callable[[str, int, int, str], None] | bool = True) -> Outcome:
-        """Bring the table `name` up to date, and with `upstream` first every table that it depends on.
-
-        `progress`: True shows a bar and messages on standard error; False shows nothing; a function is called with
-        (stage, done, total, unit) instead. Returns what the last stage did: rows written, seconds, peak memory.
-        """
-        from pipeline import runner
-        from pipeline.terminal import console_for
-
-        self.stage(name)
-        for each in [*(self.pipeline.upstream(name) if upstream else ()), name]:
-            self.refresh()
-            with console_for(each, progress) as console:
-                outcome = runner.run(self.fetching(), each, console)
-        self.refresh()
-        return outcome
-
-    def __getitem__(self, name: str) -> Table:
-        """The table of that name, as the last finished run left it. ValueError if it is not built."""
-        from pipeline.project.tables import Table
-
-        self.refresh()
-        return Table(self.folder(self.stage(name).name))
-
-    def sql(self, query: str) -> pa.Table:
-        """The answer to an SQL query (DuckDB) over all tables and views, as an Arrow table."""
-        from pipeline.commands.query import answer
-
-        self.refresh()
-        return answer(self, query)
-
-    def panel(self, name: str) -> pa.Table:
-        """Return the answer of a panel of the pipeline as an Arrow table. ValueError, with the nearest name, if there is none."""
-        panels = {panel.name: panel for panel in self.pipeline.panels}
-        if name not in panels:
-            raise ValueError(f"there is no panel {name!r}{nearest(name, panels)}; there are {', '.join(panels) or 'none'}")
-        return self.sql(panels[name].sql)
-
-    def status(self) -> list[TableState]:
-        """For every table its rows, its size and what a run would do."""
-        from pipeline.commands.status import states
-
-        self.refresh()
-        return states(self)
-
-    def __getattr__(self, name: str) -> Any:
-        """A method that only this project's pipeline has, such as `adapter` of text_to_image."""
-        if name.startswith("_") or name == "pipeline" or name not in self.pipeline.methods:
-            raise AttributeError(f"a project has no {name!r}")
-        return functools.partial(load(self.pipeline.methods[name]), self)
-
-    def __dir__(self) -> list[str]:
-        """All methods, with those of the pipeline."""
-        return [*super().__dir__(), *self.pipeline.methods]
 
     def refresh(self) -> None:
         """Forget what was read if a stage has written to any table since."""
