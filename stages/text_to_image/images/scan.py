@@ -44,7 +44,7 @@ def scan(folder: Path) -> Listing:
     """
     if not folder.is_dir():
         raise ValueError(_no_folder(folder))
-    rows = [_file_row(folder, entry) for entry in _walk(folder, set()) if not _describes_others(Path(entry.name))]
+    rows = [_file_row(folder, entry) for entry in _files_below(folder, set()) if not _describes_others(Path(entry.name))]
     of_others = masks.which_are_masks(row["path"] for row in rows)
     files = [row for row in rows if row["path"] not in of_others]
     return Listing(sorted(files, key=lambda row: str(row["path"])), len(of_others))
@@ -61,7 +61,7 @@ def _no_folder(folder: Path) -> str:
     return f"image folder {folder} {problem}: put the images there, or set images.folder{hint}"
 
 
-def _walk(folder: Path, seen: set[tuple[int, int]]) -> Iterator[os.DirEntry[str]]:
+def _files_below(folder: Path, seen: set[tuple[int, int]]) -> Iterator[os.DirEntry[str]]:
     """Yield the files in a folder and in all folders below it, sorted by name within each folder. `seen` collects (device,
     inode) of every folder entered: no folder is entered twice, so that loops of links end. ValueError if one is unreadable.
     """
@@ -78,7 +78,7 @@ def _walk(folder: Path, seen: set[tuple[int, int]]) -> Iterator[os.DirEntry[str]
         if entry.is_symlink() and not Path(entry.path).exists():
             yield entry  # a broken link becomes a row too, so that the user hears of it
         elif entry.is_dir():
-            yield from _walk(Path(entry.path), seen)
+            yield from _files_below(Path(entry.path), seen)
         elif entry.is_file():
             yield entry
 

@@ -12,8 +12,8 @@ TAIL = 64  # bytes at the end of a file in which its end marker must lie
 
 
 def is_truncated(file: BinaryIO) -> bool:
-    """True if an open image file, by its own headers or a missing end marker, was cut short. False for unknown formats. To be
-    asked only of a file that failed to decode: a good file may lack its end marker. The file position is lost.
+    """True if an open image file, by its own headers or a missing end marker, was cut short. False for unknown formats. Call it
+    only for a file that failed to decode: a good file may lack its end marker. The file position is lost.
     """
     try:
         size = file.seek(0, io.SEEK_END)

@@ -168,7 +168,7 @@ def test_duplicates_follow_the_first_path_as_files_come_and_go(project, probed):
     assert project.verdicts() == {"m.png": None, "z.png": "duplicate"}
     shutil.copy(first, project.source / "a.png")
     probed.clear()
-    assert set(project.run()) == {"a.png", "m.png", "z.png"} and len(probed) == 1  # said again, not read again
+    assert set(project.run()) == {"a.png", "m.png", "z.png"} and len(probed) == 1  # marked again, not read again
     assert project.verdicts() == {"a.png": None, "m.png": "duplicate", "z.png": "duplicate"}
     assert {r["path"]: r["detail"] for r in project.stored.to_pylist()}["z.png"] == "the same bytes as a.png"
     (project.source / "a.png").unlink()
@@ -203,8 +203,8 @@ def test_a_run_stops_after_the_current_batch(project, monkeypatch):
     monkeypatch.setattr(images, "BATCH", 2)
     for seed in range(6):
         draw(project.source / f"{seed}.png", seed)
-    asked = iter([False, True])
-    assert sorted(project.run(stop=lambda: next(asked))) == ["0.png", "1.png"]
+    answers = iter([False, True])
+    assert sorted(project.run(stop=lambda: next(answers))) == ["0.png", "1.png"]
 
 
 def test_files_examined_one_by_one_and_finished_together_give_the_rows_of_one_run(project):
@@ -220,9 +220,9 @@ def test_files_examined_one_by_one_and_finished_together_give_the_rows_of_one_ru
     assert project.verdicts() == {"a.png": None, "b.png": None, "broken.png": "unreadable", "m.png": None, "z.png": None}
     finished = dataclasses.replace(whole, stored=project.stored)
     project.store(row for batch in STAGE.finish(finished) for row in batch.to_pylist())
-    apart, project.stored = project.stored, None
+    by_units, project.stored = project.stored, None
     project.run()
-    assert project.stored.equals(apart)
+    assert project.stored.equals(by_units)
     assert project.verdicts()["m.png"] == project.verdicts()["z.png"] == "duplicate"
 
 
@@ -230,8 +230,8 @@ def test_a_run_that_was_stopped_marks_no_duplicates_and_has_no_summary(project, 
     monkeypatch.setattr(images, "BATCH", 2)
     for name in ("a.png", "b.png", "c.png"):
         draw(project.source / name)
-    asked = iter([False, True])
-    project.run(stop=lambda: next(asked))
+    answers = iter([False, True])
+    project.run(stop=lambda: next(answers))
     assert project.verdicts() == {"a.png": None, "b.png": None} and project.lines == []
     project.run()
     assert project.verdicts() == {"a.png": None, "b.png": "duplicate", "c.png": "duplicate"}

@@ -185,9 +185,9 @@ def test_the_key_depends_on_every_value_that_defines_the_crop(column):
 
 
 def test_a_stopped_run_yields_the_rows_that_are_done_and_the_next_run_the_others(pictures, tmp_path, weights):
-    asked = iter([False, False, True, True])
+    answers = iter([False, False, True, True])
     whole = by_id(run(STAGE, made(pictures, tmp_path, weights)))
-    part = run(STAGE, made(pictures, tmp_path, weights, stop=lambda: next(asked, True), config={"batch_size": 2}))
+    part = run(STAGE, made(pictures, tmp_path, weights, stop=lambda: next(answers, True), config={"batch_size": 2}))
     assert 0 < part.num_rows < 6
     ctx = made(pictures, tmp_path, weights, stored=part.drop_columns(["tensor"]))
     assert ctx.pending.num_rows == 6 - part.num_rows
