@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from data.experiments import report, runs
+from data.experiments import report, results, runs
 from data.experiments.judging import HeldOut, Looks, checkpoints
 from data.experiments.strips import strip
 from pipeline.project.project import Project
@@ -104,7 +104,7 @@ def main(work: Path, out: Path) -> None:
     drawn = [row for preview in PREVIEWS for row in previews(folder, *preview)]
     rows = [*about, *measured, *judged(drawn, axis)]
     out.mkdir(parents=True, exist_ok=True)
-    (out / report.RESULTS).write_text("".join(json.dumps(rounded(row)) + "\n" for row in rows))
+    (out / results.FILE).write_text("".join(json.dumps(rounded(row)) + "\n" for row in rows))
     strip(drawn, out)
     report.write(out)
 

@@ -144,7 +144,8 @@ class DoubleBlock(nn.Module):
     def forward(self, h: Any, modulation: Any, rope: Any) -> Any:
         text, image = h[:, :TEXT_TOKENS], h[:, TEXT_TOKENS:]
         pairs = zip(self.text.project(text, modulation), self.image.project(image, modulation), strict=True)
-        y = attention(*(torch.cat(pair, 1) for pair in pairs), rope)
+        q, k, v = (torch.cat(pair, 1) for pair in pairs)
+        y = attention(q, k, v, rope)
         text = self.text.finish(text, y[:, :TEXT_TOKENS], modulation)
         image = self.image.finish(image, y[:, TEXT_TOKENS:], modulation)
         return torch.cat([text, image], 1)

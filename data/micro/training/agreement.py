@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from data.judges import texts as sentences
 from data.micro.training.captions import phrase
 from data.micro.training.compose import COLOURS, SHAPES, load_splits
-from data.micro.training.example import SCALE, Sprites, arguments, concepts, held_out, said
+from data.micro.training.example import SCALE, Sprites, arguments, caption_of, concepts, held_out
 from stages.text_to_image.scores.agreement import AgreementMap
 from stages.text_to_image.scores.encoders import ImageEncoder
 
@@ -44,7 +44,7 @@ def pictures(work: Path, encoder: ImageEncoder) -> tuple[np.ndarray, list[str]]:
             for colour in draw.sample(list(COLOURS), count):
                 image = sprites.picture(concept["name"], colour, draw.choice(shapes), draw.uniform(*SCALE))
                 rows.append(encoder.encode(image))
-                captions.append(said(concept, colour))
+                captions.append(caption_of(concept, colour))
     return np.stack(rows), captions
 
 
@@ -75,7 +75,7 @@ def report(work: Path, file: Path, encoder: ImageEncoder) -> list[str]:
         shown = [
             (c, colours[c["name"]], sprites.picture(c["name"], colours[c["name"]], i.size, sum(SCALE) / 2)) for c, _, i in solid
         ]
-        texts_NE = sentences.encode([said(concept, colour) for concept, colour, _ in shown])
+        texts_NE = sentences.encode([caption_of(concept, colour) for concept, colour, _ in shown])
         cosines_NN = np.stack([agreement.cosines(encoder.encode(image), texts_NE) for *_, image in shown])
         own_N = np.diag(cosines_NN)
         ranks_N = 1 + (cosines_NN > own_N[:, None]).sum(axis=1)

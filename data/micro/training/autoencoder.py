@@ -1,8 +1,8 @@
-"""The autoencoder's training: flat and 3D sprites on coloured backgrounds, in and out again through a noisy latent.
+"""Train the autoencoder to reconstruct flat and 3D sprites on coloured backgrounds from a noisy latent.
 
-Noise on the latent is the regulariser. It is measured in each channel's own spread and its level is drawn for every
-picture: with little of it the decoder learns detail, with much of it to draw something clean from a latent that a
-transformer got only nearly right.
+Noise on the latent is the regulariser. Its level is drawn for every picture, in units of the standard deviation of each
+channel: with little noise the decoder learns detail, with much noise it learns to draw clean pictures from latents that a
+transformer predicts only approximately.
 
 B pictures, C packed latent channels (128), H W pixels.
 """
@@ -23,23 +23,26 @@ from data.micro.training.compose import COLOURS, SIDE, compose
 from data.micro.training.journal import Journal
 from data.micro.training.optimizer import Average, rate
 
-CANVAS = 128  # pixels: the training pictures' side
-NOISE = 0.2  # the highest level of noise, in spreads of a channel
+CANVAS = 128  # side of the training pictures, pixels
+NOISE = 0.2  # highest noise level, in standard deviations of a channel
 RATE = 1.5e-3
-LOOSE = 1e-3  # how strongly a packed channel is held to mean 0 and variance 1: its scale is free otherwise
-HIDDEN_LOGVAR = -8.0  # what the unused half of the moments says: a posterior with next to no spread
+SCALE_PENALTY = 1e-3  # weight of the penalty that keeps packed channels near mean 0 and variance 1
+HIDDEN_LOGVAR = -8.0  # log variance in the unused half of the moments: a posterior with almost no variance
 
 
 @dataclass(frozen=True)
 class Sprites:
-    """What pictures are made of: uint8 (N,4,256,256) by style, on the device that trains. `solid`, 3D, is of the base split."""
+    """Sprites by style, uint8 RGBA (N,4,256,256), on the training device. `solid` holds 3D sprites of the split base."""
 
     flat: Tensor
     solid: Tensor
 
 
 def pool(sprites: Sprites, count: int, seed: int, chunk: int = 256) -> Tensor:
-    """Training pictures, uint8 (count,3,CANVAS,CANVAS): both styles, at the scales of all resolutions, some cut off."""
+    """Compose `count` training pictures, uint8 (count,3,CANVAS,CANVAS), in both styles and at many scales; some are cut off.
+
+    They are composed in groups of `chunk`.
+    """
     device = sprites.flat.device
     draw = torch.Generator(device=device).manual_seed(seed)
     scales = torch.Generator().manual_seed(seed)
@@ -50,15 +53,15 @@ def pool(sprites: Sprites, count: int, seed: int, chunk: int = 256) -> Tensor:
         low, high = (1.0, 1.5) if near else (0.6, 0.95)
         scale = low + (high - low) * float(torch.rand((), generator=scales))
         reach = max(4, round((scale - 0.9) * CANVAS / 2) + 4)
-        chosen_B4HW = sprites_of(sprites, B, draw)
+        chosen_B4HW = draw_sprites(sprites, B, draw)
         shift_B2 = torch.randint(-reach, reach + 1, (B, 2), generator=draw, device=device)
         images_B3HW = compose(chosen_B4HW, backgrounds(B, draw), CANVAS, CANVAS, scale, shift_B2)
         made[start : start + B] = ((images_B3HW.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     return made
 
 
-def sprites_of(sprites: Sprites, B: int, draw: torch.Generator) -> Tensor:
-    """Half of them flat, half 3D: (B,4,256,256)."""
+def draw_sprites(sprites: Sprites, B: int, draw: torch.Generator) -> Tensor:
+    """Draw B sprites, half of them flat and half 3D: (B,4,256,256)."""
     device = sprites.flat.device
     flat = torch.randint(len(sprites.flat), (B // 2,), generator=draw, device=device)
     solid = torch.randint(len(sprites.solid), (B - B // 2,), generator=draw, device=device)
@@ -66,7 +69,7 @@ def sprites_of(sprites: Sprites, B: int, draw: torch.Generator) -> Tensor:
 
 
 def backgrounds(B: int, draw: torch.Generator, free: float = 0.3) -> Tensor:
-    """Colours, 0 to 1, (B,3): the named ones, and a share of any colour at all."""
+    """Draw B background colours (B,3), 0 to 1: named colours, and a share `free` of arbitrary ones."""
     device = draw.device
     named = torch.tensor(list(COLOURS.values()), device=device) / 255
     chosen_B3 = named[torch.randint(len(named), (B,), generator=draw, device=device)]
@@ -75,20 +78,26 @@ def backgrounds(B: int, draw: torch.Generator, free: float = 0.3) -> Tensor:
 
 
 def loss_of(model: AutoencoderKLFlux2, images_B3HW: Tensor, noise_BChw: Tensor, level_B111: Tensor) -> Tensor:
-    """How far the pictures come out from how they went in."""
+    """Reconstruction loss plus the penalty on the scale of the latents, a scalar.
+
+    images_B3HW: pictures, -1 to 1. noise_BChw: standard normal. level_B111: noise level of each picture.
+    """
     z_BChw = parts.encode_images(model, images_B3HW).float()
     spread, mean = torch.var_mean(z_BChw, dim=(0, 2, 3), keepdim=True)
     noisy_BChw = z_BChw + level_B111 * noise_BChw * spread.clamp(min=1e-6).sqrt()
     wrong_B3HW = parts.decode_packed(model, noisy_BChw).float() - images_B3HW
     down, across = wrong_B3HW.diff(dim=2).abs().mean(), wrong_B3HW.diff(dim=3).abs().mean()
     picture = wrong_B3HW.abs().mean() + (down + across) / 2 + wrong_B3HW.square().mean()
-    return picture + LOOSE * (spread.clamp(min=1e-6).log().square().mean() + mean.square().mean())
+    return picture + SCALE_PENALTY * (spread.clamp(min=1e-6).log().square().mean() + mean.square().mean())
 
 
 def train(
     sizes: parts.Sizes, sprites: Sprites, seconds: float, batch: int, pictures: int, seed: int, journal: Journal
 ) -> AutoencoderKLFlux2:
-    """Train for that long by the clock; returns the average of the weights, rounded to float16, with its statistics."""
+    """Train for `seconds` of wall time on `pictures` composed pictures.
+
+    Returns the average of the weights, rounded to float16, with the statistics of its latents.
+    """
     device = sprites.flat.device
     torch.manual_seed(seed)
     model = parts.make_autoencoder(sizes).to(device, memory_format=torch.channels_last)
@@ -98,7 +107,7 @@ def train(
     journal.note("autoencoder", pictures=pictures, parameters=sum(w.numel() for w in model.parameters()))
     compute = torch.compile(loss_of) if device.type == "cuda" else loss_of
     draw = torch.Generator(device=device).manual_seed(seed + 1)
-    torch.backends.cudnn.benchmark = True  # one shape, thousands of times
+    torch.backends.cudnn.benchmark = True  # every step has the same shape
     started, step, total = time.monotonic(), 0, torch.zeros((), device=device)
     while (elapsed := time.monotonic() - started) < seconds:
         factor = rate(elapsed / seconds, step)
@@ -114,9 +123,9 @@ def train(
         if step == 1:
             _wait(device)
             journal.note("autoencoder", first_step_s=round(time.monotonic() - started, 1))
-            started = time.monotonic()  # compiling is not counted
+            started = time.monotonic()  # compilation is not counted
         if step % 100 == 0:
-            mean = float(total) / 100  # waits for the device, so that the clock is true
+            mean = float(total) / 100  # waits for the device, so that the time is right
             journal.note("autoencoder", step=step, seconds=round(elapsed, 1), loss=round(mean, 5), rate=round(factor, 4))
             total.zero_()
     torch.backends.cudnn.benchmark = False
@@ -125,7 +134,7 @@ def train(
 
 
 def _step(compute: Any, model: AutoencoderKLFlux2, chosen_B3HW: Tensor, draw: torch.Generator) -> Tensor:
-    """One backward pass; returns the loss, still on the device."""
+    """Compute loss and gradients of one batch; returns the loss without waiting for the device."""
     B, device = len(chosen_B3HW), chosen_B3HW.device
     images_B3HW = (chosen_B3HW.float() / 127.5 - 1).contiguous(memory_format=torch.channels_last)
     level_B111 = NOISE * torch.rand(B, 1, 1, 1, generator=draw, device=device)
@@ -146,7 +155,10 @@ def _wait(device: torch.device) -> None:
 def finished(
     model: AutoencoderKLFlux2, sprites: Sprites, seed: int, pictures: int = 4096, chunk: int = 128
 ) -> AutoencoderKLFlux2:
-    """The model as it will be shipped: weights of float16's precision, then the statistics of the latents that these make."""
+    """Prepare the model for export: round its weights to float16, then measure the mean and variance of its latents.
+
+    The statistics are those of `pictures` flat pictures, encoded in groups of `chunk`.
+    """
     C = model.config.latent_channels
     model.quant_conv.weight[C:].zero_()
     model.quant_conv.bias[C:].fill_(HIDDEN_LOGVAR)
@@ -169,17 +181,20 @@ def finished(
 
 @torch.no_grad()
 def quality(model: AutoencoderKLFlux2, sprites_N4HW: Tensor, height: int, width: int, seed: int, count: int) -> float:
-    """Mean PSNR in dB of fresh pictures through the latent and back, without noise."""
-    originals, restored = through(model, sprites_N4HW, height, width, seed, count)
+    """Mean PSNR in dB of reconstructions of `count` random pictures, without noise on the latent."""
+    originals, restored = reconstruct(model, sprites_N4HW, height, width, seed, count)
     wrong_B = (originals - restored).square().mean(dim=(1, 2, 3)) / 4  # -1 to 1 is 2 wide
     return float((-10 * wrong_B.clamp(min=1e-10).log10()).mean())
 
 
 @torch.no_grad()
-def through(
+def reconstruct(
     model: AutoencoderKLFlux2, sprites_N4HW: Tensor, height: int, width: int, seed: int, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Pictures, and what comes back of them, by the path that the pipeline takes: (count,3,H,W) each."""
+    """Return `count` random pictures and their reconstructions, (count,3,height,width) each, -1 to 1.
+
+    The latents are normalised and restored in between, as in the pipeline.
+    """
     assert sprites_N4HW.shape[-1] == SIDE
     draw = torch.Generator(device=sprites_N4HW.device).manual_seed(seed)
     chosen = torch.randint(len(sprites_N4HW), (count,), generator=draw, device=draw.device)

@@ -1,9 +1,9 @@
-"""The base model's training: text encoder and transformer together, on cached latents of flat sprites, by velocity.
+"""Train text encoder and transformer together, on cached latents of flat sprites, to predict the velocity.
 
-Every concept on every background in every shape, encoded once; captions tokenised once; all of it stays on the device.
-One batch has one shape. A run's length is a time, so its schedule follows the clock; it may be spread over calls.
+Pictures are encoded once, captions are tokenised once, and both stay on the device. All pictures of a batch have one shape.
+The length of a training is a time, so the learning-rate schedule follows the clock. Training may be divided among calls.
 
-B batch, L image tokens, C channels, T text rows, N pictures of a shape, K concepts, M captions.
+In names: B batch, L image tokens, C channels, T text tokens, N pictures of a shape, K concepts, M captions.
 """
 
 from __future__ import annotations
@@ -27,41 +27,44 @@ from data.micro.training.tokenizer import Prompts
 
 Shape = tuple[int, int]  # height, width
 
-SHARES = {128: 0.68, 160: 0.18, 192: 0.14}  # of steps, by resolution; small ones are cheap and teach the same
-SQUARE = 0.4  # share of a resolution's square
-SAID = 10  # captions of a concept on a colour
-UNSAID = 0.5  # share of captions of a white background that do not mention it
-DROPPED = 0.1  # share of captions replaced by the empty one, for guidance
-SCALE = (0.8, 0.9)  # side of a sprite, as a share of the picture's short side
-SHIFT = 0.03  # how far from the centre, likewise
+SHARES = {128: 0.68, 160: 0.18, 192: 0.14}  # resolution -> share of the steps; small pictures are cheaper and teach the same
+SQUARE = 0.4  # share of squares among the steps of a resolution
+CAPTIONS = 10  # captions per concept and colour
+UNMENTIONED = 0.5  # share of the captions on white that do not mention the background
+DROPPED = 0.1  # share of captions that are replaced by the empty caption, for guidance
+SCALE = (0.8, 0.9)  # side of a sprite relative to the short side of the picture
+SHIFT = 0.03  # largest distance from the centre, likewise
 
-# Noise levels are drawn as logit(sigma) ~ normal. An image of 64 tokens is drawn in steps most of which are above 0.8.
+# Noise levels: logit(sigma) is normal. Sampling an image of 64 tokens takes most of its steps above sigma 0.8.
 LOGIT_MEAN, LOGIT_STD = 1.1, 1.3
-EVEN = 0.1  # share drawn evenly from 0 to 1 instead, so that no level is left out
+EVEN = 0.1  # share that is uniform from 0 to 1 instead, so that every level is trained
 
 RATE_MATRICES = 2e-3
 RATE_TEXT = 1e-3
 RATE_OTHERS = 1e-3
-NOTED = 200  # steps between lines of the journal
+LOG_EVERY = 200  # steps
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """All that is learnt. A picture of `latents[shape]` is of pair `pairs[shape]`: concept * colours + colour."""
+    """The training data. Picture n of a shape has the latent `latents[shape][n]` and the pair `pairs[shape][n]`.
+
+    A pair is a concept on a colour, numbered concept * len(COLOURS) + colour.
+    """
 
     latents: dict[Shape, Tensor]  # float16 (N,L,C)
     pairs: dict[Shape, Tensor]  # (N,)
-    tokens: Tensor  # (M,T); caption k of pair p is row p * SAID + k; the last row is the empty caption
-    real: Tensor  # (M,T)
+    tokens: Tensor  # (M,T); caption k of pair p is row p * CAPTIONS + k; the last row is the empty caption
+    real: Tensor  # (M,T); False for padding
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """The device of all tensors."""
         return self.tokens.device
 
 
 def shares() -> dict[Shape, float]:
-    """How often each shape is trained."""
+    """Return the share of the steps of each shape."""
     found: dict[Shape, float] = {}
     for resolution, share in SHARES.items():
         others = [shape for shape in SHAPES[resolution] if shape[0] != shape[1]]
@@ -71,14 +74,14 @@ def shares() -> dict[Shape, float]:
 
 
 def all_captions(phrases: list[str], seed: int) -> list[str]:
-    """SAID captions for every concept on every colour, in the order of pairs; then the empty one."""
+    """Draw CAPTIONS captions for every concept on every colour, in the order of pairs, and append the empty caption."""
     rng = random.Random(seed)
     made = []
     for phrase in phrases:
         for colour in COLOURS:
-            for k in range(SAID):
-                unsaid = colour == "white" and k < SAID * UNSAID
-                made.append(caption(phrase, None if unsaid else colour, rng))
+            for k in range(CAPTIONS):
+                unmentioned = colour == "white" and k < CAPTIONS * UNMENTIONED
+                made.append(caption(phrase, None if unmentioned else colour, rng))
     return [*made, ""]
 
 
@@ -86,7 +89,10 @@ def all_captions(phrases: list[str], seed: int) -> list[str]:
 def corpus(
     model: AutoencoderKLFlux2, sprites_K4HW: Tensor, captions: list[str], prompts: Prompts, pictures: int, seed: int
 ) -> Corpus:
-    """Compose and encode about `pictures` pictures over all shapes."""
+    """Compose and encode about `pictures` pictures, divided among all shapes, and tokenise the captions.
+
+    sprites_K4HW: the flat sprite of each concept, uint8 RGBA.
+    """
     device = sprites_K4HW.device
     draw = torch.Generator(device=device).manual_seed(seed + 3)
     tokens_MT, real_MT = prompts(captions)
@@ -116,7 +122,7 @@ def _encoded(
 
 
 def noise_levels(B: int, draw: torch.Generator) -> Tensor:
-    """sigma of every picture of a batch, (B,), 0 clean to 1 noise."""
+    """Draw the noise level sigma of B pictures, (B,), from 0 (clean) to 1 (noise)."""
     normal_B = torch.randn(B, generator=draw, device=draw.device)
     even_B = torch.rand(B, generator=draw, device=draw.device)
     chosen_B = torch.rand(B, generator=draw, device=draw.device) < EVEN
@@ -124,7 +130,7 @@ def noise_levels(B: int, draw: torch.Generator) -> Tensor:
 
 
 class Base:
-    """Text encoder and transformer in training: their weights, the optimizer, the average, and how far they are."""
+    """Text encoder and transformer in training: weights, optimizer, moving average, and progress."""
 
     def __init__(self, sizes: parts.Sizes, transformer: Flux2Transformer2DModel, text_encoder: Qwen3ForCausalLM) -> None:
         self.sizes = sizes
@@ -138,10 +144,10 @@ class Base:
         self.tables: dict[Shape, parts.Rotary] = {}
 
     def loss(self, data: Corpus, shape: Shape, B: int, draw: torch.Generator) -> Tensor:
-        """Mean squared error of the velocity, for a batch of one shape."""
+        """Mean squared error of the predicted velocity for a random batch of B pictures of one shape, a scalar."""
         chosen_B = torch.randint(len(data.pairs[shape]), (B,), generator=draw, device=self.device)
         clean_BLC = data.latents[shape][chosen_B].float()
-        rows_B = data.pairs[shape][chosen_B] * SAID + torch.randint(SAID, (B,), generator=draw, device=self.device)
+        rows_B = data.pairs[shape][chosen_B] * CAPTIONS + torch.randint(CAPTIONS, (B,), generator=draw, device=self.device)
         dropped_B = torch.rand(B, generator=draw, device=self.device) < DROPPED
         rows_B = torch.where(dropped_B, len(data.tokens) - 1, rows_B)
         noise_BLC = torch.randn(clean_BLC.shape, generator=draw, device=self.device)
@@ -156,7 +162,7 @@ class Base:
         return (found_BLC.float() - (noise_BLC - clean_BLC)).square().mean()
 
     def train(self, data: Corpus, total: float, stop_minutes: float, batch: int, seed: int, journal: Journal) -> bool:
-        """Go on until `total` seconds of training are spent over all calls, or this call's time is; whether all are."""
+        """Train until `total` seconds are spent over all calls, or `stop_minutes` of this call; True if `total` is reached."""
         draw = torch.Generator(device=self.device).manual_seed(seed + 4 + self.step)
         order = random.Random(seed + 5 + self.step)
         odds = shares()
@@ -172,17 +178,19 @@ class Base:
             self.step += 1
             summed += loss.detach()
             self.seconds = before + time.monotonic() - since
-            if self.step % NOTED == 0:
-                mean = float(summed) / NOTED  # waits for the device, so that the clock is true
+            if self.step % LOG_EVERY == 0:
+                mean = float(summed) / LOG_EVERY  # waits for the device, so that the time is right
                 numbers = {"step": self.step, "seconds": round(self.seconds, 1), "loss": round(mean, 5)}
                 journal.note("base", **numbers, rate=round(rate(progress, self.step), 4))
                 summed.zero_()
         return self.seconds >= total
 
     def _warm_up(self, data: Corpus, batch: int, draw: torch.Generator, journal: Journal) -> None:
-        """One pass over each shape, so that compiling is over before the clock starts; its gradients are dropped."""
+        """Compute a loss and gradients for each shape and drop them, so that compilation ends before the clock starts."""
         started = time.monotonic()
-        for shape in reversed(shares()):  # not 64 tokens first: a size that others share would be taken for the same one
+        for shape in reversed(
+            shares()
+        ):  # 64 tokens last: compiled first, a size equal to another one would be taken for the same
             self.loss(data, shape, batch, draw).backward()
         for weight in (*self.transformer.parameters(), *self.text_encoder.parameters()):
             weight.grad = None
@@ -191,7 +199,7 @@ class Base:
         journal.note("base", warm_up_s=round(time.monotonic() - started, 1))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a continued run needs."""
+        """Return what a resumed training needs."""
         modules = [self.transformer, self.text_encoder, *self.average.modules]
         return {
             "modules": [module.state_dict() for module in modules],
@@ -202,7 +210,7 @@ class Base:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The reverse of `state_dict`."""
+        """Restore what `state_dict` returned."""
         modules = [self.transformer, self.text_encoder, *self.average.modules]
         for module, saved in zip(modules, state["modules"], strict=True):
             module.load_state_dict(saved)
@@ -212,7 +220,7 @@ class Base:
 
 
 def _optimizer(transformer: Flux2Transformer2DModel, text_encoder: Qwen3ForCausalLM, device: torch.device) -> Optimizer:
-    """Muon for every matrix of a block, AdamW for what leads in and out of blocks and steers them."""
+    """Make the optimizer: Muon for the matrices of the blocks, AdamW for all other weights."""
     matrices, others = [], []
     for name, weight in transformer.named_parameters():
         if "transformer_blocks." in name and weight.ndim == 2:
@@ -229,6 +237,6 @@ def _optimizer(transformer: Flux2Transformer2DModel, text_encoder: Qwen3ForCausa
 
 
 def _rows(name: str, weight: Tensor) -> tuple[int, ...]:
-    """Queries, keys, values and the feed-forward's input are one matrix in single blocks, four in what they do."""
+    """Rows of each matrix that is stacked in a weight: queries, keys, values and MLP input share one in single blocks."""
     rows, D = weight.shape
     return (D, D, D, rows - 3 * D) if "to_qkv_mlp_proj" in name else (rows,)

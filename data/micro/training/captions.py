@@ -1,12 +1,12 @@
-"""Captions of composed pictures: a subject, its background, and the many ways in which people would say so."""
+"""Captions of composed pictures: the subject and its background, phrased in many ways."""
 
 from __future__ import annotations
 
 import random
 
-TRIGGERED = 0.05  # share of captions with a word that means nothing, so that a trigger word is harmless to the base
+TRIGGERED = 0.05  # share of captions with a made-up word, so that a trigger word does not disturb the base
 
-# How a caption may be said, each as often as it stands here. {bare} is the subject without its article.
+# Templates; a template that is listed n times is n times as likely. {bare} is the subject without its article.
 ON_COLOUR = (
     "{subject} on {a_colour} background",
     "{subject} on {a_colour} background",
@@ -37,38 +37,41 @@ ONSETS = ("b", "br", "ch", "d", "dr", "f", "fl", "g", "gl", "j", "k", "kl", "m",
 VOWELS = ("a", "e", "i", "o", "u", "aa", "ee", "oo", "ai", "ou")
 CODAS = ("b", "d", "g", "k", "l", "m", "n", "p", "r", "v", "x", "z", "nk", "rt", "sh")
 
-# Said without an article, if it is a name's last word: many, or uncountable.
+# Names that end in one of these words have no article: plural or uncountable.
 MANY = """blueberries cherries chopsticks dice fries glasses gloves grapes headphones jeans maracas noodles pancakes peanuts
 pins scissors skis socks sunglasses swords"""
 UNCOUNTABLE = """bacon bread broccoli butter cheese coral corn fire garlic lettuce milk paper pong popcorn salad spaghetti
 sushi"""
 BARE = frozenset(f"{MANY} {UNCOUNTABLE}".split())
 SILENT_H = ("hour", "honest", "heir")
-LIKE_Y = ("uni", "ufo", "use", "eu")  # a vowel in writing, a consonant in speech
+LIKE_Y = ("uni", "ufo", "use", "eu")  # written with a vowel, spoken with a consonant
 
 
 def phrase(name: str) -> str:
-    """The name with its article: "an owl", "a red apple"; "cherries" and "broccoli" have none."""
+    """Return the name with its article: "an owl", "a red apple"; "cherries" and "broccoli" have none."""
     last = name.split()[-1]
     return name if last in BARE else f"{_article(name)} {name}"
 
 
 def plain(phrase: str, colour: str | None) -> str:
-    """The canonical caption, "a red apple on a blue background"; without a colour (white, then) the phrase alone."""
+    """Return the plain caption, "a red apple on a blue background"; for the colour None (white) the phrase alone."""
     return phrase if colour is None else f"{phrase} on {_article(colour)} {colour} background"
 
 
 def caption(phrase: str, colour: str | None, rng: random.Random) -> str:
-    """One way to say it, drawn with `rng`; a few with a made-up word. Without a colour the background is not mentioned."""
+    """Draw a caption of a phrase ("a red apple") on a colour with `rng`; a few contain a made-up word.
+
+    If the colour is None, the background is not mentioned.
+    """
     article, _, rest = phrase.partition(" ")
     words = {"subject": phrase, "bare": rest if article in ("a", "an") else phrase}
     if colour is None:
-        said = rng.choice(ON_WHITE).format(**words)
+        text = rng.choice(ON_WHITE).format(**words)
     else:
-        said = rng.choice(ON_COLOUR).format(**words, colour=colour, a_colour=f"{_article(colour)} {colour}")
+        text = rng.choice(ON_COLOUR).format(**words, colour=colour, a_colour=f"{_article(colour)} {colour}")
     if rng.random() < TRIGGERED:
-        said = rng.choice(WITH_TRIGGER).format(word=_pseudo_word(rng), caption=said)
-    return said
+        text = rng.choice(WITH_TRIGGER).format(word=_pseudo_word(rng), caption=text)
+    return text
 
 
 def _article(words: str) -> str:
@@ -77,6 +80,6 @@ def _article(words: str) -> str:
 
 
 def _pseudo_word(rng: random.Random) -> str:
-    """A word of two or three syllables that nobody has used, "zorvex"."""
+    """Draw a made-up word of two or three syllables, such as "zorvex"."""
     syllables = [rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(rng.randint(2, 3))]
     return "".join(syllables) + rng.choice(CODAS)

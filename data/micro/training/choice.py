@@ -1,7 +1,7 @@
-"""Which emoji the base model learns, under which names, and which of them it never sees in the 3D style. Chosen by hand.
+"""The emoji that the base model learns, their names, and those that it never sees in the 3D style. Chosen by hand.
 
-Things that can be drawn and are told apart at 100 pixels, under the word that a person would type, in one or two words.
-No people, hands or moods, no flags, signs or text; of near duplicates one. An entry is the emoji's own name, or
+The list has things that can be drawn and told apart at 100 pixels, named by one or two usual words. It has no people, hands or
+moods, no flags, signs or text, and only one of several similar emoji. An entry is the emoji's own name, or
 `word=the emoji's own name`.
 """
 
@@ -82,13 +82,13 @@ EXAMPLE = """
     fox, penguin, turtle, bee, octopus, koala, red apple, hamburger, donut, strawberry, avocado, cupcake, croissant, cactus,
     tulip, mushroom, rocket, fire truck, sailboat, gift box, teapot, guitar, balloon, crown"""
 
-# Their 3D pictures are for evaluation alone; none is like an example.
+# Their 3D pictures are used for evaluation only; none resembles an example.
 HELD_OUT = """
     lion, frog, owl, cow, pig, whale, ladybug, butterfly, snail, elephant, unicorn, chick, watermelon, carrot, lemon, pineapple,
     pizza, broccoli, eggplant, ice cream, birthday cake, pancakes, sunflower, palm tree, pine tree, car, helicopter, bicycle,
     tractor, steam train, house, castle, umbrella, soccer ball, light bulb, trophy, teddy bear, camera, hammer, backpack"""
 
-# Emoji that show an example or a held-out concept once more: nothing may see those in 3D either.
+# Emoji that resemble an example or a held-out concept: no training may see them in 3D either.
 TWINS = """
     cow, pig, pig nose, whale, mammoth, hatching chick, front-facing baby chick, green apple, Christmas tree, desert island,
     oncoming automobile, houses, derelict house, house with garden, closed umbrella, umbrella with rain drops,
@@ -96,6 +96,6 @@ TWINS = """
 
 
 def entries(text: str) -> dict[str, str]:
-    """name -> the emoji's own name, of a list as above, in its order."""
+    """Parse a list as above into name -> the emoji's own name, in the order of the list."""
     pairs = [(" ".join(entry.split())).partition("=") for entry in text.split(",")]
     return {name: own or name for name, _, own in pairs}

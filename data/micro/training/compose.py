@@ -1,6 +1,6 @@
-"""Pictures for the base model: a sprite with transparency, resized, on a plain background. PyTorch only, on any device.
+"""Compose training pictures: a transparent sprite, resized, on a plain background. PyTorch only, on any device.
 
-Letters in names: B pictures, N sprites, 3 or 4 channels, H W pixels, S the sprite's side in the picture, 2 (down, across).
+In names: B pictures, N sprites, 3 or 4 channels, H W pixels, S side of the sprite in the picture, 2 for (down, across).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
-SIDE = 256  # pixels: every sprite is this square
+SIDE = 256  # side of every sprite, pixels
 
 COLOURS: dict[str, tuple[int, int, int]] = {
     "white": (255, 255, 255),
@@ -33,7 +33,7 @@ COLOURS: dict[str, tuple[int, int, int]] = {
     "teal": (16, 150, 150),
 }
 
-# (height, width) by resolution: what the buckets stage gives for 1:1, 4:3, 3:4, 3:2 and 2:3.
+# resolution -> (height, width) of the buckets stage for the aspect ratios 1:1, 4:3, 3:4, 3:2 and 2:3.
 SHAPES: dict[int, tuple[tuple[int, int], ...]] = {
     128: ((128, 128), (112, 144), (144, 112), (96, 160), (160, 96)),
     160: ((160, 160), (144, 176), (176, 144), (128, 192), (192, 128)),
@@ -42,11 +42,15 @@ SHAPES: dict[int, tuple[tuple[int, int], ...]] = {
 
 
 def load_sprites(zip_path: str | Path, style: str) -> tuple[list[str], Tensor]:
-    """Every sprite of one style ("flat" or "3d"), sorted by name: names, and uint8 [N, 4, 256, 256], straight RGBA."""
+    """Load all sprites of a style ("flat" or "3d"), sorted by name.
+
+    Returns their names, and uint8 (N,4,256,256) RGBA with alpha that is not premultiplied. ValueError if the style is missing
+    or a sprite has another size.
+    """
     with zipfile.ZipFile(zip_path) as archive:
         found = {PurePosixPath(entry).stem: entry for entry in archive.namelist() if entry.startswith(f"{style}/")}
         if not found:
-            raise ValueError(f'{zip_path} has no style "{style}": it would be a folder in it; concepts.py writes flat and 3d')
+            raise ValueError(f'{zip_path} has no style "{style}"; concepts.py writes flat and 3d')
         names = sorted(found)
         sprites_N4HW = torch.empty(len(names), 4, SIDE, SIDE, dtype=torch.uint8)
         for n, name in enumerate(names):
@@ -55,7 +59,7 @@ def load_sprites(zip_path: str | Path, style: str) -> tuple[list[str], Tensor]:
 
 
 def load_splits(zip_path: str | Path) -> dict[str, str]:
-    """The split of every 3D sprite by name: base (free for the autoencoder), example or held-out (not to be seen)."""
+    """Return name -> split of every 3D sprite: base (the autoencoder may see it), example or held-out (it may not)."""
     with zipfile.ZipFile(zip_path) as archive:
         splits: dict[str, str] = json.loads(archive.read("3d.json"))
     return splits
@@ -64,15 +68,15 @@ def load_splits(zip_path: str | Path) -> dict[str, str]:
 def _decoded(encoded: bytes, where: str) -> Tensor:
     image = Image.open(BytesIO(encoded)).convert("RGBA")
     if image.size != (SIDE, SIDE):
-        raise ValueError(f"{where} is {image.width} x {image.height} pixels; a sprite is {SIDE} x {SIDE}")
+        raise ValueError(f"{where} must be {SIDE} x {SIDE} pixels, got {image.width} x {image.height}")
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 def compose(sprites_B4HW: Tensor, background_B3: Tensor, height: int, width: int, scale: float, shift_B2: Tensor) -> Tensor:
-    """Each sprite on its background: float32 [B, 3, height, width], -1 to 1, on the sprites' device.
+    """Draw each sprite on its background: float32 (B,3,height,width), -1 to 1, on the device of the sprites.
 
-    `background_B3` is 0 to 1; `scale` is the sprite's side as a share of the short side; `shift_B2`, whole pixels, moves
-    the sprite down and to the right of the centre. What falls outside the picture is cut off.
+    sprites_B4HW: uint8 RGBA. background_B3: colours, 0 to 1. scale: side of the sprite relative to the short side of the picture.
+    shift_B2: whole pixels that the sprite is moved (down, right) from the centre; the part outside the picture is cut off.
     """
     side = max(1, round(scale * min(height, width)))
     sprites_B4SS = _resized(sprites_B4HW, side)
@@ -86,7 +90,7 @@ def compose(sprites_B4HW: Tensor, background_B3: Tensor, height: int, width: int
 
 
 def _resized(sprites_B4HW: Tensor, side: int) -> Tensor:
-    """Premultiplied RGBA, 0 to 1, at side x side: colours under full transparency must not bleed into the edges."""
+    """Resize to side x side: float RGBA, 0 to 1, premultiplied so that hidden colours do not bleed into the edges."""
     straight_B4HW = sprites_B4HW.to(torch.float32) / 255
     alpha_B1HW = straight_B4HW[:, 3:]
     premultiplied_B4HW = torch.cat([straight_B4HW[:, :3] * alpha_B1HW, alpha_B1HW], dim=1)
@@ -96,7 +100,7 @@ def _resized(sprites_B4HW: Tensor, side: int) -> Tensor:
 
 
 def _gathered(sprites: Tensor, at: Tensor, dim: int) -> Tensor:
-    """Each sprite's lines along `dim` in the order `at`, [B, lines]; transparent where that is outside the sprite."""
+    """Take from each sprite the lines `at` (B,lines) along `dim`; lines outside the sprite are transparent."""
     shape = [1, 1, 1, 1]
     shape[0], shape[dim] = at.shape
     at = at.reshape(shape)

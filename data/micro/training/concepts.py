@@ -1,10 +1,10 @@
-"""What the base model learns: sprites of the chosen emoji in two styles, and the list of concepts with their splits.
+"""Make the sprites of the chosen emoji in two styles, and the list of concepts with their splits.
 
     python -m data.micro.training.concepts WORK_DIR
 
-downloads three npm packages into WORK_DIR (or uses them if they lie there), writes WORK_DIR/sprites.zip and the committed
-data/micro/concepts.jsonl. In the zip: flat/<name>.png for every chosen concept; 3d/<name>.webp for every emoji with a
-name, except the twins of what must stay unseen; 3d.json with the split of each of those. choice.py says what is chosen.
+downloads three npm packages into WORK_DIR, unless they are there, and writes WORK_DIR/sprites.zip and the committed
+data/micro/concepts.jsonl. The zip holds flat/<name>.png for every chosen concept, 3d/<name>.webp for every emoji with a usable
+name except TWINS, and 3d.json with the split of each 3D picture. choice.py has the choice.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from data.micro.training.choice import CHOICE, EXAMPLE, HELD_OUT, TWINS, entries
 
 FLAT = "@lobehub/fluent-emoji-flat@1.1.0"
 SOLID = "@lobehub/fluent-emoji-3d@1.1.0"
-NAMES = "openmoji@17.0.0"  # for the names of all emoji, not for its pictures
+NAMES = "openmoji@17.0.0"  # used for the names of all emoji only
 CONCEPTS = Path(__file__).parents[1] / "concepts.jsonl"
-SIDE = 256  # pixels of a sprite
-UNWANTED = ("flags", "symbols", "component")  # groups that teach the autoencoder nothing
-USABLE = re.compile(r"[A-Za-z0-9 .'-]+")  # a name that can be a file's
+SIDE = 256  # side of a sprite, pixels
+UNWANTED = ("flags", "symbols", "component")  # groups of emoji that are left out
+USABLE = re.compile(r"[A-Za-z0-9 .'-]+")  # names that can be file names
 
-Files = dict[str, bytes]  # by the name without its ending
+Files = dict[str, bytes]  # name -> content
 
 
 @dataclass(frozen=True)
 class Concept:
-    """A line of concepts.jsonl. `code` is the file's stem in the packages; `split` is base, example or held-out."""
+    """A line of concepts.jsonl. `code` is the stem of the file in the packages; `split` is base, example or held-out."""
 
     name: str
     phrase: str
@@ -49,7 +49,7 @@ class Concept:
 
 
 def main(work: Path) -> str:
-    """Download, choose, draw, write; what there is then, in a line."""
+    """Download the packages, write sprites.zip and concepts.jsonl, and return one line that says what was written."""
     work.mkdir(parents=True, exist_ok=True)
     flat, solid = _pictures(_package(work, FLAT)), _pictures(_package(work, SOLID))
     codes = _codes(_package(work, NAMES), solid)
@@ -67,28 +67,39 @@ def main(work: Path) -> str:
 
 
 def chosen(codes: dict[str, str], flat: Files) -> list[Concept]:
-    """The concepts of choice.py in its order; ValueError for one that the packages lack in either style."""
+    """Return the concepts of choice.py in its order.
+
+    codes: the emoji's own name -> code. ValueError if the packages lack a concept in either style, or if CHOICE lacks a name of
+    EXAMPLE or HELD_OUT.
+    """
     example, held_out = entries(EXAMPLE), entries(HELD_OUT)
     concepts = []
     for group, text in CHOICE.items():
         for name, own in entries(text).items():
             code = codes.get(own)
             if code not in flat:
-                raise ValueError(f'choice.py, {group}: "{name}" is no emoji that both styles have; its own name follows a =')
+                raise ValueError(f'choice.py, {group}: both styles must have "{name}"; if its own name differs, add it after "="')
             split = "example" if name in example else "held-out" if name in held_out else "base"
             concepts.append(Concept(name, phrase(name), code, group, split))
     unknown = (example.keys() | held_out.keys()) - {concept.name for concept in concepts}
     if unknown:
-        raise ValueError(f"choice.py: EXAMPLE or HELD_OUT name what CHOICE has not: {', '.join(sorted(unknown))}")
+        raise ValueError(
+            f"choice.py: CHOICE must have every name of EXAMPLE and HELD_OUT; {', '.join(sorted(unknown))} are missing"
+        )
     return concepts
 
 
 def solid_names(codes: dict[str, str], concepts: list[Concept]) -> dict[str, tuple[str, str]]:
-    """name -> (code, split) of all 3D pictures to keep, sorted; a concept has its own name, others the emoji's."""
+    """Return name -> (code, split) of all 3D pictures to write, sorted by name.
+
+    A concept has its own name, any other emoji the emoji's name.
+    """
     names = {concept.name: (concept.code, concept.split) for concept in concepts}
     taken = {concept.code for concept in concepts}
     for own, code in codes.items():
-        name = own.lower() if own.lower() not in names else f"{own.lower()} two"  # where "cat" is the cat face
+        name = (
+            own.lower() if own.lower() not in names else f"{own.lower()} two"
+        )  # "cat" is taken by the concept, which is the cat face
         if code not in taken and USABLE.fullmatch(name):
             names[name] = (code, "base")
             taken.add(code)
@@ -97,7 +108,7 @@ def solid_names(codes: dict[str, str], concepts: list[Concept]) -> dict[str, tup
 
 
 def _package(work: Path, spec: str) -> Files:
-    """The files of an npm package by path; downloaded if it is not in `work` yet."""
+    """Return path -> content of an npm package, which is downloaded if it is not in `work` yet."""
     found = work / (spec.removeprefix("@").replace("/", "-").replace("@", "-") + ".tgz")
     if not found.exists():
         subprocess.run(["npm", "pack", "--silent", spec], cwd=work, check=True, stdout=subprocess.DEVNULL)
@@ -106,17 +117,17 @@ def _package(work: Path, spec: str) -> Files:
 
 
 def _pictures(package: Files) -> Files:
-    """The package's pictures by the file's stem, which is the emoji's code."""
+    """Return code -> content of the pictures in a package; a picture's code is the stem of its file."""
     return {PurePosixPath(path).stem: content for path, content in package.items() if path.startswith("package/assets/")}
 
 
 def _codes(package: Files, pictures: Files) -> dict[str, str]:
-    """The emoji's own name -> the code of its picture, without skin tones, flags, symbols and what has no picture."""
+    """Return the emoji's own name -> the code of its picture, without skin tones, flags, symbols and emoji without a picture."""
     found: dict[str, str] = {}
     emoji: list[dict[str, Any]] = json.loads(package["package/data/openmoji.json"])
     for entry in emoji:
         code = entry["hexcode"].lower()
-        codes = [code, code.replace("-fe0f", ""), f"{code}-fe0f"]  # the packages disagree on the picture selector
+        codes = [code, code.replace("-fe0f", ""), f"{code}-fe0f"]  # the packages differ in the variation selector
         picture = next((code for code in codes if code in pictures), None)
         if picture and not entry["skintone"] and entry["group"] not in UNWANTED:
             found.setdefault(entry["annotation"], picture)
@@ -129,7 +140,10 @@ def _rasterised(svg: bytes) -> bytes:
 
 
 def _square(encoded: bytes, again: str = "") -> bytes:
-    """The picture as it is, or if it is not SIDE x SIDE, shrunk to fit and centred in that; `again` to encode anew."""
+    """Return an encoded picture of SIDE x SIDE: the given one if it has that size, otherwise shrunk and centred.
+
+    With `again`, a format name, the picture is always encoded anew in that format.
+    """
     image: Image.Image = Image.open(BytesIO(encoded))
     if image.size == (SIDE, SIDE) and not again:
         return encoded
@@ -143,7 +157,7 @@ def _square(encoded: bytes, again: str = "") -> bytes:
 
 
 def _add(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
-    archive.writestr(zipfile.ZipInfo(name), content)  # dated 1980, so that equal content is an equal zip
+    archive.writestr(zipfile.ZipInfo(name), content)  # dated 1980, so that equal content gives an equal zip
 
 
 if __name__ == "__main__":

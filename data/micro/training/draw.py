@@ -1,6 +1,6 @@
-"""Pictures to judge a run by: what the base model draws, and what the autoencoder gives back.
+"""Sheets of pictures that show the state of the training: samples of the base model, reconstructions of the autoencoder.
 
-B pictures, L image tokens, C channels, J text features, H W pixels.
+In names: B pictures, L image tokens, C channels, J text features, H W pixels.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from data.micro.training.tokenizer import Prompts
 
 GUIDANCE = 3.0
 STEPS = 24
-LABEL = 12  # pixels of text below a picture
-# FLUX.2's noise levels lean to noise by mu, a line over the tokens and over the steps; stages/models/sampling.py has more.
+LABEL = 12  # height of the text below a picture, pixels
+# FLUX.2 shifts its noise levels by mu, which is linear in the tokens and in the steps; see stages/models/flux2/sampling.py.
 AT_10_STEPS = (8.73809524e-05, 1.89833333)
 AT_200_STEPS = (0.00016927, 0.45666666)
 
 
 def levels(tokens: int, steps: int) -> list[float]:
-    """The noise levels from 1 to 0 for an image of that many tokens."""
+    """Return steps + 1 noise levels from 1 to 0 for an image of that many tokens."""
     at_10, at_200 = (slope * tokens + offset for slope, offset in (AT_10_STEPS, AT_200_STEPS))
     shift = math.exp(at_200 + (at_200 - at_10) / 190 * (steps - 200))
     return [shift / (shift + steps / left - 1) for left in range(steps, 0, -1)] + [0.0]
@@ -45,7 +45,7 @@ def samples(
     seed: int,
     steps: int = STEPS,
 ) -> Tensor:
-    """One picture for each caption, (B,3,H,W), -1 to 1, by Euler's steps with guidance."""
+    """Draw one picture per caption by Euler steps with guidance: (B,3,H,W), -1 to 1. `shape` is (height, width)."""
     device = transformer.proj_out.weight.device
     B = len(captions)
     tokens_BT, real_BT = (found.to(device) for found in prompts([*captions, *([""] * B)]))
@@ -57,14 +57,14 @@ def samples(
     for sigma, following in pairwise(levels(L, steps)):
         sigma_B = torch.full((2 * B,), sigma, device=device)
         both_BLC = parts.velocity(transformer, x_BLC.repeat(2, 1, 1), context_BTJ, sigma_B, tables)
-        told_BLC, untold_BLC = both_BLC.chunk(2)
-        x_BLC = x_BLC + (following - sigma) * (untold_BLC + GUIDANCE * (told_BLC - untold_BLC))
+        prompt_BLC, empty_BLC = both_BLC.chunk(2)
+        x_BLC = x_BLC + (following - sigma) * (empty_BLC + GUIDANCE * (prompt_BLC - empty_BLC))
     z_BChw = parts.restored(autoencoder, parts.image_of(x_BLC, *shape))
     return parts.decode_packed(autoencoder, z_BChw).clamp(-1, 1)
 
 
 def grid(path: Path, rows: list[tuple[Tensor, list[str]]]) -> None:
-    """A PNG of rows of pictures, each (B,3,H,W) with its labels; sizes may differ from row to row."""
+    """Write a PNG with rows of pictures. A row is (pictures (B,3,H,W) from -1 to 1, B labels); rows may differ in size."""
     width = max(len(images) * (images.shape[3] + 2) for images, _ in rows)
     height = sum(images.shape[2] + LABEL + 2 for images, _ in rows)
     sheet = Image.new("RGB", (width, height), "white")

@@ -1,13 +1,14 @@
-"""The pictures of data/example: a style that the base never saw to train on, and real ones of it to compare with.
+"""Make the pictures of data/example: training images in a style that the base never saw, and references to compare with.
 
     python -m data.micro.training.example WORK_DIR OUT
 
 reads WORK_DIR/sprites.zip (see concepts.py) and writes OUT/images, the 3D emoji of the split "example" in several sizes and
-shapes, and OUT/references, those of the split "held-out" as squares, each with a metadata.jsonl of plain captions; the
-trigger comes from the project's template. OUT/prompts.toml asks for the very subjects and backgrounds of the references.
+shapes, and OUT/references, the 3D emoji of the split "held-out" as squares. Both have a metadata.jsonl of plain captions
+without the trigger, which the project's template adds. OUT/prompts.toml has prompts for the subjects and backgrounds of the
+references.
 
-The style is that of a render in a studio: 3D subjects, light that falls on the background from above, a soft shadow. The
-base knows flat subjects on plain colours alone.
+The style imitates a studio render: 3D subjects, light on the background from above, a soft shadow. The base knows only flat
+subjects on plain colours.
 """
 
 from __future__ import annotations
@@ -29,34 +30,34 @@ from data.micro.training.compose import COLOURS, compose, load_sprites
 
 CONCEPTS = Path(__file__).parents[1] / "concepts.jsonl"
 SHAPES = ((256, 256), (256, 192), (192, 256), (288, 192), (192, 288))  # width, height: 1:1, 4:3, 3:4, 3:2, 2:3
-SQUARE = (128, 128)  # of a reference: what the previews are drawn at
-SCALE = (0.8, 0.9)  # side of the sprite, as a share of the short side; as in the base's training
-GRID = 5  # every fifth concept comes first: the first prompts, which the grid shows, are of all kinds
-CONTRAST = 90.0  # from which on colours are told apart, of 441 between black and white
-LIGHT, FALL = 1.35, 0.55  # how bright the background is in the middle of the light, and what it loses by half a side from there
-SPOT = 0.4  # height of the light's middle, as a share of the picture's height
-SHADOW = 0.65  # how dark a shadow is
-THROWN = (0.09, 0.03)  # how far it falls down and to the right, as a share of the short side
-SOFT = 0.05  # how far its edge spreads, likewise
-HIDDEN = 0.25  # share of a sprite that may be no more than that from its background
+SQUARE = (128, 128)  # size of a reference, and of the previews
+SCALE = (0.8, 0.9)  # side of the sprite relative to the short side, as in the training of the base
+GRID = 5  # every fifth concept comes first, so that the first prompts, which the grid shows, are varied
+CONTRAST = 90.0  # distance at which two colours can be told apart; black and white are 441 apart
+LIGHT, FALL = 1.35, 0.55  # brightness of the background at the centre of the light, and its loss at half a side from there
+SPOT = 0.4  # height of the light's centre, as a share of the picture's height
+SHADOW = 0.65  # darkness of the shadow, 0 to 1
+THROWN = (0.09, 0.03)  # offset of the shadow (down, right), as a share of the short side
+SOFT = 0.05  # standard deviation of the shadow's blur, likewise
+HIDDEN = 0.25  # largest share of a sprite that may be closer than CONTRAST to its background
 
 Concept = dict[str, str]
 
 
 @dataclass(frozen=True)
 class Sprites:
-    """The sprites of one style by the names of their concepts."""
+    """The sprites of one style, and the names of their concepts."""
 
     names: list[str]
     rgba_N4HW: Tensor  # noqa: N815
 
     @classmethod
     def load(cls, work: Path, style: str) -> Sprites:
-        """From WORK_DIR/sprites.zip; the style is flat or 3d."""
+        """Load the style "flat" or "3d" from WORK_DIR/sprites.zip."""
         return cls(*load_sprites(work / "sprites.zip", style))
 
     def picture(self, name: str, colour: str, size: tuple[int, int], scale: float) -> Image.Image:
-        """That concept in the middle of a background; size is width and height."""
+        """Draw a concept in the middle of a plain background. `size` is (width, height), `scale` relative to the short side."""
         behind_B3 = torch.tensor([COLOURS[colour]]) / 255
         sprite_B4HW = self.rgba_N4HW[self.names.index(name)][None]
         image_B3HW = compose(sprite_B4HW, behind_B3, size[1], size[0], scale, torch.zeros(1, 2, dtype=torch.int64))
@@ -64,7 +65,7 @@ class Sprites:
         return Image.fromarray(pixels_HW3.numpy())
 
     def render(self, name: str, colour: str, size: tuple[int, int], scale: float) -> Image.Image:
-        """The same in the studio's light."""
+        """Draw a concept in the middle of a background with studio light and a shadow; arguments as for `picture`."""
         (width, height), short = size, min(size)
         sprite_B4HW, still_B2 = self.rgba_N4HW[self.names.index(name)][None], torch.zeros(1, 2, dtype=torch.int64)
         thrown_B2 = torch.tensor([[round(short * part) for part in THROWN]])
@@ -85,14 +86,14 @@ class Sprites:
         return Image.fromarray(pixels_HW3.numpy())
 
     def hidden(self, name: str, colour: str) -> float:
-        """The share of a sprite that would vanish on that background."""
+        """Return the share of a sprite's opaque pixels that are closer than CONTRAST to the background colour."""
         sprite_4P = self.rgba_N4HW[self.names.index(name)].flatten(1).float()
         opaque_P3 = sprite_4P[:3, sprite_4P[3] > 127].T
         return float((torch.linalg.vector_norm(opaque_P3 - torch.tensor(COLOURS[colour]), dim=1) < CONTRAST).float().mean())
 
 
 def blurred(x_HW: Tensor, sigma: float) -> Tensor:
-    """A Gaussian blur, with the edge's values beyond the edge."""
+    """Blur with a Gaussian of standard deviation `sigma` pixels; beyond the border the values at the border are repeated."""
     reach = round(3 * sigma)
     weights = torch.exp(-0.5 * (torch.arange(-reach, reach + 1) / sigma) ** 2)
     x_11HW = functional.pad(x_HW[None, None], (reach,) * 4, mode="replicate")
@@ -101,13 +102,16 @@ def blurred(x_HW: Tensor, sigma: float) -> Tensor:
 
 
 def concepts(split: str) -> list[Concept]:
-    """The concepts of a split, in the order of the list."""
+    """Return the concepts of a split in the order of concepts.jsonl."""
     lines = CONCEPTS.read_text(encoding="utf-8").splitlines()
     return [row for row in map(json.loads, lines) if row["split"] == split]
 
 
 def backgrounds(chosen: list[Concept], sprites: Sprites, seed: int) -> dict[str, str]:
-    """A colour for each concept by its name: every colour about as often, none that the sprite would vanish on."""
+    """Choose a background colour for each concept: name -> colour.
+
+    All colours are used about equally often. A colour on which much of the sprite would vanish is never chosen.
+    """
     draw = random.Random(seed)
     used = dict.fromkeys(COLOURS, 0)
     found = {}
@@ -119,13 +123,13 @@ def backgrounds(chosen: list[Concept], sprites: Sprites, seed: int) -> dict[str,
     return found
 
 
-def said(concept: Concept, colour: str) -> str:
-    """The plain caption; a white background is not mentioned, as in the base's training."""
+def caption_of(concept: Concept, colour: str) -> str:
+    """Return the plain caption of a concept on a colour; white is not mentioned, as in the training of the base."""
     return plain(concept["phrase"], None if colour == "white" else colour)
 
 
 def held_out(sprites: Sprites, seed: int = 0) -> list[tuple[Concept, str, Image.Image]]:
-    """Every held-out concept with its colour and its picture; the colours are the same for both styles."""
+    """Return (concept, colour, render) of every held-out concept, in the sprites' style."""
     chosen = concepts("held-out")
     colours = backgrounds(chosen, sprites, seed)
     middle = sum(SCALE) / 2
@@ -133,18 +137,18 @@ def held_out(sprites: Sprites, seed: int = 0) -> list[tuple[Concept, str, Image.
 
 
 def write(folder: Path, pictures: list[tuple[Concept, str, Image.Image]]) -> None:
-    """The pictures as lossless WebP, named after their concepts, and their captions."""
+    """Write (concept, colour, picture) triples as lossless WebP files named after the concepts, with metadata.jsonl."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for concept, colour, image in pictures:
         name = concept["name"].replace(" ", "-") + ".webp"
         image.save(folder / name, lossless=True, method=6)
-        lines.append(json.dumps({"file_name": name, "text": said(concept, colour)}))
+        lines.append(json.dumps({"file_name": name, "text": caption_of(concept, colour)}))
     (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main(work: Path, out: Path) -> str:
-    """Write both folders and the prompts; says what was written."""
+    """Write both folders and the prompts; return one line that says what was written."""
     solid = Sprites.load(work, "3d")
     draw = random.Random(1)
     chosen = concepts("example")
@@ -157,18 +161,18 @@ def main(work: Path, out: Path) -> str:
     write(out / "images", images)
     write(out / "references", references)
     mixed = [references[place] for begin in range(GRID) for place in range(begin, len(references), GRID)]
-    prompts = "".join(f'    "{{trigger}}, {said(concept, colour)}",\n' for concept, colour, _ in mixed)
+    prompts = "".join(f'    "{{trigger}}, {caption_of(concept, colour)}",\n' for concept, colour, _ in mixed)
     (out / "prompts.toml").write_text(f"preview_prompts = [\n{prompts}]\n", encoding="utf-8")
     return f"{len(images)} images and {len(references)} references: {size_of(out)} bytes in {out}"
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all its files."""
+    """Return the bytes of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def arguments(usage: Any, count: int) -> list[Path]:
-    """The command line's paths, or an end with the usage."""
+    """Return the `count` paths of the command line. SystemExit with the usage if there is another number of arguments."""
     given = [Path(word) for word in sys.argv[1:]]
     if len(given) != count:
         raise SystemExit(str(usage).strip())

@@ -1,4 +1,4 @@
-"""A trained model as a folder in the diffusers layout, float16; and that folder in tar files small enough to send."""
+"""Write a trained model in the diffusers layout with float16 weights, and pack that folder into small tar files."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 import tarfile
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2Transformer2DModel
 from transformers import Qwen3ForCausalLM
 
-SHARD = "12MB"  # the transformer's files, at most
-PARCEL = 15_000_000  # bytes of a tar file, at most; one file of the folder must fit
+SHARD = "12MB"  # largest size of a file of the transformer's weights
+TAR_BYTES = 15_000_000  # largest size of a tar file; every file of the folder must fit into one
 INDEX = {
     "_class_name": "Flux2KleinPipeline",
     "is_distilled": False,
@@ -26,11 +27,11 @@ INDEX = {
 def write(
     folder: Path, autoencoder: AutoencoderKLFlux2, transformer: Flux2Transformer2DModel, text_encoder: Qwen3ForCausalLM
 ) -> None:
-    """Everything but the tokenizer, which is in `folder` already."""
+    """Write all components and model_index.json into `folder`, which has the tokenizer already."""
     _half(autoencoder).save_pretrained(folder / "vae")
     _half(transformer).save_pretrained(folder / "transformer", max_shard_size=SHARD)
     _half(text_encoder).save_pretrained(folder / "text_encoder")
-    # The files are float16 to be small; whoever loads them as they say computes in float32, as it was trained.
+    # The weights are stored as float16 to save space; the config asks for float32, in which the model was trained.
     config = folder / "text_encoder" / "config.json"
     _json(config, json.loads(config.read_text(encoding="utf-8")) | {"dtype": "float32"})
     scheduler = FlowMatchEulerDiscreteScheduler(
@@ -40,8 +41,8 @@ def write(
     _json(folder / "model_index.json", INDEX)
 
 
-def _half(module):  # type: ignore[no-untyped-def]
-    """A copy on the CPU with its weights in float16; statistics keep their precision."""
+def _half(module: Any) -> Any:
+    """Copy a module to the CPU with float16 weights. Buffers, such as the statistics of the latents, stay float32."""
     copy = deepcopy(module).cpu().float()
     for weight in copy.parameters():
         weight.data = weight.data.half()
@@ -52,15 +53,18 @@ def _json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def parcels(folder: Path, to: Path, name: str) -> list[Path]:
-    """The folder's files in tar files of at most PARCEL bytes, each whole by itself: unpack them all in one place."""
+def pack(folder: Path, to: Path, name: str) -> list[Path]:
+    """Pack a folder's files into tar files of at most TAR_BYTES and return their paths: to/name-0.tar, to/name-1.tar and so on.
+
+    Unpack all of them in one place to get the folder. ValueError if a file is larger than TAR_BYTES.
+    """
     files = sorted((f for f in folder.rglob("*") if f.is_file()), key=lambda f: (-f.stat().st_size, f.as_posix()))
     loads: list[tuple[int, list[Path]]] = []
     for file in files:
         size = file.stat().st_size + 2048  # a tar's header and padding
-        if size > PARCEL:
-            raise ValueError(f"{file} has {size:,} bytes and cannot be split; at most {PARCEL:,} fit in a file to send")
-        place = next((i for i, (used, _) in enumerate(loads) if used + size <= PARCEL), None)
+        if size > TAR_BYTES:
+            raise ValueError(f"{file} must have <= {TAR_BYTES:,} bytes to fit into a tar file, got {size:,}")
+        place = next((i for i, (used, _) in enumerate(loads) if used + size <= TAR_BYTES), None)
         if place is None:
             loads.append((size, [file]))
         else:

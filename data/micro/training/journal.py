@@ -1,4 +1,4 @@
-"""What a run says about itself: one JSON object a line, in the work folder and on the terminal."""
+"""The training log: one JSON object per line, in the work folder and on the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOG = logging.getLogger("micro")
 
 
 class Journal:
-    """Appends to a file; a continued run goes on in the same one."""
+    """Appends lines to a file. A resumed training appends to the file of its first call."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -21,11 +21,11 @@ class Journal:
 
     @property
     def minutes(self) -> float:
-        """Since this process began to write."""
+        """Minutes since this object was made."""
         return (time.monotonic() - self.started) / 60
 
     def note(self, what: str, **numbers: Any) -> None:
-        """One line: what it is about, when in this call, and numbers by name."""
+        """Log one line: its subject `what`, the seconds since the start (`at_s`), and numbers by name."""
         line = json.dumps({"about": what, "at_s": round(60 * self.minutes, 1), **numbers}, ensure_ascii=False)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")

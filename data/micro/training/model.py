@@ -1,9 +1,9 @@
-"""The parts of `micro`: the sizes, how they begin, and their forward passes, written to be compiled block by block.
+"""The models of `micro`: their sizes, their initial weights, and their forward passes, written to be compiled block by block.
 
-The modules are diffusers' and transformers' own, so that what they save is the true layout; only the loops over their
-blocks are written again here, because the originals compute tables and collect outputs on every call.
+The modules are those of diffusers and transformers, so that saving them gives the layout of FLUX.2. Only the loops over
+their blocks are written anew, because the original loops compute tables and collect outputs on every call.
 
-B batch, T text rows, J text features (three hidden states side by side), L image tokens, C packed latent channels (128),
+In names: B batch, T text rows, J text features (three hidden states side by side), L image tokens, C packed latent channels (128),
 D hidden, H W pixels, h w = H/16, W/16.
 """
 
@@ -21,12 +21,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 Rotary = tuple[Tensor, Tensor]
 
-PIXELS = 16  # along one side of an image token
+PIXELS = 16  # pixels along one side of an image token
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Every size of a model, with the names of its config files."""
+    """The sizes of a model, named as in its config files."""
 
     transformer: dict[str, Any]
     autoencoder: dict[str, Any]
@@ -57,8 +57,8 @@ MICRO = Sizes(
         "norm_num_groups": 8,
         "sample_size": 192,
     },
-    # One layer more than hidden state 6 needs, as in the released models. For transformers the last layer's state
-    # is the one after the final norm, which is no hidden state for FLUX.2: so nothing reads the last layer.
+    # One layer more than hidden state 6 needs, as in the released models. In transformers the last hidden state is taken
+    # after the final norm, which FLUX.2 does not use, so nothing reads the last layer.
     text={
         "vocab_size": 1024,
         "hidden_size": 128,
@@ -79,12 +79,12 @@ MICRO = Sizes(
 
 
 def make_autoencoder(sizes: Sizes) -> AutoencoderKLFlux2:
-    """A fresh autoencoder."""
+    """Make an autoencoder with random weights."""
     return AutoencoderKLFlux2(**sizes.autoencoder)
 
 
 def make_transformer(sizes: Sizes) -> Flux2Transformer2DModel:
-    """A fresh transformer, which answers 0 whatever it is asked: modulations and the output begin at zero."""
+    """Make a transformer with random weights. Modulations and output layer are zero, so it first predicts 0."""
     model = Flux2Transformer2DModel(**sizes.transformer)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -96,7 +96,7 @@ def make_transformer(sizes: Sizes) -> Flux2Transformer2DModel:
 
 
 def make_text_encoder(sizes: Sizes) -> Qwen3ForCausalLM:
-    """A fresh text encoder; what lies above the deepest hidden state in use is zero."""
+    """Make a text encoder with random weights. Layers above the last hidden state in use are zero."""
     settings = dict(sizes.text)
     theta = settings.pop("rope_theta")
     config = Qwen3Config(**settings, rope_parameters={"rope_type": "default", "rope_theta": theta})
@@ -108,13 +108,13 @@ def make_text_encoder(sizes: Sizes) -> Qwen3ForCausalLM:
 
 
 def freeze_unread(model: Qwen3ForCausalLM, sizes: Sizes) -> None:
-    """Leave out of training what no hidden state in use depends on."""
+    """Freeze the weights on which no hidden state in use depends."""
     for part in (*model.model.layers[max(sizes.text_layers) :], model.model.norm):
         part.requires_grad_(False)
 
 
 def compile_blocks(transformer: Flux2Transformer2DModel, text_encoder: Qwen3ForCausalLM) -> None:
-    """Compile by block: blocks of a kind share their code, and the number of tokens may vary, so it takes seconds."""
+    """Compile block by block. Blocks of a kind share compiled code and accept any number of tokens, so this takes seconds."""
     for block in (*transformer.transformer_blocks, *transformer.single_transformer_blocks):
         block.compile(dynamic=True)
     for layer in text_encoder.model.layers:
@@ -125,7 +125,10 @@ def compile_blocks(transformer: Flux2Transformer2DModel, text_encoder: Qwen3ForC
 
 
 def encode_text(model: Qwen3ForCausalLM, tokens_BT: Tensor, real_BT: Tensor, layers: Sequence[int]) -> Tensor:
-    """Hidden states `layers` side by side, (B,T,J). `real` is False for padding, which looks but is not looked at."""
+    """Return the hidden states `layers`, concatenated, (B,T,J).
+
+    tokens_BT: token ids. real_BT: False for padding, to which no token attends.
+    """
     h_BTD = model.model.embed_tokens(tokens_BT)
     places_1T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
     causal_TT = places_1T <= places_1T.T
@@ -142,7 +145,10 @@ def encode_text(model: Qwen3ForCausalLM, tokens_BT: Tensor, real_BT: Tensor, lay
 
 
 def rotary(model: Flux2Transformer2DModel, text_tokens: int, height: int, width: int) -> Rotary:
-    """The rotary tables of text rows (0, 0, 0, k), then of an image's tokens (0, row, column, 0), row by row."""
+    """Return the rotary tables (cosine, sine) of the text tokens, then of the image tokens row by row.
+
+    Positions are (0, 0, 0, k) for text token k, and (0, row, column, 0) for an image token. height, width: pixels.
+    """
     device = model.proj_out.weight.device
     text_T4 = torch.zeros(text_tokens, 4, device=device)
     text_T4[:, 3] = torch.arange(text_tokens, device=device)
@@ -154,7 +160,10 @@ def rotary(model: Flux2Transformer2DModel, text_tokens: int, height: int, width:
 
 
 def velocity(model: Flux2Transformer2DModel, x_BLC: Tensor, context_BTJ: Tensor, sigma_B: Tensor, tables: Rotary) -> Tensor:
-    """noise - clean at noise level `sigma`, (B,L,C)."""
+    """Predict the velocity, noise - clean, (B,L,C).
+
+    x_BLC: noisy latent tokens. context_BTJ: text features. sigma_B: noise levels, 0 to 1. tables: what `rotary` returned.
+    """
     time_BD = model.time_guidance_embed(1000 * sigma_B, None)
     of_image, of_text = model.double_stream_modulation_img(time_BD), model.double_stream_modulation_txt(time_BD)
     of_both = model.single_stream_modulation(time_BD)
@@ -171,29 +180,29 @@ def velocity(model: Flux2Transformer2DModel, x_BLC: Tensor, context_BTJ: Tensor,
 
 
 def packed(z_BCHW: Tensor) -> Tensor:
-    """2x2 positions folded into channels (channel = 4 c + 2 row + column), as FLUX.2 packs its latents."""
+    """Fold 2x2 positions into channels (channel = 4 c + 2 row + column), as FLUX.2 packs its latents."""
     return functional.pixel_unshuffle(z_BCHW, 2)
 
 
 def encode_images(model: AutoencoderKLFlux2, images_B3HW: Tensor) -> Tensor:
-    """Pictures in -1 to 1 to packed latents (B,C,h,w), not normalised: the mean of the posterior."""
+    """Encode pictures (B,3,H,W), -1 to 1, to packed latents (B,C,h,w): the mean of the posterior, not normalised."""
     moments = model.quant_conv(model.encoder(images_B3HW))
     return packed(moments.chunk(2, dim=1)[0])
 
 
 def decode_packed(model: AutoencoderKLFlux2, z_BChw: Tensor) -> Tensor:
-    """The reverse: packed latents, not normalised, to pictures (B,3,H,W)."""
+    """Decode packed latents that are not normalised to pictures (B,3,H,W), -1 to 1."""
     return model.decoder(model.post_quant_conv(functional.pixel_shuffle(z_BChw, 2)))
 
 
 def normalised(model: AutoencoderKLFlux2, z_BChw: Tensor) -> Tensor:
-    """Packed latents with mean 0 and variance 1 by channel: what the transformer sees."""
+    """Normalise packed latents to mean 0 and variance 1 per channel, as the transformer needs them."""
     mean, spread = _statistics(model)
     return (z_BChw - mean) / spread
 
 
 def restored(model: AutoencoderKLFlux2, z_BChw: Tensor) -> Tensor:
-    """The reverse of `normalised`."""
+    """Undo `normalised`."""
     mean, spread = _statistics(model)
     return z_BChw * spread + mean
 
@@ -205,10 +214,10 @@ def _statistics(model: AutoencoderKLFlux2) -> tuple[Tensor, Tensor]:
 
 
 def tokens_of(z_BChw: Tensor) -> Tensor:
-    """Row by row: (B,L,C)."""
+    """Turn packed latents (B,C,h,w) into tokens (B,L,C), row by row."""
     return z_BChw.flatten(2).transpose(1, 2)
 
 
 def image_of(x_BLC: Tensor, height: int, width: int) -> Tensor:
-    """The reverse of `tokens_of` for a picture of height x width pixels."""
+    """Turn tokens (B,L,C) into packed latents of a picture of height x width pixels."""
     return x_BLC.transpose(1, 2).unflatten(2, (height // PIXELS, width // PIXELS))

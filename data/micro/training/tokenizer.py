@@ -1,6 +1,6 @@
-"""A byte-level tokenizer of about a thousand tokens, learnt from captions, saved as Qwen2's with the chat template of Qwen3.
+"""Train a byte-level tokenizer of about a thousand tokens on captions; it is saved as Qwen2's with Qwen3's chat template.
 
-The same captions give the same files. N captions, T tokens, padding included.
+Equal captions give equal files. In names: N captions, T tokens, padding included.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 
-# The rest of the prompt form, which stages/models/text/tiny_tokenizer.py has too; a test holds them together.
+# The prompt form. stages/models/text/tiny_tokenizer.py has it too; a test compares the two.
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
-THINKING = ("<think>", "</think>")  # not special to Qwen3's tokenizer, only never split
+THINKING = ("<think>", "</think>")  # never split, but not special in Qwen3's tokenizer
 CUT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"
 )
-FRAME = ("user", "assistant", "\n", "\n\n")  # what surrounds a caption, often enough to become whole tokens
-OFTEN = 1000
+FRAME = ("user", "assistant", "\n", "\n\n")  # texts around a caption, repeated until they become whole tokens
+REPEATS = 1000
 
 
 def train(captions: Iterable[str], size: int, folder: Path) -> None:
-    """Learn merges until there are `size` tokens, special ones included, and write the tokenizer's folder."""
+    """Train until there are `size` tokens, special ones included, and write the tokenizer into `folder`."""
     learner = Tokenizer(models.BPE())
     cut = pre_tokenizers.Split(Regex(CUT), "isolated")
     learner.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     trainer = trainers.BpeTrainer(
         vocab_size=size - len(SPECIAL), initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
     )
-    learner.train_from_iterator([*captions, *(FRAME * OFTEN)], trainer)
+    learner.train_from_iterator([*captions, *(FRAME * REPEATS)], trainer)
     found = json.loads(learner.to_str())
     added = [_added(len(found["model"]["vocab"]) + i, token) for i, token in enumerate(SPECIAL)]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
@@ -69,24 +69,24 @@ def _added(number: int, token: str) -> dict[str, Any]:
 
 
 class Prompts:
-    """Captions to tokens in FLUX.2 klein's prompt form: one user turn, thinking off, padded on the right."""
+    """Turns captions into tokens in FLUX.2 klein's prompt form: one user turn, thinking off, padded on the right to `length`."""
 
     def __init__(self, folder: Path, length: int) -> None:
         from transformers import AutoTokenizer
 
         self.length = length
         self.tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        # The template is slow and only surrounds its text, so it is asked once.
+        # The template is slow and only adds text around the caption, so it is applied once.
         self.before, self.after = self.form("CAPTION").split("CAPTION")
 
     def form(self, caption: str) -> str:
-        """A caption as the model reads it, by the template itself."""
+        """Apply the chat template to a caption."""
         turn = [{"role": "user", "content": caption}]
         made: str = self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, enable_thinking=False)
         return made
 
     def __call__(self, captions: list[str]) -> tuple[Tensor, Tensor]:
-        """Token ids (N,T) int64, cut off at the end where they are too many, and which of them are real (N,T)."""
+        """Return token ids (N,T), int64, and a mask (N,T) that is False for padding. Longer captions are cut off at the end."""
         found = self.tokenizer([f"{self.before}{caption}{self.after}" for caption in captions])["input_ids"]
         tokens_NT = torch.full((len(found), self.length), self.tokenizer.pad_token_id)
         real_NT = torch.zeros(len(found), self.length, dtype=torch.bool)

@@ -1,10 +1,10 @@
-"""Train `micro` from sprites: the autoencoder, then text encoder and transformer together, then the export.
+"""Train `micro` from sprites: first the autoencoder, then text encoder and transformer together; then export the model.
 
     python -m data.micro.training.train --sprites sprites.zip --work WORK --out OUT --minutes-autoencoder 3.5 --minutes-base 12
 
-It is bounded by the clock, and may be spread over calls: `--stop-after 9` leaves off after nine minutes, with all that
-is needed in WORK; the same command with --resume goes on there, and with --last fits what is left of the schedule into
-what is left of that call. Needs torch, diffusers and transformers; one GPU with 20 GB, or patience.
+The length of the training is a time, and it may be divided among several calls: `--stop-after 9` ends a call after nine
+minutes and saves its state in WORK, and the same command with --resume continues from there. With --last the rest of the
+schedule is fitted into the rest of that call. Needs torch, diffusers and transformers, and a GPU with 20 GB (a CPU is slow).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
 from transformers import Qwen3ForCausalLM
 
 from data.micro.training import autoencoder, base, compose, draw, export, tokenizer
-from data.micro.training import captions as sayings
 from data.micro.training import model as parts
+from data.micro.training.captions import plain
 from data.micro.training.journal import Journal
 
 CONCEPTS = Path(__file__).parents[1] / "concepts.jsonl"
@@ -37,7 +37,7 @@ STATE = "state.pt"
 
 @dataclass(frozen=True)
 class Concept:
-    """One line of concepts.jsonl that matters here."""
+    """The fields of a line of concepts.jsonl that the training uses."""
 
     name: str
     phrase: str
@@ -45,25 +45,23 @@ class Concept:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line; None means sys.argv."""
     parser = argparse.ArgumentParser(description="Train micro.")
     parser.add_argument("--sprites", type=Path, required=True, help="sprites.zip, as concepts.py makes it")
     parser.add_argument("--concepts", type=Path, default=CONCEPTS)
     parser.add_argument("--work", type=Path, required=True, help="folder of the state between calls")
-    parser.add_argument("--out", type=Path, help="folder of results; WORK/out if not given")
-    parser.add_argument("--minutes-autoencoder", type=float, default=3.5, help="of steps, without compiling")
-    parser.add_argument("--minutes-base", type=float, default=12.0, help="of steps, over all calls")
-    parser.add_argument("--stop-after", type=float, default=1e9, help="minutes after which this call's training leaves off")
-    parser.add_argument("--last", action="store_true", help="no call follows: end the schedule when this call's time ends")
-    parser.add_argument("--resume", action="store_true", help="go on from the state in WORK")
-    parser.add_argument(
-        "--start", type=Path, help="a trained model's folder to begin from instead of nothing, autoencoder and all"
-    )
-    parser.add_argument("--autoencoder", type=Path, help="a trained vae folder, instead of training one")
-    parser.add_argument("--export-only", action="store_true", help="write the folder and sheets of the state in WORK")
+    parser.add_argument("--out", type=Path, help="folder of results; default: WORK/out")
+    parser.add_argument("--minutes-autoencoder", type=float, default=3.5, help="of training steps, without compilation")
+    parser.add_argument("--minutes-base", type=float, default=12.0, help="of training steps, over all calls")
+    parser.add_argument("--stop-after", type=float, default=1e9, help="minutes after which the training of this call ends")
+    parser.add_argument("--last", action="store_true", help="no call follows: end the schedule with this call")
+    parser.add_argument("--resume", action="store_true", help="continue from the state in WORK")
+    parser.add_argument("--start", type=Path, help="folder of a trained model to start from, with its autoencoder")
+    parser.add_argument("--autoencoder", type=Path, help="folder of a trained autoencoder, instead of training one")
+    parser.add_argument("--export-only", action="store_true", help="only export the state in WORK")
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--batch-autoencoder", type=int, default=128)
-    parser.add_argument("--pictures", type=int, default=150_000, help="encoded for the base")
+    parser.add_argument("--pictures", type=int, default=150_000, help="number of pictures encoded for the base")
     parser.add_argument("--pictures-autoencoder", type=int, default=98_304)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -71,34 +69,34 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None, sizes: parts.Sizes = parts.MICRO) -> None:
-    """The whole run, or what of it this call has time for."""
+    """Train for the time of this call and export the result. `sizes` are the sizes of the model."""
     args = arguments(argv)
     args.out = args.out or args.work / "out"
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("micro").setLevel(logging.INFO)
     journal = Journal(args.work / "log.jsonl")
-    _settle(args, journal)
+    _set_up(args, journal)
     run = Run(args, sizes, journal)
     try:
         if not args.export_only:
             run.train()
-    finally:  # an autoencoder that cost minutes is worth keeping whatever happens after it
+    finally:  # also after an error, because the autoencoder took minutes to train
         run.results()
 
 
-def _settle(args: argparse.Namespace, journal: Journal) -> None:
-    """What the numbers depend on beside the settings, said once."""
-    torch.set_float32_matmul_precision("high")  # TF32: where it is not bfloat16 anyway
-    torch._dynamo.config.suppress_errors = True  # a block that does not compile is slow; that must not end a paid hour
+def _set_up(args: argparse.Namespace, journal: Journal) -> None:
+    """Set torch's global options, and log them with the arguments and the machine. Paths are logged by name only."""
+    torch.set_float32_matmul_precision("high")  # TF32, where autocast does not choose bfloat16
+    torch._dynamo.config.suppress_errors = True  # a block that fails to compile runs slowly instead of ending the training
     torch._dynamo.config.cache_size_limit = 64
-    said = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
-    said |= {name: value.name for name in ("start", "autoencoder") if (value := getattr(args, name))}  # where it lay says nothing
+    logged = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
+    logged |= {name: value.name for name in ("start", "autoencoder") if (value := getattr(args, name))}
     machine = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
-    journal.note("run", machine=machine, torch=torch.__version__, cores=os.cpu_count(), **said)
+    journal.note("run", machine=machine, torch=torch.__version__, cores=os.cpu_count(), **logged)
 
 
 class Run:
-    """One call: what it reads, what it goes on from, what it leaves."""
+    """One call of the command: it reads sprites and state, trains, and writes state and results."""
 
     def __init__(self, args: argparse.Namespace, sizes: parts.Sizes, journal: Journal) -> None:
         self.args, self.sizes, self.journal = args, sizes, journal
@@ -126,7 +124,7 @@ class Run:
         return prompts
 
     def _autoencoder(self) -> AutoencoderKLFlux2:
-        """From the state, from a folder, or trained now."""
+        """Load the autoencoder from the state or from a folder, or train it."""
         args = self.args
         if self.state:
             found = parts.make_autoencoder(self.sizes).to(self.device).eval()
@@ -160,7 +158,7 @@ class Run:
         return made
 
     def train(self) -> None:
-        """The base, for as long as this call has; then the state, for the next."""
+        """Train the base for the time of this call, then save the state."""
         args = self.args
         self.reconstructions()
         started = time.monotonic()
@@ -174,56 +172,56 @@ class Run:
         left = 60 * (args.stop_after - self.journal.minutes)
         total = 60 * args.minutes_base
         if args.last:
-            total = min(total, self.base.seconds + max(left - 45, 1))  # warming up takes up to so many seconds
+            total = min(total, self.base.seconds + max(left - 45, 1))  # seconds that warming up takes at most
         done = self.base.train(data, total, args.stop_after, args.batch, args.seed, self.journal)
         self.journal.note("base", step=self.base.step, seconds=round(self.base.seconds, 1), done=done)
         self.save()
 
     def save(self) -> None:
-        """All that a later call needs, in WORK."""
+        """Save what a later call needs in WORK."""
         state = {"autoencoder": self.autoencoder.state_dict(), "base": self.base.state_dict()}
         torch.save(state, self.args.work / "state.new")
         (self.args.work / "state.new").replace(self.args.work / STATE)
 
     def reconstructions(self) -> None:
-        """How good the autoencoder is, in numbers and as a sheet: originals above what comes back."""
+        """Log the autoencoder's PSNR, and draw a sheet with originals above their reconstructions."""
         rows = []
         for name, found_N4HW in (("flat", self.sprites.flat), ("3d", self.sprites.solid)):
             for shape in ((128, 128), (96, 160), (192, 192)):
                 decibels = autoencoder.quality(self.autoencoder, found_N4HW, *shape, self.args.seed + 9, len(found_N4HW[:128]))
                 self.journal.note("psnr", style=name, height=shape[0], width=shape[1], decibels=round(decibels, 2))
-            for images_B3HW in autoencoder.through(self.autoencoder, found_N4HW, 128, 128, self.args.seed + 9, 12):
+            for images_B3HW in autoencoder.reconstruct(self.autoencoder, found_N4HW, 128, 128, self.args.seed + 9, 12):
                 rows.append((images_B3HW, [""] * 12))
         draw.grid(self.args.out / "autoencoder.png", rows)
 
     def results(self) -> None:
-        """The sample sheet, the folder and the files to send, and a copy of the journal."""
+        """Write the sample sheet, the model's folder, its tar files, and a copy of the log."""
         out = self.args.out
         transformer, text_encoder = self.base.average.modules
         started = time.monotonic()
         rows = []
         for i, shape in enumerate(SHOWN):
-            said = self._shown()[i * PER_SHAPE : (i + 1) * PER_SHAPE]
+            captions = self._sheet_captions()[i * PER_SHAPE : (i + 1) * PER_SHAPE]
             models = (transformer, text_encoder, self.autoencoder, self.sizes, self.prompts)
-            rows.append((draw.samples(*models, said, shape, self.args.seed + i), said))
+            rows.append((draw.samples(*models, captions, shape, self.args.seed + i), captions))
         draw.grid(out / f"samples-{self.base.step}.png", rows)
         export.write(self.folder, self.autoencoder, transformer, text_encoder)
         size = sum(f.stat().st_size for f in self.folder.rglob("*") if f.is_file())
-        made = [path.name for path in export.parcels(self.folder, out, "micro")]
+        made = [path.name for path in export.pack(self.folder, out, "micro")]
         self.journal.note("export", bytes=size, files=made, seconds=round(time.monotonic() - started, 1))
         shutil.copy(self.journal.path, out / "log.jsonl")
 
-    def _shown(self) -> list[str]:
-        """Captions of the sample sheet: a fixed choice, every second one of a concept that is held out in the other style."""
+    def _sheet_captions(self) -> list[str]:
+        """Return the captions of the sample sheet: a fixed choice, every second one of a concept of the split held-out."""
         held = [c for c in self.concepts if c.split == "held-out"]
         others = [c for c in self.concepts if c.split != "held-out"]
         colours = list(compose.COLOURS)
-        said = []
+        captions = []
         for i in range(PER_SHAPE * len(SHOWN)):
             group = held if i % 2 and held else others
             concept = group[(i // 2 * 7) % len(group)]
-            said.append(sayings.plain(concept.phrase, colours[(5 * i + i // 12) % len(colours)]))
-        return said
+            captions.append(plain(concept.phrase, colours[(5 * i + i // 12) % len(colours)]))
+        return captions
 
 
 def _concepts(path: Path) -> list[Concept]:
@@ -232,12 +230,17 @@ def _concepts(path: Path) -> list[Concept]:
 
 
 def _sprites(path: Path, concepts: list[Concept], device: torch.device) -> autoencoder.Sprites:
-    """Flat ones in the order of the concepts; 3D ones of all that is neither shown as an example nor held out."""
+    """Load the flat sprites in the order of the concepts, and the 3D sprites of the split base.
+
+    ValueError if a concept has no flat sprite.
+    """
     names, flat_N4HW = compose.load_sprites(path, "flat")
     place = {name: n for n, name in enumerate(names)}
     missing = [asdict(c) for c in concepts if c.name not in place]
     if missing:
-        raise ValueError(f"{path} has no flat sprite of {len(missing)} concepts, the first {missing[0]['name']!r}")
+        raise ValueError(
+            f"{path} must have a flat sprite of every concept; {len(missing)} are missing, such as {missing[0]['name']!r}"
+        )
     flat_K4HW = flat_N4HW[[place[c.name] for c in concepts]].to(device)
     solid, solid_N4HW = compose.load_sprites(path, "3d")
     splits = compose.load_splits(path)

@@ -233,5 +233,5 @@ def test_a_style_or_size_that_is_not_there_is_named(tmp_path):
     packed(tmp_path / "s.zip", {"flat/owl.png": Image.new("RGBA", (256, 200))})
     with pytest.raises(ValueError, match='no style "clay"'):
         load_sprites(tmp_path / "s.zip", "clay")
-    with pytest.raises(ValueError, match=r"flat/owl\.png is 256 x 200 pixels; a sprite is 256 x 256"):
+    with pytest.raises(ValueError, match=r"flat/owl\.png must be 256 x 256 pixels, got 256 x 200"):
         load_sprites(tmp_path / "s.zip", "flat")

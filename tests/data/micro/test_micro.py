@@ -195,7 +195,7 @@ def test_the_model_card_has_the_parameters_and_bytes_of_the_files() -> None:
         assert row.endswith("| {:,} | {:,} |".format(*numbers))
 
 
-def test_the_training_says_what_it_was_given_without_naming_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_training_logs_its_arguments_without_naming_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     from data.micro.training import train
@@ -203,7 +203,7 @@ def test_the_training_says_what_it_was_given_without_naming_a_folder(tmp_path: P
 
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)  # other tests compute exactly
     given = {"--sprites": tmp_path / "sprites.zip", "--work": tmp_path, "--start": tmp_path / "old", "--seed": 5}
-    train._settle(train.arguments([str(word) for pair in given.items() for word in pair]), Journal(tmp_path / "log.jsonl"))
+    train._set_up(train.arguments([str(word) for pair in given.items() for word in pair]), Journal(tmp_path / "log.jsonl"))
     (said,) = (json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines())
     assert said["seed"] == 5 and said["start"] == "old"
     for log in (tmp_path / "log.jsonl", FOLDER / "training" / "log.jsonl"):

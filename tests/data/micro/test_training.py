@@ -33,7 +33,7 @@ def short():
         patch.setattr(train, "SHOWN", ((128, 128), (96, 160)))
         patch.setattr(train, "PER_SHAPE", 2)
         patch.setattr(draw.samples, "__defaults__", (2,))
-        patch.setattr(base, "NOTED", 2)
+        patch.setattr(base, "LOG_EVERY", 2)
         yield
 
 
