@@ -1,9 +1,9 @@
-"""Four experiments on micro: what the average of the weights, caption dropout, several resolutions and preservation do.
+"""Four experiments with micro: the average of the weights, caption dropout, several resolutions, and preservation.
 
     python -m data.experiments.experiments WORK [OUT]
 
-trains the runs of runs.py in the folder WORK, some 20 minutes on two cores, and writes results.jsonl and the strips of
-pictures into OUT, this folder by default. What is done already is not done again. Then `report.py` writes the page.
+trains the runs of runs.py in the folder WORK (20 minutes on two cores) and writes results.jsonl, the picture sheets and the page
+into OUT, which is this folder by default. Tables that are up to date are not computed again.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from data.experiments import report, results, runs
-from data.experiments.judging import HeldOut, Looks, checkpoints
-from data.experiments.strips import strip
+from data.experiments.judging import HeldOut, Scorer, checkpoints
+from data.experiments.sheets import write_sheets
 from pipeline.project.project import Project
 from stages.tuner.checkpoint import ADAPTER, EMA
 
 LOG = logging.getLogger("experiments")
 HERE = Path(__file__).parent
-SEEDS = [0, 1, 2, 3, 4, 5]  # of the empty prompt
-# Which previews: who draws, the kind of prompt, guidance, side.
-DROPPED = ("base", "dropout 0", "plain", "dropout 0.5")
-HELD = ("preserved, dropout 0", "preserved")
-AXIS = ("base", "all", 3.0, 128)  # where style begins
+SEEDS = [0, 1, 2, 3, 4, 5]  # seeds of the empty prompt
+# Previews: (run, kind of prompt, guidance, side in pixels).
+DROPOUT_RUNS = ("base", "dropout 0", "plain", "dropout 0.5")
+PRESERVED_RUNS = ("preserved, dropout 0", "preserved")
+STYLE_ZERO = ("base", "all", 3.0, 128)  # the previews whose mean style is 0
 PREVIEWS = [
-    *((run, "trigger", guidance, 128) for guidance in (3.0, 1.0, 5.0) for run in DROPPED),
-    *((run, "trigger", guidance, 128) for guidance in (3.0, 1.0, 5.0) for run in HELD),
+    *((run, "trigger", guidance, 128) for guidance in (3.0, 1.0, 5.0) for run in DROPOUT_RUNS),
+    *((run, "trigger", guidance, 128) for guidance in (3.0, 1.0, 5.0) for run in PRESERVED_RUNS),
     ("two sizes", "trigger", 3.0, 128),
-    *((run, "empty", 3.0, 128) for run in (*DROPPED, *HELD)),
+    *((run, "empty", 3.0, 128) for run in (*DROPOUT_RUNS, *PRESERVED_RUNS)),
     *((run, kind, 3.0, 128) for kind in ("none", "class") for run in ("base", "plain", "preserved")),
     *((run, "trigger", 3.0, 192) for run in ("base", "plain", "two sizes")),
 ]
@@ -40,8 +40,8 @@ Row = dict[str, Any]
 
 
 def losses(projects: dict[str, Project], folder: Path) -> list[Row]:
-    """The held-out loss of the base, of every run, and of every checkpoint of the noisy one with its average."""
-    held = HeldOut(runs.build(folder, runs.EVERYTHING, runs.BEFORE))
+    """Measure the held-out loss of the base, of every run, and of every checkpoint of the run "noisy" with its average."""
+    held = HeldOut(runs.build(folder, runs.BOTH_SIZES, runs.BEFORE))
     rows = [{"what": "loss", "run": "base", "step": 0, **found} for found in held.measure(None)]
     for run, project in projects.items():
         if run == "noisy":
@@ -57,13 +57,13 @@ def losses(projects: dict[str, Project], folder: Path) -> list[Row]:
 
 
 def previews(folder: Path, run: str, kind: str, guidance: float, side: int) -> list[Row]:
-    """Draw them: rows with the picture's file."""
+    """Draw the previews of a run ("base": without an adapter) and return one row per picture, with its file in `path`."""
     prompts = runs.prompts(kind)
     seeds = SEEDS if kind == "empty" else [0]
     of = "plain" if run == "base" else run
     drawn = (f"samples.guidance={guidance}", f"samples.width={side}", f"samples.height={side}", f"samples.seeds={seeds}")
-    who = ("samples.base=true", "samples.checkpoints=[]") if run == "base" else ("samples.base=false",)
-    changes = (*runs.RUNS[of], f"captions.preview_prompts={json.dumps(prompts)}", *drawn, *who)
+    drawer = ("samples.base=true", "samples.checkpoints=[]") if run == "base" else ("samples.base=false",)
+    changes = (*runs.RUNS[of], f"captions.preview_prompts={json.dumps(prompts)}", *drawn, *drawer)
     project = runs.build(folder, changes, ("captions", "embeddings", "samples"))
     table = project.current("samples")
     about = {"what": "picture", "run": run, "kind": kind, "guidance": guidance, "side": side}
@@ -75,42 +75,42 @@ def previews(folder: Path, run: str, kind: str, guidance: float, side: int) -> l
     return sorted(rows, key=lambda row: (prompts.index(row["prompt"]), row["seed"]))
 
 
-def judged(rows: list[Row], axis: list[Row]) -> list[Row]:
-    """The previews with their scores, without their files. `axis`: the base's previews of all subjects."""
-    looks = Looks([(runs.subject_of(row["prompt"]), Path(row["path"])) for row in axis])
-    same = {asked(row): Path(row["path"]) for row in rows if row["run"] == "base"}
-    made = []
+def scored(rows: list[Row], base_rows: list[Row]) -> list[Row]:
+    """Return the preview rows with scores instead of files. `base_rows` are the base's previews of all subjects."""
+    scorer = Scorer([(runs.subject_of(row["prompt"]), Path(row["path"])) for row in base_rows])
+    same = {request(row): Path(row["path"]) for row in rows if row["run"] == "base"}
+    found = []
     for row in rows:
         subject = runs.subject_of(row["prompt"])
         about = {name: row[name] for name in ("what", "run", "kind", "guidance", "side", "seed")}
-        beside = None if row["run"] == "base" else same.get(asked(row))
-        made.append(about | {"subject": subject} | looks.judge(row, subject, beside))
-    return made
+        base = None if row["run"] == "base" else same.get(request(row))
+        found.append(about | {"subject": subject} | scorer.score(Path(row["path"]), subject, base))
+    return found
 
 
-def asked(row: Row) -> tuple[Any, ...]:
-    """All of a preview but who draws it."""
+def request(row: Row) -> tuple[Any, ...]:
+    """Return prompt, seed, guidance and side of a preview: previews of two runs that agree in these can be compared."""
     return tuple(row[name] for name in ("prompt", "seed", "guidance", "side"))
 
 
 def main(work: Path, out: Path) -> None:
-    """All of it."""
-    folder = runs.make(work / "experiments")
+    """Train, measure and draw everything, and write the results into `out`."""
+    folder = runs.make_project(work / "experiments")
     projects = {run: runs.train(folder, run) for run in runs.RUNS}
     about: list[Row] = [{"what": "data", "sha256": runs.fingerprint()}]
     about += [{"what": "run", "run": run, "set": runs.settings(run)} for run in runs.RUNS]
     measured = losses(projects, folder)
-    axis = previews(folder, *AXIS)
+    style_zero = previews(folder, *STYLE_ZERO)
     drawn = [row for preview in PREVIEWS for row in previews(folder, *preview)]
-    rows = [*about, *measured, *judged(drawn, axis)]
+    rows = [*about, *measured, *scored(drawn, style_zero)]
     out.mkdir(parents=True, exist_ok=True)
     (out / results.FILE).write_text("".join(json.dumps(rounded(row)) + "\n" for row in rows))
-    strip(drawn, out)
+    write_sheets(drawn, out)
     report.write(out)
 
 
 def rounded(row: Row) -> Row:
-    """Numbers to five digits."""
+    """Round the numbers of a row to five digits."""
     return {name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in row.items()}
 
 

@@ -1,6 +1,6 @@
-"""What the experiments measure: the loss of held-out pictures, and what previews look like.
+"""Measurements of the experiments: the loss of held-out pictures, and scores of previews.
 
-D picture features, E sentence embedding, N texts, H W pixels.
+In names: D picture features, E sentence embedding, N texts, H W pixels.
 """
 
 from __future__ import annotations
@@ -67,10 +67,11 @@ def checkpoints(project: Project) -> list[Checkpoint]:
     return checkpoint.found(project.current("train").folder / "artifacts")[::-1]
 
 
-class Looks:
-    """Style, from the base's previews (0) to the real pictures of the same 40 subjects (1), and agreement with the text.
+class Scorer:
+    """Scores of previews: style, agreement with their text, and distance from the base's picture.
 
-    A picture is measured without those of its own subject.
+    Style is 0 at the mean of the base's previews and 1 at the mean of the real pictures of the same 40 subjects; both means
+    leave out the subject that is scored. `base`: (subject, file) of the base's previews.
     """
 
     def __init__(self, base: list[tuple[str, Path]]) -> None:
@@ -83,24 +84,27 @@ class Looks:
         self.texts_NE = TextVectors.load(TEXT_VECTORS).of(self.texts)
 
     def _group(self, pictures: list[tuple[str, Path]]) -> FeatureGroup:
-        return FeatureGroup(
-            [subject for subject, _ in pictures], np.array([self.encoder.encode_file(path) for _, path in pictures])
-        )
+        subjects, files = [subject for subject, _ in pictures], [file for _, file in pictures]
+        return FeatureGroup(subjects, np.array([self.encoder.encode_file(file) for file in files]))
 
-    def judge(self, row: Row, subject: str, beside: Path | None) -> Row:
-        """A preview's style, its text's rank, and how far it is from the base's picture of the same prompt and seed."""
-        feature_D = self.encoder.encode_file(Path(row["path"]))
-        told: Row = {"style": axis_position(feature_D, self.base.mean(without=subject), self.real.mean(without=subject))}
+    def score(self, picture: Path, subject: str, base_picture: Path | None) -> Row:
+        """Return the scores of one preview: style, agreement and rank (for a known subject), moved (with `base_picture`).
+
+        `rank` is the place of its subject among all 40 texts by agreement, 1 the best. `moved` is the difference from
+        `base_picture`, the base's preview of the same prompt and seed.
+        """
+        feature_D = self.encoder.encode_file(picture)
+        scores: Row = {"style": axis_position(feature_D, self.base.mean(without=subject), self.real.mean(without=subject))}
         if subject in self.texts:
             cosines_N = self.agreement.cosines(feature_D, self.texts_NE)
-            place = self.texts.index(subject)
-            told |= {"agreement": float(cosines_N[place]), "rank": 1 + int((cosines_N > cosines_N[place]).sum())}
-        if beside:
-            told["moved"] = difference(Path(row["path"]), beside)
-        return told
+            own = cosines_N[self.texts.index(subject)]
+            scores |= {"agreement": float(own), "rank": 1 + int((cosines_N > own).sum())}
+        if base_picture:
+            scores["moved"] = difference(picture, base_picture)
+        return scores
 
 
 def difference(one: Path, other: Path) -> float:
-    """Mean absolute difference of two pictures of a size, in levels of 255."""
+    """Return the mean absolute difference of two pictures of equal size, in levels of 255."""
     a_HW3, b_HW3 = (np.asarray(Image.open(path).convert("RGB"), np.float64) for path in (one, other))
     return float(np.abs(a_HW3 - b_HW3).mean())

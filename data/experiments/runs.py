@@ -1,7 +1,7 @@
-"""The runs of the experiments: one project in a work folder, and what each run sets otherwise.
+"""The runs of the experiments: one project in a work folder, and the settings that each run changes.
 
-The 24 pictures of data/example are parted: 18 are trained on, 6 are held out, and with them, at 128 px, the real pictures of
-the subjects that the previews do not ask for. All runs share the tables before `train`.
+Of the 24 pictures of data/example, 18 are trained on and 6 are held out. Real pictures of subjects without previews are held
+out too, at 128 px. All runs share the tables before `train`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pipeline.project.project import Project
 
 LOG = logging.getLogger("experiments")
 EXAMPLE = Path(__file__).parents[1] / "example"
-HELD = ("avocado", "fire-truck", "guitar", "mushroom", "octopus", "turtle")  # of the example's pictures, all above 192 px
-MORE = 6  # real pictures held out beside them
-SUBJECTS = (  # of the previews: their real pictures are in data/example/references
+HELD_OUT = ("avocado", "fire-truck", "guitar", "mushroom", "octopus", "turtle")  # pictures of the example above 192 px
+HELD_OUT_REFERENCES = 6  # number of real pictures that are held out too
+SUBJECTS = (  # subjects of the previews; their real pictures are in data/example/references
     "a lion on a red background",
     "a butterfly on a yellow background",
     "a watermelon on an orange background",
@@ -96,91 +96,95 @@ RUNS: dict[str, tuple[str, ...]] = {
         "train.checkpoint_every=10",
     ),
 }
-EVERYTHING = ("train.data.resolutions={128=1, 192=1}",)  # to measure held-out crops of both sizes
+BOTH_SIZES = ("train.data.resolutions={128=1, 192=1}",)  # to measure held-out crops of both sizes
 
 
-class Told:
-    """A console: lines into the log, no bar."""
+class LogConsole:
+    """A console for the runner that writes messages into the log and shows no progress bar."""
 
     def say(self, line: str) -> None:
-        """One line."""
+        """Log one line."""
         LOG.info("  %s", line)
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        """Nothing."""
+        """Show nothing."""
 
 
 def settings(run: str) -> dict[str, Any]:
-    """What a run sets otherwise than the project file, as values by their names."""
+    """Return setting -> value of the settings that a run changes."""
     pairs = (text.partition("=") for text in RUNS[run])
     return {name: tomllib.loads(f"v = {value}")["v"] if value[0] in "{0123456789" else value for name, _, value in pairs}
 
 
 def prompts(kind: str) -> list[str]:
-    """Previews' prompts: with the trigger, with the class word, with neither, the empty one; of all subjects with the trigger."""
+    """Return the preview prompts of a kind.
+
+    "trigger", "class" and "none": the subjects with the trigger, the class word, or neither. "all": the subjects of all
+    references with the trigger. "empty": the empty prompt.
+    """
     subjects = captions(EXAMPLE / "references").values() if kind == "all" else SUBJECTS
     words = {"trigger": f"{TRIGGER}, ", "all": f"{TRIGGER}, ", "class": f"{CLASS}, ", "none": ""}
     return [""] if kind == "empty" else [words[kind] + subject for subject in subjects]
 
 
 def subject_of(prompt: str) -> str:
-    """What a preview is to show."""
+    """Return a prompt without its trigger or class word."""
     return prompt.removeprefix(f"{TRIGGER}, ").removeprefix(f"{CLASS}, ")
 
 
-def make(folder: Path) -> Path:
-    """The project: its file, the pictures trained on and those held out, with their captions."""
+def make_project(folder: Path) -> Path:
+    """Write the project into a folder and return it: project.toml, training pictures and held-out pictures with captions."""
     held = folder / "images" / "held"
     held.mkdir(parents=True, exist_ok=True)
     (folder / "project.toml").write_text(PROJECT)
     texts = captions(EXAMPLE / "images")
-    apart = {f"{name}.webp" for name in HELD}
+    held_out = {f"{name}.webp" for name in HELD_OUT}
     real = {name: text for name, text in captions(EXAMPLE / "references").items() if text not in SUBJECTS}
-    _copy(EXAMPLE / "images", folder / "images", {name: text for name, text in texts.items() if name not in apart})
-    own = {name: texts[name] for name in sorted(apart)}
-    more = dict(sorted(real.items())[:MORE])
+    _copy(EXAMPLE / "images", folder / "images", {name: text for name, text in texts.items() if name not in held_out})
+    own = {name: texts[name] for name in sorted(held_out)}
+    more = dict(sorted(real.items())[:HELD_OUT_REFERENCES])
     _copy(EXAMPLE / "images", held, own)
     _copy(EXAMPLE / "references", held, more)
-    tell(held, own | more)
+    write_captions(held, own | more)
     return folder
 
 
 def fingerprint() -> str:
-    """Of the pictures and their captions: results are of these."""
-    files = (path for part in ("images", "references") for path in sorted((EXAMPLE / part).iterdir()))
+    """Return a sha256 over the pictures of the example and their captions, which identifies the data of the results."""
+    files = (path for folder in ("images", "references") for path in sorted((EXAMPLE / folder).iterdir()))
     return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)).hexdigest()
 
 
 def captions(folder: Path) -> dict[str, str]:
-    """The captions of a folder, by file name."""
+    """Return file name -> caption of a folder with a metadata.jsonl."""
     rows = (json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines())
     return {row["file_name"]: row["text"] for row in rows}
 
 
 def _copy(source: Path, folder: Path, texts: dict[str, str]) -> None:
-    """These pictures, and their captions beside them."""
+    """Copy the pictures named in `texts` (file name -> caption) from `source`, and write their captions."""
     for name in texts:
         shutil.copyfile(source / name, folder / name)
-    tell(folder, texts)
+    write_captions(folder, texts)
 
 
-def tell(folder: Path, texts: dict[str, str]) -> None:
-    """A folder's captions."""
+def write_captions(folder: Path, texts: dict[str, str]) -> None:
+    """Write metadata.jsonl with the captions of a folder's pictures (file name -> caption)."""
     lines = (json.dumps({"file_name": name, "text": text}) for name, text in texts.items())
     (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def build(folder: Path, changes: Iterable[str], stage_names: Sequence[str]) -> Project:
-    """Bring these tables up to date under these settings; the project that holds them."""
+    """Run stages with changed settings ("train.rank=8") and return the project with these settings."""
     changes = tuple(changes)
     for stage_name in stage_names:
-        outcome = runner.run(Project(folder, changes, fetch=True), stage_name, Told())
+        outcome = runner.run(Project(folder, changes, fetch=True), stage_name, LogConsole())
         if outcome.written:
             LOG.info("%s: %d rows in %.0f s", stage_name, outcome.written, outcome.seconds)
     return Project(folder, changes)
 
 
 def train(folder: Path, run: str) -> Project:
-    """A run, and all before it."""
+    """Train a run of RUNS after the stages that it depends on, and return its project."""
     LOG.info("run %s", run)
     return build(folder, RUNS[run], (*BEFORE, "train"))

@@ -84,7 +84,7 @@ def test_preservation_keeps_the_base_where_there_is_no_trigger_as_the_page_says(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.make(tmp_path_factory.mktemp("experiments") / "project")
+    return runs.make_project(tmp_path_factory.mktemp("experiments") / "project")
 
 
 @pytest.mark.parametrize("run", runs.RUNS)
@@ -96,7 +96,7 @@ def test_every_run_has_settings_that_the_project_takes(folder, run):
 def test_no_picture_is_both_trained_on_and_held_out_or_asked_for(folder):
     project = Project(folder)
     trained, held = (runs.captions(project.resource("image_folder") / part) for part in ("", "held"))
-    assert len(trained) == 24 - len(runs.HELD) and len(held) == len(runs.HELD) + runs.MORE
+    assert len(trained) == 24 - len(runs.HELD_OUT) and len(held) == len(runs.HELD_OUT) + runs.HELD_OUT_REFERENCES
     every = [*trained.values(), *held.values(), *runs.SUBJECTS]
     assert len(set(every)) == len(every)
     assert set(runs.SUBJECTS) < set(runs.captions(runs.EXAMPLE / "references").values())

@@ -3,7 +3,7 @@
 The modules are those of diffusers and transformers, so that saving them gives the layout of FLUX.2. Only the loops over
 their blocks are written anew, because the original loops compute tables and collect outputs on every call.
 
-In names: B batch, T text rows, J text features (three hidden states side by side), L image tokens, C packed latent channels (128),
+In names: B batch, T text tokens, J text features (three hidden states), L image tokens, C packed latent channels (128),
 D hidden, H W pixels, h w = H/16, W/16.
 """
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from data.micro.training import base, draw, optimizer, tokenizer, train
+from data.micro.training import autoencoder, base, draw, optimizer, tokenizer, train
 from data.micro.training import model as parts
 from stages.models.flux2 import sampling
 from stages.models.flux2 import transformer as flux2
@@ -26,10 +26,23 @@ NAMES = ("apple", "boat", "cat", "drum", "egg", "fox")
 PROMPT = "a cat on a blue background"
 
 
+class Clock:
+    """A clock that advances by 60 ms per reading, so that a training of so many seconds has a fixed number of steps."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def monotonic(self) -> float:
+        self.seconds += 0.06
+        return self.seconds
+
+
 @pytest.fixture(scope="module", autouse=True)
 def short():
-    """Sample sheets of four pictures in two steps."""
+    """Make trainings short: a clock that counts steps, and sample sheets of four pictures in two steps."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "time", Clock())
+        patch.setattr(autoencoder, "time", Clock())
         patch.setattr(train, "SHOWN", ((128, 128), (96, 160)))
         patch.setattr(train, "PER_SHAPE", 2)
         patch.setattr(draw.samples, "__defaults__", (2,))
@@ -69,7 +82,7 @@ def sprites(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(sizes, tmp_path_factory):
-    """A work folder after two calls, and what the journal said."""
+    """A work folder after two calls, and the lines of the training log."""
     folder = tmp_path_factory.mktemp("micro")
     sprites(folder / "sprites.zip")
     lines = [{"name": n, "phrase": f"a {n}", "split": "held-out" if n == "egg" else "base"} for n in NAMES]
@@ -95,14 +108,14 @@ def record(sizes):
     return replace(family("tiny"), text_layers=sizes.text_layers, text_tokens=sizes.text_tokens)
 
 
-def test_a_second_call_goes_on_where_the_first_left_off(trained):
+def test_a_second_call_continues_where_the_first_ended(trained):
     begun = [line for line in trained[1] if line["about"] == "base" and "Qwen3ForCausalLM" in line]
     ended = [line for line in trained[1] if "done" in line]
     assert begun[0]["step"] == 0 and 0 < begun[1]["step"] == ended[0]["step"] < ended[1]["step"]
     assert ended[1]["seconds"] >= 0.04 * 60 and ended[1]["done"]
 
 
-def test_a_run_may_begin_from_an_exported_folder_and_keeps_its_autoencoder_and_its_words(trained, sizes, tmp_path):
+def test_a_training_can_start_from_an_exported_folder_and_keeps_its_autoencoder_and_tokenizer(trained, sizes, tmp_path):
     work = trained[0]
     call = ["--sprites", work.parent / "sprites.zip", "--concepts", work.parent / "concepts.jsonl", "--work", tmp_path]
     call += ["--batch", 2, "--pictures", 30, "--minutes-base", 0.005, "--device", "cpu", "--start", work / "micro"]
@@ -119,10 +132,10 @@ def test_held_out_concepts_are_not_shown_to_the_autoencoder_in_their_own_style(t
     )
 
 
-def test_what_is_sent_is_the_whole_folder_in_small_files(trained, tmp_path):
+def test_the_tar_files_hold_the_whole_folder(trained, tmp_path):
     work = trained[0]
-    for parcel in (work / "out").glob("micro-*.tar"):
-        with tarfile.open(parcel) as tar:
+    for packed in (work / "out").glob("micro-*.tar"):
+        with tarfile.open(packed) as tar:
             tar.extractall(tmp_path, filter="data")
     for file in (f for f in (work / "micro").rglob("*") if f.is_file()):
         assert (tmp_path / file.relative_to(work / "micro")).read_bytes() == file.read_bytes()
@@ -161,7 +174,7 @@ def test_one_latent_has_one_velocity_in_training_in_diffusers_and_here(trained, 
         theirs = pipe.transformer(*inputs, *ids, return_dict=False)[0]
     model = load_flux2(trained[0] / "micro" / "transformer", record, mx.float32)
     ours = model(mx.array(x), ids[0].numpy(), mx.array(context), ids[1].numpy(), mx.array([0.7]))
-    assert theirs.abs().max() > 0.01  # it has learnt to answer something
+    assert theirs.abs().max() > 0.01  # it no longer predicts zero
     assert torch.allclose(theirs, trains, atol=1e-5)
     assert np.allclose(np.array(ours), theirs.numpy(), atol=1e-4)
 
