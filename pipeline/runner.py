@@ -128,7 +128,7 @@ def commit(batches: Iterable[pa.RecordBatch | Artifact], stage: Stage, writer: W
     """Commit what a stage or a work unit yields, then release MLX's cache. Returns the number of rows written."""
     written = 0
     try:
-        for made in meter.over(batches, stage.name) if meter else batches:
+        for made in meter.measure_each(batches, stage.name) if meter else batches:
             if isinstance(made, Artifact):
                 writer.write_artifact(made.name, functools.partial(_write_bytes, content=made.content))
             else:

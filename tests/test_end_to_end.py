@@ -110,7 +110,9 @@ def test_the_exported_adapter_gives_our_velocity_in_diffusers(project, reference
 
     def adapted(block: str):
         inside = {name.removeprefix(f"{block}."): value for name, value in adapters.items() if name.startswith(f"{block}.")}
-        return lora.linear(inside, {n.removeprefix(f"{block}."): s for n, s in scales.items() if n.startswith(f"{block}.")})
+        return lora.adapted_linear(
+            inside, {n.removeprefix(f"{block}."): s for n, s in scales.items() if n.startswith(f"{block}.")}
+        )
 
     generator = np.random.default_rng(0)
     x_1LC, ctx_1TJ = generator.standard_normal((1, 12, 128)), generator.standard_normal((1, 7, model.config.joint_attention_dim))

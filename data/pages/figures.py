@@ -12,7 +12,7 @@ import numpy as np
 from pipeline.commands.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, Curve, Panel, save
 from stages.models.flux2.sampling import sigmas
 from stages.text_to_image.train.config import NoiseConfig
-from stages.tuner.diffusion.noise import BASES, Noise
+from stages.tuner.diffusion.noise import BASES, SigmaDistribution
 from stages.tuner.diffusion.weighting import WEIGHTS, weight
 
 FOLDER = Path(__file__).parents[1] / "figures"
@@ -45,9 +45,9 @@ def noise_levels() -> Page:
 
 
 def _shifted_by_resolution(base: str) -> list[Curve]:
-    shifted = Noise(base, shift="resolution")
+    shifted = SigmaDistribution(base, shift="resolution")
     return [
-        _density("no shift", GREY, Noise(base), 0),
+        _density("no shift", GREY, SigmaDistribution(base), 0),
         _density("shift by resolution, 512 px", BLUE, shifted, TOKENS[512]),
         _density("shift by resolution, 1024 px", ORANGE, shifted, TOKENS[1024]),
     ]
@@ -56,12 +56,12 @@ def _shifted_by_resolution(base: str) -> list[Curve]:
 def _static_shift() -> list[Curve]:
     factor = NoiseConfig().shift_factor
     return [
-        _density("no shift", GREY, Noise("logit_normal"), 0),
-        _density(f"static shift {factor:g}", GREEN, Noise("logit_normal", shift="static", factor=factor), 0),
+        _density("no shift", GREY, SigmaDistribution("logit_normal"), 0),
+        _density(f"static shift {factor:g}", GREEN, SigmaDistribution("logit_normal", shift="static", factor=factor), 0),
     ]
 
 
-def _density(name: str, color: str, noise: Noise, tokens: int) -> Curve:
+def _density(name: str, color: str, noise: SigmaDistribution, tokens: int) -> Curve:
     mean = np.mean([noise.sigma(u, tokens) for u in (np.arange(2000) + 0.5) / 2000])
     return Curve(name, color, GRID.tolist(), noise.density(GRID, tokens).tolist(), note=f"{mean:.2f}")
 
@@ -87,8 +87,8 @@ def loss_weights() -> Page:
 def defaults() -> Page:
     """Density of sigma times loss weight, as the default settings of the trainers of FLUX.2 have them."""
     c = NoiseConfig()
-    ours = Noise(c.base, c.mean, c.std, c.shift, c.shift_factor)
-    static = Noise("logit_normal", shift="static", factor=3.0)
+    ours = SigmaDistribution(c.base, c.mean, c.std, c.shift, c.shift_factor)
+    static = SigmaDistribution("logit_normal", shift="static", factor=3.0)
     panels = []
     for side, tokens in TOKENS.items():
         levels = sigmas(tokens, 40)[25:40]  # mflux draws one of these levels of its sampling schedule

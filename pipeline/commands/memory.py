@@ -24,8 +24,9 @@ from stages.models.flux2.transformer import Flux2Config
 from stages.text_to_image.families import family
 from stages.text_to_image.train import memory_plan
 from stages.text_to_image.train.config import TrainConfig
-from stages.tuner.blockwise.backprop import Plan, limit_command_buffers
-from stages.tuner.blockwise.meter import ENOUGH, LEAST, Meter, budget
+from stages.tuner.blockwise.backprop import Plan
+from stages.tuner.blockwise.device import limit_command_buffers, memory_budget
+from stages.tuner.blockwise.meter import LEAK_BYTES, LEAST_TIMES, Meter
 from tests.bench.steps import Rig, settings
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Setup:
     @property
     def limit(self) -> int:
         """Bytes that training may take."""
-        return budget(self.train.memory_gb)
+        return memory_budget(self.train.memory_gb)
 
     @property
     def ask(self) -> memory_plan.MemoryEstimator:
@@ -170,10 +171,10 @@ def leaks(meter: Meter) -> Iterator[str]:
     found = meter.leaks()
     for phase, count in found.items():
         yield f"LEAK: {phase} keeps {format_bytes(count)} more every step"
-    if not meter.tells:
-        yield f"too few steps to tell whether a phase keeps more from step to step; {ENOUGH} or more are wanted"
+    if not meter.can_find_leaks:
+        yield f"too few steps to tell whether a phase keeps more from step to step; {LEAST_TIMES} or more are wanted"
     elif not found:
-        yield f"no phase keeps {format_bytes(LEAST)} or more from step to step"
+        yield f"no phase keeps {format_bytes(LEAK_BYTES)} or more from step to step"
 
 
 def panels(meter: Meter) -> list[Panel]:
@@ -201,7 +202,7 @@ def advice(setup: Setup) -> Iterator[str]:
     for packing in packings:
         ask = memory_plan.MemoryEstimator(replace(c, **packing), config)
         found = {side: ask.estimate(setup.batch(side), 1) for side in SIDES}
-        cells = [f"{side} px {format_bytes(p.need('blocks'))} / {format_bytes(p.need('whole'))}" for side, p in found.items()]
+        cells = [f"{side} px {format_bytes(p.peak('blocks'))} / {format_bytes(p.peak('whole'))}" for side, p in found.items()]
         yield f"  base_bits = {ask.c.base_bits}: " + ", ".join(cells)
     for side in SIDES:
         remedy = memory_plan.mended(memory_plan.MemoryEstimator(replace(c, **packings[0]), config), setup.batch(side), limit)

@@ -31,7 +31,7 @@ def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype:
     architecture = family.architecture
     config = {"_class_name": architecture.transformer_class, **component_config(base, family.transformer)}
     arrays, scales = architecture.read_adapter(adapter)
-    merge.check(architecture.transformer_config(base, family).shapes(), arrays, scales)
+    merge.check_shapes(architecture.transformer_config(base, family).shapes(), arrays, scales)
     with atomic_folder(out) as folder:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         shards = ShardWriter(folder)

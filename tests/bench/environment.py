@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from stages.tuner.blockwise.backprop import BUFFER
+from stages.tuner.blockwise.device import BUFFER_VARIABLE
 
 
 def describe(backend: str) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def describe(backend: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "latentmill": installed_version(),
-        "buffer_mb": os.environ.get(BUFFER, ""),
+        "buffer_mb": os.environ.get(BUFFER_VARIABLE, ""),
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stages.tuner.blockwise.backprop import SOONER_MB
+from stages.tuner.blockwise.device import BUFFER_MB
 
 Row = dict[str, Any]
 
@@ -55,7 +55,7 @@ def _command_buffers(row: Row) -> list[str]:
     """The size of MLX's command buffers on CUDA, where it is not the usual one of the configuration."""
     if row["backend"] != "mlx" or not row.get("chip", "").startswith("NVIDIA"):
         return []
-    megabytes, usual = row.get("buffer_mb", ""), SOONER_MB if row["memory_limited"] else ""
+    megabytes, usual = row.get("buffer_mb", ""), BUFFER_MB if row["memory_limited"] else ""
     if megabytes == usual:
         return []
     return [f"buffers of {megabytes} MB" if megabytes else "default buffers"]

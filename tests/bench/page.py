@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stages.tuner.blockwise.backprop import BUFFER, SOONER_MB
+from stages.tuner.blockwise.device import BUFFER_MB, BUFFER_VARIABLE
 from tests.bench.labels import Row, configuration, identity, name, number, origin, size
 
 PYTORCH = {1024: "PyTorch compiled+checkpoint", 512: "PyTorch compiled"}  # by width: the configuration to compare with
@@ -29,7 +29,7 @@ step, compilation included.
 """
 TRAINING = f"""\
 One image per step; AdamW in float32 unless another optimizer is named; medians. memory-limited: live memory is held to the
-plan's estimate, and on CUDA {BUFFER}={SOONER_MB} limits the work in flight, unless another size is named.
+plan's estimate, and on CUDA {BUFFER_VARIABLE}={BUFFER_MB} limits the work in flight, unless another size is named.
 """
 
 

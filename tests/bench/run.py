@@ -36,8 +36,8 @@ def measure_training(case: Case) -> dict[str, Any]:
 
     from stages.text_to_image.families import family
     from stages.text_to_image.train import memory_plan
-    from stages.tuner.blockwise.backprop import limit_command_buffers
-    from stages.tuner.blockwise.meter import Meter, budget
+    from stages.tuner.blockwise.device import limit_command_buffers, memory_budget
+    from stages.tuner.blockwise.meter import Meter
     from tests.bench.steps import Rig, settings
 
     plan: Any = int(case.plan) if case.plan.isdigit() else case.plan
@@ -48,12 +48,12 @@ def measure_training(case: Case) -> dict[str, Any]:
     rig = Rig(record, c, memory_plan.Batch(1, case.width, case.height, record.text_tokens))
     sizes = {"load_peak_gb": mx.get_peak_memory(), "held_gb": mx.get_active_memory()}
     estimate = memory_plan.MemoryEstimator(c, rig.config).estimate(rig.batch, 1)
-    rig.bound = memory_plan.bound(estimate, plan, budget()) if case.memory_limited else None
+    rig.bound = memory_plan.bound(estimate, plan, memory_budget()) if case.memory_limited else None
     mx.clear_cache()
     mx.reset_peak_memory()
     times = time_steps(functools.partial(rig.step, plan), case.steps)
     sizes |= {"peak_gb": mx.get_peak_memory(), "cache_gb": mx.get_cache_memory()}
-    sizes |= {"estimated_gb": estimate.need(plan)} if plan != "plain" else {}
+    sizes |= {"estimated_gb": estimate.peak(plan)} if plan != "plain" else {}
     meter = Meter()
     rig.step(plan, meter)
     sizes |= {f"{row['phase']}_gb": row["peak"] for row in meter.rows}

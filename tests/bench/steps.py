@@ -22,19 +22,22 @@ from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, text_
 from stages.text_to_image.train import trainer
 from stages.text_to_image.train.config import OptimizerConfig, TrainConfig
 from stages.text_to_image.train.memory_plan import Batch
+from stages.tuner import quantize
 from stages.tuner.adapters import lora
+from stages.tuner.adapters.initial import fresh_adapter, target_weights
 from stages.tuner.adapters.stacks import Stacks
-from stages.tuner.blockwise import quantize
-from stages.tuner.blockwise.backprop import Arrays, Linear, Loss, Plan, compiles, limited, loss_and_grads
+from stages.tuner.adapters.targets import target_scales
+from stages.tuner.blockwise.backprop import Arrays, Linear, Loss, Plan, loss_and_grads
+from stages.tuner.blockwise.device import compiles, live_memory_limit
 from stages.tuner.blockwise.meter import Meter
 from stages.tuner.diffusion import loss
-from stages.tuner.optimizers import step as optimizer
+from stages.tuner.optimizers.methods import make_optimizer
 
 
 def settings(method: str = "adamw", **given: Any) -> TrainConfig:
     """[train] as a measurement wants it, with an optimizer and its own learning rate; in float32 on a CPU, slow in bfloat16."""
     chosen: Any = {"kind": method}
-    lr, precision = optimizer.make(method).usual_lr, "bfloat16" if compiles() else "float32"
+    lr, precision = make_optimizer(method).usual_lr, "bfloat16" if compiles() else "float32"
     return TrainConfig(**{"optimizer": OptimizerConfig(**chosen), "lr": lr, "precision": precision, **given})
 
 
@@ -58,8 +61,8 @@ class Rig:
         self.dtype: Any = getattr(mx, c.precision)
         self.model = Flux2(self.config, drawn(self.config, c))
         targets = trainer.choose(self.model.linears(), c)
-        bases = lora.bases_of(self.model.blocks, targets) if c.variant == "dora" else None
-        self.masters, self.scales = Stacks.of(lora.init(targets, 0, bases)), lora.scales(targets)
+        bases = target_weights(self.model.blocks, targets) if c.variant == "dora" else None
+        self.masters, self.scales = Stacks.of(fresh_adapter(targets, 0, bases)), target_scales(targets)
         self.optimizer_step = trainer.optimizer_step_of(c)
         self.state = self.optimizer_step.init(self.masters)
         self.bound: int | None = None  # bytes that may be live before the next block waits for the device
@@ -79,7 +82,7 @@ class Rig:
 
     def step(self, plan: Plan, meter: Meter | None = None) -> float:
         """One step; returns the mean loss. With a meter each phase is waited for, which a step without one is not."""
-        with limited(self.bound):
+        with live_memory_limit(self.bound):
             return self._step(plan, meter)
 
     def _step(self, plan: Plan, meter: Meter | None) -> float:

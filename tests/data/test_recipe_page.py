@@ -17,7 +17,7 @@ from stages.text_to_image import PIPELINE
 from stages.text_to_image.train.config import OptimizerConfig
 from stages.tuner.diffusion.noise import BASES
 from stages.tuner.diffusion.weighting import WEIGHTS
-from stages.tuner.optimizers.step import METHODS, make
+from stages.tuner.optimizers.methods import METHODS, make_optimizer
 
 PAGE = FILE.read_text(encoding="utf-8")
 
@@ -86,12 +86,12 @@ def test_a_source_is_given_only_for_a_number_that_an_optimizer_has() -> None:
 
 def test_the_learning_rates_of_lion_and_prodigy_are_the_same_wherever_they_stand() -> None:
     (doc,) = [entry.doc for entry in entries(PIPELINE.stage("train").config, "train") if entry.key == "train.lr"]
-    rates = [make(kind).usual_lr for kind in ("prodigy", "lion")]
+    rates = [make_optimizer(kind).usual_lr for kind in ("prodigy", "lion")]
     found = re.search(r"prodigy wants (\S+), lion (\S+)$", doc)
     assert found and [float(word) for word in found.groups()] == rates
     (row,) = re.findall(r"^\| lion \| (.*) \|$", PAGE, re.MULTILINE)
     assert re.findall(r"`lr = (\S+)`, a fifth", row) == ["2e-5"]
-    assert rates[1] == pytest.approx(make("adamw").usual_lr / 5) == float("2e-5")
+    assert rates[1] == pytest.approx(make_optimizer("adamw").usual_lr / 5) == float("2e-5")
 
 
 def test_the_page_says_when_to_use_sizes_repeats_and_batches() -> None:

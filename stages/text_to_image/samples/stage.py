@@ -248,14 +248,16 @@ def adapted(model: Flux2, source: checkpoint.Checkpoint, name: str = ADAPTER) ->
     arrays, scales = read_adapter(file)
     known = model.linears()
     for linear in scales:
-        shape = lora.shape_of(lora.of_linear(arrays, linear))
+        shape = lora.linear_shape(lora.arrays_of_linear(arrays, linear))
         if known.get(linear) != shape:
             raise ValueError(f"{file} adapts {linear} of shape {shape}; the transformer's is {known.get(linear, 'not there')}")
     made: dict[str, Linear] = {}
     for block in model.blocks:
         prefix = block.name + "."
         own = {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
-        made[block.name] = lora.linear(own, {n.removeprefix(prefix): s for n, s in scales.items() if n.startswith(prefix)})
+        made[block.name] = lora.adapted_linear(
+            own, {n.removeprefix(prefix): s for n, s in scales.items() if n.startswith(prefix)}
+        )
     return made.__getitem__
 
 

@@ -10,7 +10,12 @@ from typing import Any, Literal
 
 from stages.settings import runtime, selects, setting
 from stages.text_to_image.train.selection import DataConfig, MaskConfig, ValidationConfig
-from stages.tuner.optimizers import step as optimizer
+from stages.tuner.adapters.targets import Variant
+from stages.tuner.diffusion.noise import Base, Shift
+from stages.tuner.diffusion.weighting import WeightName
+from stages.tuner.optimizers.methods import MethodName, make_optimizer
+from stages.tuner.optimizers.protocol import Method
+from stages.tuner.quantize import Bits
 
 
 def check(section: Any, name: str, low: float, high: float = math.inf) -> None:
@@ -26,7 +31,7 @@ def check(section: Any, name: str, low: float, high: float = math.inf) -> None:
 class OptimizerConfig:
     """[train.optimizer]. A number that is unset is the method's own; one that the method does not have is refused."""
 
-    kind: Literal["adamw", "adamw8bit", "adafactor", "lion", "prodigy"] = setting(
+    kind: MethodName = setting(  # noqa: RUF009
         "adamw", "adamw8bit: a quarter of its memory; adafactor: almost none; lion: one moment; prodigy: finds its own rate"
     )
     beta1: float | None = setting(None, "decay of the mean of gradients; unset: the method's own")
@@ -38,10 +43,10 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         self.made()
 
-    def made(self) -> optimizer.Method:
+    def made(self) -> Method:
         """The optimizer itself. ValueError for a number that does not suit it."""
         numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "kind"}
-        return optimizer.make(self.kind, **{name: value for name, value in numbers.items() if value is not None})
+        return make_optimizer(self.kind, **{name: value for name, value in numbers.items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -63,15 +68,13 @@ class ScheduleConfig:
 class NoiseConfig:
     """Which noise levels are trained. Middle levels teach most; the shift moves them up, as more pixels bear more noise."""
 
-    base: Literal["logit_normal", "uniform", "mode", "cosmap", "high_noise", "low_noise", "both_ends"] = setting(
+    base: Base = setting(  # noqa: RUF009
         "logit_normal", "before the shift; what most trainers of FLUX.2 use. high_noise: composition; low_noise: texture"
     )
     mean: float = setting(0.0, "of the logit of sigma, for logit_normal: above 0 leans to noise")
     std: float = setting(1.0, "of the logit of sigma, for logit_normal")
     scale: float | None = setting(None, "of mode; the paper's 1.29 if unset")
-    shift: Literal["resolution", "static", "none"] = setting(
-        "resolution", "resolution: FLUX.1's line, 1.9 at 512 px, 3.2 at 1024 px"
-    )
+    shift: Shift = setting("resolution", "resolution: FLUX.1's line, 1.9 at 512 px, 3.2 at 1024 px")  # noqa: RUF009
     shift_factor: float = setting(3.0, "S of the static shift; 1 is none")
     strata: int = setting(1, "so many steps in a row cover the levels evenly, for short runs; 1: independent draws")
 
@@ -90,7 +93,7 @@ class LossConfig:
 
     kind: Literal["mse", "pseudo_huber"] = setting("mse", "pseudo_huber: large errors count less, for data with outliers")
     huber_c: float = setting(0.1, "pseudo_huber: the error from which on it grows linearly")
-    weight: Literal["none", "bell", "half_bell", "measured", "cosmap", "sigma_sqrt"] = setting(
+    weight: WeightName = setting(  # noqa: RUF009
         "none", "by the noise level: bell, half_bell and measured are ai-toolkit's linear_timesteps, ..2 and weighted"
     )
 
@@ -139,7 +142,7 @@ class TrainConfig:
         None, "the adapter's output is scaled by alpha / rank; unset: the rank, which every reader assumes"
     )
     alpha_for: Mapping[str, float] | None = setting(None, "other alphas by pattern, the longest that matches")
-    variant: Literal["lora", "dora", "lokr"] = setting(
+    variant: Variant = setting(  # noqa: RUF009
         "lora", "dora: a length per row too, slower, nearer to full training; lokr: a Kronecker product, small files"
     )
     rslora: bool = setting(False, "scale by alpha / sqrt(rank): for ranks of 64 and more")
@@ -154,7 +157,7 @@ class TrainConfig:
     precision: Literal["bfloat16", "float32"] = setting(
         "bfloat16", "what the model computes in; float32 on a CPU, where it is faster"
     )
-    base_bits: Literal[16, 8, 4] = setting(
+    base_bits: Bits = setting(  # noqa: RUF009
         16, "bits of a weight of the base's blocks: 8 takes half the memory, 4 a quarter, with a little of the quality"
     )
     base_bits_for: Mapping[str, int] | None = setting(

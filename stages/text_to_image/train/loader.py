@@ -18,7 +18,7 @@ from schemas.text_to_image.latents import LATENTS
 from stages.stage import StageContext, TensorReader
 from stages.text_to_image.train.dataset import Crop, Data
 from stages.tuner import draws
-from stages.tuner.diffusion.noise import Noise, place
+from stages.tuner.diffusion.noise import SigmaDistribution, stratified_uniform
 from stages.tuner.order import Order
 
 
@@ -42,7 +42,7 @@ class TrainingSampler:
     data: Data
     seed: int
     order: Order
-    noise: Noise
+    noise: SigmaDistribution
     caption_dropout: float
     strata: int = 1  # of the noise levels
     classes_every: int = 0  # at every so many steps samples have their class captions too; 0: never
@@ -67,7 +67,7 @@ class TrainingSampler:
         """One sample's draws."""
         dropped = draws.uniform(self.seed, "dropout", step, number) < self.caption_dropout
         at = draws.choice(len(crop.captions), self.seed, "caption", step, number)
-        sigma = self.noise.sigma(place(self.seed, step, number, self.strata), crop.tokens)
+        sigma = self.noise.sigma(stratified_uniform(self.seed, step, number, self.strata), crop.tokens)
         text, made = (self.data.empty, self.data.empty_class) if dropped else (crop.captions[at], crop.class_of(at))
         asked = self.classes_every and step % self.classes_every == 0
         return Sample(number, epoch, crop, text, dropped, sigma, made if asked else "")

@@ -100,7 +100,7 @@ def unmoved(trainer: Trainer) -> list[str]:
     """
     adapter = trainer.adapter
     names = [target.name for target in trainer.targets]
-    moved: Any = mx.stack([lora.moved(lora.of_linear(adapter, name)) for name in names]).tolist()
+    moved: Any = mx.stack([lora.largest_change(lora.arrays_of_linear(adapter, name)) for name in names]).tolist()
     return [name for name, most in zip(names, moved, strict=True) if most == 0]
 
 

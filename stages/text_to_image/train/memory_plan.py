@@ -24,15 +24,16 @@ from stages.stage import StageContext
 from stages.text_to_image.train import trainer
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.loader import TrainingSampler
+from stages.tuner import quantize
 from stages.tuner.adapters.stacks import Stacks
-from stages.tuner.blockwise import meter as memory
-from stages.tuner.blockwise import planner, quantize
+from stages.tuner.blockwise import planner
 from stages.tuner.blockwise.backprop import Plan
+from stages.tuner.blockwise.device import memory_budget
 from stages.tuner.blockwise.planner import Estimate
 from stages.tuner.checkpoint import Checkpoint
 
 GB = 1e9
-BITS = (16, *quantize.BITS)  # what base_bits may be, the best first
+BITS = (16, *quantize.PACKED_BITS)  # what base_bits may be, the best first
 HEADROOM = 0.9  # of the limit, which a piece twice as large must not pass
 STEP = 16  # pixels of a token's side, and so between two resolutions
 LEAST = 256  # pixels: no lower resolution is advised
@@ -118,7 +119,7 @@ class MemoryEstimator:
         self.adapter = sum(value.nbytes for value in adapter.values())
         optimizer_step = trainer.optimizer_step_of(c)
         stacked = Stacks.of(adapter)
-        self.update = optimizer_step.working(stacked)
+        self.update = optimizer_step.working_bytes(stacked)
         self.state = sum(value.nbytes for value in optimizer_step.init(stacked).values())
 
     def estimate(self, batch: Batch, samples: int) -> Estimate:
@@ -134,11 +135,11 @@ class MemoryEstimator:
         }
         more = {"unpacked": self.unpacked, **self.scores(B, batch.length)}
         if batch.held:
-            more["measuring"] = self.estimate(batch.held, min(batch.held.samples, self.c.measured_at_once)).passing
+            more["validation"] = self.estimate(batch.held, min(batch.held.samples, self.c.measured_at_once)).forward_peak
         # What the pieces before it add up to lies there beside a piece's own gradient, until the optimizer takes it as its own.
         summed = self.adapter if self.several(batch, samples) else 0
         kept, update = self.state + summed, self.update - summed
-        return planner.estimate(self.meta_model, inputs, self.weights, self.targets, kept, update=update, **more)
+        return planner.estimate(self.meta_model, inputs, self.weights, self.targets, kept, optimizer_work=update, **more)
 
     def several(self, batch: Batch, samples: int) -> bool:
         """Whether a step adds up gradients: of several batches, of pieces of one, or of the loss and of what straying costs."""
@@ -152,14 +153,14 @@ class MemoryEstimator:
             return {}
         whole = B * config.num_attention_heads * S * S * self.dtype.size
         chunked = attention.chunk_rows(q_BHSK, q_BHSK) < S
-        return {"scores": min(whole, attention.CHUNK_BYTES), "kept_scores": 0 if chunked else whole}
+        return {"scores": min(whole, attention.CHUNK_BYTES), "saved_scores": 0 if chunked else whole}
 
 
 def choose(ctx: StageContext, sampler: TrainingSampler, start: Checkpoint | None) -> MemoryPlan:
     """The plan and the piece of this run. ValueError in one line, with what would fit, if nothing does."""
     c: TrainConfig = ctx.config
     config = flux2.Flux2Config.from_dict(sizes(ctx.need("transformer"), ctx.need("family").transformer))
-    ask, batch, limit = MemoryEstimator(c, config), largest(sampler), memory.budget(c.memory_gb)
+    ask, batch, limit = MemoryEstimator(c, config), largest(sampler), memory_budget(c.memory_gb)
     begun = start.state.get("plan") if start else None
     samples, plan, needs = settle(ask, batch, limit, begun)
     if begun not in (None, plan):
@@ -186,12 +187,12 @@ def nearest(ask: MemoryEstimator, batch: Batch, limit: int, begun: Plan | None =
     c = ask.c
     samples = min(c.micro_batch, batch.samples) if isinstance(c.micro_batch, int) else batch.samples
     if c.micro_batch == "auto":
-        while samples > 1 and ask.estimate(batch, samples).need("blocks") > limit:
+        while samples > 1 and ask.estimate(batch, samples).peak("blocks") > limit:
             samples = (samples + 1) // 2
     found = ask.estimate(batch, samples)
-    asked = min(c.memory, len(found.traffic)) if isinstance(c.memory, int) else c.memory  # there are no more blocks to keep
-    plan = asked if asked != "auto" else begun if begun and found.need(begun) <= limit else fastest(found, limit)
-    return samples, plan, found.need(plan)
+    asked = min(c.memory, found.blocks) if isinstance(c.memory, int) else c.memory  # there are no more blocks to keep
+    plan = asked if asked != "auto" else begun if begun and found.peak(begun) <= limit else fastest(found, limit)
+    return samples, plan, found.peak(plan)
 
 
 def bound(found: planner.Estimate, plan: Plan, limit: int) -> int:
@@ -199,14 +200,14 @@ def bound(found: planner.Estimate, plan: Plan, limit: int) -> int:
 
     Unpacked weights give no room to work ahead in: they come and go within a visit.
     """
-    ahead = round(AHEAD * found.visit) - found.unpacking
-    return limit if plan == "whole" else min(limit, found.need(plan) + ahead)
+    ahead = round(AHEAD * found.block_work) - found.unpacked_work
+    return limit if plan == "whole" else min(limit, found.peak(plan) + ahead)
 
 
 def fastest(found: Estimate, limit: int) -> Plan:
     """The plan with the most blocks kept that needs at most `limit` bytes; blocks where none does."""
-    blocks = len(found.traffic)
-    fits = [n for n in range(1, blocks + 1) if found.need(n) <= limit]
+    blocks = found.blocks
+    fits = [n for n in range(1, blocks + 1) if found.peak(n) <= limit]
     return "blocks" if not fits or fits[-1] == 1 else "whole" if fits[-1] == blocks else fits[-1]
 
 

@@ -13,7 +13,7 @@ from stages.text_to_image.train.loader import Loader, TrainingSampler
 from stages.text_to_image.train.stage import sampler_of, schedule_of
 from stages.text_to_image.train.trainer import Trainer
 from stages.tuner import checkpoint
-from stages.tuner.blockwise.backprop import limit_command_buffers
+from stages.tuner.blockwise.device import limit_command_buffers
 from stages.tuner.checkpoint import Checkpoint
 
 

@@ -32,10 +32,10 @@ from stages.text_to_image.train.log import Row, batch_of, batches_of, health, in
 from stages.text_to_image.train.trainer import StepResult, Trainer
 from stages.text_to_image.train.validation import Validation
 from stages.tuner import checkpoint
-from stages.tuner.adapters import lora
-from stages.tuner.blockwise.backprop import limit_command_buffers
+from stages.tuner.adapters.targets import adapter_metadata
+from stages.tuner.blockwise.device import limit_command_buffers
 from stages.tuner.checkpoint import Checkpoint
-from stages.tuner.diffusion.noise import Noise
+from stages.tuner.diffusion.noise import SigmaDistribution
 from stages.tuner.order import Order
 from stages.tuner.schedule import Schedule
 
@@ -55,7 +55,7 @@ def sampler_of(ctx: StageContext, data: Data | None = None) -> TrainingSampler:
     order = Order([(crop.width, crop.height) for crop in data.crops], c.batch_size, c.seed, c.accumulate, data.rates)
     n = c.noise
     scale = {} if n.scale is None else {"scale": n.scale}
-    noise = Noise(n.base, n.mean, n.std, n.shift, n.shift_factor, **scale)
+    noise = SigmaDistribution(n.base, n.mean, n.std, n.shift, n.shift_factor, **scale)
     classes = c.preservation.every if c.preservation else 0
     return TrainingSampler(data, c.seed, order, noise, c.caption_dropout, n.strata, classes, c.mask.floor if c.mask else 0.0)
 
@@ -289,7 +289,7 @@ class Run:
     def keep(self, step: int) -> None:
         """Keep a checkpoint, and after the last step the result."""
         ctx, trainer = self.ctx, self.trainer
-        about = {**ctx.provenance, "family": ctx.need("family").name, **lora.described(trainer.targets)}
+        about = {**ctx.provenance, "family": ctx.need("family").name, **adapter_metadata(trainer.targets)}
         facts = {"skipped": self.skipped, "plan": trainer.plan, "piece": trainer.piece}
         rows = TRAIN.table(self.since)
         saved = checkpoint.save(ctx.write_artifact, step, trainer.adapter, trainer.state, rows, about, facts, trainer.average)

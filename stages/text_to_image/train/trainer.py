@@ -19,16 +19,17 @@ from stages.models.flux2.load import load_flux2, sizes
 from stages.stage import StageContext
 from stages.text_to_image.train.config import LossConfig, TrainConfig, longest_first
 from stages.text_to_image.train.loader import MicroBatch
-from stages.tuner import checkpoint
+from stages.tuner import checkpoint, quantize
 from stages.tuner.adapters import lora
-from stages.tuner.adapters.initial import initial, refuse
+from stages.tuner.adapters.initial import check_initial, fresh_adapter, start_from_adapter, target_weights
 from stages.tuner.adapters.stacks import Stacks
-from stages.tuner.blockwise import quantize
-from stages.tuner.blockwise.backprop import BlockwiseBackprop, Plan, dispatch, limited, loss_and_grads
+from stages.tuner.adapters.targets import Target, matches_pattern, select_targets, similar_names, target_scales
+from stages.tuner.blockwise.backprop import BlockwiseBackprop, Plan, loss_and_grads
+from stages.tuner.blockwise.device import dispatch, live_memory_limit
 from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.diffusion import loss, weighting
 from stages.tuner.optimizers import ema
-from stages.tuner.optimizers import step as optimizer
+from stages.tuner.optimizers.step import OptimizerStep, global_norm, is_finite
 
 OUTSIDE_BITS = 8  # the least of a Linear outside the blocks: those steer every block
 GUIDANCE = 1.0  # what a family with guidance embedded is trained at; every trainer but one does
@@ -83,7 +84,7 @@ def packing(c: TrainConfig) -> Callable[[str, mx.array], Any] | None:
     """What each tensor passes through on its way in; None where no bits are saved."""
     if c.base_bits == 16 and not c.base_bits_for:
         return None
-    return lambda name, weight: quantize.fit(weight, bits_of(name, c))
+    return lambda name, weight: quantize.pack_if_possible(weight, bits_of(name, c))
 
 
 def bits_of(name: str, c: TrainConfig) -> int:
@@ -91,17 +92,17 @@ def bits_of(name: str, c: TrainConfig) -> int:
     if "transformer_blocks." not in name:
         return max(c.base_bits, OUTSIDE_BITS) if flux2.packs_outside(name) else 16
     linear = name.removesuffix(".weight")
-    return next((own for pattern, own in longest_first(c.base_bits_for).items() if lora.matches(linear, pattern)), c.base_bits)
+    return next((own for pattern, own in longest_first(c.base_bits_for).items() if matches_pattern(linear, pattern)), c.base_bits)
 
 
-def choose(linears: Mapping[str, tuple[int, int]], c: TrainConfig) -> list[lora.Target]:
+def choose(linears: Mapping[str, tuple[int, int]], c: TrainConfig) -> list[Target]:
     """The Linears that are adapted. ValueError for a pattern that names none."""
     for pattern in c.base_bits_for or {}:
-        if not any(lora.matches(name, pattern) for name in linears):
-            raise ValueError(f"[train] base_bits_for: {pattern!r} matches no Linear{lora.nearest(pattern, linears)}")
+        if not any(matches_pattern(name, pattern) for name in linears):
+            raise ValueError(f"[train] base_bits_for: {pattern!r} matches no Linear{similar_names(pattern, linears)}")
     own = {"ranks": longest_first(c.rank_for), "alphas": longest_first(c.alpha_for)}
     try:
-        return lora.choose(linears, c.targets, c.rank, c.alpha, **own, variant=c.variant, rslora=c.rslora, factor=c.factor)
+        return select_targets(linears, c.targets, c.rank, c.alpha, **own, variant=c.variant, rslora=c.rslora, factor=c.factor)
     except ValueError as error:
         raise ValueError(f"[train] {error}") from None
 
@@ -120,16 +121,16 @@ def learnt(ctx: StageContext) -> Learnt | None:
     targets = choose(meta_model(config, mx.float32).linears(), c)
     try:
         found, scales = read_adapter(ctx.root / c.initial)
-        refuse(found, scales, targets)
+        check_initial(found, scales, targets)
     except ValueError as error:
         raise ValueError(f"[train] initial: {error}") from None
     return found, scales
 
 
-def optimizer_step_of(c: TrainConfig) -> optimizer.OptimizerStep:
+def optimizer_step_of(c: TrainConfig) -> OptimizerStep:
     """The optimizer, with the average of what it trains where one is kept."""
     made = c.optimizer.made()
-    return optimizer.OptimizerStep(ema.Averaged(made, c.ema.decay) if c.ema else made, c.clip)
+    return OptimizerStep(ema.Averaged(made, c.ema.decay) if c.ema else made, c.clip)
 
 
 def cast_adapter(masters: Stacks, dtype: mx.Dtype, c: TrainConfig) -> Arrays:
@@ -161,7 +162,7 @@ class Trainer:
         before = None if start else learnt(ctx)  # loading takes minutes: what does not fit is refused before
         self.model = load(ctx)
         self.targets = choose(self.model.linears(), c)
-        self.scales = lora.scales(self.targets)
+        self.scales = target_scales(self.targets)
         self.take = optimizer_step_of(c)
         self.masters = Stacks.of(start.arrays(checkpoint.ADAPTER) if start else self.fresh(before))
         self.state = start.arrays(checkpoint.OPTIMIZER) if start else self.take.init(self.masters)
@@ -179,9 +180,9 @@ class Trainer:
 
     def fresh(self, before: Learnt | None) -> Arrays:
         """The adapter before the first step: one that changes nothing, or what another one has learnt."""
-        bases = lora.bases_of(self.model.blocks, self.targets) if self.config.variant == "dora" else None
-        made = lora.init(self.targets, self.config.seed, bases)
-        return initial(*before, self.targets, made, bases) if before else made
+        bases = target_weights(self.model.blocks, self.targets) if self.config.variant == "dora" else None
+        made = fresh_adapter(self.targets, self.config.seed, bases)
+        return start_from_adapter(*before, self.targets, made, bases) if before else made
 
     def pieces(self, micros: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """The batches of a step in the pieces that are computed at once."""
@@ -233,7 +234,7 @@ class Trainer:
         """What the model answers without the adapter."""
         h, shared = self.model.enter(**inputs)
         for block in self.model.blocks:
-            h = self.model.block(block.kind)(block.weights, h, shared, lora.linear({}, {}))
+            h = self.model.block(block.kind)(block.weights, h, shared, lora.adapted_linear({}, {}))
             dispatch(h)
         answer: mx.array = self.model.leave(h, shared)
         dispatch(answer)  # or its graph would stay in that of the gradient
@@ -244,7 +245,7 @@ class Trainer:
 
         They are plain mean squares, whatever [train.loss] says, so that runs with other losses can be compared by them.
         """
-        with limited(self.bound):
+        with live_memory_limit(self.bound):
             inputs, asked = prepare(micro, self.model.config.guidance_embeds, LossConfig())
             walk = BlockwiseBackprop(self.model, self.adapter, self.scales)
             h, shared = self.model.enter(**inputs)
@@ -266,7 +267,7 @@ class Trainer:
         The device is waited for once, at the end, however many pieces there are. Work handed over ahead from one piece into
         the next costs no memory: where they meet, the one has let its activations go, and the other has none yet.
         """
-        with limited(self.bound):
+        with live_memory_limit(self.bound):
             return self._step(micros, lr, ratio)
 
     def _step(self, micros: list[MicroBatch], lr: float, ratio: bool) -> StepResult:
@@ -276,7 +277,7 @@ class Trainer:
         sound = mx.all(mx.isfinite(losses))
         self.masters, self.state, norm, done = self.take(self.masters, grads, self.state, lr, sound)
         moved = None if before is None else update_ratio(before, self.masters.arrays)
-        bounded = optimizer.bounded(self.masters.arrays, self.state)
+        bounded = is_finite(self.masters.arrays, self.state)
         mx.eval(self.masters.arrays, self.state, norm, losses, strays, done, bounded, moved)
         held = [one for micro in micros for one in micro.held]
         strayed: Any = strays.tolist()
@@ -293,5 +294,5 @@ def length(micro: MicroBatch) -> int:
 
 def update_ratio(before: Arrays, after: Arrays) -> mx.array:
     """How long the way from one adapter to the next is, beside the adapter's own length; a scalar."""
-    way = optimizer.global_norm({name: after[name] - before[name] for name in before})
-    return way / mx.maximum(optimizer.global_norm(before), 1e-30)
+    way = global_norm({name: after[name] - before[name] for name in before})
+    return way / mx.maximum(global_norm(before), 1e-30)

@@ -1,12 +1,12 @@
 """DoRA: y = x W'^T with W' = m (W + s B A) / |W + s B A|, row by row. Liu et al. 2024, arXiv 2402.09353.
 
-The low-rank pair turns each row of the weight, the magnitude m (O,) sets its length. As in the paper (section 4.3) and in
-PEFT, the length |W + s B A| takes no gradient. m starts as |W|, so that the first step sees the base exactly.
+The low-rank pair A, B sets the direction of each row of the weight, the magnitude m its norm. As in the paper (section 4.3)
+and in PEFT, the norm |W + s B A| takes no gradient. m starts as |W|, so that the first step sees the base model exactly.
 
-What it costs beside LoRA: at every visit of a block its weights are read once more and s B A is built, for the lengths
-(rows in chunks, so no second weight exists at once); and the outputs of its adapted Linears are kept for the gradient by m.
+Cost beside LoRA: each visit of a block reads its weights once more and computes s B A for the norms, in chunks of rows, so
+that no second weight exists at once; and the outputs of adapted Linears are kept for the gradient of m.
 
-O outputs, c some of them, I inputs, R rank.
+In names of arrays: O outputs, c a chunk of them, I inputs, R rank, N tokens.
 """
 
 from __future__ import annotations
@@ -15,50 +15,59 @@ from typing import Any
 
 import mlx.core as mx
 
-from stages.tuner.blockwise import quantize
+from stages.tuner import quantize
 
-MAGNITUDE = ".lora_magnitude_vector"  # (O,) float32; PEFT's name
-CHUNK = 1 << 24  # values of a weight in float32 at once: 64 MB
+MAGNITUDE = ".lora_magnitude_vector"  # (outputs,) float32; PEFT's name
+CHUNK = 1 << 24  # values of a weight that exist in float32 at once: 64 MB
 
 
-def lengths(weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale: float) -> mx.array:
-    """The length of each row of W + scale B A: (O,) float32, computed in float32. A packed W counts as what it stands for."""
+def row_norms(weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale: float) -> mx.array:
+    """Return the Euclidean norm of each row of W + scale B A: shape (outputs,), float32, lazy.
+
+    `down_RI` is A, (rank, inputs); `up_OR` is B, (outputs, rank). A packed weight is unpacked, a chunk of rows at a time.
+    """
     wide_RI = down_RI.astype(mx.float32)
     rows = max(1, CHUNK // down_RI.shape[1])
-    found: list[mx.array] = []
+    norms: list[mx.array] = []
     for start in range(0, up_OR.shape[0], rows):
         which = slice(start, start + rows)
-        up_cR = mx.depends([up_OR[which]], found[-1:])[0] if found else up_OR[which]  # or all chunks would be there together
-        weight_cI = quantize.dense(quantize.rows(weight, which)).astype(mx.float32)
-        moved_cI = weight_cI + scale * (up_cR.astype(mx.float32) @ wide_RI)
-        found.append(mx.sqrt(mx.sum(mx.square(moved_cI), axis=1)))
-    return mx.concatenate(found)
+        up_cR = mx.depends([up_OR[which]], norms[-1:])[0] if norms else up_OR[which]  # one chunk exists at a time
+        weight_cI = quantize.dense(quantize.select_rows(weight, which)).astype(mx.float32)
+        adapted_cI = weight_cI + scale * (up_cR.astype(mx.float32) @ wide_RI)
+        norms.append(mx.sqrt(mx.sum(mx.square(adapted_cI), axis=1)))
+    return mx.concatenate(norms)
 
 
-def start(weight: quantize.Weight, outputs: int, inputs: int) -> mx.array:
-    """The magnitudes that leave W as it is: (O,) float32, to the bit what `lengths` finds while B is zero."""
-    return lengths(weight, mx.zeros((1, inputs)), mx.zeros((outputs, 1)), 0.0)
+def initial_magnitude(weight: quantize.Weight, outputs: int, inputs: int) -> mx.array:
+    """Return the magnitudes that leave the (outputs, inputs) weight as it is: shape (outputs,), float32.
+
+    They equal `row_norms` to the bit as long as B is zero.
+    """
+    return row_norms(weight, mx.zeros((1, inputs)), mx.zeros((outputs, 1)), 0.0)
 
 
-def stretch(
+def rescale_rows(
     y: mx.array, magnitude_O: mx.array, weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale: float
 ) -> mx.array:
-    """y = x (W + scale B A)^T, with every row of the weight brought to its length. In the dtype of y."""
-    length_O = mx.stop_gradient(lengths(weight, down_RI, up_OR, scale))
-    grown: Any = _grown
-    stretched: mx.array = grown(y, magnitude_O / length_O - 1)
-    return stretched
+    """Turn LoRA's output into DoRA's: multiply y, (..., outputs), by magnitude / `row_norms`. Returns the dtype of y.
+
+    The gradient goes to y and to `magnitude_O`, (outputs,), and not through the norms.
+    """
+    norm_O = mx.stop_gradient(row_norms(weight, down_RI, up_OR, scale))
+    add_gain: Any = _add_gain
+    rescaled: mx.array = add_gain(y, magnitude_O / norm_O - 1)
+    return rescaled
 
 
 @mx.custom_function
-def _grown(y: mx.array, gain_O: mx.array) -> mx.array:
-    """(1 + gain) y, where gain is small: beside 1, half precision would lose most of its bits."""
+def _add_gain(y: mx.array, gain_O: mx.array) -> mx.array:
+    """(1 + gain) y, where the gain is small: added to 1 first, half precision would lose most of its bits."""
     return y + gain_O.astype(y.dtype) * y
 
 
-@_grown.vjp  # type: ignore[untyped-decorator, unused-ignore]
-def _grown_vjp(primals: Any, dz: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
-    """The sum over tokens is a matrix product: those add up in float32 on every backend, sums in half precision do not."""
+@_add_gain.vjp  # type: ignore[untyped-decorator, unused-ignore]
+def _add_gain_vjp(primals: Any, dz: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+    """The sum over tokens is a matrix product, which adds up in float32 on every backend; a half-precision sum does not."""
     y, gain_O = primals
     flat_NO = (dz * y).reshape(-1, y.shape[-1])
     by_gain_O = (mx.ones((1, flat_NO.shape[0]), flat_NO.dtype) @ flat_NO)[0]

@@ -1,108 +1,146 @@
-"""An adapter that starts as another one: the same change of the base, up to rounding, in the targets' own sizes.
+"""How an adapter starts: fresh, so that it changes nothing, or with the arrays of another adapter.
 
-A smaller rank is filled up with fresh directions that change nothing yet. A larger one is refused: cut by its singular
-values it would be another adapter than the one that was named.
+A smaller rank of the other adapter is filled up with fresh rows and columns that change nothing yet. A larger rank is refused:
+cutting it by singular values would give another adapter than the one that was named.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
+from stages.tuner import draws, quantize
 from stages.tuner.adapters import dora, lokr, lora
-from stages.tuner.adapters.lora import Arrays, Target
-from stages.tuner.blockwise import quantize
+from stages.tuner.adapters.lora import Arrays
+from stages.tuner.adapters.targets import Target
 
-RANKED = {lora.A: 0, lora.B: 1, lokr.W2_A: 1, lokr.W2_B: 0}  # an array's axis of length R
+RANK_AXIS = {lora.A: 0, lora.B: 1, lokr.W2_A: 1, lokr.W2_B: 0}  # the axis of length rank, by suffix
 
 
-def refuse(found: Mapping[str, mx.array], scales: Mapping[str, float], targets: Iterable[Target]) -> None:
-    """ValueError, one line, for an adapter that does not fit these targets: known by itself, without a weight of the base.
+def target_weights(blocks: Iterable[Any], targets: Iterable[Target]) -> dict[str, quantize.Weight]:
+    """Return the frozen weight of each target by the target's name.
 
-    It does not fit if it is of a Linear that is no target, of another shape, of a larger rank, of another variant, or broken.
+    Each block has a `name` and `weights`, a map "<linear>.weight" -> weight with names relative to the block.
+    """
+    every = {f"{block.name}.{name}": weight for block in blocks for name, weight in block.weights.items()}
+    return {target.name: every[f"{target.name}.weight"] for target in targets}
+
+
+def fresh_adapter(targets: Iterable[Target], seed: int, weights: Mapping[str, quantize.Weight] | None = None) -> Arrays:
+    """Return float32 arrays for all targets that change nothing yet, by "<linear><suffix>".
+
+    Random arrays are uniform within 1 / sqrt(columns), which is Kaiming's bound with a = sqrt(5), as in PEFT and LyCORIS; each
+    depends only on `seed` and its name. `weights` are the targets' frozen weights by name; only DoRA needs them.
+    """
+    arrays: Arrays = {}
+    for target in targets:
+        for suffix, shape in target.shapes.items():
+            if suffix == dora.MAGNITUDE:
+                assert weights is not None, "DoRA's magnitudes start as the norms of the weights' rows"
+                arrays[target.name + suffix] = dora.initial_magnitude(weights[target.name], target.outputs, target.inputs)
+                mx.eval(arrays[target.name + suffix])  # one weight in float32 at a time
+            elif suffix in lora.ZERO_AT_START:
+                arrays[target.name + suffix] = mx.zeros(shape, mx.float32)
+            else:
+                arrays[target.name + suffix] = _uniform(seed, target.name, suffix, shape)
+    return arrays
+
+
+def _uniform(seed: int, name: str, suffix: str, shape: tuple[int, ...]) -> mx.array:
+    purpose = f"init {name}" if suffix == lora.A else f"init {name}{suffix}"
+    unit = draws.generator(seed, purpose).random(shape, dtype=np.float32)
+    return mx.array((2 * unit - 1) * np.float32(1 / math.sqrt(shape[1])))
+
+
+def start_from_adapter(
+    source: Mapping[str, mx.array],
+    scales: Mapping[str, float],
+    targets: Iterable[Target],
+    fresh: Mapping[str, mx.array],
+    weights: Mapping[str, quantize.Weight] | None = None,
+) -> Arrays:
+    """Return arrays for all targets that make the same change as the adapter `source`, up to rounding.
+
+    `scales` are the source's scales by Linear; `fresh` is from `fresh_adapter` and serves targets that the source lacks. A LoRA
+    may start a DoRA if `weights`, the targets' frozen weights by name, are given. ValueError as in `check_initial`.
+    """
+    chosen = list(targets)
+    check_initial(source, scales, chosen)
+    arrays: Arrays = {}
+    for target in chosen:
+        name, own = target.name, lora.arrays_of_linear(fresh, target.name)
+        if name in scales:
+            own |= _resized(target, lora.arrays_of_linear(source, name), scales[name], own)
+            if target.variant == "dora" and name + dora.MAGNITUDE not in source:
+                assert weights is not None, "the magnitudes of a LoRA are the row norms of its adapted weights"
+                own[dora.MAGNITUDE] = dora.row_norms(weights[name], own[lora.A], own[lora.B], target.scale)
+                mx.eval(own[dora.MAGNITUDE])
+        arrays |= {name + suffix: value.astype(mx.float32) for suffix, value in own.items()}
+    return arrays
+
+
+def check_initial(source: Mapping[str, mx.array], scales: Mapping[str, float], targets: Iterable[Target]) -> None:
+    """Raise ValueError if the adapter `source` cannot start an adapter of these targets. Needs no weights of the model.
+
+    `scales` has an entry for each Linear of the source. Refused are a Linear that is no target, another variant or shape, a
+    larger rank, and values that are not finite.
     """
     chosen = {target.name: target for target in targets}
     for name in scales:
         if name not in chosen:
-            near = "".join(f"; near it: {close}" for close in difflib.get_close_matches(name, chosen, n=1))
-            raise ValueError(f"the adapter adapts {name}, which is no target; widen the targets{near}")
-        _compare(chosen[name], lora.of_linear(found, name))
-    for name, value in found.items():
+            near = "".join(f"; nearest: {close}" for close in difflib.get_close_matches(name, chosen, n=1))
+            raise ValueError(f"the adapter has {name}, which is not a target: add it to the targets{near}")
+        arrays = lora.arrays_of_linear(source, name)
+        _check_linear(chosen[name], arrays)
+        for suffix, value in arrays.items():
+            _check_array(chosen[name], suffix, value.shape)
+    for name, value in source.items():
         if not mx.all(mx.isfinite(value)).item():
-            raise ValueError(f"its {name} has values that are not finite; choose a checkpoint from before they were")
+            raise ValueError(f"the adapter's {name} has values that are not finite: choose an earlier checkpoint")
 
 
-def initial(
-    found: Mapping[str, mx.array],
-    scales: Mapping[str, float],
-    targets: Iterable[Target],
-    fresh: Mapping[str, mx.array],
-    bases: Mapping[str, quantize.Weight] | None = None,
-) -> Arrays:
-    """Arrays for all targets: from `found`, whose Linears are scaled by `scales`, and from `fresh` (see `lora.init`) elsewhere.
-
-    A LoRA may begin a DoRA, if `bases` has the weights. ValueError for an adapter that `refuse` refuses.
-    """
-    chosen = list(targets)
-    refuse(found, scales, chosen)
-    made: Arrays = {}
-    for target in chosen:
-        name, own = target.name, lora.of_linear(fresh, target.name)
-        if name in scales:
-            own |= _fitted(target, lora.of_linear(found, name), scales[name], own)
-            if target.variant == "dora" and name + dora.MAGNITUDE not in found:
-                assert bases is not None, "the magnitudes of a LoRA are the lengths of the rows that it leads to"
-                own[dora.MAGNITUDE] = dora.lengths(bases[name], own[lora.A], own[lora.B], target.scale)
-                mx.eval(own[dora.MAGNITUDE])
-        made |= {name + ending: value.astype(mx.float32) for ending, value in own.items()}
-    return made
-
-
-def _compare(target: Target, arrays: Arrays) -> None:
-    """Refuse one Linear's arrays if the target's cannot be made of them."""
+def _check_linear(target: Target, arrays: Arrays) -> None:
     given = {*arrays} if target.variant != "dora" else {*arrays, dora.MAGNITUDE}
     if given != {*target.shapes}:
-        raise ValueError(f"its adapter of {target.name} is {_told(arrays)}; the target's is {_told(target.shapes)}")
-    if lora.shape_of(arrays) != (target.outputs, target.inputs):
-        raise ValueError(
-            f"its adapter of {target.name} is of shape {lora.shape_of(arrays)}, "
-            f"the Linear of {(target.outputs, target.inputs)}; is it an adapter of another model?"
-        )
-    for ending, value in arrays.items():
-        wanted, axis = target.shapes[ending], RANKED.get(ending)
-        if axis is not None and value.shape[axis] > wanted[axis]:
-            raise ValueError(
-                f"its adapter of {target.name} has rank {value.shape[axis]}, above the target's {wanted[axis]}; "
-                f"raise the rank to {value.shape[axis]}"
-            )
-        if any(had != want for n, (had, want) in enumerate(zip(value.shape, wanted, strict=True)) if n != axis):
-            raise ValueError(
-                f"its adapter of {target.name} has {ending[1:]} of shape {value.shape}, the target {wanted}; "
-                "choose the factor that it was trained with"
-            )
+        raise ValueError(f"the adapter of {target.name} must be {_variant(target.shapes)}, got {_variant(arrays)}")
+    shape, expected = lora.linear_shape(arrays), (target.outputs, target.inputs)
+    if shape != expected:
+        raise ValueError(f"the adapter of {target.name} must be for shape {expected}, got {shape}: is it of another model?")
 
 
-def _fitted(target: Target, arrays: Arrays, scale: float, fresh: Arrays) -> Arrays:
-    """One Linear's arrays, the file's scale exchanged for the target's, the rank filled up to the target's."""
-    fitted = {}
-    for ending, value in arrays.items():
-        ratio = scale / target.scale if ending in lora.ZERO else 1.0
-        fitted[ending] = _filled(ending, value.astype(mx.float32) * ratio, fresh[ending])
-    return fitted
+def _check_array(target: Target, suffix: str, shape: tuple[int, ...]) -> None:
+    expected, rank_axis = target.shapes[suffix], RANK_AXIS.get(suffix)
+    if rank_axis is not None and shape[rank_axis] > expected[rank_axis]:
+        most, rank = expected[rank_axis], shape[rank_axis]
+        raise ValueError(f"the adapter of {target.name} must have a rank <= {most}, got {rank}: raise the rank to {rank}")
+    if any(had != want for axis, (had, want) in enumerate(zip(shape, expected, strict=True)) if axis != rank_axis):
+        remedy = "set the factor that it was trained with"
+        raise ValueError(f"{suffix[1:]} of {target.name} must have the shape {expected}, got {tuple(shape)}: {remedy}")
 
 
-def _filled(ending: str, value: mx.array, fresh: mx.array) -> mx.array:
-    """An array with the fresh array's last rows or columns (those of an array that starts at zero are zero) behind its own."""
-    axis = RANKED.get(ending)
+def _resized(target: Target, arrays: Arrays, scale: float, fresh: Arrays) -> Arrays:
+    """One Linear's arrays with their scale replaced by the target's and their rank filled up to the target's."""
+    resized = {}
+    for suffix, value in arrays.items():
+        ratio = scale / target.scale if suffix in lora.ZERO_AT_START else 1.0
+        resized[suffix] = _filled_up(suffix, value.astype(mx.float32) * ratio, fresh[suffix])
+    return resized
+
+
+def _filled_up(suffix: str, value: mx.array, fresh: mx.array) -> mx.array:
+    """An array extended along its rank axis by the last rows or columns of the fresh array."""
+    axis = RANK_AXIS.get(suffix)
     if axis is None or value.shape[axis] == fresh.shape[axis]:
         return value
     return mx.concatenate([value, mx.split(fresh, [value.shape[axis]], axis=axis)[1]], axis=axis)
 
 
-def _told(endings: Collection[str]) -> str:
-    """The variant of one Linear's arrays, in words."""
-    if lokr.W1 in endings:
-        return "a LoKr with a whole w2" if lokr.W2 in endings else "a LoKr with a low-rank w2"
-    return "a DoRA" if dora.MAGNITUDE in endings else "a LoRA"
+def _variant(suffixes: Collection[str]) -> str:
+    if lokr.W1 in suffixes:
+        return "a LoKr with a whole w2" if lokr.W2 in suffixes else "a LoKr with a low-rank w2"
+    return "a DoRA" if dora.MAGNITUDE in suffixes else "a LoRA"

@@ -1,8 +1,9 @@
-"""LoKr: y = x (W + scale w1 (x) w2)^T, (x) the Kronecker product. As LyCORIS has it (Yeh et al. 2024, arXiv 2309.14859).
+"""LoKr: y = x (W + scale w1 (x) w2)^T, where (x) is the Kronecker product. As in LyCORIS (Yeh et al. 2024, arXiv 2309.14859).
 
-w1 (a, b) and w2 (c, d) with a c = outputs, b d = inputs. w2 is low-rank, w2_a (c, R) w2_b (R, d), if R is below half its
-larger side, and whole otherwise; a whole w2 has no rank to divide alpha by, and a scale of 1. The product is never built.
-w1 starts random; w2, or its w2_b, at zero, so that the first step sees the base exactly.
+w1 has shape (a, b) and w2 (c, d), with a c = outputs and b d = inputs. w2 is low-rank, w2_a (c, R) times w2_b (R, d), if the
+rank R is below half its larger side, and one whole matrix otherwise; a whole w2 has no rank to divide alpha by, so its scale
+is 1. The Kronecker product is never built in training. w1 starts random and w2, or its w2_b, at zero, so that the first step
+sees the base model exactly.
 """
 
 from __future__ import annotations
@@ -15,40 +16,54 @@ import mlx.core as mx
 W1, W2, W2_A, W2_B = ".lokr_w1", ".lokr_w2", ".lokr_w2_a", ".lokr_w2_b"
 
 
-def factors(dimension: int, factor: int | None) -> tuple[int, int]:
-    """dimension as a product (m, n), m <= n: m is the largest divisor up to `factor`, or up to the root where that is None.
+def factorize(dimension: int, factor: int | None) -> tuple[int, int]:
+    """Return (m, n) with m n = dimension and m <= n, m being the largest divisor that is at most `factor`.
 
-    PEFT and LyCORIS come to the same for any factor that is not above the root.
+    With factor None, or one above sqrt(dimension), m is the largest divisor up to sqrt(dimension). PEFT and LyCORIS agree for
+    any factor up to sqrt(dimension).
     """
     most = math.isqrt(dimension) if factor is None else min(factor, math.isqrt(dimension))
     m = next(n for n in range(most, 0, -1) if dimension % n == 0)
     return m, dimension // m
 
 
-def shapes(outputs: int, inputs: int, rank: int, factor: int | None) -> dict[str, tuple[int, int]]:
-    """The arrays of one Linear, and their shapes."""
-    (a, c), (b, d) = factors(outputs, factor), factors(inputs, factor)
+def array_shapes(outputs: int, inputs: int, rank: int, factor: int | None) -> dict[str, tuple[int, int]]:
+    """Return the shapes of a LoKr's arrays by suffix for an (outputs, inputs) Linear: w1, and w2 or w2_a and w2_b.
+
+    `factor` bounds the sides of w1, see `factorize`.
+    """
+    (a, c), (b, d) = factorize(outputs, factor), factorize(inputs, factor)
     if rank < max(c, d) / 2:
         return {W1: (a, b), W2_A: (c, rank), W2_B: (rank, d)}
     return {W1: (a, b), W2: (c, d)}
 
 
-def change(x: mx.array, arrays: Mapping[str, mx.array]) -> mx.array:
-    """x (w1 (x) w2)^T, unscaled: (..., b d) to (..., a c). The arrays are keyed by their endings."""
+def second_factor_shape(arrays: Mapping[str, mx.array]) -> tuple[int, int]:
+    """Return the shape (c, d) of w2, which is stored whole or as w2_a and w2_b. `arrays` are one Linear's, keyed by suffix."""
+    first, last = (arrays[W2], arrays[W2]) if W2 in arrays else (arrays[W2_A], arrays[W2_B])
+    return first.shape[0], last.shape[1]
+
+
+def output_change(x: mx.array, arrays: Mapping[str, mx.array]) -> mx.array:
+    """Return x (w1 (x) w2)^T without the scale: (..., inputs) to (..., outputs), in the dtype of x.
+
+    `arrays` are one Linear's, keyed by suffix.
+    """
     w1_ab = arrays[W1].astype(x.dtype)
     a, b = w1_ab.shape
     x_bd = x.reshape(*x.shape[:-1], b, -1)
     if W2 in arrays:
         w2_cd = arrays[W2].astype(x.dtype)
         c, d = w2_cd.shape
-        y_ac = w1_ab @ (x_bd @ w2_cd.T) if b * c <= a * d else (w1_ab @ x_bd) @ w2_cd.T  # the smaller one between
+        # The order with the smaller intermediate array.
+        y_ac = w1_ab @ (x_bd @ w2_cd.T) if b * c <= a * d else (w1_ab @ x_bd) @ w2_cd.T
     else:
         w2_cR, w2_Rd = arrays[W2_A].astype(x.dtype), arrays[W2_B].astype(x.dtype)
         y_ac = (w1_ab @ (x_bd @ w2_Rd.T)) @ w2_cR.T
     return y_ac.reshape(*x.shape[:-1], -1)
 
 
-def product(arrays: Mapping[str, mx.array]) -> mx.array:
-    """w1 (x) w2 itself, (O,I) float32."""
+def kronecker(arrays: Mapping[str, mx.array]) -> mx.array:
+    """Return w1 (x) w2 as one (outputs, inputs) float32 matrix, for merging. `arrays` are one Linear's, keyed by suffix."""
     w2_cd = arrays[W2] if W2 in arrays else arrays[W2_A].astype(mx.float32) @ arrays[W2_B].astype(mx.float32)
     return mx.kron(arrays[W1].astype(mx.float32), w2_cd.astype(mx.float32))

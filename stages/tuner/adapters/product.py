@@ -1,12 +1,12 @@
-"""x W^T + scale (x A^T) B^T as one operation with a gradient of its own: W frozen, A and B trained or not there.
+"""x W^T + scale (x A^T) B^T as one operation with its own gradient: W frozen, A and B trained or absent.
 
-What a framework would make of it passes over the wide outputs once more to add the low-rank change, and over the gradient
-by x once more to add up its two terms. Here both are added within the products.
+Automatic differentiation would pass over the wide outputs once more to add the low-rank change, and over the gradient of x
+once more to add its two terms. Here both are added within the matrix products.
 
-A packed W is unpacked for the product and again for its gradient, and kept for neither; a large one some rows at a time.
-Over thousands of rows this beats a quantised product, which unpacks every tile of the weight once per tile of rows.
+A packed W is unpacked for the product and again for its gradient, and kept for neither; a large one in chunks of rows. Over
+thousands of tokens this is faster than a quantised product, which unpacks every tile of W once per tile of tokens.
 
-O outputs, c some of them, I inputs, R rank; x is (..., I).
+In names of arrays: c a chunk of the outputs, I inputs.
 """
 
 from __future__ import annotations
@@ -15,25 +15,29 @@ from typing import Any
 
 import mlx.core as mx
 
-from stages.tuner.blockwise import quantize
+from stages.tuner import quantize
 
-Pair = tuple[mx.array, mx.array]  # A (R,I) and B (O,R), in the dtype of x
+Pair = tuple[mx.array, mx.array]  # A (rank, inputs) and B (outputs, rank), in the dtype of x
 
 
 def product(x: mx.array, weight: quantize.Weight, pair: Pair | None = None, scale: float = 1.0) -> mx.array:
-    """The outputs, (..., O), with the low-rank change of `pair` where there is one. The gradient goes to x and to the pair."""
-    chunks = quantize.chunks(weight)
+    """Return x W^T, plus scale (x A^T) B^T if `pair` is (A, B): (..., inputs) to (..., outputs).
 
-    def low(x: mx.array, down: mx.array) -> mx.array:
+    A is (rank, inputs) and B (outputs, rank), both in the dtype of x. The weight, (outputs, inputs), may be packed. The
+    gradient goes to x, A and B; the weight takes none.
+    """
+    chunks = quantize.row_chunks(weight)
+
+    def project_down(x: mx.array, down: mx.array) -> mx.array:
         return scaled(x @ down.T, scale)
 
     @mx.custom_function
     def forward(x: mx.array, *pair: mx.array) -> mx.array:
-        side = low(x, pair[0]) if pair else None
+        low = project_down(x, pair[0]) if pair else None
         ys: list[mx.array] = []
         for rows in chunks:
-            y = x @ _dense(weight, rows, ys[-1] if ys else x).T
-            ys.append(y if side is None else mx.addmm(y, side, pair[1][rows].T))
+            y = x @ _dense_rows(weight, rows, ys[-1] if ys else x).T
+            ys.append(y if low is None else mx.addmm(y, low, pair[1][rows].T))
         return mx.concatenate(ys, axis=-1) if len(ys) > 1 else ys[0]
 
     @forward.vjp
@@ -41,34 +45,33 @@ def product(x: mx.array, weight: quantize.Weight, pair: Pair | None = None, scal
         x, *pair = primals if isinstance(primals, tuple | list) else [primals]
         dx: mx.array | None = None
         for rows in chunks:
-            # Made to follow what came before: the compiler would else see the forward pass's unpacking, and keep it.
-            dense_cI = _dense(weight, rows, dy if dx is None else dx)
+            # Each unpacking depends on the result before it: the compiler would otherwise reuse, and so keep, the forward one.
+            dense_cI = _dense_rows(weight, rows, dy if dx is None else dx)
             dx = dy[..., rows] @ dense_cI if dx is None else mx.addmm(dx, dy[..., rows], dense_cI)
         assert dx is not None
         if not pair:
             return dx
         down, up = pair
         dlow = scaled(dy @ up, scale)
-        # x A^T once more, though the forward pass has it: were it an output there, asking for it would ask for x W^T too, and
-        # the last Linear of a block that is computed again for its gradient has no other use for that.
-        return mx.addmm(dx, dlow, down), _flat(dlow).T @ _flat(x), _flat(dy).T @ _flat(low(x, down))
+        # x A^T is computed again: as an output of the forward pass it would make a recomputed block compute x W^T as well,
+        # which the last Linear of that block does not need.
+        return mx.addmm(dx, dlow, down), _flat(dlow).T @ _flat(x), _flat(dy).T @ _flat(project_down(x, down))
 
-    found: Any = forward(x, *(pair or ()))
-    y: mx.array = found
+    result: Any = forward(x, *(pair or ()))
+    y: mx.array = result
     return y
 
 
 def scaled(x: mx.array, scale: float) -> mx.array:
-    """scale x; a scale of 1, which alpha = rank gives, costs nothing."""
+    """Return scale x, or x itself if scale is 1, as it is where alpha equals the rank."""
     return x if scale == 1 else scale * x
 
 
-def _dense(weight: quantize.Weight, rows: slice, after: mx.array) -> mx.array:
-    """Some rows of W, (c,I); of a packed one not before `after` is computed, or all would be unpacked at once."""
-    own = quantize.rows(weight, rows)
-    return own if isinstance(own, mx.array) else quantize.following(own, after).dense()
+def _dense_rows(weight: quantize.Weight, rows: slice, after: mx.array) -> mx.array:
+    """Some rows of W, (c, inputs). Packed rows are unpacked once `after` is computed, so that one chunk exists at a time."""
+    own = quantize.select_rows(weight, rows)
+    return own if isinstance(own, mx.array) else quantize.unpack_after(own, after).dense()
 
 
 def _flat(x: mx.array) -> mx.array:
-    """All rows of all samples under one another."""
     return x.reshape(-1, x.shape[-1])

@@ -1,7 +1,6 @@
-"""Arrays of one shape as one array: a few large operations in place of hundreds of small ones.
+"""Arrays of one shape stacked into one array: the optimizer runs a few large operations instead of hundreds of small ones.
 
-An adapter has hundreds of arrays of a dozen shapes, and a GPU needs longer to be told of a small operation than to do
-it. N arrays of a stack, R rows, C columns.
+An adapter has hundreds of arrays of a dozen shapes, and a GPU needs longer to launch a small operation than to compute it.
 """
 
 from __future__ import annotations
@@ -13,69 +12,76 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 Arrays = dict[str, mx.array]
-Plan = dict[str, list[str]]  # the stack's name, which is that of its first array, and the names of all
+Groups = dict[str, list[str]]  # name of a stack, which is that of its first array -> names of all its arrays
 
-LARGEST = 1 << 23  # values of a stack: 32 MiB, which bounds what a step holds beside the arrays
+LARGEST = 1 << 23  # values of a stack: 32 MiB in float32, which bounds the working memory of an optimizer step
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """Named arrays, stacked: `arrays` maps a stack's name to (N,R,C) where its arrays are matrices, even to one of them."""
+    """Named arrays in stacks: N matrices of one shape (rows, columns) are one array (N, rows, columns), even for N = 1.
 
-    plan: Plan
+    `groups` maps a stack's name, which is that of its first array, to the names of its arrays; `arrays` maps it to the stack.
+    Vectors and scalars are not stacked.
+    """
+
+    groups: Groups
     arrays: Arrays
 
     @classmethod
     def of(cls, arrays: Mapping[str, mx.array]) -> Stacks:
-        """These arrays, copied into stacks."""
-        made = plan(arrays)
-        return cls(made, stack(arrays, made))
+        """Stack a copy of these arrays."""
+        groups = group_by_shape(arrays)
+        return cls(groups, stack(arrays, groups))
 
     def unstack(self) -> Arrays:
-        """The arrays by their own names: views."""
-        return unstack(self.arrays, self.plan)
+        """Return the arrays by their own names, as views of the stacks."""
+        return unstack(self.arrays, self.groups)
 
     def cast(self, dtype: mx.Dtype) -> Stacks:
-        """The matrices in another dtype; any other array as it is."""
+        """Return stacks whose matrices have another dtype; vectors and scalars keep theirs."""
         return replace(self, arrays={name: a.astype(dtype) if a.ndim == 3 else a for name, a in self.arrays.items()})
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all."""
+        """Bytes of all arrays."""
         return sum(value.nbytes for value in self.arrays.values())
 
 
-def plan(arrays: Mapping[str, mx.array]) -> Plan:
-    """Matrices of one shape together, in the order of names; any other array by itself. A function of names and shapes."""
-    stacks: Plan = {}
+def group_by_shape(arrays: Mapping[str, mx.array]) -> Groups:
+    """Return which arrays share a stack: first name -> all names, in the order of names, at most LARGEST values per stack.
+
+    Matrices of one shape go together, any other array goes alone. The result depends on names and shapes only.
+    """
+    groups: Groups = {}
     latest: dict[tuple[int, ...], str] = {}
     for name in sorted(arrays):
         shape = tuple(arrays[name].shape)
-        at = latest.get(shape)
-        if len(shape) != 2 or at is None or (len(stacks[at]) + 1) * math.prod(shape) > LARGEST:
-            latest[shape] = at = name
-            stacks[at] = []
-        stacks[at].append(name)
-    return stacks
+        first = latest.get(shape)
+        if len(shape) != 2 or first is None or (len(groups[first]) + 1) * math.prod(shape) > LARGEST:
+            latest[shape] = first = name
+            groups[first] = []
+        groups[first].append(name)
+    return groups
 
 
-def stack(arrays: Mapping[str, mx.array], plan: Plan) -> Arrays:
-    """The stacks of these arrays: (N,R,C) where they are matrices, even of one."""
+def stack(arrays: Mapping[str, mx.array], groups: Groups) -> Arrays:
+    """Stack arrays by `groups`: each group of matrices (rows, columns) becomes one (N, rows, columns) array."""
     return {
         name: mx.stack([arrays[each] for each in names]) if arrays[name].ndim == 2 else arrays[name]
-        for name, names in plan.items()
+        for name, names in groups.items()
     }
 
 
-def unstack(stacks: Mapping[str, mx.array], plan: Plan) -> Arrays:
-    """The arrays of these stacks, by their own names: views."""
+def unstack(stacks: Mapping[str, mx.array], groups: Groups) -> Arrays:
+    """Return the arrays of these stacks by their own names, as views. The inverse of `stack`."""
     return {
-        each: part.squeeze(0) if part.ndim == 3 else part
-        for name, names in plan.items()
-        for each, part in zip(names, _parts(stacks[name]), strict=True)
+        each: one.squeeze(0) if one.ndim == 3 else one
+        for name, names in groups.items()
+        for each, one in zip(names, _split(stacks[name]), strict=True)
     }
 
 
-def _parts(stack: mx.array) -> list[mx.array]:
-    """The (1,R,C) pieces of a stack, views; anything else as the one piece that it is. An index would copy."""
+def _split(stack: mx.array) -> list[mx.array]:
+    """The (1, rows, columns) views of a stack; an index would copy. An array that is no stack is returned whole."""
     return list(mx.split(stack, stack.shape[0], axis=0)) if stack.ndim == 3 else [stack]

@@ -1,8 +1,8 @@
-"""How much memory training will take, from shapes alone: asked before any weight is loaded, so that a run which cannot fit
-ends at once, with the setting that would make it fit. An estimate: tests hold it to what steps took, small and at true size.
+"""An estimate of training's peak memory from shapes alone, before any weight is loaded.
 
-The blocks are traced on arrays that are never computed: what passes through their Linears says how much a block keeps for
-its gradient. Constants below come from measurements of FLUX.2's blocks.
+With it a run that cannot fit ends at once and names the setting that would make it fit. Tests compare the estimate with the
+measured peaks of steps, small and at full size. Blocks are traced on arrays that are never computed: what passes through their
+Linears determines how much a block keeps for its gradient. The constants are measured on FLUX.2's blocks.
 """
 
 from __future__ import annotations
@@ -14,92 +14,105 @@ from typing import Any
 
 import mlx.core as mx
 
-from stages.tuner.adapters import dora, lokr, lora
+from stages.tuner.adapters import dora, lokr
+from stages.tuner.adapters.targets import Target
 from stages.tuner.blockwise.backprop import Chain, Plan, Tree, kept_blocks
-from stages.tuner.blockwise.quantize import CHUNK, GROUP
+from stages.tuner.quantize import CHUNK, GROUP, is_packable
 
-# Bytes that a block keeps for its gradient, per byte into and out of its Linears, by bytes of a value: in half precision some
-# of what is kept is float32. From what steps took on a CPU, and on a GPU at true size (data/bench.jsonl).
-KEPT = {4: 1.3, 2: 1.65}
-VISIT = 2.0  # bytes alive while a block is computed and differentiated, likewise
-VISIT_SCORES = 2.5  # the same per byte of a matrix of attention scores, where there is one
-UNPACKED = 2  # packed weights that stand unpacked at once while a block is computed
-PASS = 1.05  # bytes alive while a block is computed without a gradient, per byte into and out of its Linears and of scores
-FACTOR = 1.25  # the measured peak of a step is within this factor of the estimate, either way
+# Bytes per byte of a block's Linear inputs and outputs. Measured on a CPU, and on a GPU at full size (data/bench.jsonl).
+SAVED = {4: 1.3, 2: 1.65}  # kept for the gradient, by itemsize: in half precision some of it is float32
+BLOCK_WORK = 2.0  # alive while a block is computed and differentiated
+FORWARD_WORK = 1.05  # alive while a block is computed without a gradient, also per byte of attention scores
+SCORES_WORK = 2.5  # alive while a block is differentiated, per byte of its attention scores
+UNPACKED = 2  # packed weights that exist unpacked at once while a block is computed
+FACTOR = 1.25  # a step's measured peak is within this factor of the estimate, either way
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of one training run on its largest batch."""
+    """The parts of a training run's memory on its largest batch, in bytes."""
 
-    weights: int
+    weights: int  # frozen weights
     adapter: int
-    state: int  # the optimizer's
-    stream: int  # one block's input
-    traffic: tuple[int, ...]  # of each block: into and out of its Linears
-    beside: tuple[int, ...]  # of each block: what its adapters keep for their gradient besides
-    value: int = 4  # bytes of one value of these
-    update: int = 0  # what the optimizer's step takes beside what lies there
-    scores: int = 0  # the largest matrix of attention scores that a block builds; 0 where attention is fused
-    kept_scores: int = 0  # what of it stays until the backward pass; 0 where it is built in chunks
-    unpacked: int = 0  # the largest packed weight of a block, or chunk of one, when it is unpacked
-    measuring: int = 0  # what a measurement on held-out images takes beside what lies there
+    optimizer_state: int
+    block_input: int  # one block's input
+    linear_traffic: tuple[int, ...]  # per block: inputs and outputs of its Linears
+    adapter_saved: tuple[int, ...]  # per block: kept by its adapters for their gradient, besides the Linears' inputs and outputs
+    itemsize: int = 4  # bytes of one value of an activation
+    optimizer_work: int = 0  # taken by the optimizer's step beside weights, adapter and state
+    scores: int = 0  # the largest matrix of attention scores in a block; 0 where attention is fused
+    saved_scores: int = 0  # scores kept per block until the backward pass; 0 where they are built in chunks
+    unpacked: int = 0  # the largest packed weight of a block, or chunk of one, unpacked
+    validation: int = 0  # taken by a measurement on held-out images beside weights, adapter and state
 
-    def need(self, plan: Plan) -> int:
-        """The most that lies there at once: in the backward pass, while the optimizer takes its step, or in a measurement."""
-        blocks = len(self.traffic)
-        tail = kept_blocks(plan, blocks)
-        head = blocks - tail
-        own = [KEPT[self.value] * traffic + beside for traffic, beside in zip(self.traffic, self.beside, strict=True)]
-        kept = sum(own[head + 1 :]) + self.kept_scores * (tail - 1)  # the last one's is its visit's
-        # Inputs are let go on the way back, while gradients gather.
-        behind = max(head * self.stream + self.adapter * tail // blocks + kept, self.stream + self.adapter)
-        return self.held + int(max(behind + self.visit + self.unpacking, self.update, self.measuring))
+    def peak(self, plan: Plan) -> int:
+        """Return the bytes at the peak of a step under a plan: of backward pass, optimizer step and validation, the largest."""
+        backward = self._kept_activations(plan) + self.block_work + self.unpacked_work
+        return self.held + int(max(backward, self.optimizer_work, self.validation))
+
+    def _kept_activations(self, plan: Plan) -> float:
+        """Bytes of block inputs, kept activations and gradients while the backward pass visits its costliest block."""
+        tail = kept_blocks(plan, self.blocks)
+        head = self.blocks - tail
+        saved = [SAVED[self.itemsize] * traffic + own for traffic, own in self._per_block()]
+        kept = sum(saved[head + 1 :]) + self.saved_scores * (tail - 1)  # block_work has those of the block that is visited
+        at_tail = head * self.block_input + self.adapter * tail // self.blocks + kept
+        at_first_block = self.block_input + self.adapter  # by then the inputs are freed and all gradients exist
+        return max(at_tail, at_first_block)
+
+    def _per_block(self) -> Iterable[tuple[int, int]]:
+        return zip(self.linear_traffic, self.adapter_saved, strict=True)
 
     @property
-    def visit(self) -> float:
-        """What is alive while one block is computed and differentiated, but for its weights."""
-        own = [VISIT * traffic + beside for traffic, beside in zip(self.traffic, self.beside, strict=True)]
-        return max(own) + VISIT_SCORES * self.scores
+    def blocks(self) -> int:
+        """The number of blocks."""
+        return len(self.linear_traffic)
 
     @property
-    def unpacking(self) -> int:
-        """What stands unpacked of packed weights while one block is computed."""
+    def block_work(self) -> float:
+        """Bytes alive while the largest block is computed and differentiated, without its weights."""
+        return max(BLOCK_WORK * traffic + own for traffic, own in self._per_block()) + SCORES_WORK * self.scores
+
+    @property
+    def unpacked_work(self) -> int:
+        """Bytes of packed weights that exist unpacked while one block is computed."""
         return UNPACKED * self.unpacked
 
     @property
-    def passing(self) -> int:
-        """What is alive while the batch goes forward, and nothing is learnt from it."""
-        return int(self.stream + PASS * (max(self.traffic) + self.scores)) + self.unpacking
+    def forward_peak(self) -> int:
+        """Bytes alive while the batch is computed without a gradient, beside weights, adapter and state."""
+        return int(self.block_input + FORWARD_WORK * (max(self.linear_traffic) + self.scores)) + self.unpacked_work
 
     @property
     def held(self) -> int:
-        """What lies there between steps."""
-        return self.weights + self.state + self.adapter
+        """Bytes that stay allocated between steps: weights, adapter and optimizer state."""
+        return self.weights + self.optimizer_state + self.adapter
 
 
 def estimate(
-    chain: Chain, inputs: Mapping[str, Any], weights: int, targets: Sequence[lora.Target], state: int, **more: int
+    chain: Chain, inputs: Mapping[str, Any], weights: int, targets: Sequence[Target], optimizer_state: int, **parts: int
 ) -> Estimate:
-    """What training `targets` takes on `inputs`, the largest batch. The chain's weights may be arrays that were never computed.
+    """Estimate the memory of training `targets` on `inputs`, the keyword arguments of `chain.enter` for the largest batch.
 
-    `more`: an Estimate's `update`, the optimizer's business; `scores` and `kept_scores`, attention's; `unpacked`, `measuring`.
+    `weights` and `optimizer_state` are bytes. `parts` are further fields of `Estimate`: optimizer_work, scores, saved_scores,
+    unpacked, validation. The chain's weights and the inputs may be arrays that are never computed.
     """
     h, shared = chain.enter(**inputs)
     by_kind = {block.kind: block for block in chain.blocks}
-    passed = {kind: _passed(chain, block, h, shared) for kind, block in by_kind.items()}
-    kept = {target.name: _kept(target) for target in targets}
+    traced = {kind: _trace_linears(chain, block, h, shared) for kind, block in by_kind.items()}
+    saved = {target.name: _saved_per_token(target) for target in targets}
     adapter = sum(4 * math.prod(shape) for target in targets for shape in target.shapes.values())
-    traffic, beside = [], []
+    traffic, adapter_saved = [], []
     for block in chain.blocks:
-        seen = passed[block.kind]
-        traffic.append(sum(x.nbytes + y.nbytes for x, y in seen.values()))
-        beside.append(sum(y.nbytes // y.shape[-1] * kept.get(f"{block.name}.{name}", 0) for name, (_, y) in seen.items()))
-    return Estimate(weights, adapter, state, h.nbytes, tuple(traffic), tuple(beside), h.dtype.size, **more)
+        linears = traced[block.kind]
+        traffic.append(sum(x.nbytes + y.nbytes for x, y in linears.values()))
+        own = (y.nbytes // y.shape[-1] * saved.get(f"{block.name}.{name}", 0) for name, (_, y) in linears.items())
+        adapter_saved.append(sum(own))
+    return Estimate(weights, adapter, optimizer_state, h.nbytes, tuple(traffic), tuple(adapter_saved), h.dtype.size, **parts)
 
 
-def _passed(chain: Chain, block: Any, h: Tree, shared: Tree) -> dict[str, tuple[mx.array, mx.array]]:
-    """What goes into and out of a block's Linears, by their names within it."""
+def _trace_linears(chain: Chain, block: Any, h: Tree, shared: Tree) -> dict[str, tuple[mx.array, mx.array]]:
+    """The input and output of each Linear of a block by the Linear's name within it; nothing is computed."""
     seen = {}
 
     def linear(name: str, weight: Any, x: mx.array) -> mx.array:
@@ -110,11 +123,10 @@ def _passed(chain: Chain, block: Any, h: Tree, shared: Tree) -> dict[str, tuple[
     return seen
 
 
-def _kept(target: lora.Target) -> int:
-    """Values per token that an adapter keeps for its gradient beside what goes into and out of its Linear.
+def _saved_per_token(target: Target) -> int:
+    """Values per token that an adapter keeps for its gradient besides its Linear's input and output.
 
-    A low-rank pair keeps what lies between the two; DoRA also the outputs before they are stretched, for its magnitude;
-    LoKr what lies between its factors.
+    LoRA keeps x A^T; DoRA also its output before the rows are rescaled; LoKr what lies between its factors.
     """
     shapes = target.shapes
     if lokr.W1 not in shapes:
@@ -127,18 +139,24 @@ def _kept(target: lora.Target) -> int:
 
 
 def weight_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> int:
-    """Bytes of weights of these (shape, bits); `itemsize` is the computing dtype's, in which scales and offsets are kept too."""
+    """Return the bytes of weights given as (shape, bits).
+
+    `itemsize` is the bytes of a value that is not packed, and of the scales and offsets of a packed weight.
+    """
     total = 0
     for shape, bits in shapes:
         count = math.prod(shape)
-        total += count * bits // 8 + 2 * itemsize * count // GROUP if _packed(shape, bits) else count * itemsize
+        total += count * bits // 8 + 2 * itemsize * count // GROUP if _is_packed(shape, bits) else count * itemsize
     return total
 
 
 def unpacked_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> int:
-    """Bytes of the largest of these (shape, bits) when it is unpacked, or of as much of it as is unpacked at once."""
-    return max((min(math.prod(shape) * itemsize, CHUNK) for shape, bits in shapes if _packed(shape, bits)), default=0)
+    """Return the bytes of the largest packed weight, given as (shape, bits), when unpacked; at most CHUNK, as it is unpacked.
+
+    0 if none is packed. `itemsize` is the bytes of an unpacked value.
+    """
+    return max((min(math.prod(shape) * itemsize, CHUNK) for shape, bits in shapes if _is_packed(shape, bits)), default=0)
 
 
-def _packed(shape: tuple[int, ...], bits: int) -> bool:
-    return bits < 16 and len(shape) == 2 and shape[-1] % GROUP == 0
+def _is_packed(shape: tuple[int, ...], bits: int) -> bool:
+    return bits < 16 and is_packable(shape)

@@ -1,24 +1,25 @@
-"""What a prediction costs, per sample: functions of arrays, for `functools.partial(function, name=array, ...)`.
+"""Losses of a predicted velocity, one per sample, for `functools.partial(function, name=array, ...)`.
 
-All compute in float32, whatever the model computed in, and return losses_B. Every keyword is an array, and one that is
-not wanted is left out: that is what `backprop.loss_and_grads` can hand to a compiled graph.
+All compute in float32, whatever the dtype of the model. Every keyword is an array, and an unused one is left out: this is what
+`backprop.loss_and_grads` can pass to a compiled graph.
 
-A weight over sigma multiplies a sample's loss; a mask weighs its tokens, and is divided out by its own mass, so that a
-sample with a small subject counts as much as one without a mask.
-
-B batch, L image tokens, C latent channels.
+In names of arrays: B samples, L image tokens, C latent channels.
 """
 
 from __future__ import annotations
 
 import mlx.core as mx
 
-MASSLESS = 1e-6  # the mass below which a sample's mask counts as empty
+LEAST_MASS = 1e-6  # a mask whose values sum to less counts as empty
 
 
 def mse(v_BLC: mx.array, target_BLC: mx.array, weight_B: mx.array | None = None, mask_BL: mx.array | None = None) -> mx.array:
-    """The mean squared error."""
-    return _mean(mx.square(_difference(v_BLC, target_BLC)), weight_B, mask_BL)
+    """Return the mean squared error of each sample, float32, shape (batch,).
+
+    The prediction v_BLC and its target have the shape (batch, tokens, channels). `weight_B` multiplies each sample's loss.
+    `mask_BL`, 0 to 1, weights tokens, and the weighted sum is divided by the sum of the mask.
+    """
+    return _weighted_mean(mx.square(_difference(v_BLC, target_BLC)), weight_B, mask_BL)
 
 
 def pseudo_huber(
@@ -28,41 +29,40 @@ def pseudo_huber(
     weight_B: mx.array | None = None,
     mask_BL: mx.array | None = None,
 ) -> mx.array:
-    """2 c (sqrt(d^2 + c^2) - c) for each difference d: d^2 where it is far below c, 2 c |d| where it is far above.
+    """Return the mean of 2 c (sqrt(d^2 + c^2) - c) over the differences d of each sample, float32, shape (batch,).
 
-    Scaled so that a learning rate means what it means for mse. Written without the difference of near numbers, which
-    would lose small d; the root is of at least c^2, so that the gradient is finite at zero.
+    The term is d^2 where |d| is far below `c`, a scalar array, and 2 c |d| where it is far above, so that a learning rate means
+    what it means for `mse`. The other arguments are those of `mse`.
     """
     square = mx.square(_difference(v_BLC, target_BLC))
-    return _mean(2 * c * square / (mx.sqrt(square + mx.square(c)) + c), weight_B, mask_BL)
+    # The same formula without the difference of two near numbers, which would lose small d; its gradient is finite at d = 0.
+    return _weighted_mean(2 * c * square / (mx.sqrt(square + mx.square(c)) + c), weight_B, mask_BL)
 
 
 def preservation(
     v_BLC: mx.array, base_BLC: mx.array, weight_B: mx.array | None = None, mask_BL: mx.array | None = None
 ) -> mx.array:
-    """How far the adapted model strays from the bare base, base_BLC, where it should not: mean squared.
+    """Return the mean squared difference of each sample from the base model's prediction `base_BLC`, float32, shape (batch,).
 
-    With the class word in the trigger's place it is differential output preservation; with what a mask leaves out,
-    `1 - mask_BL`, it holds the background. The base's prediction is a constant here.
+    It holds the adapted model to the base: with the class word in place of the trigger it is differential output preservation,
+    with an inverted mask, 1 - mask_BL, it holds the background. `base_BLC` takes no gradient. Arguments as in `mse`.
     """
-    return _mean(mx.square(_difference(v_BLC, base_BLC)), weight_B, mask_BL)
+    return _weighted_mean(mx.square(_difference(v_BLC, base_BLC)), weight_B, mask_BL)
 
 
 def _difference(v_BLC: mx.array, target_BLC: mx.array) -> mx.array:
     return v_BLC.astype(mx.float32) - target_BLC.astype(mx.float32)
 
 
-def _mean(each_BLC: mx.array, weight_B: mx.array | None, mask_BL: mx.array | None) -> mx.array:
-    """The mean over a sample, tokens weighed by the mask, times the sample's weight.
-
-    A sum of shares: a sum that is divided would make kernels of its own, and a GPU compile each for seconds.
-    """
+def _weighted_mean(each_BLC: mx.array, weight_B: mx.array | None, mask_BL: mx.array | None) -> mx.array:
+    """The mean over a sample's tokens and channels, tokens weighted by the mask, times the sample's weight."""
+    # Each value is divided before the sum: dividing the sum would be a kernel of its own, which a GPU compiles for seconds.
     share = 1 / (each_BLC.shape[1] * each_BLC.shape[2])
     losses_B = mx.sum(share * each_BLC, axis=(1, 2)) if mask_BL is None else _masked_mean(each_BLC, mask_BL)
     return losses_B if weight_B is None else weight_B * losses_B
 
 
 def _masked_mean(each_BLC: mx.array, mask_BL: mx.array) -> mx.array:
-    """An empty mask gives zero, and a zero gradient, rather than a division by nothing."""
+    """The mean over tokens weighted by the mask. An empty mask gives a loss and a gradient of zero."""
     each_BL = mx.mean(each_BLC, axis=2)
-    return mx.sum(mask_BL * each_BL, axis=1) / mx.maximum(mx.sum(mask_BL, axis=1), MASSLESS)
+    return mx.sum(mask_BL * each_BL, axis=1) / mx.maximum(mx.sum(mask_BL, axis=1), LEAST_MASS)

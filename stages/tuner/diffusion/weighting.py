@@ -1,34 +1,36 @@
-"""How much a sample's loss counts, by its noise level: weights over sigma, 0 (clean) to 1 (noise).
+"""How much a sample's loss counts, by its noise level sigma: 0 is a clean image, 1 pure noise.
 
-A weight multiplies the loss of a sample; it is never divided by the weights of the batch, which at batch size 1 would
-leave nothing of it. Drawing often and weighing heavily teach alike on average: what is trained is the density of the
-noise levels times the weight.
+A weight multiplies the loss of its sample. It is not divided by the sum of the batch's weights, which at batch size 1 would
+cancel it. Drawing a noise level often and weighting it heavily train alike on average: what counts is the density of the noise
+levels times the weight.
 
     none        1
     bell        exp(-2 (sigma - 1/2)^2) less its value at the ends; mean 1. ai-toolkit's linear_timesteps
-    half_bell   the bell, kept at its top below sigma 1/2; mean 1.29. ai-toolkit's linear_timesteps2
+    half_bell   the bell, constant at its top below sigma 1/2; mean 1.29. ai-toolkit's linear_timesteps2
     measured    ai-toolkit's `weighted`: what its author measured on another model, Flex.1; mean 1
     cosmap      2 / (pi (1 - 2 sigma + 2 sigma^2)); mean 1. Esser et al. 2024, arXiv 2403.03206, section 3.1
-    sigma_sqrt  1 / sigma^2, sigma at least 0.001; no mean to speak of: nearly clean samples drown all others
+    sigma_sqrt  1 / sigma^2, sigma at least 0.001; nearly clean samples outweigh all others by far
 
-The mean is over sigma uniform in 0 .. 1.
+The means are over sigma uniform in 0 .. 1.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+WeightName = Literal["none", "bell", "half_bell", "measured", "cosmap", "sigma_sqrt"]
 
 _ENDS = math.exp(-1 / 2)
 _BELL_MEAN = math.sqrt(math.pi / 2) * math.erf(math.sqrt(1 / 2)) - _ENDS
 
-# ai-toolkit's table has 1000 numbers, from sigma 1 down to 0.001. These points of it, joined by lines, are within 0.023
-# of every one, 0.008 in the root mean square.
+# Points of ai-toolkit's table, which has 1000 numbers from sigma 1 down to 0.001. Linear interpolation between them is within
+# 0.023 of each number, with a root mean square error of 0.008.
 _MEASURED = (
     (0.0, 0.447),
     (0.015, 0.461),
@@ -49,34 +51,37 @@ _MEASURED = (
 
 
 def none(sigma: Floats) -> Floats:
-    """All alike."""
+    """Loss weight per sample: 1 for every noise level sigma, 0 (clean) to 1 (noise)."""
     return np.ones_like(sigma)
 
 
 def bell(sigma: Floats) -> Floats:
-    """Middle levels most, the ends not at all."""
+    """Loss weight per sample by its noise level sigma: a bell centred at 0.5 that falls to 0 at sigma 0 and 1, with mean 1."""
     return (np.exp(-2 * (sigma - 0.5) ** 2) - _ENDS) / _BELL_MEAN
 
 
 def half_bell(sigma: Floats) -> Floats:
-    """Middle and low levels most, pure noise not at all."""
+    """Loss weight per sample by its noise level sigma: a bell centred at 0.5, constant below it, falling to 0 at sigma 1."""
     return bell(np.maximum(sigma, 0.5))
 
 
 def measured(sigma: Floats) -> Floats:
-    """High levels most, though not pure noise; the clean end half."""
+    """Loss weight per sample by its noise level sigma: 0.45 at sigma 0, rising to 1.5 at 0.87, 0.9 at 1; a measured table."""
     x, y = zip(*_MEASURED, strict=True)
-    found: Floats = np.interp(sigma, x, y)
-    return found
+    weights: Floats = np.interp(sigma, x, y)
+    return weights
 
 
 def cosmap(sigma: Floats) -> Floats:
-    """Middle levels twice the ends."""
+    """Loss weight per sample by its noise level sigma: 2 / (pi (1 - 2 sigma + 2 sigma^2)), twice as much at 0.5 as at 0 and 1."""
     return 2 / (math.pi * (1 - 2 * sigma + 2 * sigma**2))
 
 
 def sigma_sqrt(sigma: Floats) -> Floats:
-    """The clean end beyond measure. It makes an error of the clean image one of the velocity; here the error is that already."""
+    """Loss weight per sample by its noise level sigma: 1 / sigma^2 with sigma at least 0.001, so up to a million.
+
+    It turns an error of the predicted image into one of the velocity. Here the error is that of the velocity already.
+    """
     return np.maximum(sigma, 1e-3) ** -2.0
 
 
@@ -84,5 +89,8 @@ WEIGHTS: dict[str, Callable[[Floats], Floats]] = {f.__name__: f for f in (none, 
 
 
 def weight(name: str, sigma: Floats | float) -> Floats:
-    """The weight of each sigma, float64. KeyError for a name that WEIGHTS lacks."""
+    """Return the loss weight of each noise level sigma, float64, by the weighting called `name`, one of WEIGHTS.
+
+    KeyError for another name.
+    """
     return WEIGHTS[name](np.asarray(sigma, np.float64))

@@ -1,32 +1,32 @@
 """Adafactor: the second moment of a matrix from those of its rows and columns. Shazeer and Stern 2018, arXiv 1804.04235.
 
-R rows, C columns; with more axes than two, every matrix of the last two is an array of its own.
+In names of arrays: R rows, C columns. An array with more axes than two is a stack of matrices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import mlx.core as mx
 
-from stages.tuner.optimizers.decay import shrink
-from stages.tuner.optimizers.moments import Go, count, weights
-
-Arrays = dict[str, mx.array]
+from stages.tuner.optimizers.decay import decayed
+from stages.tuner.optimizers.moments import mean_weights, next_step
+from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 
 
 @dataclass(frozen=True)
 class Adafactor:
-    """Almost no state: for the largest models and ranks; a little less steady than AdamW, as it has no first moment.
+    """Adafactor: g / sqrt(v) with v = row v_R times column v_C over mean(v_R), clipped to a root mean square.
 
-    As trainers of LoRAs use it: with the schedule's lr, for every array alike. The paper's own form has
-    `scale_parameter` (lr times an array's root mean square, `floor` at least; a B at zero then hardly starts) and
-    `relative_step` (1 / sqrt(step), 0.01 at most, in place of lr). `beta1` adds a first moment, and its memory.
+    Almost no state: for the largest models and ranks; a little less steady than AdamW, as it has no first moment unless `beta1`
+    is set. As LoRA trainers use it, it takes the schedule's lr for every array. The paper's own form has `scale_parameter` (lr
+    times an array's root mean square, at least `floor`; a B at zero then hardly starts) and `relative_step` (1 / sqrt(step), at
+    most 0.01, instead of lr).
     """
 
     usual_lr: ClassVar[float] = 1e-4
+    coupled: ClassVar[bool] = False
 
     decay_rate: float = 0.8  # the second moment's decay at a step is 1 - step^-decay_rate
     eps: float = 1e-30  # added to squared gradients
@@ -37,8 +37,8 @@ class Adafactor:
     relative_step: bool = False
     weight_decay: float = 0.0
 
-    def init(self, params: Mapping[str, mx.array]) -> Arrays:
-        """All moments at zero, and how many updates there were."""
+    def init(self, params: Params) -> Arrays:
+        """Return all moments at zero, "<name>.row" and "<name>.column" or "<name>.v", and the number of updates, "step"."""
         state = {"step": mx.zeros((), mx.int32)}
         for name, value in params.items():
             if value.ndim < 2:
@@ -51,27 +51,28 @@ class Adafactor:
         return state
 
     def update(
-        self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, lr: float | mx.array, go: Go = True
+        self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
-        """One step down the gradient: the new arrays and the new state."""
+        """Return (new arrays, new state) after one step at the learning rate `lr`; unchanged values where `apply` is false."""
         n = (state["step"] + 1).astype(mx.float32)
         base = mx.minimum(1e-2, mx.rsqrt(n)) if self.relative_step else lr
-        both = weights(1 - n**-self.decay_rate, go)
-        fresh: Arrays = {}
-        after: Arrays = {"step": count(state["step"], go)}
+        both = mean_weights(1 - n**-self.decay_rate, apply)
+        new_params: Arrays = {}
+        new_state: Arrays = {"step": next_step(state["step"], apply)}
         for name, value in params.items():
             rate = base * mx.maximum(self.floor, _rms(value)) if self.scale_parameter else base
-            change, moments = self._scaled(name, grads[name], state, *both)
+            change, moments = self._normalized(name, grads[name], state, *both)
             change = rate * change / mx.maximum(1.0, _rms(change) / self.clip_threshold)
-            after |= moments
+            new_state |= moments
             if self.beta1:
-                old, new = weights(self.beta1, go)
-                after[f"{name}.m"] = change = old * state[f"{name}.m"] + new * change
-            fresh[name] = shrink(value, mx.where(go, rate * self.weight_decay, 0.0)) - mx.where(go, change, 0.0)
-        return fresh, after
+                old, new = mean_weights(self.beta1, apply)
+                new_state[f"{name}.m"] = change = old * state[f"{name}.m"] + new * change
+            decay = mx.where(apply, rate * self.weight_decay, 0.0)
+            new_params[name] = decayed(value, decay) - mx.where(apply, change, 0.0)
+        return new_params, new_state
 
-    def _scaled(self, name: str, grad: mx.array, state: Arrays, old: mx.array, new: mx.array) -> tuple[mx.array, Arrays]:
-        """The gradient over the root of its second moment, and the moments."""
+    def _normalized(self, name: str, grad: mx.array, state: Arrays, old: mx.array, new: mx.array) -> tuple[mx.array, Arrays]:
+        """(gradient / sqrt(second moment), the new second moments); `old` and `new` are the weights of the running mean."""
         square = mx.square(grad) + self.eps
         if grad.ndim < 2:
             v = old * state[f"{name}.v"] + new * square
@@ -79,11 +80,11 @@ class Adafactor:
         row_R = old * state[f"{name}.row"] + new * mx.mean(square, axis=-1)
         column_C = old * state[f"{name}.column"] + new * mx.mean(square, axis=-2)
         share_R = row_R / mx.mean(row_R, axis=-1, keepdims=True)
-        scaled_RC = grad * mx.rsqrt(share_R)[..., None] * mx.rsqrt(column_C)[..., None, :]
-        return scaled_RC, {f"{name}.row": row_R, f"{name}.column": column_C}
+        normalized_RC = grad * mx.rsqrt(share_R)[..., None] * mx.rsqrt(column_C)[..., None, :]
+        return normalized_RC, {f"{name}.row": row_R, f"{name}.column": column_C}
 
 
 def _rms(x: mx.array) -> mx.array:
-    """The root mean square of each array, to be multiplied with it."""
+    """The root mean square over the last two axes, which stay as axes of length 1."""
     axes = tuple(range(x.ndim))[-2:]
     return mx.sqrt(mx.mean(mx.square(x), axis=axes, keepdims=True))

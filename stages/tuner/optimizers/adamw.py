@@ -2,58 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import mlx.core as mx
 
-from stages.tuner.optimizers.decay import shrink
-from stages.tuner.optimizers.moments import Go, correction, count, weights
-
-Arrays = dict[str, mx.array]
+from stages.tuner.optimizers.decay import decayed
+from stages.tuner.optimizers.moments import bias_correction, mean_weights, next_step
+from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 
 
 @dataclass(frozen=True)
 class AdamW:
-    """The one to begin with: every published LoRA recipe is stated for it. State: twice the adapter's size."""
+    """AdamW: p <- (1 - lr weight_decay) p - lr m^ / (sqrt(v^) + eps), with bias-corrected moments m^ of g and v^ of g^2.
+
+    The optimizer to begin with: published LoRA recipes are stated for it. Its state takes twice the adapter's size.
+    """
 
     usual_lr: ClassVar[float] = 1e-4
+    coupled: ClassVar[bool] = False
 
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
 
-    def init(self, params: Mapping[str, mx.array]) -> Arrays:
-        """Both moments of every array at zero, and how many updates there were."""
+    def init(self, params: Params) -> Arrays:
+        """Return both moments of every array at zero, "<name>.m" and "<name>.v", and the number of updates, "step"."""
         state = {"step": mx.zeros((), mx.int32)}
         for name, value in params.items():
-            state |= self._kept(f"{name}.m", mx.zeros_like(value)) | self._kept(f"{name}.v", mx.zeros_like(value))
+            state |= self._store(f"{name}.m", mx.zeros_like(value)) | self._store(f"{name}.v", mx.zeros_like(value))
         return state
 
     def update(
-        self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, lr: float | mx.array, go: Go = True
+        self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
-        """One step down the gradient: the new arrays and the new state."""
+        """Return (new arrays, new state) after one step at the learning rate `lr`; unchanged values where `apply` is false."""
         step = state["step"] + 1
-        rate, root = mx.where(go, lr / correction(self.beta1, step), 0.0), mx.sqrt(correction(self.beta2, step))
-        (old1, new1), (old2, new2) = weights(self.beta1, go), weights(self.beta2, go)
-        shrinkage = mx.where(go, lr * self.weight_decay, 0.0)
-        fresh: Arrays = {}
-        after: Arrays = {"step": count(state["step"], go)}
+        rate, root = mx.where(apply, lr / bias_correction(self.beta1, step), 0.0), mx.sqrt(bias_correction(self.beta2, step))
+        (old1, new1), (old2, new2) = mean_weights(self.beta1, apply), mean_weights(self.beta2, apply)
+        decay = mx.where(apply, lr * self.weight_decay, 0.0)
+        new_params: Arrays = {}
+        new_state: Arrays = {"step": next_step(state["step"], apply)}
         for name, value in params.items():
             grad = grads[name]
-            m = old1 * self._read(state, f"{name}.m", value) + new1 * grad
-            v = old2 * self._read(state, f"{name}.v", value) + new2 * mx.square(grad)
-            fresh[name] = shrink(value, shrinkage) - rate * m / (mx.sqrt(v) / root + self.eps)
-            after |= self._kept(f"{name}.m", m) | self._kept(f"{name}.v", v)
-        return fresh, after
+            m = old1 * self._load(state, f"{name}.m", value) + new1 * grad
+            v = old2 * self._load(state, f"{name}.v", value) + new2 * mx.square(grad)
+            new_params[name] = decayed(value, decay) - rate * m / (mx.sqrt(v) / root + self.eps)
+            new_state |= self._store(f"{name}.m", m) | self._store(f"{name}.v", v)
+        return new_params, new_state
 
-    def _kept(self, key: str, moment: mx.array) -> Arrays:
-        """A moment as the state has it."""
+    def _store(self, key: str, moment: mx.array) -> Arrays:
+        """The entries of the state that hold a moment."""
         return {key: moment}
 
-    def _read(self, state: Mapping[str, mx.array], key: str, like: mx.array) -> mx.array:
-        """A moment in float32, in the shape of its array."""
+    def _load(self, state: Params, key: str, like: mx.array) -> mx.array:
+        """A moment from the state, in float32 and the shape of its array `like`."""
         return state[key]

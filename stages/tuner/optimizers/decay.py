@@ -1,6 +1,6 @@
-"""Which arrays shrink under weight decay. The decay is decoupled: it acts on the array, and never enters the moments.
+"""Decoupled weight decay: it acts on the array itself and never enters the moments.
 
-Loshchilov and Hutter 2019, arXiv 1711.05101: each step takes lr * weight_decay of an array away.
+Loshchilov and Hutter 2019, arXiv 1711.05101: a step takes the share lr * weight_decay of an array away.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 import mlx.core as mx
 
 
-def shrink(value: mx.array, share: mx.array) -> mx.array:
-    """A matrix without this share of it; a vector or a number as it is.
+def decayed(value: mx.array, share: mx.array) -> mx.array:
+    """Return (1 - share) value for a matrix or a stack of matrices, and the value itself for a vector or a scalar.
 
-    A matrix of an adapter is an offset, which decays towards the base model; a magnitude (DoRA's) or a bias has no
-    business at zero.
+    An adapter's matrix is an offset, which may decay towards the base model; a DoRA magnitude must not decay to zero.
     """
     return (1 - share) * value if value.ndim > 1 else value

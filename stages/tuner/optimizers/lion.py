@@ -1,47 +1,47 @@
-"""Lion: every value moves by lr, in the direction of the sign. Chen et al. 2023, arXiv 2302.06675."""
+"""Lion: every value moves by lr in the direction of a sign. Chen et al. 2023, arXiv 2302.06675."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import mlx.core as mx
 
-from stages.tuner.optimizers.decay import shrink
-from stages.tuner.optimizers.moments import Go, weights
-
-Arrays = dict[str, mx.array]
+from stages.tuner.optimizers.decay import decayed
+from stages.tuner.optimizers.moments import mean_weights
+from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 
 
 @dataclass(frozen=True)
 class Lion:
-    """Half of AdamW's state, at larger batches; noisy with one sample a step.
+    """Lion: p <- (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g), then m <- beta2 m + (1 - beta2) g.
 
-    A step is larger than AdamW's: the paper wants lr 3 to 10 times smaller and weight_decay as much larger.
+    It has half of AdamW's state and suits larger batches; with one sample per step it is noisy. A step is larger than AdamW's:
+    the paper wants an lr 3 to 10 times smaller, and a weight_decay larger by that factor.
     """
 
     usual_lr: ClassVar[float] = 2e-5
+    coupled: ClassVar[bool] = False
 
     beta1: float = 0.9
     beta2: float = 0.99
     weight_decay: float = 0.0
 
-    def init(self, params: Mapping[str, mx.array]) -> Arrays:
-        """The moment of every array at zero."""
+    def init(self, params: Params) -> Arrays:
+        """Return the moment of every array at zero, "<name>.m"."""
         return {f"{name}.m": mx.zeros_like(value) for name, value in params.items()}
 
     def update(
-        self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], state: Arrays, lr: float | mx.array, go: Go = True
+        self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
-        """One step down the gradient: the new arrays and the new state."""
-        rate, shrinkage = mx.where(go, lr, 0.0), mx.where(go, lr * self.weight_decay, 0.0)
-        old, new = weights(self.beta2, go)
-        fresh: Arrays = {}
-        after: Arrays = {}
+        """Return (new arrays, new state) after one step at the learning rate `lr`; unchanged values where `apply` is false."""
+        rate, decay = mx.where(apply, lr, 0.0), mx.where(apply, lr * self.weight_decay, 0.0)
+        old, new = mean_weights(self.beta2, apply)
+        new_params: Arrays = {}
+        new_state: Arrays = {}
         for name, value in params.items():
             grad, m = grads[name], state[f"{name}.m"]
             direction = mx.sign(self.beta1 * m + (1 - self.beta1) * grad)
-            fresh[name] = shrink(value, shrinkage) - rate * direction
-            after[f"{name}.m"] = old * m + new * grad
-        return fresh, after
+            new_params[name] = decayed(value, decay) - rate * direction
+            new_state[f"{name}.m"] = old * m + new * grad
+        return new_params, new_state

@@ -1,4 +1,4 @@
-"""Running means of gradients: how much of the old stays, and how far the start at zero is to be corrected."""
+"""Running means of gradients: their weights, and the bias correction for their start at zero."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import math
 
 import mlx.core as mx
 
-Go = bool | mx.array  # whether a step is taken, 0 or 1; an array of one value, so that nobody has to look
+from stages.tuner.optimizers.protocol import Flag
 
 
-def weights(beta: float | mx.array, go: Go) -> tuple[mx.array, mx.array]:
-    """(of the old mean, of the new value): beta and 1 - beta, or 1 and 0 where no step is taken.
+def mean_weights(beta: float | mx.array, apply: Flag) -> tuple[mx.array, mx.array]:
+    """Return the weights of a running mean, new mean = old_weight * old mean + new_weight * value: (beta, 1 - beta).
 
-    As factors they cost nothing in a loop over the values, where a choice between two results keeps both in memory.
+    Where `apply` is false they are (1, 0), so that the mean stays. As factors they cost nothing in the loop over the values; a
+    choice between two results would keep both in memory.
     """
-    return mx.where(go, beta, 1.0), mx.where(go, 1 - beta, 0.0)
+    return mx.where(apply, beta, 1.0), mx.where(apply, 1 - beta, 0.0)
 
 
-def correction(beta: float, step: mx.array) -> mx.array:
-    """1 - beta^step, to the last bits of float32 even where beta^step is near 1."""
+def bias_correction(beta: float, step: mx.array) -> mx.array:
+    """Return 1 - beta^step, a float32 scalar exact to its last bits even where beta^step is near 1. `step` counts from 1."""
     if beta == 0:
         return mx.ones((), mx.float32)
     return -mx.expm1(step.astype(mx.float32) * math.log(beta))
 
 
-def count(step: mx.array, go: Go) -> mx.array:
-    """The number of steps after this one."""
-    return step + go
+def next_step(step: mx.array, apply: Flag) -> mx.array:
+    """Return the number of updates so far, `step`, plus one if `apply` is true."""
+    return step + apply

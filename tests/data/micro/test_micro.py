@@ -25,7 +25,8 @@ from stages.models.text.qwen3 import Qwen3Config
 from stages.text_to_image.families import family
 from stages.text_to_image.samples import stage as samples
 from stages.tuner import checkpoint
-from stages.tuner.adapters import lora
+from stages.tuner.adapters.initial import fresh_adapter
+from stages.tuner.adapters.targets import select_targets
 
 MICRO = family("micro")
 FOLDER = Path(__file__).parents[3] / "data" / "micro"
@@ -77,7 +78,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[checkpoint.Checkp
     rng = np.random.default_rng(7)
     arrays = {
         name: mx.array(rng.normal(0, 0.2, array.shape).astype(np.float32)) if name.endswith(B) else array
-        for name, array in lora.init(lora.choose(linears, ["*"], 4, 8.0), 7).items()
+        for name, array in fresh_adapter(select_targets(linears, ["*"], 4, 8.0), 7).items()
     }
     about = {"family": MICRO.name, "project": "random", "rank": "4", "alpha": "8.0"}
     saved = checkpoint.save(keep, 1, arrays, {}, TRAIN.table([]), about, {})

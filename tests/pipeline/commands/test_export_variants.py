@@ -19,8 +19,10 @@ from stages.models.weights import read_file
 from stages.text_to_image.families import family
 from stages.tuner import checkpoint
 from stages.tuner.adapters import dora, lokr, lora
-from stages.tuner.adapters.merge import merged as merged_weights
+from stages.tuner.adapters.initial import fresh_adapter
+from stages.tuner.adapters.targets import adapter_metadata, select_targets, target_scales
 from tests.pipeline.commands.reference import BLOCKS, forward, through_diffusers, tiny_transformer
+from tests.stages.tuner.adapters.merging import merged_weights
 
 TINY = family("tiny")
 VARIANTS = {
@@ -40,14 +42,14 @@ def transformer() -> Any:
 def trained_variant(path: Path, transformer: Any, variant: str) -> tuple[dict[str, mx.array], dict[str, float]]:
     """A random adapter of a variant, written as the train stage writes one."""
     shapes = {name: tuple(transformer.get_submodule(name).weight.shape) for name in BLOCKS}
-    targets = lora.choose(shapes, ["*"], alpha=6.0, **VARIANTS[variant])
+    targets = select_targets(shapes, ["*"], alpha=6.0, **VARIANTS[variant])
     bases = {name: mx.array(transformer.get_submodule(name).weight.detach().numpy()) for name in shapes}
-    arrays = lora.init(targets, 0, bases)
+    arrays = fresh_adapter(targets, 0, bases)
     for i, (key, value) in enumerate(arrays.items()):
         noise = mx.random.normal(value.shape, key=mx.random.key(i))
         arrays[key] = value * (1 + 0.2 * noise) if key.endswith(dora.MAGNITUDE) else 0.2 * noise
-    checkpoint.write_arrays(path, arrays, {"family": "tiny", "project": "cats", "step": "70", **lora.described(targets)})
-    return arrays, lora.scales(targets)
+    checkpoint.write_arrays(path, arrays, {"family": "tiny", "project": "cats", "step": "70", **adapter_metadata(targets)})
+    return arrays, target_scales(targets)
 
 
 def with_merged_weights(transformer: Any, arrays: dict[str, mx.array], scales: dict[str, float]) -> np.ndarray:
@@ -56,7 +58,7 @@ def with_merged_weights(transformer: Any, arrays: dict[str, mx.array], scales: d
 
     kept = {k: v.clone() for k, v in transformer.state_dict().items()}
     weights = {f"{name}.weight": mx.array(kept[f"{name}.weight"].numpy()) for name in scales}
-    new = {name: torch.tensor(np.array(value)) for name, value in merged_weights(weights, arrays, scales)}
+    new = {name: torch.tensor(np.array(value)) for name, value in merged_weights(weights, arrays, scales).items()}
     transformer.load_state_dict(kept | new)
     try:
         return forward(transformer)
@@ -88,8 +90,8 @@ def test_an_export_of_every_variant_read_again_is_the_same_adapter(
     assert ours[1] == scales and set(ours[0]) == set(arrays)
     file = export(tmp_path / "a.safetensors", TINY, tmp_path / "out", style, dtype="float32", metadata={}, say=lines.append)
     again, folded = read_adapter(file)
-    weights = {f"{name}.weight": mx.zeros(lora.shape_of(lora.of_linear(arrays, name))) + 0.1 for name in scales}
-    wanted, found = (dict(merged_weights(weights, *adapter)) for adapter in ((arrays, scales), (again, folded)))
+    weights = {f"{name}.weight": mx.zeros(lora.linear_shape(lora.arrays_of_linear(arrays, name))) + 0.1 for name in scales}
+    wanted, found = (merged_weights(weights, *adapter) for adapter in ((arrays, scales), (again, folded)))
     assert all(mx.allclose(found[name], value, rtol=1e-5, atol=1e-6) for name, value in wanted.items())
     assert len(lines) == (variant != "rslora")
     assert all("\n" not in line and {"dora": "DoRA"}.get(variant, "LoKr") in line for line in lines)
@@ -102,7 +104,7 @@ def test_diffusers_finds_the_factors_of_a_lokr_of_full_size_from_its_shapes(fact
 
     for D in (3072, 4096, 6144):
         sizes = {"q": (D, D), "in": (6 * D, D), "out": (D, 3 * D), "fused": (9 * D, D), "last": (D, 4 * D)}
-        made = {n: lokr.shapes(*size, rank=32, factor=factor) for n, size in sizes.items()}
+        made = {n: lokr.array_shapes(*size, rank=32, factor=factor) for n, size in sizes.items()}
         arrays = {n + end: torch.empty(shape, device="meta") for n, own in made.items() for end, shape in own.items()}
         assert set(_create_lokr_config(arrays, None).target_modules) == set(sizes)
 
@@ -176,7 +178,7 @@ def test_a_fused_lokr_is_taken_apart_where_that_is_exact_and_refused_elsewhere(t
         arrays, scales = read_adapter(tmp_path / "f.safetensors")
         parts = [f"transformer_blocks.0.attn.{n}" for n in ("to_q", "to_k", "to_v")]
         assert scales == dict.fromkeys(parts, 1.0)
-        stacked = np.concatenate([np.array(lokr.product(lora.of_linear(arrays, part))) for part in parts])
+        stacked = np.concatenate([np.array(lokr.kronecker(lora.arrays_of_linear(arrays, part))) for part in parts])
         np.testing.assert_allclose(stacked, np.kron(w1, w2), rtol=1e-6)
 
 

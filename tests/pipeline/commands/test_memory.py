@@ -125,7 +125,7 @@ def test_advice_says_which_bits_would_fit_and_what_would_not(monkeypatch):
 
     def limited(side: int, bits: int) -> Setup:
         found = replace(TINY, train=settings(rank=4, base_bits=bits)).ask.estimate(TINY.batch(side), 1)
-        return replace(TINY, train=settings(rank=4, memory_gb=found.need("blocks") / 1e9 + 1e-6))
+        return replace(TINY, train=settings(rank=4, memory_gb=found.peak("blocks") / 1e9 + 1e-6))
 
     assert list(memory.advice(limited(128, 16)))[-1] == "128 px would fit, plan blocks"
     assert list(memory.advice(limited(128, 4)))[-1] == "128 px would fit with [train] base_bits = 4, plan blocks"

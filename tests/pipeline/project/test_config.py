@@ -40,7 +40,7 @@ def load(tmp_path, text: str, *overrides: str) -> config.Config:
         ("[train]\nlr = inf", "train.lr must be a number, got inf"),
         ("[train.alpha_for]\n'*' = nan", "train.alpha_for must be a section of names with numbers, got {'*': nan}"),
         ("[train]\nema = true", "train.ema must be a section: write its settings below a line [train.ema], got True"),
-        ("[train.optimizer]\nbeta1 = 1", "project.toml [train.optimizer]"),
+        ("[train.optimizer]\nbeta1 = 1", "train.optimizer.beta1 must be >= 0 and < 1, got 1.0 (project.toml [train.optimizer])"),
         ("[train.noise]\nstd = 0", "project.toml [train.noise]"),
         ("[train.data]\nrepeat = 3", "train.data.repeat is not a setting; did you mean repeats? (project.toml [train.data])"),
         ("[train]\nweight_decay = 0.1", "train.weight_decay is not a setting; [train.optimizer] has it (project.toml [train])"),

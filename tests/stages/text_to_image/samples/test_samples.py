@@ -26,8 +26,11 @@ from stages.text_to_image.families import family
 from stages.text_to_image.samples import stage as samples
 from stages.text_to_image.samples.stage import STAGE, SamplesConfig
 from stages.tuner import checkpoint
-from stages.tuner.adapters import lora, merge
+from stages.tuner.adapters import lora
+from stages.tuner.adapters.initial import fresh_adapter, target_weights
+from stages.tuner.adapters.targets import adapter_metadata, select_targets, target_scales
 from tests import harness
+from tests.stages.tuner.adapters.merging import merged_weights
 
 TINY = family("tiny")
 PROMPTS = ("a red fox", "a sleeping cat, 猫")
@@ -44,7 +47,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     TINY.architecture.write_random_weights(folder / "weights", TINY, 0)
     shapes = Flux2Config.from_dict(TINY.transformer).shapes()
     linears = {n.removesuffix(".weight"): s for n, s in shapes.items() if "transformer_blocks" in n and len(s) == 2}
-    targets = lora.choose(linears, ["*"], 2, 4.0)
+    targets = select_targets(linears, ["*"], 2, 4.0)
 
     def keep(name: str, write: Any) -> Path:
         path = folder / "train" / name
@@ -53,7 +56,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return path
 
     for step in (10, 20):
-        arrays = {n: a if n.endswith(lora.A) else 0.2 * mx.ones_like(a) for n, a in lora.init(targets, step).items()}
+        arrays = {n: a if n.endswith(lora.A) else 0.2 * mx.ones_like(a) for n, a in fresh_adapter(targets, step).items()}
         checkpoint.save(keep, step, arrays, {}, TRAIN.table([]), {"rank": "2", "alpha": "4.0"}, {})
     return folder
 
@@ -388,16 +391,16 @@ def test_the_average_draws_where_it_is_asked_for_and_there(root: Path, tmp_path:
 @pytest.mark.parametrize("variant", ["dora", "lokr"])
 def test_every_variant_of_an_adapter_draws_as_the_weights_that_it_merges_into(variant: Any, root: Path, tmp_path: Path) -> None:
     model = load_flux2(root / "weights" / "transformer", TINY, mx.float32)
-    targets = lora.choose(model.linears(), ["*"], 2, 3.0, variant=variant)
+    targets = select_targets(model.linears(), ["*"], 2, 3.0, variant=variant)
     draw = np.random.default_rng(3)
     arrays = {
         name: value + mx.array(draw.normal(0, 0.05, value.shape).astype(np.float32))
-        for name, value in lora.init(targets, 0, lora.bases_of(model.blocks, targets)).items()
+        for name, value in fresh_adapter(targets, 0, target_weights(model.blocks, targets)).items()
     }
-    about = {"family": "tiny", **lora.described(targets)}
+    about = {"family": "tiny", **adapter_metadata(targets)}
     saved = checkpoint.save(kept_in(tmp_path), 10, arrays, {}, TRAIN.table([]), about, {})
     every = model.top | {f"{block.name}.{name}": weight for block in model.blocks for name, weight in block.weights.items()}
-    merged = Flux2(model.config, dict(merge.merged(every, arrays, lora.scales(targets))))
+    merged = Flux2(model.config, merged_weights(every, arrays, target_scales(targets)))
     given = (
         mx.array(draw.normal(size=(1, 4, 128)), mx.float32),
         image_ids(2, 2),

@@ -19,7 +19,7 @@ from stages.text_to_image.train.loader import Loader, MicroBatch, TrainingSample
 from stages.text_to_image.train.selection import DataConfig, ValidationConfig
 from stages.text_to_image.train.validation import Validation
 from stages.tuner import validation
-from stages.tuner.diffusion.noise import Noise
+from stages.tuner.diffusion.noise import SigmaDistribution
 from stages.tuner.order import Order
 from tests.harness import MemoryTensors
 
@@ -85,7 +85,7 @@ class Project:
 def sampler(project, *args, batch_size=2, more=None, **options):
     data = usable(project, *args, **options)
     order = Order([(crop.width, crop.height) for crop in data.crops], batch_size, 0, 1, data.rates)
-    return TrainingSampler(data, 0, order, Noise(), project.config.caption_dropout, **(more or {}))
+    return TrainingSampler(data, 0, order, SigmaDistribution(), project.config.caption_dropout, **(more or {}))
 
 
 def drawn(made, steps):

@@ -23,7 +23,7 @@ from stages.text_to_image.train.stage import STAGE, data_of, sampler_of, validat
 from stages.text_to_image.train.trainer import Trainer
 from stages.tuner import checkpoint
 from stages.tuner.blockwise import planner
-from stages.tuner.blockwise.backprop import limited
+from stages.tuner.blockwise.device import live_memory_limit
 from tests.stages.text_to_image.train.runs import BASE, Run, tables, weights
 from tests.stages.text_to_image.train.test_train_features import rich
 
@@ -37,7 +37,7 @@ def needs(run: Run, plan: Any, samples: int = 2) -> float:
     """GB."""
     context = run.context()
     ask = memory_plan.MemoryEstimator(run.config, Flux2Config.from_dict(read_config(context.need("transformer"))))
-    return ask.estimate(memory_plan.largest(sampler_of(context)), samples).need(plan) / memory_plan.GB
+    return ask.estimate(memory_plan.largest(sampler_of(context)), samples).peak(plan) / memory_plan.GB
 
 
 def test_the_plan_is_the_fastest_that_fits_the_budget_and_is_said(transformer, tmp_path):
@@ -248,7 +248,7 @@ def test_gradients_are_added_up_without_a_third_copy_of_any(deep, tmp_path):
     gc.collect()  # what another test left would else be let go in between
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    with limited(1):
+    with live_memory_limit(1):
         mx.eval(made.gradient(micros))
     # The sum, a piece's gradient and the adapter, those two in bfloat16, and what one block is computed in.
     assert mx.get_peak_memory() - before < 2.4 * made.masters.nbytes
@@ -356,6 +356,6 @@ def test_a_run_whose_micro_batch_follows_memory_has_the_same_rows_but_for_roundi
 def test_weights_that_are_unpacked_give_no_room_to_work_ahead_in():
     packed = planner.Estimate(100, 10, 20, 5, (50, 50, 40, 40), (3, 3, 4, 4), unpacked=30)
     bare = replace(packed, unpacked=0)
-    assert packed.need("blocks") > bare.need("blocks")
-    assert memory_plan.bound(packed, "blocks", 10**6) == memory_plan.bound(bare, "blocks", 10**6) > bare.need("blocks")
+    assert packed.peak("blocks") > bare.peak("blocks")
+    assert memory_plan.bound(packed, "blocks", 10**6) == memory_plan.bound(bare, "blocks", 10**6) > bare.peak("blocks")
     assert memory_plan.bound(packed, "whole", 10**6) == 10**6

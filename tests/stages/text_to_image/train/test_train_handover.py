@@ -12,7 +12,7 @@ import pytest
 
 from stages.text_to_image.train import replay
 from stages.text_to_image.train import stage as train
-from stages.tuner.blockwise import backprop
+from stages.tuner.blockwise import device as compute_device
 from tests.stages.text_to_image.train.runs import BASE, Run
 
 ASKS = {"default_device", "set_default_device", "device_info", "is_available", "clear_cache", "reset_peak_memory"}
@@ -21,11 +21,11 @@ ASKS = {"default_device", "set_default_device", "device_info", "is_available", "
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is asked of a make-believe CUDA device, in order: every function of MLX that was called, and "decided"."""
-    monkeypatch.setenv(backprop.BUFFER, "")
-    monkeypatch.delenv(backprop.BUFFER)
-    monkeypatch.setattr(backprop, "gathers_large_command_buffers", lambda: True)
+    monkeypatch.setenv(compute_device.BUFFER_VARIABLE, "")
+    monkeypatch.delenv(compute_device.BUFFER_VARIABLE)
+    monkeypatch.setattr(compute_device, "gathers_large_command_buffers", lambda: True)
     asked: list[str] = []
-    real = backprop.limit_command_buffers
+    real = compute_device.limit_command_buffers
 
     def watched(name: str, function: Any, *given: Any, **named: Any) -> Any:
         asked.append(name)
@@ -44,8 +44,8 @@ def test_a_run_one_that_goes_on_and_a_step_replayed_decide_before_they_ask_anyth
     run = Run(tmp_path, transformer, replace(BASE, steps=4))
     for step in (lambda: run.go(stop_at=2), run.go, lambda: replay.replay(run.context(), 3)):
         device.clear()
-        os.environ.pop(backprop.BUFFER, None)
+        os.environ.pop(compute_device.BUFFER_VARIABLE, None)
         step()
         assert device.count("decided") == 1 and device.index("decided") == 0
         assert {"load", "eval"} <= set(device), "what was watched is what a run asks for"
-        assert os.environ[backprop.BUFFER] == "200"
+        assert os.environ[compute_device.BUFFER_VARIABLE] == "200"

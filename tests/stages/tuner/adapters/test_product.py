@@ -5,8 +5,8 @@ import mlx.core as mx
 import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
+from stages.tuner import quantize
 from stages.tuner.adapters.product import product
-from stages.tuner.blockwise import quantize
 
 OUT, IN, RANK = 96, 128, 4
 
@@ -24,7 +24,7 @@ def close(found, wanted):
 @pytest.mark.parametrize("chunk", [1 << 28, 20 * IN * 4])  # a packed weight unpacked as a whole, or 20 rows at a time
 def test_the_outputs_and_all_gradients_are_those_of_the_plain_words(bits, scale, chunk, monkeypatch):
     monkeypatch.setattr(quantize, "CHUNK", chunk)
-    weight = quantize.fit(drawn(OUT, IN), bits)
+    weight = quantize.pack_if_possible(drawn(OUT, IN), bits)
     x, down, up, dy = drawn(2, 5, IN), drawn(RANK, IN), drawn(OUT, RANK), drawn(2, 5, OUT, seed=9)
 
     def plain(x, down, up):

@@ -11,10 +11,15 @@ from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
 
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.models.flux2.transformer import Flux2, image_ids, text_ids
-from stages.tuner.adapters import dora, initial, lokr, lora, merge
+from stages.tuner import quantize
+from stages.tuner.adapters import dora, lokr, lora
+from stages.tuner.adapters.initial import check_initial, fresh_adapter, start_from_adapter, target_weights
+from stages.tuner.adapters.merge import check_shapes
 from stages.tuner.adapters.product import product
-from stages.tuner.blockwise import backprop, quantize
+from stages.tuner.adapters.targets import Target, select_targets, target_scales
+from stages.tuner.blockwise import backprop
 from stages.tuner.blockwise.backprop import loss_and_grads
+from tests.stages.tuner.adapters.merging import merged_weights
 from tests.stages.tuner.blockwise import test_backprop
 from tests.stages.tuner.blockwise.test_backprop import assert_same
 
@@ -42,15 +47,15 @@ def normal(seed: int, *shape: int) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed))
 
 
-def targets_of(linears: dict[str, tuple[int, int]], variant: str, rank: int = 4) -> list[lora.Target]:
-    return lora.choose(linears, ["*"], **{"rank": rank, "alpha": 6.0, **VARIANTS[variant]})
+def targets_of(linears: dict[str, tuple[int, int]], variant: str, rank: int = 4) -> list[Target]:
+    return select_targets(linears, ["*"], **{"rank": rank, "alpha": 6.0, **VARIANTS[variant]})
 
 
-def trained(targets: list[lora.Target], bases: dict) -> dict[str, mx.array]:
+def trained(targets: list[Target], bases: dict) -> dict[str, mx.array]:
     """Arrays as they are after some steps: nothing zero, magnitudes a little off their start."""
-    made = lora.init(targets, 3, bases)
+    made = fresh_adapter(targets, 3, bases)
     for i, (name, value) in enumerate(made.items()):
-        if name.endswith(lora.ZERO):
+        if name.endswith(lora.ZERO_AT_START):
             made[name] = 0.3 * normal(i, *value.shape)
         elif name.endswith(dora.MAGNITUDE):
             made[name] = value * (1 + 0.1 * normal(i, *value.shape))
@@ -65,7 +70,7 @@ def tiny(dtype: mx.Dtype = mx.float32) -> Flux2:
 
 def adapted(model: Flux2, variant: str):
     targets = targets_of(model.linears(), variant)
-    return trained(targets, lora.bases_of(model.blocks, targets)), lora.scales(targets)
+    return trained(targets, target_weights(model.blocks, targets)), target_scales(targets)
 
 
 def batch() -> dict:
@@ -88,7 +93,7 @@ LOSS = functools.partial(squared, target=normal(9, 2, 12, 8))
 def linear_for(adapters, scales):
     def of(block):
         inside = {n.removeprefix(f"{block}."): a for n, a in adapters.items() if n.startswith(f"{block}.")}
-        return lora.linear(inside, {n.removeprefix(f"{block}."): s for n, s in scales.items()})
+        return lora.adapted_linear(inside, {n.removeprefix(f"{block}."): s for n, s in scales.items()})
 
     return of
 
@@ -97,7 +102,7 @@ def close(found: mx.array, wanted: mx.array, bound: float) -> bool:
     return mx.linalg.norm(found - wanted).item() <= bound * mx.linalg.norm(wanted).item()
 
 
-def in_peft(variant: str, weight: mx.array, arrays: dict[str, mx.array], target: lora.Target) -> torch.nn.Module:
+def in_peft(variant: str, weight: mx.array, arrays: dict[str, mx.array], target: Target) -> torch.nn.Module:
     """A torch Linear with PEFT's own adapter of the same numbers."""
     model = torch.nn.ModuleDict({"q": torch.nn.Linear(IN, OUT, bias=False)})
     if variant.endswith("lokr"):
@@ -123,10 +128,10 @@ def test_output_and_gradients_are_pefts(variant):
     names = list(arrays)
 
     def run(x, *values):
-        return lora.linear(dict(zip(names, values, strict=True)), {"q": target.scale})("q", weight, x)
+        return lora.adapted_linear(dict(zip(names, values, strict=True)), {"q": target.scale})("q", weight, x)
 
     (y,), (dx, *grads) = mx.vjp(run, [x, *arrays.values()], [dy])
-    module = in_peft(variant, weight, lora.of_linear(arrays, "q"), target)
+    module = in_peft(variant, weight, lora.arrays_of_linear(arrays, "q"), target)
     there = torch.tensor(np.array(x), requires_grad=True)
     out = module(there)
     out.backward(torch.tensor(np.array(dy)))
@@ -146,11 +151,11 @@ def test_a_fresh_adapter_leaves_every_bit_of_the_base(variant, dtype, bits):
     target = targets_of({"q": (24, 128)}, variant)
     weight, x = normal(5, 24, 128).astype(dtype), normal(6, 3, 128).astype(dtype)
     base = weight if bits == 16 else quantize.pack(weight, bits)
-    fresh = lora.init(target, 0, {"q": base})
-    y = lora.linear(fresh, lora.scales(target))("q", base, x)
+    fresh = fresh_adapter(target, 0, {"q": base})
+    y = lora.adapted_linear(fresh, target_scales(target))("q", base, x)
     assert y.dtype == dtype
     assert mx.array_equal(y, product(x, base))
-    assert lora.moved(fresh).item() == 0
+    assert lora.largest_change(fresh).item() == 0
     assert {a.dtype for a in fresh.values()} == {mx.float32}
     assert {name.removeprefix("q"): a.shape for name, a in fresh.items()} == target[0].shapes
 
@@ -162,7 +167,7 @@ def test_every_plan_gives_the_gradients_of_the_whole_graph(variant, bits, plan):
     model, dense = tiny(), tiny()
     if bits < 16:
         for block, other in zip(model.blocks, dense.blocks, strict=True):
-            block.weights.update({name: quantize.fit(weight, bits) for name, weight in block.weights.items()})
+            block.weights.update({name: quantize.pack_if_possible(weight, bits) for name, weight in block.weights.items()})
             other.weights.update({name: quantize.dense(weight) for name, weight in block.weights.items()})
     adapters, scales = adapted(model, variant)
     losses_B, grads = loss_and_grads(model, adapters, scales, batch(), LOSS, plan)
@@ -199,18 +204,18 @@ def test_a_compiled_block_gives_the_same_gradients(variant, monkeypatch):
     for compiled in (False, True):
         monkeypatch.setattr(backprop, "compiles", lambda compiled=compiled: compiled)
         model = Toy()
-        targets = lora.choose(
+        targets = select_targets(
             {f"toys.{i}.fc": (8, 8) for i in range(2)},
             ["*"],
             64 if "whole" in variant else 1,
             variant=variant.removeprefix("whole "),
             factor=2,
         )
-        adapters = trained(targets, lora.bases_of(model.blocks, targets))
+        adapters = trained(targets, target_weights(model.blocks, targets))
         for step in range(2):
             moved = {name: value + 0.1 * step for name, value in adapters.items()}
             loss = functools.partial(lambda y, target: mx.square(y - target).mean(-1), target=normal(step, 3, 8))
-            found.append(loss_and_grads(model, moved, lora.scales(targets), {"x": normal(step, 3, 8)}, loss, "blocks")[1])
+            found.append(loss_and_grads(model, moved, target_scales(targets), {"x": normal(step, 3, 8)}, loss, "blocks")[1])
     for plain, fast in zip(found[:2], found[2:], strict=True):
         assert_same(fast, plain)
 
@@ -223,7 +228,7 @@ def test_float32_masters_do_not_widen_a_bfloat16_stream_nor_its_gradient(variant
     names = list(arrays)
 
     def run(x, *values):
-        return lora.linear(dict(zip(names, values, strict=True)), lora.scales(target))("q", weight, x)
+        return lora.adapted_linear(dict(zip(names, values, strict=True)), target_scales(target))("q", weight, x)
 
     (y,), (dx, *grads) = mx.vjp(run, [x, *arrays.values()], [mx.ones((3, OUT), mx.bfloat16)])
     assert y.dtype == dx.dtype == mx.bfloat16
@@ -232,11 +237,11 @@ def test_float32_masters_do_not_widen_a_bfloat16_stream_nor_its_gradient(variant
 
 def test_a_magnitude_is_not_rounded_to_the_half_precision_of_the_stream():
     weight, x = mx.eye(8, dtype=mx.bfloat16), mx.full((4096, 8), 1.5, mx.bfloat16)
-    target = lora.choose({"q": (8, 8)}, ["*"], 2, variant="dora")
-    arrays = lora.init(target, 0, {"q": weight})
+    target = select_targets({"q": (8, 8)}, ["*"], 2, variant="dora")
+    arrays = fresh_adapter(target, 0, {"q": weight})
 
     def run(magnitude):
-        return lora.linear({**arrays, "q.lora_magnitude_vector": magnitude}, {"q": 1.0})("q", weight, x)
+        return lora.adapted_linear({**arrays, "q.lora_magnitude_vector": magnitude}, {"q": 1.0})("q", weight, x)
 
     (y,), (grad,) = mx.vjp(run, [arrays["q.lora_magnitude_vector"] * (1 + 3 / 256)], [mx.ones((4096, 8), mx.bfloat16)])
     assert y[0, 0].item() == 1.515625  # 1.5 (1 + 3/256), rounded once; with 1 + 3/256 rounded first it were 1.5234375
@@ -246,11 +251,11 @@ def test_a_magnitude_is_not_rounded_to_the_half_precision_of_the_stream():
 def test_the_lengths_of_rows_are_the_same_in_chunks_of_any_size(monkeypatch):
     weight, down, up = normal(1, 24, 64), normal(2, 4, 64), normal(3, 24, 4)
     for base in (weight, quantize.pack(weight, 8)):
-        whole = dora.lengths(base, down, up, 0.5)
+        whole = dora.row_norms(base, down, up, 0.5)
         assert mx.allclose(whole, mx.linalg.norm(quantize.dense(base) + 0.5 * up @ down, axis=1), rtol=1e-6)
         with monkeypatch.context() as patch:
             patch.setattr(dora, "CHUNK", 64 * 7)
-            assert mx.allclose(dora.lengths(base, down, up, 0.5), whole, rtol=1e-6)
+            assert mx.allclose(dora.row_norms(base, down, up, 0.5), whole, rtol=1e-6)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -259,12 +264,12 @@ def test_the_merged_model_is_the_adapted_model(variant, bits):
     model = tiny()
     if bits < 16:
         for block in model.blocks:
-            block.weights.update({name: quantize.fit(weight, bits) for name, weight in block.weights.items()})
+            block.weights.update({name: quantize.pack_if_possible(weight, bits) for name, weight in block.weights.items()})
     adapters, scales = adapted(model, variant)
     want = model(**batch(), linear_for=linear_for(adapters, scales))
     base = model(**batch(), linear_for=linear_for({}, {}))
     weights = {f"{block.name}.{name}": weight for block in model.blocks for name, weight in block.weights.items()}
-    new = dict(merge.merged(weights, adapters, scales))
+    new = merged_weights(weights, adapters, scales)
     for block in model.blocks:
         block.weights.update({n.removeprefix(f"{block.name}."): w for n, w in new.items() if n.startswith(f"{block.name}.")})
     found = model(**batch(), linear_for=linear_for({}, {}))
@@ -275,10 +280,10 @@ def test_the_merged_model_is_the_adapted_model(variant, bits):
 def test_a_merge_into_another_model_is_refused_with_both_shapes():
     target = targets_of({"q": (OUT, IN)}, "lokr")
     arrays = trained(target, {})
-    with pytest.raises(ValueError, match=r"for q of shape \(48, 32\); the model's is \(8, 64\)"):
-        dict(merge.merged({"q.weight": quantize.pack(normal(0, 8, 64), 8)}, arrays, lora.scales(target)))
-    with pytest.raises(ValueError, match="the model's is not there"):
-        dict(merge.merged({"k.weight": normal(0, OUT, IN)}, arrays, lora.scales(target)))
+    with pytest.raises(ValueError, match=r"q must have the shape \(8, 64\), got \(48, 32\)"):
+        check_shapes({"q.weight": (8, 64)}, arrays, target_scales(target))
+    with pytest.raises(ValueError, match="the adapter has q, which the model lacks"):
+        check_shapes({"k.weight": (OUT, IN)}, arrays, target_scales(target))
 
 
 def test_a_dimension_is_factored_as_pefts_lokr_factors_it():
@@ -287,13 +292,13 @@ def test_a_dimension_is_factored_as_pefts_lokr_factors_it():
     for dimension in (7, 12, 24, 127, 128, 3072, 9216, 27648):
         for factor in (2, 3, 4, 8, 10, 16):
             if factor * factor <= dimension:
-                assert lokr.factors(dimension, factor) == factorization(dimension, factor)
-        assert lokr.factors(dimension, None) == factorization(dimension, -1)
+                assert lokr.factorize(dimension, factor) == factorization(dimension, factor)
+        assert lokr.factorize(dimension, None) == factorization(dimension, -1)
 
 
 @pytest.mark.parametrize("rank", [1, 5, 6, 7, 12, 40])
 def test_a_lokr_has_the_arrays_that_pefts_has_at_that_rank(rank):
-    target = lora.choose({"q": (OUT, IN)}, ["*"], rank, variant="lokr", factor=4)[0]
+    target = select_targets({"q": (OUT, IN)}, ["*"], rank, variant="lokr", factor=4)[0]
     module = in_peft("lokr", normal(5, OUT, IN), {}, target)
     wanted = {name: tuple(value.shape) for name, value in module.named_parameters() if "lokr" in name}
     assert {PEFT_NAMES[ending]: shape for ending, shape in target.shapes.items()} == wanted
@@ -311,7 +316,7 @@ def test_a_whole_second_factor_has_no_rank_and_so_no_scale():
 
 
 def outputs(arrays, scales, weight, x):
-    return lora.linear(arrays, scales)("q", weight, x)
+    return lora.adapted_linear(arrays, scales)("q", weight, x)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -320,13 +325,13 @@ def test_an_adapter_starts_as_the_initial_one_whatever_its_own_scale_and_rank(va
     old = targets_of({"q": (96, 64)}, variant, rank=2)
     found = trained(old, {"q": weight})
     settings = {"rank": 5, "alpha": 2.5, **VARIANTS[variant]}
-    new = lora.choose({"q": (96, 64), "k": (96, 64)}, ["*"], **settings)
-    fresh = lora.init(new, 9, {"q": weight, "k": weight})
-    made = initial.initial(found, lora.scales(old), new, fresh, {"q": weight})
+    new = select_targets({"q": (96, 64), "k": (96, 64)}, ["*"], **settings)
+    fresh = fresh_adapter(new, 9, {"q": weight, "k": weight})
+    made = start_from_adapter(found, target_scales(old), new, fresh, {"q": weight})
     assert {name: a.shape for name, a in made.items()} == {name: a.shape for name, a in fresh.items()}
     assert all(mx.array_equal(made[name], fresh[name]) for name in made if name.startswith("k."))
-    want = outputs(found, lora.scales(old), weight, x)
-    assert close(outputs(made, lora.scales(new), weight, x), want, 1e-6)
+    want = outputs(found, target_scales(old), weight, x)
+    assert close(outputs(made, target_scales(new), weight, x), want, 1e-6)
     if lora.A in new[0].shapes:
         assert mx.abs(made["q" + lora.A]).min(axis=1).max().item() > 0  # every direction can learn
 
@@ -335,35 +340,38 @@ def test_a_lora_may_begin_a_dora():
     weight, x = normal(5, OUT, IN), normal(6, 3, IN)
     old, new = (targets_of({"q": (OUT, IN)}, name) for name in ("lora", "dora"))
     found = trained(old, {})
-    made = initial.initial(found, lora.scales(old), new, lora.init(new, 9, {"q": weight}), {"q": weight})
-    assert dora.MAGNITUDE in lora.of_linear(made, "q")
-    assert close(outputs(made, lora.scales(new), weight, x), outputs(found, lora.scales(old), weight, x), 1e-6)
+    made = start_from_adapter(found, target_scales(old), new, fresh_adapter(new, 9, {"q": weight}), {"q": weight})
+    assert dora.MAGNITUDE in lora.arrays_of_linear(made, "q")
+    assert close(outputs(made, target_scales(new), weight, x), outputs(found, target_scales(old), weight, x), 1e-6)
 
 
 def test_an_initial_adapter_that_does_not_fit_is_refused_in_one_line():
     weight = normal(5, OUT, IN)
     targets = {name: targets_of({"blocks.0.q": (OUT, IN)}, name) for name in VARIANTS}
-    sizes = {"large": lora.choose({"blocks.0.q": (OUT, IN)}, ["*"], 7), "other": lora.choose({"blocks.0.q": (OUT, 8)}, ["*"], 4)}
-    away = lora.choose({"blocks.0.qs": (OUT, IN)}, ["*"], 4)
-    wide = lora.choose({"blocks.0.q": (OUT, IN)}, ["*"], 64, variant="lokr", factor=2)
+    sizes = {
+        "large": select_targets({"blocks.0.q": (OUT, IN)}, ["*"], 7),
+        "other": select_targets({"blocks.0.q": (OUT, 8)}, ["*"], 4),
+    }
+    away = select_targets({"blocks.0.qs": (OUT, IN)}, ["*"], 4)
+    wide = select_targets({"blocks.0.q": (OUT, IN)}, ["*"], 64, variant="lokr", factor=2)
     cases = [
-        (sizes["large"], targets["lora"], "rank 7, above the target's 4; raise the rank to 7"),
-        (sizes["other"], targets["lora"], r"shape \(48, 8\), the Linear of \(48, 32\)"),
-        (away, targets["lora"], "blocks.0.qs, which is no target; widen the targets; near it: blocks.0.q"),
-        (targets["dora"], targets["lora"], "is a DoRA; the target's is a LoRA"),
-        (targets["lokr"], targets["dora"], "is a LoKr .*; the target's is a DoRA"),
-        (wide, targets["whole lokr"], "choose the factor"),
+        (sizes["large"], targets["lora"], "must have a rank <= 4, got 7: raise the rank to 7"),
+        (sizes["other"], targets["lora"], r"must be for shape \(48, 32\), got \(48, 8\)"),
+        (away, targets["lora"], "blocks.0.qs, which is not a target: add it to the targets; nearest: blocks.0.q"),
+        (targets["dora"], targets["lora"], "must be a LoRA, got a DoRA"),
+        (targets["lokr"], targets["dora"], "must be a DoRA, got a LoKr"),
+        (wide, targets["whole lokr"], "set the factor"),
     ]
     for old, new, message in cases:
         base = dict.fromkeys(("blocks.0.q", "blocks.0.qs"), weight)
         with pytest.raises(ValueError, match=message) as caught:
-            initial.initial(lora.init(old, 0, base), lora.scales(old), new, lora.init(new, 0, base), base)
+            start_from_adapter(fresh_adapter(old, 0, base), target_scales(old), new, fresh_adapter(new, 0, base), base)
         assert "\n" not in str(caught.value)
 
 
 def test_an_initial_adapter_with_values_that_are_not_finite_is_refused_by_the_name_of_the_array():
     targets = targets_of({"q": (OUT, IN)}, "lora")
-    found = lora.init(targets, 0)
+    found = fresh_adapter(targets, 0)
     found["q" + lora.B] = mx.full(found["q" + lora.B].shape, float("nan"))
-    with pytest.raises(ValueError, match=r"its q.lora_B.weight has values that are not finite; choose a .* from before"):
-        initial.refuse(found, lora.scales(targets), targets)
+    with pytest.raises(ValueError, match=r"q.lora_B.weight has values that are not finite: choose an earlier checkpoint"):
+        check_initial(found, target_scales(targets), targets)

@@ -1,6 +1,5 @@
 import functools
 import gc
-import os
 
 import mlx.core as mx
 import numpy as np
@@ -8,9 +7,13 @@ import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.models.flux2.transformer import Block, Flux2, Flux2Config, image_ids, text_ids
+from stages.tuner import quantize
 from stages.tuner.adapters import lora
-from stages.tuner.blockwise import backprop, quantize
-from stages.tuner.blockwise.backprop import kept_blocks, limited, loss_and_grads
+from stages.tuner.adapters.initial import fresh_adapter
+from stages.tuner.adapters.targets import select_targets, target_scales
+from stages.tuner.blockwise import backprop
+from stages.tuner.blockwise.backprop import kept_blocks, loss_and_grads
+from stages.tuner.blockwise.device import live_memory_limit
 
 CONFIG = Flux2Config(
     in_channels=8,
@@ -36,11 +39,11 @@ def tiny(dtype: mx.Dtype = mx.float32) -> Flux2:
 
 
 def trained(model: Flux2, patterns: tuple[str, ...] = ("*",)) -> tuple[dict[str, mx.array], dict[str, float]]:
-    targets = lora.choose(model.linears(), patterns, rank=4, alpha=6.0)
-    adapters = lora.init(targets, seed=3)
+    targets = select_targets(model.linears(), patterns, rank=4, alpha=6.0)
+    adapters = fresh_adapter(targets, seed=3)
     rng = np.random.default_rng(2)
     filled = {n: mx.array(rng.normal(size=a.shape) / 8, mx.float32) if n.endswith("B.weight") else a for n, a in adapters.items()}
-    return filled, lora.scales(targets)
+    return filled, target_scales(targets)
 
 
 def batch(size: int = 2) -> dict:
@@ -68,7 +71,7 @@ def plainly(model, adapters, scales, inputs, loss):
     def run(adapters):
         def linear_for(block):
             inside = {n.removeprefix(f"{block}."): a for n, a in adapters.items() if n.startswith(f"{block}.")}
-            return lora.linear(inside, {n.removeprefix(f"{block}."): s for n, s in scales.items()})
+            return lora.adapted_linear(inside, {n.removeprefix(f"{block}."): s for n, s in scales.items()})
 
         losses_B = loss(model(**inputs, linear_for=linear_for))
         return losses_B.mean(), losses_B
@@ -122,7 +125,7 @@ def test_a_loss_that_captures_its_arrays_serves_as_well(plan):
 def test_a_packed_base_gives_the_gradients_of_the_weights_that_it_stands_for(plan, bits):
     model, dense = tiny(), tiny()
     for block, other in zip(model.blocks, dense.blocks, strict=True):
-        block.weights.update({name: quantize.fit(weight, bits) for name, weight in block.weights.items()})
+        block.weights.update({name: quantize.pack_if_possible(weight, bits) for name, weight in block.weights.items()})
         other.weights.update({name: quantize.dense(weight) for name, weight in block.weights.items()})
     adapters, scales = trained(model)
     _, grads = loss_and_grads(model, adapters, scales, batch(), loss_of(), plan)
@@ -209,25 +212,13 @@ def test_a_compiled_block_holds_nothing_of_the_step_that_compiled_it(plan, monke
         assert_same(grads, plain)
 
 
-def test_within_limited_mlxs_limit_is_the_one_asked_for_and_afterwards_what_it_was():
-    before = mx.get_memory_limit()
-    with limited(12345):
-        assert mx.get_memory_limit() == 12345
-    assert mx.get_memory_limit() == before
-    with pytest.raises(KeyboardInterrupt), limited(12345):
-        raise KeyboardInterrupt
-    assert mx.get_memory_limit() == before
-    with limited(None):
-        assert mx.get_memory_limit() == before
-
-
 def test_a_memory_limit_changes_no_number():
     model = tiny()
     adapters, scales = trained(model)
     _, free = loss_and_grads(model, adapters, scales, batch(), loss_of(), "blocks")
-    with limited(1):
-        _, tight = loss_and_grads(model, adapters, scales, batch(), loss_of(), "blocks")
-    assert_same(tight, free, 0)
+    with live_memory_limit(1):
+        _, limited = loss_and_grads(model, adapters, scales, batch(), loss_of(), "blocks")
+    assert_same(limited, free, 0)
 
 
 class Stream:
@@ -256,7 +247,7 @@ class Stream:
         """The most that a gradient by blocks took, in streams, where so many may be live before work is held back."""
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        with limited(None if above is None else before + round(above * self.x_BK.nbytes)):
+        with live_memory_limit(None if above is None else before + round(above * self.x_BK.nbytes)):
             scales = dict.fromkeys((f"{block.name}.fc" for block in self.blocks), 0.1)
             mx.eval(loss_and_grads(self, self.adapters, scales, {}, lambda h: mx.square(h).mean(-1), "blocks"))
         return (mx.get_peak_memory() - before) / self.x_BK.nbytes
@@ -269,43 +260,6 @@ def test_a_limit_holds_the_peak_of_a_deep_chain_near_what_it_needs():
     assert least < 25
     assert free > least + 5, "without a limit, work is handed over far ahead"
     assert chain.peak(26) < 27.5
-
-
-H200 = {"compute_capability_major": 9, "compute_capability_minor": 0}
-SPARK = {"compute_capability_major": 12, "compute_capability_minor": 1}
-
-
-def cuda(monkeypatch: pytest.MonkeyPatch, info: dict, device=mx.gpu, available: bool = True) -> None:
-    """As on such a device, where nothing is said of how much is handed over at once."""
-    monkeypatch.setenv(backprop.BUFFER, "")
-    monkeypatch.delenv(backprop.BUFFER)
-    monkeypatch.setattr(mx.cuda, "is_available", lambda: available)
-    monkeypatch.setattr(mx, "default_device", lambda: device)
-    monkeypatch.setattr(mx, "device_info", lambda: info)
-
-
-def test_a_cuda_device_for_which_mlx_gathers_much_is_handed_work_sooner(monkeypatch):
-    cuda(monkeypatch, H200)
-    backprop.limit_command_buffers()
-    assert os.environ.get(backprop.BUFFER) == "200"
-
-
-def test_how_much_is_handed_over_at_once_is_the_users_to_say(monkeypatch):
-    cuda(monkeypatch, H200)
-    monkeypatch.setenv(backprop.BUFFER, "1000")
-    backprop.limit_command_buffers()
-    assert os.environ[backprop.BUFFER] == "1000"
-
-
-@pytest.mark.parametrize(
-    "where",
-    [(H200, mx.cpu), (H200, mx.gpu, False), (SPARK,), ({"device_name": "no compute capability"},)],
-    ids=["on the CPU", "on Metal", "where MLX hands over sooner itself", "unknown"],
-)
-def test_no_other_device_is_handed_work_otherwise(where, monkeypatch):
-    cuda(monkeypatch, *where)
-    backprop.limit_command_buffers()
-    assert backprop.BUFFER not in os.environ
 
 
 def test_a_dropped_model_is_freed_whatever_was_compiled_for_it():
@@ -322,7 +276,7 @@ def test_a_dropped_model_is_freed_whatever_was_compiled_for_it():
 def test_an_unknown_plan_and_an_adapter_without_a_block_are_refused_by_name():
     model = tiny()
     adapters, scales = trained(model)
-    with pytest.raises(ValueError, match="whole, blocks or a number"):
+    with pytest.raises(ValueError, match="plan must be whole, blocks or a number of blocks, got"):
         kept_blocks("half", 5)
     lost = {**adapters, "transformer_blocks.7.attn.to_q.lora_A.weight": mx.zeros((4, 64))}
     with pytest.raises(ValueError, match=r"transformer_blocks\.7\.attn\.to_q"):

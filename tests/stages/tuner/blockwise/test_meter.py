@@ -2,12 +2,7 @@ import mlx.core as mx
 import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
-from stages.tuner.blockwise.meter import BETWEEN, ENOUGH, LEAST, Meter, budget, device_bytes
-
-
-def test_the_budget_is_the_setting_or_the_device_less_headroom():
-    assert budget(2.5) == 2_500_000_000
-    assert 0.5 * device_bytes() < budget() < device_bytes()
+from stages.tuner.blockwise.meter import BETWEEN, LEAK_BYTES, LEAST_TIMES, Meter
 
 
 def test_a_meter_agrees_with_mlx_and_finds_a_planted_leak():
@@ -40,8 +35,8 @@ def meter_of(*steps: dict[str, int]) -> Meter:
 def test_a_small_growth_is_found_if_it_is_steady_and_its_size_is_that_of_all_steps():
     noisy = [{"batch": 30_000 + 6_000 * (-1) ** n + 900, "work": 50_000, "rest": -50_900} for n in range(20)]
     assert meter_of(*noisy).leaks() == {"batch": pytest.approx(30_000, rel=0.02)}
-    assert meter_of(*[{"batch": LEAST} for _ in range(ENOUGH)]).leaks() == {"batch": LEAST}
-    assert meter_of(*[{"batch": LEAST - 1} for _ in range(20)]).leaks() == {}
+    assert meter_of(*[{"batch": LEAK_BYTES} for _ in range(LEAST_TIMES)]).leaks() == {"batch": LEAK_BYTES}
+    assert meter_of(*[{"batch": LEAK_BYTES - 1} for _ in range(20)]).leaks() == {}
 
 
 def test_what_is_let_go_between_phases_counts_and_so_does_what_grows_there():
@@ -61,6 +56,6 @@ def test_a_growth_of_a_single_step_is_no_leak_nor_are_the_first_and_the_last():
 
 
 def test_from_few_steps_nothing_is_concluded():
-    few = meter_of(*[{"batch": 10**9} for _ in range(ENOUGH - 1)])
-    assert (few.tells, few.leaks()) == (False, {})
-    assert meter_of(*[{"batch": 10**9} for _ in range(ENOUGH)]).tells
+    few = meter_of(*[{"batch": 10**9} for _ in range(LEAST_TIMES - 1)])
+    assert (few.can_find_leaks, few.leaks()) == (False, {})
+    assert meter_of(*[{"batch": 10**9} for _ in range(LEAST_TIMES)]).can_find_leaks

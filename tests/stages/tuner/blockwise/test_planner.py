@@ -10,18 +10,24 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, text_ids
 from stages.text_to_image.families import family
 from stages.text_to_image.train import memory_plan
 from stages.text_to_image.train.config import OptimizerConfig, TrainConfig
-from stages.tuner.adapters import lora
+from stages.tuner import quantize
+from stages.tuner.adapters.initial import fresh_adapter, target_weights
 from stages.tuner.adapters.stacks import Stacks
-from stages.tuner.blockwise import planner, quantize
-from stages.tuner.blockwise.backprop import SOONER_MB, limited, loss_and_grads
+from stages.tuner.adapters.targets import select_targets, target_scales
+from stages.tuner.blockwise import planner
+from stages.tuner.blockwise.backprop import loss_and_grads
+from stages.tuner.blockwise.device import BUFFER_MB, live_memory_limit
 from stages.tuner.diffusion import loss
-from stages.tuner.optimizers import step as optimizer
+from stages.tuner.optimizers import step
+from stages.tuner.optimizers.adamw import AdamW
+from stages.tuner.optimizers.step import OptimizerStep
 
 SIZES = {"num_layers": 2, "num_single_layers": 3, "joint_attention_dim": 64, "timestep_guidance_channels": 32}
 TEXT = 32
@@ -51,23 +57,26 @@ def run(heads: int, width: int, side: int, bits: int, rank: int, variant: str, p
     """What a step is expected to take, and the bytes that it took at its peak."""
     c = config(heads, width)
     own = {name: bits if "transformer_blocks." in name else 16 for name in c.shapes()}
-    arrays = {name: quantize.fit(mx.random.normal(shape) * shape[-1] ** -0.5, own[name]) for name, shape in c.shapes().items()}
+    arrays = {
+        name: quantize.pack_if_possible(mx.random.normal(shape) * shape[-1] ** -0.5, own[name])
+        for name, shape in c.shapes().items()
+    }
     shapes = [(shape, own[name]) for name, shape in c.shapes().items()]
-    assert planner.weight_bytes(shapes, 4) == quantize.nbytes(arrays)
+    assert planner.weight_bytes(shapes, 4) == sum(array.nbytes for _, array in tree_flatten(arrays))
     model = Flux2(c, arrays)
-    targets = lora.choose(model.linears(), ["*"], rank, variant=variant)
-    adapter = lora.init(targets, 0, lora.bases_of(model.blocks, targets))
-    optimizer_step = optimizer.OptimizerStep(optimizer.AdamW(), 1.0)
+    targets = select_targets(model.linears(), ["*"], rank, variant=variant)
+    adapter = fresh_adapter(targets, 0, target_weights(model.blocks, targets))
+    optimizer_step = OptimizerStep(AdamW(), 1.0)
     masters = Stacks.of(adapter)
     state = optimizer_step.init(masters)
     given, target = inputs(c, side, side), mx.zeros((1, side * side, c.in_channels))
     mx.eval(masters.arrays, state, given["x_BLC"], given["ctx_BTJ"], target, list(arrays.values()))
-    held = {"weights": planner.weight_bytes(shapes, 4), "targets": targets, "state": nbytes(state)}
+    held = {"weights": planner.weight_bytes(shapes, 4), "targets": targets, "optimizer_state": nbytes(state)}
     del arrays, adapter
     scores = heads * (side * side + TEXT) ** 2 * 4
     meta_model = Flux2(c, {name: mx.zeros(shape) for name, shape in c.shapes().items()})
     blocks = [(shape, own[name]) for name, shape in c.shapes().items() if "transformer_blocks." in name]
-    more = {"update": optimizer_step.working(masters), "scores": scores, "kept_scores": scores}
+    more = {"optimizer_work": optimizer_step.working_bytes(masters), "scores": scores, "saved_scores": scores}
     more["unpacked"] = planner.unpacked_bytes(blocks, 4)
     found = planner.estimate(meta_model, given, **held, **more)
     assert found.adapter == masters.nbytes
@@ -76,8 +85,8 @@ def run(heads: int, width: int, side: int, bits: int, rank: int, variant: str, p
     before = mx.get_active_memory() - found.held  # of other tests
     mx.reset_peak_memory()
     asked = functools.partial(loss.mse, target_BLC=target)
-    with limited(1):
-        losses, grads = loss_and_grads(model, masters.unstack(), lora.scales(targets), given, asked, plan)
+    with live_memory_limit(1):
+        losses, grads = loss_and_grads(model, masters.unstack(), target_scales(targets), given, asked, plan)
         mx.eval(losses, grads)
         mx.eval(optimizer_step(masters, grads, state, 1e-4, mx.array(True)))
     return found, mx.get_peak_memory() - before
@@ -91,7 +100,7 @@ VARIANTS = ("lora", "dora", "lokr")
 @pytest.mark.parametrize(("heads", "width", "side", "bits"), [(2, 64, 12, 16), (4, 32, 20, 16), (4, 64, 12, 4), (4, 64, 4, 8)])
 def test_the_estimate_is_within_its_stated_factor_of_the_measured_peak(heads, width, side, bits, plan, variant):
     found, measured = run(heads, width, side, bits, 4 if side > 4 else 32, variant, plan)
-    assert 1 / planner.FACTOR < found.need(plan) / measured < planner.FACTOR
+    assert 1 / planner.FACTOR < found.peak(plan) / measured < planner.FACTOR
 
 
 @pytest.mark.parametrize(
@@ -99,14 +108,14 @@ def test_the_estimate_is_within_its_stated_factor_of_the_measured_peak(heads, wi
 )
 def test_what_a_variant_keeps_beside_what_lora_keeps_is_expected(variant, rank, plan):
     (plain, least), (found, most) = run(4, 64, 20, 4, 4, "lora", plan), run(4, 64, 20, 4, rank, variant, plan)
-    expected = found.need(plan) - found.held - (plain.need(plan) - plain.held)
+    expected = found.peak(plan) - found.held - (plain.peak(plan) - plain.held)
     assert expected == pytest.approx(most - found.held - (least - plain.held), rel=0.4)
 
 
 def test_a_packed_weight_is_expected_to_stand_unpacked_while_its_block_is_computed():
     (plain, least), (found, most) = run(4, 64, 4, 16, 32, "lokr", "blocks"), run(4, 64, 4, 4, 32, "lokr", "blocks")
     assert found.unpacked == 4 * 2304 * 256
-    assert found.need("blocks") - found.held - (plain.need("blocks") - plain.held) == planner.UNPACKED * found.unpacked
+    assert found.peak("blocks") - found.held - (plain.peak("blocks") - plain.held) == planner.UNPACKED * found.unpacked
     assert most - found.held - (least - plain.held) == pytest.approx(planner.UNPACKED * found.unpacked, rel=0.4)
     assert planner.unpacked_bytes([((36864, 6144), 4), ((64, 64), 16)], 2) == quantize.CHUNK
 
@@ -116,13 +125,13 @@ def test_an_estimate_computes_nothing():
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     meta_model = Flux2(c, {name: mx.zeros(shape) for name, shape in c.shapes().items()})
-    assert planner.estimate(meta_model, inputs(c, 64, 64), 0, [], 0).need("whole") > 100e6
+    assert planner.estimate(meta_model, inputs(c, 64, 64), 0, [], 0).peak("whole") > 100e6
     assert mx.get_peak_memory() - before < 5e6
 
 
 def test_more_kept_blocks_never_need_less():
-    found = planner.Estimate(100, 10, 20, 5, (50, 50, 40, 40), (3, 3, 4, 4), scores=7, kept_scores=7)
-    needs = [found.need(plan) for plan in ("blocks", 1, 2, 3, "whole")]
+    found = planner.Estimate(100, 10, 20, 5, (50, 50, 40, 40), (3, 3, 4, 4), scores=7, saved_scores=7)
+    needs = [found.peak(plan) for plan in ("blocks", 1, 2, 3, "whole")]
     assert needs[0] == needs[1]
     assert needs == sorted(needs)
 
@@ -131,7 +140,7 @@ def measured_on_a_gpu() -> list[dict]:
     """Training steps at true size from the benchmark page: of what was measured twice, the last."""
     rows = [json.loads(line) for line in (ROOT / "data" / "bench.jsonl").read_text().splitlines()]
     ours = [row for row in rows if row["kind"] == "train" and row["backend"] == "mlx" and row.get("peak_gb")]
-    held = [row for row in ours if row["plan"] != "plain" and row["buffer_mb"] == SOONER_MB]  # as training does it
+    held = [row for row in ours if row["plan"] != "plain" and row["buffer_mb"] == BUFFER_MB]  # as training does it
     setup = ("family", "width", "height", "plan", "bits", "optimizer", "unfused", "buffer_mb")
     return list({tuple(str(row[name]) for name in setup): row for row in held}.values())
 
@@ -142,10 +151,10 @@ def measured_on_a_gpu() -> list[dict]:
     ids=lambda row: "{family} {width} {height} {plan} {bits} {optimizer} {unfused} {buffer_mb}".format(**row),
 )
 def test_the_estimate_is_within_the_same_factor_of_what_a_gpu_took_at_true_size(row, monkeypatch):
-    monkeypatch.setattr(optimizer, "compiles", lambda: True)
+    monkeypatch.setattr(step, "compiles", lambda: True)
     monkeypatch.setattr("stages.models.attention.fused_gradient", lambda q_BHLK: not row["unfused"])
     c = TrainConfig(base_bits=row["bits"], rank=row["rank"], optimizer=OptimizerConfig(kind=row["optimizer"]))
     ask = memory_plan.MemoryEstimator(c, Flux2Config.from_dict(family(row["family"]).transformer))
     found = ask.estimate(memory_plan.Batch(1, row["width"], row["height"], 512), 1)
     plan = int(row["plan"]) if row["plan"].isdigit() else row["plan"]
-    assert 1 / planner.FACTOR < found.need(plan) / (row["peak_gb"] * 1e9) < planner.FACTOR
+    assert 1 / planner.FACTOR < found.peak(plan) / (row["peak_gb"] * 1e9) < planner.FACTOR

@@ -4,15 +4,17 @@ import math
 import numpy as np
 import pytest
 
+from data.pages.recipe import RIVALS
 from stages.tuner import draws
-from stages.tuner.diffusion.noise import BASES, ELSEWHERE, SHIFTS, Noise, place
+from stages.tuner.diffusion.noise import BASES, SHIFTS, SigmaDistribution, stratified_uniform
 
-ALL = [Noise(base, 0.3, 0.8, shift, 3.0, 1.1) for base, shift in itertools.product(BASES, SHIFTS)]
+NAMES_ELSEWHERE = RIVALS["noise_names"]  # trainer -> its name -> our base
+ALL = [SigmaDistribution(base, 0.3, 0.8, shift, 3.0, 1.1) for base, shift in itertools.product(BASES, SHIFTS)]
 NAMES = [f"{n.base}-{n.shift}" for n in ALL]
 DRAWS = 6000
 
 
-def cumulative(noise: Noise, tokens: int = 4096) -> tuple[np.ndarray, np.ndarray]:
+def cumulative(noise: SigmaDistribution, tokens: int = 4096) -> tuple[np.ndarray, np.ndarray]:
     """(sigma, the share of the density below it). Steps shrink towards both ends, where some densities have no bound."""
     x = np.linspace(0, 1, 200_001)
     middle = (x[1:] + x[:-1]) / 2
@@ -29,7 +31,7 @@ def test_a_density_integrates_to_one(noise):
 @pytest.mark.parametrize("noise", ALL, ids=NAMES)
 def test_a_distribution_draws_what_its_density_says(noise):
     """Kolmogorov and Smirnov, at 1 %: a density that is off by a few hundredths fails."""
-    drawn = np.sort([noise.draw(draws.generator(0, "sigma", step, 0), 4096) for step in range(DRAWS)])
+    drawn = np.sort([noise.sigma(draws.generator(0, "sigma", step, 0).random(), 4096) for step in range(DRAWS)])
     assert drawn[0] >= 0 and drawn[-1] <= 1
     expected = np.interp(drawn, *cumulative(noise))
     found = np.arange(DRAWS + 1) / DRAWS
@@ -52,33 +54,37 @@ def test_high_noise_is_ai_toolkits_content_and_low_noise_its_style():
     u = (np.arange(4000) + 0.5) / 4000
     for name, index in (("content", 1000 * u**3), ("style", 1000 * (1 - u**3)), ("balanced", 1000 * u)):
         theirs = np.sort(1 - index / 1000)
-        ours = np.sort([Noise(ELSEWHERE["ai-toolkit", name]).sigma(x, 1024) for x in u])
+        ours = np.sort([SigmaDistribution(NAMES_ELSEWHERE["ai-toolkit"][name]).sigma(x, 1024) for x in u])
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
 def test_two_trainers_mean_opposite_ends_by_the_same_words():
     """The other draws the timestep itself: content 1000 u^3."""
     u = (np.arange(400) + 0.5) / 400
-    mean = {key: np.mean([Noise(base).sigma(x, 1024) for x in u]) for key, base in ELSEWHERE.items()}
+    mean = {
+        (trainer, name): np.mean([SigmaDistribution(base).sigma(x, 1024) for x in u])
+        for trainer, names in NAMES_ELSEWHERE.items()
+        for name, base in names.items()
+    }
     assert mean["ai-toolkit", "content"] == pytest.approx(0.75, abs=2e-3) == mean["flux-2-swift-mlx", "style"]
     assert mean["ai-toolkit", "style"] == pytest.approx(0.25, abs=2e-3) == mean["flux-2-swift-mlx", "content"]
     assert mean["ai-toolkit", "balanced"] == pytest.approx(0.5, abs=2e-3) == mean["flux-2-swift-mlx", "balanced"]
-    assert ELSEWHERE["ai-toolkit", "balanced"] != ELSEWHERE["flux-2-swift-mlx", "balanced"]
+    assert NAMES_ELSEWHERE["ai-toolkit"]["balanced"] != NAMES_ELSEWHERE["flux-2-swift-mlx"]["balanced"]
 
 
 def test_the_shift_by_resolution_is_flux_1s_line():
-    noise = Noise(shift="resolution")
-    assert [round(noise.strength(tokens), 2) for tokens in (256, 1024, 2304, 4096)] == [1.65, 1.88, 2.33, 3.16]
-    assert noise.strength(4096) == pytest.approx(math.exp(1.15))
+    noise = SigmaDistribution(shift="resolution")
+    assert [round(noise.shift_strength(tokens), 2) for tokens in (256, 1024, 2304, 4096)] == [1.65, 1.88, 2.33, 3.16]
+    assert noise.shift_strength(4096) == pytest.approx(math.exp(1.15))
 
 
 def test_a_shift_moves_the_median_as_the_formula_says():
-    assert Noise("logit_normal", shift="static", factor=3.0).sigma(0.5, 256) == 0.75
+    assert SigmaDistribution("logit_normal", shift="static", factor=3.0).sigma(0.5, 256) == 0.75
 
 
 def test_a_sigma_is_a_float32_so_that_the_table_holds_it_exactly():
     for noise in ALL:
-        sigma = noise.draw(draws.generator(0, "sigma", 1), 64)
+        sigma = noise.sigma(draws.generator(0, "sigma", 1).random(), 64)
         assert sigma == float(np.float32(sigma))
 
 
@@ -90,23 +96,23 @@ def test_the_ends_of_a_draw_are_levels_too(noise):
 
 def test_strata_fill_every_part_once_in_each_window_of_steps():
     for number in (0, 1):
-        us = np.array([place(7, step, number, 8) for step in range(1, 33)]).reshape(4, 8)
+        us = np.array([stratified_uniform(7, step, number, 8) for step in range(1, 33)]).reshape(4, 8)
         assert (np.sort((us * 8).astype(int), axis=1) == np.arange(8)).all()
         assert len({tuple((window * 8).astype(int)) for window in us}) == 4, "the order is drawn for each window"
 
 
 def test_without_strata_a_place_is_the_plain_draw_of_its_address():
-    assert place(7, 5, 2) == draws.uniform(7, "sigma", 5, 2)
-    assert place(7, 5, 2) == place(7, 5, 2) != place(7, 6, 2)
-    noise = Noise("logit_normal", shift="resolution")
-    assert noise.sigma(place(7, 5, 2), 1024) == noise.draw(draws.generator(7, "sigma", 5, 2), 1024)
+    assert stratified_uniform(7, 5, 2) == draws.uniform(7, "sigma", 5, 2)
+    assert stratified_uniform(7, 5, 2) == stratified_uniform(7, 5, 2) != stratified_uniform(7, 6, 2)
+    noise = SigmaDistribution("logit_normal", shift="resolution")
+    assert noise.sigma(stratified_uniform(7, 5, 2), 1024) == noise.sigma(draws.generator(7, "sigma", 5, 2).random(), 1024)
 
 
 def test_strata_make_the_mean_of_a_short_run_steadier_and_move_it_nowhere():
-    noise = Noise("logit_normal", shift="resolution")
+    noise = SigmaDistribution("logit_normal", shift="resolution")
     means = {}
     for strata in (1, 16):
-        runs = [[noise.sigma(place(seed, step, 0, strata), 1024) for step in range(1, 17)] for seed in range(60)]
+        runs = [[noise.sigma(stratified_uniform(seed, step, 0, strata), 1024) for step in range(1, 17)] for seed in range(60)]
         means[strata] = np.mean(runs, axis=1)
     assert means[16].std() < means[1].std() / 5
     assert means[16].mean() == pytest.approx(means[1].mean(), abs=4 * means[1].std() / math.sqrt(60))

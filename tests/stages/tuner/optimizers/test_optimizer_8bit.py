@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
-from stages.tuner.optimizers import step as optimizer
+from stages.tuner.optimizers.adamw import AdamW
 from stages.tuner.optimizers.adamw8bit import BLOCK, AdamW8bit, dequantize, quantize
 
 BLOCKS = 32
@@ -23,7 +23,7 @@ def drift(spread: float, steps: tuple[int, ...]) -> tuple[list[float], float]:
     draw = np.random.default_rng(1)
     scale = np.exp(draw.normal(size=(BLOCKS, BLOCK)) * spread)
     steady = 0.3 * draw.normal(size=scale.shape) * scale
-    methods = (optimizer.AdamW(), AdamW8bit())
+    methods = (AdamW(), AdamW8bit())
     params = [{"a": mx.zeros(scale.shape)} for _ in methods]
     states = [method.init(each) for method, each in zip(methods, params, strict=True)]
     found = []
@@ -88,13 +88,13 @@ def test_a_second_moment_that_is_not_zero_is_not_stored_as_zero():
 
 def test_the_state_is_a_quarter_of_that_of_float32():
     params = {"a": mx.zeros((32, 256))}
-    packed, full = (sum(v.nbytes for v in method.init(params).values()) for method in (AdamW8bit(), optimizer.AdamW()))
+    packed, full = (sum(v.nbytes for v in method.init(params).values()) for method in (AdamW8bit(), AdamW()))
     assert 0.25 < packed / full < 0.27
 
 
 def test_arrays_smaller_than_a_block_go_as_in_float32_and_odd_sizes_are_padded():
     params = {"small": mx.zeros((3, 5)), "odd": mx.zeros((7, 50))}
-    packed, full = AdamW8bit(weight_decay=0.1), optimizer.AdamW(weight_decay=0.1)
+    packed, full = AdamW8bit(weight_decay=0.1), AdamW(weight_decay=0.1)
     ours, theirs, state, reference = params, params, packed.init(params), full.init(params)
     assert (state["small.m"].dtype, state["odd.m"].shape, state["odd.v"].dtype) == (mx.float32, (2, BLOCK), mx.uint8)
     draw = np.random.default_rng(3)

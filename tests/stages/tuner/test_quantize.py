@@ -2,9 +2,15 @@ import mlx.core as mx
 import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
+from stages.tuner import quantize
 from stages.tuner.adapters.product import product
-from stages.tuner.blockwise import quantize
-from stages.tuner.blockwise.quantize import QuantizedWeight, dense, fit, nbytes, pack
+from stages.tuner.quantize import QuantizedWeight, dense, pack, pack_if_possible
+
+
+def nbytes(weights: dict) -> int:
+    return sum(
+        array.nbytes for weight in weights.values() for array in (weight if isinstance(weight, QuantizedWeight) else [weight])
+    )
 
 
 def drawn(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
@@ -47,7 +53,7 @@ def test_weights_are_packed_one_at_a_time_and_the_others_stay():
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     for name in names:
-        weights[name] = fit(weights.pop(name), 16 if name == "7.weight" else 4)
+        weights[name] = pack_if_possible(weights.pop(name), 16 if name == "7.weight" else 4)
     assert list(weights) == names
     assert {n for n, w in weights.items() if not isinstance(w, QuantizedWeight)} == {"7.weight", "norm.weight", "narrow.weight"}
     assert mx.get_peak_memory() - before < 2 * 256 * 256 * 4
@@ -56,20 +62,20 @@ def test_weights_are_packed_one_at_a_time_and_the_others_stay():
 
 def test_16_bits_leave_every_weight_as_it_is():
     weight = drawn(64, 64)
-    assert fit(weight, 16) is weight
+    assert pack_if_possible(weight, 16) is weight
 
 
 def test_bits_and_shapes_that_cannot_be_packed_are_refused():
-    with pytest.raises(ValueError, match=r"base_bits must be 8, 4 or 16 .* not 5"):
+    with pytest.raises(ValueError, match=r"base_bits must be 16 \(not packed\), 8 or 4, got 5"):
         pack(drawn(64, 64), 5)
-    with pytest.raises(ValueError, match=r"\(64, 65\) cannot be packed"):
+    with pytest.raises(ValueError, match=r"rows a multiple of 64 wide, got shape \(64, 65\)"):
         pack(drawn(64, 65), 8)
 
 
 def test_a_large_weight_is_unpacked_in_parts_that_give_the_same_product_and_gradient(monkeypatch):
     x, dy, weight = drawn(2, 5, 128), drawn(2, 5, 100), pack(drawn(100, 128), 4)
     monkeypatch.setattr(quantize, "CHUNK", 30 * 128 * 4)
-    assert [rows.stop - rows.start for rows in quantize.chunks(weight)] == [25, 25, 25, 25]
+    assert [rows.stop - rows.start for rows in quantize.row_chunks(weight)] == [25, 25, 25, 25]
     (y,), (dx,) = mx.vjp(lambda x: product(x, weight), [x], [dy])
     assert mx.allclose(y, x @ dense(weight).T, rtol=1e-6, atol=1e-5)
     assert mx.allclose(dx, dy @ dense(weight), rtol=1e-6, atol=1e-5)

@@ -1,0 +1,40 @@
+"""What an optimizer is: `init(params) -> state` and `update(params, grads, state, lr, apply) -> (params, state)`.
+
+Both are lazy and read no value. A state is a flat dict of arrays only, so that a checkpoint can store it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Protocol
+
+import mlx.core as mx
+
+Arrays = dict[str, mx.array]
+Params = Mapping[str, mx.array]  # arrays by name
+Flag = bool | mx.array  # True or 1 to take a step, False or 0 to leave everything as it is; an array keeps the step lazy
+
+
+class Optimizer(Protocol):
+    """An optimizer over a flat dict of float32 arrays, with an explicit state."""
+
+    @property
+    def coupled(self) -> bool:
+        """Whether the update of one array depends on the gradients of the others."""
+
+    def init(self, params: Params) -> Arrays:
+        """Return the state before the first step: all moments at zero."""
+
+    def update(
+        self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
+    ) -> tuple[Arrays, Arrays]:
+        """Take one step down the gradient: return new arrays and a new state with the same names, shapes and dtypes.
+
+        `grads` has the names of `params` and must be finite. Where `apply` is false, values are returned unchanged.
+        """
+
+
+class Method(Optimizer, Protocol):
+    """An optimizer that a user can choose by name. `usual_lr` is the learning rate to begin with."""
+
+    usual_lr: ClassVar[float]

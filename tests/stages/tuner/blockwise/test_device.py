@@ -1,0 +1,60 @@
+import os
+
+import mlx.core as mx
+import pytest
+
+import stages  # noqa: F401  a fast BLAS, before MLX
+from stages.tuner.blockwise.device import BUFFER_VARIABLE, device_bytes, limit_command_buffers, live_memory_limit, memory_budget
+
+H200 = {"compute_capability_major": 9, "compute_capability_minor": 0}
+SPARK = {"compute_capability_major": 12, "compute_capability_minor": 1}
+
+
+def test_the_budget_is_the_setting_or_the_devices_memory_less_headroom():
+    assert memory_budget(2.5) == 2_500_000_000
+    assert 0.5 * device_bytes() < memory_budget() < device_bytes()
+
+
+def test_a_live_memory_limit_is_mlxs_limit_inside_and_the_old_one_afterwards():
+    before = mx.get_memory_limit()
+    with live_memory_limit(12345):
+        assert mx.get_memory_limit() == 12345
+    assert mx.get_memory_limit() == before
+    with pytest.raises(KeyboardInterrupt), live_memory_limit(12345):
+        raise KeyboardInterrupt
+    assert mx.get_memory_limit() == before
+    with live_memory_limit(None):
+        assert mx.get_memory_limit() == before
+
+
+def pretend_device(monkeypatch: pytest.MonkeyPatch, info: dict, device=mx.gpu, cuda: bool = True) -> None:
+    """Make MLX report such a device, with the variable of the command-buffer limit unset."""
+    monkeypatch.setenv(BUFFER_VARIABLE, "")  # so that it is restored afterwards
+    monkeypatch.delenv(BUFFER_VARIABLE)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(mx, "default_device", lambda: device)
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+
+
+def test_command_buffers_are_limited_on_a_cuda_device_with_large_ones(monkeypatch):
+    pretend_device(monkeypatch, H200)
+    limit_command_buffers()
+    assert os.environ.get(BUFFER_VARIABLE) == "200"
+
+
+def test_a_users_own_limit_of_command_buffers_stays(monkeypatch):
+    pretend_device(monkeypatch, H200)
+    monkeypatch.setenv(BUFFER_VARIABLE, "1000")
+    limit_command_buffers()
+    assert os.environ[BUFFER_VARIABLE] == "1000"
+
+
+@pytest.mark.parametrize(
+    "where",
+    [(H200, mx.cpu), (H200, mx.gpu, False), (SPARK,), ({"device_name": "no compute capability"},)],
+    ids=["on the CPU", "on Metal", "where MLX's own limit is smaller", "unknown"],
+)
+def test_command_buffers_of_other_devices_are_left_alone(where, monkeypatch):
+    pretend_device(monkeypatch, *where)
+    limit_command_buffers()
+    assert BUFFER_VARIABLE not in os.environ
