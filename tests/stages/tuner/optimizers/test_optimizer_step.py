@@ -145,7 +145,11 @@ def test_the_average_is_an_adapter_like_the_one_that_is_trained():
 @pytest.mark.parametrize(
     ("name", "numbers", "message"),
     [
-        ("adamw8bt", {}, "kind must be one of adamw, adamw8bit, adafactor, lion, prodigy, got 'adamw8bt'; did you mean adamw8bit?"),
+        (
+            "adamw8bt",
+            {},
+            "kind must be one of adamw, adamw8bit, adafactor, lion, prodigy, got 'adamw8bt'; did you mean adamw8bit?",
+        ),
         ("sgd", {}, "kind must be one of adamw, adamw8bit, adafactor, lion, prodigy, got 'sgd'"),
         ("lion", {"beta_1": 0.9}, "beta_1 is not a setting of lion, which has beta1, beta2, weight_decay; did you mean beta1?"),
         ("adamw", {"eps": 0.0}, "eps must be >= 1e-30, got 0.0"),
