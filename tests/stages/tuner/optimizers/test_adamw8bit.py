@@ -42,7 +42,7 @@ def drift(spread: float, steps: tuple[int, ...]) -> tuple[list[float], float]:
 @pytest.mark.parametrize("spread", BOUNDS)
 def test_eight_bits_stay_within_the_stated_share_of_the_way_that_float32_goes_and_near_what_the_page_says(spread):
     found, _ = drift(spread, STEPS)
-    head, *lines = re.findall(r"^\| (?:values of a block|nothing|a factor of e).*$", PAGE, re.MULTILINE)
+    head, *lines = re.findall(r"^\| (?:scale of the values|equal|varies by a factor of e).*$", PAGE, re.MULTILINE)
     line = dict(zip(BOUNDS, lines, strict=True))[spread]
     assert [int(n) for n in re.findall(r"after (\d+) steps", head)] == list(STEPS)
     measured, bounds = ([float(n) / 100 for n in re.findall(r"([\d.]+) %", line)][k::2] for k in (0, 1))
