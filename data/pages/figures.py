@@ -12,7 +12,7 @@ import numpy as np
 from pipeline.commands.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, Curve, Panel, save
 from stages.models.flux2.sampling import sigmas
 from stages.text_to_image.train.config import NoiseConfig
-from stages.tuner.diffusion.noise import BASES, SigmaDistribution
+from stages.tuner.diffusion.noise import BASES, Base, SigmaDistribution
 from stages.tuner.diffusion.weighting import WEIGHTS, weight
 
 FOLDER = Path(__file__).parents[1] / "figures"
@@ -44,7 +44,7 @@ def noise_levels() -> Page:
     )
 
 
-def _shifted_by_resolution(base: str) -> list[Curve]:
+def _shifted_by_resolution(base: Base) -> list[Curve]:
     shifted = SigmaDistribution(base, shift="resolution")
     return [
         _density("no shift", GREY, SigmaDistribution(base), 0),
