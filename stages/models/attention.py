@@ -1,9 +1,9 @@
-"""Scaled dot-product attention, with a gradient that needs no rows-by-rows matrix.
+"""Scaled dot-product attention with a gradient that keeps no (query rows x key rows) matrix.
 
-MLX has a fused gradient on CUDA alone, in half precision and for a number of query rows that is a multiple of 128.
-Elsewhere it keeps the (B,H,L,S) probabilities of every attention until the backward pass. Here, then: on CUDA the queries
-are padded with rows that are thrown away, which changes nothing; where there is no fused gradient the work goes query chunk
-by query chunk, each chunk's probabilities computed again for the gradient, one chunk alive at a time.
+MLX has a fused gradient on CUDA alone, in half precision, for a number of query rows that is a multiple of 128. Elsewhere it
+keeps the probabilities of every attention until the backward pass. So on CUDA the queries are padded with rows that are
+discarded, which does not change the others. Without a fused gradient, attention runs chunk by chunk of query rows, and each
+chunk's probabilities are computed again for the gradient, with one chunk in memory at a time.
 
 B batch, H heads, L query rows, S key rows, K head width, C query rows of a chunk.
 """
@@ -15,12 +15,16 @@ from typing import Any
 
 import mlx.core as mx
 
-FUSED_ROWS = 128  # the fused gradient wants a multiple of so many query rows
-CHUNK_BYTES = 256 << 20  # of one chunk's (B,H,C,S) matrix; large enough to keep a GPU busy
+FUSED_ROWS = 128  # the fused gradient needs a multiple of this many query rows
+CHUNK_BYTES = 256 << 20  # of one chunk's (batch, heads, chunk rows, key rows) matrix; large enough to keep a GPU busy
 
 
 def attention(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float, mask: mx.array | None = None) -> mx.array:
-    """Attention of every query over every key: (B,H,L,K). `mask` is additive or boolean, broadcast to (B,H,L,S)."""
+    """Return softmax(scale q k^T) v. Queries (batch, heads, L, width), keys and values (batch, heads, S, width); result as q.
+
+    `mask` is added to the scores, or if boolean hides those where it is False; it broadcasts to (batch, heads, L, S). With a
+    mask, MLX's own gradient is used.
+    """
     L = q_BHLK.shape[2]
     if mask is None and fused_gradient(q_BHLK):
         q_BHLK = mx.pad(q_BHLK, [(0, 0), (0, 0), (0, -L % FUSED_ROWS), (0, 0)]) if L % FUSED_ROWS else q_BHLK
@@ -33,10 +37,10 @@ def attention(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float
 
 
 def _one_layout(y_BHLK: mx.array) -> mx.array:
-    """The same; its gradient comes in one layout, (B,L,H,K) without gaps, whatever is made of it.
+    """Return y unchanged, with its gradient made contiguous in the layout (batch, L, heads, width).
 
-    MLX 0.32 keeps cuDNN's graph of the gradient by the shapes and strides of q, k and v alone. A gradient of another
-    layout than the first one's, a view of a wider array say, would be read as if it had the first one's: beyond its end.
+    MLX 0.32 caches cuDNN's graph of the gradient by the shapes and strides of q, k and v alone. A later gradient in another
+    layout, such as a view of a wider array, would be read in the layout of the first one, beyond its end.
     """
     found: Any = _dense_gradient(y_BHLK.swapaxes(1, 2))
     y_BLHK: mx.array = found
@@ -54,22 +58,26 @@ def _dense_gradient_vjp(_: mx.array, dx: mx.array, __: mx.array) -> mx.array:
 
 
 def fused_gradient(q_BHLK: mx.array) -> bool:
-    """Whether the backend has a fused gradient for these: cuDNN does, in half precision, for heads of at most 128."""
+    """Whether the backend has a fused gradient for queries like these: cuDNN does, in half precision, up to head width 128."""
     on = mx.cuda.is_available() and mx.default_device() == mx.gpu and os.environ.get("MLX_CUDA_USE_CUDNN_SDPA", "1") != "0"
     return on and q_BHLK.dtype in (mx.bfloat16, mx.float16) and q_BHLK.shape[-1] <= 128 and q_BHLK.shape[-1] % 8 == 0
 
 
 def chunk_rows(q_BHLK: mx.array, k_BHSK: mx.array) -> int:
-    """C: query rows whose scores against all keys fit CHUNK_BYTES, in multiples that suit a matrix unit; at least one."""
+    """Return how many query rows one chunk has: as many as have scores of at most CHUNK_BYTES, and at least 1.
+
+    q_BHLK: (batch, heads, query rows, width); k_BHSK: (batch, heads, key rows, width). A multiple of FUSED_ROWS, if larger.
+    """
     B, H, _, _ = q_BHLK.shape
     rows = CHUNK_BYTES // (B * H * k_BHSK.shape[2] * q_BHLK.dtype.size)
     return int(max(1, rows - rows % FUSED_ROWS if rows > FUSED_ROWS else rows))
 
 
 def chunked(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float, rows: int | None = None) -> mx.array:
-    """The same attention, `rows` query rows at a time, forward and in the gradient; exact to rounding.
+    """Compute `attention` without mask in chunks of `rows` query rows, forward and in the gradient; equal up to rounding.
 
-    A softmax runs over keys, so a chunk of queries has all it needs: no running maximum, no saved statistics.
+    `rows` is by default that of `chunk_rows`. As softmax runs over the keys, a chunk of queries needs no running maximum and
+    no saved statistics.
     """
     L = q_BHLK.shape[2]
     C = rows or chunk_rows(q_BHLK, k_BHSK)
@@ -105,6 +113,6 @@ def chunked(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float, 
 
 
 def _after(x: mx.array, done: list[mx.array]) -> mx.array:
-    """x, not before those are done: MLX would else start all chunks side by side and hold them all."""
+    """Return x, to be computed after `done`. Without this MLX would start all chunks at once and hold them all in memory."""
     found: mx.array = mx.depends([x], done)[0] if done else x
     return found

@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from stages.models.family import Family
 from stages.models.flux2 import autoencoder
+from stages.models.flux2.autoencoder_config import AutoencoderConfig
 from stages.models.text.qwen3 import Qwen3, Qwen3Config
 
 CAPTION_TOKENS = 60  # a caption of usual length; the other rows are padding, which is computed too
@@ -32,7 +33,7 @@ class Images:
     """The autoencoder with one random image of `size` (width, height)."""
 
     def __init__(self, family: Family, size: tuple[int, int], dtype: Any) -> None:
-        config = autoencoder.AutoencoderConfig.from_dict(family.autoencoder)
+        config = AutoencoderConfig.from_dict(family.autoencoder)
         weights = {key: autoencoder.arrange(key, value) for key, value in random_weights(config.shapes(), dtype).items()}
         self.model = autoencoder.Autoencoder(config, weights)
         self.pixels_BHWC = mx.random.uniform(-1, 1, (1, size[1], size[0], 3), dtype)

@@ -1,7 +1,7 @@
-"""Weights in the layout of the model makers' single files, turned into the diffusers layout.
+"""Rename the weights of the model makers' single files, which are named as in the reference repository, to the diffusers layout.
 
-The arrays may be lazy: nothing here reads them. Source of the tables: the reference repository's model.py and
-autoencoder.py beside the released diffusers folders; checked both ways at tiny sizes.
+The arrays may be lazy: no function here evaluates them. Source of the tables: model.py and autoencoder.py of the reference
+repository beside the released diffusers folders; tests compare them in both directions at tiny sizes.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import mlx.core as mx
 
-PREFIXES = ("model.diffusion_model.", "diffusion_model.")  # what single files may put before every key
+PREFIXES = ("model.diffusion_model.", "diffusion_model.")  # some single files put one of them before every key
 QUANTISED = (".input_scale", ".weight_scale", ".weight_scale_2", ".scale_weight", ".scale_input", "scaled_fp8")
 
-# Whole names first; then names inside a double or a single block.
+# The reference repository's name -> diffusers' name. Outside the blocks; then within a double, and within a single block.
 TRANSFORMER = {
     "img_in": "x_embedder",
     "txt_in": "context_embedder",
@@ -46,7 +46,7 @@ SINGLE = {
     "norm.query_norm": "attn.norm_q",
     "norm.key_norm": "attn.norm_k",
 }
-FUSED = {  # one matrix there, three here, rows in this order
+FUSED = {  # one matrix in the reference repository holds the rows of three in diffusers, in this order
     "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
     "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
 }
@@ -54,25 +54,28 @@ ATTENTION = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_
 
 
 def strip(key: str) -> str:
-    """A key without the prefix that some single files carry."""
+    """Return a key without the prefix that some single files put before every key."""
     return next((key[len(p) :] for p in PREFIXES if key.startswith(p)), key)
 
 
 def is_single_file(keys: Iterable[str]) -> bool:
-    """Whether the names are those of a single file rather than of the diffusers layout."""
+    """Whether weights with these names are a single file of the model makers, not the diffusers layout."""
     marks = ("double_blocks.", "single_blocks.", "encoder.down.", "decoder.up.", "img_in.")
     return any(strip(k).startswith(marks) for k in keys)
 
 
 def transformer(arrays: dict[str, mx.array], where: Path) -> dict[str, mx.array]:
-    """The transformer, renamed. Unknown keys are passed on, for the loader to name."""
+    """Return the weights of the transformer, found in the file `where`, under diffusers' names. Unknown names stay as they are.
+
+    ValueError if the file holds scaled 8-bit weights.
+    """
     converted: dict[str, mx.array] = {}
     for found, value in arrays.items():
         if found.endswith(QUANTISED):
             raise ValueError(f"{where} holds scaled 8-bit weights ({found}), which are not supported: use the bfloat16 file")
         key = strip(found)
         name, _, ending = key.rpartition(".")
-        if key == "final_layer.adaLN_modulation.1.weight":  # shift, scale there; scale, shift here
+        if key == "final_layer.adaLN_modulation.1.weight":  # its rows are shift, scale; in diffusers scale, shift
             half = value.shape[0] // 2
             converted["norm_out.linear.weight"] = mx.concatenate([value[half:], value[:half]])
         elif name in TRANSFORMER:
@@ -83,7 +86,7 @@ def transformer(arrays: dict[str, mx.array], where: Path) -> dict[str, mx.array]
 
 
 def _block(key: str, value: mx.array) -> dict[str, mx.array]:
-    """One tensor of a block: one entry, or three where it is fused."""
+    """Return one weight of a block under its diffusers name; three weights if it is fused; {key: value} for another key."""
     match = re.fullmatch(r"(double|single)_blocks\.(\d+)\.(.+)\.(weight|scale)", key)
     if not match:
         return {key: value}
@@ -97,7 +100,7 @@ def _block(key: str, value: mx.array) -> dict[str, mx.array]:
 
 
 def autoencoder(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """The autoencoder, renamed; the 1x1 convolutions of its attention become matrices."""
+    """Return the weights of the autoencoder under diffusers' names. The 1 x 1 convolutions of its attention become matrices."""
     levels = 1 + max((int(m[1]) for k in arrays if (m := re.match(r"decoder\.up\.(\d+)\.", k))), default=0)
     converted: dict[str, mx.array] = {}
     for found, value in arrays.items():
@@ -108,7 +111,7 @@ def autoencoder(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def _autoencoder_key(key: str, levels: int) -> str:
-    """The name of one of the autoencoder's tensors; the decoder's levels are counted the other way round."""
+    """Return diffusers' name of an autoencoder weight. `levels`: how many the decoder has, which diffusers counts in reverse."""
     if match := re.fullmatch(r"(encoder|decoder)\.(down|up)\.(\d+)\.block\.(\d+)\.(.+)", key):
         side, way, level, number, rest = match.groups()
         at = int(level) if way == "down" else levels - 1 - int(level)

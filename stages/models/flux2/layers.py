@@ -142,7 +142,7 @@ def placed(x_BSHK: mx.array, norm_K: mx.array, rope: Sequence[mx.array]) -> mx.a
 
 
 def attend(q_BSHK: mx.array, k_BSHK: mx.array, v_BSHK: mx.array) -> mx.array:
-    """Attention of all rows over all rows. Queries, keys and values: (batch, rows, heads, width); returns (batch, rows, features)."""
+    """Attention of all rows over all rows: queries, keys, values (batch, rows, heads, width) to (batch, rows, heads * width)."""
     q_BHSK, k_BHSK, v_BHSK = (x.swapaxes(1, 2) for x in (q_BSHK, k_BSHK, v_BSHK))
     y_BHSK = attention(q_BHSK, k_BHSK, v_BHSK, q_BSHK.shape[-1] ** -0.5)
     return y_BHSK.swapaxes(1, 2).flatten(2)

@@ -1,8 +1,4 @@
-"""From files to a model: which layout they have, and the sizes of the architecture.
-
-Two layouts are known: a diffusers folder (transformer/, vae/, text_encoder/, tokenizer/) and the model makers' single
-files (flux-2-klein-base-4b.safetensors, ae.safetensors) side by side in a folder. Both may be mixed.
-"""
+"""Load the transformer and the autoencoder, from the diffusers layout or the model makers' single files."""
 
 from __future__ import annotations
 
@@ -14,48 +10,51 @@ import mlx.core as mx
 
 from stages.models import weights
 from stages.models.family import Family
-from stages.models.flux2 import autoencoder
-from stages.models.flux2 import key_maps as convert
-from stages.models.flux2 import transformer as flux2
+from stages.models.flux2 import autoencoder, key_maps
+from stages.models.flux2.autoencoder_config import AutoencoderConfig
+from stages.models.flux2.config import Flux2Config
+from stages.models.flux2.transformer import Flux2
 from stages.models.folders import component_config
 
 sizes = component_config
 
 
-def transformer_config(path: Path | None, family: Family) -> flux2.Flux2Config:
+def transformer_config(path: Path | None, family: Family) -> Flux2Config:
     """Read the transformer's sizes from the config.json at `path`; from the family's record if there is none, or no path.
 
     ValueError if the config is not that of a FLUX.2 transformer.
     """
-    return flux2.Flux2Config.from_dict(component_config(path, family.transformer) if path else family.transformer)
+    return Flux2Config.from_dict(component_config(path, family.transformer) if path else family.transformer)
 
 
-def load_flux2(
-    path: Path, family: Family, dtype: Any = None, arrange: Callable[[str, mx.array], Any] | None = None
-) -> flux2.Flux2:
-    """The transformer at `path`, either layout, every tensor cast to `dtype` (as stored, if None), then passed through `arrange`.
+def load_flux2(path: Path, family: Family, dtype: Any = None, arrange: Callable[[str, mx.array], Any] | None = None) -> Flux2:
+    """Load the transformer at `path`, a folder or a single file.
 
-    One tensor is so held at a time: `arrange` may pack it.
+    Each weight is cast to `dtype` (None: as stored) and replaced by `arrange(name, weight)`, which may pack it, so that one
+    weight is held in full at a time. ValueError if a weight is missing, damaged or of another size.
     """
     config = transformer_config(path, family)
-    foreign = convert.is_single_file(weights.read_keys(path))
+    foreign = key_maps.is_single_file(weights.read_keys(path))
     arrays = weights.load_component(
         path,
         config.shapes(),
-        convert=(lambda found: convert.transformer(found, path)) if foreign else None,
+        convert=(lambda found: key_maps.transformer(found, path)) if foreign else None,
         dtype=dtype,
         arrange=arrange,
     )
-    return flux2.Flux2(config, arrays)
+    return Flux2(config, arrays)
 
 
 def load_autoencoder(path: Path, family: Family, dtype: Any = None) -> autoencoder.Autoencoder:
-    """The autoencoder at `path`, either layout, cast to `dtype`; the statistics of its latents stay in float32."""
-    config = autoencoder.AutoencoderConfig.from_dict(component_config(path, family.autoencoder))
+    """Load the autoencoder at `path`, a folder or a single file, cast to `dtype` (None: as stored).
+
+    The statistics of its latents are float32 in any case. ValueError if a weight is missing, damaged or of another size.
+    """
+    config = AutoencoderConfig.from_dict(component_config(path, family.autoencoder))
     arrays = weights.load_component(
         path,
         config.shapes(),
-        convert=convert.autoencoder if convert.is_single_file(weights.read_keys(path)) else None,
+        convert=key_maps.autoencoder if key_maps.is_single_file(weights.read_keys(path)) else None,
         dtype=lambda key: mx.float32 if key.startswith("bn.") else dtype,
         ignore=lambda key: key == "bn.num_batches_tracked",
         arrange=autoencoder.arrange,

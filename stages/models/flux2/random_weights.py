@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from stages.models.family import Family
-from stages.models.flux2.autoencoder import AutoencoderConfig
+from stages.models.flux2.autoencoder_config import AutoencoderConfig
 from stages.models.flux2.config import TRANSFORMER_CLASS, Flux2Config
 from stages.models.text.qwen3 import Qwen3Config
 from stages.models.text.tiny_tokenizer import write_json, write_tokenizer

@@ -1,6 +1,6 @@
-"""Drawing an image: FLUX.2's noise levels, Euler's steps through them, guidance, and noise that a seed names.
+"""Draw an image: starting noise from a seed, FLUX.2's noise levels, Euler steps along them, guidance.
 
-B batch, C latent channels, H and W latent height and width.
+B batch, T text rows, J text features, L image tokens, C latent channels, h and w latent height and width.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from stages.models.flux2.transformer import Flux2
 
 Velocity = Callable[[mx.array, float], mx.array]  # (x, sigma) -> dx/dsigma, of x's shape
 
-# The empirical mu of the FLUX.2 reference: two lines over the number of image tokens, fitted at 10 and at 200 steps.
+# (slope, offset) of mu over the number of image tokens, at 10 and at 200 steps: constants of the FLUX.2 reference repository.
 AT_10_STEPS = (8.73809524e-05, 1.89833333)
 AT_200_STEPS = (0.00016927, 0.45666666)
 PIXELS = 16  # per image token and latent position, along one side
 TOGETHER = 1024  # image tokens up to which guidance's two passes are one batch: faster, and their memory is small there
-LONG = 4300  # image tokens beyond which the line of 200 steps holds for any number of steps
+LONG = 4300  # image tokens beyond which mu is that of 200 steps for any number of steps
 
 
 def draw(
@@ -89,7 +89,10 @@ def velocity_of(
 
 
 def empirical_mu(tokens: int, steps: int) -> float:
-    """How far the schedule leans to noise, for an image of that many tokens drawn in that many steps."""
+    """Return mu, by which the noise levels are shifted towards 1, for an image of `tokens` image tokens drawn in `steps` steps.
+
+    It is interpolated between the constants of 10 and of 200 steps, as in the FLUX.2 reference repository.
+    """
     at_10, at_200 = (slope * tokens + offset for slope, offset in (AT_10_STEPS, AT_200_STEPS))
     if tokens > LONG:
         return at_200
@@ -97,21 +100,27 @@ def empirical_mu(tokens: int, steps: int) -> float:
 
 
 def sigmas(tokens: int, steps: int) -> list[float]:
-    """The noise levels from 1 down to 0, steps + 1 of them: evenly spaced, then shifted by exp(mu)."""
+    """Return the `steps` + 1 noise levels, from 1 down to 0, to draw an image of `tokens` image tokens.
+
+    Evenly spaced levels s are shifted to m / (m + 1 / s - 1) with m = exp(mu). ValueError for less than 1 step.
+    """
     if steps < 1:
-        raise ValueError(f"an image is drawn in 1 step or more, not {steps}")
+        raise ValueError(f"steps must be >= 1, got {steps}")
     shift = math.exp(empirical_mu(tokens, steps))
     return [shift / (shift + 1 / sigma - 1) for sigma in np.linspace(1, 1 / steps, steps).tolist()] + [0.0]
 
 
 def noise(seed: int, shape: Sequence[int]) -> mx.array:
-    """Unit Gaussian, float32: the same for a seed and shape on every machine and backend."""
+    """Return Gaussian noise of variance 1, float32. It depends on seed and shape alone, on every machine and backend."""
     generator = np.random.Generator(np.random.Philox(seed))
     return mx.array(generator.standard_normal(tuple(shape), np.float32))
 
 
 def euler(velocity: Velocity, x: mx.array, levels: Sequence[float]) -> Iterator[mx.array]:
-    """BlockwiseBackprop from the first noise level to the last, in float32; yields x after every step, evaluated."""
+    """Integrate from the first noise level to the last by Euler steps, and yield x, evaluated float32, after every step.
+
+    `velocity(x, sigma)` returns dx/dsigma in the shape of x.
+    """
     x = x.astype(mx.float32)
     for sigma, following in pairwise(levels):
         x = x + (following - sigma) * velocity(x, sigma).astype(mx.float32)
@@ -119,12 +128,9 @@ def euler(velocity: Velocity, x: mx.array, levels: Sequence[float]) -> Iterator[
         yield x
 
 
-def sample(velocity: Velocity, x: mx.array, levels: Sequence[float]) -> mx.array:
-    """Where Euler's steps from `x`, noise, end: the drawn latents."""
-    *_, drawn = euler(velocity, x, levels)
-    return drawn
-
-
 def guided(with_prompt: mx.array, without: mx.array, guidance: float) -> mx.array:
-    """Classifier-free guidance: beyond the velocity with the prompt, away from the one with the empty prompt."""
+    """Combine two velocities by classifier-free guidance: without + guidance * (with_prompt - without).
+
+    `with_prompt` is predicted from the prompt, `without` from the empty prompt. A guidance of 1 returns `with_prompt`.
+    """
     return without + guidance * (with_prompt - without)

@@ -14,7 +14,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from stages.models.flux2.blocks import Linear, Shared, double_block, plain_linear, single_block, text_rows
+from stages.models.flux2.blocks import Linear as Linear
+from stages.models.flux2.blocks import Shared, double_block, plain_linear, single_block, text_rows
 from stages.models.flux2.config import MODULATIONS
 from stages.models.flux2.config import Flux2Config as Flux2Config
 from stages.models.flux2.config import packs_outside as packs_outside
@@ -84,9 +85,9 @@ class Flux2:
     ) -> tuple[mx.array, Shared]:
         """Compute the input of the first block, (batch, text rows then image rows, hidden), and what all blocks share.
 
-        x_BLC: noisy latents (batch, image tokens, channels) at the positions x_ids_L4; ctx_BTJ: text embeddings (batch, text rows,
-        features) at the positions ctx_ids_T4; timesteps_B: sigma of each sample, 0 (clean) to 1 (noise); guidance_B: guidance of
-        each sample, such as 4.0, for a model with guidance embedding; other models ignore it. ValueError if it is missing.
+        x_BLC: noisy latents (batch, image tokens, channels) at the positions x_ids_L4. ctx_BTJ: text embeddings (batch, text
+        rows, features) at the positions ctx_ids_T4. timesteps_B: sigma of each sample, 0 (clean) to 1 (noise). guidance_B:
+        guidance of each sample, such as 4.0; a model with a guidance embedding needs it (ValueError), other models ignore it.
         """
         temb_BD = self._embed("timestep", timesteps_B)
         if self.config.guidance_embeds:
@@ -107,7 +108,7 @@ class Flux2:
         return mx.concatenate([h_BTD, h_BLD], axis=1), shared
 
     def leave(self, h_BSD: mx.array, shared: Shared) -> mx.array:
-        """Compute the velocity (noise - clean) of the image tokens from the output of the last block: (batch, tokens, channels)."""
+        """Compute the velocity, noise - clean, from the output of the last block: (batch, image tokens, channels)."""
         h_BLD = modulate(h_BSD[:, text_rows(shared) :], shared["out"])
         return self._linear("proj_out", h_BLD)
 

@@ -1,9 +1,8 @@
-"""Qwen3's decoder as a text encoder: hidden states of its lower layers, and only those layers.
+"""Qwen3's decoder as a text encoder, with as many of its layers as the hidden states need.
 
-Hidden state k is the residual stream after k layers, and after the last of all it is normalised, as transformers gives
-it; 0 would be the embedding. Names of tensors are those of a Qwen3 checkpoint without their leading `model.`.
-
-B batch, T tokens, D hidden, H query heads, G key and value heads (H is a multiple of G), K head width.
+Hidden state k is the residual stream after k layers; after the last layer of the model it is normalised, as transformers
+returns it. Names of weights are those of a Qwen3 checkpoint without their leading "model.".
+B batch, T tokens, D hidden width, H query heads, G key and value heads (H is a multiple of G), K head width.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ SIZES = (
     "head_dim",
     "rms_norm_eps",
 )
-# What a Qwen3 config may say that this file does not compute, with the value that it does.
-BUILT = {"attention_bias": False, "hidden_act": "silu", "use_sliding_window": False}
+# Fields of a Qwen3 config that would change the computation, with the value that is supported.
+SUPPORTED = {"attention_bias": False, "hidden_act": "silu", "use_sliding_window": False}
 
 
 @dataclass(frozen=True)
 class Qwen3Config:
-    """The sizes that decide the architecture, with the names of its config.json."""
+    """The sizes of a Qwen3 model, with the names of its config.json."""
 
     vocab_size: int
     hidden_size: int
@@ -46,11 +45,14 @@ class Qwen3Config:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Qwen3Config:
-        """From a config.json, old (`rope_theta`) or new (`rope_parameters`). ValueError for what is missing or not built."""
+        """Build the config from the content of a config.json, old (`rope_theta`) or new (`rope_parameters`).
+
+        ValueError for a missing field, or for a value that is not supported.
+        """
         missing = [name for name in SIZES if name not in config]
         if missing:
             raise ValueError(f"the text encoder's config lacks {', '.join(missing)}; is it a Qwen3 model?")
-        odd = [f"{name} = {config[name]!r}" for name, built in BUILT.items() if config.get(name, built) != built]
+        odd = [f"{name} = {config[name]!r}" for name, value in SUPPORTED.items() if config.get(name, value) != value]
         rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
@@ -63,8 +65,10 @@ class Qwen3Config:
         return cls(rope_theta=float(theta), **{name: config[name] for name in SIZES})
 
     def shapes(self, layers: int) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the embedding and of the first `layers` layers, all of them with the final norm: what hidden
-        state `layers` needs.
+        """Return the name and shape of every weight that hidden state `layers` needs.
+
+        These are the embedding, the first `layers` layers, and the final norm if these are all layers. ValueError if the model
+        has fewer layers.
         """
         D, K, inner = self.hidden_size, self.head_dim, self.intermediate_size
         query, shared = self.num_attention_heads * K, self.num_key_value_heads * K
@@ -82,23 +86,26 @@ class Qwen3Config:
             "mlp.down_proj": (D, inner),
         }
         if layers > self.num_hidden_layers:
-            raise ValueError(f"hidden state {layers} is wanted of a text encoder of {self.num_hidden_layers} layers")
+            raise ValueError(f"the hidden state must be <= {self.num_hidden_layers}, the text encoder's layers, got {layers}")
         named = {f"layers.{i}.{name}.weight": shape for i in range(layers) for name, shape in layer.items()}
         final = {"norm.weight": (D,)} if layers == self.num_hidden_layers else {}
         return {"embed_tokens.weight": (self.vocab_size, D), **named, **final}
 
 
 def rename(key: str) -> str:
-    """A checkpoint's key as this file names it."""
+    """Return the name of a checkpoint's weight without its leading "model."."""
     return key.removeprefix("model.")
 
 
-def beyond(layers: int, of: int) -> Callable[[str], bool]:
-    """Which renamed keys hidden state `layers` of a model of `of` does not need: later layers, their norm, the output head."""
+def unneeded_beyond(layers: int, total: int) -> Callable[[str], bool]:
+    """Return a function that is True for names of weights that hidden state `layers` of `total` does not need.
+
+    These are the later layers, the final norm that follows them, and the output head.
+    """
 
     def unneeded(key: str) -> bool:
         if key in ("norm.weight", "lm_head.weight"):
-            return key != "norm.weight" or layers < of
+            return key != "norm.weight" or layers < total
         head, _, rest = key.partition("layers.")
         number = rest.partition(".")[0]
         return head == "" and number.isdecimal() and int(number) >= layers
@@ -107,9 +114,10 @@ def beyond(layers: int, of: int) -> Callable[[str], bool]:
 
 
 def mask(real_BT: mx.array) -> mx.array:
-    """Who may be looked at, (B,1,T,T) boolean: no later token, and no padding. Padding looks at the real tokens too.
+    """Return the attention mask, boolean (batch, 1, tokens, tokens): True where a query row may attend to a key column.
 
-    With padding on the right the first token is real, so no row is empty.
+    real_BT is False for padding. No token attends to a later token or to padding; padding attends to the real tokens before
+    it. As padding is at the end, every row has a True.
     """
     T = real_BT.shape[1]
     place_T = mx.arange(T)
@@ -118,14 +126,17 @@ def mask(real_BT: mx.array) -> mx.array:
 
 
 class Qwen3:
-    """The decoder. `weights` has at least the names of `config.shapes(layers)` for the deepest layer asked for."""
+    """The decoder. `weights` has at least the names of `config.shapes(k)` for the deepest hidden state k to be computed."""
 
     def __init__(self, config: Qwen3Config, weights: Mapping[str, mx.array]) -> None:
         self.config = config
         self.weights = weights
 
     def encode(self, tokens_BT: mx.array, real_BT: mx.array, layers: Sequence[int]) -> mx.array:
-        """Hidden states `layers`, side by side in that order: (B,T,len(layers)*D). `real` is False for padding."""
+        """Compute the hidden states `layers` and concatenate them in that order: (batch, tokens, len(layers) * hidden).
+
+        tokens_BT: token ids (batch, tokens); real_BT: False for padding, which must be at the end.
+        """
         h_BTD = self.weights["embed_tokens.weight"][tokens_BT]
         seen_B1TT = mask(real_BT)
         states = {0: h_BTD}
@@ -136,7 +147,7 @@ class Qwen3:
 
     def _layer(self, i: int, h_BTD: mx.array, seen_B1TT: mx.array) -> mx.array:
         h_BTD = h_BTD + self._attend(f"layers.{i}.self_attn", self._norm(f"layers.{i}.input_layernorm", h_BTD), seen_B1TT)
-        return h_BTD + self._feed(f"layers.{i}.mlp", self._norm(f"layers.{i}.post_attention_layernorm", h_BTD))
+        return h_BTD + self._feed_forward(f"layers.{i}.mlp", self._norm(f"layers.{i}.post_attention_layernorm", h_BTD))
 
     def _attend(self, name: str, x_BTD: mx.array, seen_B1TT: mx.array) -> mx.array:
         c = self.config
@@ -147,13 +158,13 @@ class Qwen3:
         return self._linear(f"{name}.o_proj", out_BHTK.transpose(0, 2, 1, 3).reshape(*x_BTD.shape[:2], -1))
 
     def _heads(self, name: str, x_BTD: mx.array, heads: int) -> mx.array:
-        """Queries or keys: projected, normalised head by head, then turned by their position (halves, not neighbours)."""
+        """Compute queries or keys: project, normalise each head, rotate by position (pairs are halves, not neighbours)."""
         c = self.config
         x_BTHK = self._linear(f"{name}_proj", x_BTD).reshape(*x_BTD.shape[:2], heads, c.head_dim)
         x_BHTK = self._norm(f"{name}_norm", x_BTHK).transpose(0, 2, 1, 3)
         return mx.fast.rope(x_BHTK, c.head_dim, traditional=False, base=c.rope_theta, scale=1.0, offset=0)
 
-    def _feed(self, name: str, x_BTD: mx.array) -> mx.array:
+    def _feed_forward(self, name: str, x_BTD: mx.array) -> mx.array:
         gate = self._linear(f"{name}.gate_proj", x_BTD)
         return self._linear(f"{name}.down_proj", gate * mx.sigmoid(gate) * self._linear(f"{name}.up_proj", x_BTD))
 

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from stages.models import weights
 from stages.models.flux2 import autoencoder
 from stages.models.flux2 import key_maps as convert
-from stages.models.flux2.autoencoder import AutoencoderConfig
+from stages.models.flux2.autoencoder_config import AutoencoderConfig
 from stages.models.flux2.load import load_autoencoder, load_flux2
 from stages.models.flux2.sizes import AUTOENCODER
 from stages.text_to_image.families import FAMILIES, family
@@ -143,7 +143,7 @@ def test_an_image_is_encoded_to_the_same_bits_whatever_its_place_in_memory(relea
 
 
 def test_a_size_that_is_no_multiple_of_16_is_refused(released, tmp_path):
-    with pytest.raises(ValueError, match=r"40 x 32 pixels cannot be encoded: both must be multiples of 16"):
+    with pytest.raises(ValueError, match=r"width and height of an image must be multiples of 16 pixels, got 40 x 32"):
         ours(released, tmp_path).encode(mx.zeros((1, 32, 40, 3)))
 
 

@@ -51,7 +51,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 def ours(folder: Path, layers: int) -> Qwen3:
     config = Qwen3Config.from_dict(read_config(folder))
-    loaded = weights.load_component(folder, config.shapes(layers), rename=qwen3.rename, ignore=qwen3.beyond(layers, ALL))
+    loaded = weights.load_component(folder, config.shapes(layers), rename=qwen3.rename, ignore=qwen3.unneeded_beyond(layers, ALL))
     return Qwen3(config, loaded)
 
 
@@ -105,7 +105,7 @@ def test_a_tensor_that_is_needed_and_missing_or_unknown_is_refused(reference: tu
         file = tmp_path / f"{number}.safetensors"
         mx.save_safetensors(str(file), found)
         with pytest.raises(ValueError, match=name):
-            weights.load_component(file, config.shapes(1), rename=qwen3.rename, ignore=qwen3.beyond(1, ALL))
+            weights.load_component(file, config.shapes(1), rename=qwen3.rename, ignore=qwen3.unneeded_beyond(1, ALL))
 
 
 def test_both_spellings_of_rope_theta_are_read() -> None:
@@ -114,7 +114,7 @@ def test_both_spellings_of_rope_theta_are_read() -> None:
     assert Qwen3Config.from_dict({**sizes, "rope_parameters": {"rope_type": "default", "rope_theta": 8.0}}).rope_theta == 8.0
 
 
-def test_a_config_that_is_not_built_is_refused_with_the_field() -> None:
+def test_a_config_that_is_not_supported_is_refused_with_the_field() -> None:
     sizes = dict.fromkeys(qwen3.SIZES, 1) | {"rope_theta": 1.0}
     with pytest.raises(ValueError, match="attention_bias"):
         Qwen3Config.from_dict({**sizes, "attention_bias": True})
@@ -122,5 +122,5 @@ def test_a_config_that_is_not_built_is_refused_with_the_field() -> None:
         Qwen3Config.from_dict({**sizes, "rope_scaling": {"rope_type": "yarn"}})
     with pytest.raises(ValueError, match="lacks head_dim"):
         Qwen3Config.from_dict({k: v for k, v in sizes.items() if k != "head_dim"})
-    with pytest.raises(ValueError, match="hidden state 9 is wanted of a text encoder of 1 layers"):
+    with pytest.raises(ValueError, match=r"hidden state must be <= 1, .*, got 9"):
         Qwen3Config.from_dict(sizes).shapes(9)

@@ -1,0 +1,66 @@
+"""Prompts as token ids, in the chat form that the text encoder was trained on."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stages.models.family import Family
+
+
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    """One prompt as token ids (text rows,), padded at the end; how many tokens are not padding; how many were cut off."""
+
+    ids: np.ndarray
+    real: int
+    dropped: int
+
+
+class PromptTokenizer:
+    """Tokenizes prompts in Qwen3's chat form: one user turn, with thinking switched off."""
+
+    def __init__(self, folder: Path, family: Family) -> None:
+        """Load the tokenizer in `folder`; `family.text_tokens` is the length of every tokenized prompt.
+
+        ValueError if the family's text encoder is not supported, or if the folder lacks a file or a setting.
+        """
+        family.require("text_encoder")
+        self.length = family.text_tokens
+        self.tokenizer = _load(folder)
+        if self.tokenizer.pad_token_id is None:
+            raise ValueError(f"{folder} names no pad_token in tokenizer_config.json; it should be <|endoftext|>")
+        if not self.tokenizer.chat_template:
+            raise ValueError(f"{folder} has no chat template: chat_template.jinja is missing")
+
+    def apply_template(self, text: str) -> str:
+        """Return `text`, which may be empty, as the user turn of a chat, up to where the model would answer."""
+        turn = [{"role": "user", "content": text}]
+        found: str = self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+        return found
+
+    def __call__(self, text: str) -> TokenizedPrompt:
+        """Tokenize one prompt: cut at the end, or padded at the end, to `length` tokens."""
+        ids = self.tokenizer(self.apply_template(text), truncation=False, verbose=False)["input_ids"]
+        kept = ids[: self.length]
+        ids_T = np.full(self.length, self.tokenizer.pad_token_id, np.int32)
+        ids_T[: len(kept)] = kept
+        return TokenizedPrompt(ids_T, len(kept), len(ids) - len(kept))
+
+
+def _load(folder: Path) -> Any:
+    """Load the transformers tokenizer in `folder`, without network. ValueError if there is none or it cannot be read."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would advise to install torch, which is not needed
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        raise ValueError(f"there is no tokenizer in {folder}: looked for tokenizer.json")
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(f"the tokenizer in {folder} cannot be read: {first}") from None
