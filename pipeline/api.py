@@ -60,6 +60,15 @@ class Project(project.Project):
         self.refresh()
         return answer_panel(self, name)
 
+    def lancedb(self) -> Any:
+        """Return a LanceDB connection to the tables: `project.lancedb().open_table("images")`.
+
+        A table is listed once its stage has run. The rows that this program shows are those whose column `live` is true.
+        """
+        import lancedb
+
+        return lancedb.connect(self.path / "tables")
+
     def status(self) -> list[TableState]:
         """For every table its rows, its size and what a run would do."""
         from pipeline.commands.status import states

@@ -1,8 +1,7 @@
-"""Runs one stage: asks what is wanted, lets the stage make what is missing, commits it, and writes the manifest last."""
+"""Runs one stage: the stage says which rows it wants, computes those that are missing, and the runner commits them."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.metadata
 import platform
@@ -12,9 +11,9 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +22,8 @@ import pyarrow.compute as pc
 
 from pipeline.errors import Stopped
 from pipeline.project.project import Project
+from pipeline.project.recipe import short
+from pipeline.store.catalog import link_table
 from pipeline.store.rows import matches, missing
 from pipeline.store.writer import Writer
 from stages.stage import Artifact, Stage, StageContext
@@ -34,46 +35,54 @@ VERSIONS = ("latentmill", "mlx", "numpy", "pyarrow", "pylance", "pillow", "trans
 
 
 class Console(Protocol):
-    """Where a stage's lines and its progress go."""
+    """Receives the messages and the progress of a running stage."""
 
     def say(self, line: str) -> None:
-        """One line."""
+        """Show one line of text."""
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        """Move the bar."""
+        """Show that `done` of `total` are done; `unit` says what is counted, for example "images"."""
+
+
+Computed = Iterator[pa.RecordBatch | Artifact]  # batches of the stage's table, and files that their rows name
 
 
 @dataclass
 class Outcome:
-    """What a run did."""
+    """What a run did: rows written and removed, time, memory. `stage_name` names the table."""
 
     stage_name: str
     written: int = 0
-    removed: int = 0
-    rows: int = 0
+    removed: int = 0  # rows that are no longer wanted
+    rows: int = 0  # rows that are wanted
     seconds: float = 0.0
-    peak_rss: int = 0  # bytes, the process's largest resident size
-    peak_mlx: int = 0  # bytes, MLX's largest active memory; 0 where MLX was not needed
-    facts: dict[str, Any] = field(default_factory=dict)
-    left: int = 0  # rows still to do, where the stage ended early of its own accord
-    reason: str = ""  # why it did
+    peak_rss: int = 0  # largest resident size of the process, bytes
+    peak_mlx: int = 0  # largest active memory of MLX, bytes; 0 if MLX was not loaded
+    left: int = 0  # rows still to compute, if the stage ended early of its own accord
+    reason: str = ""  # why it ended early
 
     @property
     def up_to_date(self) -> bool:
-        """Nothing was written and nothing went."""
+        """Whether the run had nothing to do: no row was written, removed or is left."""
         return not self.written and not self.removed and not self.left
 
 
-def run(project: Project, name: str, console: Console, meter: Meter | None = None) -> Outcome:
-    """Bring the table of one stage up to date and return what was done.
+def run(
+    project: Project,
+    name: str,
+    console: Console,
+    meter: Meter | None = None,
+    compute: Callable[[StageContext], Computed] | None = None,
+) -> Outcome:
+    """Bring the table of the stage `name` up to date, and publish it. Returns what was done.
 
-    Stopped if the user interrupts; ValueError, in one line, for what the user can correct. With a `meter`, MLX's memory is
-    measured batch by batch.
+    `meter` measures MLX's memory batch by batch. `compute(ctx)` yields the batches and artifacts for the rows of
+    `ctx.pending`, for example from work units in other processes (`pipeline.work`); by default the stage's own `run`.
+    Stopped if the user interrupts; ValueError, in one line, for mistakes that the user can correct.
     """
-    stage = project.stage(name)
-    warnings.filterwarnings("ignore", module="PIL")  # what Pillow warns of is a row's reason, or harmless
+    stage, folder = project.stage(name), project.current(name)
+    warnings.filterwarnings("ignore", module="PIL")  # Pillow's warnings are either in the row or harmless
     began = time.monotonic()
-    folder = project.current(name)
     reasons: list[str] = []
     with (
         interruptible() as stop,
@@ -92,31 +101,30 @@ def run(project: Project, name: str, console: Console, meter: Meter | None = Non
         )
         wanted = stage.wants(ctx)
         ctx.pending = pending_rows(stage, ctx, wanted)
-        before = folder.rows().select(wanted.column_names) if folder.exists else None
-        written = commit(stage.run(ctx), stage, writer, meter)
+        published = folder.rows().select(wanted.column_names) if folder.exists else wanted.slice(0, 0)
+        written = commit((compute or stage.run)(ctx), stage, writer, meter)
         ctx.stored = writer.stored
         if stage.finish:
             written += commit(stage.finish(ctx), stage, writer)
+        if missing(wanted, writer.stored).num_rows:  # a stage may want fewer rows now: training can end early
             ctx.stored = writer.stored
-        left = missing(wanted, writer.stored).num_rows
-        if left:  # a run may shorten what it wants: training ends early when validation stops improving
             wanted = stage.wants(ctx)
-            left = missing(wanted, writer.stored).num_rows
+        left = missing(wanted, writer.stored).num_rows
         if left and stop.is_set():
             raise Stopped(f"{name}: stopped; {written} new rows are kept, {left} are still to do. Run the same command to go on.")
+        assert not left or reasons, f"{name}: {left} rows that the stage wants were never yielded"
         outcome = Outcome(name, written, 0, wanted.num_rows, time.monotonic() - began, peak_rss(), peak_mlx(meter))
-        if left and reasons:
-            writer.finish(wanted, facts_of(outcome))  # the rows so far can be queried, and previewed
-            return dataclasses.replace(outcome, left=left, reason=reasons[-1])
-        assert not left, f"{name}: {left} rows that the stage wants were never yielded"
-        removed = missing(before, wanted).num_rows if before is not None else 0
-        outcome = dataclasses.replace(outcome, removed=removed)
-        writer.finish(wanted, facts_of(outcome) if written or not folder.exists else {})
+        if left:
+            outcome.left, outcome.reason = left, reasons[-1]
+        else:
+            outcome.removed = missing(published, wanted).num_rows
+        writer.finish(wanted, facts_of(outcome) if written or left or not folder.exists else {})
+        link_table(folder)
     return outcome
 
 
 def pending_rows(stage: Stage, ctx: StageContext, wanted: pa.Table) -> pa.Table:
-    """The wanted rows that are not stored, and those stored rows that the stage wants to compute again."""
+    """The rows of `wanted` to compute now: those that `ctx.stored` lacks, and stored ones that `stage.redo` asks for again."""
     absent = missing(wanted, ctx.stored)
     if stage.redo is None:
         return absent
@@ -125,15 +133,18 @@ def pending_rows(stage: Stage, ctx: StageContext, wanted: pa.Table) -> pa.Table:
 
 
 def commit(batches: Iterable[pa.RecordBatch | Artifact], stage: Stage, writer: Writer, meter: Meter | None = None) -> int:
-    """Commit what a stage or a work unit yields, then release MLX's cache. Returns the number of rows written."""
+    """Write all batches and artifacts to the stage's table and commit them. Returns the number of rows written.
+
+    Rows are also committed if the iterator raises. At the end MLX's cache is released.
+    """
     written = 0
     try:
-        for made in meter.measure_each(batches, stage.name) if meter else batches:
-            if isinstance(made, Artifact):
-                writer.write_artifact(made.name, functools.partial(_write_bytes, content=made.content))
+        for item in meter.measure_each(batches, stage.name) if meter else batches:
+            if isinstance(item, Artifact):
+                writer.write_artifact(item.name, functools.partial(_write_bytes, content=item.content))
             else:
-                writer.append(made)
-                written += made.num_rows
+                writer.append(item)
+                written += item.num_rows
     finally:
         if isinstance(batches, Generator):
             batches.close()
@@ -149,10 +160,13 @@ def _write_bytes(path: Path, content: bytes) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """The first Ctrl-C (or SIGTERM) asks the stage to stop after its batch; a second one interrupts at once."""
+    """Yield an event that the first Ctrl-C or SIGTERM sets, to stop after the current batch. A second one interrupts at once.
+
+    In a thread other than the main one, signals are left as they are and the event is never set.
+    """
     stop = threading.Event()
 
-    def ask(number: int, frame: Any) -> None:
+    def handle(number: int, frame: Any) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
@@ -160,7 +174,7 @@ def interruptible() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:
@@ -169,9 +183,7 @@ def interruptible() -> Iterator[threading.Event]:
 
 
 def provenance(project: Project, stage_name: str) -> dict[str, str]:
-    """What a file made by this run says of its making: family, recipe, the recipes of the tables it read, versions."""
-    from pipeline.project.recipe import short
-
+    """Metadata for the files of a stage: family, project, the recipes of its table and of the tables it reads, versions."""
     reads = {f"recipe_{read.name}": short(project.recipe(read.name)) for read in project.stage(stage_name).reads}
     versions = {f"version_{name}": version for name, version in software().items()}
     family = {"family": project.family.name} if project.pipeline.families else {}
@@ -179,7 +191,7 @@ def provenance(project: Project, stage_name: str) -> dict[str, str]:
 
 
 def software() -> dict[str, str]:
-    """Versions of what made a table."""
+    """Versions of Python, the operating system and the packages in VERSIONS, by name; packages not installed are left out."""
     found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     for name in VERSIONS:
         try:
@@ -190,7 +202,7 @@ def software() -> dict[str, str]:
 
 
 def facts_of(outcome: Outcome) -> dict[str, Any]:
-    """What the manifest keeps of the run that last wrote."""
+    """What the manifest records about the run that last wrote: rows, seconds, peak memory in bytes, versions."""
     return {
         "run": {
             "rows_written": outcome.written,
@@ -203,12 +215,12 @@ def facts_of(outcome: Outcome) -> dict[str, Any]:
 
 
 def peak_rss() -> int:
-    """The process's peak resident memory, bytes (Linux counts in KiB, macOS in bytes)."""
+    """The peak resident memory of this process, bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
 def peak_mlx(meter: Meter | None = None) -> int:
-    """MLX's peak active memory, bytes; 0 if nothing needed MLX. A meter sets MLX's own back, and has the largest."""
+    """The peak active memory of MLX, bytes; 0 if MLX was never imported. A meter resets MLX's own peak and keeps the largest."""
     core = sys.modules.get("mlx.core")
     return max(int(core.get_peak_memory()), meter.peak if meter else 0) if core else 0

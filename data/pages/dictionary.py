@@ -30,6 +30,7 @@ STORAGE = """
 data/cats/
   project.toml                          one section per stage
   images/                               your images; the program never writes here
+  tables/<table>.lance                  a link to the rows of the last run, for LanceDB
   tables/<table>/<recipe>/
     manifest.json                       the recipe in clear text, counts, versions; written last
     rows.lance/                         the rows
@@ -48,6 +49,10 @@ The row of a tensor says in `shard`, `byte_offset` and `nbytes` where its values
 and `dtype` what they are. bfloat16 is stored as 16-bit words; in the SQL of `latentmill query`, `bf16(word)` is the value of a
 word. Shards are plain Arrow files that can be read without this program: `pyarrow.dataset.dataset(folder, format="ipc")`, which
 DuckDB can register too.
+
+The rows are Lance datasets, so LanceDB reads them too: `lancedb.connect("data/cats/tables").open_table("images")`, or
+`Project("data/cats").lancedb()` in Python. There each row has one more column, `live`: true for the rows that this program
+shows, false for rows that are no longer wanted, null for rows of a run that has not finished.
 
 Columns marked *measured* hold clock times and memory. Only they may differ between two runs of one recipe.
 """

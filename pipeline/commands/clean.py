@@ -54,6 +54,8 @@ def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
 
 def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
     """Yield a line and the bytes freed for everything of one table that is deleted, or left alone for a reason."""
+    from pipeline.store.catalog import link_table
+
     try:
         current = project.current(name)
     except ValueError as error:
@@ -71,6 +73,8 @@ def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> It
             yield f"{name}: {folder.name}, another configuration, {format_bytes(size)}", size
             if not dry_run:
                 _delete_table(folder)
+        if others and not dry_run:
+            link_table(current)
     if delete and current.exists and (dead := current.usage()["dead"]):
         freed = current.reclaimable_bytes() if dry_run else _collect(current, project.recipe(name))
         yield f"{name}: {dead} rows that are no longer wanted", freed

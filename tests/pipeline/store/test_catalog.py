@@ -1,0 +1,129 @@
+"""LanceDB lists every finished table by its name, and the links by which it does so disturb nothing."""
+
+import shutil
+from pathlib import Path
+
+import lancedb
+import pytest
+
+from pipeline.commands.clean import clean
+from pipeline.commands.status import describe, states
+from pipeline.api import Project
+from pipeline.store.catalog import link_table
+from pipeline.store.table import TableFolder
+from pipeline.store.writer import Writer
+from tests import projects
+from tests.pipeline.store.stores import VECTORS, vectors, written
+from tests.toy.project import make
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A finished project of the toy pipeline."""
+    folder = make(tmp_path / "project")
+    projects.build(folder)
+    return folder
+
+
+def listed(folder: Path) -> list[str]:
+    """The names of the tables that LanceDB finds in a project."""
+    return sorted(lancedb.connect(folder / "tables").list_tables().tables)
+
+
+def test_lancedb_lists_and_opens_every_finished_table(project: Path):
+    opened = Project(project)
+    assert listed(project) == sorted(opened.stage_names)
+    for name in opened.stage_names:
+        rows = opened.lancedb().open_table(name).search().where("live").limit(1000).to_arrow()
+        expected = opened[name].to_arrow()
+        key = [(column, "ascending") for column in opened.stage(name).writes.key]
+        assert rows.select(expected.column_names).cast(expected.schema).sort_by(key) == expected.sort_by(key)
+
+
+def test_a_project_without_tables_lists_none_and_gets_no_folder(tmp_path: Path):
+    folder = make(tmp_path / "project")
+    assert Project(folder).lancedb().list_tables().tables == []
+    assert describe(states(Project(folder))[0]) != "up to date"
+
+
+def test_links_are_relative_and_a_copy_of_the_project_lists_its_own_tables(project: Path, tmp_path: Path):
+    assert all(not path.readlink().is_absolute() for path in (project / "tables").glob("*.lance"))
+    shutil.copytree(project, tmp_path / "copy", symlinks=True)
+    shutil.rmtree(project)
+    assert listed(tmp_path / "copy") == sorted(Project(tmp_path / "copy").stage_names)
+    assert Project(tmp_path / "copy").lancedb().open_table("lines").count_rows() == 7
+
+
+def test_a_copy_that_followed_the_links_gets_links_again_in_the_next_run(project: Path, tmp_path: Path):
+    shutil.copytree(project, tmp_path / "copy")
+    assert not (tmp_path / "copy" / "tables" / "lines.lance").is_symlink()
+    assert {describe(each) for each in states(Project(tmp_path / "copy"))} == {"up to date"}
+    projects.build(tmp_path / "copy")
+    assert (tmp_path / "copy" / "tables" / "lines.lance").is_symlink()
+
+
+def other_settings(folder: Path) -> None:
+    """Give the table `tokens` another recipe."""
+    projects.edit(folder, "[project]", "[tokens]\nmost = 8\n\n[project]")
+
+
+def linked(folder: Path) -> Path:
+    """The folder of the table to which the link of `tokens` leads."""
+    return (folder / "tables" / "tokens.lance").resolve().parent
+
+
+def test_a_link_leads_to_the_table_of_the_last_run_also_where_that_run_had_nothing_to_do(project: Path):
+    settings, (old,) = (project / "project.toml").read_text(), (project / "tables" / "tokens").iterdir()
+    assert linked(project) == old.resolve()
+    other_settings(project)
+    projects.build(project, "tokens")
+    assert linked(project) == Project(project).current("tokens").folder.resolve() != old.resolve()
+    (project / "project.toml").write_text(settings)
+    assert projects.build(project, "tokens")["tokens"].up_to_date
+    assert linked(project) == old.resolve()
+
+
+def test_clean_moves_the_link_from_a_table_that_it_deletes(project: Path):
+    settings, (old,) = (project / "project.toml").read_text(), (project / "tables" / "tokens").iterdir()
+    other_settings(project)
+    projects.build(project, "tokens")
+    other = linked(project)
+    (project / "project.toml").write_text(settings)
+    list(clean(Project(project), runs=False, dry_run=True))
+    assert linked(project) == other and other.is_dir()
+    list(clean(Project(project), runs=False, dry_run=False))
+    assert linked(project) == old.resolve() and not other.exists()
+
+
+def test_a_link_that_leads_nowhere_is_deleted_and_a_run_that_is_not_finished_is_not_linked(tmp_path: Path):
+    table = TableFolder(tmp_path / "tables" / "vectors" / "recipe", VECTORS)
+    with Writer(table, {}) as writer:
+        writer.append(vectors(1))
+        writer.flush()
+        link_table(table)
+        assert not list((tmp_path / "tables").glob("*.lance"))
+        writer.finish(None, {})
+    link_table(table)
+    assert (tmp_path / "tables" / "vectors.lance").is_dir()
+    shutil.rmtree(table.folder)
+    link_table(table)
+    assert not (tmp_path / "tables" / "vectors.lance").is_symlink()
+
+
+def test_where_no_link_can_be_made_nothing_fails(tmp_path: Path, monkeypatch):
+    table = written(tmp_path / "tables" / "vectors" / "recipe", 1, 2)
+
+    def refuse(self: Path, target: Path) -> None:
+        raise PermissionError("no links on this disk")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    link_table(table)
+    assert table.rows().num_rows == 2 and not list((tmp_path / "tables").glob("*.lance"))
+
+
+def test_clean_and_status_count_no_table_twice(project: Path):
+    sizes = [each.nbytes for each in states(Project(project))]
+    for path in (project / "tables").glob("*.lance"):
+        path.unlink()
+    assert [each.nbytes for each in states(Project(project))] == sizes
+    assert list(clean(Project(project), runs=True, dry_run=True)) == ["would free 0 B"]
