@@ -6,9 +6,9 @@ from pathlib import Path
 import lancedb
 import pytest
 
+from pipeline.api import Project
 from pipeline.commands.clean import clean
 from pipeline.commands.status import describe, states
-from pipeline.api import Project
 from pipeline.store.catalog import link_table
 from pipeline.store.table import TableFolder
 from pipeline.store.writer import Writer
