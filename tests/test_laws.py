@@ -16,7 +16,7 @@ from pipeline import runner
 from pipeline.errors import Stopped
 from pipeline.project.project import Project
 from pipeline.store.writer import Writer
-from stages.stage import Pipeline
+from stages.stage import Pipeline, Weights
 from stages.text_to_image import PIPELINE as TEXT_TO_IMAGE
 from tests import projects, toy
 from tests.toy.project import make as make_toy
@@ -173,3 +173,16 @@ def test_release_mlx_memory_is_back_where_it_was_when_a_stage_ends(pipeline, nam
     before = mx.get_active_memory()
     build(folder, name)
     assert mx.get_active_memory() <= before + 4096
+
+
+@pytest.mark.parametrize(("pipeline", "name"), EVERY_STAGE)
+def test_release_a_stage_with_nothing_to_do_asks_for_no_weights(pipeline, name, finished, monkeypatch):
+    folder, real = finished(pipeline), Project.resource
+
+    def refuse(self: Project, needed: str) -> Any:
+        assert not isinstance(self.pipeline.resources[needed], Weights), f"{name} asked for {needed}"
+        return real(self, needed)
+
+    monkeypatch.setattr(Project, "resource", refuse)
+    outcome = runner.run(Project(folder), name, projects.Silent())
+    assert outcome.up_to_date
