@@ -34,7 +34,7 @@ def command(stage: str, measured: bool, project: Project) -> None:
 
         meter = Meter()
     with Terminal(stage) as terminal:
-        outcome = runner.run(project.fetching(), stage, terminal, meter)
+        outcome = runner.run(project.allow_downloads(), stage, terminal, meter)
     click.echo(summary(outcome))
     for line in stage_report(meter, project, stage) if meter else ():
         click.echo(line)

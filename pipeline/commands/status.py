@@ -40,6 +40,10 @@ class TableState:
     note: str = ""  # why the state is not known, or what the table waits for
     stale_inputs: list[str] = field(default_factory=list)  # tables that it depends on and that are not up to date
 
+    def __str__(self) -> str:
+        """Return name, rows and state in words, such as "images: 24 rows, up to date"."""
+        return f"{self.stage_name}: {_count(self.rows)}, {describe(self)}"
+
 
 def states(project: Project) -> list[TableState]:
     """Return the state of every table of a project, in the order of the chain."""

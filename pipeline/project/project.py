@@ -1,4 +1,7 @@
-"""A project: its folder, its settings, its resources, and where its tables lie. `pipeline.api` adds what a user does with it."""
+"""A project: its folder, its settings, its resources, and where its tables lie. `pipeline.api` adds the methods for users.
+
+Importing this module takes pyarrow and little else; what reads tables is imported by the methods that need it.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,12 @@ from pipeline.project import recipe as recipes
 from pipeline.project.config import Overrides
 from pipeline.project.parse import nearest
 from pipeline.store.disk import CHECKOUT, from_home
-from pipeline.store.table import TableFolder
-from schemas.table import TableSchema
 from stages.stage import FamilyRecord, Folder, Input, Stage, StageContext, Weights, load
 
 if TYPE_CHECKING:
+    from pipeline.store.reader import ShardReader
+    from pipeline.store.table import TableFolder
+    from schemas.table import TableSchema
     from stages.models.family import Family
 
 
@@ -33,21 +37,21 @@ class NotBuilt(ValueError):  # noqa: N818  (a state that the user can change, to
 
 
 class Project:
-    """One project: the folder with project.toml, the input files and `tables/`.
+    """A project: the folder with project.toml, the input files and `tables/`.
 
     `overrides` replace settings: a mapping such as {"train.steps": 200}, or texts such as "train.steps=200".
     `fetch` allows downloads of weights that are not on this machine.
     ValueError, in one line, if the folder holds no project or a setting is wrong.
 
-    Nothing is read before it is needed. What was read is kept until a stage writes: one object sees one state of its
-    tables, and notices when a stage has run, in this process or another.
+    Tables are read when they are first needed and kept until `refresh` finds that a stage has run, in this process or
+    another: between two runs all methods see the same state of the tables.
     """
 
     def __init__(self, path: str | Path, overrides: Overrides = (), *, fetch: bool = False) -> None:
         folder = from_home(path)
         if not folder.is_dir():
             what = "is a file, not a project's folder" if folder.exists() else "no such folder"
-            raise ValueError(f"{folder}: {what}; `latentmill init FOLDER --images IMAGES` makes a project")
+            raise ValueError(f"{folder}: {what}; `latentmill init --help` tells how to make a project")
         self.path = folder
         self.fetch = fetch
         self.config = configuration.load(folder / configuration.FILE, overrides)
@@ -60,7 +64,7 @@ class Project:
             _ = self.family  # an unknown family is an error before anything is written
 
     def refresh(self) -> None:
-        """Forget what was read if a stage has written to any table since."""
+        """Forget the rows and recipes that were read if a stage has finished since then."""
         found = self._manifests()
         if found != self._seen:
             self._seen = found
@@ -68,15 +72,15 @@ class Project:
             self._rows.clear()
 
     def _manifests(self) -> frozenset[tuple[str, int, int]]:
-        """Name, time of change and inode of every manifest: they change when a stage finishes."""
+        """Return path, time of change and inode of every manifest; they change when a stage finishes."""
         paths = self.path.glob("tables/*/*/manifest.json")
         return frozenset((str(p), (stat := p.stat()).st_mtime_ns, stat.st_ino) for p in paths)
 
-    # Facts
+    # Settings and stages
 
     @property
     def name(self) -> str:
-        """The folder's name."""
+        """The name of the project's folder."""
         return self.path.resolve().name
 
     @property
@@ -86,7 +90,7 @@ class Project:
 
     @functools.cached_property
     def family(self) -> Family:
-        """The record of the model family. ValueError, with the nearest name, for a family that the pipeline does not have."""
+        """The record of the project's model family. ValueError, with the nearest name, if the pipeline has no such family."""
         families: Mapping[str, Family] = load(self.pipeline.families)
         name = self.config.project.family
         if name not in families:
@@ -95,28 +99,31 @@ class Project:
         return families[name]
 
     def stage(self, name: str) -> Stage:
-        """The stage that writes the table of that name. ValueError, with the nearest name, if there is none."""
+        """Return the stage that writes the table `name`. ValueError, with the nearest name, if there is none."""
         if name not in self.pipeline.stages:
             near = nearest(name, self.stage_names)
             raise ValueError(f"{name}: no such stage{near}; there are {', '.join(self.stage_names)}")
         return self.pipeline.stage(name)
 
-    def fetching(self) -> Project:
-        """This project with downloads allowed."""
+    def allow_downloads(self) -> Project:
+        """Allow downloads of weights from now on, and return this project."""
         self.fetch = True
         return self
 
     # Resources
 
     def resource(self, name: str) -> Any:
-        """The value of a resource that a stage needs: a folder, a model family, or where weights lie."""
+        """Return the value of a resource of the pipeline by name: the path of a folder or of weights, or the family's record."""
         found = self.pipeline.resources[name]
         if isinstance(found, Folder):
             return self.path / from_home(getattr(self.config.sections[found.section], found.key))
         return self.family if isinstance(found, FamilyRecord) else self.component(name)
 
     def component(self, name: str, *, fetch: bool = True) -> Path:
-        """Where one component's weights lie: a folder or a file. They are downloaded or generated if `fetch` allows it."""
+        """Return the path of a component's weights, a folder or a file. With `fetch` they are downloaded or made if missing.
+
+        ValueError, in one line, if they are missing or incomplete.
+        """
         from pipeline.project import hub
         from stages.models.folders import locate
 
@@ -124,9 +131,9 @@ class Project:
         return locate(root, name, self.family)
 
     def weight_recipe(self, name: str) -> dict[str, Any]:
-        """What a component is: the sha256 of its files, and the fields of the family that decide how it is used.
+        """Return a component's entry in a recipe: the sha256 of its files, and the family's fields that decide how it is used.
 
-        Files that were deleted are known by the hash they had; only weights that were never here are downloaded.
+        The hash of weights that were deleted is remembered, so only weights that were never here are downloaded.
         """
         self.family.require(name)  # before gigabytes are downloaded for nothing
         label = f"{self.config.project.family} {self.config.project.weights} {name}"
@@ -141,7 +148,7 @@ class Project:
     # Tables
 
     def recipe(self, name: str) -> dict[str, Any]:
-        """The recipe of a table with the present settings. NotBuilt if it depends on a table that is missing."""
+        """Return the recipe of a table with the present settings. NotBuilt if it depends on a table that is missing."""
         if name not in self._recipes:
             stage = self.stage(name)
             weights = [need for need in stage.needs if isinstance(self.pipeline.resources[need], Weights)]
@@ -155,11 +162,15 @@ class Project:
         return self._recipes[name]
 
     def current(self, name: str) -> TableFolder:
-        """The folder of a table with the present settings, built or not."""
+        """Return the folder of a table with the present settings, whether it is built or not."""
+        from pipeline.store.table import TableFolder
+
         return TableFolder(self.path / "tables" / name / recipes.short(self.recipe(name)), self.stage(name).writes)
 
     def folder(self, name: str) -> TableFolder:
-        """The folder to show for a table: that of the present settings, or, where that is not built, the newest one."""
+        """Return the folder to show for a table: that of the present settings, or the newest one if that is not built."""
+        from pipeline.store.table import TableFolder
+
         schema = self.stage(name).writes
         parent = self.path / "tables" / name
         try:
@@ -172,7 +183,7 @@ class Project:
         return TableFolder(manifests[-1].parent, schema) if manifests else found
 
     def built(self, schema: TableSchema, reader: str) -> TableFolder:
-        """The folder of a table that the stage `reader` reads. NotBuilt, with the command that builds it, if it is missing."""
+        """Return the folder of a table that `reader` reads. NotBuilt, with the command that builds it, if it is missing."""
         found = self.current(schema.name)
         if not found.exists:
             raise NotBuilt(
@@ -183,12 +194,15 @@ class Project:
         return found
 
     def inputs(self, name: str) -> dict[str, Input]:
-        """Folder and version of every table that a stage reads. NotBuilt if one is missing."""
+        """Return folder and version of every table that a stage reads, by table. NotBuilt if one is missing."""
         folders = {read.name: self.built(read, name) for read in self.stage(name).reads}
         return {read: Input(folder.folder, folder.manifest()["lance_version"]) for read, folder in folders.items()}
 
     def context(self, stage: Stage, **given: Any) -> StageContext:
-        """The context of a stage, from the tables on disk. `given` replaces its fields; a running stage's are added so."""
+        """Return a StageContext over the tables on disk, with no stored rows, and functions that report nothing.
+
+        `given` replaces fields of the context by name; the runner passes those of a running stage.
+        """
         empty = pa.table({f.name: pa.array([], f.type) for f in stage.writes.stored})
         nothing: Callable[..., Any] = lambda *arguments: None  # noqa: E731
         fields: dict[str, Any] = {
@@ -197,7 +211,7 @@ class Project:
             "stored": empty,
             "pending": empty,
             "rows": lambda schema: self._read(schema, stage.name),
-            "tensors": lambda schema: self.built(schema, stage.name).tensors(),
+            "tensors": lambda schema: self._tensors(schema, stage.name),
             "files": lambda schema: self.built(schema, stage.name).folder / "artifacts",
             "need": lambda name: self._need(stage, name),
             "write_artifact": nothing,
@@ -212,6 +226,12 @@ class Project:
         if schema.name not in self._rows:
             self._rows[schema.name] = self.built(schema, reader).rows()
         return self._rows[schema.name]
+
+    def _tensors(self, schema: TableSchema, reader: str) -> ShardReader:
+        """A reader of the tensors of the very rows that `_read` returns, although a stage may have run since."""
+        from pipeline.store.reader import ShardReader
+
+        return ShardReader(self.built(schema, reader).folder, self._read(schema, reader), schema)
 
     def _need(self, stage: Stage, name: str) -> Any:
         assert name in stage.needs, f"{stage.name} does not list {name} in its needs"

@@ -17,36 +17,38 @@ VIEWS = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float1
 
 
 class Table:
-    """One table of a project, as the last finished run left it. ValueError if no run has finished."""
+    """One table of a project as the last finished run left it; later runs do not change it. ValueError if no run has finished.
+
+    `table.to_arrow()` has the rows, `table[key]` the tensor of one row, `table.folder / "artifacts"` the files.
+    """
 
     def __init__(self, folder: TableFolder) -> None:
         self.schema = folder.schema
         self.folder = folder.folder
-        self._folder = folder
         self._rows = folder.rows()
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """Return the number of rows."""
         return int(self._rows.num_rows)
 
     def __repr__(self) -> str:
-        """Name, number of rows and what a row is."""
+        """Return the table's name, the number of rows and what a row is."""
         return f"<{self.schema.name}: {len(self)} rows. {self.schema.doc}>"
 
     def to_arrow(self) -> pa.Table:
-        """All rows, without their tensors."""
+        """Return all rows as an Arrow table, without their tensors."""
         return self._rows
 
     def __getitem__(self, key: str) -> Any:
-        """The tensor of the row with that key: a read-only NumPy array over the memory-mapped file.
+        """Return the tensor of the row with that key: a read-only NumPy array over the memory-mapped file.
 
-        `mx.array(...)` makes an MLX array of it. If a row of this table has several tensors, a dict of arrays by name.
-        KeyError for a key that the table does not have.
+        `mx.array(array)` makes an MLX array of it. A row with several tensors is a dict of arrays by name.
+        KeyError for a key that the table does not have; TypeError if the table has no tensors.
         """
         if not self.schema.tensors:
-            raise TypeError(f"the rows of {self.schema.name} carry no tensors; use to_arrow()")
-        found = {tensor.name: self._array(key, tensor) for tensor in self.schema.tensors}
-        return found if len(found) > 1 else next(iter(found.values()))
+            raise TypeError(f"the rows of {self.schema.name} have no tensors; use to_arrow()")
+        arrays = {tensor.name: self._array(key, tensor) for tensor in self.schema.tensors}
+        return arrays if len(arrays) > 1 else next(iter(arrays.values()))
 
     def _array(self, key: str, tensor: TensorColumn) -> np.ndarray:
         values = self._reader.read(key, tensor.name)
@@ -54,4 +56,4 @@ class Table:
 
     @functools.cached_property
     def _reader(self) -> ShardReader:
-        return self._folder.tensors()
+        return ShardReader(self.folder, self._rows, self.schema)

@@ -1,0 +1,164 @@
+"""The Python API: the examples of the documentation, from a notebook's thread too, and what importing it costs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline import Project
+from pipeline.commands.status import describe
+from tests import projects
+
+HEAVY = ("mlx", "transformers", "lance", "lancedb", "duckdb", "PIL", "rich")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory, tiny_weights) -> Path:
+    folder = projects.make(tmp_path_factory.mktemp("api") / "project", tiny_weights, images=3)
+    Project(folder).run("train", upstream=True, progress=False)
+    return folder
+
+
+def test_a_run_with_upstream_builds_every_table_that_it_needs(built):
+    states = {state.stage_name: describe(state) for state in Project(built).status()}
+    assert {states[name] for name in ("images", "captions", "buckets", "latents", "embeddings", "train")} == {"up to date"}
+    assert states["samples"].endswith("make samples")
+    assert str(Project(built).status()[0]) == "images: 3 rows, up to date"
+
+
+def test_rows_are_arrow_and_tensors_are_memory_mapped_arrays(built):
+    p = Project(built, {"train.steps": 6})
+    rows = p["images"].to_arrow()
+    assert isinstance(rows, pa.Table) and rows.num_rows == len(p["images"]) == 3
+    key = p["latents"].to_arrow()["latent_id"][0].as_py()
+    x = p["latents"][key]
+    assert isinstance(x, np.ndarray) and str(x.dtype) == "bfloat16" and not x.flags.writeable
+    assert list(x.shape) == p["latents"].to_arrow()["shape"][0].as_py()
+    assert np.isclose(x.astype(np.float32).mean(), p["latents"].to_arrow()["mean"][0].as_py(), atol=1e-4)
+    assert mx.array(x).dtype == mx.bfloat16 and mx.array_equal(mx.array(x).astype(mx.float32), mx.array(x.astype(np.float32)))
+    assert _owner_of_memory(x) == "mmap"
+    with pytest.raises(KeyError):
+        p["latents"]["no such key"]
+    with pytest.raises(TypeError, match="have no tensors; use to_arrow"):
+        p["images"][key]
+
+
+def _owner_of_memory(array: np.ndarray) -> str:
+    base: Any = array
+    while getattr(base, "base", None) is not None:
+        base = base.base
+    return type(base.obj if isinstance(base, memoryview) else base).__name__
+
+
+def test_sql_and_panels_answer_with_arrow_tables(built):
+    p = Project(built)
+    assert p.sql("select count(*) as n from images").to_pylist() == [{"n": 3}]
+    assert p.panel("loss")["samples"].to_pylist() == [6]
+    with pytest.raises(ValueError, match="there is no panel 'los'; did you mean loss"):
+        p.panel("los")
+    with pytest.raises(ValueError, match="imags: no such stage; did you mean images"):
+        p["imags"]
+    with pytest.raises(AttributeError, match="no attribute 'adaptre'"):
+        p.adaptre()
+
+
+def test_progress_is_reported_to_a_function_or_not_at_all(tmp_path, tiny_weights, capfd):
+    folder = projects.make(tmp_path / "project", tiny_weights, images=2)
+    calls: list[tuple[str, int, int, str]] = []
+    Project(folder).run("buckets", upstream=True, progress=lambda *call: calls.append(call))
+    assert {stage for stage, *_ in calls} >= {"images"} and all(0 <= done <= total for _, done, total, _ in calls)
+    Project(folder).run("train", upstream=True, progress=False)
+    assert capfd.readouterr() == ("", "")
+    Project(folder, {"images.min_side": 32}).run("images")
+    assert capfd.readouterr().out == ""
+
+
+def test_an_object_notices_that_a_stage_has_run_here_or_in_another_process(tmp_path, tiny_weights):
+    folder = projects.make(tmp_path / "project", tiny_weights, images=2)
+    p = Project(folder)
+    p.run("captions", upstream=True, progress=False)
+    before = p["captions"]
+    count = len(before)
+    projects.add_image(folder, "more.png", seed=9)
+    for stage in ("images", "captions"):
+        projects.latentmill(folder, "run", stage)
+    assert len(p["captions"]) == p.sql("select count(*) as n from captions")["n"][0].as_py() == count + 1
+    assert len(before) == before.to_arrow().num_rows == count
+    projects.add_image(folder, "fourth.png", seed=10)
+    p.run("captions", upstream=True, progress=False)
+    assert len(p["captions"]) == count + 2
+
+
+def test_a_stage_runs_in_a_thread_without_signal_handlers(tmp_path, tiny_weights):
+    folder = projects.make(tmp_path / "project", tiny_weights, images=2)
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(Project(folder).run("latents", upstream=True, progress=False)))
+    thread.start()
+    thread.join(projects.HANG)
+    assert results[0].written == 4
+
+
+IMPORT = """
+import json, sys, time
+start = time.process_time()
+{statement}
+print(json.dumps([time.process_time() - start, [name for name in {heavy} if name in sys.modules]]))
+"""
+
+
+def test_importing_the_api_costs_little_more_than_pyarrow_and_loads_nothing_heavy():
+    def cost(statement: str) -> tuple[float, list[str]]:
+        code = IMPORT.format(statement=statement, heavy=HEAVY)
+        out = subprocess.run([sys.executable, "-c", code], cwd=projects.ROOT, capture_output=True, text=True, check=True).stdout
+        seconds, loaded = json.loads(out)
+        return seconds, loaded
+
+    arrow, api = [], []
+    for _ in range(5):  # in turns, so that a busy machine slows both
+        arrow.append(cost("import pyarrow")[0])
+        seconds, loaded = cost("from pipeline import Project")
+        api.append(seconds)
+        assert loaded == []
+    assert min(api) <= min(arrow) + 0.1
+
+
+def cells(text: str) -> list[str]:
+    """The code cells of a notebook in percent format."""
+    parts = text.split("# %%")[1:]
+    return [part for part in parts if not part.startswith(" [markdown]")]
+
+
+NOTEBOOK = """
+import sys, threading
+failed = []
+def run():
+    space = {"__name__": "__main__"}
+    for number, cell in enumerate(sys.argv[1:]):
+        try:
+            exec(compile(cell, f"cell {number}", "exec"), space)
+        except BaseException as error:
+            failed.append(f"cell {number}: {type(error).__name__}: {error}")
+            return
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+print("FAILED", failed)
+"""
+
+
+def test_the_notebook_of_the_example_runs_cell_by_cell_in_a_thread(tmp_path, tiny_weights):
+    folder = projects.make(tmp_path / "project", tiny_weights, images=3)
+    text = (projects.ROOT / "data" / "example" / "notebook.py").read_text().replace("data/example", str(folder))
+    words = [sys.executable, "-c", NOTEBOOK, *cells(text.replace('"train.steps": 200', '"train.steps": 4'))]
+    done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, timeout=projects.HANG)
+    assert "FAILED []" in done.stdout, done.stdout + done.stderr
+    assert "train 4 rows" in done.stdout and "3 images; latent" in done.stdout
