@@ -1,13 +1,15 @@
-# Make orders the stages, the console command executes them: one process per stage.
-# Freshness is a matter of recipe and key, never of a file's time, so every target is phony and answers at once when nothing changed.
+# Make orders the stages; the console command runs each one as a process of its own.
+# Recipes and keys decide what is up to date, not file times, so every target is phony and returns at once when nothing changed.
 
 PROJECT ?= data/example
 PYTHON ?= python3
 EVERY ?= 250
 WORK ?= build
+WORKERS ?= 2
+FAST ?=
 LATENTMILL = .venv/bin/python -m pipeline
 RUN = $(LATENTMILL) run
-# Through the environment, and by other names, so that spaces, quotes and dollars reach the command as they were typed.
+# Passed in the environment under other names, so that spaces, quotes and dollars reach the command as they were typed.
 export LATENTMILL_PROJECT := $(value PROJECT)
 export LATENTMILL_SET := $(value SET)
 export LATENTMILL_SQL := $(value SQL)
@@ -17,11 +19,11 @@ export LATENTMILL_FAMILY := $(value FAMILY)
 export LATENTMILL_TRIGGER := $(value TRIGGER)
 unexport PROJECT SET SQL WHAT IMAGES FAMILY TRIGGER
 
-# One stage at a time, also under `make -j`: never two models in memory.
+# One stage at a time, also under `make -j`, so that no two models are in memory together.
 .NOTPARALLEL:
 .PHONY: init images captions ingest buckets latents embeddings train samples segments status query follow memory export clean
 .PHONY: scores evaluate
-.PHONY: test check format bench dictionary recipe figures experiments
+.PHONY: test prove check format bench pages dictionary recipe figures experiments
 .DEFAULT_GOAL := train
 
 # A new project: make init PROJECT=data/cats IMAGES=~/Pictures/cats FAMILY=klein-base-4b TRIGGER="ohwx cat"
@@ -47,25 +49,25 @@ latents: buckets images
 embeddings: captions
 	@$(RUN) embeddings
 
-# The previews come last and name the adapter, so `train` ends with them; `samples` is the same chain.
+# `train` ends with the previews, which name the adapter; `samples` is an alias.
 train: latents embeddings captions buckets images
 	@$(RUN) train
 	@$(RUN) samples
 
 samples: train
 
-# How well the adapter learnt: the previews' style and agreement, beside those of real pictures. Not part of `train`.
+# Compare the previews with the training images and with real pictures. Not part of `train`.
 scores: samples
 	@$(RUN) scores
 
 evaluate: scores
 	@$(LATENTMILL) evaluate
 
-# The same in segments: EVERY steps, previews, and on.
+# Train in segments of EVERY steps, each a process of its own, with previews after each.
 segments: latents embeddings captions buckets images
 	@$(LATENTMILL) segments --every $(EVERY)
 
-# Looking
+# Looking at a project
 
 status: .venv/ready
 	@$(LATENTMILL) status
@@ -87,8 +89,16 @@ clean: .venv/ready
 
 # Development
 
+# Tests must not see the variables that were set for a project.
+PYTEST = env $(foreach name,PROJECT SET SQL WHAT IMAGES FAMILY TRIGGER,-u LATENTMILL_$(name)) .venv/bin/python -m pytest
+
+# All tests in WORKERS processes; with FAST=1 those that take less than a minute together.
 test: .venv/test
-	env $(foreach name,PROJECT SET SQL WHAT IMAGES FAMILY TRIGGER,-u LATENTMILL_$(name)) .venv/bin/python -m pytest
+	$(PYTEST) -n $(WORKERS) --dist loadfile $(if $(FAST),-m fast)
+
+# The proofs in their full form, one after another: each adds a row to data/proofs.jsonl.
+prove: .venv/test
+	$(PYTEST) -m proof --prove
 
 check: .venv/check
 	.venv/bin/ruff check .
@@ -99,6 +109,9 @@ check: .venv/check
 format: .venv/check
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
+
+# The generated pages and figures of data/, after a change to schemas or settings.
+pages: dictionary recipe figures
 
 dictionary: .venv/ready
 	.venv/bin/python -m data.pages.dictionary
@@ -112,11 +125,11 @@ figures: .venv/plots
 bench: .venv/ready
 	.venv/bin/python -m tests.bench.measure
 
-# What the average of the weights, caption dropout, several resolutions and preservation do on micro: data/experiments/README.md
+# The experiments on micro behind data/experiments/README.md
 experiments: .venv/plots
 	.venv/bin/python -m data.experiments.experiments $(WORK)
 
-# The environment, each part made once and again when pyproject.toml changes
+# The environment: each part is made once, and again when pyproject.toml changes
 
 .venv/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "latentmill needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; make PYTHON=python3.12 names another")'
@@ -129,7 +142,7 @@ experiments: .venv/plots
 	.venv/bin/python -m pip install --quiet --editable ".[plots]"
 	@touch $@
 
-# torch goes first and by itself: with any other package in the same command a resolver may prefer its CUDA build.
+# torch is installed first, in a command of its own: together with other packages a resolver may prefer its CUDA build.
 .venv/test: .venv/ready
 	.venv/bin/python -m pip install --quiet torch==2.13.0
 	.venv/bin/python -m pip install --quiet --editable ".[test]"
