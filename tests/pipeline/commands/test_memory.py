@@ -153,7 +153,7 @@ def test_a_project_s_settings_are_profiled_and_what_is_given_holds_instead(tmp_p
     assert (found.train.base_bits, found.train.rank, found.train.variant, found.train.memory) == (16, 4, "dora", 3)
     with pytest.raises(ValueError, match="500 pixels are wrong"):
         memory.asked(Project(folder), nothing | {"pixels": 500})
-    with pytest.raises(ValueError, match="the plan must be whole, blocks or a number"):
+    with pytest.raises(ValueError, match="plan must be whole, blocks or a number of blocks"):
         list(memory.report(memory.asked(Project(folder), nothing | {"plan": "sideways"}), tmp_path))
 
 

@@ -374,7 +374,7 @@ def test_what_does_not_fit_the_model_is_refused_by_the_name_of_its_setting(trans
             {"initial": file, "rank": 1},
             r"\[train\] initial: the adapter of .* must have a rank <= 1, got 2: raise the rank to 2",
         ),
-        ({"initial": file, "targets": ("attn.to_q",)}, r"\[train\] initial: the adapter adapts .*, which is no target; widen"),
+        ({"initial": file, "targets": ("attn.to_q",)}, r"\[train\] initial: the adapter has .*, which is not a target: add it to the targets"),
         ({"targets": ("attn.to_z",)}, r"\[train\] targets: 'attn.to_z' matches no Linear of the blocks; nearest: attn.to_"),
         ({"rank_for": {"atn.*": 4}}, r"\[train\] rank_for: 'atn.\*' matches no target; nearest: attn"),
         ({"rslora": True}, r"\[train\] rslora: .* needs an alpha; 1.41 changes nothing"),
@@ -389,7 +389,7 @@ SMALLER = {"attention_head_dim": 16, "axes_dims_rope": (4, 4, 4, 4)}
 @pytest.mark.parametrize(
     ("values", "sizes", "said"),
     [
-        ({"targets": ("attn.to_q",)}, {}, "initial: the adapter adapts .*, which is no target; widen the targets"),
+        ({"targets": ("attn.to_q",)}, {}, "initial: the adapter has .*, which is not a target: add it to the targets"),
         ({"rank": 1}, {}, "initial: the adapter of .* must have a rank <= 1, got 2: raise the rank to 2"),
         ({"variant": "lokr"}, {}, "initial: the adapter of .* must be a LoKr .*, got a LoRA"),
         ({}, SMALLER, r"initial: the adapter of .* must be for shape .*, got .*: is it of another model\?"),
@@ -425,5 +425,5 @@ def test_settings_that_contradict_each_other_are_refused_by_name(values, message
 
 
 def test_a_number_that_an_optimizer_does_not_have_is_refused_by_name():
-    with pytest.raises(ValueError, match="lion has no 'eps'"):
+    with pytest.raises(ValueError, match="eps is not a setting of lion"):
         OptimizerConfig(kind="lion", eps=1e-6)
