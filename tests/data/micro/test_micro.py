@@ -1,4 +1,4 @@
-"""The bundled family as it lies in data/micro: its size, its record, and diffusers, which draws from it what we draw."""
+"""The bundled family in data/micro: its size, its record, and diffusers, which draws the same pictures with it."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from stages.tuner.adapters.targets import select_targets
 MICRO = family("micro")
 FOLDER = Path(__file__).parents[3] / "data" / "micro"
 CARD = (FOLDER / "README.md").read_text(encoding="utf-8")
-MOST = 28_000_000  # bytes of the folder
+MOST = 28_000_000  # largest size of the folder, bytes
 APPLE, OWL = "a red apple on a blue background", "an owl on a yellow background"
 TEXTS = (APPLE, OWL, "")
 DRAWN = ((APPLE, (128, 128)), (OWL, (96, 160)))  # texts, and the height and width of their pictures
-BLUE, YELLOW = (44, 104, 216), (255, 218, 62)  # as the pictures of the training had them
+BLUE, YELLOW = (44, 104, 216), (255, 218, 62)  # as in the training pictures
 STEPS = 8
 SEED = 3  # of the starting noise
-NEAR = 1e-3  # of values from 0 to 1
-ULP = 2**-7  # from a bfloat16 number to the next, at most, as a share of it
+NEAR = 1e-3  # largest difference of two pictures, values from 0 to 1
+ULP = 2**-7  # largest relative distance between neighbouring bfloat16 numbers
 
 Words = dict[str, np.ndarray]  # text -> bfloat16 words (T,J)
 Shape = tuple[int, int]  # height and width, pixels
@@ -47,7 +47,7 @@ Shape = tuple[int, int]  # height and width, pixels
 
 @pytest.fixture(scope="module")
 def diffusers() -> Any:
-    """The folder as diffusers reads it."""
+    """The pipeline that diffusers loads from the folder."""
     import torch
     from diffusers import Flux2KleinPipeline
 
@@ -58,17 +58,17 @@ def diffusers() -> Any:
 
 @pytest.fixture(scope="module")
 def embeddings() -> Words:
-    """Each text as the embeddings stage keeps it: bfloat16 words (T,J)."""
+    """The embedding of each text as the embeddings stage stores it: bfloat16 words (T,J)."""
     encoder = TextEncoder(FOLDER / "text_encoder", FOLDER / "tokenizer", MICRO, "float32")
     return {text: made.words for text, made in zip(TEXTS, encoder.encode(list(TEXTS)), strict=True)}
 
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[checkpoint.Checkpoint, Path]:
-    """A random LoRA of every Linear in the blocks, as training keeps it, and its export."""
+    """A checkpoint with a random LoRA on every Linear of the blocks, and its exported file."""
     folder = tmp_path_factory.mktemp("adapter")
 
-    def keep(name: str, write: Any) -> Path:
+    def write_artifact(name: str, write: Any) -> Path:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
@@ -82,19 +82,19 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[checkpoint.Checkp
         for name, array in fresh_adapter(select_targets(linears, ["*"], 4, 8.0), 7).items()
     }
     about = {"family": MICRO.name, "project": "random", "rank": "4", "alpha": "8.0"}
-    saved = checkpoint.save(keep, 1, arrays, {}, TRAIN.table([]), about, {})
+    saved = checkpoint.save(write_artifact, 1, arrays, {}, TRAIN.table([]), about, {})
     file = export(saved.folder / checkpoint.ADAPTER, family("micro"), folder / "out", "diffusers", dtype="float32", metadata={})
     return saved, file
 
 
 @pytest.fixture(scope="module")
 def pictures(embeddings: Words) -> dict[str, np.ndarray]:
-    """Each of DRAWN, by the bare base."""
+    """The pictures of DRAWN, drawn by the base."""
     return {text: by_us(embeddings, text, shape) for text, shape in DRAWN}
 
 
 def by_us(words: Words, text: str, shape: Shape, adapter: checkpoint.Checkpoint | None = None) -> np.ndarray:
-    """The picture as the samples stage draws it, before it is rounded to bytes: (H,W,3), 0 to 1."""
+    """Draw a picture as the samples stage does, without rounding it to bytes: (H,W,3), 0 to 1."""
     model = load_flux2(FOLDER / "transformer", MICRO, mx.float32)
     prompt, negative = (mx.array(words[t]).view(mx.bfloat16)[None] for t in (text, ""))
     linear_for = samples.adapted(model, adapter) if adapter else None
@@ -105,7 +105,7 @@ def by_us(words: Words, text: str, shape: Shape, adapter: checkpoint.Checkpoint 
 
 
 def by_diffusers(pipeline: Any, words: Words, text: str, shape: Shape) -> np.ndarray:
-    """The same by its pipeline, from the same embeddings and noise."""
+    """Draw a picture with diffusers from the same embeddings and noise: (H,W,3), 0 to 1."""
     import torch
 
     prompt, negative = (torch.tensor(widen(words[t]))[None] for t in (text, ""))
@@ -151,7 +151,7 @@ def test_with_our_exported_lora_diffusers_draws_the_picture_that_we_draw_with_th
         theirs = by_diffusers(diffusers, embeddings, text, shape)
     finally:
         diffusers.unload_lora_weights()
-    assert np.abs(ours - pictures[text]).mean() > 0.02, "the adapter must be seen"
+    assert np.abs(ours - pictures[text]).mean() > 0.02, "the adapter must change the picture"
     assert np.abs(ours - theirs).max() <= NEAR
 
 
@@ -164,7 +164,7 @@ def test_the_embeddings_of_diffusers_are_ours_but_for_their_rounding(diffusers: 
         )
     for text, rounded in zip(TEXTS, theirs.bfloat16().float().numpy(), strict=True):
         ours = widen(embeddings[text])
-        np.testing.assert_allclose(ours, rounded, rtol=ULP, atol=1e-5)  # what is near 0 has lost digits on the way
+        np.testing.assert_allclose(ours, rounded, rtol=ULP, atol=1e-5)  # values near 0 lose digits
         assert (ours == rounded).mean() > 0.99
 
 

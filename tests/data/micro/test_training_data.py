@@ -1,4 +1,4 @@
-"""What the base model is trained on: concepts, captions and composed pictures. Sprites are made here."""
+"""The training data of the base model: concepts, captions and composed pictures. The sprites are synthetic."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def concepts():
 
 
 def red_disc(alpha=255, hidden=(0, 255, 0)):
-    """Red inside a circle of 200 pixels, transparent outside, where another colour is hidden: uint8 [1, 4, 256, 256]."""
+    """A sprite: a red disc of 200 pixels on a transparent background with a hidden colour; uint8 (1,4,256,256)."""
     y, x = np.mgrid[:256, :256] - 127.5
     inside = (x**2 + y**2 < 100**2)[None]
     sprite = np.where(inside, np.reshape([255, 0, 0, alpha], (4, 1, 1)), np.reshape([*hidden, 0], (4, 1, 1)))
@@ -37,7 +37,7 @@ def red_disc(alpha=255, hidden=(0, 255, 0)):
 
 
 def drawn(height, width, scale=0.8, shift=(0, 0), background=BLUE, sprite=None):
-    """The composed picture, 0 to 1, [H, W, 3]."""
+    """Compose one picture: (H,W,3), 0 to 1."""
     sprite = red_disc() if sprite is None else sprite
     picture = compose(sprite, torch.tensor([background]), height, width, scale, torch.tensor([shift]))
     assert picture.shape == (1, 3, height, width) and picture.dtype == torch.float32
@@ -118,18 +118,18 @@ def test_the_plain_caption_names_subject_and_background():
 def test_every_form_of_caption_names_the_subject_and_the_colour_once(subject):
     bare = subject.removeprefix("an ").removeprefix("a ")
     rng = random.Random(0)
-    said = {caption(subject, "purple", rng) for _ in range(400)}
-    assert len(said) > 12
-    for text in said:
+    texts = {caption(subject, "purple", rng) for _ in range(400)}
+    assert len(texts) > 12
+    for text in texts:
         assert text.count(bare) == 1 and text.count("purple") == 1, text
         assert "{" not in text
 
 
 def test_a_white_background_goes_unmentioned():
     rng = random.Random(0)
-    said = {caption("an owl", None, rng) for _ in range(300)}
-    assert all("owl" in text for text in said)
-    assert not [text for text in said for word in ("background", *COLOURS) if word in text]
+    texts = {caption("an owl", None, rng) for _ in range(300)}
+    assert all("owl" in text for text in texts)
+    assert not [text for text in texts for word in ("background", *COLOURS) if word in text]
 
 
 def test_about_one_caption_in_twenty_has_a_word_that_means_nothing():

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from data.pages.figures import FIGURES, FOLDER, defaults, loss_weights, noise_levels, write
-from pipeline.commands.plots import BLUE, LINE_STYLES, MARKERS, ORANGE, TEXT_CHUNK, Curve, Panel, draw, plotted, save
+from pipeline.commands.plots import TEXT_CHUNK, plotted
 from stages.text_to_image.train.config import NoiseConfig
 from stages.tuner.diffusion.noise import BASES
 from stages.tuner.diffusion.weighting import WEIGHTS
@@ -49,34 +49,3 @@ def test_a_figure_is_not_blank_and_carries_its_numbers(tmp_path):
         with Image.open(tmp_path / name) as image:
             assert image.width > 1400 and len(image.convert("RGB").getcolors(1 << 20)) > 8
             assert json.loads(image.info[TEXT_CHUNK]) == plotted(FIGURES[name]().panels)
-
-
-def test_the_axes_hold_the_numbers_labels_and_limits_of_their_panel():
-    level, bars = Curve("level", BLUE, [0, 1], [0.2, 0.8]), Curve("bars", ORANGE, [0, 1], [1.0, 2.0], [0.1, 0.3], joined=False)
-    panel = Panel("title", "x, px", "y, GB", [level, bars], (0.0, 2.5), {0.0: "a", 1.0: "b"})
-    (axes,) = [axes for axes in draw([panel], columns=1).axes if axes.has_data()]
-    assert [line.tolist() for line in axes.lines[0].get_data()] == [[0, 1], [0.2, 0.8]]
-    assert [container.get_label() for container in axes.containers] == ["level", "bars"]
-    (segments,) = [c.get_segments() for c in axes.containers[1].lines[2]]
-    np.testing.assert_allclose([segment[:, 1] for segment in segments], [[0.9, 1.1], [1.7, 2.3]])
-    assert (axes.get_title(loc="left"), axes.get_xlabel(), axes.get_ylabel()) == ("title", "x, px", "y, GB")
-    assert axes.get_ylim() == (0.0, 2.5) and [tick.get_text() for tick in axes.get_xticklabels()] == ["a", "b"]
-
-
-def test_one_legend_serves_all_panels_unless_a_colour_has_two_meanings():
-    same = [Panel(str(n), "x", "y", [Curve("one", BLUE, [0, 1], [0, 1])]) for n in range(2)]
-    figure = draw(same)
-    assert len(figure.legends) == 1 and not any(axes.get_legend() for axes in figure.axes)
-    other = Panel("2", "x", "y", [Curve("two", BLUE, [0, 1], [0, 1])])
-    figure = draw([same[0], other])
-    assert not figure.legends and all(axes.get_legend() for axes in figure.axes)
-
-
-def test_curves_of_different_colours_differ_in_line_and_marker_too():
-    assert len(set(map(str, LINE_STYLES.values()))) == len(LINE_STYLES) == len(set(MARKERS.values()))
-
-
-def test_without_matplotlib_the_user_is_told_which_extra_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"^plots need matplotlib, which is not installed: pip install 'latentmill\[plots\]'$"):
-        save([Panel("p", "x", "y", [Curve("c", BLUE, [0], [0])])], tmp_path / "chart.png")
