@@ -62,8 +62,8 @@ def previews(folder: Path, run: str, kind: str, guidance: float, side: int) -> l
     seeds = SEEDS if kind == "empty" else [0]
     of = "plain" if run == "base" else run
     drawn = (f"samples.guidance={guidance}", f"samples.width={side}", f"samples.height={side}", f"samples.seeds={seeds}")
-    drawer = ("samples.base=true", "samples.checkpoints=[]") if run == "base" else ("samples.base=false",)
-    changes = (*runs.RUNS[of], f"captions.preview_prompts={json.dumps(prompts)}", *drawn, *drawer)
+    adapter = ("samples.base=true", "samples.checkpoints=[]") if run == "base" else ("samples.base=false",)
+    changes = (*runs.RUNS[of], f"captions.preview_prompts={json.dumps(prompts)}", *drawn, *adapter)
     project = runs.build(folder, changes, ("captions", "embeddings", "samples"))
     table = project.current("samples")
     about = {"what": "picture", "run": run, "kind": kind, "guidance": guidance, "side": side}

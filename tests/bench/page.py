@@ -45,7 +45,7 @@ def page(rows: list[Row]) -> Iterator[str]:
         yield from training_table(family, [row for row in training if row["family"] == family])
     yield from encoding_table([row for row in good if row["kind"] != "train"])
     yield from failures(rows)
-    yield "Measured on:"
+    yield "Machines, versions and commits:"
     yield ""
     yield from (f"- {where}" for where in sorted({origin(row) for row in good}))
 
