@@ -58,7 +58,7 @@ def states(project: Project) -> list[TableState]:
 
 def state(project: Project, stage_name: str) -> TableState:
     """Return the state of one table, without its `stale_inputs`. No weights are loaded and nothing is written."""
-    from pipeline.project.hub import Absent
+    from pipeline.project.hub import NotFetched
     from pipeline.project.project import NotBuilt
 
     found = TableState(stage_name)
@@ -66,7 +66,7 @@ def state(project: Project, stage_name: str) -> TableState:
         _examine(project, found)
     except NotBuilt as error:
         found.note = f"waits for {error.table}"
-    except Absent:
+    except NotFetched:
         found.note = f"not built; its weights come with it: make {stage_name}"
     except ValueError as error:
         found.note = str(error)

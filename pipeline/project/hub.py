@@ -1,68 +1,69 @@
-"""Where a family's weights lie: a folder of the user's, the hub's cache, the checkout, or a folder that the project makes."""
+"""Find the weights of a model family: a folder of the user, the Hugging Face cache, the checkout, or generated weights."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.store.disk import CHECKOUT, from_home
+from pipeline.store.disk import CHECKOUT, atomic_folder, from_home
 from stages.models.family import FOLDERS, Family
 from stages.models.weights import read_header, weight_files
 
-SHARD = re.compile(r"-\d+-of-(\d+)\.")  # model-00001-of-00002.safetensors
+SHARD = re.compile(r"-\d+-of-(\d+)\.")  # in model-00001-of-00002.safetensors
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-class Absent(ValueError):  # noqa: N818  (no mistake: the first stage that needs them brings them)
-    """Weights that are not here yet and will come by themselves."""
+class NotFetched(ValueError):  # noqa: N818  (no mistake of the user: the first stage that needs the weights fetches them)
+    """Weights are not on this machine yet, and downloading or generating them was not allowed."""
 
 
 def resolve(spec: str, project: Path, family: Family, components: Iterable[str] = tuple(FOLDERS), *, fetch: bool = True) -> Path:
-    """The folder that `weights = spec` means for a family: found, fetched or made.
+    """Return the folder with a family's weights, downloading or generating them if `fetch` allows it.
 
-    `spec` is a folder (absolute, from ~, or relative to the project), a hub id "org/name", or empty for the family's
-    own. From the hub only `components` are fetched, and only those that the cache lacks; with `fetch` False a missing
-    one is an error instead. ValueError says in one line what to do.
+    `spec` is the setting weights: a folder (absolute, from ~, or relative to the folder `project`), a hub id "org/name", or ""
+    for the family's own weights. Only `components`, such as "transformer", are downloaded or checked. NotFetched if weights
+    are missing and `fetch` is False; ValueError, with the remedy, if they cannot be found, fetched or read.
     """
     if not spec and family.bundled:
         return _bundled(family, components)
     if not spec and family.seeded is not None:
-        return _made(project / "weights" / family.name, family, family.seeded, fetch)
+        return _generated(project / "weights" / family.name, family, family.seeded, fetch)
     hub = spec or family.hub
     if not hub:
-        raise ValueError(f"no weights are published for {family.name}: set weights to a folder")
+        raise ValueError(f"[project] weights must be a folder: no weights are published for {family.name}")
     folder = project / from_home(hub)
     if spec and folder.is_dir():
         return folder
     if not HUB_ID.fullmatch(hub):
         kind = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise ValueError(f"weights = {spec!r}: the folder {folder} {kind}, and it is no hub id (org/name) either")
-    return _snapshot(hub, list(components), family, fetch)
+        raise ValueError(f"[project] weights must be a folder or a hub id (org/name), got {spec!r}: {folder} {kind}")
+    return _downloaded(hub, list(components), family, fetch)
+
+
+# Weights in the checkout
 
 
 def _bundled(family: Family, components: Iterable[str]) -> Path:
-    """The family's folder in the checkout, wherever the command was started; of `components` every file must be whole."""
+    """Return the family's folder in the checkout. ValueError if a file of `components` is missing or damaged."""
     folder = CHECKOUT / family.bundled
     for component in components:
         try:
-            _inspect(folder / FOLDERS[component])
+            _check_component(folder / FOLDERS[component])
         except ValueError as error:
-            wrong = str(error).removesuffix("; fetch it again").replace(f"{CHECKOUT}/", "")
-            remedy = f"it is part of the checkout; `git checkout {family.bundled}` in {CHECKOUT} brings it back"
-            raise ValueError(f"{wrong}: {remedy}") from None
+            problem = str(error).removesuffix("; fetch it again").replace(f"{CHECKOUT}/", "")
+            remedy = f"it is part of the checkout; run `git checkout {family.bundled}` in {CHECKOUT} to restore it"
+            raise ValueError(f"{problem}: {remedy}") from None
     return folder
 
 
-def _inspect(folder: Path) -> None:
-    """ValueError for a component's file that is missing or cut short."""
-    tokenizer = folder.name == FOLDERS["tokenizer"]
-    for name in TOKENIZER if tokenizer else ("config.json",):
+def _check_component(folder: Path) -> None:
+    """Raise ValueError if a file of a component's folder is missing or cut short."""
+    is_tokenizer = folder.name == FOLDERS["tokenizer"]
+    for name in TOKENIZER if is_tokenizer else ("config.json",):
         if not (folder / name).is_file():
             raise ValueError(f"{folder / name} is missing")
     for file in folder.glob("*.json"):
@@ -70,93 +71,91 @@ def _inspect(folder: Path) -> None:
             json.loads(file.read_bytes())
         except ValueError:
             raise ValueError(f"{file} is not whole") from None
-    for file in () if tokenizer else weight_files(folder):
+    for file in () if is_tokenizer else weight_files(folder):
         read_header(file)
 
 
-def _made(folder: Path, family: Family, seed: int, make: bool) -> Path:
-    """A seeded family's folder, made once: beside its place first, so that it is whole when it appears."""
+# Weights that the project generates
+
+
+def _generated(folder: Path, family: Family, seed: int, allowed: bool) -> Path:
+    """Return `folder` with random weights from `seed`, which are written once, complete or not at all."""
     if folder.is_dir():
         return folder
-    if not make:
-        raise Absent(f"{folder} is not made yet; a stage that needs it makes it")
-    temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    if not allowed:
+        raise NotFetched(f"{folder} is not generated yet; a stage that needs it generates it")
     try:
-        family.architecture.write_random_weights(temporary, family, seed)
-        for file in temporary.rglob("*"):
-            if file.is_file():
-                with file.open("rb") as written:
-                    os.fsync(written.fileno())
-        temporary.rename(folder)
+        with atomic_folder(folder) as temporary:
+            family.architecture.write_random_weights(temporary, family, seed)
     except OSError:
-        if not folder.is_dir():  # else another process was first; its weights are the same
+        if not folder.is_dir():  # it exists if another process was first, with the same weights
             raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
-def _snapshot(hub: str, components: list[str], family: Family, fetch: bool) -> Path:
-    """The cached copy of a hub repository's components. The network is asked only for what the cache lacks."""
+# Weights from the Hugging Face hub
+
+
+def _downloaded(hub: str, components: list[str], family: Family, fetch: bool) -> Path:
+    """Return the cached copy of the hub repository `hub`. The network is used only if the cache lacks one of `components`."""
     from huggingface_hub import errors, snapshot_download
 
-    folders = [FOLDERS[c] for c in components]
+    folders = [FOLDERS[component] for component in components]
     patterns = [f"{name}/*" for name in folders] + ["*.json"]
     with suppress(errors.LocalEntryNotFoundError):
         cached = Path(snapshot_download(hub, allow_patterns=patterns, local_files_only=True))
-        if not _lacking(cached, folders):
+        if not _incomplete(cached, folders):
             return cached
     if not fetch:
-        raise Absent(f"{', '.join(folders)} of {hub} is not fetched yet; a stage that needs it fetches it")
+        raise NotFetched(f"{', '.join(folders)} of {hub} is not fetched yet; a stage that needs it fetches it")
     try:
         copy = Path(snapshot_download(hub, allow_patterns=patterns))
     except (errors.HTTPError, OSError, ValueError) as error:
-        raise ValueError(_remedy(hub, family, error)) from None
-    if lacking := _lacking(copy, folders):  # what the cache has is returned when the network fails, too
-        raise ValueError(f"{hub} gave no {', '.join(lacking)}: {_by_hand(hub)}")
+        raise ValueError(_explain(hub, family, error)) from None
+    if missing := _incomplete(copy, folders):  # without network, too, the client returns what the cache has
+        raise ValueError(f"{hub} returned no {', '.join(missing)}: {_manual_download(hub)}")
     return copy
 
 
-def _lacking(copy: Path, folders: list[str]) -> list[str]:
-    return [f"{name}/" for name in folders if not _whole(copy / name)]
+def _incomplete(copy: Path, folders: list[str]) -> list[str]:
+    return [f"{name}/" for name in folders if not _is_complete(copy / name)]
 
 
-def _whole(folder: Path) -> bool:
-    """Whether a download of a component's folder came to its end. The hub gives a file its name when all of it is there."""
+def _is_complete(folder: Path) -> bool:
+    """Whether the download of a component's folder has finished. The client renames a file when all its bytes have arrived."""
     if folder.name == FOLDERS["tokenizer"]:
         return any((folder / name).is_file() for name in ("tokenizer.json", "merges.txt"))
     try:
         found = weight_files(folder)
-    except ValueError:  # no weights yet, or not every shard that the index names
+    except ValueError:  # there are no weights yet, or not all shards that the index names
         return False
-    shards = [shard for file in found if (shard := SHARD.search(file.name))]  # of which the index may be what is missing
+    shards = [shard for file in found if (shard := SHARD.search(file.name))]  # the index itself may be missing
     return (folder / "config.json").is_file() and all(len(found) == int(shard[1]) for shard in shards)
 
 
-def _by_hand(hub: str) -> str:
-    what = " ".join(f"--include '{name}/*'" for name in FOLDERS.values())  # a folder that is given serves every stage
+def _manual_download(hub: str) -> str:
+    """Tell how to download a repository on another machine. All components are named: a folder must serve every stage."""
+    patterns = " ".join(f"--include '{name}/*'" for name in FOLDERS.values())
     return (
-        f"where there is a network, run `hf download {hub} {what} --local-dir FOLDER`, "
+        f"where there is a network, run `hf download {hub} {patterns} --local-dir FOLDER`, "
         'then set weights = "FOLDER" in project.toml'
     )
 
 
-def _remedy(hub: str, family: Family, error: Exception) -> str:
-    """What went wrong and what the user can do about it, in one line."""
+def _explain(hub: str, family: Family, error: Exception) -> str:
+    """Turn an exception of the hub's client into one line: what failed, and what the user can do."""
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{hub}"
-    if isinstance(error, errors.GatedRepoError) or (family.gated and _status(error) in (401, 403)):
+    if isinstance(error, errors.GatedRepoError) or (family.gated and _status_code(error) in (401, 403)):
         return f"{hub} is gated ({family.licence} licence): accept the licence at {page}, then run `hf auth login` and try again"
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"the hub has no {hub}, or it is private: check weights in project.toml, or give a folder that exists"
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
-        return f"{hub} could not be written to {constants.HF_HUB_CACHE}: {error.strerror}"
-    return f"{hub} cannot be reached: {_by_hand(hub)}"
+        return f"{hub} cannot be written to {constants.HF_HUB_CACHE}: {error.strerror}; free space there, or set HF_HOME"
+    return f"{hub} cannot be reached: {_manual_download(hub)}"
 
 
-def _status(error: Exception) -> int:
-    """The status of an answer that was a refusal; 0 where there was none."""
+def _status_code(error: Exception) -> int:
+    """Return the HTTP status of a response that the client raised as an error; 0 if there was no response."""
     return int(getattr(getattr(error, "response", None), "status_code", 0))

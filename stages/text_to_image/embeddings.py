@@ -1,4 +1,4 @@
-"""embeddings: every distinct text, encoded, so that nothing after this stage loads the text encoder."""
+"""The stage embeddings: encode every distinct text once, so that no later stage loads the text encoder."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.embeddings import EMBEDDINGS
 from stages.models.protocols import TextEncoder
 from stages.models.text.encoder import Embedding, widen
-from stages.settings import runtime, setting
+from stages.settings import require, runtime, setting
 from stages.stage import Stage, StageContext
 
-MOST = 64  # texts in a batch: 64 of the widest family's rows are 1 GB
+Row = dict[str, Any]
+
+MAX_BATCH = 64  # texts per batch: 64 embeddings of the largest family are 1 GB
 
 
 @dataclass(frozen=True)
 class EmbeddingsConfig:
-    """[embeddings]: how texts are encoded."""
+    """Section [embeddings] of project.toml: how texts are encoded."""
 
     precision: Literal["bfloat16", "float32"] = setting(
         "bfloat16", "what the text encoder computes in; bfloat16 as it was released, float32 where no GPU is (far faster there)"
@@ -33,24 +35,23 @@ class EmbeddingsConfig:
     batch_size: int = runtime(8, "texts per write; each is encoded by itself, so values do not depend on it")
 
     def __post_init__(self) -> None:
-        if not 1 <= self.batch_size <= MOST:
-            raise ValueError(f"batch_size: {self.batch_size} is not between 1 and {MOST}")
+        require(self, "batch_size", 1, MAX_BATCH)
 
 
 def wanted(ctx: StageContext) -> pa.Table:
-    """One row per distinct text, whatever it is for."""
+    """Return one row per distinct text of the table captions: its caption_id, sorted."""
     ids = pc.unique(ctx.rows(CAPTIONS)["caption_id"])
     return pa.table({"caption_id": ids.take(pc.sort_indices(ids))})
 
 
 def encode_embeddings(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Batches of encoded texts; the text encoder is loaded only if one is missing, and let go at the end."""
+    """Encode the pending texts and yield batches of rows. The text encoder is loaded only if a text is pending."""
     pending: list[str] = ctx.pending["caption_id"].to_pylist()
     if not pending:
         return
     family = ctx.need("family")
     family.require("text_encoder")
-    captions = _captions(ctx.rows(CAPTIONS))
+    captions = _rows_by_text(ctx.rows(CAPTIONS))
     encoder = family.architecture.load_text_encoder(ctx.need("text_encoder"), ctx.need("tokenizer"), family, ctx.config.precision)
     try:
         for start in range(0, len(pending), ctx.config.batch_size):
@@ -63,55 +64,58 @@ def encode_embeddings(ctx: StageContext) -> Iterator[pa.RecordBatch]:
         mx.clear_cache()
 
 
-def _captions(rows: pa.Table) -> dict[str, list[dict[str, Any]]]:
-    """The rows of each text."""
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+def _rows_by_text(rows: pa.Table) -> dict[str, list[Row]]:
+    """Group the rows of the table captions by their text: caption_id -> rows."""
+    found: dict[str, list[Row]] = defaultdict(list)
     for row in rows.select(["caption_id", "text", "role", "origin"]).to_pylist():
         found[row["caption_id"]].append(row)
     return found
 
 
 def _batch(
-    ctx: StageContext, encoder: TextEncoder, pending: list[str], start: int, captions: dict[str, list[dict[str, Any]]]
+    ctx: StageContext, encoder: TextEncoder, pending: list[str], start: int, captions: dict[str, list[Row]]
 ) -> pa.RecordBatch:
+    """Encode the texts pending[start:] up to the batch size. `captions` maps a caption_id to its rows of the table captions."""
     ids = pending[start : start + ctx.config.batch_size]
+    embeddings = encoder.encode([captions[caption_id][0]["text"] for caption_id in ids])
     rows = []
-    for place, (caption_id, made) in enumerate(zip(ids, encoder.encode([captions[i][0]["text"] for i in ids]), strict=True)):
-        if made.dropped:
-            ctx.say(_too_long(captions[caption_id], made))
-        rows.append(_row(caption_id, made))
-        ctx.progress(start + place + 1, len(pending), "texts")
+    for done, (caption_id, embedding) in enumerate(zip(ids, embeddings, strict=True), start + 1):
+        if embedding.dropped:
+            ctx.say(_too_long(captions[caption_id], embedding))
+        rows.append(_row(caption_id, embedding))
+        ctx.progress(done, len(pending), "texts")
     return EMBEDDINGS.table(rows).combine_chunks().to_batches()[0]
 
 
-def _row(caption_id: str, made: Embedding) -> dict[str, Any]:
-    real = widen(made.words[: made.tokens])
+def _row(caption_id: str, embedding: Embedding) -> Row:
+    """Build the row of one text; its statistics leave out padding. ValueError if a value is not finite."""
+    real = widen(embedding.words[: embedding.tokens])
     if not np.isfinite(real).all():
         raise ValueError(
-            f"the text encoder gave values that are not finite for caption {caption_id[:12]}: are its weights whole? "
-            'If they are, set precision = "float32" in [embeddings]'
+            f"the text encoder gave values that are not finite for caption {caption_id[:12]}: "
+            "set embeddings.precision to float32, or fetch its weights again"
         )
     return {
         "caption_id": caption_id,
-        "tokens": made.tokens,
-        "dropped_tokens": made.dropped,
-        "shape": list(made.words.shape),
+        "tokens": embedding.tokens,
+        "dropped_tokens": embedding.dropped,
+        "shape": list(embedding.words.shape),
         "dtype": "bfloat16",
         "mean": float(real.mean(dtype=np.float64)),
         "std": float(real.std(dtype=np.float64)),
         "absmax": float(np.abs(real).max()),
-        "tensor": made.words.ravel(),
+        "tensor": embedding.words.ravel(),
     }
 
 
-def _too_long(rows: list[dict[str, Any]], made: Embedding) -> str:
-    """Which caption is cut, and by how much."""
+def _too_long(rows: list[Row], embedding: Embedding) -> str:
+    """Tell in one line which caption is cut and by how many tokens. `rows`: those of the table captions with this text."""
     first = rows[0]
     where = first["origin"] or ("a preview prompt" if first["role"] == "preview" else "a caption")
     more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
     return (
-        f"{where}{more}: the caption is {made.dropped} tokens too long, of {made.tokens} that the text encoder reads; "
-        f'its end is not used: "{first["text"][:50]}..."'
+        f"{where}{more}: the caption is {embedding.dropped} tokens too long for the text encoder, which reads "
+        f'{embedding.tokens}; its end is ignored: "{first["text"][:50]}..."'
     )
 
 

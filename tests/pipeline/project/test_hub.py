@@ -18,14 +18,14 @@ HUB = "black-forest-labs/FLUX.2-klein-base-4B"
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty cache, and no way out."""
+    """An empty cache, and no network."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return tmp_path / "cache"
 
 
-def put(cache, name, *folders):
-    """A repository as the hub's client caches it."""
+def cache_repository(cache, name, *folders):
+    """Write a repository into the cache as the hub's client does, and return its snapshot's folder."""
     root = cache / f"models--{name.replace('/', '--')}"
     snapshot = root / "snapshots" / ("a" * 40)
     (root / "refs").mkdir(parents=True)
@@ -37,8 +37,8 @@ def put(cache, name, *folders):
     return snapshot
 
 
-class Answer:
-    """What the hub's client makes of a refusal."""
+class Response:
+    """An HTTP response as the hub's errors carry it."""
 
     def __init__(self, status):
         self.status_code = status
@@ -46,7 +46,7 @@ class Answer:
         self.request = None
 
 
-def refusing(monkeypatch, error):
+def raise_on_download(monkeypatch, error):
     def snapshot_download(name, *, allow_patterns, local_files_only=False):
         if local_files_only:
             raise errors.LocalEntryNotFoundError("not there")
@@ -64,19 +64,19 @@ def test_a_folder_is_found_relative_to_the_project_absolute_or_from_home(tmp_pat
 
 
 @pytest.mark.parametrize("spec", ["/no/such/folder", "./weights", "a/b/c", "weights"])
-def test_a_folder_that_is_not_there_is_refused_with_the_place_looked_at(tmp_path, spec):
-    with pytest.raises(ValueError, match=r"the folder .* does not exist, and it is no hub id"):
+def test_a_folder_that_does_not_exist_is_refused_with_its_path(tmp_path, spec):
+    with pytest.raises(ValueError, match=r"weights must be a folder or a hub id \(org/name\), got .* does not exist"):
         hub.resolve(spec, tmp_path, family("klein-base-4b"))
 
 
 def test_a_cached_repository_is_used_without_a_network(tmp_path, cache):
-    snapshot = put(cache, HUB, "transformer", "vae", "text_encoder", "tokenizer")
+    snapshot = cache_repository(cache, HUB, "transformer", "vae", "text_encoder", "tokenizer")
     assert hub.resolve("", tmp_path, family("klein-base-4b")) == snapshot
     assert hub.resolve(HUB, tmp_path, family("klein-4b")) == snapshot
 
 
-def test_only_the_components_asked_for_must_be_there(tmp_path, cache):
-    snapshot = put(cache, HUB, "vae")
+def test_only_the_components_asked_for_must_be_cached(tmp_path, cache):
+    snapshot = cache_repository(cache, HUB, "vae")
     assert hub.resolve("", tmp_path, family("klein-base-4b"), ["autoencoder"]) == snapshot
     with pytest.raises(ValueError, match=r"hf download .* --include 'transformer/\*'"):
         hub.resolve("", tmp_path, family("klein-base-4b"), ["transformer"])
@@ -96,8 +96,8 @@ INDEX = json.dumps({"weight_map": dict(zip("ab", SHARDS, strict=True))})
         {"config.json": "{}", SHARDS[0]: "", "model.safetensors.index.json": INDEX},
     ],
 )
-def test_a_download_that_was_interrupted_is_not_taken_for_whole(tmp_path, cache, there):
-    folder = put(cache, HUB, "text_encoder") / "text_encoder"
+def test_an_interrupted_download_is_not_taken_for_complete(tmp_path, cache, there):
+    folder = cache_repository(cache, HUB, "text_encoder") / "text_encoder"
     for file in folder.iterdir():
         file.unlink()
     for name, text in there.items():
@@ -110,7 +110,7 @@ def test_a_download_that_was_interrupted_is_not_taken_for_whole(tmp_path, cache,
     assert hub.resolve("", tmp_path, family("klein-base-4b"), ["text_encoder"], fetch=False) == folder.parent
 
 
-def test_without_leave_to_fetch_a_missing_repository_is_an_error_at_once(tmp_path):
+def test_a_missing_repository_is_an_error_at_once_if_fetching_is_not_allowed(tmp_path):
     with pytest.raises(ValueError, match="is not fetched yet"):
         hub.resolve("", tmp_path, family("klein-base-4b"), fetch=False)
 
@@ -126,27 +126,27 @@ def test_offline_the_message_says_what_to_fetch_and_where_to_put_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "error", [errors.GatedRepoError("no", response=Answer(403)), errors.HfHubHTTPError("no", response=Answer(401))]
+    "error", [errors.GatedRepoError("no", response=Response(403)), errors.HfHubHTTPError("no", response=Response(401))]
 )
 def test_a_gated_repository_names_its_licence_page(tmp_path, monkeypatch, error):
-    refusing(monkeypatch, error)
+    raise_on_download(monkeypatch, error)
     with pytest.raises(ValueError, match=r"gated .*accept the licence at .*/black-forest-labs/FLUX\.2-klein-base-9B"):
         hub.resolve("", tmp_path, family("klein-base-9b"))
 
 
-def test_a_repository_that_does_not_exist_is_said_to(tmp_path, monkeypatch):
-    refusing(monkeypatch, errors.RepositoryNotFoundError("no", response=Answer(404)))
+def test_a_repository_that_does_not_exist_is_reported_as_such(tmp_path, monkeypatch):
+    raise_on_download(monkeypatch, errors.RepositoryNotFoundError("no", response=Response(404)))
     with pytest.raises(ValueError, match="the hub has no someone/nothing"):
         hub.resolve("someone/nothing", tmp_path, family("klein-base-4b"))
 
 
-def test_a_full_disk_is_said_to_be_one(tmp_path, monkeypatch):
-    refusing(monkeypatch, OSError(28, "No space left on device"))
-    with pytest.raises(ValueError, match=r"could not be written to .*No space left on device"):
+def test_a_full_disk_is_reported_with_the_folder(tmp_path, monkeypatch):
+    raise_on_download(monkeypatch, OSError(28, "No space left on device"))
+    with pytest.raises(ValueError, match=r"cannot be written to .*No space left on device; free space there"):
         hub.resolve("", tmp_path, family("klein-base-4b"))
 
 
-def test_a_seeded_familys_weights_are_made_once_by_the_project(tmp_path):
+def test_a_seeded_familys_weights_are_generated_once(tmp_path):
     record = family("tiny")
     folder = hub.resolve("", tmp_path, record)
     assert folder == tmp_path / "weights" / "tiny"
@@ -164,14 +164,14 @@ def write_half(folder, family, seed):
 HALF = dataclasses.replace(FLUX2, write_random_weights=write_half)
 
 
-def test_weights_that_could_not_be_made_whole_do_not_appear(tmp_path):
+def test_weights_that_were_not_generated_completely_do_not_appear(tmp_path):
     with pytest.raises(OSError, match="No space"):
         hub.resolve("", tmp_path, dataclasses.replace(family("tiny"), code=f"{__name__}:HALF"))
     assert list((tmp_path / "weights").iterdir()) == []
 
 
-def test_a_seeded_family_is_not_made_where_it_may_not_be(tmp_path):
-    with pytest.raises(ValueError, match="is not made yet"):
+def test_a_seeded_familys_weights_are_not_generated_if_that_is_not_allowed(tmp_path):
+    with pytest.raises(ValueError, match="is not generated yet"):
         hub.resolve("", tmp_path, family("tiny"), fetch=False)
     assert list(tmp_path.iterdir()) == []
 
@@ -194,7 +194,7 @@ def test_bundled_weights_are_found_from_any_folder_and_nothing_is_written(tmp_pa
     assert list(Path().iterdir()) == []
 
 
-def test_a_folder_that_is_given_goes_before_the_bundled_one(tmp_path, bundled):
+def test_a_folder_in_the_settings_takes_precedence_over_the_bundled_one(tmp_path, bundled):
     record, _ = bundled
     other = tmp_path / "other"
     other.mkdir()
@@ -215,7 +215,7 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
         ("tokenizer", "tokenizer/chat_template.jinja", None, "data/small/tokenizer/chat_template.jinja is missing"),
     ],
 )
-def test_a_bundled_file_that_is_missing_or_cut_is_named_with_the_command_that_brings_it_back(
+def test_a_bundled_file_that_is_missing_or_cut_is_named_with_the_command_that_restores_it(
     tmp_path, bundled, component, name, cut, said
 ):
     record, folder = bundled
@@ -225,12 +225,12 @@ def test_a_bundled_file_that_is_missing_or_cut_is_named_with_the_command_that_br
         hub.resolve("", tmp_path, record, (component,))
     message = str(caught.value)
     assert message.startswith(said) and "\n" not in message and "fetch" not in message
-    assert f"it is part of the checkout; `git checkout data/small` in {tmp_path / 'checkout'} brings it back" in message
+    assert f"it is part of the checkout; run `git checkout data/small` in {tmp_path / 'checkout'} to restore it" in message
     others = [each for each in FOLDERS if each != component]
     assert hub.resolve("", tmp_path, record, others) == folder
 
 
 def test_a_family_without_published_weights_needs_a_folder(tmp_path):
     nameless = dataclasses.replace(family("klein-base-4b"), hub="")
-    with pytest.raises(ValueError, match="set weights to a folder"):
+    with pytest.raises(ValueError, match="weights must be a folder: no weights are published"):
         hub.resolve("", tmp_path, nameless)

@@ -56,7 +56,7 @@ CAPTIONED = [
 ]
 
 
-def given(folder: Path, tmp_path: Path, rows: list[dict[str, Any]] = CAPTIONED, **more: Any) -> StageContext:
+def context_of(folder: Path, tmp_path: Path, rows: list[dict[str, Any]] = CAPTIONED, **more: Any) -> StageContext:
     more = {"config": FLOAT32, "family": TINY, **more}
     weights = {name: folder / name for name in ("text_encoder", "tokenizer")}
     return harness.context(STAGE, tmp_path, {"captions": CAPTIONS.table(rows)}, weights=weights, **more)
@@ -67,15 +67,17 @@ def tensors(table: pa.Table) -> dict[str, np.ndarray]:
 
 
 def test_a_text_shared_by_many_is_encoded_once_and_the_empty_one_too(folder: Path, tmp_path: Path) -> None:
-    made = harness.run(STAGE, given(folder, tmp_path))
+    made = harness.run(STAGE, context_of(folder, tmp_path))
     texts = {row["text"] for row in CAPTIONED}
     assert sorted(made["caption_id"].to_pylist()) == sorted(map(digest, texts))
     empty = next(row for row in made.to_pylist() if row["caption_id"] == digest(""))
     assert (empty["tokens"], empty["dropped_tokens"]) == (12, 0)
 
 
-def test_every_row_is_as_long_as_the_family_says_and_its_statistics_are_of_the_real_rows(folder: Path, tmp_path: Path) -> None:
-    made = harness.run(STAGE, given(folder, tmp_path))
+def test_every_embedding_has_the_familys_number_of_rows_and_its_statistics_leave_out_padding(
+    folder: Path, tmp_path: Path
+) -> None:
+    made = harness.run(STAGE, context_of(folder, tmp_path))
     for row, words in zip(made.drop_columns(["tensor"]).to_pylist(), tensors(made).values(), strict=True):
         assert row["shape"] == [64, 192] and row["dtype"] == "bfloat16" and 12 <= row["tokens"] < 64
         real = widen(words)[: row["tokens"]]
@@ -87,7 +89,7 @@ def test_rows_are_what_diffusers_computes_for_the_same_texts(folder: Path, tmp_p
     import torch
     from diffusers import Flux2KleinPipeline
 
-    made = tensors(harness.run(STAGE, given(folder, tmp_path)))
+    made = tensors(harness.run(STAGE, context_of(folder, tmp_path)))
     texts = sorted({row["text"] for row in CAPTIONED})
     pipeline = Flux2KleinPipeline.from_pretrained(folder)
     with torch.no_grad():
@@ -98,54 +100,57 @@ def test_rows_are_what_diffusers_computes_for_the_same_texts(folder: Path, tmp_p
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_batch_size_changes_no_value(folder: Path, tmp_path: Path, precision: Any) -> None:
-    first = harness.run(STAGE, given(folder, tmp_path, config=EmbeddingsConfig(precision=precision, batch_size=1)))
-    second = harness.run(STAGE, given(folder, tmp_path, config=EmbeddingsConfig(precision=precision, batch_size=3)))
+    first = harness.run(STAGE, context_of(folder, tmp_path, config=EmbeddingsConfig(precision=precision, batch_size=1)))
+    second = harness.run(STAGE, context_of(folder, tmp_path, config=EmbeddingsConfig(precision=precision, batch_size=3)))
     assert first.equals(second)
 
 
-def test_only_what_is_missing_is_encoded_and_it_is_the_same(folder: Path, tmp_path: Path) -> None:
-    whole = harness.run(STAGE, given(folder, tmp_path))
-    rest = harness.run(STAGE, given(folder, tmp_path, stored=whole.slice(0, 1)))
+def test_only_missing_texts_are_encoded_with_equal_values(folder: Path, tmp_path: Path) -> None:
+    whole = harness.run(STAGE, context_of(folder, tmp_path))
+    rest = harness.run(STAGE, context_of(folder, tmp_path, stored=whole.slice(0, 1)))
     assert rest.equals(whole.slice(1).combine_chunks())
 
 
 def test_nothing_is_loaded_when_nothing_is_missing(folder: Path, tmp_path: Path) -> None:
-    whole = harness.run(STAGE, given(folder, tmp_path))
-    context = given(folder, tmp_path, stored=whole)
+    whole = harness.run(STAGE, context_of(folder, tmp_path))
+    context = context_of(folder, tmp_path, stored=whole)
     context.need = lambda name: family("dev") if name == "family" else pytest.fail(f"{name} was looked for")
     assert harness.run(STAGE, context).num_rows == 0
 
 
-def test_a_request_to_stop_ends_after_the_batch(folder: Path, tmp_path: Path) -> None:
+def test_a_request_to_stop_takes_effect_after_the_batch(folder: Path, tmp_path: Path) -> None:
     answers = iter([False, True])
-    context = given(folder, tmp_path, config=EmbeddingsConfig(precision="float32", batch_size=2), stop=lambda: next(answers))
+    context = context_of(folder, tmp_path, config=EmbeddingsConfig(precision="float32", batch_size=2), stop=lambda: next(answers))
     assert harness.run(STAGE, context).num_rows == 2
 
 
-def test_a_caption_that_is_too_long_is_said_with_its_file_and_kept_cut(folder: Path, tmp_path: Path) -> None:
-    said: list[str] = []
-    context = given(folder, tmp_path, [caption("a cat"), caption(LONG, image="i2", origin="metadata.jsonl:7")])
-    context.say = said.append
+def test_a_caption_that_is_too_long_is_reported_with_its_file_and_cut(folder: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    context = context_of(folder, tmp_path, [caption("a cat"), caption(LONG, image="i2", origin="metadata.jsonl:7")])
+    context.say = lines.append
     made = {row["caption_id"]: row for row in harness.run(STAGE, context).drop_columns(["tensor"]).to_pylist()}
     dropped = made[digest(LONG)]["dropped_tokens"]
     assert dropped > 0 and made[digest(LONG)]["tokens"] == 64
     assert made[digest("a cat")]["dropped_tokens"] == 0
-    assert len(said) == 1
-    assert said[0].startswith(f"metadata.jsonl:7: the caption is {dropped} tokens too long, of 64 ") and "\n" not in said[0]
+    assert len(lines) == 1
+    assert (
+        lines[0].startswith(f"metadata.jsonl:7: the caption is {dropped} tokens too long for the text encoder, which reads 64;")
+        and "\n" not in lines[0]
+    )
 
 
-def test_progress_counts_the_texts_to_do(folder: Path, tmp_path: Path) -> None:
+def test_progress_counts_pending_texts(folder: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
-    context = given(folder, tmp_path)
+    context = context_of(folder, tmp_path)
     context.progress = lambda *step: seen.append(step)
     harness.run(STAGE, context)
     assert seen == [(i + 1, 4, "texts") for i in range(4)]
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_its_memory_is_given_back(folder: Path, tmp_path: Path, cut: bool) -> None:
+def test_the_memory_of_the_text_encoder_is_released(folder: Path, tmp_path: Path, cut: bool) -> None:
     before = mx.get_active_memory()
-    context = given(folder, tmp_path, config=EmbeddingsConfig(precision="float32", batch_size=1))
+    context = context_of(folder, tmp_path, config=EmbeddingsConfig(precision="float32", batch_size=1))
     batches = STAGE.run(context)
     next(batches)
     assert mx.get_active_memory() > before
@@ -164,27 +169,27 @@ def test_values_that_are_not_finite_are_refused_with_a_remedy(folder: Path, tmp_
     arrays["model.layers.1.mlp.up_proj.weight"] = arrays["model.layers.1.mlp.up_proj.weight"] * float("nan")
     mx.eval(arrays)
     mx.save_safetensors(file, arrays)
-    context = given(folder, tmp_path)
+    context = context_of(folder, tmp_path)
     needs = {"family": TINY, "text_encoder": tmp_path / "text_encoder", "tokenizer": folder / "tokenizer"}
     context.need = needs.__getitem__
-    with pytest.raises(ValueError, match=r'not finite .* precision = "float32"'):
+    with pytest.raises(ValueError, match=r"not finite .*: set embeddings.precision to float32"):
         harness.run(STAGE, context)
 
 
-def test_a_family_that_is_not_built_is_refused_before_its_weights_are_looked_for(folder: Path, tmp_path: Path) -> None:
-    context = given(folder, tmp_path, family=family("dev"))
+def test_a_family_that_is_not_supported_is_refused_before_its_weights_are_looked_for(folder: Path, tmp_path: Path) -> None:
+    context = context_of(folder, tmp_path, family=family("dev"))
     context.need = lambda name: family("dev") if name == "family" else pytest.fail(f"{name} was looked for")
     with pytest.raises(ValueError, match="text encoder of dev"):
         harness.run(STAGE, context)
 
 
 def test_a_batch_size_out_of_range_is_refused() -> None:
-    with pytest.raises(ValueError, match="batch_size: 0 is not between 1 and 64"):
+    with pytest.raises(ValueError, match="batch_size must be >= 1 and <= 64, got 0"):
         EmbeddingsConfig(batch_size=0)
 
 
 def test_a_row_carries_its_words_in_row_major_order(folder: Path, tmp_path: Path) -> None:
-    made = harness.run(STAGE, given(folder, tmp_path, [caption("a cat")]))
+    made = harness.run(STAGE, context_of(folder, tmp_path, [caption("a cat")]))
     assert made.schema == EMBEDDINGS.batch
     encoder = TINY.architecture.load_text_encoder(folder / "text_encoder", folder / "tokenizer", TINY, "float32")
     expected = next(encoder.encode(["a cat"])).words

@@ -72,8 +72,8 @@ def test_what_does_not_fit_is_counted(prompts: PromptTokenizer) -> None:
     assert fitting.dropped == 0 and fitting.real < 64
 
 
-def test_a_family_whose_text_encoder_is_not_built_is_refused_in_one_line(tiny_weights: Path) -> None:
-    with pytest.raises(ValueError, match=r"text encoder of dev \(mistral3\) is not built") as error:
+def test_a_family_whose_text_encoder_is_not_supported_is_refused_in_one_line(tiny_weights: Path) -> None:
+    with pytest.raises(ValueError, match=r"text encoder of dev \(mistral3\) is not supported") as error:
         PromptTokenizer(tiny_weights / "tokenizer", family("dev"))
     assert "\n" not in str(error.value)
 
