@@ -25,6 +25,7 @@ PIPELINE = Pipeline(
     results=("train", "samples"),
     template="stages.text_to_image.template:TEMPLATE",
     commands={name: f"pipeline.commands.{name}:command" for name in ("export", "replay", "segments", "memory", "evaluate")},
+    methods={"adapter": "pipeline.commands.generate:adapter"},
     views=VIEWS,
     follow="stages.text_to_image.follow:CHAIN",
     panels=PANELS,

@@ -1,13 +1,22 @@
-"""Pictures side by side: one image with a label over every column and beside every row."""
+"""The grid: one image with all previews, a row per prompt and seed, a column per source."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
+from stages.stage import StageContext
+from stages.text_to_image.samples.decoding import save_png
+from stages.text_to_image.samples.sources import SampleSource
+
+GRID = "grid.png"
 CELL = 512  # pixels: the longer side of a picture in the grid
 GAP = 8  # pixels between pictures
 LABEL = 220  # pixels: width of the rows' labels
@@ -17,10 +26,41 @@ LETTERS = 24  # letters on a line of a row's label
 PAPER, INK, BLANK = (255, 255, 255), (30, 30, 30), (225, 225, 225)
 
 
-def grid(
+def write_grid(ctx: StageContext, sources: list[SampleSource], wanted: list[dict[str, Any]], paths: Sequence[str | None]) -> None:
+    """Write the grid of the first [samples] grid prompts as an artifact, unless it exists and nothing was drawn.
+
+    `paths[i]` is the artifact of the row `wanted[i]`, or None if the row has not been drawn; a missing picture is a blank.
+    """
+    first = list(dict.fromkeys(row["caption_id"] for row in wanted))[: ctx.config.grid]
+    rows = [(row, path) for row, path in zip(wanted, paths, strict=True) if row["caption_id"] in first]
+    content = hashlib.sha256(json.dumps([list(row.values()) for row, _ in rows]).encode()).hexdigest()
+    if not rows or (not ctx.pending.num_rows and content_of(ctx.artifacts / GRID) == content):
+        return
+    labels = {(row["caption_id"], row["seed"]): f"{row['prompt']}\nseed {row['seed']}" for row, _ in rows}
+    files = {(row["adapter_id"], row["caption_id"], row["seed"]): ctx.artifacts / path for row, path in rows if path}
+    existing = {key: file for key, file in files.items() if file.exists()}
+    cells = [[existing.get((source.adapter_id, *key)) for source in sources] for key in labels]
+    page = draw_grid(cells, [one.label for one in sources], list(labels.values()), (ctx.config.width, ctx.config.height))
+    ctx.write_artifact(GRID, partial(save_png, image=page, about={"content": content} | ctx.provenance))
+
+
+def content_of(path: Path) -> str:
+    """Return the text chunk "content" of the grid at `path`; empty if there is no grid, or none that can be read."""
+    try:
+        with Image.open(path) as image:
+            return str(image.info.get("content", ""))
+    except OSError:
+        return ""
+
+
+def draw_grid(
     cells: Sequence[Sequence[Path | None]], columns: Sequence[str], rows: Sequence[str], size: tuple[int, int]
 ) -> Image.Image:
-    """`cells[row][column]` is a picture's file, or None for a blank; all are shown at the shape of `size`, width and height."""
+    """Draw pictures as a table with labels. `cells[row][column]` is the file of a picture, or None for a blank.
+
+    `columns` and `rows` are the labels; `size` is the width and height of a picture in pixels, reduced so that the longer side
+    is at most CELL.
+    """
     scale = min(1.0, CELL / max(size))
     width, height = max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
     page = Image.new("RGB", (LABEL + len(columns) * (width + GAP), HEAD + len(rows) * (height + GAP)), PAPER)
@@ -29,22 +69,22 @@ def grid(
         draw.text((LABEL + column * (width + GAP), GAP), label, INK, font)
     for row, label in enumerate(rows):
         top = HEAD + row * (height + GAP)
-        draw.text((GAP, top), lines(label, height), INK, font)
+        draw.text((GAP, top), wrap_label(label, height), INK, font)
         for column, path in enumerate(cells[row]):
-            page.paste(picture(path, (width, height)), (LABEL + column * (width + GAP), top))
+            page.paste(open_picture(path, (width, height)), (LABEL + column * (width + GAP), top))
     return page
 
 
-def picture(path: Path | None, size: tuple[int, int]) -> Image.Image:
-    """The picture at that size; a plain field where there is none."""
+def open_picture(path: Path | None, size: tuple[int, int]) -> Image.Image:
+    """Open a picture and resize it to `size`, width and height in pixels; None gives a grey field."""
     if path is None:
         return Image.new("RGB", size, BLANK)
     with Image.open(path) as image:
         return image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
 
 
-def lines(text: str, height: int) -> str:
-    """A label cut into lines, as many as fit beside a picture of that height; each paragraph begins a line."""
+def wrap_label(text: str, height: int) -> str:
+    """Wrap a label to lines of LETTERS letters, at most as many as fit into `height` pixels; "..." replaces the rest."""
     room = max(1, height // (FONT + 4))
-    found = [line for part in text.splitlines() for line in textwrap.wrap(part, LETTERS) or [""]]
-    return "\n".join(found if len(found) <= room else [*found[: room - 1], "..."])
+    lines = [line for paragraph in text.splitlines() for line in textwrap.wrap(paragraph, LETTERS) or [""]]
+    return "\n".join(lines if len(lines) <= room else [*lines[: room - 1], "..."])

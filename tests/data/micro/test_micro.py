@@ -23,7 +23,7 @@ from stages.models.folders import read_config
 from stages.models.text.encoder import TextEncoder, widen
 from stages.models.text.qwen3 import Qwen3Config
 from stages.text_to_image.families import family
-from stages.text_to_image.samples import stage as samples
+from stages.text_to_image.samples.drawing import adapter_linears
 from stages.tuner import checkpoint
 from stages.tuner.adapters.initial import fresh_adapter
 from stages.tuner.adapters.targets import select_targets
@@ -97,7 +97,7 @@ def by_us(words: Words, text: str, shape: Shape, adapter: checkpoint.Checkpoint 
     """Draw a picture as the samples stage does, without rounding it to bytes: (H,W,3), 0 to 1."""
     model = load_flux2(FOLDER / "transformer", MICRO, mx.float32)
     prompt, negative = (mx.array(words[t]).view(mx.bfloat16)[None] for t in (text, ""))
-    linear_for = samples.adapted(model, adapter) if adapter else None
+    linear_for = adapter_linears(model, MICRO, adapter.folder / checkpoint.ADAPTER) if adapter else None
     settings = {"seed": SEED, "steps": STEPS, "guidance": MICRO.guidance, "negative_1TJ": negative, "linear_for": linear_for}
     *_, drawn = MICRO.architecture.draw(model, prompt, *shape, **settings)
     image_BHWC = load_autoencoder(FOLDER / "vae", MICRO, mx.float32).decode(drawn)
@@ -123,7 +123,7 @@ def by_diffusers(pipeline: Any, words: Words, text: str, shape: Shape) -> np.nda
 
 
 def noise(shape: Shape) -> mx.array:
-    return sampling.noise(SEED, (1, MICRO.transformer["in_channels"], *(side // samples.PIXELS for side in shape)))
+    return sampling.noise(SEED, (1, MICRO.transformer["in_channels"], *(side // sampling.PIXELS for side in shape)))
 
 
 @pytest.mark.parametrize(("text", "shape"), DRAWN)

@@ -23,8 +23,10 @@ from stages.models.flux2.load import load_flux2
 from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, text_ids
 from stages.stage import StageContext
 from stages.text_to_image.families import family
-from stages.text_to_image.samples import stage as samples
-from stages.text_to_image.samples.stage import STAGE, SamplesConfig
+from stages.text_to_image.samples.config import SamplesConfig
+from stages.text_to_image.samples.drawing import adapter_linears
+from stages.text_to_image.samples.sources import sample_sources
+from stages.text_to_image.samples.stage import STAGE
 from stages.tuner import checkpoint
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.initial import fresh_adapter, target_weights
@@ -151,7 +153,7 @@ def test_guidance_is_two_passes_only_where_the_family_has_real_cfg(root: Path, t
         np.testing.assert_allclose(pixels(made, one), drawn_by_diffusers(root, one["prompt"], 0, 1.0, None), atol=0.55)
 
 
-def test_every_prompt_seed_and_drawer_is_a_row_with_its_picture_and_its_story(root: Path, tmp_path: Path) -> None:
+def test_every_prompt_seed_and_source_is_a_row_with_a_picture_that_says_how_it_was_drawn(root: Path, tmp_path: Path) -> None:
     made = context(root, tmp_path)
     made.provenance = {"recipe": "abc"}
     rows = harness.run(STAGE, made).to_pylist()
@@ -182,12 +184,12 @@ def test_the_chosen_checkpoints_are_wanted_in_order(root: Path, tmp_path: Path, 
     assert wanted.num_rows == len(steps) * 4
 
 
-def test_a_step_without_a_checkpoint_is_refused_with_those_there_are(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no checkpoint of step 15; there are 10, 20"):
+def test_a_step_without_a_checkpoint_is_refused_and_the_steps_with_one_are_named(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must be steps with a checkpoint \(10, 20\), got 15"):
         context(root, tmp_path, replace(CONFIG, checkpoints=(10, 15)))
 
 
-def test_what_is_stored_is_not_drawn_again_and_loads_nothing(root: Path, tmp_path: Path) -> None:
+def test_a_stored_preview_is_not_drawn_again_and_loads_no_weights(root: Path, tmp_path: Path) -> None:
     first = harness.run(STAGE, context(root, tmp_path, replace(CONFIG, seeds=(0,))))
     more = context(root, tmp_path, stored=first)
     added = harness.run(STAGE, more)
@@ -217,7 +219,7 @@ def files(made: StageContext) -> set[str]:
     return {str(path.relative_to(made.artifacts)) for path in made.artifacts.rglob("*") if path.is_file()}
 
 
-def test_a_stop_is_heard_after_the_next_denoising_step_and_what_was_drawn_is_not_drawn_again(root: Path, tmp_path: Path) -> None:
+def test_a_stop_takes_effect_after_the_current_denoising_step_and_nothing_is_drawn_twice(root: Path, tmp_path: Path) -> None:
     config, bar = replace(CONFIG, checkpoints=()), []
     made = context(root, tmp_path, config, stop=lambda: len(bar) > STEPS)
     made.progress = lambda done, total, unit: bar.append((done, total))
@@ -230,7 +232,7 @@ def test_a_stop_is_heard_after_the_next_denoising_step_and_what_was_drawn_is_not
     assert bar[-1] == (3 * STEPS, 3 * STEPS)
 
 
-def test_a_stop_is_heard_between_two_pictures_and_the_next_run_shows_the_rest_of_them(root: Path, tmp_path: Path) -> None:
+def test_a_stop_between_two_pictures_leaves_the_rest_of_them_to_the_next_run(root: Path, tmp_path: Path) -> None:
     config, seen = replace(CONFIG, checkpoints=()), tmp_path / "parts" / "artifacts" / "images"
     whole = context(root, tmp_path / "whole", config)
     expected = harness.run(STAGE, whole).to_pylist()
@@ -246,7 +248,7 @@ def test_a_stop_is_heard_between_two_pictures_and_the_next_run_shows_the_rest_of
     assert all((whole.artifacts / name).read_bytes() == (second.artifacts / name).read_bytes() for name in files(whole))
 
 
-def test_the_grid_has_a_row_per_prompt_and_seed_and_a_column_per_drawer(root: Path, tmp_path: Path) -> None:
+def test_the_grid_has_a_row_per_prompt_and_seed_and_a_column_per_source(root: Path, tmp_path: Path) -> None:
     made = context(root, tmp_path)
     rows = harness.run(STAGE, made).to_pylist()
     with Image.open(made.artifacts / "grid.png") as image:
@@ -270,8 +272,8 @@ def test_both_passes_of_guidance_at_once_draw_what_they_draw_in_turn(
 ) -> None:
     config = replace(CONFIG, checkpoints="last", seeds=(0,), guidance=3.0)
     drawn = []
-    for most in (samples.TOGETHER, 0):
-        monkeypatch.setattr(samples, "TOGETHER", most)
+    for most in (sampling.TOGETHER, 0):
+        monkeypatch.setattr(sampling, "TOGETHER", most)
         made = context(root, tmp_path / str(most), config)
         drawn.append(
             [np.asarray(Image.open(made.artifacts / path), int) for path in harness.run(STAGE, made)["path"].to_pylist()]
@@ -307,17 +309,19 @@ def test_an_adapter_that_was_damaged_is_refused(root: Path, tmp_path: Path) -> N
         "train": tmp_path / "train",
     }
     made = context(root, tmp_path, replace(CONFIG, checkpoints="last", base=False), weights=weights)
-    with pytest.raises(ValueError, match="is not what was saved there"):
+    with pytest.raises(ValueError, match=r"adapter\.safetensors is damaged; choose another checkpoint"):
         harness.run(STAGE, made)
 
 
 def test_an_adapter_that_draws_no_finite_values_leaves_no_picture(root: Path, tmp_path: Path) -> None:
     (saved,) = [saved for saved in checkpoint.found(root / "train") if saved.step == 10]
     ruined = {name: 1e30 * value for name, value in saved.arrays(checkpoint.ADAPTER).items()}
-    checkpoint.save(kept_in(tmp_path / "train"), 30, ruined, {}, TRAIN.table([]), {"rank": "2", "alpha": "4.0"}, {})
+    checkpoint.save(writer_into(tmp_path / "train"), 30, ruined, {}, TRAIN.table([]), {"rank": "2", "alpha": "4.0"}, {})
     weights = {"transformer": root / "weights" / "transformer", "train": tmp_path / "train"}
     made = context(root, tmp_path, replace(CONFIG, base=False), weights=weights)
-    with pytest.raises(ValueError, match=r"^samples: step 30 draws no finite values; choose other .*, or lower \[train\] lr$"):
+    with pytest.raises(
+        ValueError, match=r"^samples: step 30 draws values that are not finite; choose .*, or lower \[train\] lr$"
+    ):
         harness.run(STAGE, made)
     assert not files(made)
 
@@ -333,20 +337,21 @@ def test_memory_is_given_back_when_the_stage_ends(root: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ({"checkpoints": "latest"}, "checkpoints: 'latest' is neither"),
-        ({"width": 1000}, "width: 1000 is no multiple of 16; 992 is"),
-        ({"height": 0}, "height: 0 is no multiple of 16; 16 is"),
-        ({"seeds": (1, 1)}, "seeds: .* should be different"),
-        ({"seeds": ()}, "seeds: "),
-        ({"steps": 0}, "steps: 0 is too few"),
+        ({"checkpoints": "latest"}, 'checkpoints must be "last", "all" or a list of steps .*, got "latest"'),
+        ({"width": 1000}, "width must be a multiple of 16, such as 992, got 1000"),
+        ({"height": 0}, "height must be a multiple of 16, such as 16, got 0"),
+        ({"seeds": (1, 1)}, r"seeds must be different .*, got \[1, 1\]"),
+        ({"seeds": ()}, r"seeds must be .*, got \[\]"),
+        ({"steps": 0}, "steps must be >= 1, got 0"),
+        ({"grid": 0}, "grid must be >= 1, got 0"),
     ],
 )
-def test_settings_that_no_preview_can_be_drawn_with_are_refused(values: dict[str, Any], line: str) -> None:
+def test_settings_that_allow_no_preview_are_refused(values: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line):
         SamplesConfig(**values)
 
 
-def test_a_project_without_preview_prompts_is_told_why_there_are_no_previews(root: Path, tmp_path: Path) -> None:
+def test_a_project_without_preview_prompts_says_why_there_are_no_previews(root: Path, tmp_path: Path) -> None:
     said: list[str] = []
     made = harness.context(
         STAGE,
@@ -362,7 +367,7 @@ def test_a_project_without_preview_prompts_is_told_why_there_are_no_previews(roo
     assert not (made.artifacts / "grid.png").exists()
 
 
-def kept_in(folder: Path) -> Any:
+def writer_into(folder: Path) -> Any:
     def keep(name: str, write: Any) -> Path:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -372,19 +377,19 @@ def kept_in(folder: Path) -> Any:
     return keep
 
 
-def test_the_average_draws_where_it_is_asked_for_and_there(root: Path, tmp_path: Path) -> None:
+def test_the_average_draws_where_the_setting_asks_for_it_and_the_checkpoint_has_one(root: Path, tmp_path: Path) -> None:
     (plain,) = [saved for saved in checkpoint.found(root / "train") if saved.step == 10]
     arrays = plain.arrays(checkpoint.ADAPTER)
     averaged = {name: value / 2 for name, value in arrays.items()}
     about = {"rank": "2", "alpha": "4.0"}
-    checkpoint.save(kept_in(tmp_path / "train"), 10, arrays, {}, TRAIN.table([]), about, {}, averaged)
-    checkpoint.save(kept_in(tmp_path / "train"), 20, averaged, {}, TRAIN.table([]), about, {})
+    checkpoint.save(writer_into(tmp_path / "train"), 10, arrays, {}, TRAIN.table([]), about, {}, averaged)
+    checkpoint.save(writer_into(tmp_path / "train"), 20, averaged, {}, TRAIN.table([]), about, {})
     made = context(root, tmp_path)
-    made.weights = lambda name: tmp_path / "train"
+    made.files = lambda schema: tmp_path / "train"
     labels = {}
     for average in (False, True):
         made.config = replace(CONFIG, average=average)
-        labels[average] = [source.label for source in samples.sample_sources(made)]
+        labels[average] = [source.label for source in sample_sources(made)]
     assert labels == {False: ["base", "step 10", "step 20"], True: ["base", "step 10, average", "step 20"]}
 
 
@@ -398,7 +403,7 @@ def test_every_variant_of_an_adapter_draws_as_the_weights_that_it_merges_into(va
         for name, value in fresh_adapter(targets, 0, target_weights(model.blocks, targets)).items()
     }
     about = {"family": "tiny", **adapter_metadata(targets)}
-    saved = checkpoint.save(kept_in(tmp_path), 10, arrays, {}, TRAIN.table([]), about, {})
+    saved = checkpoint.save(writer_into(tmp_path), 10, arrays, {}, TRAIN.table([]), about, {})
     every = model.top | {f"{block.name}.{name}": weight for block in model.blocks for name, weight in block.weights.items()}
     merged = Flux2(model.config, merged_weights(every, arrays, target_scales(targets)))
     given = (
@@ -410,4 +415,6 @@ def test_every_variant_of_an_adapter_draws_as_the_weights_that_it_merges_into(va
     )
     expected = merged(*given)
     assert mx.abs(model(*given) - expected).max() > 1e-2
-    assert mx.abs(model(*given, linear_for=samples.adapted(model, saved)) - expected).max() < 1e-4
+    assert (
+        mx.abs(model(*given, linear_for=adapter_linears(model, TINY, saved.folder / checkpoint.ADAPTER)) - expected).max() < 1e-4
+    )

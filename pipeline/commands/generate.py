@@ -1,0 +1,129 @@
+"""The Python API's `project.adapter()`: a trained adapter, and images drawn with it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+    from PIL.Image import Image
+
+    from pipeline.project.project import Project
+    from stages.text_to_image.samples.config import SamplesConfig
+
+
+def adapter(project: Project, which: str = "last", step: int | None = None) -> Adapter:
+    """Return the adapter that a project trained.
+
+    `which` is "last", "average" ([train.ema]) or "best" ([train.validation]); `step` is the step of a checkpoint, None for the
+    end of the run. ValueError, which lists the checkpoints, if there is no such adapter.
+    """
+    from pipeline.commands.export import adapter_of
+    from stages.models.weights import read_file
+
+    path = adapter_of(project, step, lambda line: None, which)
+    return Adapter(project, path, int(read_file(path)[1]["step"]))
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A trained adapter: its file, the training step that it is from, and the project whose base model it belongs to."""
+
+    project: Project
+    path: Path
+    step: int
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        seed: int = 0,
+        width: int | None = None,
+        height: int | None = None,
+        steps: int | None = None,
+        guidance: float | None = None,
+        strength: float = 1.0,
+    ) -> Image:
+        """Draw one image and return it as a PIL image.
+
+        `prompt` is used as it is: write the trigger word out. `seed` names the starting noise. `width` and `height` are in
+        pixels, `steps` are denoising steps; what is None comes from [samples], so that the image equals the preview of the stage
+        samples for the same prompt and seed. `strength` scales the adapter: 0 draws with the base alone. The text encoder, the
+        transformer and the autoencoder are loaded one after another. ValueError for a size that is no multiple of 16.
+        """
+        config: SamplesConfig = self.project.config.sections["samples"]
+        size = (config.width if width is None else width, config.height if height is None else height)
+        chosen = (config.steps if steps is None else steps, config.guidance if guidance is None else guidance)
+        text_1TJ, empty_1TJ = encode(self.project, [prompt, ""])
+        latent_1Chw = self._draw(text_1TJ, empty_1TJ, seed, size, *chosen, strength)
+        return decode_latent(self.project, latent_1Chw)
+
+    def _draw(
+        self,
+        text_1TJ: mx.array,
+        empty_1TJ: mx.array,
+        seed: int,
+        size: tuple[int, int],
+        steps: int | None,
+        guidance: float | None,
+        strength: float,
+    ) -> mx.array:
+        from stages.text_to_image.samples.drawing import load_sampler
+
+        sampler = load_sampler(
+            f"step {self.step}",
+            self.project.component("transformer"),
+            self.project.family,
+            lambda: empty_1TJ,
+            self.path,
+            precision=self.project.config.sections["samples"].precision,
+            steps=steps,
+            guidance=guidance,
+            strength=strength,
+        )
+        latent_1Chw = sampler.draw(text_1TJ, seed, *size)
+        assert latent_1Chw is not None
+        del sampler
+        release()
+        return latent_1Chw
+
+
+def encode(project: Project, texts: Sequence[str]) -> list[mx.array]:
+    """Return the embedding of each text, (1, text rows, features), bfloat16, as the stage embeddings computes it."""
+    import mlx.core as mx
+
+    family = project.family
+    family.require("text_encoder")
+    weights, tokenizer = (project.component(name) for name in ("text_encoder", "tokenizer"))
+    precision = project.config.sections["embeddings"].precision
+    encoder = family.architecture.load_text_encoder(weights, tokenizer, family, precision)
+    embeddings = [mx.array(each.words).view(mx.bfloat16)[None] for each in encoder.encode(list(texts))]
+    del encoder
+    release()
+    return embeddings
+
+
+def decode_latent(project: Project, latent_1Chw: mx.array) -> Image:
+    """Decode a latent (1, channels, height / 16, width / 16) with the project's autoencoder."""
+    import mlx.core as mx
+
+    from stages.text_to_image.samples.decoding import decode
+
+    family = project.family
+    autoencoder = family.architecture.load_autoencoder(project.component("autoencoder"), family, mx.float32)
+    image = decode(autoencoder, latent_1Chw)
+    del autoencoder
+    release()
+    return image
+
+
+def release() -> None:
+    """Give the memory of deleted models back to the system."""
+    import mlx.core as mx
+
+    gc.collect()
+    mx.clear_cache()

@@ -1,0 +1,39 @@
+"""The settings of the stage samples: [samples]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from stages.settings import require, runtime, selects, setting
+
+MULTIPLE = 16  # pixels: widths and heights are multiples of this
+
+
+@dataclass(frozen=True)
+class SamplesConfig:
+    """[samples]: which previews are drawn, and how."""
+
+    checkpoints: str | tuple[int, ...] = selects("last", '"last", "all", or a list of steps; a preview takes minutes on a Mac')
+    average: bool = selects(False, "draw with the average of the adapter ([train.ema]) where a checkpoint has one")
+    base: bool = selects(True, "also draw with the base model without an adapter, to compare with")
+    seeds: tuple[int, ...] = selects((0,), "seeds of the starting noise: one preview each per prompt and checkpoint")
+    width: int = selects(768, "pixels, a multiple of 16; the larger of the default training resolutions")
+    height: int = selects(768, "pixels, a multiple of 16")
+    steps: int | None = setting(None, "denoising steps; by default the family's own number")
+    guidance: float | None = setting(None, "how strongly the prompt is followed; by default the family's own value")
+    precision: Literal["bfloat16", "float32"] = setting("bfloat16", "what the transformer computes in; float32 on a CPU")
+    grid: int = runtime(8, "prompts that the grid shows, the first ones; every prompt is drawn")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.checkpoints, str) and self.checkpoints not in ("all", "last"):
+            raise ValueError(f'checkpoints must be "last", "all" or a list of steps like [500, 1000], got "{self.checkpoints}"')
+        for name in ("width", "height"):
+            value = getattr(self, name)
+            if value < MULTIPLE or value % MULTIPLE:
+                near = max(1, round(value / MULTIPLE)) * MULTIPLE
+                raise ValueError(f"{name} must be a multiple of {MULTIPLE}, such as {near}, got {value}")
+        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds must be different whole numbers >= 0, like [0, 1], got {list(self.seeds)}")
+        require(self, "grid", 1)
+        require(self, "steps", 1)

@@ -1,0 +1,109 @@
+"""Drawing latents: the transformer with an adapter, and the denoising steps of one image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from stages.models.family import Family
+from stages.models.protocols import Transformer
+from stages.tuner.adapters import lora
+
+DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
+LinearFor = Callable[[str], Any]  # name of a block -> its Linear
+
+
+@dataclass(frozen=True)
+class LatentSampler:
+    """A transformer, with or without an adapter, and the settings that all images of a run share.
+
+    `label` names the sampler in errors, such as "step 500". `linear_for` returns the Linear of a block, to draw with an adapter.
+    `steps` is the number of denoising steps. `negative` is the embedding of the empty prompt, (1, text rows, features), for
+    guidance by two passes; None where guidance takes one pass.
+    """
+
+    label: str
+    family: Family
+    model: Transformer
+    linear_for: LinearFor | None
+    steps: int
+    guidance: float
+    negative: mx.array | None
+
+    def draw(
+        self, text_1TJ: mx.array, seed: int, width: int, height: int, stop_after: Callable[[int], bool] = lambda step: False
+    ) -> mx.array | None:
+        """Draw one image and return its latent (1, channels, height / 16, width / 16), float32.
+
+        text_1TJ is the prompt's embedding (1, text rows, features), `seed` names the starting noise, `width` and `height` are in
+        pixels. `stop_after(step)` is called after each denoising step, counted from 1; if it returns True before the last one,
+        the image is given up and None is returned. ValueError if the latent has values that are not finite.
+        """
+        latents = self.family.architecture.draw(
+            self.model,
+            text_1TJ,
+            height,
+            width,
+            seed=seed,
+            steps=self.steps,
+            guidance=self.guidance,
+            negative_1TJ=self.negative,
+            linear_for=self.linear_for,
+        )
+        latent_1Chw = mx.zeros(0)
+        for step, latent_1Chw in enumerate(latents, 1):  # noqa: B007  (the last one is the image's)
+            if stop_after(step) and step < self.steps:
+                return None
+        if not mx.all(mx.isfinite(latent_1Chw)).item():
+            raise ValueError(f"{self.label} draws values that are not finite; choose another checkpoint, or lower [train] lr")
+        return latent_1Chw
+
+
+def load_sampler(
+    label: str,
+    transformer: Path,
+    family: Family,
+    read_negative: Callable[[], mx.array],
+    adapter: Path | None = None,
+    *,
+    precision: str = "bfloat16",
+    steps: int | None = None,
+    guidance: float | None = None,
+    strength: float = 1.0,
+) -> LatentSampler:
+    """Load the transformer from the path `transformer`, and the adapter from the file `adapter` (None: the base alone).
+
+    `label` names the sampler in errors. `read_negative` returns the embedding of the empty prompt, (1, text rows, features); it
+    is called only if guidance takes two passes. `precision` is a key of DTYPES; `steps` and `guidance` are by default the
+    family's; `strength` scales the adapter. ValueError if the adapter was trained on another transformer.
+    """
+    model = family.architecture.load_transformer(transformer, family, DTYPES[precision])
+    linear_for = adapter_linears(model, family, adapter, strength) if adapter else None
+    chosen = family.guidance if guidance is None else guidance
+    negative = read_negative() if family.real_cfg and chosen > 1 else None
+    return LatentSampler(label, family, model, linear_for, family.sampling_steps if steps is None else steps, chosen, negative)
+
+
+def adapter_linears(model: Transformer, family: Family, file: Path, strength: float = 1.0) -> LinearFor:
+    """Return a function from a block's name to its Linear with the adapter in `file` added, times `strength`.
+
+    ValueError if the adapter's shapes are not those of the transformer.
+    """
+    arrays, scales = family.architecture.read_adapter(file)
+    known = model.linears()
+    for name in scales:
+        shape = lora.linear_shape(lora.arrays_of_linear(arrays, name))
+        if known.get(name) != shape:
+            expected = known.get(name, "not in the transformer")
+            raise ValueError(f"{file} was trained on another transformer: {name} is {shape} there and {expected} here")
+    linears = {}
+    for block in model.blocks:
+        prefix = block.name + "."
+        own = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+        scaled = {name.removeprefix(prefix): scale * strength for name, scale in scales.items() if name.startswith(prefix)}
+        linears[block.name] = lora.adapted_linear(own, scaled)
+    return linears.__getitem__

@@ -1,0 +1,68 @@
+"""Sample sources: the base model, and the adapters of the chosen checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from schemas.text_to_image.train import TRAIN
+from stages.stage import StageContext
+from stages.tuner import checkpoint
+from stages.tuner.checkpoint import ADAPTER, EMA, Checkpoint
+
+
+@dataclass(frozen=True)
+class SampleSource:
+    """What draws a preview: the adapter in `checkpoint`, or the base model where `checkpoint` is None.
+
+    `adapter_id` is the sha256 of the adapter's file, empty for the base; `file` is the adapter's name in the checkpoint.
+    """
+
+    adapter_id: str = ""
+    step: int = 0
+    checkpoint: Checkpoint | None = None
+    file: str = ADAPTER
+
+    @property
+    def label(self) -> str:
+        """The heading of the source's column in the grid, such as "base" or "step 500"."""
+        average = ", average" if self.file == EMA else ""
+        return f"step {self.step}{average}" if self.checkpoint else "base"
+
+    def adapter_file(self) -> Path | None:
+        """The path of the adapter; None for the base. ValueError if the file is not the one that training saved."""
+        if self.checkpoint is None:
+            return None
+        file = self.checkpoint.folder / self.file
+        if not self.checkpoint.whole(self.file):
+            raise ValueError(f"{file} is damaged; choose another checkpoint, or train again from an earlier one")
+        return file
+
+
+def sample_sources(ctx: StageContext) -> list[SampleSource]:
+    """Return the base, if [samples] base is set, then the chosen checkpoints by step; equal adapters count once.
+
+    ValueError, with the steps that exist, for a step without a checkpoint.
+    """
+    saved = {one.step: one for one in checkpoint.found(ctx.files(TRAIN))}
+    sources = {"": SampleSource()} if ctx.config.base else {}
+    for step in chosen_steps(ctx.config.checkpoints, sorted(saved)):
+        files = saved[step].state["files"]
+        name = EMA if ctx.config.average and EMA in files else ADAPTER
+        digest = files[name]["sha256"]
+        sources.setdefault(digest, SampleSource(digest, step, saved[step], name))
+    return list(sources.values())
+
+
+def chosen_steps(chosen: str | tuple[int, ...], steps: list[int]) -> list[int]:
+    """Return the steps that the setting `checkpoints` ("last", "all" or a list of steps) chooses from `steps`, sorted.
+
+    ValueError for a listed step that is not in `steps`.
+    """
+    if isinstance(chosen, str):
+        return steps if chosen == "all" else steps[-1:]
+    absent = [step for step in chosen if step not in steps]
+    if absent:
+        existing = ", ".join(map(str, steps)) or "none"
+        raise ValueError(f"samples.checkpoints must be steps with a checkpoint ({existing}), got {absent[0]}")
+    return sorted(chosen)
