@@ -25,6 +25,7 @@ def adapter(project: Project, which: str = "last", step: int | None = None) -> A
     from pipeline.commands.export import adapter_of
     from stages.models.weights import read_file
 
+    project.refresh()
     path = adapter_of(project, step, lambda line: None, which)
     return Adapter(project, path, int(read_file(path)[1]["step"]))
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline.project.project import Project
+from pipeline.api import Project
 from tests import projects
 
 
