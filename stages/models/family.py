@@ -1,4 +1,4 @@
-"""The record of a model family: what tells one family from another, as data."""
+"""The record of a model family: data, and the functions of its architecture. Stages and commands ask it, never a name."""
 
 from __future__ import annotations
 
@@ -15,41 +15,51 @@ if TYPE_CHECKING:
 
 Adapter = tuple[dict[str, "mx.array"], dict[str, float]]  # arrays by "<linear><ending>", float32; the scale of each Linear
 
-# A family's components and where each lies in a folder of the diffusers layout.
+# Component -> its folder in the diffusers layout.
 FOLDERS = {"transformer": "transformer", "autoencoder": "vae", "text_encoder": "text_encoder", "tokenizer": "tokenizer"}
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family. `transformer`, `autoencoder` and `text_encoder` use the names of the released config files."""
+    """One model family as data, with its architecture's functions. It can be pickled.
+
+    `transformer`, `text_encoder` and `autoencoder` are the sizes of these components, with the names of the released config
+    files; a config.json beside weights takes precedence.
+    """
 
     name: str
     title: str
     licence: str
-    code: str  # the architecture, "module:attribute"; imported when it is first used
+    code: str  # "module:attribute" of the architecture, which is imported when it is first used
     transformer: Mapping[str, Any]
     text_encoder: Mapping[str, Any]
-    autoencoder: Mapping[str, Any] = field(default_factory=dict)
-    hub: str = ""  # hub id of the weights, diffusers layout; empty: none is published
-    gated: bool = False  # the licence must be accepted before the hub serves the files
-    single_files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # component -> names that it may have as one file
+    autoencoder: Mapping[str, Any]
+
+    # Where the weights come from if a project names none: the hub, the checkout, or a seed.
+    hub: str = ""  # hub id "org/name" of weights in the diffusers layout
+    gated: bool = False  # the hub asks users to accept a licence first
+    bundled: str = ""  # folder of the weights, relative to the checkout
+    seeded: int | None = None  # seed of random weights that the project generates
+    single_files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # component -> file names in use for one file
+    unsupported: Mapping[str, str] = field(default_factory=dict)  # component -> in one line, why it cannot be used yet
+
+    # Text embeddings.
     text_kind: str = "qwen3"  # architecture and prompt form of the text encoder
-    text_layers: tuple[int, ...] = (9, 18, 27)  # hidden states that are concatenated; 0 would be the embedding
+    text_layers: tuple[int, ...] = (9, 18, 27)  # hidden states that are concatenated; k is that after k layers
     text_tokens: int = 512  # rows of an embedding, padding included
-    guidance_embedded: bool = False  # guidance is an input of the transformer
-    real_cfg: bool = True  # guidance is two passes, with and without the prompt
-    distilled: bool = False  # made for few steps; LoRAs are trained on the base model instead
-    guidance: float = 4.0  # default when sampling
-    sampling_steps: int = 50  # default when sampling
-    bundled: str = ""  # folder of the weights in the checkout, where they are part of it
-    seeded: int | None = None  # seed, where the project makes the weights itself
-    bytes_bf16: Mapping[str, int] = field(default_factory=dict)  # component -> bytes as bfloat16, the layers needed
-    unsupported: Mapping[str, str] = field(default_factory=dict)  # component -> why it cannot be used yet, in one line
-    begin: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # section -> settings with which a new project begins
+
+    # Guidance and drawing.
+    guidance_embedded: bool = False  # the transformer reads the guidance value as an input
+    real_cfg: bool = True  # classifier-free guidance: two passes, with the prompt and with the empty prompt
+    distilled: bool = False  # made to draw in few steps; a LoRA is better trained on the base model
+    guidance: float = 4.0  # default when drawing
+    sampling_steps: int = 50  # default number of denoising steps
+
+    begin: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # section -> settings of a new project.toml
 
     @property
     def architecture(self) -> Architecture:
-        """The functions of the family's architecture: loading, inputs, drawing, adapters. Importing them loads MLX."""
+        """The functions of the family's architecture: loading, inputs, drawing, adapters. The first use imports MLX."""
         module, _, attribute = self.code.partition(":")
         found: Architecture = getattr(import_module(module), attribute)
         return found
@@ -61,7 +71,7 @@ class Family:
 
     @property
     def source(self) -> str:
-        """Where the weights come from where a project names none, in words."""
+        """Where the weights come from if a project names none, for the user: a hub id, a folder, or "made by the project"."""
         return self.hub or (f"{self.bundled}, part of the checkout" if self.bundled else "made by the project")
 
 
@@ -69,9 +79,10 @@ class Family:
 class Architecture:
     """What one architecture can do, as functions that a stage or a command calls through `family.architecture`.
 
-    Letters in names of arrays: B batch, L image tokens, T text rows, C latent channels, J text features, h and w latent height
-    and width. `path` is where `locate` found a component: a folder, or a single file. Every function that reads files raises
-    ValueError in one line for weights that are missing, cut short or of another model.
+    Each field is a function, whose arguments and result its comment gives. Letters in names of arrays: B batch, L image tokens,
+    T text rows, C latent channels, J text features, h and w latent height and width. `path` is what `locate` returned for a
+    component: a folder or a single file. A function that reads files raises ValueError, in one line, for weights that are
+    missing, cut short or of another model.
     """
 
     # Sizes.

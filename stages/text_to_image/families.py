@@ -88,10 +88,6 @@ MICRO_BEGIN: Mapping[str, Mapping[str, Any]] = {
     "samples": {"precision": "float32", "width": 160, "height": 160},
 }
 
-BYTES_4B = {"transformer": 7_751_089_152, "text_encoder": 6_230_000_000, "autoencoder": 168_092_744}
-BYTES_9B = {"transformer": 18_157_162_496, "text_encoder": 11_660_000_000, "autoencoder": 168_092_744}
-BYTES_DEV = {"transformer": 64_446_562_304, "text_encoder": 34_700_000_000, "autoencoder": 168_092_744}
-
 
 def _single_files(tail: str) -> dict[str, tuple[str, ...]]:
     """Return, by component, the file names in use for weights that are published as one file."""
@@ -110,7 +106,6 @@ _ALL = (
         autoencoder=AUTOENCODER,
         hub="black-forest-labs/FLUX.2-klein-base-4B",
         single_files=_single_files("klein-base-4b"),
-        bytes_bf16=BYTES_4B,
     ),
     Family(
         name="klein-base-9b",
@@ -123,7 +118,6 @@ _ALL = (
         hub="black-forest-labs/FLUX.2-klein-base-9B",
         gated=True,
         single_files=_single_files("klein-base-9b"),
-        bytes_bf16=BYTES_9B,
     ),
     Family(
         name="klein-4b",
@@ -139,7 +133,6 @@ _ALL = (
         distilled=True,
         guidance=1.0,
         sampling_steps=4,
-        bytes_bf16=BYTES_4B,
     ),
     Family(
         name="klein-9b",
@@ -156,7 +149,6 @@ _ALL = (
         distilled=True,
         guidance=1.0,
         sampling_steps=4,
-        bytes_bf16=BYTES_9B,
     ),
     Family(
         name="dev",
@@ -176,7 +168,6 @@ _ALL = (
         text_layers=(10, 20, 30),
         guidance_embedded=True,
         real_cfg=False,
-        bytes_bf16=BYTES_DEV,
     ),
     Family(
         name="micro",

@@ -374,7 +374,10 @@ def test_what_does_not_fit_the_model_is_refused_by_the_name_of_its_setting(trans
             {"initial": file, "rank": 1},
             r"\[train\] initial: the adapter of .* must have a rank <= 1, got 2: raise the rank to 2",
         ),
-        ({"initial": file, "targets": ("attn.to_q",)}, r"\[train\] initial: the adapter has .*, which is not a target: add it to the targets"),
+        (
+            {"initial": file, "targets": ("attn.to_q",)},
+            r"\[train\] initial: the adapter has .*, which is not a target: add it to the targets",
+        ),
         ({"targets": ("attn.to_z",)}, r"\[train\] targets: 'attn.to_z' matches no Linear of the blocks; nearest: attn.to_"),
         ({"rank_for": {"atn.*": 4}}, r"\[train\] rank_for: 'atn.\*' matches no target; nearest: attn"),
         ({"rslora": True}, r"\[train\] rslora: .* needs an alpha; 1.41 changes nothing"),
