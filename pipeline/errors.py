@@ -1,5 +1,5 @@
-"""What ends a command early without being a user's mistake."""
+"""Exceptions that end a command early and are not the user's mistake."""
 
 
-class Stopped(Exception):  # noqa: N818  (not an error: the user asked)
-    """The user asked to stop; what was made is kept."""
+class Stopped(Exception):  # noqa: N818  (not an error: the user asked for it)
+    """The user interrupted a run. The message says how many rows are kept and how to go on."""

@@ -1,9 +1,14 @@
-"""Work units: rows of one stage computed in any process, without writing to a table."""
+"""Work units: pending rows of a stage, computed in any process and committed by the runner.
+
+units = divide(...)                                 in the process of the runner; units and results can be pickled
+results = [list(perform(unit)) for unit in units]   in any process that sees the same folders
+runner.run(project, name, console, compute=...)     yields the results to be committed
+"""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,17 +19,18 @@ from schemas.table import TableSchema
 from stages.stage import Artifact, Input, Stage, StageContext, WorkUnit, load
 
 
-def divide(module: str, stage: Stage, ctx: StageContext, inputs: dict[str, Input], size: int) -> Iterator[WorkUnit]:
-    """The pending rows of `ctx` as work units of at most `size` rows; one unit if the stage is not divisible.
+def divide(module: str, stage: Stage, ctx: StageContext, inputs: Mapping[str, Input], size: int) -> Iterator[WorkUnit]:
+    """Divide the pending rows of `ctx` into work units of at most `size` rows; one unit if the stage is not divisible.
 
-    `module` is where the stage's STAGE is found. Weights that the stage needs are located, and fetched if they are missing.
+    `module` is the module whose STAGE is `stage`; `inputs` (`Project.inputs`) says where the tables that it reads lie.
+    Weights that the stage needs are located here, and downloaded if they are missing.
     """
     size = size if stage.divisible else max(1, ctx.pending.num_rows)
     needs = {name: ctx.need(name) for name in stage.needs} if ctx.pending.num_rows else {}
-    keys = [name for name in stage.writes.key if name in ctx.pending.column_names]
+    key = [name for name in stage.writes.key if name in ctx.pending.column_names]
     for start in range(0, ctx.pending.num_rows, size):
         pending = ctx.pending.slice(start, size).combine_chunks()
-        stored = ctx.stored.filter(matches(ctx.stored, pending, keys))
+        stored = ctx.stored.filter(matches(ctx.stored, pending, key))
         yield WorkUnit(module, ctx.config, pending, stored, inputs, needs, ctx.artifacts, ctx.root, ctx.provenance)
 
 
@@ -34,18 +40,18 @@ def perform(
     progress: Callable[[int, int, str], None] = lambda done, total, unit: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[pa.RecordBatch | Artifact]:
-    """Compute a work unit. Yields its batches, and before each the artifacts that its rows may name.
+    """Compute a work unit. Yields its record batches, each after the artifacts that its rows name.
 
-    Nothing is written but files in a temporary folder of this process.
+    `say`, `progress` and `stop` are those of `StageContext`. Only a temporary folder is written to.
     """
     stage: Stage = load(f"{unit.stage}:STAGE")
-    made: list[Artifact] = []
+    artifacts: list[Artifact] = []
 
     def write_artifact(name: str, write: Callable[[Path], None]) -> Path:
         path = Path(folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
-        made.append(Artifact(name, path.read_bytes()))
+        artifacts.append(Artifact(name, path.read_bytes()))
         return path
 
     def table(schema: TableSchema) -> TableFolder:
@@ -69,7 +75,7 @@ def perform(
             provenance=dict(unit.provenance),
         )
         for batch in stage.run(ctx):
-            yield from made
-            made.clear()
+            yield from artifacts
+            artifacts.clear()
             yield batch
-        yield from made
+        yield from artifacts

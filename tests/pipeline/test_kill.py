@@ -1,64 +1,56 @@
-"""Every stage is killed at random moments; in the end its table equals that of an unbroken run."""
+"""Every stage is killed again and again; in the end its table equals that of an unbroken run."""
 
 import os
 import random
 import shutil
-import signal
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pipeline.project.project import Project
 from tests import projects
+from tests.pipeline.killing import KILLED, count_syncs, run_and_kill
 
 STAGE_NAMES = ("images", "captions", "buckets", "latents", "embeddings", "train", "samples")
-KILLS = int(os.environ.get("LATENTMILL_KILLS", "2"))  # per stage; `LATENTMILL_KILLS=20` for the long form
+KILLS = int(os.environ.get("LATENTMILL_KILLS", "2"))  # for each stage in `make test`
+CLI = "pipeline.cli"
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory, tiny_weights) -> tuple[Path, dict[str, float]]:
-    """A finished project, and how long each stage took as a process of its own."""
+def unbroken(tmp_path_factory, tiny_weights) -> tuple[Path, dict[str, int]]:
+    """A finished project, and how often each stage called fsync in a process of its own."""
     folder = projects.make(tmp_path_factory.mktemp("unbroken") / "project", tiny_weights, images=5)
-    seconds = {}
-    for stage_name in STAGE_NAMES:
-        began = time.monotonic()
-        projects.latentmill(folder, "run", stage_name)
-        seconds[stage_name] = time.monotonic() - began
-    return folder, seconds
+    return folder, {name: count_syncs(CLI, "run", name, "--project", str(folder)) for name in STAGE_NAMES}
 
 
+@pytest.mark.slow
+@pytest.mark.proof("a stage that is killed ends where an unbroken run ends")
 @pytest.mark.parametrize("stage_name", STAGE_NAMES)
-def test_a_stage_killed_at_random_ends_where_an_unbroken_run_ends(stage_name, unbroken, tmp_path):
-    reference, seconds = unbroken
+def test_a_stage_killed_before_any_fsync_ends_where_an_unbroken_run_ends(
+    stage_name: str, unbroken: tuple[Path, dict[str, int]], tmp_path: Path, cases: Callable[[int, int], int]
+):
+    reference, syncs = unbroken
     folder = tmp_path / "project"
-    shutil.copytree(reference, folder, copy_function=shutil.copy2)
+    shutil.copytree(reference, folder, copy_function=shutil.copy2, symlinks=True)
     projects.build(folder, "images")
     shutil.rmtree(folder / "tables" / stage_name)
-    generator = random.Random(stage_name)
-    landed, within = 0, seconds[stage_name]
-    while landed < KILLS:
-        process = projects.command(folder, "run", stage_name)
-        time.sleep(generator.uniform(0.2, 1.0) * within)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        if process.returncode == -signal.SIGKILL:
-            landed += 1
-        else:  # it was done before the kill: aim earlier
-            within *= 0.9
+    generator, left = random.Random(stage_name), cases(KILLS, 20)
+    while left:
+        code, text = run_and_kill(generator.randint(1, syncs[stage_name]), CLI, "run", stage_name, "--project", str(folder))
+        left -= code == KILLED
         if Project(folder).current(stage_name).exists:  # nothing is left to kill: begin again
             shutil.rmtree(folder / "tables" / stage_name)
     projects.latentmill(folder, "run", stage_name)
-    columns = [
-        c for c in projects.content(folder, stage_name).column_names if c != "inode"
-    ]  # a copy of the project has new inodes
-    assert projects.content(folder, stage_name).select(columns) == projects.content(reference, stage_name).select(columns)
+    found, expected = projects.content(folder, stage_name), projects.content(reference, stage_name)
+    columns = [name for name in expected.column_names if name != "inode"]  # a copied file has another inode
+    assert found.select(columns) == expected.select(columns)
     assert artifacts(folder, stage_name) == artifacts(reference, stage_name)
     assert not list((folder / "tables" / stage_name).rglob(".tmp-*"))
 
 
 def artifacts(folder: Path, stage_name: str) -> dict[str, bytes]:
-    """The files that the rows name. A checkpoint's copy of its rows holds clocks, so of that only the name must agree."""
+    """The bytes of a stage's artifacts by name; empty for a checkpoint's copy of its rows, which holds clock times."""
     root = Project(folder).current(stage_name).folder / "artifacts"
     files = [p for p in sorted(root.rglob("*")) if p.is_file()]
     return {str(p.relative_to(root)): p.read_bytes() if p.suffix in (".safetensors", ".png") else b"" for p in files}

@@ -1,0 +1,153 @@
+"""Work divided into units that other processes compute gives the table of an ordinary run, bit for bit."""
+
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from pipeline import runner
+from pipeline.project.project import Project
+from pipeline.store.writer import Writer
+from pipeline.work import divide, perform
+from stages.stage import Artifact, Pipeline, StageContext, WorkUnit
+from stages.text_to_image import PIPELINE
+from tests import projects, toy
+from tests.toy.project import make as make_toy
+
+ROWS = 2  # in a unit
+SMALL = 30_000  # bytes of a pickled unit
+PERFORM = """
+import pickle, sys
+import stages
+from pipeline.work import perform
+results = [list(perform(pickle.loads(unit))) for unit in pickle.load(sys.stdin.buffer)]
+pickle.dump(results, sys.stdout.buffer)
+"""
+DIVISIBLE = [
+    pytest.param(pipeline, name, id=f"{pipeline.name}-{name}")
+    for pipeline in (PIPELINE, toy.PIPELINE)
+    for name in pipeline.stages
+    if pipeline.stage(name).divisible
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, tiny_weights) -> Callable[[Pipeline], Path]:
+    """A function that returns a finished project of a pipeline. Tests copy it."""
+    made: dict[str, Path] = {}
+
+    def project(pipeline: Pipeline) -> Path:
+        if pipeline.name not in made:
+            folder = tmp_path_factory.mktemp("finished") / "project"
+            if pipeline is toy.PIPELINE:
+                make_toy(folder)
+            else:
+                projects.make(folder, tiny_weights, images=3)
+                shutil.copy(folder / "images" / "picture1.png", folder / "images" / "copy of picture1.png")
+                (folder / "references").mkdir()
+                projects.draw(folder / "references" / "one.png", seed=90, size=(96, 96))
+            projects.build(folder)
+            made[pipeline.name] = folder
+        return made[pipeline.name]
+
+    return project
+
+
+def without(source: Path, folder: Path, name: str) -> Path:
+    """A copy of a finished project in which the table `name` was never built."""
+    shutil.copytree(source, folder, copy_function=shutil.copy2, symlinks=True)
+    first = Project(folder).stage_names[0]
+    if name != first:
+        projects.build(folder, first)  # copied files have other inodes
+    shutil.rmtree(folder / "tables" / name)
+    return folder
+
+
+def in_another_process(project: Project, name: str, sizes: list[int]) -> Callable[[StageContext], Iterator]:
+    """A `compute` for the runner: units of ROWS rows, pickled, performed in a fresh process, their results pickled back.
+
+    Adds to `sizes` the number of bytes of every pickled unit.
+    """
+
+    def compute(ctx: StageContext) -> Iterator[pa.RecordBatch | Artifact]:
+        units = divide(project.pipeline.stages[name], project.stage(name), ctx, project.inputs(name), ROWS)
+        pickled = [pickle.dumps(unit) for unit in units]
+        sizes.extend(map(len, pickled))
+        words, given = [sys.executable, "-c", PERFORM], pickle.dumps(pickled)
+        done = subprocess.run(words, input=given, cwd=projects.ROOT, capture_output=True, timeout=projects.HANG, check=False)
+        assert done.returncode == 0, done.stderr.decode()
+        for results in pickle.loads(done.stdout):
+            yield from results
+
+    return compute
+
+
+def artifacts(folder: Path, name: str) -> dict[str, bytes]:
+    """The files that a stage wrote beside its rows, by name."""
+    root = Project(folder).current(name).folder / "artifacts"
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pipeline", "name"), DIVISIBLE)
+def test_units_computed_in_another_process_give_the_table_of_an_ordinary_run(pipeline, name, finished, tmp_path):
+    ordinary, divided = (without(finished(pipeline), tmp_path / place / "project", name) for place in ("one", "two"))
+    projects.build(ordinary, name)
+    project, sizes = Project(divided, fetch=True), list[int]()
+    outcome = runner.run(project, name, projects.Silent(), compute=in_another_process(project, name, sizes))
+    assert outcome.written >= outcome.rows > 0 and not outcome.left
+    assert len(sizes) == -(-outcome.rows // ROWS) > 1 and max(sizes) < SMALL
+    clocks = [column for column in ("inode", "mtime_ns") if name == "images"]
+    expected, found = (projects.content(folder, name).drop_columns(clocks) for folder in (ordinary, divided))
+    assert found == expected
+    assert artifacts(divided, name) == artifacts(ordinary, name)
+    assert projects.build(divided, name)[name].up_to_date
+
+
+def test_what_is_stored_already_is_in_no_unit(finished, tmp_path):
+    folder = without(finished(toy.PIPELINE), tmp_path / "project", "tokens")
+    project, sizes = Project(folder), list[int]()
+    ordinary = projects.content(finished(toy.PIPELINE), "tokens")
+    stage, table = project.stage("tokens"), project.current("tokens")
+    ctx = project.context(stage)
+    wanted = stage.wants(ctx)
+    ctx.pending = wanted.slice(0, 3)
+    with Writer(table, project.recipe("tokens")) as writer:
+        assert runner.commit(stage.run(ctx), stage, writer) == 3
+    runner.run(project, "tokens", projects.Silent(), compute=in_another_process(project, "tokens", sizes))
+    assert len(sizes) == -(-(wanted.num_rows - 3) // ROWS)
+    assert projects.content(folder, "tokens") == ordinary
+
+
+def test_a_stage_that_is_not_divisible_is_one_unit(finished, tmp_path):
+    folder = without(finished(toy.PIPELINE), tmp_path / "project", "lines")
+    project = Project(folder)
+    stage = project.stage("lines")
+    ctx = project.context(stage)
+    ctx.pending = stage.wants(ctx)
+    module = project.pipeline.stages["lines"]
+    assert len(list(divide(module, stage, ctx, {}, ROWS))) == 4
+    whole = type(stage)(**{**vars(stage), "divisible": False})
+    (unit,) = divide(module, whole, ctx, {}, ROWS)
+    assert isinstance(unit, WorkUnit) and unit.pending.equals(ctx.pending)
+    ctx.pending = ctx.pending.slice(0, 0)
+    assert not list(divide(module, whole, ctx, {}, ROWS))
+
+
+def test_artifacts_come_before_the_batch_that_names_them_and_nothing_is_written(finished, tmp_path):
+    folder = without(finished(toy.PIPELINE), tmp_path / "project", "tokens")
+    project = Project(folder)
+    stage = project.stage("tokens")
+    ctx = project.context(stage)
+    ctx.pending = stage.wants(ctx)
+    before = {str(path) for path in folder.rglob("*")}
+    (unit, *_) = divide("tests.toy.tokens", stage, ctx, project.inputs("tokens"), ROWS)
+    results = list(perform(unit))
+    assert all(isinstance(item, pa.RecordBatch | Artifact) for item in results)
+    assert sum(batch.num_rows for batch in results if isinstance(batch, pa.RecordBatch)) == ROWS
+    assert {str(path) for path in folder.rglob("*")} == before
