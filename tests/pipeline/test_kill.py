@@ -37,7 +37,7 @@ def test_a_stage_killed_before_any_fsync_ends_where_an_unbroken_run_ends(
     shutil.rmtree(folder / "tables" / stage_name)
     generator, left = random.Random(stage_name), cases(KILLS, 20)
     while left:
-        code, text = run_and_kill(generator.randint(1, syncs[stage_name]), CLI, "run", stage_name, "--project", str(folder))
+        code, _ = run_and_kill(generator.randint(1, syncs[stage_name]), CLI, "run", stage_name, "--project", str(folder))
         left -= code == KILLED
         if Project(folder).current(stage_name).exists:  # nothing is left to kill: begin again
             shutil.rmtree(folder / "tables" / stage_name)
