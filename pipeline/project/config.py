@@ -21,7 +21,7 @@ Overrides = Mapping[str, Any] | Iterable[str]
 class ProjectConfig:
     """[project]: which pipeline runs, and which model family with which weights."""
 
-    family: str = selects("klein-base-4b", "the model family; `latentmill families` lists them")
+    family: str = selects("", "the model family; `latentmill families` lists them; empty: the pipeline's first")
     weights: str = selects("", "a folder or a hub id; empty: the family's own")
     pipeline: str = selects("text_to_image", "the pipeline: its name, or the dotted name of a module with a PIPELINE")
     commit_seconds: float = runtime(30.0, "rows are committed this often, seconds: a kill loses no more than that")

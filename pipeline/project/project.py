@@ -92,7 +92,7 @@ class Project:
     def family(self) -> Family:
         """The record of the project's model family. ValueError, with the nearest name, if the pipeline has no such family."""
         families: Mapping[str, Family] = load(self.pipeline.families)
-        name = self.config.project.family
+        name = self.config.project.family or next(iter(families))
         if name not in families:
             near = nearest(name, families)
             raise ValueError(f"project.family must be one of {', '.join(families)}, got {name!r}{near}")
@@ -136,7 +136,7 @@ class Project:
         The hash of weights that were deleted is remembered, so only weights that were never here are downloaded.
         """
         self.family.require(name)  # before gigabytes are downloaded for nothing
-        label = f"{self.config.project.family} {self.config.project.weights} {name}"
+        label = f"{self.family.name} {self.config.project.weights} {name}"
         try:
             digest = self.hashes.component(label, self.component(name, fetch=False))
         except ValueError:

@@ -9,6 +9,7 @@ from pipeline.project import config
 from pipeline.project.project import Project
 from stages.settings import require
 from stages.text_to_image import PIPELINE
+from stages.text_to_image.families import FAMILIES
 
 GOOD = '[project]\nfamily = "tiny"\n'
 
@@ -147,3 +148,10 @@ def test_every_setting_says_what_it_is():
     check(config.ProjectConfig)
     for stage_name in tuple(PIPELINE.stages):
         check(PIPELINE.stage(stage_name).config)
+
+
+def test_a_project_that_names_no_family_has_the_first_of_its_pipeline(tmp_path):
+    (tmp_path / "project.toml").write_text("")
+    assert Project(tmp_path).family is next(iter(FAMILIES.values()))
+    with pytest.raises(ValueError, match=r"project\.family must be one of klein-base-4b, .*, got 'tinny'; did you mean tiny\?"):
+        Project(tmp_path, {"project.family": "tinny"})
