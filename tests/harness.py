@@ -1,4 +1,4 @@
-"""A stage context made of tables in memory, and the runner's loop in ten lines, so that a stage can be tested alone."""
+"""Runs one stage in memory: a StageContext over Arrow tables, and a short form of the runner's loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stages.stage import Stage, StageContext
 
 
 class MemoryTensors:
-    """A TensorReader over a table of batches that still hold their `tensor` column."""
+    """A TensorReader over a table in memory that still has its `tensor` column."""
 
     def __init__(self, table: pa.Table, key: str) -> None:
         columns = zip(table[key].to_pylist(), table["shape"].to_pylist(), table["tensor"].to_pylist(), strict=True)
@@ -30,7 +30,7 @@ class MemoryTensors:
 
 
 def missing(wanted: pa.Table, stored: pa.Table) -> pa.Table:
-    """The wanted rows that no stored row equals in all wanted columns."""
+    """Return the wanted rows that differ from every stored row in at least one wanted column."""
     have = {tuple(map(str, row.values())) for row in stored.select(wanted.column_names).to_pylist()}
     keep = [tuple(map(str, row.values())) not in have for row in wanted.to_pylist()]
     return wanted.filter(pa.array(keep, pa.bool_()))
@@ -48,7 +48,7 @@ def context(
     stop: Callable[[], bool] = lambda: False,
     source: Path | None = None,
 ) -> StageContext:
-    """A context for `stage` whose inputs are `tables` (by stage_name; tensor tables with their `tensor` column)."""
+    """Return the context of a stage whose inputs are `tables`, by name; tables with tensors have their `tensor` column."""
     tables = tables or {}
     needs = {"family": family, "image_folder": source or folder, **(weights or {})}
     (folder / "artifacts").mkdir(parents=True, exist_ok=True)

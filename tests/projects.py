@@ -1,4 +1,4 @@
-"""Small real projects for the tests of the whole chain: real images, tiny weights, every stage through the runner."""
+"""Small projects for tests of the whole pipeline: real image files, tiny weights, every stage run by the runner."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SIZES = ((160, 120), (120, 160), (128, 128), (200, 90), (150, 150))
 
 
 class Silent:
-    """A console that remembers what was said."""
+    """A console that keeps the messages in `lines` and checks the progress."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -66,14 +66,14 @@ class Silent:
 
 
 def draw(path: Path, seed: int, size: tuple[int, int]) -> None:
-    """A smooth random picture, the same for the same seed."""
+    """Write a smooth random picture of `size` (width, height) pixels; the seed decides the picture."""
     generator = np.random.default_rng(seed)
     coarse = Image.fromarray(generator.integers(0, 256, (6, 6, 3), dtype=np.uint8), "RGB")
     coarse.resize(size, Image.Resampling.BICUBIC).save(path)
 
 
 def make(folder: Path, weights: Path, images: int = 4) -> Path:
-    """A project of a few captioned images."""
+    """Write a project with captioned images and return its folder. `weights` is the folder of the tiny family's weights."""
     (folder / "images").mkdir(parents=True)
     for number in range(images):
         add_image(folder, f"picture{number}.png", seed=number, size=SIZES[number % len(SIZES)])
@@ -82,7 +82,7 @@ def make(folder: Path, weights: Path, images: int = 4) -> Path:
 
 
 def copied(source: Path, folder: Path) -> Path:
-    """A project's settings and images without its tables."""
+    """Copy a project's settings and images without its tables into a new folder, and return it."""
     folder.mkdir(parents=True)
     shutil.copy(source / "project.toml", folder)
     shutil.copytree(source / "images", folder / "images")
@@ -90,14 +90,14 @@ def copied(source: Path, folder: Path) -> Path:
 
 
 def add_image(folder: Path, name: str, seed: int, size: tuple[int, int] = (128, 96), caption: str = "") -> None:
-    """One image with its sidecar."""
+    """Add an image and its caption file to a project."""
     path = folder / "images" / name
     draw(path, seed, size)
     path.with_suffix(".txt").write_text(caption or f"picture number {seed}")
 
 
 def edit(folder: Path, old: str, new: str) -> None:
-    """Change project.toml."""
+    """Replace the text `old` in project.toml by `new`; it must be there."""
     file = folder / "project.toml"
     text = file.read_text()
     assert old in text
@@ -105,7 +105,7 @@ def edit(folder: Path, old: str, new: str) -> None:
 
 
 def build(folder: Path, *stage_names: str, console: Silent | None = None) -> dict[str, Outcome]:
-    """Run stages in order (all of them by default), in this process; what each did, by stage_name."""
+    """Run stages in this process, in the given order or all in that of the chain. Returns each stage's outcome by name."""
     outcomes = {}
     for stage_name in stage_names or Project(folder).stage_names:
         outcomes[stage_name] = runner.run(Project(folder, fetch=True), stage_name, console or Silent())
@@ -113,12 +113,12 @@ def build(folder: Path, *stage_names: str, console: Silent | None = None) -> dic
 
 
 def written(outcomes: dict[str, Outcome]) -> dict[str, int]:
-    """How many rows each stage wrote."""
+    """Return the number of rows that each stage wrote, by name."""
     return {stage_name: outcome.written for stage_name, outcome in outcomes.items()}
 
 
 def content(folder: Path, stage_name: str, overrides: Overrides = ()) -> pa.Table:
-    """A table's rows in the columns in which equal runs agree, sorted by key, with the bytes of their tensors as columns."""
+    """Return a table for comparison: rows sorted by key, columns in which equal runs agree, and the bytes of the tensors."""
     found = Project(folder, overrides).current(stage_name)
     rows = found.rows().sort_by([(name, "ascending") for name in found.schema.key])
     table = rows.select(found.schema.compared)
@@ -133,7 +133,7 @@ def content(folder: Path, stage_name: str, overrides: Overrides = ()) -> pa.Tabl
 
 
 def command(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """`latentmill ARGUMENTS --project FOLDER` as a process of its own."""
+    """Start `latentmill ARGUMENTS --project FOLDER` as a process, with captured output."""
     words = [sys.executable, "-m", "pipeline", *arguments, "--project", str(folder)]
     return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -1,4 +1,4 @@
-"""What the README says can be done is done here, as it stands there."""
+"""Runs the commands and queries that the README shows."""
 
 import dataclasses
 import re
@@ -35,14 +35,14 @@ def test_a_query_of_the_readme_answers_over_a_finished_project(built, sql):
     assert answer.splitlines()[0].count(",") >= 1
 
 
-def test_the_mean_loss_of_every_image_bears_its_path_and_caption(built):
+def test_the_query_for_mean_losses_returns_path_and_caption(built):
     lines = run_query(Project(built), blocks("sql")[0], "csv").splitlines()
     assert lines[0] == "path,text,draws,loss"
     assert {line.split(",")[0] for line in lines[1:]} <= {f"picture{n}.png" for n in range(3)}
     assert len(lines) > 1
 
 
-def test_the_losses_of_what_is_drawn_and_of_what_is_held_out_are_never_mixed(built):
+def test_no_query_of_the_readme_mixes_training_and_validation_losses(built):
     hurt, levels, held = (sql for sql in blocks("sql") if "from train" in sql)
     rows = projects.content(built, "train").to_pylist()
     drawn = [row for row in rows if row["split"] == "train"]
@@ -53,7 +53,7 @@ def test_the_losses_of_what_is_drawn_and_of_what_is_held_out_are_never_mixed(bui
     assert steps == ["0", "2", "4", "6"]
 
 
-def test_plain_duckdb_does_the_same_in_three_lines(built):
+def test_the_three_lines_of_python_with_duckdb_run(built):
     (code,) = blocks("python")
     assert len(code.strip().splitlines()) == 3
     code = code.replace("data/example", str(built))
@@ -71,7 +71,7 @@ def test_every_make_target_that_the_readme_names_exists():
     ("words", "kind"),
     [("change what a row is", "setting"), ("choose which rows exist", "selects"), ("change no row", "runtime")],
 )
-def test_a_setting_that_the_readme_names_is_of_the_kind_that_it_is_named_for(words, kind):
+def test_the_readme_names_settings_by_their_true_kind(words, kind):
     (keys,) = re.findall(rf"those that {words}\s+\(([^:]*):", README)
     named = re.findall(r"`(\w+)\.(\w+)`", keys)
     assert named

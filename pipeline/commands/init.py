@@ -9,6 +9,7 @@ import click
 
 import stages
 from pipeline.options import ENVIRONMENT
+from stages.stage import Option
 
 DEFAULT = next(iter(stages.PIPELINES))
 
@@ -22,18 +23,20 @@ class Init(click.Command):
 
         named = [after for word, after in pairwise(args) if word == "--pipeline"]
         named += [word.removeprefix("--pipeline=") for word in args if word.startswith("--pipeline=")]
-        for option in template_of(named[0] if named else DEFAULT).options:
-            self.params.append(
-                click.Option(
-                    [f"--{option.name}"],
-                    help=option.doc,
-                    required=option.default is None,
-                    default=option.default,
-                    show_default=bool(option.default),
-                    envvar=f"LATENTMILL_{option.name.upper()}",
-                )
-            )
+        own = [param for param in self.params if param.name in ("folder", "pipeline")]
+        self.params = [*own, *map(_click_option, template_of(named[0] if named else DEFAULT).options)]
         return super().parse_args(ctx, args)
+
+
+def _click_option(option: Option) -> click.Option:
+    return click.Option(
+        [f"--{option.name}"],
+        help=option.doc,
+        required=option.default is None,
+        default=option.default,
+        show_default=bool(option.default),
+        envvar=f"LATENTMILL_{option.name.upper()}",
+    )
 
 
 @click.command("init", cls=Init)

@@ -11,7 +11,7 @@ from tests import projects
 
 
 def through_make(target: str, name: str, variable: str, value: str) -> str:
-    """What the command finds in the environment when make is given `variable=value`; nothing is installed or run."""
+    """Run make with `variable=value` and return the environment variable `name` as the command sees it. Nothing is installed."""
     words = ["make", "-s", "-o", ".venv/ready", target, f"LATENTMILL=printenv {name} #", f"{variable}={value}"]
     done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -42,7 +42,7 @@ def test_set_holds_several_settings_whose_values_may_hold_spaces():
     )
 
 
-def test_a_project_is_named_so_that_make_finds_it(tmp_path, monkeypatch):
+def test_a_projects_folder_is_written_so_that_make_finds_it(tmp_path, monkeypatch):
     monkeypatch.chdir(CHECKOUT)
     assert shell_path(CHECKOUT / "data" / "cats") == str(CHECKOUT / "data" / "cats")
     assert shell_path(type(CHECKOUT)("data/my cats")) == "'data/my cats'"
@@ -50,7 +50,7 @@ def test_a_project_is_named_so_that_make_finds_it(tmp_path, monkeypatch):
     assert shell_path(type(CHECKOUT)(".")) == str(tmp_path.resolve())
 
 
-def test_make_runs_nothing_that_stands_in_a_question(tmp_path):
+def test_make_runs_no_command_inside_a_query(tmp_path):
     text = f"$(shell touch {tmp_path}/done)"
     assert through_make("query", "LATENTMILL_SQL", "SQL", text) == text
     assert not (tmp_path / "done").exists()

@@ -1,4 +1,4 @@
-"""Bad input through the command line: one clear line, a non-zero exit code, nothing lost."""
+"""Wrong input on the command line: one clear line, exit code 2, and nothing is lost."""
 
 import os
 import shutil
@@ -35,7 +35,7 @@ def weights(tmp_path, tiny_weights) -> Path:
 
 
 def refused(folder: Path, *arguments: str) -> str:
-    """The one line on standard error."""
+    """Run a command that must fail with exit code 2, and return its one line that begins with "error: "."""
     process = projects.command(folder, *arguments)
     out, err = process.communicate(timeout=projects.HANG)
     assert process.returncode == USER, f"{process.returncode}\n{out}\n{err}"
@@ -71,7 +71,7 @@ def test_a_stage_that_does_not_exist_gets_the_nearest_name(project):
     assert "did you mean latents?" in refused(project, "run", "latent")
 
 
-def test_a_stage_before_its_inputs_names_the_command(project):
+def test_a_stage_without_its_inputs_names_the_command_that_builds_them(project):
     assert "make images" in refused(project, "run", "latents")
     projects.build(project, "images")
     assert "make buckets" in refused(project, "run", "latents")
@@ -101,7 +101,7 @@ def test_missing_weights_are_named(project, weights):
 
 
 def use(project: Path, weights: Path) -> None:
-    """Point the project at other weights, and build what needs none."""
+    """Change the project's weights, and build the tables that need none."""
     lines = (project / "project.toml").read_text().splitlines()
     lines = [f'weights = "{weights}"' if line.startswith("weights") else line for line in lines]
     (project / "project.toml").write_text("\n".join(lines))
@@ -109,7 +109,7 @@ def use(project: Path, weights: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
-def test_weights_cut_short_are_refused_with_the_file(project, weights, share):
+def test_truncated_weights_are_refused_with_the_name_of_the_file(project, weights, share):
     use(project, weights)
     file = next((weights / "vae").glob("*.safetensors"))
     whole = file.read_bytes()
@@ -119,7 +119,7 @@ def test_weights_cut_short_are_refused_with_the_file(project, weights, share):
     projects.latentmill(project, "run", "latents")
 
 
-def test_weights_of_another_shape_are_refused_with_the_tensor(project, weights):
+def test_weights_of_another_shape_are_refused_with_the_name_of_the_tensor(project, weights):
     use(project, weights)
     file = next((weights / "text_encoder").glob("*.safetensors"))
     arrays = load_file(file)
@@ -129,14 +129,14 @@ def test_weights_of_another_shape_are_refused_with_the_tensor(project, weights):
     assert name.removeprefix("model.") in refused(project, "run", "embeddings")
 
 
-def test_a_header_that_is_not_json_is_refused(project, weights):
+def test_weights_whose_header_is_not_json_are_refused(project, weights):
     use(project, weights)
     file = next((weights / "vae").glob("*.safetensors"))
     file.write_bytes(struct.pack("<Q", 10) + b"not json at all")
     assert file.name in refused(project, "run", "latents")
 
 
-def test_a_second_writer_is_told_who_writes(project):
+def test_a_second_writer_is_refused_with_the_process_that_writes(project):
     folder = Project(project).current("images")
     with Writer(folder, Project(project).recipe("images")):
         line = refused(project, "run", "images")
@@ -153,8 +153,8 @@ main(sys.argv[2:])
 """
 
 
-def test_a_disk_that_is_full_is_one_line_and_the_next_run_goes_on(project):
-    """A limit on file sizes stands for the full disk: the write fails in the same place, with the system's error."""
+def test_a_full_disk_is_one_line_and_the_next_run_continues(project):
+    """A limit on the size of files makes a write fail as a full disk does."""
     projects.build(project, "images", "captions", "buckets")
     words = [sys.executable, "-c", LIMITED, "6000", "run", "latents", "--project", str(project)]
     done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, timeout=projects.HANG)
@@ -166,7 +166,7 @@ def test_a_disk_that_is_full_is_one_line_and_the_next_run_goes_on(project):
 
 
 @pytest.mark.parametrize("stage_name", ["latents", "train"])
-def test_an_interrupt_keeps_what_was_made_and_tells_how_to_go_on(project, stage_name):
+def test_an_interrupt_keeps_finished_rows_and_tells_how_to_go_on(project, stage_name):
     projects.edit(project, "steps = 6", "steps = 100000")
     for number in range(3, 60):
         projects.add_image(project, f"more{number}.png", seed=number)
@@ -183,7 +183,7 @@ def test_an_interrupt_keeps_what_was_made_and_tells_how_to_go_on(project, stage_
     assert not list(project.rglob(".tmp-*"))
 
 
-def test_sql_that_is_wrong_is_one_line(project):
+def test_wrong_sql_is_one_line(project):
     projects.build(project, "images")
     assert "imagess" in refused(project, "query", "select * from imagess")
 
@@ -196,7 +196,7 @@ def test_init_refuses_to_overwrite_a_project(project):
     assert (project / "project.toml").read_text() == text
 
 
-def test_init_makes_a_project_that_opens(tmp_path, project):
+def test_init_makes_a_project_that_can_be_opened(tmp_path, project):
     words = [
         sys.executable,
         "-m",
@@ -216,7 +216,7 @@ def test_init_makes_a_project_that_opens(tmp_path, project):
     assert made.family.name == "klein-base-4b"
 
 
-def test_init_that_fails_leaves_no_file_in_the_way(tmp_path, project):
+def test_a_failed_init_leaves_no_file(tmp_path, project):
     options = {"images": str(project / "images"), "family": "tiny"}
     with pytest.raises(ValueError, match="placeholder"):
         new_project(tmp_path / "new", options | {"trigger": "{caption}"})
@@ -225,7 +225,7 @@ def test_init_that_fails_leaves_no_file_in_the_way(tmp_path, project):
     assert said[-1].endswith(f"make train PROJECT='{tmp_path}/my cats'")
 
 
-def test_init_finds_weights_where_the_shell_does(tmp_path, project, tiny_weights, monkeypatch):
+def test_init_finds_weights_relative_to_the_current_folder(tmp_path, project, tiny_weights, monkeypatch):
     monkeypatch.chdir(tiny_weights.parent)
     options = {"images": str(project / "images"), "family": "tiny", "weights": tiny_weights.name}
     new_project(tmp_path / "deep" / "new", options)
@@ -233,7 +233,7 @@ def test_init_finds_weights_where_the_shell_does(tmp_path, project, tiny_weights
     assert made.component("autoencoder", fetch=False).is_relative_to(tiny_weights.resolve())
 
 
-def test_memory_that_is_gone_is_one_line_and_other_failures_are_not(capsys):
+def test_exhausted_memory_is_one_line_and_other_runtime_errors_are_raised(capsys):
     def full() -> None:
         raise RuntimeError("[malloc] Unable to allocate 5 bytes.")
 
@@ -246,23 +246,23 @@ def test_memory_that_is_gone_is_one_line_and_other_failures_are_not(capsys):
         exit_code(wrong)
 
 
-def test_a_system_error_names_its_file_and_no_number(tmp_path):
+def test_a_system_error_names_its_file_and_not_its_number(tmp_path):
     with pytest.raises(OSError) as error:
         (tmp_path / "no").read_text()
     assert one_line(error.value) == f"{tmp_path}/no: no such file or directory"
 
 
-def test_a_family_whose_text_encoder_is_not_built_is_refused_before_anything_is_fetched(project):
+def test_a_family_with_an_unsupported_text_encoder_is_refused_before_a_download(project):
     projects.edit(project, '"tiny"', '"dev"')
     projects.build(project, "images", "captions")
     assert "mistral3" in refused(project, "run", "embeddings")
 
 
-def test_a_slip_in_the_number_of_steps_is_refused(project):
+def test_an_implausible_number_of_steps_is_refused(project):
     assert "1000000" in refused(project, "status", "--set", "train.steps=999999999999")
 
 
-def test_an_export_where_no_file_can_be_made_is_one_line(project):
+def test_an_export_to_a_place_where_no_file_can_be_made_is_one_line(project):
     projects.build(project)
     (project / "file").write_text("")
     assert "file" in refused(project, "export", str(project / "file" / "cats.safetensors"))

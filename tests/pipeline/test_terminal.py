@@ -1,11 +1,12 @@
-"""What is said of a run while it goes on, where there is no terminal."""
+"""Tables and progress as text: what is printed where there is no terminal, and what fits into one."""
 
+import os
 import re
 
 import pytest
 
 from pipeline import terminal
-from pipeline.terminal import Terminal
+from pipeline.terminal import Terminal, format_bytes, format_rate, format_seconds, format_table
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def lines(capsys) -> list[str]:
 
 
 @pytest.mark.parametrize("unit", ["image", "images"])
-def test_progress_without_a_terminal_is_a_line_now_and_then_with_rate_and_time_left(clock, capsys, unit):
+def test_progress_without_a_terminal_is_a_line_every_few_seconds_with_rate_and_time_left(clock, capsys, unit):
     with Terminal("latents") as shown:
         for done in range(0, 101, 2):
             shown.progress(done, 200, unit)
@@ -30,9 +31,37 @@ def test_progress_without_a_terminal_is_a_line_now_and_then_with_rate_and_time_l
     assert all(re.fullmatch(r"latents: \d+ of 200 images, 2\.0 images/s, .* left", line) for line in said)
 
 
-def test_a_run_that_goes_on_is_not_faster_than_it_is(clock, capsys):
+def test_the_rate_of_a_resumed_run_does_not_count_earlier_steps(clock, capsys):
     with Terminal("train") as shown:
         for step in range(1000, 1005):
             shown.progress(step, 1010, "step")
             clock[0] += 10
     assert lines(capsys)[-1] == "train: 1004 of 1010 steps, 10.0 s/step, 1 min 0 s left"
+
+
+def test_a_table_is_plain_text_with_numbers_to_the_right_and_wide_characters_counted_twice():
+    rows = [("a.jpg", 1, 1 / 3, "12 kB"), ("猫[b]x[/b]", 1000, None, "1.2 MB"), ("two\nlines \x1b[31m", 2, 3.0, "-")]
+    assert format_table(("path", "n", "share", "size"), rows, right=("size",)).splitlines() == [
+        "path                n     share    size",
+        "a.jpg               1  0.333333   12 kB",
+        "猫[b]x[/b]       1000         -  1.2 MB",
+        "two lines ?[31m     2         3       -",
+    ]
+    assert format_table(("path", "n"), []) == "path  n"
+
+
+@pytest.mark.parametrize(("columns", "width"), [(80, 80), (200, 115), (20, 115)])
+def test_a_table_is_folded_into_the_terminal_unless_its_columns_would_be_too_narrow(monkeypatch, columns, width):
+    monkeypatch.setattr(terminal.sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(terminal.shutil, "get_terminal_size", lambda: os.terminal_size((columns, 24)))
+    text = format_table(("table", "rows", "state"), [("images", 123456, "word " * 20), ("x", 1, "short")])
+    assert max(map(len, text.splitlines())) <= width
+    assert (len(text.splitlines()) == 3) == (columns != 80)
+    assert text.split().count("word") == 20
+    assert "123456" in text
+
+
+def test_numbers_are_written_with_their_unit():
+    assert [format_bytes(n) for n in (0, 812, 1_234_567, 7.75e9)] == ["0 B", "812 B", "1.23 MB", "7.75 GB"]
+    assert [format_seconds(s) for s in (0.44, 12.2, 200, 7500)] == ["0.4 s", "12 s", "3 min 20 s", "2 h 5 min"]
+    assert [format_rate(speed, "image") for speed in (12.34, 0.25)] == ["12.3 images/s", "4.0 s/image"]

@@ -1,4 +1,7 @@
-"""A small project of real tables, written row by row: one image of every fate. No stage runs, so every number is known."""
+"""A small project whose tables are written row by row without running a stage, so that every number is known.
+
+Its images are used, or dropped by one stage each.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ class FakeProject:
 
 
 def write(project: FakeProject, stage_name: str, rows: list[dict[str, Any]], live: list[dict[str, Any]] | None = None) -> None:
-    """Rows with empty values for what they do not say; with `live`, the others stay in the table, but dead."""
+    """Write a table; columns that a row leaves out are empty. With `live`, all rows but these are dead."""
     schema = table(stage_name).batch
 
     def whole(row: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +80,7 @@ TRAINED = ("a.jpg", "sub/b.png")
 
 
 def make(path: Path, stage_names: tuple[str, ...] = tuple(PIPELINE.stages)) -> FakeProject:
-    """a.jpg and sub/b.png are trained; the others drop out one by one, as their names say."""
+    """Write the tables of a project: a.jpg and sub/b.png are trained, every other image is dropped as its name tells."""
     project = FakeProject(path)
     for stage_name in stage_names:
         write(project, stage_name, *ROWS[stage_name]())

@@ -1,4 +1,4 @@
-"""`clean` frees what can be made again and nothing that a user would miss; its dry run tells the truth."""
+"""`latentmill clean` deletes only what can be computed again; its dry run predicts what is deleted."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_project_without_old_tables_loses_nothing(project):
     assert files(project) == before
 
 
-def test_a_configuration_without_a_table_yet_deletes_no_other(project):
+def test_a_table_of_other_settings_is_kept_while_the_present_one_has_none(project):
     background(project)
     before = files(project)
     said = cleaned(project, runs=True)
@@ -56,7 +56,7 @@ def test_a_configuration_without_a_table_yet_deletes_no_other(project):
     assert files(project) == before
 
 
-def test_a_run_goes_only_when_asked_for_and_only_if_another_follows_it(project):
+def test_a_trained_run_is_deleted_only_on_request_and_only_if_a_newer_one_exists(project):
     (old,) = (project / "tables" / "train").iterdir()
     (latents,) = (project / "tables" / "latents").iterdir()
     background(project)

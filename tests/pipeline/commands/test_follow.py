@@ -1,4 +1,4 @@
-"""One image through every table, and one clear line where the question fits none or several."""
+"""`latentmill follow`: one image through every table, or one line if the text matches no image or several."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> FakeProject:
     return tables.make(tmp_path_factory.mktemp("project"))
 
 
-def story(project: FakeProject, what: str) -> str:
+def follow_text(project: FakeProject, what: str) -> str:
     return "\n".join(follow(project, what))
 
 
-def test_the_story_goes_through_every_table(project: FakeProject) -> None:
-    text = story(project, "a.jpg")
+def test_the_lines_go_through_every_table(project: FakeProject) -> None:
+    text = follow_text(project, "a.jpg")
     for stage_name in ("images", "captions", "buckets", "latents", "train", "samples"):  # embeddings are told with their captions
         assert any(line.startswith(stage_name) for line in text.splitlines()), stage_name
     part = next(project.folder("latents").shards.glob("*.arrow")).name
@@ -38,14 +38,14 @@ def test_the_story_goes_through_every_table(project: FakeProject) -> None:
         assert fact in text, fact
 
 
-def test_the_mean_loss_stands_against_all_images_at_the_same_noise_levels(project: FakeProject) -> None:
+def test_the_mean_loss_is_compared_with_all_images_at_the_same_noise_levels(project: FakeProject) -> None:
     # Every tenth of sigma has two values; a.jpg has the lower sigma of each, and 0.1 more loss.
-    lines = [line for line in story(project, "a.jpg").splitlines() if "mean loss" in line]
+    lines = [line for line in follow_text(project, "a.jpg").splitlines() if "mean loss" in line]
     assert lines[0].split("mean loss ")[1] == "0.8750; all images at these noise levels 0.8125; all samples 0.8125"
 
 
-def test_an_image_that_was_held_out_has_its_measurements_and_no_other_counts_them(project: FakeProject) -> None:
-    text = story(project, "late.png")
+def test_a_held_out_image_is_told_by_its_validation_loss_only(project: FakeProject) -> None:
+    text = follow_text(project, "late.png")
     assert (
         "train     held out, measured by 2 samples: mean loss 4.0000 at step 0, 2.5000 at step 40; the lowest 2.0000 at step 20"
         in text
@@ -53,39 +53,39 @@ def test_an_image_that_was_held_out_has_its_measurements_and_no_other_counts_the
     assert "drawn" not in text
 
 
-def test_an_image_that_was_never_drawn_or_has_nothing_says_so(project: FakeProject) -> None:
-    text = story(project, "mute.png")
+def test_an_image_that_was_rejected_or_never_drawn_is_told_so(project: FakeProject) -> None:
+    text = follow_text(project, "mute.png")
     assert "captions  none" in text and "latents   none" in text and "never drawn in 40 steps" in text
-    assert "768: not trained, too_small" in story(project, "b.png")
-    assert "512 x 512: not encoded, cannot be decoded" in story(project, "late.png")
-    assert "not used: truncated: ends after 99 bytes" in story(project, "broken.jpg")
+    assert "768: not trained, too_small" in follow_text(project, "b.png")
+    assert "512 x 512: not encoded, cannot be decoded" in follow_text(project, "late.png")
+    assert "not used: truncated: ends after 99 bytes" in follow_text(project, "broken.jpg")
 
 
-def test_a_preview_of_its_caption_is_told(project: FakeProject) -> None:
-    assert "step 40: previews/40.png" in story(project, "sub/b.png")
-    assert "no preview has its caption as prompt; previews: 2, prompts: 1" in story(project, "a.jpg")
+def test_previews_drawn_with_the_images_caption_are_listed(project: FakeProject) -> None:
+    assert "step 40: previews/40.png" in follow_text(project, "sub/b.png")
+    assert "no preview has its caption as prompt; previews: 2, prompts: 1" in follow_text(project, "a.jpg")
 
 
 @pytest.mark.parametrize("what", ["sub/b.png", "b.png", "SUB/", digest("sub/b.png"), digest("sub/b.png")[:7].upper(), "Blue DOG"])
 def test_an_image_is_found_by_path_part_of_it_image_id_or_caption(project: FakeProject, what: str) -> None:
-    assert story(project, what).startswith("images    sub/b.png\n")
+    assert follow_text(project, what).startswith("images    sub/b.png\n")
 
 
 def test_an_image_is_found_by_its_path_on_disk(project: FakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     file = project.resource("image_folder") / "sub" / "b.png"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch()
-    assert story(project, str(file)).startswith("images    sub/b.png\n")
+    assert follow_text(project, str(file)).startswith("images    sub/b.png\n")
     monkeypatch.chdir(file.parent)
-    assert story(project, "b.png").startswith("images    sub/b.png\n")
+    assert follow_text(project, "b.png").startswith("images    sub/b.png\n")
 
 
 def test_a_duplicate_can_be_followed_by_its_own_path(project: FakeProject) -> None:
-    text = story(project, "copy-of-a.jpg")
+    text = follow_text(project, "copy-of-a.jpg")
     assert "not used: duplicate: of a.jpg" in text and "the same bytes lie at a.jpg" in text
 
 
-def test_a_question_that_fits_several_or_none_is_one_line_with_what_is_near(project: FakeProject) -> None:
+def test_a_text_that_matches_several_images_or_none_is_one_line_with_similar_names(project: FakeProject) -> None:
     cases = {
         ".png": r"matches 4 rows of images: late.png, mute.png, sub/b.png, thin.png; give more",
         "brokn.jpeg": r"is not a path, the start of .*, or part of a path or caption of this project; near it: broken.jpg",
@@ -93,15 +93,15 @@ def test_a_question_that_fits_several_or_none_is_one_line_with_what_is_near(proj
     }
     for what, message in cases.items():
         with pytest.raises(ValueError, match=message) as error:
-            story(project, what)
+            follow_text(project, what)
         assert "\n" not in str(error.value)
 
 
 def test_tables_that_are_not_built_are_named_with_their_command(tmp_path: Path) -> None:
     early = tables.make(tmp_path / "early", ("images", "captions"))
-    text = story(early, "a.jpg")
+    text = follow_text(early, "a.jpg")
     assert '"a red cat" (sidecar): not embedded yet' in text
     for stage_name in ("buckets", "latents", "train", "samples"):
         assert f"{stage_name:10}not built yet; run: make {stage_name}" in text
     with pytest.raises(ValueError, match="the table images is empty; run: make images"):
-        story(FakeProject(tmp_path / "nothing"), "a.jpg")
+        follow_text(FakeProject(tmp_path / "nothing"), "a.jpg")

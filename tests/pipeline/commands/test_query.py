@@ -1,4 +1,4 @@
-"""Every table answers in SQL by its stage_name, to a person at the terminal and to a plain user of DuckDB."""
+"""SQL over the tables of a project, from the command line and from DuckDB in Python."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def test_answers_are_arrow_tables_too(project: FakeProject, tmp_path: Path) -> N
         answer(project, "")
 
 
-def test_every_table_bears_its_noun_and_shows_live_rows_only(project: FakeProject) -> None:
+def test_every_table_has_its_name_and_shows_live_rows_only(project: FakeProject) -> None:
     counts = {stage_name: ask(project, f"select count(*) from {stage_name}")[0][0] for stage_name in STAGE_NAMES}
     expected = {"images": 7, "captions": 7, "buckets": 10, "latents": 3, "embeddings": 4, "train": 46, "samples": 2, "scores": 3}
     assert counts == expected
 
 
-def test_a_table_that_is_not_built_is_there_with_its_columns_and_no_rows(tmp_path: Path) -> None:
+def test_a_table_that_is_not_built_has_its_columns_and_no_rows(tmp_path: Path) -> None:
     early = tables.make(tmp_path, STAGE_NAMES[:2])
     assert ask(early, "select * from train join buckets using (image_id)") == []
     names = [row[0] for row in ask(early, "describe train")]
@@ -97,12 +97,12 @@ def test_unused_names_every_image_that_is_not_trained_once_with_the_first_reason
     assert set(found) | set(tables.TRAINED) == set(tables.IMAGES)
 
 
-def test_nothing_counts_as_unused_for_want_of_captions_before_captions_are_built(tmp_path: Path) -> None:
+def test_before_captions_are_built_no_image_is_unused_for_lack_of_one(tmp_path: Path) -> None:
     early = tables.make(tmp_path, ("images",))
     assert {row[0] for row in ask(early, "select stage from unused")} == {"images"}
 
 
-def test_tables_says_rows_dead_rows_and_bytes(project: FakeProject) -> None:
+def test_the_view_tables_has_rows_dead_rows_and_bytes(project: FakeProject) -> None:
     rows = {row[0]: row[1:] for row in ask(project, "select stage, built, recipe, rows, dead, bytes from tables")}
     assert list(rows) == list(STAGE_NAMES)
     assert rows["latents"][:4] == (True, tables.RECIPE, 3, 1)
@@ -110,7 +110,7 @@ def test_tables_says_rows_dead_rows_and_bytes(project: FakeProject) -> None:
     assert rows["latents"][4] == on_disk > 0
 
 
-def test_columns_says_what_every_column_holds(project: FakeProject) -> None:
+def test_the_view_columns_describes_every_column(project: FakeProject) -> None:
     found = ask(project, "select doc from columns where stage = 'train' and name = 'sigma'")
     assert found == [("noise level, 0 (clean) to 1 (noise)",)]
     assert ask(project, "select name from columns where stage = 'buckets' and key") == [("image_id",), ("resolution",)]
@@ -128,7 +128,7 @@ def test_bf16_gives_the_value_of_a_stored_word(project: FakeProject) -> None:
     assert found == (float("inf"), float("-inf"), 3.140625, -3.140625, 0.0)
 
 
-def test_a_plain_user_of_duckdb_gets_the_tables_in_three_lines(project: FakeProject) -> None:
+def test_a_duckdb_connection_gets_the_tables_of_a_project(project: FakeProject) -> None:
     import duckdb
 
     connection = duckdb.connect()
@@ -138,7 +138,7 @@ def test_a_plain_user_of_duckdb_gets_the_tables_in_three_lines(project: FakeProj
     assert connection.sql("select count(*) from unused").fetchall() == [(5,)]
 
 
-def test_a_project_folder_opens_by_its_path_whatever_is_built_and_without_weights(tmp_path: Path) -> None:
+def test_a_partly_built_project_without_weights_is_opened_by_its_path(tmp_path: Path) -> None:
     folder = projects.make(tmp_path / "project", tmp_path / "absent", images=2)
     projects.build(folder, "images", "captions")
     catalog = open_catalog(str(folder))
@@ -149,7 +149,7 @@ def test_a_project_folder_opens_by_its_path_whatever_is_built_and_without_weight
     assert catalog.sql("select * from train join latents using (image_id)").fetchall() == []
 
 
-def test_a_table_is_aligned_cut_and_counted(project: FakeProject) -> None:
+def test_a_printed_table_is_aligned_and_long_text_and_many_rows_are_cut(project: FakeProject) -> None:
     text = run_query(project, "select path, width, rejected from images order by path limit 3")
     assert text.splitlines() == [
         "path           width  rejected",
@@ -189,7 +189,7 @@ def test_csv_and_json_hold_every_row_and_value(project: FakeProject) -> None:
         ("copy images to '/nonexistent/images.csv'", "Cannot open file"),
     ],
 )
-def test_a_mistake_is_one_line_that_says_what_there_is(project: FakeProject, sql: str, message: str) -> None:
+def test_a_mistake_in_sql_is_one_line_with_the_names_that_exist(project: FakeProject, sql: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         run_query(project, sql)
     assert "\n" not in str(error.value) and len(str(error.value)) < 1000 and "LINE" not in str(error.value)

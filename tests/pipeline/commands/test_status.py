@@ -1,4 +1,4 @@
-"""`status` says what is true in every state a table can be in, and changes nothing."""
+"""`latentmill status` describes every state of a table, and writes nothing."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def project(built, tmp_path) -> Path:
     return tmp_path / "project"
 
 
-def told(folder: Path) -> dict[str, str]:
-    """The last column, by table."""
+def states_of(folder: Path) -> dict[str, str]:
+    """Run status and return its last column, the state in words, by table."""
     lines = [line.split("  ") for line in render(Project(folder)).splitlines()[2:]]
     return {line[0].strip(): line[-1].strip() for line in lines}
 
 
 def begin(folder: Path, stage_name: str, rows: int, recipe: bool = True) -> None:
-    """Leave a table as a run that is killed after some rows does."""
+    """Write some rows of a stage and leave the table unfinished, as a killed run does."""
     project = Project(folder)
     stage = project.stage(stage_name)
     context = project.context(stage)
@@ -46,49 +46,49 @@ def begin(folder: Path, stage_name: str, rows: int, recipe: bool = True) -> None
         writer.append(next(iter(stage.run(context))).slice(0, rows))
 
 
-def test_before_the_first_run_every_table_says_what_it_lacks_and_nothing_is_written(tmp_path, tiny_weights):
+def test_before_the_first_run_every_table_names_what_it_needs_and_nothing_is_written(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "project", tiny_weights, images=2)
-    said = told(folder)
+    said = states_of(folder)
     assert said["images"] == "2 rows missing: make images"
     assert said["captions"] == "waits for images"
     assert list(said) == list(Project(folder).stage_names)
     assert {path.name for path in folder.rglob("*")} >= {"project.toml"} and not list(folder.glob("tables/*/*"))
 
 
-def test_weights_that_the_project_makes_itself_are_no_mistake(tmp_path):
+def test_weights_that_the_project_makes_itself_are_not_reported_as_missing(tmp_path):
     folder = projects.make(tmp_path / "project", tmp_path, images=2)
     projects.edit(folder, f'weights = "{tmp_path}"\n', "")
-    assert told(folder)["latents"] == "not built; its weights come with it: make latents"
+    assert states_of(folder)["latents"] == "not built; its weights come with it: make latents"
 
 
-def test_built_tables_are_up_to_date_and_the_next_one_waits_or_is_missing(project):
-    said = told(project)
+def test_built_tables_are_up_to_date_and_later_ones_have_missing_rows_or_wait(project):
+    said = states_of(project)
     assert {said[stage_name] for stage_name in EARLY} == {"up to date"}
     assert said["embeddings"] == "5 rows missing: make embeddings"
     assert said["train"] == "waits for embeddings"
 
 
-def test_a_killed_stage_says_how_many_rows_it_has(project):
+def test_an_interrupted_stage_is_shown_with_the_rows_that_it_has(project):
     shutil.rmtree(project / "tables" / "captions")
     begin(project, "captions", 2)
-    assert told(project)["captions"] == "interrupted: 2 of 5 rows are there: make captions"
+    assert states_of(project)["captions"] == "interrupted: 2 of 5 rows are there: make captions"
     projects.build(project, "captions")
     projects.add_image(project, "new.png", seed=9)
     projects.build(project, "images")
     begin(project, "captions", 1)
-    assert "interrupted: " in told(project)["captions"]
+    assert "interrupted: " in states_of(project)["captions"]
 
 
-def test_a_stage_that_is_running_is_named_with_its_process(project):
+def test_a_running_stage_is_shown_with_its_process(project):
     opened = Project(project)
     with Writer(opened.current("buckets"), opened.recipe("buckets")):
-        assert f"being written by process {os.getpid()} " in told(project)["buckets"]
-    assert told(project)["buckets"] == "up to date"
+        assert f"being written by process {os.getpid()} " in states_of(project)["buckets"]
+    assert states_of(project)["buckets"] == "up to date"
 
 
-def test_what_depends_on_a_changed_folder_is_not_simply_up_to_date(project):
+def test_a_table_whose_inputs_are_stale_names_them(project):
     projects.draw(project / "images" / "picture1.png", seed=77, size=(140, 100))
-    said = told(project)
+    said = states_of(project)
     assert said["images"] == "1 row missing, 1 row no longer wanted: make images"
     assert said["captions"] == said["latents"] == "up to date, but images is not"
 
@@ -104,9 +104,9 @@ def test_rows_that_are_wanted_again_are_not_called_missing(project):
     assert describe(found) == f"{before // 2} rows wanted again: make latents"
 
 
-def test_weights_that_are_gone_leave_a_table_up_to_date(project, tiny_weights, tmp_path):
+def test_a_table_stays_up_to_date_after_its_weights_are_deleted(project, tiny_weights, tmp_path):
     shutil.copytree(tiny_weights, tmp_path / "gone")
     projects.edit(project, str(tiny_weights), str(tmp_path / "gone"))
-    assert told(project)["latents"] == "up to date"
+    assert states_of(project)["latents"] == "up to date"
     shutil.rmtree(tmp_path / "gone")
-    assert told(project)["latents"] == "up to date"
+    assert states_of(project)["latents"] == "up to date"

@@ -54,7 +54,7 @@ def load(tmp_path, text: str, *overrides: str) -> config.Config:
         ("[buckets.more]\na = 1", "buckets.more is not a setting; [buckets] has resolutions"),
     ],
 )
-def test_a_mistake_is_one_line_that_says_where_and_what_would_be_right(tmp_path, text, said):
+def test_a_mistake_is_one_line_with_its_place_and_what_would_be_right(tmp_path, text, said):
     with pytest.raises(ValueError, match=re.escape(said)) as error:
         load(tmp_path, text)
     assert "\n" not in str(error.value)
@@ -75,7 +75,7 @@ def test_a_byte_order_mark_before_the_text_is_ignored(tmp_path):
     assert load(tmp_path, "\ufeff" + GOOD).project.family == "tiny"
 
 
-def test_a_home_folder_of_nobody_is_a_folder_that_is_missing(tmp_path):
+def test_the_home_folder_of_an_unknown_user_is_a_missing_folder(tmp_path):
     load(tmp_path, GOOD)
     made = Project(tmp_path, ["images.folder=~nobody-at-all/cats"])
     assert made.resource("image_folder") == tmp_path / "~nobody-at-all" / "cats"
@@ -125,7 +125,7 @@ def test_overrides_may_be_python_values_by_dotted_name(tmp_path):
             config.load(tmp_path / "project.toml", {name: 7 if name == "steps" else "high"})
 
 
-def test_bounds_are_told_with_the_value():
+def test_a_value_out_of_bounds_is_reported_with_its_bounds():
     @dataclasses.dataclass
     class Section:
         steps: int | None = 3
@@ -137,7 +137,7 @@ def test_bounds_are_told_with_the_value():
     require(Section(None), "steps", 1)
 
 
-def test_every_setting_says_what_it_is():
+def test_every_setting_has_a_kind_and_a_description():
     def check(kind: type) -> None:
         for field in dataclasses.fields(kind):
             assert field.metadata.get("doc"), f"{kind.__name__}.{field.name} has no doc"

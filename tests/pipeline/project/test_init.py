@@ -1,11 +1,16 @@
-"""A new project begins with what its family can do."""
+"""New projects: the options of `latentmill init`, and the first settings of each model family."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from pipeline.cli import cli
 from pipeline.project.init import new_project
 from pipeline.project.project import Project
+from stages.stage import Option, Template
+from stages.text_to_image import PIPELINE
 from stages.text_to_image.families import FAMILIES, family
 from tests.projects import draw
 
@@ -19,7 +24,7 @@ def images(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_new_project_of_every_family_opens_and_says_where_the_weights_come_from(tmp_path, images, name):
+def test_a_new_project_of_every_family_can_be_opened_and_names_the_source_of_its_weights(tmp_path, images, name):
     new_project(tmp_path / "new", {"images": str(images), "family": name})
     made = Project(tmp_path / "new")
     assert made.family is family(name)
@@ -37,6 +42,22 @@ def test_a_new_project_has_its_familys_own_settings_and_the_usual_ones_for_the_r
     assert sections["samples"].checkpoints == "all"
 
 
-def test_a_family_that_was_trained_small_is_asked_for_small_pictures():
+def test_a_family_trained_on_small_pictures_begins_with_small_pictures():
     begin = family("micro").begin
     assert max(begin["buckets"]["resolutions"]) == begin["samples"]["width"] == begin["samples"]["height"] <= 192
+
+
+def test_the_options_of_init_are_those_of_the_pipelines_template(tmp_path, images, monkeypatch):
+    monkeypatch.setattr("stages.text_to_image.PIPELINE", replace(PIPELINE, template=f"{__name__}:TEMPLATE"))
+    run = CliRunner().invoke(cli, ["init", str(tmp_path / "new"), "--sources", str(images)])
+    assert run.exit_code == 0 and (tmp_path / "new" / "project.toml").read_text() == '[images]\nfolder = "../images"\n'
+    assert "--sources" in CliRunner().invoke(cli, ["init", "--help"]).output
+    for options, message in (({}, "init needs --sources"), ({"sources": str(tmp_path / "none")}, "no such folder")):
+        with pytest.raises(ValueError, match=message):
+            new_project(tmp_path / "other", options)
+
+
+TEMPLATE = Template(
+    options=(Option("sources", "The folder of sources.", default=None, kind="folder"),),
+    write=lambda options: f'[images]\nfolder = "{options["sources"]}"\n',
+)
