@@ -93,8 +93,8 @@ def test_the_exported_adapter_gives_our_velocity_in_diffusers(project, reference
     from diffusers import Flux2KleinPipeline
 
     from pipeline.commands.export import export_run
-    from stages.models.flux2 import transformer as flux2
-    from stages.models.flux2.adapter_formats import read_adapter
+    from stages.models.flux2.adapter_reader import read_adapter
+    from stages.models.flux2.inputs import image_ids, text_ids
     from stages.models.flux2.load import load_flux2
     from stages.tuner.adapters import lora
 
@@ -116,7 +116,7 @@ def test_the_exported_adapter_gives_our_velocity_in_diffusers(project, reference
 
     generator = np.random.default_rng(0)
     x_1LC, ctx_1TJ = generator.standard_normal((1, 12, 128)), generator.standard_normal((1, 7, model.config.joint_attention_dim))
-    x_ids, ctx_ids = flux2.image_ids(3, 4), flux2.text_ids(7)
+    x_ids, ctx_ids = image_ids(3, 4), text_ids(7)
     ours = model(
         mx.array(x_1LC.astype(np.float32)),
         x_ids,

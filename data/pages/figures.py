@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.commands.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, Curve, Panel, save
-from stages.models.flux2.sampling import sigmas
+from stages.text_to_image.families import family
 from stages.text_to_image.train.config import NoiseConfig
 from stages.tuner.diffusion.noise import BASES, Base, SigmaDistribution
 from stages.tuner.diffusion.weighting import WEIGHTS, weight
@@ -89,9 +89,10 @@ def defaults() -> Page:
     c = NoiseConfig()
     ours = SigmaDistribution(c.base, c.mean, c.std, c.shift, c.shift_factor)
     static = SigmaDistribution("logit_normal", shift="static", factor=3.0)
+    architecture = family("klein-base-4b").architecture
     panels = []
     for side, tokens in TOKENS.items():
-        levels = sigmas(tokens, 40)[25:40]  # mflux draws one of these levels of its sampling schedule
+        levels = architecture.sigmas(tokens, 40)[25:40]  # mflux draws one of these levels of its sampling schedule
         curves = [
             Curve("diffusers, flux-2-swift-mlx", GREY, GRID.tolist(), np.ones_like(GRID).tolist()),
             Curve("ai-toolkit", GREEN, GRID.tolist(), weight("measured", GRID).tolist()),

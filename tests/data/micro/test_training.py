@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw
 from data.micro.training import autoencoder, base, draw, optimizer, tokenizer, train
 from data.micro.training import model as parts
 from stages.models.flux2 import sampling
-from stages.models.flux2 import transformer as flux2
+from stages.models.flux2.inputs import image_ids, text_ids
 from stages.models.flux2.load import load_autoencoder, load_flux2
 from stages.models.text import tiny_tokenizer
 from stages.models.text.encoder import TextEncoder, widen
@@ -166,7 +166,7 @@ def test_one_latent_has_one_velocity_in_training_in_diffusers_and_here(trained, 
     rng = np.random.default_rng(0)
     x = rng.standard_normal((1, 60, 128), np.float32)
     context = rng.standard_normal((1, sizes.text_tokens, 48), np.float32)
-    ids = torch.tensor(flux2.image_ids(6, 10)), torch.tensor(flux2.text_ids(sizes.text_tokens))
+    ids = torch.tensor(image_ids(6, 10)), torch.tensor(text_ids(sizes.text_tokens))
     inputs = torch.tensor(x), torch.tensor(context), torch.tensor([0.7])
     with torch.no_grad():
         tables = parts.rotary(pipe.transformer, sizes.text_tokens, 96, 160)

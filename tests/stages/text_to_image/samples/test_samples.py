@@ -19,8 +19,10 @@ from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.samples import SAMPLES
 from schemas.text_to_image.train import TRAIN
 from stages.models.flux2 import sampling
+from stages.models.flux2.config import Flux2Config
+from stages.models.flux2.inputs import image_ids, text_ids
 from stages.models.flux2.load import load_flux2
-from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, text_ids
+from stages.models.flux2.transformer import Flux2
 from stages.stage import StageContext
 from stages.text_to_image.families import family
 from stages.text_to_image.samples.config import SamplesConfig

@@ -10,7 +10,8 @@ import torch
 from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
 
 import stages  # noqa: F401  a fast BLAS, before MLX
-from stages.models.flux2.transformer import Flux2, image_ids, text_ids
+from stages.models.flux2.inputs import image_ids, text_ids
+from stages.models.flux2.transformer import Flux2
 from stages.tuner import quantize
 from stages.tuner.adapters import dora, lokr, lora
 from stages.tuner.adapters.initial import check_initial, fresh_adapter, start_from_adapter, target_weights
