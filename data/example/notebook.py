@@ -40,3 +40,10 @@ print(rows.num_rows, "images; latent", x.shape, x.dtype, mx.array(x).dtype)
 # %%
 print(p.sql("select path, width, height from images order by path limit 3").to_pylist())
 print(p.panel("loss").to_pylist())
+
+# %% [markdown]
+# Draw with the trained adapter. A picture is a Pillow image.
+
+# %%
+picture = p.adapter().generate("ohwx, a lion", seed=0)
+picture.save(p.path / "lion.png")

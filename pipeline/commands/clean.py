@@ -54,14 +54,20 @@ def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
 
 def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
     """Yield a line and the bytes freed for everything of one table that is deleted, or left alone for a reason."""
-    from pipeline.store.catalog import link_table
-
     try:
         current = project.current(name)
     except ValueError as error:
         if (project.path / "tables" / name).is_dir():
             yield f"{name}: left alone, since its recipe is unknown: {error}", 0
         return
+    yield from _clean_others(name, current, delete, dry_run)
+    if delete and current.exists and (dead := current.usage()["dead"]):
+        freed = current.reclaimable_bytes() if dry_run else _collect(current, project.recipe(name))
+        yield f"{name}: {dead} rows that are no longer wanted", freed
+
+
+def _clean_others(name: str, current: TableFolder, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
+    """Delete the tables of other recipes. Yields a line and the bytes freed for each, or one line for all that are left alone."""
     others = _other_folders(current.folder)
     if others and not current.exists:  # a slip in project.toml makes every table one of other settings
         yield f"{name}: {_describe(others)} left alone, since the present one has no table yet", 0
@@ -73,11 +79,6 @@ def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> It
             yield f"{name}: {folder.name}, another configuration, {format_bytes(size)}", size
             if not dry_run:
                 _delete_table(folder)
-        if others and not dry_run:
-            link_table(current)
-    if delete and current.exists and (dead := current.usage()["dead"]):
-        freed = current.reclaimable_bytes() if dry_run else _collect(current, project.recipe(name))
-        yield f"{name}: {dead} rows that are no longer wanted", freed
 
 
 def _other_folders(current: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pyarrow as pa
 import pytest
+from PIL import Image
 
 from pipeline import Project
 from pipeline.commands.status import describe
@@ -131,6 +133,28 @@ def test_importing_the_api_costs_little_more_than_pyarrow_and_loads_nothing_heav
     assert min(api) <= min(arrow) + 0.1
 
 
+EXAMPLE = """
+from pipeline import Project
+p = Project("data/example", {"train.steps": 200})
+p.run("train", upstream=True)
+rows = p["images"].to_arrow(); key = p["latents"].to_arrow()["latent_id"][0].as_py()
+x = p["latents"][key]
+p.sql("select * from images"); p.status(); p.adapter().generate("ohwx, a lion", seed=0).save("lion.png")
+"""
+
+
+@pytest.mark.slow
+def test_the_example_of_the_documentation_runs_as_written(tmp_path, tiny_weights):
+    folder = projects.make(tmp_path / "data" / "example", tiny_weights, images=2)
+    projects.edit(folder, "checkpoint_every = 2", "checkpoint_every = 100")
+    environment = os.environ | {"PYTHONPATH": str(projects.ROOT)}
+    words = [sys.executable, "-c", EXAMPLE]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=projects.HANG)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    with Image.open(tmp_path / "lion.png") as picture:
+        assert picture.size == (64, 64)
+
+
 def cells(text: str) -> list[str]:
     """The code cells of a notebook in percent format."""
     parts = text.split("# %%")[1:]
@@ -155,6 +179,7 @@ print("FAILED", failed)
 """
 
 
+@pytest.mark.slow
 def test_the_notebook_of_the_example_runs_cell_by_cell_in_a_thread(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "project", tiny_weights, images=3)
     text = (projects.ROOT / "data" / "example" / "notebook.py").read_text().replace("data/example", str(folder))
@@ -162,3 +187,4 @@ def test_the_notebook_of_the_example_runs_cell_by_cell_in_a_thread(tmp_path, tin
     done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, timeout=projects.HANG)
     assert "FAILED []" in done.stdout, done.stdout + done.stderr
     assert "train 4 rows" in done.stdout and "3 images; latent" in done.stdout
+    assert (folder / "lion.png").exists()
