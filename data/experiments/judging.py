@@ -20,12 +20,12 @@ from schemas.text_to_image.captions import CAPTIONS
 from stages.text_to_image.scores.agreement import AgreementMap
 from stages.text_to_image.scores.axis import FeatureGroup, axis_position
 from stages.text_to_image.scores.encoders import TEXT_VECTORS, ImageEncoder, TextVectors
-from stages.text_to_image.train.stage import data_of, validation_of
-from stages.text_to_image.train.trainer import Trainer
-from stages.text_to_image.train.validation import Validation
+from stages.text_to_image.train.task import ImageTask
+from stages.text_to_image.train.validation import HeldOutImages
 from stages.tuner import checkpoint
 from stages.tuner.adapters.stacks import Stacks
 from stages.tuner.checkpoint import ADAPTER, Checkpoint
+from stages.tuner.loop import load_training
 
 SIDES, WAYS = (128, 192), ("own", "empty")
 TOKENS = 64  # at most, of a crop of the smaller
@@ -38,33 +38,34 @@ class HeldOut:
 
     def __init__(self, project: Project) -> None:
         self.ctx = project.context(project.stage("train"))
-        found = validation_of(self.ctx, data_of(self.ctx))
+        task = ImageTask(self.ctx)
+        found = task.held_out
         assert found
         empty = next(row["caption_id"] for row in self.ctx.rows(CAPTIONS).to_pylist() if row["role"] == "empty")
         bare = [dataclasses.replace(crop, captions=(empty,)) for crop in found.crops]
-        again = Validation(bare, found.config, self.ctx.config.batch_size)
+        again = HeldOutImages(self.ctx, bare, found.config, self.ctx.config.batch_size)
         self.ways = dict(zip(WAYS, (found, again), strict=True))
-        self.trainer = Trainer(self.ctx, None)
-        self.fresh = self.trainer.masters
+        self.training = load_training(task, None)
+        self.fresh = self.training.masters
 
     def measure(
         self, saved: Checkpoint | None, name: str = ADAPTER, ways: Sequence[str] = WAYS, sides: Sequence[int] = SIDES
     ) -> Iterator[Row]:
         """The mean loss of a checkpoint's adapter (None: of the bare base) by caption and by the resolution of the crops."""
-        self.trainer.masters = Stacks.of(saved.arrays(name)) if saved else self.fresh
+        self.training.masters = Stacks.of(saved.arrays(name)) if saved else self.fresh
         for way in ways:
             losses: dict[int, list[float]] = defaultdict(list)
-            for micro in self.ways[way].load(self.ctx):
+            for micro in self.ways[way].micro_batches():
                 side = SIDES[micro.samples[0].crop.tokens > TOKENS]
                 if side in sides:
-                    losses[side] += self.trainer.measure(micro)
+                    losses[side] += self.training.measure(micro)
             for side, found in sorted(losses.items()):
                 yield {"caption": way, "side": side, "loss": float(np.mean(found)), "count": len(found)}
 
 
 def checkpoints(project: Project) -> list[Checkpoint]:
     """A run's checkpoints, by step."""
-    return checkpoint.found(project.current("train").folder / "artifacts")[::-1]
+    return checkpoint.find_checkpoints(project.current("train").folder / "artifacts")[::-1]
 
 
 class Scorer:

@@ -15,7 +15,7 @@ from typing import Any
 
 from data.pages.settings import defaults, entries, in_toml
 from stages.text_to_image import PIPELINE
-from stages.text_to_image.train.config import OptimizerConfig
+from stages.tuner.config import OptimizerConfig
 from stages.tuner.optimizers.methods import METHODS
 
 FILE = Path(__file__).parents[1] / "recipe.md"
@@ -59,7 +59,7 @@ def optimizer_tables() -> str:
 
 
 def _optimizer_table(kind: str) -> str:
-    made: Any = OptimizerConfig(kind=kind).made()  # type: ignore[arg-type]
+    made: Any = OptimizerConfig(kind=kind).method()  # type: ignore[arg-type]
     settable = {field.name for field in dataclasses.fields(OptimizerConfig)}
     numbers = {"lr": made.usual_lr} | {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
     sources = RIVALS["optimizer"][kind] | {"weight_decay": RIVALS["same_default"]["train.optimizer.weight_decay"]}

@@ -1,6 +1,7 @@
-"""What training takes of memory: by phase and step, as a table, a plot and plain advice. `latentmill memory`.
+"""`latentmill memory`: the memory of training, measured by phase, as a table, a plot and advice.
 
-Random weights in the family's true shape, since memory depends on shapes alone; nothing is read from disk but settings.
+It takes the real training steps on random weights in a family's true shape, since memory depends on shapes alone. Nothing is
+read from disk but settings. `latentmill run STAGE --memory` reports any stage's memory with `stage_report`.
 """
 
 from __future__ import annotations
@@ -20,33 +21,34 @@ from pipeline.commands.plots import Curve, Panel
 from pipeline.options import open_project
 from pipeline.terminal import format_bytes, format_table
 from stages.models.family import Family
-from stages.models.flux2.transformer import Flux2Config
 from stages.text_to_image.families import family
-from stages.text_to_image.train import memory_plan
 from stages.text_to_image.train.config import TrainConfig
-from stages.tuner.blockwise.backprop import Plan
+from stages.text_to_image.train.memory_plan import BatchShape, MemoryEstimator, cheapest_fit, require_fit
+from stages.text_to_image.train.profile import profile_settings, random_batch, random_training
+from stages.text_to_image.train.reader import MicroBatch
 from stages.tuner.blockwise.device import limit_command_buffers, memory_budget
 from stages.tuner.blockwise.meter import LEAK_BYTES, LEAST_TIMES, Meter
-from tests.bench.steps import Rig, settings
+from stages.tuner.memory_plan import BITS, live_bytes_limit
+from stages.tuner.step import TrainingStep
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
 
 ROWS, PICTURE = "memory.parquet", "memory.png"
-SIDES = (512, 768, 1024)  # pixels: what is advised on
+SIDES = (512, 768, 1024)  # pixels: the image sizes that advice is given on
 COLORS = {"batch": plots.GREEN, "gradients": plots.BLUE, "optimizer": plots.ORANGE}
 PANELS = (("Peak memory in the phase", "peak"), ("Active memory after the phase", "active"))  # title, column
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))  # of the plot's axis
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What is trained, as far as memory cares: images of that side, as [train] says."""
+class Profile:
+    """What is measured: a family, the settings [train], images of `pixels` x `pixels`, and how many steps."""
 
     family: Family
     train: TrainConfig
     pixels: int
-    steps: int = 6  # that are measured
+    steps: int = 6
 
     @property
     def limit(self) -> int:
@@ -54,35 +56,36 @@ class Setup:
         return memory_budget(self.train.memory_gb)
 
     @property
-    def ask(self) -> memory_plan.MemoryEstimator:
-        """What training would ask of these shapes."""
-        return memory_plan.MemoryEstimator(self.train, Flux2Config.from_dict(self.family.transformer))
+    def estimator(self) -> MemoryEstimator:
+        """The estimator that training would use."""
+        architecture = self.family.architecture
+        return MemoryEstimator(self.train, architecture, architecture.transformer_config(None, self.family))
 
-    def batch(self, side: int) -> memory_plan.Batch:
-        """A whole batch of images of that side."""
-        return memory_plan.Batch(self.train.batch_size, side, side, self.family.text_tokens)
+    def batch(self, side: int) -> BatchShape:
+        """A whole batch of images of side x side pixels."""
+        pixels_per_token = self.family.architecture.pixels_per_token
+        return BatchShape(self.train.batch_size, side, side, self.family.text_tokens, pixels_per_token)
 
 
-def asked(project: Project | None, given: dict[str, Any]) -> Setup:
-    """A project's settings at its largest resolution, or a family's; what is `given` instead of None holds instead.
+def parse_options(project: Project | None, options: dict[str, Any]) -> Profile:
+    """Combine a project's settings, or a family's without a project, with the options of the command; None is not given.
 
-    ValueError for what cannot be measured.
+    `options` has family, pixels, bits, plan, rank and steps. ValueError for a value that cannot be measured.
     """
-    pixels, steps = given["pixels"], given["steps"]
     if project:
-        train, own = project.config.sections["train"], max(project.config.sections["buckets"].resolutions)
+        train, own_pixels = project.config.sections["train"], max(project.config.sections["buckets"].resolutions)
     else:
-        train, own = settings(), SIDES[0]
-    plan = given["plan"] and (int(given["plan"]) if given["plan"].isdigit() else given["plan"])
-    other = {"base_bits": given["bits"] and int(given["bits"]), "rank": given["rank"], "memory": plan}
-    train = replace(train, **{name: value for name, value in other.items() if value is not None})
-    chosen = project.family if project and not given["family"] else family(given["family"] or "klein-base-4b")
-    pixels = own if pixels is None else pixels
-    if pixels < 32 or pixels % 16:
-        raise ValueError(f"memory: {pixels} pixels are wrong; a multiple of 16 is wanted, 512 for instance")
-    if steps < 1:
-        raise ValueError(f"memory: {steps} steps are wrong; 1 or more is wanted")
-    return Setup(chosen, train, pixels, steps)
+        train, own_pixels = profile_settings(), SIDES[0]
+    plan = options["plan"] and (int(options["plan"]) if options["plan"].isdigit() else options["plan"])
+    changes = {"base_bits": options["bits"] and int(options["bits"]), "rank": options["rank"], "memory": plan}
+    train = replace(train, **{name: value for name, value in changes.items() if value is not None})
+    chosen = project.family if project and not options["family"] else family(options["family"] or "klein-base-4b")
+    pixels, per_token = options["pixels"] or own_pixels, chosen.architecture.pixels_per_token
+    if pixels < 2 * per_token or pixels % per_token:
+        raise ValueError(f"--pixels must be a multiple of {per_token}, {2 * per_token} or more, got {pixels}")
+    if options["steps"] < 1:
+        raise ValueError(f"--steps must be >= 1, got {options['steps']}")
+    return Profile(chosen, train, pixels, options["steps"])
 
 
 @click.command("memory")
@@ -93,88 +96,92 @@ def asked(project: Project | None, given: dict[str, Any]) -> Setup:
 @click.option("--plan", help="whole, blocks, a number of blocks that keep their activations, or auto.")
 @click.option("--rank", type=int, help="Rank of the adapter.")
 @click.option("--steps", type=int, default=6, show_default=True, help="Number of steps to measure.")
-def command(path: str | None, **given: Any) -> None:
+def command(path: str | None, **options: Any) -> None:
     """Measure the memory that training takes, phase by phase, and tell what would fit."""
     project = open_project(path) if path else None
-    for line in report(asked(project, given), folder_of(project)):
+    for line in report(parse_options(project, options), results_folder(project)):
         click.echo(line)
 
 
+def results_folder(project: Project | None) -> Path:
+    """The folder of rows and plots: the project's tables/memory; without a project, ./memory."""
+    return project.path / "tables" / "memory" if project else Path("memory")
+
+
 def stage_report(meter: Meter, project: Project, stage_name: str) -> Iterator[str]:
-    """What a stage's run took, batch by batch: the rows go into the project's tables/memory, a line each says the rest."""
+    """Report the memory of a stage's run, batch by batch: write the rows into the project's tables/memory, yield a summary."""
     batches = [row for row in meter.rows if row["phase"] == stage_name]
     if not batches:
-        yield f"memory: {stage_name} made nothing, so there is nothing to measure"
+        yield f"memory: {stage_name} computed no batch, so nothing was measured"
         return
     last = format_bytes(batches[-1]["active"])
     yield f"memory: peak {format_bytes(meter.peak)} in {len(batches)} batches, {last} after the last"
-    yield from leaks(meter)
-    file = folder_of(project) / f"{stage_name}.parquet"
+    yield from leak_lines(meter)
+    file = results_folder(project) / f"{stage_name}.parquet"
     file.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist([{"family": project.family.name} | row for row in meter.rows]), file)
     yield f"rows: {file}"
 
 
-def folder_of(project: Project | None) -> Path:
-    """Where the rows go."""
-    return project.path / "tables" / "memory" if project else Path("memory")
-
-
-def profile(rig: Rig, plan: Plan, steps: int) -> Meter:
-    """Train some steps, phase by phase. The first also fills caches."""
+def measure_steps(training: TrainingStep, batch: MicroBatch, steps: int) -> Meter:
+    """Take training steps on one batch, and measure the memory of each phase. The first step also fills caches."""
     meter = Meter()
     for number in range(1, steps + 1):
         meter.step = number
-        rig.step(plan, meter)
+        result = training.step([batch], training.config.lr, meter=meter)
+        if not result.finite:
+            raise ValueError("memory: the gradient is not finite; choose another precision")
     return meter
 
 
-def report(setup: Setup, folder: Path) -> Iterator[str]:
-    """Profile, write the rows and the plot into `folder`, and say it all, line by line. ValueError if it cannot memory_plan."""
+def report(profile: Profile, folder: Path) -> Iterator[str]:
+    """Measure training steps, write rows and a plot into `folder`, and yield the report line by line.
+
+    ValueError in one line, with what would fit, if the run does not fit into memory.
+    """
     limit_command_buffers()  # as training does, before anything asks MLX for an array
-    c, batch = setup.train, setup.batch(setup.pixels)
-    samples, plan, need = memory_plan.settle(setup.ask, batch, setup.limit)
-    rig = Rig(setup.family, c, replace(batch, samples=samples))
-    rig.bound = memory_plan.bound(setup.ask.estimate(batch, samples), plan, setup.limit)
-    meter = profile(rig, plan, setup.steps)
-    del rig
-    images = "" if samples == 1 else f" x {samples}"
-    what = f"{setup.family.title}, {setup.pixels} px{images}, {c.base_bits} bits"
-    yield f"{what}, {c.variant} of rank {c.rank}, {c.optimizer.kind}, plan {plan}"
-    yield from lines(meter)
-    yield f"peak {format_bytes(meter.peak)}, expected {format_bytes(need)}, of it held {format_bytes(meter.rows[0]['before'])}"
-    yield from leaks(meter)
+    c, batch = profile.train, profile.batch(profile.pixels)
+    plan = require_fit(profile.estimator, batch, profile.limit)
+    training = random_training(profile.family, c)
+    training.plan, training.live_bytes = plan.plan, live_bytes_limit(plan.estimate, plan.plan, profile.limit)
+    meter = measure_steps(training, random_batch(profile.family, replace(batch, samples=plan.samples)), profile.steps)
+    del training
+    images = "" if plan.samples == 1 else f" x {plan.samples}"
+    title = f"{profile.family.title}, {profile.pixels} px{images}, {c.base_bits} bits"
+    yield f"{title}, {c.variant} of rank {c.rank}, {c.optimizer.kind}, plan {plan.plan}"
+    yield from meter_table(meter)
+    held = format_bytes(meter.rows[0]["before"])
+    yield f"peak {format_bytes(meter.peak)}, estimated {format_bytes(plan.needs)}; held between steps: {held}"
+    yield from leak_lines(meter)
     folder.mkdir(parents=True, exist_ok=True)
-    facts = {"family": setup.family.name, "pixels": setup.pixels, "samples": samples, "bits": c.base_bits, "rank": c.rank}
-    facts |= {"variant": c.variant, "optimizer": c.optimizer.kind, "plan": str(plan)}
+    facts = {"family": profile.family.name, "pixels": profile.pixels, "samples": plan.samples, "bits": c.base_bits}
+    facts |= {"rank": c.rank, "variant": c.variant, "optimizer": c.optimizer.kind, "plan": str(plan.plan)}
     pq.write_table(pa.Table.from_pylist([facts | row for row in meter.rows]), folder / ROWS)
     yield f"rows: {folder / ROWS}"
     try:
-        plots.save(panels(meter), folder / PICTURE, title=f"Memory of training by phase: {what}, plan {plan}")
+        plots.save(panels(meter), folder / PICTURE, title=f"Memory of training by phase: {title}, plan {plan.plan}")
         yield f"plot: {folder / PICTURE}"
     except plots.MatplotlibMissing as error:
         yield str(error)
-    yield from advice(setup)
+    yield from advice(profile)
 
 
-def lines(meter: Meter) -> Iterator[str]:
+def meter_table(meter: Meter) -> list[str]:
     """Format a meter's rows as a table: MLX's memory before and after each phase of each step, its peak and its cache."""
-    sizes = ("before", "active", "peak", "cache")
-    rows = [(row["step"], row["phase"], *(format_bytes(row[name]) for name in sizes)) for row in meter.rows]
-    yield from format_table(
-        ("step", "phase", "before", "after", "peak", "cache"), rows, right=("before", "after", *sizes)
-    ).splitlines()
+    columns = {"before": "before", "after": "active", "peak": "peak", "cache": "cache"}
+    rows = [(row["step"], row["phase"], *(format_bytes(row[name]) for name in columns.values())) for row in meter.rows]
+    return format_table(("step", "phase", *columns), rows, right=tuple(columns)).splitlines()
 
 
-def leaks(meter: Meter) -> Iterator[str]:
-    """What grows from step to step, with the phase that grows; or from what size on a growth would have been seen."""
+def leak_lines(meter: Meter) -> Iterator[str]:
+    """Yield a line per phase that retains more memory with every step; else, from what size on a leak would have been seen."""
     found = meter.leaks()
     for phase, count in found.items():
-        yield f"LEAK: {phase} keeps {format_bytes(count)} more every step"
+        yield f"LEAK: {phase} retains {format_bytes(count)} more every step"
     if not meter.can_find_leaks:
-        yield f"too few steps to tell whether a phase keeps more from step to step; {LEAST_TIMES} or more are wanted"
+        yield f"too few steps to find leaks; measure {LEAST_TIMES} or more"
     elif not found:
-        yield f"no phase keeps {format_bytes(LEAK_BYTES)} or more from step to step"
+        yield f"no phase retains {format_bytes(LEAK_BYTES)} or more per step"
 
 
 def panels(meter: Meter) -> list[Panel]:
@@ -194,21 +201,21 @@ def _curves(meter: Meter, phases: list[str], column: str, scale: float) -> list[
     return curves
 
 
-def advice(setup: Setup) -> Iterator[str]:
-    """What a step would need at other resolutions and bits, and what that means for this device."""
-    c, config, limit = replace(setup.train, memory="auto", micro_batch=1), setup.ask.meta_model.config, setup.limit
-    packings: list[dict[str, Any]] = [{"base_bits": bits} for bits in memory_plan.BITS]
-    yield f"one image may take {format_bytes(limit)} and needs, computing every block twice (blocks) or none (whole):"
-    for packing in packings:
-        ask = memory_plan.MemoryEstimator(replace(c, **packing), config)
-        found = {side: ask.estimate(setup.batch(side), 1) for side in SIDES}
-        cells = [f"{side} px {format_bytes(p.peak('blocks'))} / {format_bytes(p.peak('whole'))}" for side, p in found.items()]
-        yield f"  base_bits = {ask.c.base_bits}: " + ", ".join(cells)
+def advice(profile: Profile) -> Iterator[str]:
+    """Yield what one image would need at several sizes and base_bits, and the settings with which each size would fit."""
+    train = replace(profile.train, memory="auto", micro_batch=1)
+    estimators = [profile.estimator.with_config(replace(train, base_bits=bits)) for bits in BITS]
+    yield f"one image may take {format_bytes(profile.limit)} and needs, with plan blocks / plan whole:"
+    for estimator in estimators:
+        needs = {side: estimator.estimate(profile.batch(side), 1) for side in SIDES}
+        cells = [f"{side} px {format_bytes(p.peak('blocks'))} / {format_bytes(p.peak('whole'))}" for side, p in needs.items()]
+        yield f"  base_bits = {estimator.config.base_bits}: " + ", ".join(cells)
     for side in SIDES:
-        remedy = memory_plan.mended(memory_plan.MemoryEstimator(replace(c, **packings[0]), config), setup.batch(side), limit)
-        other = {name: value for name, value in (packings[0] | remedy.settings).items() if value != getattr(c, name)}
-        using = f" with {replace(remedy, settings=other)}" if other else ""
-        if remedy.needs > limit:
-            yield f"{side} px would not fit:{using} it needs {format_bytes(remedy.needs)}"
+        remedy = cheapest_fit(estimators[0], profile.batch(side), profile.limit)
+        changes = {"base_bits": BITS[0], **remedy.settings}
+        changes = {name: value for name, value in changes.items() if value != getattr(train, name)}
+        settings = f" with {replace(remedy, settings=changes)}" if changes else ""
+        if remedy.needs > profile.limit:
+            yield f"{side} px would not fit:{settings} it needs {format_bytes(remedy.needs)}"
         else:
-            yield f"{side} px would fit{using}, plan {remedy.plan}"
+            yield f"{side} px would fit{settings}, plan {remedy.plan}"

@@ -1,4 +1,4 @@
-"""A training step once more, beside what the table says of it."""
+"""`latentmill replay`: a training step computed again, beside the losses in the table train."""
 
 from __future__ import annotations
 
@@ -23,16 +23,20 @@ def command(step: int, project: Project) -> None:
 
 
 def replay_run(project: Project, step: int, progress: Callable[[int, int, str], None]) -> Iterator[str]:
-    """A line per sample of the step: its loss now, and as it was logged."""
+    """Yield one line per sample of the step, with its loss now and its logged loss, then whether all agree to the bit.
+
+    ValueError for a step that the run does not have.
+    """
     from stages.text_to_image.train.replay import replay
 
     stage = project.stage("train")
     table = project.built(stage.writes, "replay")
     context = project.context(stage, artifacts=table.folder / "artifacts", stored=table.rows(), progress=progress)
     context.pending = context.stored.slice(0, 0)
-    found = replay(context, step)
-    for one in found:
+    replayed = replay(context, step)
+    for one in replayed:
         logged = "not logged" if one.logged is None else f"logged {one.logged:.9g}"
-        yield f"sample {one.sample}: image {one.image_id[:12]}, sigma {one.sigma:.4f}, loss {one.loss:.9g}, {logged}"
-    same = all(one.loss == one.logged for one in found)
+        image, sigma = one.sample.crop.image_id[:12], one.sample.sigma
+        yield f"sample {one.number}: image {image}, sigma {sigma:.4f}, loss {one.loss:.9g}, {logged}"
+    same = all(one.loss == one.logged for one in replayed)
     yield f"step {step}: {'the same to the bit' if same else 'not to the bit: another machine, plan or version wrote it'}"

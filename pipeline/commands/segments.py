@@ -1,8 +1,7 @@
-"""Training in segments: so many steps, then previews, and on, each a process of its own.
+"""`latentmill segments`: train some steps, draw previews, go on, each as a process of its own.
 
-Previews in the middle of a run cost the training nothing in memory (the process is gone while they are drawn) and nothing
-in exactness (a run in segments ends with the same bits as one that never stopped). Short segments are also the known remedy
-where macOS ends long GPU work while the display is on.
+The training process has ended while previews are drawn, so they cost it no memory, and a run in segments ends with the same bits
+as an unbroken one. Short segments are also the known remedy where macOS ends long GPU work while the display is on.
 """
 
 from __future__ import annotations
@@ -29,13 +28,16 @@ def command(every: int, path: str, overrides: tuple[str, ...]) -> int:
     return segments(path, every, overrides or overrides_from_environment())
 
 
-def spawn(stage: str, *arguments: str) -> int:
-    """`latentmill run STAGE ARGUMENTS` as a process with our terminal; its exit code."""
+def run_stage(stage: str, *arguments: str) -> int:
+    """Run `latentmill run STAGE ARGUMENTS` as a process on the same terminal. Returns its exit code."""
     return subprocess.run([sys.executable, "-m", "pipeline", "run", stage, *arguments], check=False).returncode
 
 
-def segments(path: str, every: int, overrides: Iterable[str] = (), run: Callable[..., int] = spawn) -> int:
-    """Train `every` steps and draw previews, until the run is whole. Returns the first exit code that is not 0, or 0."""
+def segments(path: str, every: int, overrides: Iterable[str] = (), run: Callable[..., int] = run_stage) -> int:
+    """Alternate `every` steps of training with previews until the run is complete. Returns the first exit code that is not 0.
+
+    `path` is the project's folder, `overrides` are settings as section.key=value; `run` runs one stage, for tests.
+    """
     given = ["--project", path, *(word for override in overrides for word in ("--set", override))]
     while True:
         for stage, more in (("train", ["--set", f"train.stop_after_steps={every}"]), ("samples", [])):

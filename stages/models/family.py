@@ -94,6 +94,8 @@ class Architecture:
     # load_transformer(path, family, dtype=None, arrange=None): read the weights, cast each to dtype (None: as stored), then
     # replace it by arrange(name, weight), which may pack it, or hand it on and return nothing of use. One is held at a time.
     load_transformer: Callable[..., Transformer]
+    # build_transformer(config, weights): a transformer of these weights, by the names of config.shapes(), arrays or packed.
+    build_transformer: Callable[[Any, Mapping[str, Any]], Transformer]
     # meta_transformer(config, dtype): every name and shape, of arrays that are never computed and take no memory.
     meta_transformer: Callable[[Any, mx.Dtype], Transformer]
     # packs_outside(name): whether a weight outside the blocks is large enough to be worth packing.

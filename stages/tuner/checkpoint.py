@@ -1,13 +1,14 @@
-"""Checkpoints: one folder per kept step, complete or worth nothing.
+"""Checkpoints: one folder per saved step, and the result of a run.
 
-    checkpoints/step-000250/adapter.safetensors     the adapter's float32 masters, and in the header what they are
-                            adapter_ema.safetensors their average over the steps, where one is kept
+    checkpoints/step-000250/adapter.safetensors     the adapter's float32 arrays; the header describes them
+                            adapter_ema.safetensors their average over the steps, with [train.ema]
                             optimizer.safetensors   the optimizer's state
                             rows.arrow              the rows of the run since the checkpoint before
-                            state.json              written last: step, what else must be known, size and sha256 of the others
+                            state.json              written last: step, memory plan, size and sha256 of the other files
+    adapter.safetensors, adapter_ema.safetensors, adapter_best.safetensors   the result: copies out of checkpoints
 
-Every file is written whole or not at all, by the `keep` that the caller passes in; so a folder whose state.json agrees
-with its files is a checkpoint, and any other is none. Files are the same bytes for the same content.
+Every file appears whole or not at all, by the `write_artifact` that the caller passes in. A folder whose state.json agrees with
+its files is a checkpoint; any other folder is ignored. Equal content is equal bytes.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ import pyarrow as pa
 from stages.hashing import file_sha256
 
 Arrays = dict[str, mx.array]
-Keep = Callable[[str, Callable[[Path], None]], Path]  # keep(name, write): the file below the artifacts folder
+WriteArtifact = Callable[[str, Callable[[Path], None]], Path]  # (name below the artifacts folder, write(path)) -> its path
 
 FOLDER = "checkpoints"
 ADAPTER, EMA, BEST = "adapter.safetensors", "adapter_ema.safetensors", "adapter_best.safetensors"
 OPTIMIZER, ROWS, STATE = "optimizer.safetensors", "rows.arrow", "state.json"
-WORDS = {
+SAFETENSORS_DTYPES = {
     mx.float32: ("F32", np.float32),
     mx.int32: ("I32", np.int32),
     mx.int8: ("I8", np.int8),
@@ -43,84 +44,93 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk that has a state.json: its step, its folder, what its state.json says."""
+    """A checkpoint on disk: its step, its folder, and the content of its state.json."""
 
     step: int
     folder: Path
     state: Mapping[str, Any]
 
-    def whole(self, *names: str) -> bool:
-        """Whether these files are there with the size and sha256 that they were written with."""
-        return all(self._whole(name) for name in names)
+    def intact(self, *names: str) -> bool:
+        """Whether the named files of the checkpoint exist with the size and sha256 that state.json records."""
+        return all(self._intact(name) for name in names)
 
-    def _whole(self, name: str) -> bool:
-        written, path = self.state["files"].get(name), self.folder / name
-        if not written or not path.is_file() or path.stat().st_size != written["bytes"]:
+    def _intact(self, name: str) -> bool:
+        recorded, path = self.state["files"].get(name), self.folder / name
+        if not recorded or not path.is_file() or path.stat().st_size != recorded["bytes"]:
             return False
-        return file_sha256(path) == str(written["sha256"])
+        return file_sha256(path) == str(recorded["sha256"])
 
     def arrays(self, name: str) -> Arrays:
-        """The arrays of one of its files."""
+        """Load the arrays of one safetensors file of the checkpoint, such as ADAPTER."""
         loaded: Any = mx.load(str(self.folder / name))
         mx.eval(loaded)
         return dict(loaded)
 
     def rows(self) -> pa.Table:
-        """The rows of the run between the checkpoint before and this one."""
+        """Read the rows of the run between the checkpoint before and this one."""
         with pa.ipc.open_file(pa.BufferReader((self.folder / ROWS).read_bytes())) as file:
             return file.read_all()
 
 
-def found(artifacts: Path) -> list[Checkpoint]:
-    """Every checkpoint with a state.json, newest first. Their files are not looked at: ask `whole`."""
-    there = []
+def find_checkpoints(artifacts: Path) -> list[Checkpoint]:
+    """List the checkpoints below an artifacts folder that have a readable state.json, newest first.
+
+    Their other files are not read; call `Checkpoint.intact` to check them.
+    """
+    found = []
     for path in artifacts.glob(f"{FOLDER}/step-*/{STATE}"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none: it was not written by us, or damaged
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged, or not written by this program
             state = json.loads(path.read_text())
-            there.append(Checkpoint(int(state["step"]), path.parent, {**state, "files": dict(state["files"])}))
-    return sorted(there, key=lambda c: -c.step)
+            found.append(Checkpoint(int(state["step"]), path.parent, {**state, "files": dict(state["files"])}))
+    return sorted(found, key=lambda c: -c.step)
 
 
 def save(
-    keep: Keep,
+    write_artifact: WriteArtifact,
     step: int,
     adapter: Arrays,
     optimizer: Arrays,
     rows: pa.Table,
-    about: Mapping[str, str],
+    metadata: Mapping[str, str],
     facts: Mapping[str, Any],
     averaged: Arrays | None = None,
 ) -> Checkpoint:
-    """Keep a checkpoint. `about` goes into the header of the adapter and of its average, `facts` into state.json."""
+    """Write the checkpoint of a step and return it.
+
+    `adapter`, `optimizer` and `averaged` (None: no average is kept) are arrays by name; `rows` are the rows since the checkpoint
+    before. `metadata` goes into the headers of adapter files, `facts` into state.json. ValueError for values that are not finite.
+    """
     inside = f"{FOLDER}/step-{step:06d}"
-    header = {**about, "step": str(step)}
-    written = {
-        ADAPTER: keep(f"{inside}/{ADAPTER}", lambda path: write_arrays(path, adapter, header)),
-        OPTIMIZER: keep(f"{inside}/{OPTIMIZER}", lambda path: write_arrays(path, optimizer, {"step": str(step)})),
-        ROWS: keep(f"{inside}/{ROWS}", lambda path: write_rows(path, rows)),
-    }
+    header = {**metadata, "step": str(step)}
+    arrays = {ADAPTER: (adapter, header), OPTIMIZER: (optimizer, {"step": str(step)})}
     if averaged is not None:
-        written[EMA] = keep(f"{inside}/{EMA}", lambda path: write_arrays(path, averaged, header))
+        arrays[EMA] = averaged, header
+    written = {
+        name: write_artifact(f"{inside}/{name}", functools.partial(write_arrays, arrays=values, metadata=about))
+        for name, (values, about) in arrays.items()
+    }
+    written[ROWS] = write_artifact(f"{inside}/{ROWS}", functools.partial(write_rows, rows=rows))
     files = {name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)} for name, path in written.items()}
     state = {"step": step, **facts, "files": files}
-    path = keep(f"{inside}/{STATE}", lambda path: _write_text(path, json.dumps(state, indent=1, sort_keys=True)))
-    return Checkpoint(step, path.parent, state)
+    text = json.dumps(state, indent=1, sort_keys=True)
+    return Checkpoint(step, write_artifact(f"{inside}/{STATE}", functools.partial(_write_text, text=text)).parent, state)
 
 
-def publish(keep: Keep, saved: Checkpoint, best: Checkpoint | None = None) -> None:
-    """Copy a checkpoint's adapters to the top: the result of the run, and BEST, the adapter of another one, if there is.
+def publish(write_artifact: WriteArtifact, final: Checkpoint, best: Checkpoint | None = None) -> None:
+    """Copy the adapters of the final checkpoint to the top of the artifacts folder, as the result of the run.
 
-    The plain adapter comes last, and says that all are there.
+    `best` is the checkpoint with the lowest validation loss; its adapter becomes BEST. ADAPTER is written last, so that its
+    presence means that the others are there.
     """
     if best:
-        keep(BEST, functools.partial(_copy, best.folder / ADAPTER))
+        write_artifact(BEST, functools.partial(_copy, best.folder / ADAPTER))
     for name in (EMA, ADAPTER):
-        if name in saved.state["files"]:
-            keep(name, functools.partial(_copy, saved.folder / name))
+        if name in final.state["files"]:
+            write_artifact(name, functools.partial(_copy, final.folder / name))
 
 
-def published(artifacts: Path) -> int | None:
-    """The step of the adapter at the top; None if there is none."""
+def published_step(artifacts: Path) -> int | None:
+    """Read the step of the published adapter from its header; None if no adapter is published."""
     try:
         with (artifacts / ADAPTER).open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -131,48 +141,52 @@ def published(artifacts: Path) -> int | None:
 
 
 def is_published(artifacts: Path, step: int, best: int | None = None) -> bool:
-    """Whether the result at the top is that of a step, and has the sizes that the checkpoints, where they are left, say."""
-    kept: dict[int | None, Mapping[str, Any]] = {saved.step: saved.state["files"] for saved in found(artifacts)}
-    for top, of, name in ((ADAPTER, step, ADAPTER), (EMA, step, EMA), (BEST, best, ADAPTER)):
-        written, path = kept.get(of, {}).get(name), artifacts / top
-        if written and not (path.is_file() and path.stat().st_size == written["bytes"]):
+    """Whether the published adapters are those of `step` and, for BEST, of the step `best`.
+
+    Their sizes must be those that the checkpoints record; a file without a checkpoint is not checked.
+    """
+    recorded: dict[int | None, Mapping[str, Any]] = {saved.step: saved.state["files"] for saved in find_checkpoints(artifacts)}
+    for name, source_step, source_name in ((ADAPTER, step, ADAPTER), (EMA, step, EMA), (BEST, best, ADAPTER)):
+        file, path = recorded.get(source_step, {}).get(source_name), artifacts / name
+        if file and not (path.is_file() and path.stat().st_size == file["bytes"]):
             return False
-    return published(artifacts) == step
+    return published_step(artifacts) == step
 
 
 def prune(artifacts: Path, step: int, last: int) -> None:
-    """Let the optimizer states go, but for those of the last few checkpoints up to a step. Adapters all stay.
+    """Delete the optimizer states of all checkpoints up to `step`, except for the newest `last` of them.
 
-    Checkpoints after it are those of a run that was longer: they are not what this one goes on from.
+    Adapters stay. Checkpoints after `step` belong to a longer run and stay as they are.
     """
-    for saved in [saved for saved in found(artifacts) if saved.step <= step][max(last, 1) :]:
+    for saved in [saved for saved in find_checkpoints(artifacts) if saved.step <= step][max(last, 1) :]:
         (saved.folder / OPTIMIZER).unlink(missing_ok=True)
 
 
-def write_arrays(path: Path, arrays: Mapping[str, mx.array], about: Mapping[str, str]) -> None:
-    """A safetensors file, array by array: sorted, so that equal content is equal bytes, which no library promises.
+def write_arrays(path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file with `metadata` in its header. Arrays are sorted by name, so equal content is equal bytes.
 
-    ValueError for values that are not finite: no reader could do anything with them.
+    ValueError for values that are not finite.
     """
-    entries: dict[str, Any] = {"__metadata__": dict(about)}
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name in sorted(arrays):
         value = arrays[name]
-        entries[name] = {"dtype": WORDS[value.dtype][0], "shape": list(value.shape), "data_offsets": [end, end + value.nbytes]}
+        dtype = SAFETENSORS_DTYPES[value.dtype][0]
+        entries[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [end, end + value.nbytes]}
         end += value.nbytes
     header = json.dumps(entries, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-len(header) % 8)
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for name in sorted(arrays):
-            values = np.ascontiguousarray(np.array(arrays[name]), WORDS[arrays[name].dtype][1])
+            values = np.ascontiguousarray(np.array(arrays[name]), SAFETENSORS_DTYPES[arrays[name].dtype][1])
             if not np.isfinite(values).all():
                 raise ValueError(f"{name} has values that are not finite, and is not written; lower the learning rate")
             file.write(values.tobytes())
 
 
 def write_rows(path: Path, rows: pa.Table) -> None:
-    """An Arrow file."""
+    """Write a table as an Arrow IPC file."""
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, rows.schema) as writer:
         writer.write_table(rows)
 

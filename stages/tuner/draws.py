@@ -1,7 +1,7 @@
-"""Randomness by address: every draw is a pure function of (seed, purpose, counters) and of nothing that ran before.
+"""Random draws by address: every draw is a pure function of (seed, purpose, counters).
 
-So any step can be replayed alone, a resumed run equals an unbroken one, and neither the number of workers nor the size of
-a micro-batch changes what a sample is given. Drawn on the host, so that all backends get the same bits.
+So any step can be replayed alone, a resumed run equals an unbroken one, and neither the number of workers nor the size of a
+micro-batch changes what a sample draws. Draws are made on the host, so that all backends get the same bits.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ import numpy as np
 
 
 def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
-    """A generator of its own for each address: Philox under the sha256 of the address."""
+    """Return the random generator of an address: Philox, keyed with the sha256 of (seed, purpose, counters)."""
     address = ":".join([str(seed), purpose, *map(str, counters)])
     key = int.from_bytes(hashlib.sha256(address.encode()).digest()[:16], "little")
     return np.random.Generator(np.random.Philox(key=key))
 
 
 def uniform(seed: int, purpose: str, *counters: int) -> float:
-    """One number, 0 <= u < 1."""
+    """Draw one number u, 0 <= u < 1, at the address (seed, purpose, counters)."""
     return float(generator(seed, purpose, *counters).random())
 
 
 def normal(shape: tuple[int, ...], seed: int, purpose: str, *counters: int) -> np.ndarray:
-    """A unit normal array, float32."""
+    """Draw a float32 array of that shape from the standard normal distribution, at the address (seed, purpose, counters)."""
     return generator(seed, purpose, *counters).standard_normal(shape, dtype=np.float32)
 
 
 def permutation(count: int, seed: int, purpose: str, *counters: int) -> list[int]:
-    """0 .. count - 1 in a drawn order."""
+    """Draw a permutation of 0 .. count - 1, at the address (seed, purpose, counters)."""
     order: list[int] = generator(seed, purpose, *counters).permutation(count).tolist()
     return order
 
 
 def choice(count: int, seed: int, purpose: str, *counters: int) -> int:
-    """One of 0 .. count - 1, all alike likely."""
+    """Draw one of 0 .. count - 1, all equally likely, at the address (seed, purpose, counters)."""
     return int(generator(seed, purpose, *counters).integers(count))

@@ -1,6 +1,6 @@
-"""Which rows a step trains on: batches of one shape each, and an order that is a function of (seed, epoch) alone.
+"""The order of training rows: batches of one shape each, as a function of (seed, epoch) alone.
 
-In every epoch each row comes exactly once, or as often as its rate says. A bucket's last batch may be smaller: padding it
+In every epoch each row occurs exactly once, or as often as its rate says. The last batch of a shape may be smaller: padding it
 would repeat rows, dropping it would lose some in every epoch.
 """
 
@@ -19,23 +19,23 @@ from stages.tuner import draws
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch: the pass over the data that it belongs to, and its rows by their place in the list of rows."""
+    """A batch: the epoch that it belongs to, from 0, and the indices of its rows in the list of training rows."""
 
     epoch: int
     rows: tuple[int, ...]
 
 
-def counts(rates: Sequence[float], seed: int, epoch: int) -> list[int]:
-    """How often each row comes in an epoch, for rates of occurrences per epoch.
+def occurrences(rates: Sequence[float], seed: int, epoch: int) -> list[int]:
+    """Return how often each row occurs in an epoch, given its rate: occurrences per epoch on average.
 
-    A rate of 2 is twice in every epoch, one of 1/3 once in three. Rows of one rate take turns: each comes evenly over the
-    epochs, and every epoch has as many of them as any other, give or take one.
+    A rate of 2 is twice in every epoch, a rate of 1/3 once in three epochs. Rows of one rate take turns: each occurs evenly over
+    the epochs, and all epochs have the same number of them, give or take one.
     """
     found = [0] * len(rates)
-    alike: dict[float, list[int]] = {}
+    rows_of_rate: dict[float, list[int]] = {}
     for row, rate in enumerate(rates):
-        alike.setdefault(rate, []).append(row)
-    for number, (rate, rows) in enumerate(alike.items()):
+        rows_of_rate.setdefault(rate, []).append(row)
+    for number, (rate, rows) in enumerate(rows_of_rate.items()):
         turns = draws.permutation(len(rows), seed, "turns", number) if rate % 1 else range(len(rows))
         for row, turn in zip(rows, turns, strict=True):
             start = (turn + 0.5) / len(rows)
@@ -43,22 +43,27 @@ def counts(rates: Sequence[float], seed: int, epoch: int) -> list[int]:
     return found
 
 
-def plan(shapes: Sequence[Hashable], batch_size: int, seed: int, epoch: int, rates: Sequence[float] | None = None) -> list[Batch]:
-    """The batches of one epoch in order, for rows of these shapes. The rows' own order must be stable."""
-    times = counts(rates, seed, epoch) if rates is not None else [1] * len(shapes)
+def epoch_batches(
+    shapes: Sequence[Hashable], batch_size: int, seed: int, epoch: int, rates: Sequence[float] | None = None
+) -> list[Batch]:
+    """Return the batches of one epoch in order, each of rows of one shape.
+
+    `shapes` are the shapes of the training rows, in a stable order; `rates` their occurrences per epoch, None for 1 each.
+    """
+    times = occurrences(rates, seed, epoch) if rates is not None else [1] * len(shapes)
     buckets: dict[Hashable, list[int]] = {}
     for row, shape in enumerate(shapes):
         buckets.setdefault(shape, []).extend([row] * times[row])
-    found: list[tuple[int, ...]] = []
+    batches: list[tuple[int, ...]] = []
     for number, rows in enumerate(buckets.values()):
         order = draws.permutation(len(rows), seed, "order", epoch, number)
-        mixed = [rows[n] for n in order]
-        found += [tuple(mixed[start : start + batch_size]) for start in range(0, len(mixed), batch_size)]
-    return [Batch(epoch, found[n]) for n in draws.permutation(len(found), seed, "batches", epoch)]
+        shuffled = [rows[n] for n in order]
+        batches += [tuple(shuffled[start : start + batch_size]) for start in range(0, len(shuffled), batch_size)]
+    return [Batch(epoch, batches[n]) for n in draws.permutation(len(batches), seed, "batches", epoch)]
 
 
 class Order:
-    """All steps of a run, however long, each found at once."""
+    """The batches of every step of a run, of any length, by random access."""
 
     def __init__(
         self,
@@ -68,37 +73,37 @@ class Order:
         accumulate: int = 1,
         rates: Sequence[float] | None = None,
     ) -> None:
-        """`accumulate` micro-batches make a step. `rates`: occurrences of each row per epoch; None: 1 each."""
-        assert shapes, "there is nothing to put in order"
+        """`shapes` are those of the training rows; `accumulate` batches make a step; `rates` as in `epoch_batches`."""
+        assert shapes, "there are no training rows"
         assert rates is None or (len(rates) == len(shapes) and min(rates) >= 0 and max(rates) > 0), rates
         self.batch_size, self.accumulate = batch_size, accumulate
-        self._epoch = functools.lru_cache(maxsize=4)(lambda epoch: plan(shapes, batch_size, seed, epoch, rates))
-        self._size = functools.partial(_batches, shapes, batch_size, seed, rates=rates)
-        self._even = rates is None or all(rate % 1 == 0 for rate in rates)  # then every epoch is as long as the first
-        self._ends = [self._size(0)]  # the number of batches up to and with each epoch
-        self._lock = threading.Lock()  # steps are asked for ahead, in another thread
+        self._epoch = functools.lru_cache(maxsize=4)(lambda epoch: epoch_batches(shapes, batch_size, seed, epoch, rates))
+        self._batch_count = functools.partial(_batch_count, shapes, batch_size, seed, rates=rates)
+        self._equal_epochs = rates is None or all(rate % 1 == 0 for rate in rates)
+        self._ends = [self._batch_count(0)]  # the number of batches up to and with each epoch
+        self._lock = threading.Lock()  # the data loader's thread reads steps too
         self.per_epoch = self._ends[0]
 
     def batch_at(self, number: int) -> Batch:
-        """The micro-batch of that number, counted from 0 over all epochs."""
-        if self._even:
+        """The batch of that number, counted from 0 over all epochs."""
+        if self._equal_epochs:
             epoch, place = divmod(number, self.per_epoch)
             return self._epoch(epoch)[place]
         with self._lock:
             while self._ends[-1] <= number:
-                self._ends.append(self._ends[-1] + self._size(len(self._ends)))
+                self._ends.append(self._ends[-1] + self._batch_count(len(self._ends)))
         epoch = bisect.bisect_right(self._ends, number)
         return self._epoch(epoch)[number - (self._ends[epoch - 1] if epoch else 0)]
 
     def step(self, step: int) -> list[Batch]:
-        """The micro-batches of a step, counted from 1."""
+        """The batches of a step, counted from 1."""
         first = (step - 1) * self.accumulate
         return [self.batch_at(first + n) for n in range(self.accumulate)]
 
 
-def _batches(shapes: Sequence[Hashable], batch_size: int, seed: int, epoch: int, rates: Sequence[float] | None) -> int:
-    """How many batches an epoch has, without drawing their order."""
-    times = counts(rates, seed, epoch) if rates is not None else [1] * len(shapes)
+def _batch_count(shapes: Sequence[Hashable], batch_size: int, seed: int, epoch: int, rates: Sequence[float] | None) -> int:
+    """Count the batches of an epoch without drawing their order."""
+    times = occurrences(rates, seed, epoch) if rates is not None else [1] * len(shapes)
     rows: Counter[Hashable] = Counter()
     for shape, count in zip(shapes, times, strict=True):
         rows[shape] += count

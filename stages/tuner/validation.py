@@ -1,57 +1,99 @@
-"""Measuring a run on rows that it never trains on: the same rows, noise and noise levels each time, so that only the adapter
-differs. And what the measurements decide: when to stop, and which checkpoint is best.
+"""Validation: at which steps held-out samples are measured, when the run ends early, and which step is best.
 
-All are functions of the measurements alone: a resumed run decides as an unbroken one does.
+All decisions are functions of the measured losses alone, so that a resumed run decides as an unbroken one does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-import numpy as np
+import pyarrow as pa
 
-from stages.tuner import draws
+from stages.tuner.config import ValidationConfig
+
+TRAIN, VALIDATION = "train", "validation"  # values of the column `split`
+
+Row = dict[str, Any]
 
 
-def steps(every: int, last: int) -> range:
-    """When to measure: before the first step, and after every `every` steps, up to `last`."""
+class Validation:
+    """The measurements of a run so far, and what follows from them.
+
+    `count` is the number of held-out samples of one measurement; without a config nothing is measured and the run has `steps`
+    steps. A measurement counts once all its samples are known.
+    """
+
+    def __init__(self, config: ValidationConfig | None, count: int, steps: int) -> None:
+        self.config, self.count, self.steps = config, count, steps
+        self.rows: list[Row] = []
+        self.last_step = steps  # the last step of the run, as far as is known: `patience` may end it early
+        self.best_step: int | None = None  # the step up to `last_step` with the lowest mean loss; None: nothing is measured yet
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Add rows of the run. Those of the split `validation` count, whole measurements or not."""
+        self._replace([*self.rows, *(row for row in rows if row["split"] == VALIDATION)])
+
+    def add_table(self, rows: pa.Table) -> None:
+        """Add the rows of a table that has the columns step, split and loss."""
+        self.add(rows.select(["step", "split", "loss"]).to_pylist())
+
+    def is_due(self, step: int) -> bool:
+        """Whether held-out samples are measured after a step; 0 is before the first step."""
+        return self.config is not None and step % self.config.every == 0
+
+    def discard_incomplete(self, step: int) -> bool:
+        """Forget the measurement after `step` if some of its samples are missing. Returns whether it was incomplete."""
+        if not self.is_due(step) or sum(row["step"] == step for row in self.rows) >= self.count:
+            return False
+        self._replace([row for row in self.rows if row["step"] != step])
+        return True
+
+    @property
+    def means(self) -> dict[int, float]:
+        """The mean loss of each whole measurement, by step."""
+        return mean_losses(((row["step"], row["loss"]) for row in self.rows), self.count)
+
+    def _replace(self, rows: list[Row]) -> None:
+        """Take these rows as all measurements, and decide what follows from them."""
+        self.rows = rows
+        if self.config is None:
+            return
+        means, stop = self.means, None
+        if self.config.patience is not None:
+            stop = early_stop(means, self.config.every, self.config.patience, self.config.min_delta)
+        self.last_step = self.steps if stop is None else min(stop, self.steps)
+        self.best_step = best_step({step: mean for step, mean in means.items() if step <= self.last_step})
+
+
+def measured_steps(every: int, last: int) -> range:
+    """The steps after which held-out samples are measured: 0 (before the first step), then every `every` steps up to `last`."""
     return range(0, last + 1, every)
 
 
-def batches(shapes: Sequence[Hashable], sigmas: Sequence[float], batch_size: int) -> list[list[tuple[int, float]]]:
-    """Each row at each level, as batches of (row, sigma) of one shape each."""
-    alike: dict[Hashable, list[tuple[int, float]]] = {}
-    for row, shape in enumerate(shapes):
-        alike.setdefault(shape, []).extend((row, sigma) for sigma in sigmas)
-    return [pairs[n : n + batch_size] for pairs in alike.values() for n in range(0, len(pairs), batch_size)]
+def mean_losses(losses: Iterable[tuple[int, float]], count: int) -> dict[int, float]:
+    """Average (step, loss) pairs, in any order, by step. Steps with another number of losses than `count` are left out.
 
-
-def noise(shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
-    """The noise of the row of that name: the same at every level and every time, whatever other rows there are."""
-    return draws.normal(shape, seed, f"validation {name}")
-
-
-def means(losses: Iterable[tuple[int, float]], count: int) -> dict[int, float]:
-    """The mean loss of each measurement, from pairs of step and loss in any order; those without all `count` are left out.
-
-    Infinite where a loss is not finite: no better than any.
+    The mean is infinite if one of the losses is not finite.
     """
-    found: dict[int, list[float]] = {}
+    by_step: dict[int, list[float]] = {}
     for step, loss in losses:
-        found.setdefault(step, []).append(loss)
-    whole = {step: values for step, values in sorted(found.items()) if len(values) == count}
+        by_step.setdefault(step, []).append(loss)
+    whole = {step: values for step, values in sorted(by_step.items()) if len(values) == count}
     return {step: math.fsum(v) / count if all(map(math.isfinite, v)) else math.inf for step, v in whole.items()}
 
 
-def stops_at(measured: Mapping[int, float], every: int, patience: int, min_delta: float = 0.0) -> int | None:
-    """The step after which `patience` measurements in a row were no better than the best before them by more than
-    `min_delta`; None if that has not happened in the measurements from step 0 on without a gap.
+def early_stop(means: Mapping[int, float], every: int, patience: int, min_delta: float = 0.0) -> int | None:
+    """Return the step at which a run ends early, or None.
+
+    It ends after `patience` measurements in a row that are not lower than the lowest before them by more than `min_delta`.
+    `means` maps steps to mean losses; only the measurements from step 0 to the first missing one count.
     """
-    least, since, step = math.inf, 0, 0
-    while step in measured:
-        if measured[step] < least - min_delta:
-            least, since = measured[step], 0
+    lowest, since, step = math.inf, 0, 0
+    while step in means:
+        if means[step] < lowest - min_delta:
+            lowest, since = means[step], 0
         elif step:
             since += 1
         if since >= patience:
@@ -60,7 +102,7 @@ def stops_at(measured: Mapping[int, float], every: int, patience: int, min_delta
     return None
 
 
-def best(measured: Mapping[int, float]) -> int | None:
-    """The step with the lowest mean loss, the earliest of equals; None without any. Step 0, the start, is no candidate."""
-    finite = {step: loss for step, loss in measured.items() if step and loss < math.inf}
+def best_step(means: Mapping[int, float]) -> int | None:
+    """Return the step with the lowest mean loss, the earliest of equal ones. Step 0 and infinite losses do not count."""
+    finite = {step: loss for step, loss in means.items() if step and loss < math.inf}
     return min(finite, key=lambda step: (finite[step], step), default=None)

@@ -36,19 +36,23 @@ def measure_training(case: Case) -> dict[str, Any]:
 
     from stages.text_to_image.families import family
     from stages.text_to_image.train import memory_plan
+    from stages.text_to_image.train.profile import profile_settings as settings
     from stages.tuner.blockwise.device import limit_command_buffers, memory_budget
     from stages.tuner.blockwise.meter import Meter
-    from tests.bench.steps import Rig, settings
+    from stages.tuner.memory_plan import live_bytes_limit
+    from tests.bench.steps import Rig
 
     plan: Any = int(case.plan) if case.plan.isdigit() else case.plan
     if case.memory_limited:
         limit_command_buffers()  # before MLX's first operation
     record = family(case.family)
     c = settings(case.optimizer, base_bits=case.bits, rank=case.rank)
-    rig = Rig(record, c, memory_plan.Batch(1, case.width, case.height, record.text_tokens))
+    architecture = record.architecture
+    batch = memory_plan.BatchShape(1, case.width, case.height, record.text_tokens, architecture.pixels_per_token)
+    rig = Rig(record, c, batch)
     sizes = {"load_peak_gb": mx.get_peak_memory(), "held_gb": mx.get_active_memory()}
-    estimate = memory_plan.MemoryEstimator(c, rig.config).estimate(rig.batch, 1)
-    rig.bound = memory_plan.bound(estimate, plan, memory_budget()) if case.memory_limited else None
+    estimate = memory_plan.MemoryEstimator(c, architecture, rig.config).estimate(rig.batch, 1)
+    rig.bound = live_bytes_limit(estimate, plan, memory_budget()) if case.memory_limited else None
     mx.clear_cache()
     mx.reset_peak_memory()
     times = time_steps(functools.partial(rig.step, plan), case.steps)
@@ -57,7 +61,7 @@ def measure_training(case: Case) -> dict[str, Any]:
     meter = Meter()
     rig.step(plan, meter)
     sizes |= {f"{row['phase']}_gb": row["peak"] for row in meter.rows}
-    about = {"tokens": rig.batch.length, "dtype": c.precision}
+    about = {"tokens": rig.batch.tokens, "dtype": c.precision}
     return times | about | {name: size / 1e9 for name, size in sizes.items()}
 
 

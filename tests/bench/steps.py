@@ -9,6 +9,7 @@ B samples, L image tokens, T text rows, C latent channels, J text features.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
@@ -19,58 +20,40 @@ import numpy as np
 
 from stages.models.family import Family
 from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, text_ids
-from stages.text_to_image.train import trainer
-from stages.text_to_image.train.config import OptimizerConfig, TrainConfig
-from stages.text_to_image.train.memory_plan import Batch
+from stages.text_to_image.train.config import TrainConfig
+from stages.text_to_image.train.memory_plan import BatchShape
+from stages.text_to_image.train.profile import random_transformer
 from stages.tuner import quantize
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.initial import fresh_adapter, target_weights
 from stages.tuner.adapters.stacks import Stacks
 from stages.tuner.adapters.targets import target_scales
 from stages.tuner.blockwise.backprop import Arrays, Linear, Loss, Plan, loss_and_grads
-from stages.tuner.blockwise.device import compiles, live_memory_limit
+from stages.tuner.blockwise.device import live_memory_limit
 from stages.tuner.blockwise.meter import Meter
 from stages.tuner.diffusion import loss
-from stages.tuner.optimizers.methods import make_optimizer
-
-
-def settings(method: str = "adamw", **given: Any) -> TrainConfig:
-    """[train] as a measurement wants it, with an optimizer and its own learning rate; in float32 on a CPU, slow in bfloat16."""
-    chosen: Any = {"kind": method}
-    lr, precision = make_optimizer(method).usual_lr, "bfloat16" if compiles() else "float32"
-    return TrainConfig(**{"optimizer": OptimizerConfig(**chosen), "lr": lr, "precision": precision, **given})
-
-
-def drawn(config: Flux2Config, c: TrainConfig) -> dict[str, Any]:
-    """Random weights, each packed as training would before the next is drawn."""
-    pack, dtype = trainer.packing(c), getattr(mx, c.precision)
-    weights: dict[str, Any] = {}
-    for number, (name, shape) in enumerate(config.shapes().items()):
-        value = mx.random.normal(shape, dtype, key=mx.random.key(number)) * shape[-1] ** -0.5
-        weights[name] = pack(name, value) if pack else value
-        mx.eval(weights[name])
-    return weights
+from stages.tuner.step import build_optimizer, cast_adapter, choose_targets
 
 
 class Rig:
     """A model, an adapter, an optimizer, and what one step does to them."""
 
-    def __init__(self, family: Family, c: TrainConfig, batch: Batch) -> None:
+    def __init__(self, family: Family, c: TrainConfig, batch: BatchShape) -> None:
         self.config = Flux2Config.from_dict(family.transformer)
         self.c, self.batch = c, batch
         self.dtype: Any = getattr(mx, c.precision)
-        self.model = Flux2(self.config, drawn(self.config, c))
-        targets = trainer.choose(self.model.linears(), c)
+        self.model: Any = random_transformer(family, c)
+        targets = choose_targets(self.model.linears(), c)
         bases = target_weights(self.model.blocks, targets) if c.variant == "dora" else None
         self.masters, self.scales = Stacks.of(fresh_adapter(targets, 0, bases)), target_scales(targets)
-        self.optimizer_step = trainer.optimizer_step_of(c)
+        self.optimizer_step = build_optimizer(c)
         self.state = self.optimizer_step.init(self.masters)
         self.bound: int | None = None  # bytes that may be live before the next block waits for the device
         mx.eval(self.masters.arrays, self.state)
 
     def inputs(self, x_BLC: mx.array) -> dict[str, Any]:
         """What the model is given, at sigma one half."""
-        B, T = self.batch.samples, self.batch.text
+        B, T = self.batch.samples, self.batch.text_rows
         return {
             "x_BLC": x_BLC,
             "x_ids_L4": image_ids(self.batch.height // 16, self.batch.width // 16),
@@ -87,13 +70,13 @@ class Rig:
 
     def _step(self, plan: Plan, meter: Meter | None) -> float:
         with _phase(meter, "batch"):
-            noise_BLC, x0_BLC = mx.random.normal((2, self.batch.samples, self.batch.image, self.config.in_channels))
+            noise_BLC, x0_BLC = mx.random.normal((2, self.batch.samples, math.prod(self.batch.grid), self.config.in_channels))
             inputs = self.inputs((noise_BLC + x0_BLC) / 2)
             asked = functools.partial(loss.mse, target_BLC=noise_BLC - x0_BLC)
             if meter:
                 mx.eval(inputs["x_BLC"], inputs["ctx_BTJ"], asked.keywords)
         with _phase(meter, "gradients"):
-            adapters = self.masters.unstack() if plan == "plain" else trainer.cast_adapter(self.masters, self.dtype, self.c)
+            adapters = self.masters.unstack() if plan == "plain" else cast_adapter(self.masters, self.dtype, self.c)
             compute = plain if plan == "plain" else functools.partial(loss_and_grads, plan=plan)
             losses_B, grads = compute(self.model, adapters, self.scales, inputs, asked)
             if meter:

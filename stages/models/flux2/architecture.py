@@ -10,6 +10,7 @@ FLUX2 = Architecture(
     transformer_class=config.TRANSFORMER_CLASS,
     transformer_config=load.transformer_config,
     load_transformer=load.load_flux2,
+    build_transformer=transformer.Flux2,
     meta_transformer=transformer.meta_transformer,
     packs_outside=config.packs_outside,
     outside_bits=config.OUTSIDE_BITS,

@@ -34,7 +34,7 @@ class SampleSource:
         if self.checkpoint is None:
             return None
         file = self.checkpoint.folder / self.file
-        if not self.checkpoint.whole(self.file):
+        if not self.checkpoint.intact(self.file):
             raise ValueError(f"{file} is damaged; choose another checkpoint, or train again from an earlier one")
         return file
 
@@ -44,7 +44,7 @@ def sample_sources(ctx: StageContext) -> list[SampleSource]:
 
     ValueError, with the steps that exist, for a step without a checkpoint.
     """
-    saved = {one.step: one for one in checkpoint.found(ctx.files(TRAIN))}
+    saved = {one.step: one for one in checkpoint.find_checkpoints(ctx.files(TRAIN))}
     sources = {"": SampleSource()} if ctx.config.base else {}
     for step in chosen_steps(ctx.config.checkpoints, sorted(saved)):
         files = saved[step].state["files"]

@@ -108,7 +108,7 @@ def draw_latents(ctx: StageContext, source: SampleSource, rows: list[Row], steps
         if latent_1Chw is None:
             return
         arrays, about = {"latents": latent_1Chw}, {"seconds": repr(time.perf_counter() - started)}
-        write = partial(checkpoint.write_arrays, arrays=arrays, about=about)
+        write = partial(checkpoint.write_arrays, arrays=arrays, metadata=about)
         yield file_name(row), ctx.write_artifact(f"{LATENTS}/{file_name(row)}.safetensors", write)
         if ctx.stop():
             return

@@ -1,4 +1,4 @@
-"""Which rows of the tables a run trains on: crops with their captions, and where wanted with class captions and masks."""
+"""Which rows of the tables a run trains on: crops with their captions and, if asked for, class captions and masks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
 from stages.stage import StageContext
-from stages.text_to_image.train.selection import DataConfig, ValidationConfig, held_out, rates
+from stages.text_to_image.train.config import TrainConfig
+from stages.text_to_image.train.selection import DataConfig, held_out, rates
 
 Row = dict[str, Any]
-PLACE = ("image_id", "width", "height", "crop_x", "crop_y", "crop_w", "crop_h")  # what a bucket and its latents share
+PLACE = ("image_id", "width", "height", "crop_x", "crop_y", "crop_w", "crop_h")  # columns that a bucket and its latents share
 
 
 @dataclass(frozen=True)
@@ -24,78 +25,76 @@ class Crop:
 
     latent_id: str
     image_id: str
-    width: int
+    width: int  # pixels
     height: int
+    grid: tuple[int, int]  # (height, width) of the latent
     captions: tuple[str, ...]
-    classes: tuple[str, ...] = ()  # of each caption, the one with the class word in the trigger's place; "" where it has none
-    rate: float = 1.0  # how often it comes per epoch
-    mask: bytes | None = None  # the weight of each token, a byte each; None: all in full
+    classes: tuple[str, ...] = ()  # for each caption, the caption with the class word in place of the trigger; "": there is none
+    rate: float = 1.0  # occurrences per epoch
+    mask: bytes | None = None  # the weight of each token, one byte each; None: all count in full
 
     @property
     def tokens(self) -> int:
-        """Image tokens: one per 16 x 16 pixels."""
-        return self.width // 16 * (self.height // 16)
+        """Image tokens: one per place of the latent."""
+        return self.grid[0] * self.grid[1]
 
     def class_of(self, caption: int) -> str:
-        """The class caption of that caption, by its place among `captions`; "" for none."""
+        """The class caption that belongs to `captions[caption]`; "" if there is none."""
         return self.classes[caption] if self.classes else ""
 
 
 @dataclass(frozen=True)
-class Data:
-    """All that a run trains on, in an order that depends on content alone."""
+class Dataset:
+    """The rows that a run trains on, in an order that depends on their content alone."""
 
     crops: tuple[Crop, ...]
-    empty: str  # the id of what a dropped caption becomes, empty or the trigger; "" where no caption is ever dropped
-    text_rows: dict[str, int]  # rows of each caption's embedding
-    held: tuple[Crop, ...] = ()  # never trained on: the run is measured by them
-    empty_class: str = ""  # the class word alone, where the trigger alone is what a dropped caption becomes
+    empty: str  # caption_id of what a dropped caption becomes, the empty caption or the trigger; "": no caption is dropped
+    text_rows: dict[str, int]  # caption_id -> rows of its embedding
+    held: tuple[Crop, ...] = ()  # crops that are never trained on: the run is measured by them
+    empty_class: str = ""  # caption_id of the class word alone, if a dropped caption becomes the trigger alone
 
     @property
     def rates(self) -> list[float] | None:
-        """What an Order wants; None where each crop comes once per epoch."""
+        """Occurrences of each crop per epoch; None if all are 1."""
         found = [crop.rate for crop in self.crops]
         return None if set(found) == {1.0} else found
 
     def pairs(self) -> list[tuple[str, str, str]]:
-        """Every (latent_id, image_id, caption_id) that a run may draw, held out or not: its result depends on all of them."""
+        """Every (latent_id, image_id, caption_id) that the run may draw or measure: its result depends on all of them."""
         crops = [*self.crops, *self.held]
         pairs = [(crop.latent_id, crop.image_id, caption) for crop in crops for caption in crop.captions]
-        pairs += [(crop.latent_id, crop.image_id, made) for crop in crops for made in crop.classes if made]
+        pairs += [(crop.latent_id, crop.image_id, caption) for crop in crops for caption in crop.classes if caption]
         return [*pairs, ("", "", self.empty), *([("", "", self.empty_class)] if self.empty_class else [])]
 
 
-def usable(
-    ctx: StageContext,
-    data: DataConfig = DataConfig(),  # noqa: B008  (frozen)
-    held: ValidationConfig | None = None,
-    *,
-    classes: bool = False,
-    masks: bool = False,
-) -> Data:
-    """The crops that the current buckets name, encoded and captioned. ValueError if there is none or a table lacks some.
+def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
+    """Find the crops that the current buckets name, that are encoded and have captions.
 
-    `classes`: with their captions in which the class word replaces the trigger. `masks`: with their masks.
+    ValueError, in one line, if there is none, or if a table lacks rows that [train] needs.
     """
-    paths = _paths(ctx)
-    texts = _texts(ctx, data, classes)
+    paths = _image_paths(ctx)
+    texts = _texts(ctx, config.data, bool(config.caption_dropout), config.preservation is not None)
     latents = _latents(ctx, paths, texts)
-    if masks and not any(row["mask"] for row in latents):
+    if config.mask and not any(row["mask"] for row in latents):
         raise ValueError('[train.mask]: no crop has a mask; set mask = "alpha" or "file" in [latents] and run that stage')
-    often = rates(data, [(row["resolution"], paths[row["image_id"]][0]) for row in latents])
-    drawn = [(row, rate) for row, rate in zip(latents, often, strict=True) if rate]
+    rate_of = rates(config.data, [(row["resolution"], paths[row["image_id"]][0]) for row in latents])
+    drawn = [(row, rate) for row, rate in zip(latents, rate_of, strict=True) if rate]
     if not drawn:
         raise ValueError(f"[train.data]: nothing to train on: resolutions and repeats leave out all {len(latents)} crops")
-    aside = held_out(held, {row["image_id"]: paths[row["image_id"]] for row, _ in drawn}) if held else frozenset()
-    trained = [_crop(row, rate, texts, masks) for row, rate in drawn if row["image_id"] not in aside]
-    if not trained:
+    aside: frozenset[str] = frozenset()
+    if config.validation:
+        aside = held_out(config.validation, {row["image_id"]: paths[row["image_id"]] for row, _ in drawn})
+    crops = [_crop(row, rate, texts, config.mask is not None) for row, rate in drawn if row["image_id"] not in aside]
+    if not crops:
         raise ValueError(f"[train.validation]: all {len(aside)} images are held out; lower share, or name fewer paths")
-    measured = [_crop(row, rate, texts, masks) for row, rate in drawn if row["image_id"] in aside and not row["flip"]]
-    return _embedded(ctx, Data(tuple(trained), texts.empty, {}, tuple(measured), texts.empty_class))
+    held = [
+        _crop(row, rate, texts, config.mask is not None) for row, rate in drawn if row["image_id"] in aside and not row["flip"]
+    ]
+    return _with_embeddings(ctx, Dataset(tuple(crops), texts.empty, {}, tuple(held), texts.empty_class))
 
 
 def _latents(ctx: StageContext, paths: Container[str], texts: Texts) -> list[Row]:
-    """The rows of latents that can be trained on, each with its bucket's resolution, by latent_id."""
+    """The rows of latents that can be trained on, by latent_id, each with the resolution of its bucket."""
     buckets = [row for row in ctx.rows(BUCKETS).to_pylist() if row["rejected"] is None]
     places = {_place(row): row["resolution"] for row in buckets if row["image_id"] in paths}
     latents = [row for row in ctx.rows(LATENTS).to_pylist() if _place(row) in places]
@@ -112,8 +111,8 @@ def _latents(ctx: StageContext, paths: Container[str], texts: Texts) -> list[Row
     return used
 
 
-def _embedded(ctx: StageContext, data: Data) -> Data:
-    """The same, with the sizes of the embeddings. ValueError if a caption that may be drawn has none."""
+def _with_embeddings(ctx: StageContext, data: Dataset) -> Dataset:
+    """The dataset with the sizes of its embeddings. ValueError if a caption that may be drawn has none."""
     text_rows = {row["caption_id"]: row["shape"][0] for row in ctx.rows(EMBEDDINGS).to_pylist()}
     read = {caption for _, _, caption in data.pairs() if caption}
     if read - set(text_rows):
@@ -127,8 +126,8 @@ def _place(row: Row) -> tuple[Any, ...]:
     return tuple(row[name] for name in PLACE)
 
 
-def _paths(ctx: StageContext) -> dict[str, list[str]]:
-    """The paths of each usable image: the one that is used, then its duplicates."""
+def _image_paths(ctx: StageContext) -> dict[str, list[str]]:
+    """The paths of each usable image, by image_id: first the file that is used, then its duplicates."""
     rows = sorted(ctx.rows(IMAGES).to_pylist(), key=lambda row: (row["rejected"] is not None, row["path"]))
     paths: dict[str, list[str]] = {row["image_id"]: [] for row in rows if row["rejected"] is None}
     for row in rows:
@@ -139,42 +138,43 @@ def _paths(ctx: StageContext) -> dict[str, list[str]]:
 
 def _crop(row: Row, rate: float, texts: Texts, masked: bool) -> Crop:
     image = row["image_id"]
-    mask = row["mask"] if masked else None
     return Crop(
-        row["latent_id"], image, row["width"], row["height"], texts.captions[image], texts.classes.get(image, ()), rate, mask
+        row["latent_id"],
+        image,
+        row["width"],
+        row["height"],
+        (row["shape"][1], row["shape"][2]),
+        texts.captions[image],
+        texts.classes.get(image, ()),
+        rate,
+        row["mask"] if masked else None,
     )
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Captions by image in their order, their classes, and what a dropped caption becomes; ids all."""
+    """The caption_ids of a run."""
 
-    captions: dict[str, tuple[str, ...]]
-    classes: dict[str, tuple[str, ...]]
-    empty: str
-    empty_class: str
+    captions: dict[str, tuple[str, ...]]  # by image_id, in their order
+    classes: dict[str, tuple[str, ...]]  # by image_id: the class caption of each caption, "" if there is none
+    empty: str  # what a dropped caption becomes
+    empty_class: str  # the class caption that belongs to `empty`
 
 
-def _texts(ctx: StageContext, data: DataConfig, classes: bool) -> Texts:
-    """What the table captions holds for this run. ValueError for a role that it lacks."""
+def _texts(ctx: StageContext, data: DataConfig, dropout: bool, with_classes: bool) -> Texts:
+    """Read the captions of a run. ValueError for a kind of caption that the settings need and the table lacks."""
     by_role: dict[str, list[Row]] = {}
     for row in sorted(ctx.rows(CAPTIONS).to_pylist(), key=lambda row: (row["position"], row["caption_id"])):
         by_role.setdefault(row["role"], []).append(row)
+    if with_classes and "class" not in by_role:
+        raise ValueError("[train.preservation] needs captions with a class word: set trigger and class_word in [captions]")
+    class_of = {(row["image_id"], row["position"]): row["caption_id"] for row in by_role.get("class", []) if with_classes}
     captions: dict[str, list[Row]] = {}
     for row in by_role.get("caption", []):
         captions.setdefault(row["image_id"], []).append(row)
-    if classes and "class" not in by_role:
-        raise ValueError("[train.preservation] needs captions with a class word: set trigger and class_word in [captions]")
-    class_of = {(row["image_id"], row["position"]): row["caption_id"] for row in by_role.get("class", []) if classes}
     empty = empty_class = ""
-    if ctx.config.caption_dropout:
-        if data.dropped not in by_role and data.dropped == "trigger":
-            raise ValueError('[train.data] dropped = "trigger": captions has no such row; set trigger in [captions]')
-        if data.dropped not in by_role:
-            raise ValueError(
-                "train: caption_dropout needs the empty caption, of which captions has no row; run the stage captions"
-            )
-        empty = by_role[data.dropped][0]["caption_id"]
+    if dropout:
+        empty = _dropped_caption(by_role, data)
         empty_class = class_of.get(("", 0), "") if data.dropped == "trigger" else ""
     return Texts(
         {image: tuple(row["caption_id"] for row in rows) for image, rows in captions.items()},
@@ -182,3 +182,13 @@ def _texts(ctx: StageContext, data: DataConfig, classes: bool) -> Texts:
         empty,
         empty_class,
     )
+
+
+def _dropped_caption(by_role: dict[str, list[Row]], data: DataConfig) -> str:
+    """The caption_id of what a dropped caption becomes. ValueError if the table has no such caption."""
+    if data.dropped in by_role:
+        caption: str = by_role[data.dropped][0]["caption_id"]
+        return caption
+    if data.dropped == "trigger":
+        raise ValueError('[train.data] dropped = "trigger": captions has no such row; set trigger in [captions]')
+    raise ValueError("train: caption_dropout needs the empty caption, of which captions has no row; run the stage captions")

@@ -1,293 +1,210 @@
-"""What of a training run fits into memory: the plan, and how much of a batch is computed at once, before a weight is loaded.
+"""Who decides the memory plan: estimates of a run's bytes from shapes alone, and the refusal of what cannot fit.
 
-The plan changes no row but for the last bits of a gradient, so it is no part of the recipe. For a run to end the same
-however often it is stopped, it keeps the plan that it began with: every checkpoint says it, and only a setting or another
-device with less memory changes it, which is said.
+The choice among plans and the remedies that suit any training are in `stages.tuner.memory_plan`. Here are the sizes of images,
+the shapes of the transformer, and lower resolutions as the last remedy.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from stages.models import attention
-from stages.models.flux2 import transformer as flux2
-from stages.models.flux2.load import sizes
-from stages.stage import StageContext
-from stages.text_to_image.train import trainer
+from stages.models.family import Architecture, Family
+from stages.models.protocols import TransformerConfig
 from stages.text_to_image.train.config import TrainConfig
-from stages.text_to_image.train.loader import TrainingSampler
-from stages.tuner import quantize
+from stages.text_to_image.train.model import weight_bits
+from stages.text_to_image.train.sampler import TrainingSampler
 from stages.tuner.adapters.stacks import Stacks
 from stages.tuner.blockwise import planner
 from stages.tuner.blockwise.backprop import Plan
 from stages.tuner.blockwise.device import memory_budget
 from stages.tuner.blockwise.planner import Estimate
 from stages.tuner.checkpoint import Checkpoint
+from stages.tuner.memory_plan import GB, Candidate, MemoryPlan, Remedy, best_candidate, cheapest_remedy, plan_run
+from stages.tuner.step import build_optimizer, choose_targets
 
-GB = 1e9
-BITS = (16, *quantize.PACKED_BITS)  # what base_bits may be, the best first
-HEADROOM = 0.9  # of the limit, which a piece twice as large must not pass
-STEP = 16  # pixels of a token's side, and so between two resolutions
-LEAST = 256  # pixels: no lower resolution is advised
-AHEAD = 0.5  # of a block's visit: so much beyond what is expected may be live before the next block waits for the device
+LOWEST_RESOLUTION = 256  # pixels: no lower resolution is advised
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
-    """How a run computes its steps. `piece`: tokens at once, where the micro-batch follows memory.
+class BatchShape:
+    """The size of a batch: samples, pixels of each image, rows of each embedding.
 
-    `limit`: bytes that training may take; `bound`: bytes that may be live before the next block waits for the device.
+    `pixels_per_token`: pixels along one side of an image token. `held`: the largest batch of held-out images, only measured.
     """
-
-    plan: Plan
-    piece: int | None
-    limit: int
-    bound: int
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The largest of a run: samples, pixels, text rows. `held`: the largest of held-out images, which are only measured."""
 
     samples: int
     width: int
     height: int
-    text: int
-    held: Batch | None = None
+    text_rows: int
+    pixels_per_token: int
+    held: BatchShape | None = None
 
     @property
-    def image(self) -> int:
-        """Image tokens of one sample."""
-        return self.width // STEP * (self.height // STEP)
+    def grid(self) -> tuple[int, int]:
+        """(height, width) of a latent."""
+        return self.height // self.pixels_per_token, self.width // self.pixels_per_token
 
     @property
-    def length(self) -> int:
-        """All tokens of one sample."""
-        return self.image + self.text
+    def tokens(self) -> int:
+        """All tokens of one sample: image tokens and text rows."""
+        return math.prod(self.grid) + self.text_rows
 
     @property
-    def side(self) -> int:
-        """Pixels: the resolution of the largest image, held out or not."""
-        return max(STEP * (math.isqrt(self.image - 1) + 1), self.held.side if self.held else 0)
+    def resolution(self) -> int:
+        """Pixels: the lowest resolution that allows images as large as the largest, held out or not."""
+        own = self.pixels_per_token * (math.isqrt(math.prod(self.grid) - 1) + 1)
+        return max(own, self.held.resolution if self.held else 0)
 
-    def within(self, side: int) -> Batch:
-        """The same where no image has more tokens than a square of that side."""
-        small = self if self.image <= (side // STEP) ** 2 else replace(self, width=side, height=side)
-        return replace(small, held=self.held and self.held.within(side))
+    def within(self, resolution: int) -> BatchShape:
+        """The same batch with images of at most resolution x resolution pixels."""
+        fits = math.prod(self.grid) <= (resolution // self.pixels_per_token) ** 2
+        small = self if fits else replace(self, width=resolution, height=resolution)
+        return replace(small, held=self.held and self.held.within(resolution))
 
 
-def largest(sampler: TrainingSampler) -> Batch:
-    """The batch that has the most tokens of all that any epoch may have, and that of held-out images with the most.
+def largest_batch(sampler: TrainingSampler, pixels_per_token: int) -> BatchShape:
+    """The batch with the most tokens that any epoch may have, with the largest batch of held-out images.
 
-    A held-out image comes at several levels, so that few fill a batch.
+    A held-out image comes at several noise levels, so that few of them fill a batch.
     """
-    text = max(sampler.data.text_rows.values())
+    text_rows = max(sampler.data.text_rows.values())
     most: Counter[tuple[int, int]] = Counter()  # crops of each shape in an epoch
     for crop in sampler.data.crops:
         most[crop.width, crop.height] += math.ceil(crop.rate)
     size = sampler.order.batch_size
-    trained = [Batch(min(size, count), *shape, text) for shape, count in most.items()]
-    held = [Batch(size, crop.width, crop.height, text) for crop in sampler.data.held]
+    trained = [BatchShape(min(size, count), *shape, text_rows, pixels_per_token) for shape, count in most.items()]
+    held = [BatchShape(size, crop.width, crop.height, text_rows, pixels_per_token) for crop in sampler.data.held]
 
-    def tokens(batch: Batch) -> tuple[int, int]:
-        return batch.samples * batch.length, batch.width
+    def tokens(batch: BatchShape) -> tuple[int, int]:
+        return batch.samples * batch.tokens, batch.width
 
     return replace(max(trained, key=tokens), held=max(held, key=tokens, default=None))
 
 
 class MemoryEstimator:
-    """What a run with these settings would need, asked of a transformer's shapes alone."""
+    """Estimates the bytes that training with these settings needs, from the shapes of a transformer alone."""
 
-    def __init__(self, c: TrainConfig, config: flux2.Flux2Config) -> None:
-        self.c = c
-        self.dtype: Any = getattr(mx, c.precision)
-        packed = {name: (shape, trainer.bits_of(name, c)) for name, shape in config.shapes().items()}
+    def __init__(self, config: TrainConfig, architecture: Architecture, sizes: TransformerConfig) -> None:
+        self.config, self.architecture, self.sizes = config, architecture, sizes
+        self.dtype: Any = getattr(mx, config.precision)
+        packed = {name: (shape, weight_bits(name, architecture, config)) for name, shape in sizes.shapes().items()}
         self.weights = planner.weight_bytes(packed.values(), self.dtype.size)
         inside = [packed[name] for name in packed if "transformer_blocks." in name]
         self.unpacked = planner.unpacked_bytes(inside, self.dtype.size)
-        self.meta_model = trainer.meta_model(config, self.dtype)
-        self.targets = trainer.choose(self.meta_model.linears(), c)
+        self.meta_model = architecture.meta_transformer(sizes, self.dtype)
+        self.targets = choose_targets(self.meta_model.linears(), config)
         adapter = {t.name + end: mx.zeros(shape) for t in self.targets for end, shape in t.shapes.items()}
         self.adapter = sum(value.nbytes for value in adapter.values())
-        optimizer_step = trainer.optimizer_step_of(c)
-        stacked = Stacks.of(adapter)
-        self.update = optimizer_step.working_bytes(stacked)
-        self.state = sum(value.nbytes for value in optimizer_step.init(stacked).values())
+        optimizer, stacks = build_optimizer(config), Stacks.of(adapter)
+        self.update = optimizer.working_bytes(stacks)
+        self.state = sum(value.nbytes for value in optimizer.init(stacks).values())
 
-    def estimate(self, batch: Batch, samples: int) -> Estimate:
-        """What so many samples at once need."""
-        config, B = self.meta_model.config, samples
-        inputs = {
-            "x_BLC": mx.zeros((B, batch.image, config.in_channels)),
-            "x_ids_L4": flux2.image_ids(batch.height // STEP, batch.width // STEP),
-            "ctx_BTJ": mx.zeros((B, batch.text, config.joint_attention_dim)),
-            "ctx_ids_T4": flux2.text_ids(batch.text),
-            "timesteps_B": mx.zeros((B,)),
-            "guidance_B": mx.zeros((B,)),
-        }
-        more = {"unpacked": self.unpacked, **self.scores(B, batch.length)}
+    def estimate(self, batch: BatchShape, samples: int) -> Estimate:
+        """Estimate a run whose largest micro-batch is `samples` samples of `batch`."""
+        inputs = self.architecture.zero_inputs(self.sizes, samples, batch.grid, batch.text_rows)
+        more = {"unpacked": self.unpacked, **self.attention_scores(samples, batch.tokens)}
         if batch.held:
-            more["validation"] = self.estimate(batch.held, min(batch.held.samples, self.c.measured_at_once)).forward_peak
-        # What the pieces before it add up to lies there beside a piece's own gradient, until the optimizer takes it as its own.
-        summed = self.adapter if self.several(batch, samples) else 0
+            more["validation"] = self.estimate(batch.held, min(batch.held.samples, self.config.measured_at_once)).forward_peak
+        # The sum of earlier gradients is live beside a micro-batch's own, until the optimizer takes it over.
+        summed = self.adapter if self.sums_gradients(batch, samples) else 0
         kept, update = self.state + summed, self.update - summed
         return planner.estimate(self.meta_model, inputs, self.weights, self.targets, kept, optimizer_work=update, **more)
 
-    def several(self, batch: Batch, samples: int) -> bool:
-        """Whether a step adds up gradients: of several batches, of pieces of one, or of the loss and of what straying costs."""
-        return self.c.accumulate > 1 or samples < batch.samples or self.c.preservation is not None
+    def sums_gradients(self, batch: BatchShape, samples: int) -> bool:
+        """Whether a step adds up gradients: of several batches, of micro-batches, or of several terms of the loss."""
+        return self.config.accumulate > 1 or samples < batch.samples or self.config.preservation is not None
 
-    def scores(self, B: int, S: int) -> dict[str, int]:
-        """Bytes of attention's scores: none where it is fused, a chunk's where it goes by chunks."""
-        config = self.meta_model.config
-        q_BHSK = mx.zeros((B, config.num_attention_heads, S, config.attention_head_dim), self.dtype)
+    def attention_scores(self, samples: int, tokens: int) -> dict[str, int]:
+        """Bytes of attention's score matrix: none if attention is fused, one chunk's if it is computed in chunks."""
+        heads = self.sizes.num_attention_heads
+        q_BHSK = mx.zeros((samples, heads, tokens, self.sizes.attention_head_dim), self.dtype)
         if attention.fused_gradient(q_BHSK):
             return {}
-        whole = B * config.num_attention_heads * S * S * self.dtype.size
-        chunked = attention.chunk_rows(q_BHSK, q_BHSK) < S
+        whole = samples * heads * tokens * tokens * self.dtype.size
+        chunked = attention.chunk_rows(q_BHSK, q_BHSK) < tokens
         return {"scores": min(whole, attention.CHUNK_BYTES), "saved_scores": 0 if chunked else whole}
 
+    def best(self, batch: BatchShape, limit: int, begun: Plan | None = None) -> Candidate:
+        """Choose micro-batch and plan for a run whose largest batch is `batch`, as `best_candidate` does."""
+        return best_candidate(self.config, batch.samples, lambda samples: self.estimate(batch, samples), limit, begun)
 
-def choose(ctx: StageContext, sampler: TrainingSampler, start: Checkpoint | None) -> MemoryPlan:
-    """The plan and the piece of this run. ValueError in one line, with what would fit, if nothing does."""
-    c: TrainConfig = ctx.config
-    config = flux2.Flux2Config.from_dict(sizes(ctx.need("transformer"), ctx.need("family").transformer))
-    ask, batch, limit = MemoryEstimator(c, config), largest(sampler), memory_budget(c.memory_gb)
-    begun = start.state.get("plan") if start else None
-    samples, plan, needs = settle(ask, batch, limit, begun)
-    if begun not in (None, plan):
-        ctx.say(f"the run began with the plan {begun} and goes on with {plan}: the same gradients up to rounding, not to the bit")
-    piece = (start.state.get("piece") if start else None) or samples * batch.length if c.micro_batch == "auto" else None
-    blocks = len(ask.meta_model.blocks)
-    ctx.say(f"plan {named(plan, blocks)}: about {needs / GB:.2g} GB of {limit / GB:.3g} GB are expected at the peak")
-    return MemoryPlan(plan, piece, limit, limit if piece else bound(ask.estimate(batch, samples), plan, limit))
+    def with_config(self, config: TrainConfig) -> MemoryEstimator:
+        """The estimator of the same transformer with other settings."""
+        return MemoryEstimator(config, self.architecture, self.sizes)
 
 
-def settle(ask: MemoryEstimator, batch: Batch, limit: int, begun: Plan | None = None) -> tuple[int, Plan, int]:
-    """(samples at once, plan, bytes at the peak): what the settings say; else what a run began with, or the fastest that fits.
+def choose(
+    config: TrainConfig,
+    family: Family,
+    weights: Path,
+    sampler: TrainingSampler,
+    start: Checkpoint | None,
+    say: Callable[[str], None],
+) -> MemoryPlan:
+    """Choose the memory plan of a run before a weight is loaded, and print it.
 
-    ValueError in one line, with what would fit, if nothing does.
+    `weights` is where the transformer lies, `start` the checkpoint that the run goes on from. ValueError in one line, with what
+    would fit, if nothing does.
     """
-    samples, plan, needs = nearest(ask, batch, limit, begun)
-    if needs > limit:
-        raise ValueError(refusal(ask, batch, plan, needs, limit))
-    return samples, plan, needs
+    architecture = family.architecture
+    estimator = MemoryEstimator(config, architecture, architecture.transformer_config(weights, family))
+    batch, limit = largest_batch(sampler, architecture.pixels_per_token), memory_budget(config.memory_gb)
+    found = require_fit(estimator, batch, limit, start.state.get("plan") if start else None)
+    return plan_run(config, found, batch.tokens, limit, start, say)
 
 
-def nearest(ask: MemoryEstimator, batch: Batch, limit: int, begun: Plan | None = None) -> tuple[int, Plan, int]:
-    """The same, whether it fits or not."""
-    c = ask.c
-    samples = min(c.micro_batch, batch.samples) if isinstance(c.micro_batch, int) else batch.samples
-    if c.micro_batch == "auto":
-        while samples > 1 and ask.estimate(batch, samples).peak("blocks") > limit:
-            samples = (samples + 1) // 2
-    found = ask.estimate(batch, samples)
-    asked = min(c.memory, found.blocks) if isinstance(c.memory, int) else c.memory  # there are no more blocks to keep
-    plan = asked if asked != "auto" else begun if begun and found.peak(begun) <= limit else fastest(found, limit)
-    return samples, plan, found.peak(plan)
+def require_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int, begun: Plan | None = None) -> Candidate:
+    """Choose micro-batch and plan for `batch`. ValueError, with what would fit, if that needs more than `limit` bytes.
 
-
-def bound(found: planner.Estimate, plan: Plan, limit: int) -> int:
-    """Bytes that may be live before the next block waits for the device: work is handed to it ahead so far, and no further.
-
-    Unpacked weights give no room to work ahead in: they come and go within a visit.
+    `begun` is the plan that a resumed run began with.
     """
-    ahead = round(AHEAD * found.block_work) - found.unpacked_work
-    return limit if plan == "whole" else min(limit, found.peak(plan) + ahead)
-
-
-def fastest(found: Estimate, limit: int) -> Plan:
-    """The plan with the most blocks kept that needs at most `limit` bytes; blocks where none does."""
-    blocks = found.blocks
-    fits = [n for n in range(1, blocks + 1) if found.peak(n) <= limit]
-    return "blocks" if not fits or fits[-1] == 1 else "whole" if fits[-1] == blocks else fits[-1]
-
-
-def follow(piece: int, used: int, held: int, peak: int, limit: int) -> int:
-    """The next step's piece, in tokens: smaller after a peak above the limit, twice as large where that is sure to fit.
-
-    `used` is the largest piece of the step, `held` the bytes that lie there between steps, `peak` the step's own.
-    """
-    if peak > limit:
-        return max(1, used // 2)
-    room = held + 2 * (peak - held) <= HEADROOM * limit
-    return 2 * used if room and piece < 2 * used else piece
-
-
-def named(plan: Plan, blocks: int) -> str:
-    """A plan in words."""
-    return plan if isinstance(plan, str) else f"{plan} (of {blocks} blocks the last {plan} are not computed twice)"
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """Other settings of [train], with the plan that they allow and the bytes that they need at the peak."""
-
-    settings: dict[str, Any]
-    plan: Plan
-    needs: int
-
-    def __str__(self) -> str:
-        """The settings as they stand in project.toml, those of a section behind its name."""
-        own = [f"{name} = {json.dumps(value)}" for name, value in self.settings.items() if name != "optimizer"]
-        parts = ["[train] " + ", ".join(own)] if own else []
-        if method := self.settings.get("optimizer"):
-            parts.append(f'[train.optimizer] kind = "{method.kind}"')
-        return "; ".join(parts)
-
-
-def cheaper(c: TrainConfig, batch: Batch) -> Iterator[dict[str, Any]]:
-    """Settings that need less memory, each beside those before it, in the order of what they cost: time, then quality."""
-    if c.memory not in ("auto", "blocks"):
-        yield {"memory": "blocks"}
-    most = max(batch.samples, batch.held.samples if batch.held else 0)
-    if c.micro_batch != "auto" and min(c.micro_batch or most, most) > 1:
-        yield {"micro_batch": 1}
-    yield from ({"base_bits": bits} for bits in BITS if bits < c.base_bits)
-    if c.optimizer.kind == "adamw":  # another's learning rate would not suit it
-        yield {"optimizer": replace(c.optimizer, kind="adamw8bit")}
-
-
-def mended(ask: MemoryEstimator, batch: Batch, limit: int) -> Remedy:
-    """The cheapest settings with which the batch fits, none of them without need; if none do, all that there are."""
-
-    def tried(settings: dict[str, Any]) -> Remedy:
-        return Remedy(settings, *nearest(MemoryEstimator(replace(ask.c, **settings), ask.meta_model.config), batch, limit)[1:])
-
-    found = tried({})
-    for more in cheaper(ask.c, batch):
-        if found.needs > limit:
-            found = tried(found.settings | more)
+    found = estimator.best(batch, limit, begun)
     if found.needs > limit:
-        return found
-    for name in reversed(found.settings):
-        without = tried({other: value for other, value in found.settings.items() if other != name})
-        found = without if without.needs <= limit else found
+        raise ValueError(refusal(estimator, batch, found, limit))
     return found
 
 
-def refusal(ask: MemoryEstimator, batch: Batch, plan: Plan, needs: int, limit: int) -> str:
-    """What does not fit, and the settings that would: a lower resolution only where no other do. Else what comes nearest."""
-    found = mended(ask, batch, limit)
-    said, least = str(found), found.needs
-    sides = range(batch.side - STEP, LEAST - 1, -STEP)
-    if least > limit and sides:
-        all_else = MemoryEstimator(replace(ask.c, **found.settings), ask.meta_model.config)
-        at = bisect_left(sides, True, key=lambda side: nearest(all_else, batch.within(side), limit)[2] <= limit)
-        side = sides[min(at, len(sides) - 1)]
-        least = nearest(all_else, batch.within(side), limit)[2]
-        said = "; ".join(filter(None, (said, f"[buckets] resolutions = [{side}]")))
-    would = f"{said} would need {least / GB:.3g} GB" if said else "no setting would need less"
-    more = "" if least <= limit else f"{', too much as well' if said else ''}; a smaller family or more memory is wanted"
+def cheapest_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int) -> Remedy:
+    """Find the fewest settings to change so that `batch` needs at most `limit` bytes; all that help if it never does."""
+    samples = max(batch.samples, batch.held.samples if batch.held else 0)
+
+    def candidate(config: TrainConfig) -> Candidate:
+        return estimator.with_config(config).best(batch, limit)
+
+    return cheapest_remedy(estimator.config, samples, candidate, limit)
+
+
+def refusal(estimator: MemoryEstimator, batch: BatchShape, candidate: Candidate, limit: int) -> str:
+    """Say in one line what does not fit, and which settings would: a lower resolution only if no other settings do."""
+    advice, needs = _advice(estimator, batch, limit)
+    would = f"{advice} would need {needs / GB:.3g} GB" if advice else "no setting would need less"
+    also = f"{', too much as well' if advice else ''}; choose a smaller family, or train on a device with more memory"
     return (
-        f"train: the plan {plan} needs about {needs / GB:.3g} GB at {batch.width} x {batch.height} px, and may take "
-        f"{limit / GB:.3g} GB: {would}{more}"
+        f"train: plan {candidate.plan} needs about {candidate.needs / GB:.3g} GB at {batch.width} x {batch.height} px, more than "
+        f"the {limit / GB:.3g} GB that training may take: {would}{'' if needs <= limit else also}"
     )
+
+
+def _advice(estimator: MemoryEstimator, batch: BatchShape, limit: int) -> tuple[str, int]:
+    """(settings to change, bytes that the run then needs): the cheapest that fit, else those that need least."""
+    remedy = cheapest_fit(estimator, batch, limit)
+    resolutions = range(batch.resolution - batch.pixels_per_token, LOWEST_RESOLUTION - 1, -batch.pixels_per_token)
+    if remedy.needs <= limit or not resolutions:
+        return str(remedy), remedy.needs
+    changed = estimator.with_config(replace(estimator.config, **remedy.settings))
+
+    def needs(resolution: int) -> int:
+        return changed.best(batch.within(resolution), limit).needs
+
+    at = bisect_left(resolutions, True, key=lambda resolution: needs(resolution) <= limit)
+    highest = resolutions[min(at, len(resolutions) - 1)]
+    return "; ".join(filter(None, (str(remedy), f"[buckets] resolutions = [{highest}]"))), needs(highest)

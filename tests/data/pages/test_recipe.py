@@ -14,7 +14,7 @@ from data.pages.settings import defaults, entries, in_toml, in_words
 from pipeline.project import config
 from stages.settings import runtime, setting
 from stages.text_to_image import PIPELINE
-from stages.text_to_image.train.config import OptimizerConfig
+from stages.tuner.config import OptimizerConfig
 from stages.tuner.diffusion.noise import BASES
 from stages.tuner.diffusion.weighting import WEIGHTS
 from stages.tuner.optimizers.methods import METHODS, make_optimizer
@@ -64,7 +64,7 @@ def test_no_line_of_a_table_has_more_cells_than_its_head() -> None:
 
 @pytest.mark.parametrize("kind", METHODS)
 def test_every_number_of_an_optimizer_stands_on_the_page_as_a_run_has_it_with_its_source(kind: str) -> None:
-    made = OptimizerConfig(kind=kind).made()  # type: ignore[arg-type]
+    made = OptimizerConfig(kind=kind).method()  # type: ignore[arg-type]
     part = PAGE.split(f"### {kind}\n")[1].split("#")[0]
     rows = re.findall(r"^\| `(\w+)` \| (?:`(.*?)`|unset) \| (.+?) \| (.+?) \|$", part, re.MULTILINE)
     said = {name: tomllib.loads(f"x = {value}")["x"] if value else None for name, value, _, _ in rows}

@@ -1,6 +1,7 @@
 import json
 import re
 from dataclasses import replace
+from typing import ClassVar
 
 import mlx.core as mx
 import pyarrow.parquet as pq
@@ -11,41 +12,44 @@ from data.pages import recipe
 from pipeline import runner
 from pipeline.commands import memory
 from pipeline.commands.clean import clean
-from pipeline.commands.memory import Setup
+from pipeline.commands.memory import Profile
 from pipeline.commands.plots import TEXT_CHUNK
 from pipeline.commands.query import run_query
 from pipeline.project.project import Project
 from stages.text_to_image.families import FAMILIES
-from stages.text_to_image.train import memory_plan
+from stages.text_to_image.train.memory_plan import require_fit
+from stages.text_to_image.train.objective import FlowMatching
+from stages.text_to_image.train.profile import profile_settings, random_batch, random_training
 from stages.tuner.blockwise.meter import Meter
 from stages.tuner.blockwise.planner import FACTOR
 from tests import projects
-from tests.bench.steps import Rig, settings
 
-TINY = Setup(FAMILIES["tiny"], settings(rank=4), 128)
+TINY = Profile(FAMILIES["tiny"], profile_settings(rank=4), 128)
+
+
+def batch(side=128):
+    return random_batch(TINY.family, TINY.batch(side))
 
 
 @pytest.fixture(scope="module")
-def rig():
-    return Rig(TINY.family, settings(), TINY.batch(128))
+def training():
+    return random_training(TINY.family, profile_settings())
 
 
-class Leaking(Rig):
-    """A trainer that forgets to forget something of its inputs."""
+class Leaking(FlowMatching):
+    """An objective that never releases an array of every batch."""
 
-    def __init__(self, *arguments, values):
-        super().__init__(*arguments)
-        self.kept, self.values = [], values
+    kept: ClassVar[list[mx.array]] = []
+    values = 0
 
-    def inputs(self, x_BLC):
-        made = super().inputs(x_BLC)
+    def terms(self, model, micro):
         self.kept.append(mx.zeros((self.values,)) + 1)
         mx.eval(self.kept[-1])
-        return made
+        yield from super().terms(model, micro)
 
 
-def test_the_peak_of_all_phases_is_mlx_s_own_within_a_hundredth(rig):
-    rig.step("whole")
+def test_the_peak_of_all_phases_is_mlx_s_own_within_a_hundredth(training):
+    training.step([batch()], 1e-4)
     peaks = []
     original = mx.reset_peak_memory
     high = 0
@@ -59,7 +63,7 @@ def test_the_peak_of_all_phases_is_mlx_s_own_within_a_hundredth(rig):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx, "reset_peak_memory", reset)
         for _ in range(3):
-            meter = memory.profile(rig, "whole", 3)
+            meter = memory.measure_steps(training, batch(), 3)
             peaks.append(abs(max(high, mx.get_peak_memory()) / meter.peak - 1))
             high = 0
             original()
@@ -67,20 +71,24 @@ def test_the_peak_of_all_phases_is_mlx_s_own_within_a_hundredth(rig):
 
 
 @pytest.mark.parametrize(("values", "size"), [(1 << 19, "2.1 MB"), (1 << 17, "524 kB"), (1 << 13, "32.8 kB")])
-def test_a_planted_leak_is_found_in_its_phase_however_small(values, size):
-    (found,) = memory.leaks(memory.profile(Leaking(TINY.family, TINY.train, TINY.batch(64), values=values), "whole", 6))
-    assert found == f"LEAK: batch keeps {size} more every step"
+def test_a_planted_leak_is_found_in_its_phase_however_small(values, size, monkeypatch):
+    leaking = random_training(TINY.family, TINY.train)
+    leaking.objective = Leaking(TINY.family.architecture, TINY.train.loss)
+    monkeypatch.setattr(Leaking, "values", values)
+    (found,) = memory.leak_lines(memory.measure_steps(leaking, batch(64), 6))
+    Leaking.kept.clear()
+    assert found == f"LEAK: batch retains {size} more every step"
 
 
-def test_where_nothing_leaks_it_is_said_from_what_size_on_and_from_few_steps_nothing_is_said(rig):
-    assert list(memory.leaks(memory.profile(rig, "whole", 6))) == ["no phase keeps 16.4 kB or more from step to step"]
-    (said,) = memory.leaks(memory.profile(rig, "whole", 4))
-    assert said == "too few steps to tell whether a phase keeps more from step to step; 5 or more are wanted"
+def test_where_nothing_leaks_the_report_says_what_would_be_seen_and_few_steps_tell_nothing(training):
+    assert list(memory.leak_lines(memory.measure_steps(training, batch(), 6))) == ["no phase retains 16.4 kB or more per step"]
+    (line,) = memory.leak_lines(memory.measure_steps(training, batch(), 4))
+    assert line == "too few steps to find leaks; measure 5 or more"
 
 
 def test_a_report_has_rows_a_plot_and_advice(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "SIDES", (64, 96))
-    train = settings(base_bits=4, rank=4, variant="dora", batch_size=2)
+    train = profile_settings(base_bits=4, rank=4, variant="dora", batch_size=2)
     said = list(memory.report(replace(TINY, train=train, steps=2), tmp_path))
     rows = pq.read_table(tmp_path / memory.ROWS).to_pylist()
     assert [(row["step"], row["phase"]) for row in rows] == [
@@ -95,37 +103,37 @@ def test_a_report_has_rows_a_plot_and_advice(tmp_path, monkeypatch):
     assert "96 px would fit with [train] base_bits = 16, plan whole" in said
 
 
-def test_the_profile_hands_over_work_as_training_does_before_it_asks_for_an_array(monkeypatch, tmp_path):
+def test_the_profile_limits_command_buffers_as_training_does_before_it_asks_for_an_array(monkeypatch, tmp_path):
     asked = []
 
-    def settle(*given):
+    def require_fit(*given):
         asked.append("estimated")
         raise ValueError("far enough")
 
     monkeypatch.setattr(memory, "limit_command_buffers", lambda: asked.append("decided"))
-    monkeypatch.setattr(memory_plan, "settle", settle)
+    monkeypatch.setattr(memory, "require_fit", require_fit)
     with pytest.raises(ValueError, match="far enough"):
         next(memory.report(TINY, tmp_path))
     assert asked == ["decided", "estimated"]
 
 
-def test_what_is_expected_is_what_training_expects_and_near_what_is_measured(rig):
-    setup = replace(TINY, train=rig.c)
+def test_the_estimate_is_that_of_training_and_near_what_is_measured(training):
     for plan in ("blocks", "whole"):
-        train = replace(rig.c, memory=plan)
-        samples, chosen, need = memory_plan.settle(replace(setup, train=train).ask, rig.batch, setup.limit)
-        assert (samples, chosen) == (1, plan)
-        meter = memory.profile(rig, plan, 2)
-        elsewhere = meter.rows[0]["before"] - setup.ask.estimate(rig.batch, 1).held
-        assert 1 / FACTOR < need / (meter.peak - elsewhere) < FACTOR
+        profile = replace(TINY, train=replace(training.config, memory=plan))
+        found = require_fit(profile.estimator, profile.batch(128), profile.limit)
+        assert (found.samples, found.plan) == (1, plan)
+        training.plan = plan
+        meter = memory.measure_steps(training, batch(), 2)
+        elsewhere = meter.rows[0]["before"] - found.estimate.held
+        assert 1 / FACTOR < found.needs / (meter.peak - elsewhere) < FACTOR
 
 
 def test_advice_says_which_bits_would_fit_and_what_would_not(monkeypatch):
     monkeypatch.setattr(memory, "SIDES", (64, 128))
 
-    def limited(side: int, bits: int) -> Setup:
-        found = replace(TINY, train=settings(rank=4, base_bits=bits)).ask.estimate(TINY.batch(side), 1)
-        return replace(TINY, train=settings(rank=4, memory_gb=found.peak("blocks") / 1e9 + 1e-6))
+    def limited(side: int, bits: int) -> Profile:
+        found = replace(TINY, train=profile_settings(rank=4, base_bits=bits)).estimator.estimate(TINY.batch(side), 1)
+        return replace(TINY, train=profile_settings(rank=4, memory_gb=found.peak("blocks") / 1e9 + 1e-6))
 
     assert list(memory.advice(limited(128, 16)))[-1] == "128 px would fit, plan blocks"
     assert list(memory.advice(limited(128, 4)))[-1] == "128 px would fit with [train] base_bits = 4, plan blocks"
@@ -135,9 +143,9 @@ def test_advice_says_which_bits_would_fit_and_what_would_not(monkeypatch):
 
 
 def test_what_cannot_fit_is_refused_as_training_refuses_it(tmp_path):
-    setup = replace(TINY, train=settings(rank=4, memory_gb=1e-6))
-    with pytest.raises(ValueError, match=r"^train: the plan blocks needs about .* base_bits = 4.* need .*, too much as well"):
-        list(memory.report(setup, tmp_path))
+    profile = replace(TINY, train=profile_settings(rank=4, memory_gb=1e-6))
+    with pytest.raises(ValueError, match=r"^train: plan blocks needs about .* base_bits = 4.* need .*, too much as well"):
+        list(memory.report(profile, tmp_path))
 
 
 def test_a_project_s_settings_are_profiled_and_what_is_given_holds_instead(tmp_path):
@@ -148,13 +156,13 @@ def test_a_project_s_settings_are_profiled_and_what_is_given_holds_instead(tmp_p
         '[buckets]\nresolutions = [64, 96]\n[train]\nrank = 4\nbase_bits = 8\nvariant = "dora"\n'
     )
     nothing = dict.fromkeys(("family", "pixels", "bits", "plan", "rank")) | {"steps": 2}
-    found = memory.asked(Project(folder), nothing | {"plan": "3", "bits": "16"})
+    found = memory.parse_options(Project(folder), nothing | {"plan": "3", "bits": "16"})
     assert (found.family.name, found.pixels, found.steps) == ("tiny", 96, 2)
     assert (found.train.base_bits, found.train.rank, found.train.variant, found.train.memory) == (16, 4, "dora", 3)
-    with pytest.raises(ValueError, match="500 pixels are wrong"):
-        memory.asked(Project(folder), nothing | {"pixels": 500})
-    with pytest.raises(ValueError, match="plan must be whole, blocks or a number of blocks"):
-        list(memory.report(memory.asked(Project(folder), nothing | {"plan": "sideways"}), tmp_path))
+    with pytest.raises(ValueError, match="--pixels must be a multiple of 16, 32 or more, got 500"):
+        memory.parse_options(Project(folder), nothing | {"pixels": 500})
+    with pytest.raises(ValueError, match="plan must be whole, blocks or a number"):
+        list(memory.report(memory.parse_options(Project(folder), nothing | {"plan": "sideways"}), tmp_path))
 
 
 class Keeping(projects.Silent):
@@ -184,11 +192,11 @@ def test_any_stage_is_measured_at_its_real_work_batch_by_batch_with_the_same_row
     rows = pq.read_table(folder / "tables" / "memory" / "latents.parquet").to_pylist()
     assert [(row["step"], row["phase"]) for row in rows] == [*((n, "latents") for n in range(crops)), (crops, "end")]
     assert all(row["peak"] > 0 for row in rows[:-1])
-    assert "no phase keeps 16.4 kB or more" in said and f"in {crops} batches" in said
+    assert "no phase retains 16.4 kB or more" in said and f"in {crops} batches" in said
     other = projects.copied(folder, tmp_path / "project")
     projects.build(other, "images", "captions", "buckets", "latents")
     assert projects.content(other, "latents") == projects.content(folder, "latents")
-    assert "latents made nothing" in projects.latentmill(folder, "run", "latents", "--memory")
+    assert "latents computed no batch" in projects.latentmill(folder, "run", "latents", "--memory")
 
 
 def test_a_leak_that_is_planted_in_a_stage_is_found_and_the_outcome_has_the_meter_s_peak(measured, tmp_path):
@@ -207,7 +215,7 @@ PAGE = recipe.FILE.read_text(encoding="utf-8")
 def test_the_rows_answer_what_the_recipe_page_asks_them_and_no_command_minds_them(sql, measured, monkeypatch):
     monkeypatch.setattr(memory, "SIDES", (64,))
     folder, _ = measured
-    list(memory.report(replace(TINY, steps=2), memory.folder_of(Project(folder))))
+    list(memory.report(replace(TINY, steps=2), memory.results_folder(Project(folder))))
     head, *answer = run_query(folder, sql.replace("data/cats", str(folder)), "csv").splitlines()
     assert "phase" in head.split(",") and len(answer) >= 3
     assert "memory" not in {line.split()[0] for line in projects.latentmill(folder, "status").splitlines() if line}

@@ -32,10 +32,10 @@ def save(folder: Path, step: int, **facts):
 
 def test_what_is_saved_is_found_and_read_back_bit_for_bit(tmp_path):
     save(tmp_path, 7, skipped=2)
-    (found,) = checkpoint.found(tmp_path)
+    (found,) = checkpoint.find_checkpoints(tmp_path)
     assert (found.step, found.state["skipped"]) == (7, 2)
     assert found.folder == tmp_path / "checkpoints" / "step-000007"
-    assert found.whole(ADAPTER, OPTIMIZER, ROWS)
+    assert found.intact(ADAPTER, OPTIMIZER, ROWS)
     for name, arrays in ((ADAPTER, ADAPTERS), (OPTIMIZER, STATES)):
         read = found.arrays(name)
         assert set(read) == set(arrays)
@@ -55,7 +55,7 @@ def test_no_file_is_written_of_values_that_are_not_finite(tmp_path, value):
     arrays = ADAPTERS | {"b.lora_B.weight": mx.array([[1.0], [value]])}
     with pytest.raises(ValueError, match=r"b.lora_B.weight has values that are not finite, .*; lower the learning rate"):
         checkpoint.save(keeper(tmp_path), 7, arrays, STATES, pa.table({"step": [7]}), {}, {})
-    assert not checkpoint.found(tmp_path) and not list(tmp_path.rglob("*.safetensors"))
+    assert not checkpoint.find_checkpoints(tmp_path) and not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_equal_content_is_equal_bytes(tmp_path):
@@ -69,49 +69,49 @@ def test_a_file_that_is_gone_cut_or_changed_makes_a_checkpoint_not_whole(tmp_pat
         saved = save(tmp_path / str(number), 7)
         damaged = damage((saved.folder / name).read_bytes())
         (saved.folder / name).unlink() if damaged is None else (saved.folder / name).write_bytes(damaged)
-        (found,) = checkpoint.found(tmp_path / str(number))
-        assert not found.whole(name)
-        assert all(found.whole(other) for other in {ADAPTER, OPTIMIZER, ROWS} - {name})
+        (found,) = checkpoint.find_checkpoints(tmp_path / str(number))
+        assert not found.intact(name)
+        assert all(found.intact(other) for other in {ADAPTER, OPTIMIZER, ROWS} - {name})
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", json.dumps({"step": 3}), json.dumps({"step": None, "files": {}})])
 def test_a_folder_without_a_readable_state_is_no_checkpoint(tmp_path, text):
     saved = save(tmp_path, 7)
     (saved.folder / STATE).write_text(text)
-    assert checkpoint.found(tmp_path) == []
+    assert checkpoint.find_checkpoints(tmp_path) == []
 
 
 def test_the_newest_comes_first_and_only_the_newest_keep_their_optimizer(tmp_path):
     for step in (5, 20, 10):
         save(tmp_path, step)
-    assert [found.step for found in checkpoint.found(tmp_path)] == [20, 10, 5]
+    assert [found.step for found in checkpoint.find_checkpoints(tmp_path)] == [20, 10, 5]
     checkpoint.prune(tmp_path, 20, 2)
-    assert [found.whole(OPTIMIZER) for found in checkpoint.found(tmp_path)] == [True, True, False]
-    assert all(found.whole(ADAPTER, ROWS) for found in checkpoint.found(tmp_path))
+    assert [found.intact(OPTIMIZER) for found in checkpoint.find_checkpoints(tmp_path)] == [True, True, False]
+    assert all(found.intact(ADAPTER, ROWS) for found in checkpoint.find_checkpoints(tmp_path))
 
 
 def test_a_run_made_shorter_keeps_its_own_states_beside_those_of_the_longer_one(tmp_path):
     for step in (30, 20, 1, 2, 3):
         save(tmp_path, step)
     checkpoint.prune(tmp_path, 3, 2)
-    assert [found.step for found in checkpoint.found(tmp_path) if found.whole(OPTIMIZER)] == [30, 20, 3, 2]
+    assert [found.step for found in checkpoint.find_checkpoints(tmp_path) if found.intact(OPTIMIZER)] == [30, 20, 3, 2]
 
 
 def test_the_published_adapter_is_a_copy_and_says_its_step(tmp_path):
-    assert checkpoint.published(tmp_path) is None
+    assert checkpoint.published_step(tmp_path) is None
     saved = save(tmp_path, 7)
     checkpoint.publish(keeper(tmp_path), saved)
-    assert checkpoint.published(tmp_path) == 7
+    assert checkpoint.published_step(tmp_path) == 7
     assert (tmp_path / ADAPTER).read_bytes() == (saved.folder / ADAPTER).read_bytes()
     (tmp_path / ADAPTER).write_bytes(b"short")
-    assert checkpoint.published(tmp_path) is None
+    assert checkpoint.published_step(tmp_path) is None
 
 
 def test_an_average_is_part_of_its_checkpoint_and_of_the_result(tmp_path):
     averaged = {name: value / 2 for name, value in ADAPTERS.items()}
     saved = checkpoint.save(keeper(tmp_path), 7, ADAPTERS, STATES, pa.table({"step": [7]}), {"rank": "1"}, {}, averaged)
-    assert saved.whole(ADAPTER, EMA, OPTIMIZER, ROWS)
-    assert not save(tmp_path, 8).whole(EMA)
+    assert saved.intact(ADAPTER, EMA, OPTIMIZER, ROWS)
+    assert not save(tmp_path, 8).intact(EMA)
     checkpoint.publish(keeper(tmp_path), saved)
     assert (tmp_path / EMA).read_bytes() == (saved.folder / EMA).read_bytes()
     assert mx.load(str(tmp_path / EMA), return_metadata=True)[1] == {"rank": "1", "step": "7"}
@@ -122,7 +122,7 @@ def test_the_best_adapter_lies_beside_the_last(tmp_path):
     last, best = save(tmp_path, 9), save(tmp_path, 4)
     checkpoint.publish(keeper(tmp_path), last, best)
     assert (tmp_path / BEST).read_bytes() == (best.folder / ADAPTER).read_bytes()
-    assert checkpoint.published(tmp_path) == 9
+    assert checkpoint.published_step(tmp_path) == 9
 
 
 def test_every_kind_of_state_that_an_optimizer_keeps_comes_back(tmp_path):

@@ -1,9 +1,11 @@
+from typing import get_args
+
 import pytest
 
-from stages.tuner.schedule import SHAPES, Schedule
+from stages.tuner.schedule import Schedule, Shape
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", get_args(Shape))
 def test_the_warm_up_rises_evenly_and_its_last_step_has_the_full_rate(shape):
     rates = [Schedule(1e-4, shape, warmup=4, decay=10).at(step) for step in range(1, 5)]
     assert rates == pytest.approx([0.25e-4, 0.5e-4, 0.75e-4, 1e-4])

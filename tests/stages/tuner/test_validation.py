@@ -1,7 +1,6 @@
 import math
 
 import hypothesis.strategies as st
-import numpy as np
 from hypothesis import given
 
 from stages.tuner import validation
@@ -14,60 +13,46 @@ def measured(losses, every=10):
 
 
 def test_it_is_measured_before_the_first_step_and_after_every_so_many():
-    assert list(validation.steps(10, 35)) == [0, 10, 20, 30]
-    assert list(validation.steps(10, 40))[-1] == 40
-    assert list(validation.steps(10, 3)) == [0]
-
-
-def test_every_row_is_measured_at_every_level_in_batches_of_one_shape():
-    shapes, sigmas = ["a", "b", "a"], (0.1, 0.5, 0.9)
-    batches = validation.batches(shapes, sigmas, 4)
-    assert sorted(pair for batch in batches for pair in batch) == [(row, sigma) for row in range(3) for sigma in sigmas]
-    assert all(len({shapes[row] for row, _ in batch}) == 1 and len(batch) <= 4 for batch in batches)
-
-
-def test_a_rows_noise_is_its_own_whatever_other_rows_there_are():
-    first = validation.noise((2, 3), 0, "row")
-    assert np.array_equal(first, validation.noise((2, 3), 0, "row"))
-    assert not np.array_equal(first, validation.noise((2, 3), 0, "other"))
-    assert not np.array_equal(first, validation.noise((2, 3), 1, "row"))
+    assert list(validation.measured_steps(10, 35)) == [0, 10, 20, 30]
+    assert list(validation.measured_steps(10, 40))[-1] == 40
+    assert list(validation.measured_steps(10, 3)) == [0]
 
 
 @given(st.lists(st.floats(0, 3, width=32), min_size=4, max_size=4).flatmap(lambda v: st.tuples(st.just(v), st.permutations(v))))
 def test_a_mean_does_not_depend_on_the_order_of_rows(orders):
-    one, other = (validation.means([(10, loss) for loss in losses], 4) for losses in orders)
+    one, other = (validation.mean_losses([(10, loss) for loss in losses], 4) for losses in orders)
     assert one == other
 
 
 def test_a_measurement_that_was_cut_short_does_not_count_and_one_that_is_not_finite_is_no_better_than_any():
     losses = [(0, 1.0), (0, 2.0), (10, 1.0), (20, 0.5), (20, math.nan)]
-    assert validation.means(losses, 2) == {0: 1.5, 20: math.inf}
+    assert validation.mean_losses(losses, 2) == {0: 1.5, 20: math.inf}
 
 
 def test_patience_counts_measurements_since_the_best():
     losses = measured([1.0, 0.9, 0.95, 0.8, 0.81, 0.82, 0.7])
-    assert validation.stops_at(losses, 10, 2) == 50
-    assert validation.stops_at(losses, 10, 1) == 20
-    assert validation.stops_at(losses, 10, 3) is None
-    assert validation.stops_at(losses, 10, 1, min_delta=0.2) == 10
-    assert validation.stops_at(measured([1.0, 1.1, 1.2]), 10, 2) == 20  # never better than the start
+    assert validation.early_stop(losses, 10, 2) == 50
+    assert validation.early_stop(losses, 10, 1) == 20
+    assert validation.early_stop(losses, 10, 3) is None
+    assert validation.early_stop(losses, 10, 1, min_delta=0.2) == 10
+    assert validation.early_stop(measured([1.0, 1.1, 1.2]), 10, 2) == 20  # never better than the start
 
 
 def test_a_gap_hides_what_comes_after_it():
     losses = measured([1.0, 1.1, 1.2])
     del losses[10]
-    assert validation.stops_at(losses, 10, 1) is None
+    assert validation.early_stop(losses, 10, 1) is None
 
 
 @given(curves, st.integers(1, 3))
 def test_what_is_decided_early_is_not_decided_otherwise_later(losses, patience):
-    whole = validation.stops_at(measured(losses), 10, patience)
+    whole = validation.early_stop(measured(losses), 10, patience)
     for count in range(1, len(losses) + 1):
-        seen = validation.stops_at(measured(losses[:count]), 10, patience)
+        seen = validation.early_stop(measured(losses[:count]), 10, patience)
         assert seen == (whole if whole is not None and whole <= 10 * (count - 1) else None)
 
 
 def test_the_best_step_is_the_earliest_with_the_lowest_mean_and_never_the_start():
-    assert validation.best(measured([0.1, 0.9, 0.5, 0.5])) == 20
-    assert validation.best(measured([0.1])) is None
-    assert validation.best(measured([0.1, math.inf])) is None
+    assert validation.best_step(measured([0.1, 0.9, 0.5, 0.5])) == 20
+    assert validation.best_step(measured([0.1])) is None
+    assert validation.best_step(measured([0.1, math.inf])) is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -21,8 +20,9 @@ from stages.models.flux2.transformer import Flux2
 from stages.models.folders import read_config
 from stages.models.text.encoder import TextEncoder
 from stages.text_to_image.families import family
-from stages.text_to_image.train import memory_plan, trainer
+from stages.text_to_image.train import memory_plan
 from stages.text_to_image.train.config import TrainConfig
+from stages.text_to_image.train.model import load_transformer
 from stages.tuner import quantize
 
 TINY = family("tiny")
@@ -114,10 +114,9 @@ def test_a_text_encoder_in_float16_computes_what_its_numbers_in_float32_do(half,
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_the_plan_counts_the_bytes_that_float16_weights_take_once_they_are_loaded(half, precision, bits):
     c = TrainConfig(precision=precision, base_bits=bits)
-    context: Any = SimpleNamespace(config=c, need={"family": TINY, "transformer": half / "transformer"}.__getitem__)
-    model = trainer.load(context)
-    question = memory_plan.MemoryEstimator(c, Flux2Config.from_dict(read_config(half / "transformer")))
-    assert question.weights == sum(array.nbytes for _, array in tree_flatten(held(model)))
+    model: Any = load_transformer(half / "transformer", TINY, c)
+    estimator = memory_plan.MemoryEstimator(c, TINY.architecture, Flux2Config.from_dict(read_config(half / "transformer")))
+    assert estimator.weights == sum(array.nbytes for _, array in tree_flatten(held(model)))
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -136,7 +136,7 @@ def pixels(made: StageContext, row: dict[str, Any]) -> np.ndarray:
 def test_a_preview_is_the_picture_that_diffusers_draws(root: Path, tmp_path: Path) -> None:
     made = context(root, tmp_path, replace(CONFIG, seeds=(5,)))
     rows = {(row["step"], row["prompt"]): row for row in harness.run(STAGE, made).to_pylist()}
-    adapter = {saved.step: saved.arrays(checkpoint.ADAPTER) for saved in checkpoint.found(root / "train")} | {0: None}
+    adapter = {saved.step: saved.arrays(checkpoint.ADAPTER) for saved in checkpoint.find_checkpoints(root / "train")} | {0: None}
     pictures = {key: pixels(made, row) for key, row in rows.items()}
     assert len(pictures) == 6
     for step, prompt in pictures:
@@ -316,7 +316,7 @@ def test_an_adapter_that_was_damaged_is_refused(root: Path, tmp_path: Path) -> N
 
 
 def test_an_adapter_that_draws_no_finite_values_leaves_no_picture(root: Path, tmp_path: Path) -> None:
-    (saved,) = [saved for saved in checkpoint.found(root / "train") if saved.step == 10]
+    (saved,) = [saved for saved in checkpoint.find_checkpoints(root / "train") if saved.step == 10]
     ruined = {name: 1e30 * value for name, value in saved.arrays(checkpoint.ADAPTER).items()}
     checkpoint.save(writer_into(tmp_path / "train"), 30, ruined, {}, TRAIN.table([]), {"rank": "2", "alpha": "4.0"}, {})
     weights = {"transformer": root / "weights" / "transformer", "train": tmp_path / "train"}
@@ -380,7 +380,7 @@ def writer_into(folder: Path) -> Any:
 
 
 def test_the_average_draws_where_the_setting_asks_for_it_and_the_checkpoint_has_one(root: Path, tmp_path: Path) -> None:
-    (plain,) = [saved for saved in checkpoint.found(root / "train") if saved.step == 10]
+    (plain,) = [saved for saved in checkpoint.find_checkpoints(root / "train") if saved.step == 10]
     arrays = plain.arrays(checkpoint.ADAPTER)
     averaged = {name: value / 2 for name, value in arrays.items()}
     about = {"rank": "2", "alpha": "4.0"}

@@ -14,9 +14,15 @@ import pyarrow as pa
 from schemas.text_to_image import buckets, captions, embeddings, images, latents
 from stages.models.flux2.transformer import Flux2Config
 from stages.text_to_image.families import family
-from stages.text_to_image.train import stage as train
 from stages.text_to_image.train.config import TrainConfig
+from stages.text_to_image.train.reader import MicroBatch
 from stages.text_to_image.train.stage import STAGE
+from stages.text_to_image.train.task import ImageTask
+from stages.tuner.checkpoint import Checkpoint
+from stages.tuner.loader import Loader
+from stages.tuner.loop import load_training
+from stages.tuner.resume import Key, row_key
+from stages.tuner.step import TrainingStep
 from tests import harness
 
 TINY = family("tiny")
@@ -98,7 +104,7 @@ class Run:
     transformer: Path
     config: TrainConfig = BASE
     tables: dict[str, pa.Table] = dataclasses.field(default_factory=tables)
-    stored: dict[train.Key, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    stored: dict[Key, dict[str, Any]] = dataclasses.field(default_factory=dict)
     said: list[str] = dataclasses.field(default_factory=list)
     loaded: int = 0
 
@@ -115,6 +121,18 @@ class Run:
         self.loaded += 1
         return self.transformer
 
+    def task(self) -> ImageTask:
+        return ImageTask(self.context())
+
+    def training(self, start: Checkpoint | None = None) -> TrainingStep:
+        """The model and the adapter of a checkpoint, or those before the first step."""
+        return load_training(self.task(), start)
+
+    def micro_batches(self, step: int = 1) -> list[MicroBatch]:
+        """What a step trains on."""
+        ((_, micros, _),) = Loader(self.task(), range(step, step + 1))
+        return micros
+
     def go(self, *, stop_at: int | None = None, kill_at: int | None = None, lose: int = 0) -> Run:
         """Run to the end, to a stop, or to a kill that loses the last rows that were yielded."""
         yielded: list[dict[str, Any]] = []
@@ -125,7 +143,7 @@ class Run:
                 running.close()
                 break
         for row in yielded[: len(yielded) - lose]:
-            self.stored[train.key_of(row)] = row
+            self.stored[row_key(row)] = row
         return self
 
     @property

@@ -15,48 +15,58 @@ import pytest
 from stages.models.flux2.transformer import Flux2Config
 from stages.models.folders import read_config
 from stages.text_to_image.families import family
-from stages.text_to_image.train import memory_plan, trainer
-from stages.text_to_image.train.config import OptimizerConfig, PreservationConfig, TrainConfig
-from stages.text_to_image.train.loader import Loader
+from stages.text_to_image.train import memory_plan, model
+from stages.text_to_image.train.config import PreservationConfig, TrainConfig
 from stages.text_to_image.train.selection import ValidationConfig
-from stages.text_to_image.train.stage import STAGE, data_of, sampler_of, validation_of
-from stages.text_to_image.train.trainer import Trainer
-from stages.tuner import checkpoint
+from stages.text_to_image.train.stage import STAGE
+from stages.tuner import checkpoint, loop
+from stages.tuner import step as tuner_step
 from stages.tuner.blockwise import planner
 from stages.tuner.blockwise.device import live_memory_limit
-from tests.stages.text_to_image.train.runs import BASE, Run, tables, weights
+from stages.tuner.config import OptimizerConfig
+from stages.tuner.loader import Loader
+from stages.tuner.memory_plan import GB, MemoryPlan, adjust_max_tokens, live_bytes_limit
+from stages.tuner.step import TrainingStep
+from tests.stages.text_to_image.train.runs import BASE, TINY, Run, tables, weights
 from tests.stages.text_to_image.train.test_train_features import rich
 
+PIXELS = TINY.architecture.pixels_per_token
 
-def asked(run: Run, start: Any = None) -> memory_plan.MemoryPlan:
-    context = run.context()
-    return memory_plan.choose(context, sampler_of(context), start)
+
+def chosen(run: Run, start: Any = None) -> MemoryPlan:
+    return run.task().memory_plan(start)
+
+
+def estimator(config: TrainConfig, sizes: Any) -> memory_plan.MemoryEstimator:
+    return memory_plan.MemoryEstimator(config, TINY.architecture, Flux2Config.from_dict(sizes))
+
+
+def batch_of(run: Run) -> memory_plan.BatchShape:
+    return memory_plan.largest_batch(run.task().sampler, PIXELS)
 
 
 def needs(run: Run, plan: Any, samples: int = 2) -> float:
     """GB."""
-    context = run.context()
-    ask = memory_plan.MemoryEstimator(run.config, Flux2Config.from_dict(read_config(context.need("transformer"))))
-    return ask.estimate(memory_plan.largest(sampler_of(context)), samples).peak(plan) / memory_plan.GB
+    return estimator(run.config, read_config(run.transformer)).estimate(batch_of(run), samples).peak(plan) / GB
 
 
 def test_the_plan_is_the_fastest_that_fits_the_budget_and_is_said(transformer, tmp_path):
     run = Run(tmp_path, transformer)
-    assert asked(run).plan == "whole"
+    assert chosen(run).plan == "whole"
     whole, blocks = needs(run, "whole"), needs(run, "blocks")
     assert blocks < whole
     run.config = replace(BASE, memory_gb=(whole + blocks) / 2)
-    assert asked(run).plan == "blocks"
-    assert run.said[-1].startswith("plan blocks: about ")
+    assert chosen(run).plan == "blocks"
+    assert run.said[-1].startswith("plan blocks: estimated peak ")
     run.config = replace(BASE, memory=1, memory_gb=whole)
-    assert asked(run).plan == 1
+    assert chosen(run).plan == 1
 
 
 def test_what_cannot_fit_is_refused_before_a_weight_is_loaded_with_the_setting_that_would(transformer, tmp_path, monkeypatch):
     wide = weights(tmp_path / "wide", attention_head_dim=32, axes_dims_rope=(8, 8, 8, 8))
     run = Run(tmp_path, wide, replace(BASE, memory_gb=needs(Run(tmp_path, wide), "blocks") * 0.95))
-    monkeypatch.setattr("stages.text_to_image.train.trainer.load", lambda ctx: pytest.fail("weights were loaded"))
-    with pytest.raises(ValueError, match=r"^train: the plan blocks needs about .* at 96 x 64 px, .* would need .* GB$") as caught:
+    monkeypatch.setattr(model, "load_transformer", lambda *given: pytest.fail("weights were loaded"))
+    with pytest.raises(ValueError, match=r"^train: plan blocks needs about .* at 96 x 64 px, .* would need .* GB$") as caught:
         run.go()
     assert "micro_batch = 1" in str(caught.value)
     run.config = replace(run.config, batch_size=1, memory_gb=needs(run, "blocks", 1) * 0.95)
@@ -66,24 +76,26 @@ def test_what_cannot_fit_is_refused_before_a_weight_is_loaded_with_the_setting_t
     with pytest.raises(
         ValueError,
         match=r'base_bits = 4; \[train.optimizer\] kind = "adamw8bit" would need .* GB, too much as well; '
-        r"a smaller family or more memory is wanted$",
+        r"choose a smaller family, or train on a device with more memory$",
     ):
         run.go()
     run.config = replace(run.config, base_bits=4, optimizer=OptimizerConfig(kind="lion"))
-    with pytest.raises(ValueError, match=r"no setting would need less; a smaller family or more memory is wanted$"):
+    with pytest.raises(
+        ValueError, match=r"no setting would need less; choose a smaller family, or train on a device with more memory$"
+    ):
         run.go()
     run.config = replace(run.config, memory="whole", memory_gb=needs(run, "whole", 1) * 0.99)
-    with pytest.raises(ValueError, match=r'the plan whole needs .* memory = "blocks" would need'):
+    with pytest.raises(ValueError, match=r'plan whole needs .* memory = "blocks" would need'):
         run.go()
 
 
 def refused(run: Run) -> tuple[dict[str, Any], float]:
     """The settings that a refusal names, and what it says that they need, GB: as they stand in its line."""
     with pytest.raises(ValueError) as caught:
-        asked(run)
+        chosen(run)
     line = str(caught.value)
     assert "\n" not in line and "too much" not in line
-    found = re.fullmatch(r"train: the plan .* may take .* GB: (.*) would need (.*) GB", line)
+    found = re.fullmatch(r"train: plan .* may take: (.*) would need (.*) GB", line)
     assert found
     parts = [re.fullmatch(r"(\[.*?\]) (.*)", part) for part in found[1].split("; ")]
     return tomllib.loads("\n".join(f"{part[1]}\n" + part[2].replace(", ", "\n") for part in parts if part)), float(found[2])
@@ -115,14 +127,14 @@ def test_where_only_several_settings_together_fit_a_refusal_names_them_all_and_t
     assert settings == {"train": {name: ALL[name] for name in names}}
     assert said == pytest.approx(limit, rel=0.01)
     run.config = with_settings(run.config, settings["train"])
-    assert asked(run).plan == "blocks"
+    assert chosen(run).plan == "blocks"
 
 
-def test_klein_9b_in_a_batch_of_8_at_1024_px_is_told_of_pieces_and_4_bits_to_fit_11_gb(monkeypatch):
+def test_klein_9b_in_a_batch_of_8_at_1024_px_is_told_of_micro_batches_and_4_bits_to_fit_11_gb(monkeypatch):
     monkeypatch.setattr("stages.models.attention.fused_gradient", lambda q_BHLK: True)
-    ask = memory_plan.MemoryEstimator(TrainConfig(batch_size=8), Flux2Config.from_dict(family("klein-base-9b").transformer))
-    with pytest.raises(ValueError, match=r"GB: \[train\] micro_batch = 1, base_bits = 4 would need (9|10)\..* GB$"):
-        memory_plan.settle(ask, memory_plan.Batch(8, 1024, 1024, 512), int(11e9))
+    klein = estimator(TrainConfig(batch_size=8), family("klein-base-9b").transformer)
+    with pytest.raises(ValueError, match=r"may take: \[train\] micro_batch = 1, base_bits = 4 would need (9|10)\..* GB$"):
+        memory_plan.require_fit(klein, memory_plan.BatchShape(8, 1024, 1024, 512, PIXELS), int(11e9))
 
 
 def test_a_setting_that_is_not_needed_beside_the_others_is_not_named(deep, tmp_path):
@@ -148,11 +160,13 @@ def test_where_no_settings_fit_the_highest_resolution_that_does_is_named_and_it_
     assert said == pytest.approx(at(352), rel=0.01)
     run.config = with_settings(run.config, settings["train"])
     run.tables = tables(((64, 64),) * 3 + ((352, 352),))
-    assert asked(run).plan == ("whole" if aside else "blocks"), "a measurement's need is the same in every plan"
+    assert chosen(run).plan == ("whole" if aside else "blocks"), "a measurement's need is the same in every plan"
     run.config = replace(run.config, memory_gb=at(256) * 0.999)
     run.tables = tables(((64, 64),) * 3 + ((640, 480),))
-    with pytest.raises(ValueError, match=r"resolutions = \[256\] would need .* GB, too much as well; a smaller family or more"):
-        asked(run)
+    with pytest.raises(
+        ValueError, match=r"resolutions = \[256\] would need .* GB, too much as well; choose a smaller family, or"
+    ):
+        chosen(run)
 
 
 @pytest.fixture(scope="module")
@@ -164,39 +178,37 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_between_whole_and_blocks_as_many_blocks_are_kept_as_fit_to_the_byte(deep, tmp_path):
     run = Run(tmp_path, deep, replace(BASE, batch_size=1))
-    bytes_of = {plan: round(needs(run, plan, 1) * memory_plan.GB) for plan in ("blocks", 2, 3, "whole")}
+    bytes_of = {plan: round(needs(run, plan, 1) * GB) for plan in ("blocks", 2, 3, "whole")}
     for plan, need in bytes_of.items():
-        run.config = replace(run.config, memory_gb=(need + 0.5) / memory_plan.GB)
-        assert asked(run).plan == plan
+        run.config = replace(run.config, memory_gb=(need + 0.5) / GB)
+        assert chosen(run).plan == plan
     for less, plan in (("blocks", 2), (2, 3)):
-        run.config = replace(run.config, memory_gb=(bytes_of[plan] - 0.5) / memory_plan.GB)
-        assert asked(run).plan == less
+        run.config = replace(run.config, memory_gb=(bytes_of[plan] - 0.5) / GB)
+        assert chosen(run).plan == less
 
 
 def test_a_run_says_its_plan_and_what_it_expects_before_its_first_row_and_trains_with_it(deep, tmp_path, monkeypatch):
     run = Run(tmp_path, deep, replace(BASE, batch_size=1, steps=2))
     run.config = replace(run.config, memory_gb=needs(run, 2, 1) * 1.00001)
     plans = []
-    real = trainer.loss_and_grads
-    monkeypatch.setattr(trainer, "loss_and_grads", lambda *given: [plans.append(given[-1]), real(*given)][1])
+    real = tuner_step.loss_and_grads
+    monkeypatch.setattr(tuner_step, "loss_and_grads", lambda *given: [plans.append(given[-1]), real(*given)][1])
     rows = STAGE.run(run.context())
     next(rows)
-    expected = f"about {needs(run, 2, 1):.2g} GB of {run.config.memory_gb:.3g} GB are expected at the peak"
-    assert f"plan 2 (of 6 blocks the last 2 are not computed twice): {expected}" in run.said
+    estimated = f"estimated peak {needs(run, 2, 1):.2g} GB of {run.config.memory_gb:.3g} GB"
+    assert f"plan 2 (the last 2 of 6 blocks are not computed twice): {estimated}" in run.said
     list(rows)
     assert plans == [2, 2]
 
 
 def peak_of(run: Run, steps: int = 2) -> int:
     """Bytes at the most in the first steps, beside what lay there before."""
-    context = run.context()
-    sampler = sampler_of(context)
     gc.collect()  # what another test left would else be let go in between
     before = mx.get_active_memory()
-    made = Trainer(context, None)
-    made.plan, made.bound = run.config.memory, 1
+    made = run.training()
+    made.plan, made.live_bytes = run.config.memory, 1
     mx.reset_peak_memory()
-    for _, micros, _ in Loader(context, sampler, range(1, steps + 1)):
+    for _, micros, _ in Loader(run.task(), range(1, steps + 1)):
         made.step(micros, 1e-4)
     return mx.get_peak_memory() - before
 
@@ -204,13 +216,13 @@ def peak_of(run: Run, steps: int = 2) -> int:
 @pytest.mark.parametrize(
     "more",
     [{"accumulate": 2}, {"batch_size": 2, "micro_batch": 1}, {"preservation": PreservationConfig()}],
-    ids=["several batches", "pieces of a batch", "preservation"],
+    ids=["several batches", "micro-batches", "preservation"],
 )
 def test_gradients_that_are_added_up_are_expected_to_need_the_adapters_size_once_more_and_do(more, deep, tmp_path):
     plain = replace(BASE, batch_size=1, rank=16, memory="whole", caption_dropout=0.0)
     runs = [Run(tmp_path, deep, config, rich(((128, 128),) * 4)) for config in (plain, replace(plain, **more))]
-    expected, measured = [needs(run, "whole", 1) * memory_plan.GB for run in runs], [peak_of(run) for run in runs]
-    adapter = memory_plan.MemoryEstimator(plain, Flux2Config.from_dict(read_config(deep))).adapter
+    expected, measured = [needs(run, "whole", 1) * GB for run in runs], [peak_of(run) for run in runs]
+    adapter = estimator(plain, read_config(deep)).adapter
     assert expected[1] - expected[0] == pytest.approx(adapter)
     assert measured[1] - measured[0] == pytest.approx(adapter, rel=0.25)
 
@@ -220,49 +232,48 @@ def test_what_measuring_held_out_images_takes_is_expected_where_they_are_larger_
     aside = ValidationConfig(paths=("image3",), sigmas=(0.2, 0.8))
     config = replace(BASE, memory="blocks", micro_batch=micro, variant=variant, validation=aside)
     run = Run(tmp_path, deep, config, tables(((64, 64),) * 3 + ((384, 384),)))
-    context = run.context()
-    data = data_of(context)
-    batch = memory_plan.largest(sampler_of(context, data))
+    batch = batch_of(run)
     assert batch.held and (batch.width, batch.held.width) == (64, 384)
     gc.collect()  # what another test left would else be let go in between
     before = mx.get_active_memory()
-    made = Trainer(context, None)
-    made.bound = 1
-    validation = validation_of(context, data)
-    assert validation
+    made = run.training()
+    made.live_bytes = 1
+    held_out = run.task().held_out
+    assert held_out
     mx.reset_peak_memory()
-    for pieces in validation.load(context):
-        made.measure(pieces)
+    for micro_batch in held_out.micro_batches():
+        made.measure(micro_batch)
     measured = mx.get_peak_memory() - before
-    assert 1 / planner.FACTOR < needs(run, "blocks", micro or 2) * memory_plan.GB / measured < planner.FACTOR
+    assert 1 / planner.FACTOR < needs(run, "blocks", micro or 2) * GB / measured < planner.FACTOR
     trained = needs(Run(tmp_path, deep, replace(config, validation=None), tables(((64, 64),) * 3)), "blocks", micro or 2)
-    assert trained * memory_plan.GB < measured / planner.FACTOR
+    assert trained * GB < measured / planner.FACTOR
 
 
 def test_gradients_are_added_up_without_a_third_copy_of_any(deep, tmp_path):
     config = replace(BASE, batch_size=1, rank=64, accumulate=3, precision="bfloat16", memory="blocks")
     run = Run(tmp_path, deep, config, tables(((64, 64),) * 4))
-    made = Trainer(run.context(), None)
+    made = run.training()
     made.plan = "blocks"
-    ((_, micros, _),) = Loader(run.context(), sampler_of(run.context()), range(1, 2))
+    micros = run.micro_batches(1)
     gc.collect()  # what another test left would else be let go in between
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     with live_memory_limit(1):
-        mx.eval(made.gradient(micros))
-    # The sum, a piece's gradient and the adapter, those two in bfloat16, and what one block is computed in.
+        found = made.gradient(micros)
+        mx.eval(found.grads, found.losses)
+    # The sum, one micro-batch's gradient and the adapter, both bfloat16, and what one block needs.
     assert mx.get_peak_memory() - before < 2.4 * made.masters.nbytes
 
 
 def test_a_run_keeps_the_plan_that_it_began_with_unless_a_setting_or_memory_says_otherwise(transformer, tmp_path):
     run = Run(tmp_path, transformer, replace(BASE, memory="blocks")).go(stop_at=2)
-    (start,) = checkpoint.found(tmp_path / "artifacts")
+    (start,) = checkpoint.find_checkpoints(tmp_path / "artifacts")
     run.config = BASE
-    assert asked(run, start).plan == "blocks"
+    assert chosen(run, start).plan == "blocks"
     assert not any("goes on with" in line for line in run.said)
     run.config = replace(BASE, memory="whole")
-    assert asked(run, start).plan == "whole"
-    assert any(line.startswith("the run began with the plan blocks and goes on with whole") for line in run.said)
+    assert chosen(run, start).plan == "whole"
+    assert any(line.startswith("the run began with plan blocks and goes on with plan whole") for line in run.said)
 
 
 def test_the_plan_of_a_run_changes_no_row_but_for_rounding(whole, transformer, tmp_path):
@@ -274,45 +285,44 @@ def test_the_plan_of_a_run_changes_no_row_but_for_rounding(whole, transformer, t
 
 
 def test_the_micro_batch_follows_memory_between_one_sample_and_the_batch(transformer, tmp_path):
-    assert memory_plan.follow(100, 100, held=10, peak=60, limit=50) == 50
-    assert memory_plan.follow(100, 100, held=10, peak=30, limit=100) == 200
-    assert memory_plan.follow(100, 100, held=10, peak=60, limit=100) == 100
-    assert memory_plan.follow(100, 40, held=10, peak=20, limit=100) == 100, "a small step says nothing about a large one"
+    assert adjust_max_tokens(100, 100, held=10, peak=60, limit=50) == 50
+    assert adjust_max_tokens(100, 100, held=10, peak=30, limit=100) == 200
+    assert adjust_max_tokens(100, 100, held=10, peak=60, limit=100) == 100
+    assert adjust_max_tokens(100, 40, held=10, peak=20, limit=100) == 100, "a small step says nothing about a large one"
     run = Run(tmp_path, transformer, replace(BASE, micro_batch="auto"))
-    chosen = asked(run)
-    batch = memory_plan.largest(sampler_of(run.context()))
-    assert chosen.piece == batch.samples * batch.length
+    batch = batch_of(run)
+    assert chosen(run).max_tokens == batch.samples * batch.tokens
     run.config = replace(BASE, micro_batch="auto", memory_gb=needs(run, "blocks", 1) * 1.001)
-    assert asked(run).piece == batch.length
+    assert chosen(run).max_tokens == batch.tokens
 
 
 def test_the_micro_batch_grows_where_twice_the_room_is_sure_to_stay_below_nine_tenths():
-    assert memory_plan.follow(100, 100, held=10, peak=50, limit=100) == 200
-    assert memory_plan.follow(100, 100, held=10, peak=51, limit=100) == 100
-    assert memory_plan.follow(100, 100, held=10, peak=100, limit=100) == 100
-    assert memory_plan.follow(100, 100, held=10, peak=101, limit=100) == 50
+    assert adjust_max_tokens(100, 100, held=10, peak=50, limit=100) == 200
+    assert adjust_max_tokens(100, 100, held=10, peak=51, limit=100) == 100
+    assert adjust_max_tokens(100, 100, held=10, peak=100, limit=100) == 100
+    assert adjust_max_tokens(100, 100, held=10, peak=101, limit=100) == 50
 
 
 class Followed:
     """Runs of a stage under readings of memory that are made up, a pair of (held, peak) in GB for each step."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, readings: list[tuple[float, float]]) -> None:
-        self.pieces: list[list[int]] = []  # of each step: samples computed at once
+        self.sizes: list[list[int]] = []  # of each step: samples computed at once
         self.now, coming = (0.0, 0.0), iter(readings)
-        step, gradients = Trainer.step, trainer.loss_and_grads
+        step, gradients = TrainingStep.step, tuner_step.loss_and_grads
 
         def stepped(*given: Any) -> Any:
-            self.pieces.append([])
+            self.sizes.append([])
             measured = step(*given)
             self.now = next(coming)
             return measured
 
         def counted(*given: Any) -> Any:
-            self.pieces[-1].append(given[3]["x_BLC"].shape[0])
+            self.sizes[-1].append(given[3]["x_BLC"].shape[0])
             return gradients(*given)
 
-        monkeypatch.setattr(Trainer, "step", stepped)
-        monkeypatch.setattr(trainer, "loss_and_grads", counted)
+        monkeypatch.setattr(TrainingStep, "step", stepped)
+        monkeypatch.setattr(tuner_step, "loss_and_grads", counted)
         monkeypatch.setattr(mx, "get_active_memory", lambda: round(self.now[0] * 1e9))
         monkeypatch.setattr(mx, "get_peak_memory", lambda: round(self.now[1] * 1e9))
 
@@ -327,26 +337,26 @@ def test_a_run_s_micro_batch_shrinks_after_a_step_above_the_limit_and_grows_wher
 ):
     followed = Followed(monkeypatch, READINGS)
     run = Run(tmp_path, transformer, FOLLOWING, tables(((64, 64),) * 8)).go()
-    assert followed.pieces == FOLLOWED
+    assert followed.sizes == FOLLOWED
     changes = [line for line in run.said if line.startswith("the micro-batch")]
     assert changes == [
         f"the micro-batch is now {n} tokens, {how} than before" for n, how in ((44, "fewer"), (22, "fewer"), (44, "more"))
     ]
-    (last,) = (saved for saved in checkpoint.found(tmp_path / "artifacts") if saved.step == 5)
-    assert last.state["piece"] == 44
+    (last,) = (saved for saved in checkpoint.find_checkpoints(tmp_path / "artifacts") if saved.step == 5)
+    assert last.state["max_tokens"] == 44
 
 
 def test_a_run_that_is_stopped_goes_on_with_the_micro_batch_that_it_had_come_to(transformer, tmp_path, monkeypatch):
     followed = Followed(monkeypatch, READINGS)
     run = Run(tmp_path, transformer, FOLLOWING, tables(((64, 64),) * 8)).go(stop_at=2)
-    assert followed.pieces == FOLLOWED[:2]
+    assert followed.sizes == FOLLOWED[:2]
     run.go()
-    assert followed.pieces == FOLLOWED
+    assert followed.sizes == FOLLOWED
 
 
 def test_a_run_whose_micro_batch_follows_memory_has_the_same_rows_but_for_rounding(whole, transformer, tmp_path, monkeypatch):
     sizes = iter([10, 22, 5, 40, 22, 10, 22])
-    monkeypatch.setattr(memory_plan, "follow", lambda *given: next(sizes))
+    monkeypatch.setattr(loop, "adjust_max_tokens", lambda *given: next(sizes))
     run = Run(tmp_path, transformer, replace(BASE, micro_batch="auto")).go()
     for ours, theirs in zip(run.rows, whole.rows, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
@@ -357,5 +367,5 @@ def test_weights_that_are_unpacked_give_no_room_to_work_ahead_in():
     packed = planner.Estimate(100, 10, 20, 5, (50, 50, 40, 40), (3, 3, 4, 4), unpacked=30)
     bare = replace(packed, unpacked=0)
     assert packed.peak("blocks") > bare.peak("blocks")
-    assert memory_plan.bound(packed, "blocks", 10**6) == memory_plan.bound(bare, "blocks", 10**6) > bare.peak("blocks")
-    assert memory_plan.bound(packed, "whole", 10**6) == 10**6
+    assert live_bytes_limit(packed, "blocks", 10**6) == live_bytes_limit(bare, "blocks", 10**6) > bare.peak("blocks")
+    assert live_bytes_limit(packed, "whole", 10**6) == 10**6

@@ -31,7 +31,7 @@ def test_repeats_are_of_whole_folders_and_the_longest_path_counts():
     [
         (DataConfig(resolutions={"512": 1}), "resolutions: 768 has no weight; 0 leaves it out; there are 512, 768"),
         (DataConfig(resolutions={"512": 1, "768": 1, "1024": 1}), "no crop has 1024; there are 512, 768"),
-        (DataConfig(repeats={"rar": 2}), "'rar' is the path of no image that is trained on; did you mean \"rare\""),
+        (DataConfig(repeats={"rar": 2}), "no image that is trained on has the path 'rar'; did you mean \"rare\""),
     ],
 )
 def test_a_name_that_nothing_bears_is_refused_with_what_would_be_right(config, message):
@@ -65,18 +65,18 @@ def test_paths_hold_out_what_they_match_under_any_of_its_names():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DataConfig(resolutions={"512px": 1}), "'512px' is no resolution"),
-        (lambda: DataConfig(resolutions={"512": 0}), "none is above 0"),
-        (lambda: DataConfig(resolutions={}), "none is above 0"),
-        (lambda: DataConfig(repeats={"a": -1}), "repeats: -1 of 'a' is wrong; 0, or 0.001 to 1000, is wanted"),
-        (lambda: DataConfig(repeats={"a": 1e9}), r"repeats: 1e\+09 of 'a' is wrong"),
-        (lambda: DataConfig(repeats={"a": 1e-9}), "repeats: 1e-09 of 'a' is wrong"),
-        (lambda: MaskConfig(floor=1.5), "floor: 1.5 is wrong"),
-        (lambda: ValidationConfig(share=2), "share: 2 is wrong; 0 to 1"),
-        (lambda: ValidationConfig(every=0), "every: 0 is wrong; 1 or more"),
-        (lambda: ValidationConfig(patience=0), "patience: 0 is wrong"),
-        (lambda: ValidationConfig(sigmas=(0.5, 0.5)), "should be different levels above 0"),
-        (lambda: ValidationConfig(sigmas=(0.0,)), "should be different levels above 0"),
+        (lambda: DataConfig(resolutions={"512px": 1}), "such as 512, got '512px'"),
+        (lambda: DataConfig(resolutions={"512": 0}), "must have a value above 0"),
+        (lambda: DataConfig(resolutions={}), "must have a value above 0"),
+        (lambda: DataConfig(repeats={"a": -1}), "repeats must be 0, or 0.001 to 1000, got -1 for 'a'"),
+        (lambda: DataConfig(repeats={"a": 1e9}), r"repeats must be .*, got 1e\+09 for 'a'"),
+        (lambda: DataConfig(repeats={"a": 1e-9}), "repeats must be .*, got 1e-09 for 'a'"),
+        (lambda: MaskConfig(floor=1.5), "floor must be >= 0 and <= 1, got 1.5"),
+        (lambda: ValidationConfig(share=2), "share must be >= 0 and <= 1, got 2"),
+        (lambda: ValidationConfig(every=0), "every must be >= 1, got 0"),
+        (lambda: ValidationConfig(patience=0), "patience must be >= 1, got 0"),
+        (lambda: ValidationConfig(sigmas=(0.5, 0.5)), "sigmas must be different levels above 0"),
+        (lambda: ValidationConfig(sigmas=(0.0,)), "sigmas must be different levels above 0"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(make, message):

@@ -14,17 +14,17 @@ import pyarrow as pa
 import pytest
 
 from schemas.text_to_image import latents
-from stages.text_to_image.train import loader as trainset
-from stages.text_to_image.train import log as trainlog
-from stages.text_to_image.train import stage as train
-from stages.text_to_image.train import trainer
-from stages.text_to_image.train.config import EmaConfig, NoiseConfig, OptimizerConfig, ScheduleConfig, TrainConfig
-from stages.text_to_image.train.dataset import usable
+from stages.text_to_image.train.config import NoiseConfig, TrainConfig
+from stages.text_to_image.train.reader import MicroBatch
 from stages.text_to_image.train.selection import ValidationConfig
 from stages.text_to_image.train.stage import STAGE
+from stages.text_to_image.train.task import ImageTask
 from stages.tuner import checkpoint
+from stages.tuner import step as tuner_step
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.stacks import Stacks
+from stages.tuner.config import EmaConfig, OptimizerConfig, ScheduleConfig
+from stages.tuner.optimizers import step as optimizer_step
 from tests import harness
 from tests.stages.text_to_image.train.runs import BASE, SHAPES, TEXT_ROWS, TINY, Run, rows_of, tables, weights
 from tests.stages.tuner.blockwise.test_backprop import assert_same
@@ -56,7 +56,7 @@ def test_a_run_that_is_stopped_and_killed_ends_with_the_bits_of_an_unbroken_one(
 def test_a_stop_keeps_a_checkpoint_of_that_very_step_and_the_next_run_goes_on_from_it(whole, transformer, tmp_path):
     run = Run(tmp_path, transformer, whole.config).go(stop_at=2)
     assert max(step for step, _, _ in run.stored) == 2
-    assert [saved.step for saved in checkpoint.found(tmp_path / "artifacts")] == [2]
+    assert [saved.step for saved in checkpoint.find_checkpoints(tmp_path / "artifacts")] == [2]
     first = run.go(kill_at=3).said[-2]
     assert first.endswith("steps 3 to 7")
 
@@ -70,7 +70,7 @@ def test_a_checkpoint_of_any_kind_of_damage_is_passed_over(whole, transformer, t
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
 
 
-def test_rows_that_a_kill_lost_are_told_again_without_training(whole, transformer, tmp_path):
+def test_rows_that_a_kill_lost_are_yielded_again_without_training(whole, transformer, tmp_path):
     run = Run(tmp_path, transformer, whole.config).go()
     run.loaded = 0
     for key in [key for key in run.stored if key[0] >= 5]:
@@ -80,7 +80,7 @@ def test_rows_that_a_kill_lost_are_told_again_without_training(whole, transforme
     assert run.rows == whole.rows
 
 
-def test_rows_that_nobody_holds_any_more_are_trained_again(whole, transformer, tmp_path):
+def test_rows_that_neither_table_nor_checkpoint_holds_are_trained_again(whole, transformer, tmp_path):
     run = Run(tmp_path, transformer, whole.config).go()
     (tmp_path / "artifacts" / "checkpoints" / "step-000003" / "rows.arrow").unlink()
     for key in [key for key in run.stored if key[0] == 2]:
@@ -146,7 +146,7 @@ def test_a_checkpoint_that_is_damaged_is_said_and_the_one_before_it_taken(whole,
     newest = max((tmp_path / "artifacts/checkpoints").iterdir()) / "adapter.safetensors"
     newest.write_bytes(newest.read_bytes()[:-4])
     run.go()
-    assert "the checkpoint of step 5 is not whole; the run goes on from that of step 3" in run.said
+    assert "the checkpoint of step 5 is damaged; the run goes on from step 3" in run.said
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
 
 
@@ -200,9 +200,9 @@ def test_there_is_a_row_for_every_sample_wanted_and_it_says_what_was_drawn(whole
         assert row["peak_bytes"] > 0
 
 
-def test_the_samples_of_a_step_draw_apart(transformer, tmp_path):
+def test_the_samples_of_a_step_draw_different_noise_levels_and_dropouts(transformer, tmp_path):
     config = replace(BASE, batch_size=7, steps=40, caption_dropout=0.5)
-    sampler = train.sampler_of(Run(tmp_path, transformer, config, tables(((64, 64),) * 7)).context())
+    sampler = Run(tmp_path, transformer, config, tables(((64, 64),) * 7)).task().sampler
     steps = [micro for step in range(1, 41) for micro in sampler.step(step)]
     assert all(len({sample.sigma for sample in samples}) == 7 for samples in steps)
     assert len({tuple(sample.dropped for sample in samples) for samples in steps}) > 20
@@ -211,26 +211,25 @@ def test_the_samples_of_a_step_draw_apart(transformer, tmp_path):
 
 def test_unequal_micro_batches_count_by_their_samples(transformer, tmp_path):
     run = Run(tmp_path, transformer, replace(BASE, batch_size=3, accumulate=2, steps=1), tables(((64, 64),) * 4))
-    made = trainer.Trainer(run.context(), None)
+    made = run.training()
     made.masters = Stacks.of(
         {name: value + 0.1 * mx.random.normal(value.shape, key=mx.random.key(1)) for name, value in made.adapter.items()}
     )
-    ((_, micros, _),) = list(trainset.Loader(run.context(), train.sampler_of(run.context()), range(1, 2)))
+    micros = run.micro_batches(1)
     assert sorted(len(micro.samples) for micro in micros) == [1, 3]
     fields = ("x0_BCHW", "noise_BCHW", "ctx_BTJ")
-    joint = trainset.MicroBatch(
+    joint = MicroBatch(
         [s for m in micros for s in m.samples], *(np.concatenate([getattr(m, name) for m in micros]) for name in fields)
     )
-    apart, together = made.gradient(micros), made.gradient([joint])
-    np.testing.assert_allclose(np.array(apart[0]), np.array(together[0]), rtol=1e-5)
-    assert_same(apart[1], together[1], 1e-5)  # 2e-6 was seen; see PIECES in test_train_features.py
+    several, one = made.gradient(micros), made.gradient([joint])
+    np.testing.assert_allclose(np.array(several.losses), np.array(one.losses), rtol=1e-5)
+    assert_same(several.grads, one.grads, 1e-5)  # 2e-6 was seen; see SPLIT in test_train_features.py
 
 
 def test_one_step_alone_gives_its_logged_losses(whole):
-    saved = next(s for s in checkpoint.found(whole.folder / "artifacts") if s.step == 6)
-    made = trainer.Trainer(whole.context(), saved)
-    ((_, micros, _),) = list(trainset.Loader(whole.context(), train.sampler_of(whole.context()), range(7, 8)))
-    assert made.gradient(micros)[0].tolist() == [row["loss"] for row in whole.rows if row["step"] == 7]
+    saved = next(s for s in checkpoint.find_checkpoints(whole.folder / "artifacts") if s.step == 6)
+    found = whole.training(saved).gradient(whole.micro_batches(7))
+    assert found.losses.tolist() == [row["loss"] for row in whole.rows if row["step"] == 7]
 
 
 def test_rows_that_cannot_be_used_are_left_out(tmp_path, transformer):
@@ -241,7 +240,7 @@ def test_rows_that_cannot_be_used_are_left_out(tmp_path, transformer):
     made["captions"] = made["captions"].filter(pa.compute.not_equal(made["captions"]["image_id"], "image3"))
     other = rows_of(latents.LATENTS, {"latent_id": "old crop", "image_id": "image4", "width": 96, "height": 64, "shape": [1]})
     made["latents"] = pa.concat_tables([made["latents"], other])
-    data = usable(Run(tmp_path, transformer, tables=made).context())
+    data = Run(tmp_path, transformer, tables=made).task().data
     assert [crop.latent_id for crop in data.crops] == ["latent4", "latent5", "latent6"]
 
 
@@ -264,7 +263,7 @@ def replace_row(table: pa.Table, at: int, **values: Any) -> pa.Table:
         (lambda t: t | {"embeddings": t["embeddings"].slice(2)}, "2 of 11 captions have no embedding; run the stage embeddings"),
     ],
 )
-def test_what_is_missing_is_one_clear_line(change, message, tmp_path, transformer):
+def test_missing_rows_are_an_error_of_one_line(change, message, tmp_path, transformer):
     made = change(tables())
     if "7 crops 0" in message:
         made["captions"] = pa.concat_tables([made["captions"], tables()["captions"].slice(10, 1)])
@@ -284,13 +283,14 @@ def test_losses_and_every_gradient_of_a_step_equal_torchs_with_peft(guidance, tm
 
     folder = weights(tmp_path / "transformer", guidance=guidance)
     run = Run(tmp_path, folder, replace(BASE, batch_size=3, rank=3, alpha=1.5))
-    made = trainer.Trainer(run.context(), None)
+    made = run.training()
     draw = np.random.default_rng(5)
     made.masters = Stacks.of(
         {name: mx.array(draw.normal(0, 0.1, value.shape).astype(np.float32)) for name, value in made.adapter.items()}
     )
-    ((_, (micro,), _),) = list(trainset.Loader(run.context(), train.sampler_of(run.context()), range(1, 2)))
-    losses, grads, _ = made.gradient([micro])
+    (micro,) = run.micro_batches()
+    gradient = made.gradient([micro])
+    losses, grads = gradient.losses, gradient.grads
 
     reference = Flux2Transformer2DModel.from_pretrained(folder)
     names = [target.name for target in made.targets]
@@ -371,24 +371,24 @@ def test_targets_choose_what_is_trained(transformer, tmp_path):
 def broken(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     """Make the losses and gradients of these calls not a number."""
     calls = iter(range(1, 1000))
-    real = trainer.loss_and_grads
+    real = tuner_step.loss_and_grads
 
     def compute(*given: Any) -> Any:
         losses, grads = real(*given)
         factor = float("nan") if next(calls) in steps else 1.0
         return losses * factor, {name: grad * factor for name, grad in grads.items()}
 
-    monkeypatch.setattr(trainer, "loss_and_grads", compute)
+    monkeypatch.setattr(tuner_step, "loss_and_grads", compute)
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_said(transformer, tmp_path, monkeypatch):
     broken(monkeypatch, 2, 3)
     run = Run(tmp_path, transformer, replace(BASE, steps=4, checkpoint_every=1)).go()
-    saved = {found.step: found.arrays(checkpoint.ADAPTER) for found in checkpoint.found(tmp_path / "artifacts")}
+    saved = {found.step: found.arrays(checkpoint.ADAPTER) for found in checkpoint.find_checkpoints(tmp_path / "artifacts")}
     for name in saved[1]:
         assert mx.array_equal(saved[1][name], saved[3][name])
     assert any(not mx.array_equal(saved[3][name], saved[4][name]) for name in saved[3])
-    assert checkpoint.found(tmp_path / "artifacts")[0].arrays(checkpoint.OPTIMIZER)["step"].item() == 2
+    assert checkpoint.find_checkpoints(tmp_path / "artifacts")[0].arrays(checkpoint.OPTIMIZER)["step"].item() == 2
     assert [line for line in run.said if "not finite" in line] == [
         f"step {step}: the loss or the gradient is not finite; the step is skipped" for step in (2, 3)
     ]
@@ -400,7 +400,7 @@ def test_three_steps_in_a_row_that_are_not_finite_end_the_run_also_across_a_resu
     with pytest.raises(ValueError, match=r"^train: stopped at step 4: 3 steps in a row .* lower \[train\] lr \(0.01\)") as caught:
         run.go()
     assert "\n" not in str(caught.value)
-    assert checkpoint.found(tmp_path / "artifacts")[0].step == 3
+    assert checkpoint.find_checkpoints(tmp_path / "artifacts")[0].step == 3
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw8bit", "adafactor", "lion", "prodigy"])
@@ -412,13 +412,13 @@ def test_an_update_that_is_not_finite_ends_the_run_at_once_and_reaches_no_file(k
     run.config = replace(sound, lr=1e30)  # its third step, the last, would be the result
     with pytest.raises(ValueError) as caught:
         run.go()
-    said = "train: stopped at step 3: the update made the adapter infinite, and nothing of it is kept; lower [train] lr (1e+30)"
+    said = "train: stopped at step 3: the update made the adapter infinite, so it is not saved; lower [train] lr (1e+30)"
     assert str(caught.value) == said
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
 def test_an_adapter_that_does_not_move_ends_the_run(transformer, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer.optimizer, "clipping", lambda norm, limit: mx.zeros(()))
+    monkeypatch.setattr(optimizer_step, "clip_factor", lambda norm, limit: mx.zeros(()))
     with pytest.raises(ValueError, match="stopped at step 10: the adapter has not moved"):
         Run(tmp_path, transformer, replace(BASE, steps=12, batch_size=1)).go()
 
@@ -427,17 +427,16 @@ def test_a_distilled_family_is_trained_with_a_warning(transformer, tmp_path):
     run = Run(tmp_path, transformer)
     context = run.context()
     context.need = {"family": replace(TINY, distilled=True)}.__getitem__
-    trainlog.warn(context)
-    assert "base model" in run.said[0]
+    assert [line for line in ImageTask(context).warnings() if "base model" in line]
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"steps": 0}, "steps: 0 is wrong; 1 to 1000000 is wanted"),
-        ({"caption_dropout": 1.5}, "caption_dropout: 1.5 is wrong; 0 to 1 is wanted"),
-        ({"alpha": 0.0}, "alpha: 0.0 is wrong"),
-        ({"lr": -1e-4}, "lr: -0.0001 is wrong"),
+        ({"steps": 0}, "steps must be >= 1 and <= 1000000, got 0"),
+        ({"caption_dropout": 1.5}, "caption_dropout must be >= 0 and <= 1, got 1.5"),
+        ({"alpha": 0.0}, "alpha must be >= 1e-12, got 0.0"),
+        ({"lr": -1e-4}, "lr must be >= 1e-12, got -0.0001"),
     ],
 )
 def test_a_setting_out_of_range_is_refused_by_name(values, message):

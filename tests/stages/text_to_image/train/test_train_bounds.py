@@ -8,25 +8,27 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from stages.text_to_image.train import memory_plan, trainer
-from stages.text_to_image.train.config import EmaConfig, PreservationConfig
-from stages.text_to_image.train.loader import Loader
+from stages.text_to_image.train import memory_plan
+from stages.text_to_image.train.config import PreservationConfig
 from stages.text_to_image.train.replay import replay
 from stages.text_to_image.train.selection import ValidationConfig
-from stages.text_to_image.train.stage import sampler_of
+from stages.tuner import step as tuner_step
+from stages.tuner.config import EmaConfig
+from stages.tuner.loader import Loader
+from stages.tuner.step import TrainingStep
 from tests.stages.text_to_image.train.runs import BASE, Run
 from tests.stages.text_to_image.train.test_train_features import rich
 
 
 @pytest.fixture
 def bounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bounds that fit chooses."""
+    """The limits of live bytes that memory plans choose."""
     found: list[int] = []
     real = memory_plan.choose
 
     def choose(*given: Any) -> memory_plan.MemoryPlan:
         chosen = real(*given)
-        found.append(chosen.bound)
+        found.append(chosen.live_bytes)
         return chosen
 
     monkeypatch.setattr(memory_plan, "choose", choose)
@@ -34,15 +36,15 @@ def bounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def limits_in(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
-    """MLX's limit whenever the trainer calls this function of its own."""
+    """MLX's limit whenever a step calls this function of its own."""
     seen: list[int] = []
-    real = getattr(trainer, name)
-    monkeypatch.setattr(trainer, name, lambda *given: [seen.append(mx.get_memory_limit()), real(*given)][1])
+    real = getattr(tuner_step, name)
+    monkeypatch.setattr(tuner_step, name, lambda *given: [seen.append(mx.get_memory_limit()), real(*given)][1])
     return seen
 
 
 @pytest.mark.parametrize("plan", ["blocks", "whole"])
-def test_in_every_step_of_a_run_the_limit_is_what_fit_chose_and_then_what_it_was(
+def test_in_every_step_of_a_run_the_limit_is_what_the_memory_plan_chose_and_then_what_it_was(
     plan, bounds, transformer, tmp_path, monkeypatch
 ):
     before, seen = mx.get_memory_limit(), limits_in(monkeypatch, "loss_and_grads")
@@ -55,16 +57,16 @@ def test_in_every_step_of_a_run_the_limit_is_what_fit_chose_and_then_what_it_was
 @pytest.mark.parametrize(
     "more",
     [{}, {"accumulate": 3}, {"micro_batch": 1}, {"preservation": PreservationConfig()}, {"memory": "blocks", "ema": EmaConfig()}],
-    ids=["plain", "several batches", "pieces of a batch", "preservation", "by blocks, averaged"],
+    ids=["plain", "several batches", "micro-batches", "preservation", "by blocks, averaged"],
 )
 def test_a_step_waits_for_the_device_once(more, transformer, tmp_path, monkeypatch):
     run = Run(tmp_path, transformer, replace(BASE, **more), rich())
-    made = trainer.Trainer(run.context(), None)
-    made.plan, made.bound = run.config.memory if "memory" in more else "whole", 1
+    made = run.training()
+    made.plan, made.live_bytes = run.config.memory if "memory" in more else "whole", 1
     waits: list[int] = []
     real = mx.eval
     monkeypatch.setattr(mx, "eval", lambda *given: [waits.append(1), real(*given)][1])
-    for step, micros, _ in Loader(run.context(), sampler_of(run.context()), range(1, 4)):
+    for step, micros, _ in Loader(run.task(), range(1, 4)):
         made.step(micros, 1e-4, ratio=True)
         assert len(waits) == step
 
@@ -76,7 +78,7 @@ def measured(run: Run) -> list[float]:
     return [row["loss"] for row in run.rows if row["split"] == "validation"]
 
 
-def test_a_measurement_keeps_within_the_bound_that_fit_chose(bounds, transformer, tmp_path, monkeypatch):
+def test_a_measurement_keeps_within_the_bound_that_the_memory_plan_chose(bounds, transformer, tmp_path, monkeypatch):
     before, seen = mx.get_memory_limit(), limits_in(monkeypatch, "BlockwiseBackprop")
     Run(tmp_path, transformer, replace(BASE, steps=2, memory="blocks", validation=ASIDE)).go()
     assert len(seen) == 6 and set(seen) == set(bounds)
@@ -85,17 +87,17 @@ def test_a_measurement_keeps_within_the_bound_that_fit_chose(bounds, transformer
 
 @pytest.mark.parametrize(("micro", "at_once"), [(None, 2), (1, 1), (9, 2), ("auto", 1)])
 def test_a_measurement_computes_as_many_samples_at_once_as_the_settings_say(micro, at_once, transformer, tmp_path, monkeypatch):
-    """Whatever memory is free: the pieces are a function of the settings, and each sample's loss the same but for rounding."""
+    """Whatever memory is free: micro-batches are a function of the settings, and each sample's loss the same but for rounding."""
     counts: list[int] = []
-    real = trainer.Trainer.measure
+    real = TrainingStep.measure
 
-    def measure(self: trainer.Trainer, micro: Any) -> list[float]:
+    def measure(self: TrainingStep, micro: Any) -> list[float]:
         counts.append(len(micro.samples))
         return real(self, micro)
 
     whole = Run(tmp_path / "whole", transformer, replace(BASE, steps=2, validation=ASIDE)).go()
-    monkeypatch.setattr(trainer.Trainer, "measure", measure)
-    run = Run(tmp_path / "pieces", transformer, replace(whole.config, micro_batch=micro)).go()
+    monkeypatch.setattr(TrainingStep, "measure", measure)
+    run = Run(tmp_path / "parts", transformer, replace(whole.config, micro_batch=micro)).go()
     assert set(counts) == {at_once} and sum(counts) == 12
     keys = [(row["step"], row["split"], row["sample"], row["image_id"], row["sigma"]) for row in run.rows]
     assert keys == [(row["step"], row["split"], row["sample"], row["image_id"], row["sigma"]) for row in whole.rows]
@@ -108,8 +110,8 @@ def test_a_step_is_replayed_within_the_bound_and_with_the_plan_of_its_run(step, 
     run.config = replace(run.config, memory="whole")
     seen, plans = limits_in(monkeypatch, "loss_and_grads"), []
     bounds.clear()
-    real = trainer.loss_and_grads
-    monkeypatch.setattr(trainer, "loss_and_grads", lambda *given: [plans.append(given[-1]), real(*given)][1])
+    real = tuner_step.loss_and_grads
+    monkeypatch.setattr(tuner_step, "loss_and_grads", lambda *given: [plans.append(given[-1]), real(*given)][1])
     found = replay(run.context(), step)
     assert [one.loss for one in found] == [one.logged for one in found]
     assert bounds and set(seen) == set(bounds)

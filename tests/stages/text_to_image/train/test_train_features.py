@@ -14,31 +14,27 @@ import pyarrow as pa
 import pytest
 
 from schemas.text_to_image import captions, embeddings, latents
-from stages.text_to_image.train import loader as trainset
-from stages.text_to_image.train import trainer
-from stages.text_to_image.train.config import (
-    EmaConfig,
-    LossConfig,
-    NoiseConfig,
-    OptimizerConfig,
-    PreservationConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from stages.text_to_image.train.config import LossConfig, NoiseConfig, PreservationConfig, TrainConfig
+from stages.text_to_image.train.model import weight_bits
+from stages.text_to_image.train.objective import FlowMatching
+from stages.text_to_image.train.reader import MicroBatch
 from stages.text_to_image.train.replay import replay
 from stages.text_to_image.train.selection import DataConfig, MaskConfig, ValidationConfig
-from stages.text_to_image.train.stage import STAGE, sampler_of
+from stages.text_to_image.train.stage import STAGE
 from stages.tuner import checkpoint, quantize
+from stages.tuner import step as tuner_step
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.stacks import Stacks
-from tests.stages.text_to_image.train.runs import BASE, SHAPES, TEXT_ROWS, Run, rows_of, tables, weights, words
+from stages.tuner.config import EmaConfig, OptimizerConfig, ScheduleConfig
+from stages.tuner.step import TrainingStep
+from tests.stages.text_to_image.train.runs import BASE, SHAPES, TEXT_ROWS, TINY, Run, rows_of, tables, weights, words
 from tests.stages.tuner.blockwise.test_backprop import assert_same
 
 ARTIFACTS = "artifacts"
-# Every plan asks BLAS for the same products. Pieces of a batch have fewer rows, for which MKL rounds otherwise where it has
-# several threads: one product is then 7e-7 of its largest value from the true one, and after all of them an array's gradient
-# was seen to differ by 4.2e-6 of its largest value (4e-7 with one thread); all arrays together by 9e-7.
-PIECES = 1e-5
+# Every plan asks BLAS for the same products. Micro-batches have fewer rows, for which MKL with several threads rounds otherwise:
+# one product is then 7e-7 of its largest value from the true one, and after all of them an array's gradient was seen to differ by
+# 4.2e-6 of its largest value (4e-7 with one thread); all arrays together by 9e-7.
+SPLIT = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -111,17 +107,17 @@ def test_with_every_feature_on_a_broken_run_ends_with_the_bits_of_an_unbroken_on
 
 def test_a_kill_within_an_accumulation_repeats_that_step_to_the_bit(whole, transformer, tmp_path, monkeypatch):
     run = Run(tmp_path, transformer, whole.config, rich())
-    real, calls = trainer.loss_and_grads, iter(range(1, 100))
+    real, calls = tuner_step.loss_and_grads, iter(range(1, 100))
 
     def dies(*given: Any) -> Any:
         if next(calls) == 10:  # the second micro-batch of the fourth step: three gradients at every second one
             raise KeyboardInterrupt
         return real(*given)
 
-    monkeypatch.setattr(trainer, "loss_and_grads", dies)
+    monkeypatch.setattr(tuner_step, "loss_and_grads", dies)
     with pytest.raises(KeyboardInterrupt):
         run.go()
-    monkeypatch.setattr(trainer, "loss_and_grads", real)
+    monkeypatch.setattr(tuner_step, "loss_and_grads", real)
     run.go()
     assert run.rows == whole.rows
     assert files(run) == files(whole)
@@ -130,12 +126,12 @@ def test_a_kill_within_an_accumulation_repeats_that_step_to_the_bit(whole, trans
 def test_a_stop_within_an_accumulation_ends_the_step_first(transformer, tmp_path, monkeypatch):
     run = Run(tmp_path, transformer, replace(BASE, accumulate=3))
     asked: list[int] = []
-    real = trainer.loss_and_grads
-    monkeypatch.setattr(trainer, "loss_and_grads", lambda *given: [asked.append(1), real(*given)][1])
+    real = tuner_step.loss_and_grads
+    monkeypatch.setattr(tuner_step, "loss_and_grads", lambda *given: [asked.append(1), real(*given)][1])
     context = run.context(lambda: len(asked) >= 2)
     rows = [row for batch in STAGE.run(context) for row in batch.to_pylist()]
     assert {row["step"] for row in rows} == {1}
-    assert [saved.step for saved in checkpoint.found(tmp_path / ARTIFACTS)] == [1]
+    assert [saved.step for saved in checkpoint.find_checkpoints(tmp_path / ARTIFACTS)] == [1]
 
 
 @pytest.mark.parametrize(
@@ -165,19 +161,19 @@ def test_every_method_and_variant_trains_and_resumes_to_the_bit(change, transfor
 # What a step computes
 
 
-def step_of(run: Run, step: int = 1) -> tuple[trainer.Trainer, list[trainset.MicroBatch]]:
+def step_of(run: Run, step: int = 1) -> tuple[TrainingStep, list[MicroBatch]]:
     """A trainer whose adapter is no longer zero, and what a step trains on."""
-    made = trainer.Trainer(run.context(), None)
+    made = run.training()
     draw = np.random.default_rng(5)
     made.masters = Stacks.of(
         {name: value + mx.array(draw.normal(0, 0.1, value.shape).astype(np.float32)) for name, value in made.adapter.items()}
     )
-    ((_, micros, _),) = list(trainset.Loader(run.context(), sampler_of(run.context()), range(step, step + 1)))
+    micros = run.micro_batches(step)
     return made, micros
 
 
-def apart(ours: dict[str, mx.array], theirs: dict[str, mx.array]) -> float:
-    """How far two gradients are apart, beside their length."""
+def distance(ours: dict[str, mx.array], theirs: dict[str, mx.array]) -> float:
+    """The length of the difference of two gradients, divided by the length of the second."""
     assert set(ours) == set(theirs)
     difference = sum(
         float(np.square(np.array(ours[name], np.float64) - np.array(theirs[name], np.float64)).sum()) for name in ours
@@ -192,44 +188,44 @@ def test_plans_and_micro_batches_give_the_same_gradient_with_masks_and_preservat
     made, micros = step_of(run, 4)
     assert any(micro.class_BTJ is not None for micro in micros)
     assert any(micro.mask_BL is not None for micro in micros)
-    losses, grads, strays = made.gradient(micros)
-    for plan, most, piece in (("blocks", None, None), (2, 3, None), ("whole", None, 30), ("blocks", 1, None)):
-        made.plan, made.most, made.piece = plan, most, piece
-        again, found, strayed = made.gradient(micros)
-        np.testing.assert_allclose(np.array(again), np.array(losses), rtol=1e-5)
-        np.testing.assert_allclose(np.array(strayed), np.array(strays), rtol=1e-5)
-        pieces = made.used < max(len(micro.samples) * trainer.length(micro) for micro in micros)
-        assert_same(found, grads, PIECES if pieces else 1e-6)
-        assert apart(found, grads) < 2e-6
-        made.used = 0
+    whole = made.gradient(micros)
+    preserved = [pytest.approx(value, rel=1e-5) for value in whole.values("preservation")]
+    for plan, samples, tokens in (("blocks", None, None), (2, 3, None), ("whole", None, 30), ("blocks", 1, None)):
+        made.plan, made.max_samples, made.max_tokens = plan, samples, tokens
+        found = made.gradient(micros)
+        np.testing.assert_allclose(np.array(found.losses), np.array(whole.losses), rtol=1e-5)
+        assert found.values("preservation") == preserved
+        split = found.largest_tokens < whole.largest_tokens
+        assert_same(found.grads, whole.grads, SPLIT if split else 1e-6)
+        assert distance(found.grads, whole.grads) < 2e-6
 
 
 def test_preservation_is_the_gradient_of_the_distance_to_the_base(transformer, tmp_path):
     config = replace(BASE, preservation=PreservationConfig(weight=3.0), caption_dropout=0.0)
     run = Run(tmp_path, transformer, config, rich())
     made, micros = step_of(run)
-    _, with_it, strays = made.gradient(micros)
+    with_it = made.gradient(micros)
     plain = [replace(micro, class_BTJ=None, class_B=None) for micro in micros]
-    _, without, nothing = made.gradient(plain)
+    without = made.gradient(plain)
     (micro,) = micros
-    inputs, _ = trainer.prepare(micro, False, config.loss)
-    inputs["ctx_BTJ"] = mx.array(micro.class_BTJ).view(mx.bfloat16)
+    objective = FlowMatching(TINY.architecture, config.loss)
+    inputs = objective.inputs(micro, objective.mix(micro)[0], micro.class_BTJ)
     base_BLC = made.model(**inputs)
 
-    def distance(adapter: dict[str, mx.array]) -> mx.array:
+    def strayed(adapter: dict[str, mx.array]) -> mx.array:
         def linear_for(block: str) -> Any:
             own = {name.removeprefix(block + "."): a for name, a in adapter.items() if name.startswith(block + ".")}
             return lora.adapted_linear(own, {name.removeprefix(block + "."): s for name, s in made.scales.items()})
 
         return 3.0 * mx.mean(mx.square(made.model(**inputs, linear_for=linear_for) - base_BLC))
 
-    expected = mx.grad(distance)(made.adapter)
-    assert apart({name: with_it[name] - without[name] for name in with_it}, expected) < 1e-4
-    assert strays.mean().item() == pytest.approx(distance(made.adapter).item(), rel=1e-5)
-    assert not nothing.any()
+    expected = mx.grad(strayed)(made.adapter)
+    assert distance({name: with_it.grads[name] - without.grads[name] for name in expected}, expected) < 1e-4
+    assert np.mean(with_it.values("preservation")) == pytest.approx(strayed(made.adapter).item(), rel=1e-5)
+    assert without.values("preservation") == [None] * len(micro.samples)
 
 
-def test_what_straying_costs_is_in_the_rows_of_the_steps_and_samples_that_ask_for_it(whole):
+def test_the_preservation_loss_is_in_the_rows_of_the_steps_and_samples_that_have_one(whole):
     trained = [row for row in whole.rows if row["split"] == "train"]
     for row in trained:  # at every second step; a dropped caption has no class
         assert (row["preservation"] is None) == (row["step"] % 2 == 1 or row["dropped"])
@@ -241,7 +237,7 @@ def test_what_the_base_packs_is_what_the_settings_say(transformer, tmp_path):
     config = replace(
         BASE, base_bits=4, base_bits_for={"single_transformer_blocks.*": 8, "single_transformer_blocks.*.to_out": 16}
     )
-    made = trainer.Trainer(Run(tmp_path, transformer, config).context(), None)
+    made = Run(tmp_path, transformer, config).training()
     bits = {
         f"{block.name}.{name}": weight.bits
         for block in made.model.blocks
@@ -253,12 +249,12 @@ def test_what_the_base_packs_is_what_the_settings_say(transformer, tmp_path):
     assert single + "to_out.weight" not in bits
     assert len(bits) == 12
     assert set(bits.values()) == {4}
-    assert trainer.bits_of("single_transformer_blocks.0.attn.to_out.weight", config) == 16
-    assert trainer.bits_of("single_transformer_blocks.0.attn.to_qkv_mlp_proj.weight", config) == 8
-    assert trainer.bits_of("proj_out.weight", config) == 16
-    assert trainer.bits_of("single_stream_modulation.linear.weight", config) == 8, "what steers every block"
+    assert weight_bits("single_transformer_blocks.0.attn.to_out.weight", TINY.architecture, config) == 16
+    assert weight_bits("single_transformer_blocks.0.attn.to_qkv_mlp_proj.weight", TINY.architecture, config) == 8
+    assert weight_bits("proj_out.weight", TINY.architecture, config) == 16
+    assert weight_bits("single_stream_modulation.linear.weight", TINY.architecture, config) == 8, "what steers every block"
     with pytest.raises(ValueError, match=r"base_bits_for: 'attn.to_v_' matches no Linear; nearest: attn.to_v"):
-        trainer.Trainer(Run(tmp_path, transformer, replace(BASE, base_bits_for={"attn.to_v_": 8})).context(), None)
+        Run(tmp_path, transformer, replace(BASE, base_bits_for={"attn.to_v_": 8})).training()
 
 
 # Averages, validation, replay, initial weights
@@ -268,12 +264,12 @@ def test_the_average_is_kept_beside_the_adapter_and_is_another_one(whole):
     raw, averaged = (mx.load(str(whole.folder / ARTIFACTS / name)) for name in (checkpoint.ADAPTER, checkpoint.EMA))
     assert set(raw) == set(averaged)
     assert any(not mx.array_equal(raw[name], averaged[name]) for name in raw)
-    for saved in checkpoint.found(whole.folder / ARTIFACTS):
-        assert saved.whole(checkpoint.EMA)
+    for saved in checkpoint.find_checkpoints(whole.folder / ARTIFACTS):
+        assert saved.intact(checkpoint.EMA)
 
 
 def test_a_checkpoint_holds_the_rows_since_the_one_before_it(whole):
-    found = checkpoint.found(whole.folder / ARTIFACTS)[::-1]
+    found = checkpoint.find_checkpoints(whole.folder / ARTIFACTS)[::-1]
     since = [[row["step"] for row in saved.rows().to_pylist()] for saved in found]
     assert [min(steps) for steps in since] == [0, *(saved.step + 1 for saved in found[:-1])]
     assert [max(steps) for steps in since] == [saved.step for saved in found]
@@ -312,13 +308,13 @@ def test_patience_ends_a_run_and_more_patience_makes_it_go_on(transformer, tmp_p
     run = Run(tmp_path, transformer, replace(BASE, validation=stuck)).go()
     assert max(step for step, _, _ in run.stored) == 2
     assert any("ended after step 2" in line for line in run.said)
-    assert checkpoint.published(tmp_path / ARTIFACTS) == 2
+    assert checkpoint.published_step(tmp_path / ARTIFACTS) == 2
     run.loaded = 0
     run.go()
     assert run.loaded == 0
     run.config = replace(run.config, validation=replace(stuck, patience=4))
     run.go()
-    assert checkpoint.published(tmp_path / ARTIFACTS) == 4
+    assert checkpoint.published_step(tmp_path / ARTIFACTS) == 4
     longest = Run(tmp_path / "other", transformer, run.config).go()
     assert (run.rows, run.adapter) == (longest.rows, longest.adapter)
 
@@ -343,7 +339,7 @@ def test_a_step_replayed_gives_its_logged_losses_and_writes_nothing(step, whole)
 
 
 def test_a_step_that_the_run_does_not_have_cannot_be_replayed(whole):
-    with pytest.raises(ValueError, match="the run has the steps 1 to 6, and no step 7"):
+    with pytest.raises(ValueError, match="replay: the step must be 1 to 6, got 7"):
         replay(whole.context(), 7)
 
 
@@ -351,10 +347,10 @@ def test_a_run_starts_from_another_adapter_and_its_content_is_part_of_the_recipe
     first = Run(tmp_path / "first", transformer).go()
     file = first.folder / ARTIFACTS / checkpoint.ADAPTER
     run = Run(tmp_path / "second", transformer, replace(BASE, initial=str(file), rank=3))
-    made = trainer.Trainer(run.context(), None)
-    learnt = mx.load(str(file))
+    made = run.training()
+    saved = mx.load(str(file))
     for name in made.scales:
-        given = learnt[name + lora.B] @ learnt[name + lora.A]
+        given = saved[name + lora.B] @ saved[name + lora.A]
         np.testing.assert_allclose(
             np.array(made.scales[name] * made.adapter[name + lora.B] @ made.adapter[name + lora.A]), np.array(given), atol=1e-6
         )
@@ -380,10 +376,10 @@ def test_what_does_not_fit_the_model_is_refused_by_the_name_of_its_setting(trans
         ),
         ({"targets": ("attn.to_z",)}, r"\[train\] targets: 'attn.to_z' matches no Linear of the blocks; nearest: attn.to_"),
         ({"rank_for": {"atn.*": 4}}, r"\[train\] rank_for: 'atn.\*' matches no target; nearest: attn"),
-        ({"rslora": True}, r"\[train\] rslora: .* needs an alpha; 1.41 changes nothing"),
+        ({"rslora": True}, r"\[train\] rslora needs an alpha, .*; alpha = 1.41 gives a scale of 1"),
     ):
         with pytest.raises(ValueError, match=said):
-            trainer.Trainer(Run(tmp_path / "second", transformer, replace(BASE, **values)).context(), None)
+            Run(tmp_path / "second", transformer, replace(BASE, **values)).training()
 
 
 SMALLER = {"attention_head_dim": 16, "axes_dims_rope": (4, 4, 4, 4)}
@@ -415,11 +411,11 @@ def test_an_initial_adapter_that_does_not_fit_is_refused_before_a_weight_is_read
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"base_bits_for": {"*": 5}}, r"base_bits_for: 5 of '\*' is wrong; 16, 8 or 4 is wanted"),
-        ({"optimizer": OptimizerConfig(kind="prodigy")}, "lr: prodigy finds the rate itself"),
-        ({"rslora": True, "variant": "lokr"}, "rslora: it is of no use"),
-        ({"memory": 0}, "memory: 0 is wrong; 1 or more is wanted"),
-        ({"stop_after_minutes": 0.0}, "stop_after_minutes: 0.0 is wrong"),
+        ({"base_bits_for": {"*": 5}}, r"base_bits_for must give 16, 8 or 4 bits, got 5 for '\*'"),
+        ({"optimizer": OptimizerConfig(kind="prodigy")}, "lr must be >= 0.01 with prodigy"),
+        ({"rslora": True, "variant": "lokr"}, "rslora has no effect with variant"),
+        ({"memory": 0}, "memory must be >= 1, got 0"),
+        ({"stop_after_minutes": 0.0}, "stop_after_minutes must be >= 1e-12, got 0.0"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_by_name(values, message):

@@ -10,8 +10,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from stages.text_to_image.train import replay
-from stages.text_to_image.train import stage as train
+from stages.text_to_image.train.replay import replay
+from stages.tuner import loop
+from stages.tuner import replay as tuner_replay
 from stages.tuner.blockwise import device as compute_device
 from tests.stages.text_to_image.train.runs import BASE, Run
 
@@ -31,7 +32,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(name)
         return function(*given, **named)
 
-    for module in (train, replay):
+    for module in (loop, tuner_replay):
         monkeypatch.setattr(module, "limit_command_buffers", lambda: [asked.append("decided"), real()][1])
     for library in (mx, mx.random, mx.fast):
         for name, function in list(vars(library).items()):
@@ -42,7 +43,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_run_one_that_goes_on_and_a_step_replayed_decide_before_they_ask_anything_of_the_device(device, transformer, tmp_path):
     run = Run(tmp_path, transformer, replace(BASE, steps=4))
-    for step in (lambda: run.go(stop_at=2), run.go, lambda: replay.replay(run.context(), 3)):
+    for step in (lambda: run.go(stop_at=2), run.go, lambda: replay(run.context(), 3)):
         device.clear()
         os.environ.pop(compute_device.BUFFER_VARIABLE, None)
         step()

@@ -10,11 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from stages.text_to_image.train import trainer
-from stages.text_to_image.train.config import ScheduleConfig
-from stages.text_to_image.train.loader import Loader
-from stages.text_to_image.train.stage import sampler_of
 from stages.tuner import checkpoint
+from stages.tuner import step as tuner_step
+from stages.tuner.config import ScheduleConfig
+from stages.tuner.loader import Loader
 from tests.stages.text_to_image.train.runs import BASE, Run
 
 Grads = dict[str, mx.array]
@@ -23,8 +22,8 @@ AT_ONCE = ScheduleConfig(warmup_steps=0)
 
 def altered(monkeypatch: pytest.MonkeyPatch, change: Callable[[int, mx.array, Grads], tuple[mx.array, Grads]]) -> None:
     """Change what a gradient's call, the first being 1, gives."""
-    real, calls = trainer.loss_and_grads, iter(range(1, 1000))
-    monkeypatch.setattr(trainer, "loss_and_grads", lambda *given: change(next(calls), *real(*given)))
+    real, calls = tuner_step.loss_and_grads, iter(range(1, 1000))
+    monkeypatch.setattr(tuner_step, "loss_and_grads", lambda *given: change(next(calls), *real(*given)))
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -35,7 +34,7 @@ def test_a_loss_that_is_not_finite_is_no_update_though_its_gradient_is_finite(va
 
     altered(monkeypatch, change)
     run = Run(tmp_path, transformer, replace(BASE, steps=3, checkpoint_every=1, keep_states=3)).go()
-    saved = {found.step: found for found in checkpoint.found(tmp_path / "artifacts")}
+    saved = {found.step: found for found in checkpoint.find_checkpoints(tmp_path / "artifacts")}
     for name in (checkpoint.ADAPTER, checkpoint.OPTIMIZER):
         before, after, later = (saved[step].arrays(name) for step in (1, 2, 3))
         assert all(mx.array_equal(before[key], after[key]) for key in before)
@@ -51,15 +50,15 @@ def length(arrays: list[np.ndarray]) -> float:
 
 def test_the_ratio_is_the_length_of_the_way_beside_that_of_the_adapter(transformer, tmp_path):
     before, after = {"a": mx.array([3.0, 0.0]), "b": mx.array([[4.0]])}, {"a": mx.array([3.0, 0.3]), "b": mx.array([[4.4]])}
-    assert trainer.update_ratio(before, after).item() == pytest.approx(0.1)
+    assert tuner_step.update_ratio(before, after).item() == pytest.approx(0.1)
     run = Run(tmp_path, transformer, replace(BASE, schedule=AT_ONCE))
-    made = trainer.Trainer(run.context(), None)
-    for _, micros, _ in Loader(run.context(), sampler_of(run.context()), range(1, 4)):
+    made = run.training()
+    for _, micros, _ in Loader(run.task(), range(1, 4)):
         old = {name: np.array(value) for name, value in made.adapter.items()}
-        said = made.step(micros, 1e-2, ratio=True).ratio
+        said = made.step(micros, 1e-2, ratio=True).update_ratio
         way = [np.array(value) - old[name] for name, value in made.adapter.items()]
         assert said == pytest.approx(length(way) / length(list(old.values())), rel=1e-4)
-        assert made.step(micros, 1e-2).ratio is None
+        assert made.step(micros, 1e-2).update_ratio is None
 
 
 @pytest.mark.parametrize(

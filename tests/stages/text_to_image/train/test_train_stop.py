@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from stages.text_to_image.train import trainer
+from stages.text_to_image.train import model
 from stages.text_to_image.train.selection import ValidationConfig
-from stages.text_to_image.train.stage import STAGE, key_of
+from stages.text_to_image.train.stage import STAGE
 from stages.tuner import checkpoint
+from stages.tuner.resume import row_key
+from stages.tuner.step import TrainingStep
 from tests.stages.text_to_image.train.runs import BASE, Run
 
-PIECES = 3  # of a measurement: two crops at three levels, two samples at once
+BATCHES = 3  # of a measurement: two crops at three levels, two samples at once
 CONFIG = replace(BASE, steps=4, validation=ValidationConfig(paths=("image0", "image2"), every=2, sigmas=(0.2, 0.5, 0.8)))
 
 
@@ -46,7 +48,7 @@ def until(run: Run, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, call
     with monkeypatch.context() as patch:
         patch.setattr(place, name, stops)
         for batch in STAGE.run(context):
-            run.stored |= {key_of(row): row for row in batch.to_pylist()}
+            run.stored |= {row_key(row): row for row in batch.to_pylist()}
     assert asked, "the run ended before"
     return reasons
 
@@ -54,9 +56,9 @@ def until(run: Run, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, call
 @pytest.mark.parametrize("how", ["file", "interrupt"])
 def test_a_stop_while_the_model_loads_ends_the_run_before_its_first_step(how, whole, transformer, tmp_path, monkeypatch):
     run = Run(tmp_path, transformer, CONFIG)
-    reasons = until(run, monkeypatch, trainer, "load", 1, how)
+    reasons = until(run, monkeypatch, model, "load_transformer", 1, how)
     assert reasons == (["stopped by the file `stop`"] if how == "file" else [])
-    assert not run.stored and not checkpoint.found(tmp_path / "artifacts")
+    assert not run.stored and not checkpoint.find_checkpoints(tmp_path / "artifacts")
     assert not (tmp_path / "artifacts" / "stop").exists()
     assert results(run.go()) == results(whole)
 
@@ -64,49 +66,49 @@ def test_a_stop_while_the_model_loads_ends_the_run_before_its_first_step(how, wh
 def test_a_stop_while_a_resumed_run_loads_loses_nothing(whole, transformer, tmp_path, monkeypatch):
     run = Run(tmp_path, transformer, CONFIG).go(stop_at=3)
     before = dict(run.stored)
-    until(run, monkeypatch, trainer, "load", 1, "file")
+    until(run, monkeypatch, model, "load_transformer", 1, "file")
     assert run.stored == before
     assert results(run.go()) == results(whole)
 
 
 @pytest.mark.parametrize("how", ["file", "interrupt"])
-@pytest.mark.parametrize("piece", [1, PIECES - 1])
+@pytest.mark.parametrize("batch", [1, BATCHES - 1])
 @pytest.mark.parametrize("step", [0, 2, 4])
 def test_a_measurement_that_is_broken_off_leaves_no_row_and_is_done_again(
-    step, piece, how, whole, transformer, tmp_path, monkeypatch
+    step, batch, how, whole, transformer, tmp_path, monkeypatch
 ):
     run = Run(tmp_path, transformer, CONFIG)
-    reasons = until(run, monkeypatch, trainer.Trainer, "measure", step // 2 * PIECES + piece, how)
+    reasons = until(run, monkeypatch, TrainingStep, "measure", step // 2 * BATCHES + batch, how)
     assert reasons == (["stopped by the file `stop`"] if how == "file" else [])
     assert max((row["step"] for row in run.rows if row["split"] == "train"), default=0) == step
     assert not any(row["step"] == step for row in run.rows if row["split"] == "validation")
-    assert [saved.step for saved in checkpoint.found(tmp_path / "artifacts")][:1] == ([step] if step else [])
-    assert checkpoint.published(tmp_path / "artifacts") is None, "what is best is not known yet"
+    assert [saved.step for saved in checkpoint.find_checkpoints(tmp_path / "artifacts")][:1] == ([step] if step else [])
+    assert checkpoint.published_step(tmp_path / "artifacts") is None, "what is best is not known yet"
     trained: list[float] = []
-    real = trainer.Trainer.step
-    monkeypatch.setattr(trainer.Trainer, "step", lambda self, *given: [trained.append(given[1]), real(self, *given)][1])
+    real = TrainingStep.step
+    monkeypatch.setattr(TrainingStep, "step", lambda self, *given: [trained.append(given[1]), real(self, *given)][1])
     assert results(run.go()) == results(whole)
     assert len(trained) == CONFIG.steps - step, "no step is taken twice"
 
 
-def test_a_measurement_is_not_broken_off_after_its_last_piece(whole, transformer, tmp_path, monkeypatch):
+def test_a_measurement_is_not_broken_off_after_its_last_micro_batch(whole, transformer, tmp_path, monkeypatch):
     run = Run(tmp_path, transformer, CONFIG)
-    until(run, monkeypatch, trainer.Trainer, "measure", 2 * PIECES, "interrupt")
+    until(run, monkeypatch, TrainingStep, "measure", 2 * BATCHES, "interrupt")
     assert len([row for row in run.rows if (row["step"], row["split"]) == (2, "validation")]) == 6
     assert results(run.go()) == results(whole)
 
 
 def test_a_measurement_broken_off_twice_is_done_again_too(whole, transformer, tmp_path, monkeypatch):
     run = Run(tmp_path, transformer, CONFIG)
-    until(run, monkeypatch, trainer.Trainer, "measure", PIECES + 1, "file")
-    until(run, monkeypatch, trainer.Trainer, "measure", 2, "file")
+    until(run, monkeypatch, TrainingStep, "measure", BATCHES + 1, "file")
+    until(run, monkeypatch, TrainingStep, "measure", 2, "file")
     assert max(row["step"] for row in run.rows) == 2
     assert results(run.go()) == results(whole)
 
 
 def test_a_measurement_done_again_of_which_a_kill_lost_rows_is_done_once_more(whole, transformer, tmp_path, monkeypatch):
     run = Run(tmp_path, transformer, CONFIG)
-    until(run, monkeypatch, trainer.Trainer, "measure", PIECES + 1, "file")
+    until(run, monkeypatch, TrainingStep, "measure", BATCHES + 1, "file")
     run.go(kill_at=2, lose=4)
     assert len([row for row in run.rows if (row["step"], row["split"]) == (2, "validation")]) == 2
     assert results(run.go()) == results(whole)
@@ -117,10 +119,10 @@ def test_patience_that_ends_at_a_measurement_broken_off_ends_there_after_it(tran
     stuck = replace(CONFIG.validation, every=1, patience=2, min_delta=100.0)
     straight = Run(tmp_path / "straight", transformer, replace(CONFIG, validation=stuck)).go()
     run = Run(tmp_path / "broken", transformer, straight.config)
-    until(run, monkeypatch, trainer.Trainer, "measure", 2 * PIECES + 2, "file")
-    assert checkpoint.published(run.folder / "artifacts") is None
+    until(run, monkeypatch, TrainingStep, "measure", 2 * BATCHES + 2, "file")
+    assert checkpoint.published_step(run.folder / "artifacts") is None
     run.go()
-    assert checkpoint.published(run.folder / "artifacts") == 2
+    assert checkpoint.published_step(run.folder / "artifacts") == 2
     assert (run.rows, run.adapter) == (straight.rows, straight.adapter)
     run.loaded = 0
     run.go()

@@ -16,7 +16,7 @@ import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, text_ids
 from stages.text_to_image.families import family
 from stages.text_to_image.train import memory_plan
-from stages.text_to_image.train.config import OptimizerConfig, TrainConfig
+from stages.text_to_image.train.config import TrainConfig
 from stages.tuner import quantize
 from stages.tuner.adapters.initial import fresh_adapter, target_weights
 from stages.tuner.adapters.stacks import Stacks
@@ -24,6 +24,7 @@ from stages.tuner.adapters.targets import select_targets, target_scales
 from stages.tuner.blockwise import planner
 from stages.tuner.blockwise.backprop import loss_and_grads
 from stages.tuner.blockwise.device import BUFFER_MB, live_memory_limit
+from stages.tuner.config import OptimizerConfig
 from stages.tuner.diffusion import loss
 from stages.tuner.optimizers import step
 from stages.tuner.optimizers.adamw import AdamW
@@ -154,7 +155,9 @@ def test_the_estimate_is_within_the_same_factor_of_what_a_gpu_took_at_true_size(
     monkeypatch.setattr(step, "compiles", lambda: True)
     monkeypatch.setattr("stages.models.attention.fused_gradient", lambda q_BHLK: not row["unfused"])
     c = TrainConfig(base_bits=row["bits"], rank=row["rank"], optimizer=OptimizerConfig(kind=row["optimizer"]))
-    ask = memory_plan.MemoryEstimator(c, Flux2Config.from_dict(family(row["family"]).transformer))
-    found = ask.estimate(memory_plan.Batch(1, row["width"], row["height"], 512), 1)
+    record = family(row["family"])
+    sizes = record.architecture.transformer_config(None, record)
+    estimator = memory_plan.MemoryEstimator(c, record.architecture, sizes)
+    found = estimator.estimate(memory_plan.BatchShape(1, row["width"], row["height"], 512, 16), 1)
     plan = int(row["plan"]) if row["plan"].isdigit() else row["plan"]
     assert 1 / planner.FACTOR < found.peak(plan) / (row["peak_gb"] * 1e9) < planner.FACTOR

@@ -1,6 +1,6 @@
-"""What a step is given, over tables in memory: rates, dropped captions, class captions, masks, held-out rows."""
+"""What a step draws and reads, over tables in memory: rates, dropped captions, class captions, masks, held-out images."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -13,14 +13,17 @@ from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
 from schemas.text_to_image.train import TRAIN
+from stages.text_to_image.families import family
 from stages.text_to_image.train import memory_plan
-from stages.text_to_image.train.dataset import usable
-from stages.text_to_image.train.loader import Loader, MicroBatch, TrainingSampler
-from stages.text_to_image.train.selection import DataConfig, ValidationConfig
-from stages.text_to_image.train.validation import Validation
-from stages.tuner import validation
-from stages.tuner.diffusion.noise import SigmaDistribution
-from stages.tuner.order import Order
+from stages.text_to_image.train.config import NoiseConfig, PreservationConfig, TrainConfig
+from stages.text_to_image.train.dataset import load_dataset
+from stages.text_to_image.train.reader import MicroBatch
+from stages.text_to_image.train.selection import DataConfig, MaskConfig, ValidationConfig
+from stages.text_to_image.train.task import ImageTask
+from stages.text_to_image.train.validation import crop_noise, level_batches
+from stages.tuner.loader import Loader
+from stages.tuner.rows import wanted_rows
+from stages.tuner.validation import Validation
 from tests.harness import MemoryTensors
 
 EMPTY = {pa.string(): "", pa.bool_(): False}
@@ -68,7 +71,10 @@ class Project:
             "captions": table(CAPTIONS, captions),
             "embeddings": table(EMBEDDINGS, embeddings),
         }
-        self.config = SimpleNamespace(caption_dropout=dropout)
+        self.config = TrainConfig(batch_size=2, caption_dropout=dropout, noise=NoiseConfig("uniform", shift="none"))
+
+    def need(self, name):
+        return family("tiny")
 
     def rows(self, schema):
         return self.tables[schema.name].drop_columns(["tensor"] if schema.tensors else [])
@@ -82,18 +88,21 @@ class Project:
         return self
 
 
-def sampler(project, *args, batch_size=2, more=None, **options):
-    data = usable(project, *args, **options)
-    order = Order([(crop.width, crop.height) for crop in data.crops], batch_size, 0, 1, data.rates)
-    return TrainingSampler(data, 0, order, SigmaDistribution(), project.config.caption_dropout, **(more or {}))
+def dataset(project, **settings):
+    return load_dataset(project, replace(project.config, **settings))
+
+
+def task(project, **settings):
+    project.config = replace(project.config, **settings)
+    return ImageTask(project)
 
 
 def drawn(made, steps):
-    return [sample for step in range(1, steps + 1) for micro in made.step(step) for sample in micro]
+    return [sample for step in range(1, steps + 1) for micro in made.draw(step) for sample in micro]
 
 
-def test_without_settings_the_draws_are_those_that_they_have_always_been():
-    made = sampler(Project(0.3), batch_size=1)
+def test_without_settings_the_first_draws_are_these_three():
+    made = task(Project(0.3), batch_size=1)
     assert made.data.rates is None
     found = [(int(s.crop.image_id[-1]), s.crop.width * 16, s.caption_id, round(s.sigma, 4)) for s in drawn(made, 3)]
     assert found == FIRST_WITHOUT_SETTINGS
@@ -101,50 +110,50 @@ def test_without_settings_the_draws_are_those_that_they_have_always_been():
 
 def test_resolutions_and_folders_come_as_often_as_they_should():
     config = DataConfig(resolutions={"512": 1, "768": 0.25}, repeats={"rare": 2})
-    made = sampler(Project(), config)
+    made = task(Project(), data=config)
     samples = drawn(made, 400)
     for rare in (False, True):
         counts = [sum(s.crop.width == w and (s.crop.image_id >= "image3") == rare for s in samples) for w in (32, 48)]
         assert counts[0] == pytest.approx(4 * counts[1], rel=0.05)
     rare = sum(s.crop.image_id >= "image3" for s in samples)
     assert rare == pytest.approx(2 * (len(samples) - rare), rel=0.05)
-    assert made.step(77) == sampler(Project(), config).step(77)
+    assert made.draw(77) == task(Project(), data=config).draw(77)
 
 
 def test_the_largest_batch_is_found_among_crops_that_the_first_epochs_do_not_have():
-    made = sampler(Project(), DataConfig(resolutions={"512": 1, "768": 0.01}), batch_size=3)
+    made = task(Project(), data=DataConfig(resolutions={"512": 1, "768": 0.01}), batch_size=3)
     assert {sample.crop.width for sample in drawn(made, 8)} == {32}
-    batch = memory_plan.largest(made)
-    assert (batch.samples, batch.width, batch.height, batch.text) == (3, 48, 48, 2)
+    batch = memory_plan.largest_batch(made.sampler, 16)
+    assert (batch.samples, batch.width, batch.height, batch.text_rows) == (3, 48, 48, 2)
 
 
-def test_what_is_left_out_is_neither_drawn_nor_asked_for():
+def test_what_is_left_out_is_neither_drawn_nor_needed():
     project = Project()
     project.tables["embeddings"] = project.tables["embeddings"].filter(
         pa.compute.invert(pa.compute.is_in(project.tables["embeddings"]["caption_id"], pa.array(["text3", "text4", "text5"])))
     )
-    data = usable(project, DataConfig(repeats={"rare": 0}, resolutions={"512": 0, "768": 1}))
+    data = dataset(project, data=DataConfig(repeats={"rare": 0}, resolutions={"512": 0, "768": 1}))
     assert {(crop.image_id, crop.width) for crop in data.crops} == {(f"image{n}", 48) for n in range(3)}
     assert data.rates is None
     with pytest.raises(ValueError, match="resolutions and repeats leave out all 24 crops"):
-        usable(Project(), DataConfig(repeats={".": 0}))
+        dataset(Project(), data=DataConfig(repeats={".": 0}))
 
 
 def test_a_dropped_caption_becomes_the_empty_one_or_the_trigger():
     for config, text, made in ((DataConfig(), "nothing", ""), (DataConfig(dropped="trigger"), "word", "kind")):
-        samples = drawn(sampler(Project(0.5), config, classes=True, more={"classes_every": 1}), 30)
+        samples = drawn(task(Project(0.5), data=config, preservation=PreservationConfig()), 30)
         assert {(s.caption_id, s.class_id) for s in samples if s.dropped} == {(text, made)}
         assert {s.dropped for s in samples} == {True, False}
     with pytest.raises(ValueError, match=r'dropped = "trigger": captions has no such row; set trigger in \[captions\]'):
-        usable(Project(0.5).without("captions", "trigger"), DataConfig(dropped="trigger"))
+        dataset(Project(0.5).without("captions", "trigger"), data=DataConfig(dropped="trigger"))
 
 
 def test_class_captions_are_read_at_every_so_many_steps_and_weigh_nothing_where_there_is_none():
     project = Project(0.3)
-    made = sampler(project, batch_size=12, classes=True, more={"classes_every": 2})
+    made = task(project, batch_size=12, preservation=PreservationConfig(every=2))
     words = MemoryTensors(project.tables["embeddings"], "caption_id")
     seen = set()
-    for step, micros, _ in Loader(project, made, range(1, 9)):
+    for step, micros, _ in Loader(made, range(1, 9)):
         for micro in micros:
             assert (micro.class_BTJ is None) == bool(step % 2)
             for n, sample in enumerate(micro.samples if micro.class_BTJ is not None else []):
@@ -154,23 +163,23 @@ def test_class_captions_are_read_at_every_so_many_steps_and_weigh_nothing_where_
                 seen.add((sample.caption_id[:4], bool(sample.class_id), sample.crop.image_id))
     assert ("text", True, "image0") in seen and ("othe", False, "image0") in seen and ("text", False, "image1") in seen
     with pytest.raises(ValueError, match="set trigger and class_word"):
-        usable(Project().without("captions", "class"), classes=True)
+        dataset(Project().without("captions", "class"), preservation=PreservationConfig())
 
 
 def test_masks_come_as_weights_of_tokens_and_only_where_there_are_any():
     project = Project()
-    made = sampler(project, batch_size=12, masks=True, more={"mask_floor": 0.2})
-    micros = [micro for _, micros, _ in Loader(project, made, range(1, 3)) for micro in micros]
+    made = task(project, batch_size=12, mask=MaskConfig(0.2))
+    micros = [micro for _, micros, _ in Loader(made, range(1, 3)) for micro in micros]
     assert {micro.mask_BL is None for micro in micros} == {True, False}
     (micro,) = [micro for micro in micros if micro.mask_BL is not None]
     assert micro.mask_BL.shape == (12, 6) and micro.mask_BL.dtype == np.float32
     for sample, weights in zip(micro.samples, micro.mask_BL, strict=True):
         floor = np.float32(0.2)
         assert weights.tolist() == ([floor, 1.0] * 3 if sample.crop.image_id == "image2" else [1.0] * 6)
-    assert all(m.mask_BL is None for _, ms, _ in Loader(project, sampler(project), range(1, 20)) for m in ms)
+    assert all(m.mask_BL is None for _, ms, _ in Loader(task(project, mask=None), range(1, 20)) for m in ms)
     project.tables["latents"] = table(LATENTS, [r | {"mask": None} for r in project.tables["latents"].to_pylist()])
     with pytest.raises(ValueError, match="no crop has a mask"):
-        usable(project, masks=True)
+        dataset(project, mask=MaskConfig())
 
 
 def test_a_part_of_a_micro_batch_has_its_samples_alone():
@@ -183,42 +192,67 @@ HELD = ValidationConfig(share=0.3, every=10, sigmas=(0.25, 0.5), patience=2)
 
 
 def test_held_out_images_are_never_trained_on_and_measured_as_they_are():
-    data = usable(Project(), held=HELD)
+    data = dataset(Project(), validation=HELD)
     trained, held = ({crop.image_id for crop in crops} for crops in (data.crops, data.held))
     assert held and not trained & held and trained | held == {f"image{n}" for n in range(IMAGE_COUNT)}
     assert len(data.held) == 2 * len(held) and all(crop.latent_id.endswith("False") for crop in data.held)
     assert {pair[1] for pair in data.pairs() if pair[0]} == trained | held
     with pytest.raises(ValueError, match="all 6 images are held out; lower share, or name fewer paths"):
-        usable(Project(), held=ValidationConfig(paths=("*",)))
+        dataset(Project(), validation=ValidationConfig(paths=("*",)))
 
 
 def test_every_measurement_has_the_same_samples_noise_and_levels():
     project = Project()
-    measured = Validation(usable(project, held=HELD).held, HELD, 3)
-    first, again = list(measured.load(project)), list(measured.load(project))
+    held_out = task(project, batch_size=3, validation=HELD).held_out
+    first, again = list(held_out.micro_batches()), list(held_out.micro_batches())
     samples = [sample for micro in first for sample in micro.samples]
-    assert [s.number for s in samples] == list(range(measured.count)) and measured.count == 2 * len(measured.crops)
-    assert {(s.crop.latent_id, s.sigma) for s in samples} == {(c.latent_id, s) for c in measured.crops for s in (0.25, 0.5)}
+    assert [s.number for s in samples] == list(range(held_out.count)) and held_out.count == 2 * len(held_out.crops)
+    assert {(s.crop.latent_id, s.sigma) for s in samples} == {(c.latent_id, s) for c in held_out.crops for s in (0.25, 0.5)}
     for one, other in zip(first, again, strict=True):
         assert np.array_equal(one.noise_BCHW, other.noise_BCHW)
     for micro in first:
         for sample, noise in zip(micro.samples, micro.noise_BCHW, strict=True):
-            assert np.array_equal(noise, validation.noise(noise.shape, HELD.seed, sample.crop.latent_id))
+            assert np.array_equal(noise, crop_noise(noise.shape, HELD.seed, sample.crop.latent_id))
+
+
+def test_every_held_out_crop_is_measured_at_every_level_in_batches_of_one_shape():
+    shapes, sigmas = ["a", "b", "a"], (0.1, 0.5, 0.9)
+    batches = level_batches(shapes, sigmas, 4)
+    assert sorted(pair for batch in batches for pair in batch) == [(row, sigma) for row in range(3) for sigma in sigmas]
+    assert all(len({shapes[row] for row, _ in batch}) == 1 and len(batch) <= 4 for batch in batches)
+
+
+def test_the_noise_of_a_held_out_crop_does_not_depend_on_other_crops():
+    first = crop_noise((2, 3), 0, "row")
+    assert np.array_equal(first, crop_noise((2, 3), 0, "row"))
+    assert not np.array_equal(first, crop_noise((2, 3), 0, "other"))
+    assert not np.array_equal(first, crop_noise((2, 3), 1, "row"))
 
 
 def test_rows_wanted_and_written_tell_when_a_run_ends_and_which_step_was_best():
-    measured = Validation(usable(Project(), held=HELD).held, HELD, 3)
-    wanted = measured.wanted(35)
-    assert set(wanted["step"].to_pylist()) == {0, 10, 20, 30} and wanted.num_rows == 4 * measured.count
-    assert set(wanted.column_names) == set(TRAIN.key) and set(wanted["split"].to_pylist()) == {"validation"}
+    made = task(Project(), batch_size=3, steps=40, validation=HELD)
+    count = made.held_out.count
+    wanted = wanted_rows(made, 35)
+    measured = wanted.filter(pa.compute.equal(wanted["split"], "validation"))
+    assert set(measured["step"].to_pylist()) == {0, 10, 20, 30} and measured.num_rows == 4 * count
+    assert set(wanted.column_names) == set(TRAIN.key)
     curve = {0: 1.0, 10: 0.5, 20: 0.6, 30: 0.55, 40: 0.4}
-    rows = [row | {"loss": curve[row["step"]]} for row in measured.wanted(40).to_pylist()]
+    rows = [
+        {"step": step, "split": "validation", "sample": n, "loss": loss} for step, loss in curve.items() for n in range(count)
+    ]
     rows += [{"step": 5, "split": "train", "loss": 9.0}, {"step": 25, "split": "validation", "loss": 0.1}]
     stored = table(TRAIN, rows)
-    assert measured.ends(stored.slice(0, 3 * measured.count), 1000) == 1000
-    assert measured.ends(stored, 1000) == 30 and measured.ends(stored, 20) == 20
-    assert measured.best(stored, 40) == 40 and measured.best(stored, 39) == 10 and measured.best(stored, 9) is None
-    assert Validation(measured.crops, ValidationConfig(), 3).ends(stored, 77) == 77
+
+    def decided(steps, rows=stored, config=HELD):
+        validation = Validation(config, count, steps)
+        validation.add_table(rows)
+        return validation.last_step, validation.best_step
+
+    assert decided(1000, stored.slice(0, 3 * count)) == (1000, 10)
+    assert decided(1000) == (30, 10) and decided(20) == (20, 10)
+    patient = replace(HELD, patience=None)
+    assert decided(40, config=patient) == (40, 40) and decided(39, config=patient) == (39, 10) and decided(9) == (9, None)
+    assert decided(77, config=None) == (77, None)
 
 
 def test_a_row_that_does_not_say_its_split_is_of_training():

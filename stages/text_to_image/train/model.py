@@ -1,0 +1,57 @@
+"""The frozen model of a run: how its weights are packed, and the adapter that [train] initial starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from stages.models.family import Architecture, Family
+from stages.models.protocols import Transformer
+from stages.text_to_image.train.config import TrainConfig
+from stages.tuner import quantize
+from stages.tuner.adapters.initial import check_initial
+from stages.tuner.adapters.targets import matches_pattern
+from stages.tuner.config import longest_first
+from stages.tuner.step import choose_targets
+from stages.tuner.task import InitialAdapter
+
+
+def load_transformer(path: Path, family: Family, config: TrainConfig) -> Transformer:
+    """Load the transformer at `path`, each weight packed as soon as it is read."""
+    arrange = packing(family.architecture, config)
+    return family.architecture.load_transformer(path, family, getattr(mx, config.precision), arrange)
+
+
+def packing(architecture: Architecture, config: TrainConfig) -> Callable[[str, mx.array], Any] | None:
+    """Return the function (name, weight) -> packed weight that loading applies; None if no weight is packed."""
+    if config.base_bits == 16 and not config.base_bits_for:
+        return None
+    return lambda name, weight: quantize.pack_if_possible(weight, weight_bits(name, architecture, config))
+
+
+def weight_bits(name: str, architecture: Architecture, config: TrainConfig) -> int:
+    """Return the bits per value of a weight: 16, 8 or 4. Weights outside the blocks keep at least `architecture.outside_bits`."""
+    if "transformer_blocks." not in name:
+        return max(config.base_bits, architecture.outside_bits) if architecture.packs_outside(name) else 16
+    linear = name.removesuffix(".weight")
+    patterns = longest_first(config.base_bits_for)
+    return next((bits for pattern, bits in patterns.items() if matches_pattern(linear, pattern)), config.base_bits)
+
+
+def read_initial_adapter(file: Path, weights: Path, family: Family, config: TrainConfig) -> InitialAdapter:
+    """Read the adapter that a run starts from. ValueError if it does not fit the model, whose sizes `weights` records.
+
+    No weight of the model is read.
+    """
+    architecture = family.architecture
+    meta = architecture.meta_transformer(architecture.transformer_config(weights, family), mx.float32)
+    targets = choose_targets(meta.linears(), config)
+    try:
+        arrays, scales = architecture.read_adapter(file)
+        check_initial(arrays, scales, targets)
+    except ValueError as error:
+        raise ValueError(f"[train] initial: {error}") from None
+    return arrays, scales

@@ -1,0 +1,73 @@
+"""Training steps on random weights in a family's true shape, to measure time and memory. Nothing is read from disk.
+
+The step is the one that training takes (`stages.tuner.step`); memory and time depend on shapes alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from stages.models.family import Family
+from stages.models.protocols import Transformer
+from stages.text_to_image.train.config import TrainConfig
+from stages.text_to_image.train.dataset import Crop
+from stages.text_to_image.train.memory_plan import BatchShape
+from stages.text_to_image.train.model import packing
+from stages.text_to_image.train.objective import FlowMatching
+from stages.text_to_image.train.reader import MicroBatch
+from stages.text_to_image.train.sampler import Sample
+from stages.tuner.blockwise.device import compiles
+from stages.tuner.config import OptimizerConfig
+from stages.tuner.optimizers.methods import make_optimizer
+from stages.tuner.step import TrainingStep, choose_targets, starting_adapter
+
+
+def profile_settings(method: Any = "adamw", **others: Any) -> TrainConfig:
+    """Return [train] with an optimizer at its usual learning rate, in float32 on a CPU, where bfloat16 is slow.
+
+    `method` is a value of [train.optimizer] kind; `others` are further settings of [train].
+    """
+    precision = "bfloat16" if compiles() else "float32"
+    usual: Any = {"optimizer": OptimizerConfig(kind=method), "lr": make_optimizer(method).usual_lr, "precision": precision}
+    return TrainConfig(**(usual | others))
+
+
+def random_transformer(family: Family, config: TrainConfig) -> Transformer:
+    """Build the family's transformer with random weights, each packed as training packs it before the next is drawn."""
+    architecture = family.architecture
+    sizes = architecture.transformer_config(None, family)
+    pack, dtype = packing(architecture, config), getattr(mx, config.precision)
+    weights: dict[str, Any] = {}
+    for number, (name, shape) in enumerate(sizes.shapes().items()):
+        value = mx.random.normal(shape, dtype, key=mx.random.key(number)) * shape[-1] ** -0.5
+        weights[name] = pack(name, value) if pack else value
+        mx.eval(weights[name])
+    return architecture.build_transformer(sizes, weights)
+
+
+def random_training(family: Family, config: TrainConfig) -> TrainingStep:
+    """Build a training step on random weights. Its memory plan is "whole", without a limit; set `plan` and `live_bytes`."""
+    model = random_transformer(family, config)
+    targets = choose_targets(model.linears(), config)
+    objective = FlowMatching(family.architecture, config.loss, config.preservation)
+    return TrainingStep(model, objective, targets, config, starting_adapter(model, targets, config))
+
+
+def random_batch(family: Family, batch: BatchShape) -> MicroBatch:
+    """Draw a micro-batch of that shape, at noise level 0.5, for the family's transformer."""
+    sizes: Any = family.architecture.transformer_config(None, family)
+    draw = np.random.default_rng(0)
+
+    def words(*shape: int) -> np.ndarray:
+        """Random bfloat16 values as 16-bit words: the upper halves of float32 values."""
+        values = draw.standard_normal((batch.samples, *shape), dtype=np.float32)
+        return (values.view(np.uint32) >> 16).astype(np.uint16)
+
+    crop = Crop("", "", batch.width, batch.height, batch.grid, ("",))
+    samples = [Sample(n, 0, crop, "", False, 0.5) for n in range(batch.samples)]
+    latent = (sizes.in_channels, *batch.grid)
+    noise_BCHW = draw.standard_normal((batch.samples, *latent), dtype=np.float32)
+    return MicroBatch(samples, words(*latent), noise_BCHW, words(batch.text_rows, sizes.joint_attention_dim))

@@ -1,0 +1,81 @@
+"""What each step of a run draws: rows in order, a caption, a noise level and the noise, all from (seed, step, sample)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stages.text_to_image.train.config import TrainConfig
+from stages.text_to_image.train.dataset import Crop, Dataset
+from stages.tuner import draws
+from stages.tuner.diffusion.noise import SigmaDistribution, stratified_uniform
+from stages.tuner.order import Order
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample of a step, before anything of it is read."""
+
+    number: int  # 0-based place in the step
+    epoch: int
+    crop: Crop
+    caption_id: str
+    dropped: bool
+    sigma: float
+    class_id: str = ""  # the caption with the class word in place of the trigger; "" if the step needs none, or none exists
+
+
+@dataclass(frozen=True)
+class TrainingSampler:
+    """Draws the samples of every step: pure functions of the seed and the step."""
+
+    data: Dataset
+    seed: int
+    order: Order
+    noise: SigmaDistribution
+    caption_dropout: float
+    strata: int = 1  # of the noise levels
+    classes_every: int = 0  # samples get their class captions in every so many steps; 0: never
+
+    def sizes(self, step: int) -> list[int]:
+        """The number of samples of each batch of a step."""
+        return [len(batch.rows) for batch in self.order.step(step)]
+
+    def step(self, step: int) -> list[list[Sample]]:
+        """Draw the samples of a step, batch by batch."""
+        batches: list[list[Sample]] = []
+        number = 0
+        for batch in self.order.step(step):
+            batches.append([])
+            for row in batch.rows:
+                batches[-1].append(self._sample(step, number, batch.epoch, self.data.crops[row]))
+                number += 1
+        return batches
+
+    def _sample(self, step: int, number: int, epoch: int, crop: Crop) -> Sample:
+        dropped = draws.uniform(self.seed, "dropout", step, number) < self.caption_dropout
+        at = draws.choice(len(crop.captions), self.seed, "caption", step, number)
+        sigma = self.noise.sigma(stratified_uniform(self.seed, step, number, self.strata), crop.tokens)
+        caption, its_class = (self.data.empty, self.data.empty_class) if dropped else (crop.captions[at], crop.class_of(at))
+        needs_class = self.classes_every and step % self.classes_every == 0
+        return Sample(number, epoch, crop, caption, dropped, sigma, its_class if needs_class else "")
+
+    def noise_of(self, step: int, sample: Sample, shape: tuple[int, ...]) -> np.ndarray:
+        """Draw the noise of one sample: a float32 array of that shape."""
+        return draws.normal(shape, self.seed, "noise", step, sample.number)
+
+
+def build_sampler(config: TrainConfig, data: Dataset) -> TrainingSampler:
+    """Build the sampler of a run from [train] and the rows to train on."""
+    n = config.noise
+    scale = {} if n.scale is None else {"scale": n.scale}
+    return TrainingSampler(
+        data,
+        config.seed,
+        Order([crop.grid for crop in data.crops], config.batch_size, config.seed, config.accumulate, data.rates),
+        SigmaDistribution(n.base, n.mean, n.std, n.shift, n.shift_factor, **scale),
+        config.caption_dropout,
+        n.strata,
+        config.preservation.every if config.preservation else 0,
+    )

@@ -1,0 +1,116 @@
+"""The task of training on images: what the loop in `stages.tuner` is given."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from schemas.text_to_image.train import TRAIN
+from stages.models.protocols import Transformer
+from stages.stage import StageContext
+from stages.text_to_image.train import memory_plan, model
+from stages.text_to_image.train.config import TrainConfig
+from stages.text_to_image.train.dataset import Dataset, load_dataset
+from stages.text_to_image.train.objective import FlowMatching
+from stages.text_to_image.train.reader import BatchReader
+from stages.text_to_image.train.sampler import Sample, build_sampler
+from stages.text_to_image.train.validation import HeldOutImages
+from stages.tuner.checkpoint import Checkpoint
+from stages.tuner.memory_plan import MemoryPlan
+from stages.tuner.task import InitialAdapter
+
+
+class ImageTask:
+    """A LoRA by flow matching, on latents and embeddings read from disk. See `stages.tuner.task.Task` for its methods."""
+
+    def __init__(self, ctx: StageContext, data: Dataset | None = None) -> None:
+        """Find what the run trains on; `data` is given by callers that know it already. ValueError as `load_dataset`."""
+        config: TrainConfig = ctx.config
+        self.ctx, self.config = ctx, config
+        self.family = ctx.need("family")
+        self.data = data or load_dataset(ctx, config)
+        self.sampler = build_sampler(config, self.data)
+        self.mask_floor = config.mask.floor if config.mask else 0.0
+        self.held_out: HeldOutImages | None = None
+        if config.validation:
+            at_once = config.measured_at_once
+            self.held_out = HeldOutImages(ctx, self.data.held, config.validation, at_once, self.mask_floor)
+
+    @property
+    def objective(self) -> FlowMatching:
+        """Flow matching, with the losses of [train.loss] and [train.preservation]."""
+        return FlowMatching(self.family.architecture, self.config.loss, self.config.preservation)
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns of the table train."""
+        schema: pa.Schema = TRAIN.batch
+        return schema
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """The model family, for the headers of adapter files."""
+        return {"family": self.family.name}
+
+    def sizes(self, step: int) -> list[int]:
+        """The number of samples of each batch of a step."""
+        return self.sampler.sizes(step)
+
+    def draw(self, step: int) -> list[list[Sample]]:
+        """Draw the samples of a step, batch by batch."""
+        return self.sampler.step(step)
+
+    def reader(self) -> BatchReader:
+        """Open the tables latents and embeddings."""
+        return BatchReader(self.ctx, self.sampler, self.mask_floor)
+
+    def row(self, sample: Sample) -> dict[str, Any]:
+        """The columns of one sample: image, crop, caption, noise level, tokens."""
+        crop = sample.crop
+        return {
+            "epoch": sample.epoch,
+            "image_id": crop.image_id,
+            "latent_id": crop.latent_id,
+            "caption_id": sample.caption_id,
+            "width": crop.width,
+            "height": crop.height,
+            "dropped": sample.dropped,
+            "sigma": sample.sigma,
+            "tokens": crop.tokens + self.data.text_rows[sample.caption_id],
+        }
+
+    def warnings(self) -> Iterator[str]:
+        """Yield a line if the family is distilled."""
+        if self.family.distilled:
+            yield (f"{self.family.title}: train LoRAs on the base model and use them on this one; training on this one may fail")
+
+    def description(self) -> str:
+        """Count the crops, images and shapes that the run trains on, and those that it holds out."""
+        crops, held = self.data.crops, self.data.held
+        images, shapes = {crop.image_id for crop in crops}, {crop.grid for crop in crops}
+        line = f"{len(crops)} crops of {len(images)} images in {len(shapes)} shapes"
+        line += f", {self.sampler.order.per_epoch} batches per epoch"
+        if held:
+            line += f"; {len({crop.image_id for crop in held})} images are held out"
+        if self.config.mask:
+            line += f"; {sum(crop.mask is not None for crop in crops)} crops have a mask"
+        return line
+
+    def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
+        """Choose how steps are computed; `recorded`: by the plan that `start` records, whatever [train] memory says."""
+        config = dataclasses.replace(self.config, memory="auto") if recorded else self.config
+        return memory_plan.choose(config, self.family, self.ctx.need("transformer"), self.sampler, start, self.ctx.say)
+
+    def initial_adapter(self) -> InitialAdapter | None:
+        """Read the adapter of [train] initial, if there is one. ValueError if it does not fit the model."""
+        if not self.config.initial:
+            return None
+        file = self.ctx.root / self.config.initial
+        return model.read_initial_adapter(file, self.ctx.need("transformer"), self.family, self.config)
+
+    def load_model(self) -> Transformer:
+        """Load the transformer, packed as [train] base_bits says."""
+        return model.load_transformer(self.ctx.need("transformer"), self.family, self.config)

@@ -1,0 +1,180 @@
+"""The settings of [train] that any training run has. A pipeline's own [train] inherits them and adds what its data need.
+
+An absent nested section is off; a present one is on, with the defaults of its fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from stages.settings import require, runtime, selects, setting
+from stages.tuner.adapters.targets import Variant
+from stages.tuner.optimizers.methods import MethodName, make_optimizer
+from stages.tuner.optimizers.protocol import Method
+from stages.tuner.quantize import Bits
+from stages.tuner.schedule import Schedule, Shape
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """[train.optimizer]. An unset number has the method's own default; a number that the method lacks is an error."""
+
+    kind: MethodName = setting(  # noqa: RUF009
+        "adamw", "adamw8bit: a quarter of its memory; adafactor: almost none; lion: one moment; prodigy: finds its own rate"
+    )
+    beta1: float | None = setting(None, "decay of the mean of gradients; unset: the method's own")
+    beta2: float | None = setting(None, "decay of the mean of their squares; unset: the method's own")
+    eps: float | None = setting(
+        None, "added to the root, so that a zero gradient is not divided by zero; unset: the method's own"
+    )
+    d_coef: float | None = setting(None, "prodigy: factor of its rate; 0.5 slower, 2 faster; unset: the method's own")
+    weight_decay: float = setting(1e-4, "share of an array taken away per step, times lr; what most LoRA trainers use")
+
+    def __post_init__(self) -> None:
+        self.method()
+
+    def method(self) -> Method:
+        """Build the optimizer. ValueError for a number that the method does not have or that is out of range."""
+        numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "kind"}
+        return make_optimizer(self.kind, **{name: value for name, value in numbers.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """[train.schedule]: the learning rate over the steps. It does not depend on `steps`, so a longer run has the same past."""
+
+    shape: Shape = setting("constant", "after the warm-up: constant, or down to the floor")  # noqa: RUF009
+    warmup_steps: int = setting(100, "steps in which the rate rises to lr; AdamW's second moments need about so many")
+    decay_steps: int = setting(1000, "steps from lr down to the floor, for linear and cosine; constant afterwards")
+    floor: float = setting(0.0, "the rate at which linear and cosine end, as a share of lr")
+
+    def __post_init__(self) -> None:
+        require(self, "warmup_steps", 0)
+        require(self, "decay_steps", 1)
+        require(self, "floor", 0, 1)
+
+
+@dataclass(frozen=True)
+class EmaConfig:
+    """[train.ema]: also keep an average of the adapter over the steps, for runs whose checkpoints differ a lot."""
+
+    decay: float = setting(0.99, "0.99 averages over about 100 steps, right for a run of 1000; 0.999 suits 10,000")
+
+    def __post_init__(self) -> None:
+        require(self, "decay", 0, 0.9999999)
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """[train.validation]: when held-out samples are measured, and when a run ends early."""
+
+    every: int = setting(100, "steps between two measurements; the first is before the first step")
+    patience: int | None = selects(None, "end the run after so many measurements in a row without a better one; unset: never")
+    min_delta: float = selects(0.0, "the mean loss must fall by more than this to count as better")
+
+    def __post_init__(self) -> None:
+        require(self, "every", 1)
+        require(self, "patience", 1)
+        require(self, "min_delta", 0)
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The settings of [train] that any training run has."""
+
+    steps: int = selects(1500, "optimizer steps in all; raise it later and the run goes on from where it ended")
+    seed: int = setting(0, "seed of every draw: order of rows, noise, the adapter's start")
+    batch_size: int = setting(1, "samples whose gradients are computed together, of one shape each")
+    accumulate: int = setting(1, "batches whose gradients make one step: a larger batch in the memory of a small one")
+    rank: int = setting(32, "rank of the adapter: how much it can hold; 16 and 32 are the common ones")
+    rank_for: Mapping[str, int] | None = setting(
+        None, 'other ranks by pattern, the longest that matches: {"attn.*" = 16}; 0: no adapter there'
+    )
+    alpha: float | None = setting(
+        None, "the adapter's output is scaled by alpha / rank; unset: the rank, which every reader assumes"
+    )
+    alpha_for: Mapping[str, float] | None = setting(None, "other alphas by pattern, the longest that matches")
+    variant: Variant = setting(  # noqa: RUF009
+        "lora", "dora: a length per row too, slower, nearer to full training; lokr: a Kronecker product, small files"
+    )
+    rslora: bool = setting(False, "scale by alpha / sqrt(rank): for ranks of 64 and more")
+    factor: int | None = setting(None, "lokr: the smaller side of the product; unset: near the root")
+    initial: str = setting(
+        "", "start from this adapter: a safetensors file, written by training or by export; relative to the project"
+    )
+    targets: tuple[str, ...] = setting(
+        ("*",), 'which Linears of the blocks get an adapter, by wildcards: "attn.to_q", "*.0.attn.*"; "*": all'
+    )
+    lr: float = setting(1e-4, "learning rate; what most LoRA trainers use with AdamW; prodigy wants 1, lion 2e-5")
+    clip: float = setting(1.0, "largest global norm of the gradient; a larger gradient is scaled down to it; 0: never")
+    precision: Literal["bfloat16", "float32"] = setting(
+        "bfloat16", "what the model computes in; float32 on a CPU, where it is faster"
+    )
+    base_bits: Bits = setting(  # noqa: RUF009
+        16, "bits of a weight of the base's blocks: 8 takes half the memory, 4 a quarter, with a little of the quality"
+    )
+    base_bits_for: Mapping[str, int] | None = setting(
+        None, 'other bits by pattern, the longest that matches: {"attn.to_out*" = 8}'
+    )
+    optimizer: OptimizerConfig = setting(OptimizerConfig(), "the method and its numbers")  # noqa: RUF009
+    schedule: ScheduleConfig = setting(ScheduleConfig(), "the learning rate over the steps")  # noqa: RUF009
+    validation: ValidationConfig | None = setting(None, "samples held out, to measure the run by")  # noqa: RUF009
+    ema: EmaConfig | None = setting(None, "an average of the adapter, kept beside it")  # noqa: RUF009
+    memory: Literal["auto", "whole", "blocks"] | int = runtime(
+        "auto",
+        "whole: fastest; blocks: least memory, computes every block twice; a number: so many of the last blocks are not "
+        "computed twice; auto: the fastest that fits. They agree to rounding, so a run keeps the one that it began with",
+    )
+    memory_gb: float | None = runtime(None, "memory that training may take, GB; unset: the device's memory less headroom")
+    micro_batch: Literal["auto"] | int | None = runtime(
+        None, "samples of a batch computed at once; auto: as many as fit. The gradient is the same up to rounding"
+    )
+    checkpoint_every: int = runtime(250, "steps between checkpoints: what a kill can cost, and which adapters can be compared")
+    keep_states: int = runtime(2, "newest checkpoints whose optimizer state is kept, twice the adapter's size; adapters all stay")
+    stop_after_steps: int | None = runtime(None, "end this command after so many steps; the same command goes on")
+    stop_after_minutes: float | None = runtime(None, "end this command after so long: a Mac's GPU watchdog, a slot of time")
+
+    def __post_init__(self) -> None:
+        require(self, "steps", 1, 1_000_000)  # each is a row; a larger number is a typing error
+        for name in ("batch_size", "accumulate", "rank", "factor", "checkpoint_every", "keep_states", "stop_after_steps"):
+            require(self, name, 1)
+        for name in ("lr", "memory_gb", "stop_after_minutes", "alpha"):
+            require(self, name, 1e-12)
+        require(self, "clip", 0)
+        for name in ("memory", "micro_batch"):
+            if isinstance(getattr(self, name), int):
+                require(self, name, 1)
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        for pattern, bits in (self.base_bits_for or {}).items():
+            if bits not in (16, 8, 4):
+                raise ValueError(f"base_bits_for must give 16, 8 or 4 bits, got {bits} for {pattern!r}")
+        if self.optimizer.kind == "prodigy" and self.lr < 0.01:
+            raise ValueError(f"lr must be >= 0.01 with prodigy, which multiplies its own rate by lr, got {self.lr:g}; 1 is usual")
+        if self.factor is not None and self.variant != "lokr":
+            raise ValueError(f'factor needs variant = "lokr", got "{self.variant}"; leave it out, or choose variant = "lokr"')
+        if self.rslora and self.variant == "lokr":
+            raise ValueError('rslora has no effect with variant = "lokr"; leave one of them out')
+
+    def learning_rate(self) -> Schedule:
+        """Build the learning-rate schedule: `learning_rate().at(step)` is the rate of a step, counted from 1."""
+        s = self.schedule
+        return Schedule(self.lr, s.shape, s.warmup_steps, s.decay_steps, s.floor)
+
+    @property
+    def measured_at_once(self) -> int:
+        """Held-out samples that a measurement computes together: a function of the settings, not of free memory.
+
+        The number changes the last bits of a loss, and so could change which checkpoint is best. With micro_batch = "auto" it
+        is 1, the smallest micro-batch that training may reach.
+        """
+        return 1 if self.micro_batch == "auto" else min(self.batch_size, self.micro_batch or self.batch_size)
+
+
+def longest_first(patterns: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Sort patterns by length, the longest first, then by name: the order in which they are tried, whatever the file's order."""
+    return dict(sorted((patterns or {}).items(), key=lambda item: (-len(item[0]), item[0])))

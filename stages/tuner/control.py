@@ -1,0 +1,94 @@
+"""Control of a running training: files in its artifacts folder, interrupts, and limits on steps or minutes.
+
+    stop         write a checkpoint and end the run; the same command goes on
+    checkpoint   write a checkpoint and go on
+    pause        write a checkpoint and wait, with everything in memory, until the file is gone
+
+The files are looked for once per step, after it: a step is never left half done. `stop`, like an interrupt, is also looked for
+before the first step and between the micro-batches of a measurement; the next command repeats that measurement. `stop` and
+`checkpoint` are removed once they have taken effect. A `stop` that exists when the command begins was meant for an earlier run
+and is removed without effect.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from stages.tuner.config import TrainingConfig
+from stages.tuner.task import TrainingContext
+
+STOP, CHECKPOINT, PAUSE = "stop", "checkpoint", "pause"
+POLL_SECONDS = 0.2  # between two looks for `pause`
+
+
+@dataclass
+class Control:
+    """The requests made to a running training. Create it first: a `stop` that exists by then is removed without effect.
+
+    `clock` returns seconds and `sleep` waits for seconds; tests pass their own.
+    """
+
+    ctx: TrainingContext
+    config: TrainingConfig
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    steps_done: int = 0
+    ending: bool = False  # the run is to end before its last step
+    pausing: bool = False  # the file `pause` was there after the last step
+    began: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.began = self.clock()
+        self._take(STOP)
+
+    def after_step(self) -> None:
+        """Count a finished step and look for requests. Gives the context the reason if the run is to end."""
+        self.steps_done += 1
+        self.pausing = self._pause_requested
+        minutes = (self.clock() - self.began) / 60
+        most_steps, most_minutes = self.config.stop_after_steps, self.config.stop_after_minutes
+        if self.stop_requested():
+            return
+        if most_steps is not None and self.steps_done >= most_steps:
+            self._end(f"stopped after {self.steps_done} steps, as [train] stop_after_steps says")
+        elif most_minutes is not None and minutes >= most_minutes:
+            self._end(f"stopped after {minutes:.1f} minutes, as [train] stop_after_minutes says")
+
+    def wants_checkpoint(self) -> bool:
+        """Whether a checkpoint is due now: at an early end, before a pause, or because the file `checkpoint` asks for one."""
+        return self._take(CHECKPOINT) or self.ending or self.pausing
+
+    def stop_requested(self) -> bool:
+        """Look for an interrupt and for the file `stop`. Returns whether the run is to end early, for whatever reason."""
+        if self.ctx.stop():
+            self.ending = True
+        elif self._take(STOP):
+            self._end("stopped by the file `stop`")
+        return self.ending
+
+    def wait_while_paused(self) -> None:
+        """Wait until the file `pause` is gone or the run is to end. Returns at once if there was no `pause`."""
+        if not self.pausing or self.ending:
+            return
+        self.ctx.say(f"paused; remove {self.ctx.artifacts / PAUSE} to go on")
+        while self._pause_requested and not self.ending:
+            self.sleep(POLL_SECONDS)
+            self.stop_requested()
+
+    @property
+    def _pause_requested(self) -> bool:
+        return (self.ctx.artifacts / PAUSE).exists()
+
+    def _take(self, name: str) -> bool:
+        """Remove a control file. Returns whether it was there."""
+        try:
+            (self.ctx.artifacts / name).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _end(self, reason: str) -> None:
+        self.ending = True
+        self.ctx.pause(reason)

@@ -1,0 +1,70 @@
+"""Health checks of a running training: what must be finite, what must move, and how far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from stages.tuner.adapters import lora
+from stages.tuner.config import TrainingConfig
+from stages.tuner.step import StepResult, TrainingStep
+
+MOST_SKIPPED = 3  # steps in a row without a finite loss and gradient that end the run
+MOVED_BY = 10  # the step after which every run must have moved its adapter
+RATIO_EVERY = 100  # steps between two checks of the update's length
+RATIOS = (
+    1e-7,
+    0.1,
+)  # sound lengths of an update beside the adapter's: above float32's rounding; below a new adapter in ten steps
+
+
+def checks_update(step: int) -> bool:
+    """Whether the length of the update is checked after this step."""
+    return step % RATIO_EVERY == 0 or step in (1, MOVED_BY)
+
+
+def check_health(
+    say: Callable[[str], None], config: TrainingConfig, training: TrainingStep, step: int, skipped: int, result: StepResult
+) -> None:
+    """Report what looks wrong after a step. ValueError, with a remedy, for a run that cannot learn.
+
+    `skipped` is the number of steps in a row, this one included, that had no finite loss and gradient.
+    """
+    lr = config.lr
+    if not result.bounded:
+        raise ValueError(
+            f"train: stopped at step {step}: the update made the adapter infinite, so it is not saved; lower [train] lr ({lr:g})"
+        )
+    if skipped:
+        say(f"step {step}: the loss or the gradient is not finite; the step is skipped")
+    if skipped >= MOST_SKIPPED:
+        raise ValueError(
+            f"train: stopped at step {step}: {skipped} steps in a row had no finite loss and gradient; lower [train] lr "
+            f'({lr:g}), or try precision = "float32"'
+        )
+    if step == MOVED_BY and not config.initial:
+        _check_moved(say, lr, training, step)
+    if result.update_ratio is not None and result.finite and not RATIOS[0] <= result.update_ratio <= RATIOS[1]:
+        change = "raise" if result.update_ratio < RATIOS[0] else "lower"
+        say(f"step {step}: the update is {result.update_ratio:.1g} of the adapter's length; {change} [train] lr ({lr:g})")
+
+
+def _check_moved(say: Callable[[str], None], lr: float, training: TrainingStep, step: int) -> None:
+    """Report Linears that no gradient reaches: harmless zeros. ValueError if the adapter has not moved at all."""
+    still = unmoved_linears(training)
+    if not still:
+        return
+    if len(still) == len(training.targets):
+        raise ValueError(f"train: stopped at step {step}: the adapter has not moved; raise [train] lr ({lr:g})")
+    others = f", nor have {len(still) - 1} other Linears" if len(still) > 1 else ""
+    say(f"step {step}: {still[0]} has not moved{others}; no gradient reaches it, and [train] targets could leave it out")
+
+
+def unmoved_linears(training: TrainingStep) -> list[str]:
+    """Names of the Linears that the adapter does not change yet: their arrays that start at zero are still zero."""
+    adapter = training.adapter
+    names = [target.name for target in training.targets]
+    moved: Any = mx.stack([lora.largest_change(lora.arrays_of_linear(adapter, name)) for name in names]).tolist()
+    return [name for name, most in zip(names, moved, strict=True) if most == 0]

@@ -1,0 +1,46 @@
+"""The data loader: a background thread reads the next step while the device computes the current one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic
+
+from stages.tuner.task import M, S, Task
+
+
+class Loader(Generic[S, M]):
+    """Iterates over the steps in `steps`, reading one step ahead.
+
+    Yields (step, batches in host memory, seconds that the loop waited for them).
+    """
+
+    def __init__(self, task: Task[S, M], steps: range) -> None:
+        self.task, self.steps = task, steps
+        self.reader = task.reader()
+
+    def __iter__(self) -> Iterator[tuple[int, list[M], float]]:
+        if not self.steps:
+            return
+        self.prefetch(self.steps.start)
+        with ThreadPoolExecutor(1, "loader") as pool:
+            coming = pool.submit(self.read, self.steps.start)
+            for step in self.steps:
+                began = time.perf_counter()
+                micros = coming.result()
+                waited = time.perf_counter() - began
+                if step + 1 in self.steps:
+                    coming = pool.submit(self.read, step + 1)
+                yield step, micros, waited
+
+    def read(self, step: int) -> list[M]:
+        """Read the batches of a step into host memory, then announce the samples of the step after it."""
+        micros = [self.reader.read(step, samples) for samples in self.task.draw(step)]
+        if step + 1 in self.steps:
+            self.prefetch(step + 1)
+        return micros
+
+    def prefetch(self, step: int) -> None:
+        """Announce all samples of a step to the reader."""
+        self.reader.prefetch([sample for samples in self.task.draw(step) for sample in samples])

@@ -1,0 +1,237 @@
+"""The training loop. It owns the order of things; what is trained, on what data and by what loss, is the task's (task.py).
+
+What a step draws is a function of (seed, step) alone, and a checkpoint holds all else. So a run that is stopped, killed or made
+longer ends with the same bits as a run that never was.
+
+When a step ends, its rows are made, its health is checked, held-out samples are measured if that is due, a checkpoint is written
+if one is due, and then the rows are yielded. Rows come after their checkpoint, so that stored rows imply a result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import pyarrow as pa
+
+from stages.tuner import checkpoint
+from stages.tuner.adapters.targets import adapter_metadata
+from stages.tuner.blockwise.device import limit_command_buffers
+from stages.tuner.checkpoint import Checkpoint
+from stages.tuner.control import Control
+from stages.tuner.health import check_health, checks_update
+from stages.tuner.loader import Loader
+from stages.tuner.log import announce, warn
+from stages.tuner.memory_plan import MemoryPlan, adjust_max_tokens
+from stages.tuner.resume import Start, find_start
+from stages.tuner.rows import record_batches, rows_table, sample_rows
+from stages.tuner.step import StepResult, TrainingStep, choose_targets, starting_adapter
+from stages.tuner.task import MicroBatch, Row, Task, TrainingContext
+from stages.tuner.validation import TRAIN, VALIDATION, Validation
+
+
+def train(ctx: TrainingContext, task: Task[Any, Any], control: Control) -> Iterator[pa.RecordBatch]:
+    """Train from the newest usable checkpoint to the last step, and publish the adapter. Yields rows, step by step.
+
+    Writes checkpoints and results by `ctx.write_artifact`. Does nothing if every row is stored and the result is published.
+    Returns early, after a checkpoint, if `control` says so. ValueError in one line for a run that cannot go on.
+    """
+    validation = validation_of(task)
+    validation.add_table(ctx.stored)
+    last = validation.last_step
+    if not ctx.pending.num_rows and checkpoint.is_published(ctx.artifacts, last, validation.best_step):
+        return
+    start = find_start(ctx, last)
+    yield from record_batches(task.schema, start.recovered)
+    yield from TrainingRun(ctx, task, control, start).go()
+
+
+def last_step(task: Task[Any, Any], stored: pa.Table) -> int:
+    """The last step of a run, as far as its stored rows tell: validation may end it before [train] steps."""
+    validation = validation_of(task)
+    validation.add_table(stored)
+    return validation.last_step
+
+
+def validation_of(task: Task[Any, Any]) -> Validation:
+    """The validation of a run, without any measurement yet."""
+    held_out = task.held_out
+    return Validation(task.config.validation if held_out else None, held_out.count if held_out else 0, task.config.steps)
+
+
+def load_training(task: Task[Any, Any], start: Checkpoint | None, plan: MemoryPlan | None = None) -> TrainingStep:
+    """Load the model, and the adapter and optimizer state of a checkpoint; without one, those before the first step.
+
+    Without a memory plan, steps are computed as one graph. ValueError, before the model is loaded, for an initial adapter that
+    does not fit.
+    """
+    initial = None if start else task.initial_adapter()
+    model = task.load_model()
+    targets = choose_targets(model.linears(), task.config)
+    adapter = start.arrays(checkpoint.ADAPTER) if start else starting_adapter(model, targets, task.config, initial)
+    state = start.arrays(checkpoint.OPTIMIZER) if start else None
+    training = TrainingStep(model, task.objective, targets, task.config, adapter, state)
+    if plan:
+        training.plan, training.max_tokens, training.live_bytes = plan.plan, plan.max_tokens, plan.live_bytes
+    return training
+
+
+class TrainingRun:
+    """A run from `start` to its last step: what it has measured, and what it has not saved yet."""
+
+    def __init__(self, ctx: TrainingContext, task: Task[Any, Any], control: Control, start: Start) -> None:
+        self.ctx, self.task, self.control, self.start = ctx, task, control, start
+        self.past = [row for row in ctx.stored.to_pylist() if row["step"] <= start.step and start.checkpoint] + start.recovered
+        self.validation = validation_of(task)
+        self.validation.add(self.past)
+        # The measurement after the step that the run goes on from may have been interrupted; then it is repeated.
+        self.unmeasured = bool(start.checkpoint) and self.validation.discard_incomplete(start.step)
+        self.skipped: int = start.checkpoint.state["skipped"] if start.checkpoint else 0  # steps in a row that were not finite
+        self.unsaved: list[Row] = []  # rows that no checkpoint holds yet
+        self.earlier_peak = 0  # bytes: the peak before MLX's own count was last reset
+
+    @property
+    def finished(self) -> bool:
+        """Whether the start is the last step already."""
+        return self.start.checkpoint is not None and self.start.step >= self.validation.last_step
+
+    def go(self) -> Iterator[pa.RecordBatch]:
+        """Take the remaining steps, if any, and publish the result."""
+        if not self.finished or self.unmeasured:
+            self.prepare()
+            if self.control.stop_requested():
+                return
+            yield from record_batches(self.task.schema, self.first_measurement())
+            if self.control.ending:
+                return
+        if self.finished:
+            assert self.start.checkpoint
+            self.publish(self.start.checkpoint)
+        else:
+            yield from self.take_steps()
+
+    def prepare(self) -> None:
+        """Choose the memory plan, load what is trained, and tell the user about the run."""
+        warn(self.ctx.say, self.task)
+        limit_command_buffers()  # before anything asks MLX for an array
+        self.plan = self.task.memory_plan(self.start.checkpoint)
+        self.training = load_training(self.task, self.start.checkpoint, self.plan)
+        announce(self.ctx, self.task, self.training, self.steps)
+
+    @property
+    def steps(self) -> range:
+        """The steps that remain, unless validation ends the run early."""
+        return range(self.start.step + 1, self.task.config.steps + 1)
+
+    def take_steps(self) -> Iterator[pa.RecordBatch]:
+        """Take step after step until the last one, or until `control` ends the run."""
+        schedule = self.task.config.learning_rate()
+        began = time.perf_counter()
+        for step, micros, waited in Loader(self.task, self.steps):
+            lr = schedule.at(step)
+            result = self.compute(micros, lr, ratio=checks_update(step) and lr > 0)
+            seconds = time.perf_counter() - began
+            shared = {"step": step, "lr": lr, "grad_norm": result.grad_norm, "peak_bytes": self.peak}
+            rows = self.step_rows(micros, result, shared | {"seconds": seconds, "read_seconds": waited})
+            self.skipped = 0 if result.finite else self.skipped + 1
+            check_health(self.ctx.say, self.task.config, self.training, step, self.skipped, result)
+            rows += self.measure(shared)
+            began = time.perf_counter()
+            self.control.after_step()
+            if self.saves_after(step):
+                self.save(step)
+            yield from record_batches(self.task.schema, rows)
+            self.ctx.progress(step, self.validation.last_step, "step")
+            self.control.wait_while_paused()
+            if self.control.ending or step >= self.validation.last_step:
+                return
+
+    def compute(self, micros: Sequence[MicroBatch], lr: float, ratio: bool) -> StepResult:
+        """Compute one step. With micro_batch = "auto", choose the next step's micro-batch by this step's peak memory."""
+        training = self.training
+        if training.max_tokens is None:
+            return training.step(micros, lr, ratio)
+        self.earlier_peak = self.peak
+        mx.reset_peak_memory()
+        result = training.step(micros, lr, ratio)
+        before, used = training.max_tokens, result.largest_tokens
+        after = adjust_max_tokens(before, used, mx.get_active_memory(), mx.get_peak_memory(), self.plan.limit)
+        if after != before:
+            self.ctx.say(f"the micro-batch is now {after} tokens, {'fewer' if after < before else 'more'} than before")
+        training.max_tokens = after
+        return result
+
+    @property
+    def peak(self) -> int:
+        """MLX's peak memory so far, bytes."""
+        return max(self.earlier_peak, mx.get_peak_memory())
+
+    def step_rows(self, micros: Sequence[MicroBatch], result: StepResult, shared: Row) -> list[Row]:
+        """The rows of a step, one per sample."""
+        samples = [sample for micro in micros for sample in micro.samples]
+        rows = sample_rows(self.task, samples, {"loss": result.losses, **result.terms}, shared | {"split": TRAIN})
+        self.unsaved += rows
+        return rows
+
+    def first_measurement(self) -> list[Row]:
+        """Measure before the first step, or repeat the measurement that was interrupted. Returns its rows."""
+        if not self.start.checkpoint:
+            return self.measure({"step": 0, "lr": 0.0, "grad_norm": 0.0, "peak_bytes": self.peak})
+        if not self.unmeasured:
+            return []
+        trained = next(row for row in self.past if (row["step"], row["split"]) == (self.start.step, TRAIN))
+        return self.measure({name: trained[name] for name in ("step", "lr", "grad_norm", "peak_bytes")})
+
+    def measure(self, shared: Row) -> list[Row]:
+        """Measure the held-out samples if that is due after `shared["step"]`. Returns their rows; none if it is interrupted."""
+        held_out, step = self.task.held_out, shared["step"]
+        if held_out is None or not self.validation.is_due(step):
+            return []
+        rows: list[Row] = []
+        began = time.perf_counter()
+        for micro in held_out.micro_batches():
+            self.unmeasured = self.control.stop_requested()
+            if self.unmeasured:
+                return []
+            losses = self.training.measure(micro)
+            clocks = {"seconds": time.perf_counter() - began, "read_seconds": 0.0, "split": VALIDATION}
+            rows += sample_rows(self.task, micro.samples, {"loss": losses}, shared | clocks, first=len(rows))
+            began = time.perf_counter()
+        self.validation.add(rows)
+        self.unsaved += rows
+        best = ", the best so far" if step == self.validation.best_step else ""
+        self.ctx.say(f"step {step}: validation loss {self.validation.means[step]:.4f}{best}")
+        return rows
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is written after a step. Removes the control file that asks for one."""
+        asked = self.control.wants_checkpoint()
+        due = step % self.task.config.checkpoint_every == 0 or step >= self.validation.last_step
+        return asked or due or step == self.validation.best_step
+
+    def save(self, step: int) -> None:
+        """Write the checkpoint of a step; after the last step, publish it."""
+        ctx, training = self.ctx, self.training
+        metadata = {**ctx.provenance, **self.task.metadata, **adapter_metadata(training.targets)}
+        facts = {"skipped": self.skipped, "plan": training.plan, "max_tokens": training.max_tokens}
+        rows = rows_table(self.task.schema, self.unsaved)
+        saved = checkpoint.save(
+            ctx.write_artifact, step, training.adapter, training.state, rows, metadata, facts, training.average
+        )
+        self.unsaved = []
+        checkpoint.prune(ctx.artifacts, step, self.task.config.keep_states)
+        if step >= self.validation.last_step and not self.unmeasured:
+            self.publish(saved)
+
+    def publish(self, final: Checkpoint) -> None:
+        """Publish the adapter of the final checkpoint, and that of the best one beside it."""
+        if self.task.config.validation and final.step < self.task.config.steps:
+            patience = self.task.config.validation.patience
+            self.ctx.say(
+                f"ended after step {final.step}: {patience} measurements in a row were no better ([train.validation] patience)"
+            )
+        saved = checkpoint.find_checkpoints(self.ctx.artifacts)
+        best = next((found for found in saved if found.step == self.validation.best_step), None)
+        checkpoint.publish(self.ctx.write_artifact, final, best)

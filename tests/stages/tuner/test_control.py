@@ -1,0 +1,109 @@
+"""Control of a running training: files, interrupts, and limits on steps and minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stages.tuner import checkpoint
+from stages.tuner.control import Control
+from tests.stages.tuner.toy import CONFIG, ToyRun, ToyTask
+
+UNMEASURED = replace(CONFIG, validation=None)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> ToyRun:
+    """An unbroken run."""
+    return ToyRun(tmp_path_factory.mktemp("whole") / "artifacts", UNMEASURED).go()
+
+
+def controlled(run: ToyRun, files: dict[int, str]) -> Callable[[int], None]:
+    """A function for `ToyRun.go` that makes a control file appear after each of these steps."""
+
+    def after(step: int) -> None:
+        if name := files.pop(step, ""):
+            (run.folder / name).touch()
+
+    return after
+
+
+def steps(run: ToyRun) -> list[int]:
+    return sorted(saved.step for saved in checkpoint.find_checkpoints(run.folder))
+
+
+def test_the_file_stop_ends_the_run_after_the_step_with_a_checkpoint_and_is_removed(whole, tmp_path):
+    run = ToyRun(tmp_path, UNMEASURED)
+    run.go(after=controlled(run, {1: "stop"}))
+    assert run.reasons == ["stopped by the file `stop`"]
+    assert (steps(run), max(step for step, _, _ in run.stored)) == ([2], 2)
+    assert not (tmp_path / "stop").exists()
+    run.go()
+    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
+
+
+def test_a_file_stop_left_over_from_before_does_not_end_the_next_run(tmp_path):
+    (tmp_path / "stop").touch()
+    run = ToyRun(tmp_path, UNMEASURED).go()
+    assert run.reasons == []
+    assert steps(run) == [3, 6, 7]
+
+
+def test_the_file_checkpoint_adds_one_and_changes_nothing_else(whole, tmp_path):
+    run = ToyRun(tmp_path, UNMEASURED)
+    run.go(after=controlled(run, {1: "checkpoint"}))
+    assert (run.reasons, steps(run)) == ([], [2, 3, 6, 7])
+    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
+
+
+def test_the_file_checkpoint_at_a_step_that_has_one_anyway_adds_none(tmp_path):
+    run = ToyRun(tmp_path, UNMEASURED)
+    run.go(after=controlled(run, {2: "checkpoint"}))
+    assert (run.reasons, steps(run)) == ([], [3, 6, 7])
+
+
+def test_a_pause_lasts_until_the_file_is_gone_and_has_a_checkpoint_before_it(whole, tmp_path):
+    run = ToyRun(tmp_path, UNMEASURED)
+    waits: list[list[int]] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(steps(run))
+        if len(waits) == 3:
+            (tmp_path / "pause").unlink()
+
+    run.go(after=controlled(run, {1: "pause"}), sleep=sleep)
+    assert (run.reasons, waits) == ([], [[2]] * 3)
+    assert [line for line in run.lines if line.startswith("paused; remove ")]
+    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
+
+
+def test_a_pause_ends_with_the_file_stop_too(tmp_path):
+    run = ToyRun(tmp_path, UNMEASURED)
+    run.go(after=controlled(run, {1: "pause"}), sleep=lambda seconds: (tmp_path / "stop").touch())
+    assert (run.reasons, steps(run)) == (["stopped by the file `stop`"], [2])
+
+
+def test_training_in_segments_of_steps_ends_as_in_one_go(whole, tmp_path):
+    run = ToyRun(tmp_path, replace(UNMEASURED, stop_after_steps=2))
+    for segment in (2, 4, 6):
+        run.go()
+        assert max(step for step, _, _ in run.stored) == segment
+    assert run.reasons == ["stopped after 2 steps, as [train] stop_after_steps says"] * 3
+    run.go()
+    assert len(run.reasons) == 3
+    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
+
+
+def test_a_segment_of_minutes_ends_after_the_step_in_which_they_are_over(tmp_path: Path):
+    config = replace(UNMEASURED, stop_after_minutes=5.0)
+    run, seconds = ToyRun(tmp_path, config), [100.0]
+    control = Control(run.context(ToyTask(config)), config, clock=lambda: seconds[0])
+    control.after_step()
+    assert not control.ending
+    seconds[0] += 301
+    control.after_step()
+    assert control.ending
+    assert run.reasons == ["stopped after 5.0 minutes, as [train] stop_after_minutes says"]

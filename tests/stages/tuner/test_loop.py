@@ -1,0 +1,123 @@
+"""The training loop with a task of its own: token ids and a contrastive loss over a whole batch."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from stages.tuner import checkpoint, loop
+from stages.tuner.config import EmaConfig
+from stages.tuner.replay import replay_step
+from tests.stages.tuner.toy import CONFIG, HELD, PAIRS, ToyRun, ToyTask, read_pairs
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> ToyRun:
+    """An unbroken run."""
+    return ToyRun(tmp_path_factory.mktemp("whole") / "artifacts").go()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_that_is_stopped_and_killed_ends_with_the_bits_of_an_unbroken_one(seed, whole, tmp_path):
+    draw = random.Random(seed)
+    run = ToyRun(tmp_path / "artifacts")
+    for _ in range(3):
+        at = draw.randint(1, 6)
+        run.go(**({"stop_at": at} if draw.random() < 0.5 else {"kill_at": at, "lose": draw.randint(0, 4)}))
+    run.go()
+    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
+
+
+def test_a_finished_run_loads_no_model(whole):
+    whole.loaded = 0
+    whole.go()
+    assert whole.loaded == 0
+
+
+def test_a_run_made_longer_equals_one_that_was_long_from_the_start(whole, tmp_path):
+    run = ToyRun(tmp_path / "artifacts", replace(CONFIG, steps=4)).go()
+    assert checkpoint.published_step(run.folder) == 4
+    run.config = CONFIG
+    run.go()
+    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
+
+
+def test_there_is_a_row_for_every_sample_drawn_and_for_every_sample_measured(whole):
+    trained = [row for row in whole.rows if row["split"] == "train"]
+    measured = [row for row in whole.rows if row["split"] == "validation"]
+    assert [(row["step"], row["sample"]) for row in trained] == [(step, n) for step in range(1, 8) for n in range(8)]
+    assert {row["pair"] for row in trained} == set(range(PAIRS)) - set(HELD)
+    assert [(row["step"], row["pair"]) for row in measured] == [(step, pair) for step in (0, 2, 4, 6) for pair in HELD]
+    assert all(np.isfinite(row["loss"]) and row["remark"] is None for row in whole.rows)
+    assert np.mean([row["loss"] for row in trained[-8:]]) < np.mean([row["loss"] for row in trained[:8]])
+
+
+def test_the_loss_of_a_batch_is_computed_over_all_its_samples(whole, tmp_path):
+    task = ToyTask(CONFIG)
+    training = loop.load_training(task, None)
+    micros = [read_pairs(samples) for samples in task.draw(1)]
+    training.max_samples, training.max_tokens = 1, 10
+    assert [len(micro.samples) for micro in training.split(micros)] == [4, 4]
+    losses = training.gradient(micros).losses.tolist()
+    assert losses == [row["loss"] for row in whole.rows if (row["step"], row["split"]) == (1, "train")]
+    alone = training.gradient([micros[0].part(0, 1)]).losses.tolist()
+    assert alone == [0.0] and losses[0] > 0, "a query alone has no negative"
+
+
+@pytest.mark.parametrize("micro_batch", [1, "auto"])
+def test_a_micro_batch_that_would_divide_a_loss_over_the_whole_batch_is_refused(micro_batch, tmp_path):
+    with pytest.raises(ValueError, match=r"\[train\] micro_batch must be unset: the loss compares all samples of a batch"):
+        ToyRun(tmp_path / "artifacts", replace(CONFIG, micro_batch=micro_batch)).go()
+
+
+@pytest.mark.parametrize("plan", ["blocks", 2])
+def test_every_plan_trains_alike_up_to_rounding(plan, whole, tmp_path):
+    run = ToyRun(tmp_path / "artifacts", replace(CONFIG, memory=plan)).go()
+    assert [row["loss"] for row in run.rows] == pytest.approx([row["loss"] for row in whole.rows], rel=1e-4)
+
+
+def test_a_resumed_run_keeps_the_plan_that_it_began_with(tmp_path):
+    run = ToyRun(tmp_path / "artifacts", replace(CONFIG, memory="blocks")).go(stop_at=3)
+    run.config = CONFIG
+    run.go()
+    assert checkpoint.find_checkpoints(run.folder)[0].state["plan"] == "blocks"
+
+
+def test_an_average_of_the_adapter_is_published_beside_it_and_resumes_to_the_bit(tmp_path):
+    config = replace(CONFIG, ema=EmaConfig(0.5))
+    straight = ToyRun(tmp_path / "a", config).go()
+    broken = ToyRun(tmp_path / "b", config).go(stop_at=3).go()
+    averages = [(run.folder / checkpoint.EMA).read_bytes() for run in (straight, broken)]
+    assert averages[0] == averages[1] != straight.adapter
+
+
+def test_patience_ends_a_run_early_and_publishes_its_last_step_and_its_best(tmp_path):
+    config = replace(CONFIG, validation=replace(CONFIG.validation, every=1, patience=2, min_delta=100.0))
+    run = ToyRun(tmp_path / "artifacts", config).go()
+    assert checkpoint.published_step(run.folder) == 2
+    assert any(line.startswith("ended after step 2") for line in run.lines)
+    assert (run.folder / checkpoint.BEST).exists()
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_a_step_replayed_gives_its_logged_losses(step, whole):
+    task = ToyTask(CONFIG)
+    ctx = whole.context(task)
+    replayed = replay_step(ctx, task, step)
+    assert [one.loss for one in replayed] == [one.logged for one in replayed]
+    assert [one.sample for one in replayed] == [sample for batch in task.draw(step) for sample in batch]
+
+
+def test_the_adapter_file_says_what_it_is(whole):
+    metadata = mx.load(str(whole.folder / checkpoint.ADAPTER), return_metadata=True)[1]
+    assert metadata == {"recipe": "toy", "made_by": "toy", "variant": "lora", "rank": "2", "alpha": "2", "step": "7"}
+
+
+def test_the_user_is_told_what_is_trained_and_what_looks_wrong(whole):
+    assert "toys are for tests" in whole.lines and "12 pairs" in whole.lines
+    assert any(line.startswith("plan whole: estimated peak") for line in whole.lines)
+    assert any(line.endswith("steps 1 to 7") for line in whole.lines)
