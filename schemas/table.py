@@ -22,10 +22,10 @@ SHARD = pa.field("shard", pa.string(), nullable=False, metadata={"doc": "file un
 
 @dataclass(frozen=True)
 class TensorColumn:
-    """A tensor that every row of a table carries, stored in an Arrow shard and read from there by memory map.
-
-    A batch has the values as a flat list in the column `name`. A stored row has instead the columns `offset` and `nbytes`,
-    which locate the values in the row's shard. The column `shape` is one of the table's own columns; the stage fills it.
+    """A column that holds one tensor per row of a table. `dtype` is a key of STORED_AS. A stage yields the values as a flat
+    list in the column `name`. Stored values lie in a shard (an Arrow file with tensors). `shape`, `offset` and `nbytes` are
+    names of other columns. The stage fills the column `shape`. The store fills `offset` and `nbytes`, both in bytes, to
+    locate the values in the shard.
     """
 
     name: str
@@ -37,18 +37,22 @@ class TensorColumn:
 
     @property
     def kind(self) -> pa.DataType:
-        """The Arrow type in which a value is stored, for example uint16 for bfloat16."""
+        """The Arrow type in which the values of the tensor are stored. For example, bfloat16 is stored as uint16."""
         return STORED_AS[self.dtype]
 
     @property
     def field(self) -> pa.Field:
-        """The column of a batch that holds the values: a list of `kind` per row."""
+        """The Arrow field of the column in the record batches that a stage yields: a list of values per row, of the type
+        `kind`.
+        """
         kind = pa.list_(pa.field("item", self.kind, nullable=False))
         return pa.field(self.name, kind, nullable=False, metadata={"doc": self.doc})
 
     @property
     def locator(self) -> tuple[pa.Field, pa.Field]:
-        """The columns of a stored row that locate the tensor in its shard: offset and size, bytes (int64)."""
+        """The two Arrow fields (int64) of a stored row that locate its tensor: the offset in the shard and the size, both in
+        bytes.
+        """
         return (
             pa.field(self.offset, pa.int64(), nullable=False, metadata={"doc": f"where {self.name} starts in the shard, bytes"}),
             pa.field(self.nbytes, pa.int64(), nullable=False, metadata={"doc": f"size of {self.name}, bytes"}),
@@ -56,10 +60,9 @@ class TensorColumn:
 
 
 def tensor(name: str = "tensor", dtype: str = "bfloat16", doc: str = "the values, 16-bit words") -> TensorColumn:
-    """Describe a tensor column called `name` with values of `dtype`, a key of STORED_AS.
-
-    Its shape and locator columns are called NAME_shape, NAME_offset and NAME_nbytes; for the name "tensor" they are called
-    shape, byte_offset and nbytes. The shape column, a list of int32, must be one of the table's columns.
+    """Return the description of a tensor column called `name`. `dtype` of its values is a key of STORED_AS. `doc` says what
+    the values are. The companion columns are called NAME_shape, NAME_offset and NAME_nbytes. For the name "tensor", they
+    are called shape, byte_offset and nbytes. The table itself must declare the shape column, a list of int32.
     """
     assert dtype in STORED_AS, f"{name}: dtype must be one of {', '.join(STORED_AS)}, got {dtype}"
     if name == "tensor":
@@ -68,21 +71,21 @@ def tensor(name: str = "tensor", dtype: str = "bfloat16", doc: str = "the values
 
 
 def column(name: str, kind: pa.DataType, doc: str, *, null: bool = False, measured: bool = False, default: str = "") -> pa.Field:
-    """Describe one column: its name, its Arrow type, and in `doc` what it holds and in which unit.
-
-    `null` allows nulls. `measured` marks clock times and memory, in which two equal runs may differ. `default` is the value
-    of rows that `TableSchema.table` is given without this column.
+    """Return the Arrow field of one column. `name` and `kind` are its name and its Arrow type. `doc` says what it holds, and
+    in which unit. `null` allows nulls. `measured` marks clock times and memory, which may differ between two equal runs.
+    `default` is the value that `TableSchema.table` uses for rows without this column; empty means that rows must have it.
     """
     return pa.field(name, kind, nullable=null, metadata={"doc": doc, "measured": "yes" if measured else "", "default": default})
 
 
 @dataclass(frozen=True)
 class TableSchema:
-    """The description of a table: its name, what a row is (`doc`), the columns that identify a row (`key`), all columns in order.
+    """The description of a table. `name` is the table's name and `doc` says what a row is. `key` holds the names of the
+    columns that identify a row, `columns` all columns in order. `tensors` lists the tensors that every row has: none, one
+    or several; a table with tensors has exactly one key column. `retains_dead_rows` is True if rows that no setting wants
+    any more stay on disk, hidden from readers, until `latentmill clean`.
 
-    `tensors` lists the tensors that every row carries: none, one or several. A table with tensors has one key column.
-    `retains_dead_rows`: rows that are no longer wanted stay on disk, hidden from readers, until `latentmill clean`, because
-    they are expensive to recompute. Tables with tensors always retain them.
+    Dead rows are retained if they are expensive to recompute. Tables with tensors always retain them.
     """
 
     name: str
@@ -93,7 +96,9 @@ class TableSchema:
     retains_dead_rows: bool = False
 
     def __post_init__(self) -> None:
-        """Check that the columns named by the key and by the tensors exist, and that no column has the name of another."""
+        """Raise AssertionError if a column of the key or the shape column of a tensor is missing, or if two columns have the
+        same name. Also raise it if a table with tensors does not have exactly one key column.
+        """
         names = [field.name for field in (*self.batch, *self.locator)]
         needed = {*self.key, *(each.shape for each in self.tensors)}
         assert needed <= {field.name for field in self.columns}, f"{self.name}: its key or a tensor's shape is not a column"
@@ -102,26 +107,30 @@ class TableSchema:
 
     @property
     def batch(self) -> pa.Schema:
-        """The schema of the record batches that a stage yields: the columns, then one list of values per tensor."""
+        """The Arrow schema of the record batches that a stage yields: the columns, then one list of values per tensor."""
         return pa.schema([*self.columns, *(each.field for each in self.tensors)])
 
     @property
     def locator(self) -> tuple[pa.Field, ...]:
-        """The columns of a stored row that locate its tensors: shard, then offset and size of each. Empty without tensors."""
+        """The Arrow fields of a stored row that locate its tensors: the shard's file name, then offset and size per tensor, in
+        bytes. An empty tuple for a table without tensors.
+        """
         return (SHARD, *(field for each in self.tensors for field in each.locator)) if self.tensors else ()
 
     @property
     def stored(self) -> pa.Schema:
-        """The schema of the rows that readers see: the columns, then the locator columns."""
+        """The Arrow schema of the rows on disk, as readers see them: the columns, then those that locate the tensors."""
         return pa.schema([*self.columns, *self.locator])
 
     @property
     def compared(self) -> list[str]:
-        """Names of the columns in which two equal runs must agree: all that are not `measured`."""
+        """The names of the columns whose values must be equal in two equal runs: all columns that are not marked `measured`."""
         return [f.name for f in self.columns if not (f.metadata or {}).get(b"measured")]
 
     def table(self, rows: list[dict[str, Any]]) -> pa.Table:
-        """Build an Arrow table of the schema `batch` from one dict per row. A missing or unknown column is an AssertionError."""
+        """Return an Arrow table with the schema `batch`. `rows` holds one dict per row, column name to value. A column with a
+        default may be left out. AssertionError if another column is missing or a column is unknown.
+        """
         names = set(self.batch.names)
         defaults = {f.name: f.metadata[b"default"].decode() for f in self.columns if f.metadata.get(b"default")}
         rows = [defaults | row for row in rows]

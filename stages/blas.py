@@ -16,14 +16,16 @@ from pathlib import Path
 
 
 def candidates() -> Iterator[str]:
-    """Yield the libraries to try, best first: MKL from PyPI, beside the interpreter, then a system's OpenBLAS."""
+    """Yield the file names or paths of the BLAS libraries to try, best first: MKL from PyPI, then an OpenBLAS of the system."""
     yield from sorted(str(path) for path in (Path(sys.prefix) / "lib").glob("libmkl_rt.so*"))
     yield from filter(None, [ctypes.util.find_library("openblas")])  # starts a process, so it is not asked first
     yield "libopenblas.so.0"
 
 
 def load() -> str:
-    """Load the first library that can be loaded, with its symbols visible to all. Returns its name, or "" if there is none."""
+    """Load the first BLAS library that can be loaded into this process, on Linux only. Return the name of the library, or ""
+    if none was loaded. Call it before `mlx.core` is imported.
+    """
     if not sys.platform.startswith("linux"):
         return ""
     os.environ.setdefault("KMP_BLOCKTIME", "0")  # else MKL's idle threads spin on the cores that compute everything else

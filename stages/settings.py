@@ -12,27 +12,37 @@ from typing import Any
 
 
 def setting(default: Any, doc: str) -> Any:
-    """Declare a setting that changes the values of rows; it is part of the recipe. `doc`: the unit, and why this default."""
+    """Declare a field of a config dataclass whose value changes what rows contain. It is part of the recipe (the hash that
+    names a table's folder), so another value starts a new table. `doc` names the unit and the reason for the default.
+    TypeError if the default is mutable.
+    """
     return _field(default, doc, "setting")
 
 
 def selects(default: Any, doc: str) -> Any:
-    """Declare a setting that changes which rows exist, but not their values. It is read by `wants` and not part of the recipe."""
+    """Declare a field of a config dataclass that changes which rows exist, but not their values. It is not part of the recipe
+    (the hash that names a table's folder). `doc` names the unit and the reason for the default. TypeError if the default is
+    mutable.
+    """
     return _field(default, doc, "selects")
 
 
 def runtime(default: Any, doc: str) -> Any:
-    """Declare a setting that changes no row, such as the batch size, the number of workers or how often to save."""
+    """Declare a field of a config dataclass that changes no row, such as a batch size or a number of workers. It is not part
+    of the recipe (the hash that names a table's folder). `doc` names the unit and the reason for the default. TypeError if
+    the default is mutable.
+    """
     return _field(default, doc, "runtime")
 
 
 def require(section: Any, name: str, low: float | None = None, high: float | None = None, *, below: float | None = None) -> None:
-    """Check that a numeric setting lies within its bounds: low <= value <= high and value < below.
+    """Raise ValueError unless a numeric setting lies within bounds: `low` <= value <= `high` and value < `below`. `section` is
+    the config dataclass, `name` the name of its field. A bound of None is not checked. A setting whose value is None
+    passes. The message is such as "steps must be >= 1, got 0".
 
-    Call it in `__post_init__` of the section's dataclass. A bound that is None is not checked; a setting that is None passes.
-    ValueError such as "steps must be >= 1, got 0". The reader of project.toml adds the section and the place, and the user
-    sees "train.steps must be >= 1, got 0 (project.toml [train])". Other checks raise a ValueError of the same form:
-    the setting's name, "must be", what would be right, "got", the value.
+    Call it in `__post_init__` of the dataclass. The reader of project.toml adds the section and the place, and the user sees
+    "train.steps must be >= 1, got 0 (project.toml [train])". Other checks raise a ValueError of the same form: the setting's
+    name, "must be", what would be right, "got", the value.
     """
     value = getattr(section, name)
     bounds = ((">=", low, operator.ge), ("<=", high, operator.le), ("<", below, operator.lt))
@@ -48,5 +58,5 @@ def _field(default: Any, doc: str, kind: str) -> Any:
 
 
 def toml_string(text: str) -> str:
-    """Return a text as a TOML basic string, with its quotes."""
+    """Return `text` as a basic string of TOML: in double quotes, with special characters escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

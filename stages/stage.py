@@ -20,22 +20,28 @@ if TYPE_CHECKING:
 
 
 class TensorReader(Protocol):
-    """Random access to the tensors of one table, memory-mapped."""
+    """Random access to the tensors of one table by the key of a row. The files are memory-mapped, so values are read from disk
+    only when they are used.
+    """
 
     def read(self, key: str, name: str = "") -> np.ndarray:
-        """Return the tensor `name` of the row with that key, in its shape; without a name, the row's first tensor.
-
-        The array is a read-only view of the file and valid until the next call of `ahead`. bfloat16 is returned as uint16 words.
-        KeyError for a key that the table does not have.
+        """Return one tensor of the row whose key is `key`, as an array in the tensor's shape. `name` is the name of the tensor
+        column; empty means the table's first. bfloat16 is returned as uint16 words. The array is a read-only view of the
+        file and becomes invalid at the next call of `ahead`. KeyError if no row has the key.
         """
 
     def ahead(self, keys: Iterable[str]) -> None:
-        """Prefetch the rows with these keys and release the pages of the rows read before."""
+        """Start reading the tensors of the rows with the given keys from disk. The memory of all rows that were read before is
+        released, so arrays from earlier calls of `read` become invalid.
+        """
 
 
 @dataclass
 class StageContext:
-    """Everything that a running stage may use: its settings, its rows, its inputs, and functions to report and to write files."""
+    """Everything that the functions of a running stage may use. It holds the stage's config, the stored and the pending rows
+    of its table, and access to the tables that it reads. It also holds functions that write artifacts (files that rows
+    name), report to the user, and say if the user asked to stop.
+    """
 
     config: Any  # the stage's own section of project.toml
     artifacts: Path  # folder of the files that rows name; write through `write_artifact`
@@ -56,18 +62,26 @@ class StageContext:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a pipeline, named after the table that it writes: which rows it wants, and the function that computes them.
+    """One stage of a pipeline, as plain data: the tables that it reads (`reads`), the table that it writes (`writes`), its
+    config dataclass, and its functions. `wants(ctx)` returns the rows that the table should have. `run(ctx)` yields record
+    batches for the pending rows: those that are wanted but not stored. `needs` names the resources, such as model weights,
+    that the stage asks its project for.
 
-    `wants` returns the rows that the table should have: the key columns and every input column that a row's freshness
-    depends on. It is cheap, loads no weights and writes nothing. A stored row that equals its wanted row in all these
-    columns is fresh; the others are pending.
-    `run` yields record batches of `writes.batch` for the rows of `ctx.pending`, in small steps.
-    `finish` is called once, after the last batch, in the process that commits: for a verdict over all rows (it may
-    yield batches) or an artifact made of all of them. `ctx.stored` then holds every row, `ctx.pending` what was pending.
+    `wants` returns the key columns and every input column that a row's freshness depends on. It is cheap, loads no weights and
+    writes nothing. A stored row that equals its wanted row in all these columns is fresh; the others are pending.
+
+    `run` yields batches of the schema `writes.batch`, in small steps.
+
+    `finish` is called once, after the last batch, in the process that commits: for a decision about all rows (it may yield
+    batches) or an artifact made of all of them. `ctx.stored` then holds every row, and `ctx.pending` the rows that were
+    pending at the start.
+
     `redo` returns stored rows to compute again although their inputs are unchanged, such as files that could not be read.
-    `snapshot`, for a stage whose rows depend on each other, returns the rows that the whole result depends on; they
+
+    `snapshot` is for a stage whose rows depend on each other. It returns the rows that the whole result depends on, and they
     become part of the recipe.
-    `divisible`: the pending rows may be divided among work units that run in different processes.
+
+    `divisible` is True if the pending rows may be divided among work units that run in different processes.
     """
 
     reads: tuple[TableSchema, ...]
@@ -85,7 +99,7 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """The name of the stage and of its table."""
+        """The name of the stage, which is also the name of the table that the stage writes."""
         return self.writes.name
 
 
@@ -94,7 +108,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder named by a setting, relative to the project. The stage gets its path."""
+    """A folder that a stage needs. The setting `key` in the section `section` of project.toml names it, relative to the
+    project. The stage gets its path.
+    """
 
     section: str
     key: str
@@ -102,9 +118,11 @@ class Folder:
 
 @dataclass(frozen=True)
 class Weights:
-    """A component of the project's model family. The stage gets the path of its files, which are downloaded if they are missing.
+    """A component of the project's model family that a stage needs, such as the autoencoder. The stage gets the path of the
+    weight files, which are downloaded if they are missing. `fields` names fields of the family's record whose values change
+    what the component computes.
 
-    The sha256 of the files is part of the recipe of every stage that needs them, and so are `fields` of the family's record.
+    The recipe of every stage that needs the component contains the sha256 of the files and the values of `fields`.
     """
 
     fields: tuple[str, ...] = ()
@@ -112,7 +130,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class FamilyRecord:
-    """The record of the project's model family. The stage gets the record itself."""
+    """The record of the project's model family, as a resource that a stage needs. The stage gets the `Family` itself."""
 
 
 Resource = Folder | Weights | FamilyRecord
@@ -121,12 +139,14 @@ Resource = Folder | Weights | FamilyRecord
 # What a pipeline adds to the commands that every pipeline has
 
 Row = Mapping[str, Any]
-Ask = Callable[..., list[dict[str, Any]]]  # ask(sql, **values): rows of the answer; `$name` in the SQL is a value
+Query = Callable[..., list[dict[str, Any]]]  # query(sql, **values) -> rows as dicts; `$name` in the SQL stands for values["name"]
 
 
 @dataclass(frozen=True)
 class View:
-    """An SQL view over the tables of a pipeline, with a line that says what its rows are."""
+    """An SQL view over the tables of a pipeline: its SELECT statement (`sql`), and one line that says what its rows are
+    (`doc`).
+    """
 
     sql: str
     doc: str
@@ -134,7 +154,9 @@ class View:
 
 @dataclass(frozen=True)
 class Panel:
-    """A question about a project that is asked often: its name, a title, and the SQL that answers it."""
+    """A stored question about a project, for `latentmill panel NAME`: its `name`, its `title`, and the SELECT statement that
+    answers it (`sql`).
+    """
 
     name: str
     title: str
@@ -143,26 +165,24 @@ class Panel:
 
 @dataclass(frozen=True)
 class Chain:
-    """How `latentmill follow TEXT` finds one row of the first table and traces it through the others.
-
-    `find(ask, need, text)` returns the rows that match the text best: one row if it is clear, several if it is ambiguous,
-    none if nothing matches. `need(name)` is the value of a resource of the pipeline.
-    `tell` maps a table, in the order of the story, to a function (ask, row) -> lines about that row of the first table.
+    """A description of how `latentmill follow TEXT` works for a pipeline. `find(query, need, text)` returns the rows of
+    `table` that match the text best: one, several if the text is ambiguous, or none. `describe` maps the name of a table to
+    a function (query, row) that yields lines for the user about the row found. `query(sql, **values)` runs SQL and returns
+    dicts; `need(name)` returns a resource of the pipeline.
     """
 
     table: str  # the table whose row is found
     label: str  # the column of that table that names a row to the user
     text: str  # what the text may be, as a phrase: "a path or part of a caption"
-    find: Callable[[Ask, Callable[[str], Any], str], list[dict[str, Any]]]
-    tell: Mapping[str, Callable[[Ask, Row], Iterator[str]]]
+    find: Callable[[Query, Callable[[str], Any], str], list[dict[str, Any]]]
+    describe: Mapping[str, Callable[[Query, Row], Iterator[str]]]
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option of `latentmill init` for a pipeline, such as `--images FOLDER`.
-
-    `kind` "folder" is a folder that must exist; the template gets its path relative to the new project. "folder or text"
-    is treated so if it is a folder. An option whose default is None must be given.
+    """One option of `latentmill init` for a pipeline, such as `--images FOLDER`. `doc` is the help text. An option whose
+    `default` is None must be given. If `kind` is "folder", the value must be an existing folder, and the template gets its
+    path relative to the new project. If `kind` is "folder or text", a value that is not a folder is passed on as text.
     """
 
     name: str
@@ -173,9 +193,9 @@ class Option:
 
 @dataclass(frozen=True)
 class Template:
-    """A new project of a pipeline: the options of `latentmill init`, and a function (values by option) -> text of project.toml.
-
-    The function raises ValueError for a wrong value.
+    """A description of how `latentmill init` makes a new project of a pipeline. `options` are the options of the command.
+    `write(values)` takes a dict from option name to value and returns the text of project.toml; it raises ValueError for a
+    wrong value.
     """
 
     options: tuple[Option, ...]
@@ -184,10 +204,9 @@ class Template:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A chain of stages, and the commands, views, panels and model families that belong to it alone.
-
-    Values that need imports are given as text, "module" or "module:attribute", and imported when they are first used,
-    so that a pipeline can be listed without loading any of its code.
+    """A chain of stages, and the resources, commands, SQL views, panels and model families that belong to it. `stages` maps
+    the name of a table to the module whose STAGE writes it, in the order of the chain. Values that need imports are given
+    as text, "module" or "module:attribute", and imported when they are first used.
     """
 
     name: str
@@ -204,13 +223,17 @@ class Pipeline:
     panels: tuple[Panel, ...] = ()
 
     def stage(self, name: str) -> Stage:
-        """Return the stage that writes the table `name`. KeyError if the pipeline has no such table."""
+        """Return the stage that writes the table called `name`. Its module is imported if needed. KeyError if no stage of the
+        pipeline writes such a table.
+        """
         found: Stage = import_module(self.stages[name]).STAGE
         assert found.name == name, f"{self.stages[name]} writes {found.name}, not {name}"
         return found
 
     def upstream(self, name: str) -> list[str]:
-        """Return the names of all stages whose tables the stage `name` depends on, directly or not, in the order of the chain."""
+        """Return the names of all stages that must run before the stage called `name`: those whose tables it reads, directly
+        or through other stages. The names are in the order of the chain, without `name` itself.
+        """
         needed = {name}
         for other in reversed(list(self.stages)):
             if other in needed:
@@ -219,7 +242,7 @@ class Pipeline:
 
 
 def load(reference: str) -> Any:
-    """Import a module and return one of its attributes; `reference` is "module:attribute"."""
+    """Import a module and return one of its attributes. `reference` has the form "module:attribute"."""
     module, _, attribute = reference.partition(":")
     return getattr(import_module(module), attribute)
 
@@ -229,7 +252,7 @@ def load(reference: str) -> Any:
 
 @dataclass(frozen=True)
 class Input:
-    """Where a table lies that a work unit reads, and which version of its rows."""
+    """A table that a work unit reads: the table's `folder` on disk, and the `version` of its rows to read."""
 
     folder: Path
     version: int
@@ -237,10 +260,10 @@ class Input:
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """Some pending rows of one stage, with everything needed to compute them, as plain data.
-
-    It can be pickled and computed in any process that sees the same folders (`pipeline.work.perform`). It writes to no
-    table: batches and artifacts go back to the runner, which commits them.
+    """Some pending rows of one stage, with everything that is needed to compute them: config, stored rows, and the places of
+    input tables and weights. It is plain data, so it can be pickled and sent to another process that sees the same folders.
+    `pipeline.work.perform` computes it. A work unit writes to no table: its batches and artifacts go back to the runner,
+    which commits them.
     """
 
     stage: str  # module whose STAGE computes the rows
@@ -256,7 +279,9 @@ class WorkUnit:
 
 @dataclass(frozen=True)
 class Artifact:
-    """A file that a work unit made: its name below the artifacts folder, and its bytes."""
+    """A file that a work unit has written, on its way to the runner. `name` is its path below the table's artifacts folder,
+    `content` its bytes.
+    """
 
     name: str
     content: bytes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.options import with_project
-from stages.stage import Ask, Chain, load
+from stages.stage import Chain, Query, load
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
@@ -41,7 +41,7 @@ def follow(project: Project, text: str) -> Iterator[str]:
     ask = asking(project)
     row = find(project, chain, ask, text)
     built = {each["stage"] for each in ask("select stage from tables where built")}
-    for table, tell in chain.tell.items():
+    for table, tell in chain.describe.items():
         lines = tell(ask, row) if table in built else iter([f"not built yet; run: make {table}"])
         for number, line in enumerate(lines):
             yield f"{table if number == 0 else '':9} {line}"
@@ -55,7 +55,7 @@ def chain_of(project: Project) -> Chain:
     return chain
 
 
-def asking(project: Project) -> Ask:
+def asking(project: Project) -> Query:
     """Return a function (sql, **values) that queries the project's tables and returns rows as dictionaries."""
     from pipeline.commands.query import open_catalog
 
@@ -69,7 +69,7 @@ def asking(project: Project) -> Ask:
     return ask
 
 
-def find(project: Project, chain: Chain, ask: Ask, text: str) -> dict[str, Any]:
+def find(project: Project, chain: Chain, ask: Query, text: str) -> dict[str, Any]:
     """Return the one row of the chain's first table that a text names. ValueError if it names none or several."""
     rows = chain.find(ask, project.resource, text)
     if len(rows) == 1:

@@ -27,7 +27,7 @@ BATCH = 4096  # rows per record batch
 
 @dataclass(frozen=True)
 class BucketsConfig:
-    """Section [buckets] of project.toml: the resolutions that images are trained at."""
+    """The section [buckets] of project.toml: the resolutions that images are trained at."""
 
     resolutions: tuple[int, ...] = selects(
         (512, 768), "resolutions R, pixels: every image is trained once per R, at an area of at most R x R"
@@ -52,11 +52,10 @@ class BucketsConfig:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The size that an image is trained at, and the centred crop of the image that is scaled to it.
-
-    width, height: pixels, multiples of 16. crop_x, crop_y, crop_w, crop_h: source pixels, fractions allowed; the crop has
-    exactly the aspect ratio of the size. scale: output pixels per source pixel. crop_loss: share of the image's area that is
-    cropped away, 0 to 1. tokens: number of cells.
+    """The size that an image is trained at, and the centred crop of the image that is scaled to this size. `width` and
+    `height` of the size are in pixels, multiples of 16. The four fields `crop_...` are in source pixels, fractions allowed.
+    `scale` is in output pixels per source pixel. `crop_loss` is the share of the image's area that is cropped away, 0 to 1.
+    `tokens` counts cells of 16 x 16 pixels.
     """
 
     width: int
@@ -70,34 +69,35 @@ class Bucket:
     tokens: int
 
 
-def bucket(width: int, height: int, resolution: int, upscale: bool = False, max_shapes: int = 256) -> Bucket | None:
-    """Choose the size and the crop that an image is trained at. `width` and `height` are those of the image, in pixels; the
-    area of the chosen size is at most `resolution` x `resolution` pixels. None if the image is smaller than 16 x 16 pixels.
-    The image is enlarged only if `upscale` is True. At most `max_shapes` aspect ratios are used per area.
+def choose_bucket(width: int, height: int, resolution: int, upscale: bool = False, max_shapes: int = 256) -> Bucket | None:
+    """Return the size and the crop that an image of `width` x `height` pixels is trained at. The area of the size is at most
+    `resolution` x `resolution` pixels. The image is enlarged only if `upscale` is True. At most `max_shapes` aspect ratios
+    are used per area. Return None if the image is smaller than 16 x 16 pixels.
 
-    Of the shapes of full area, the one that crops least is chosen. If it would enlarge the image and `upscale` is False, the
-    shape is chosen among all smaller ones that fit into the image: the one with the smallest sum of the share cropped away
-    and the share of pixels given up.
+    Of the shapes of full area, the one that crops least is chosen. If that shape would enlarge the image and `upscale` is
+    False, the shape is chosen among all smaller ones that fit into the image. Then the sum of two shares is smallest: the
+    share cropped away and the share of pixels given up.
     """
     if width < height:
-        turned = bucket(height, width, resolution, upscale, max_shapes)
-        return turned and _bucket_of(width, height, turned.height // STEP, turned.width // STEP)
+        turned = choose_bucket(height, width, resolution, upscale, max_shapes)
+        return turned and _make_bucket(width, height, turned.height // STEP, turned.width // STEP)
     cells = resolution // STEP
     i, j = _best_shape(width, height, *_full_shapes(cells, max_shapes), area=None)
     if upscale or (i * STEP <= width and j * STEP <= height):
-        return _bucket_of(width, height, i, j)
+        return _make_bucket(width, height, i, j)
     all_i, all_j = _all_shapes(cells, max_shapes)
     fits = (all_i * STEP <= width) & (all_j * STEP <= height)
     if not fits.any():
         return None
     area = min(cells * cells, width * height / STEP**2)
-    return _bucket_of(width, height, *_best_shape(width, height, all_i[fits], all_j[fits], area=area))
+    return _make_bucket(width, height, *_best_shape(width, height, all_i[fits], all_j[fits], area=area))
 
 
 def _best_shape(width: int, height: int, i: np.ndarray, j: np.ndarray, area: float | None) -> tuple[int, int]:
-    """Of the shapes in the arrays `i` and `j` (width and height in cells), return the one that loses least of an image of
-    `width` x `height` pixels; of equal ones, the larger. The loss is the share of the image that is cropped away, plus, if
-    `area` is given (in cells), the share of that area that the shape does not cover.
+    """Return the shape (width, height) in cells that loses least of an image of `width` x `height` pixels. The arrays `i` and
+    `j` hold the widths and heights of the shapes to choose from. The loss is the share of the image that is cropped away.
+    If `area` (in cells) is given, the share of that area that the shape leaves uncovered is added. Among equal losses, the
+    larger shape is taken.
     """
     skew = (i * height) / (j * width)
     loss = 1 - np.minimum(skew, 1 / skew)
@@ -107,9 +107,9 @@ def _best_shape(width: int, height: int, i: np.ndarray, j: np.ndarray, area: flo
     return int(i[best]), int(j[best])
 
 
-def _bucket_of(width: int, height: int, i: int, j: int) -> Bucket:
-    """Return the bucket of i x j cells for an image of width x height pixels. One side of the image is used in full, the
-    other is cropped equally at both ends.
+def _make_bucket(width: int, height: int, i: int, j: int) -> Bucket:
+    """Return the bucket for an image of `width` x `height` pixels that is trained at `i` x `j` cells of 16 x 16 pixels. One
+    side of the image is used in full, the other is cropped equally at both ends.
     """
     across, down = i * STEP, j * STEP
     if across * height >= down * width:
@@ -122,9 +122,10 @@ def _bucket_of(width: int, height: int, i: int, j: int) -> Bucket:
 
 @functools.cache
 def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the landscape shapes of full area as two int64 arrays, width and height in cells, squarest first. A shape of
-    full area covers at most `cells` x `cells` cells, and one more cell in width or in height would be too many. If there
-    are more than `max_shapes`, counting portrait shapes too, some are chosen evenly over the logarithm of the aspect ratio.
+    """Return the landscape shapes of full area as two int64 arrays, widths and heights in cells, the squarest shape first. A
+    shape has full area if it covers at most `cells` x `cells` cells and would cover more with one more row or column. If
+    there are more than `max_shapes`, portrait shapes counted too, some are chosen evenly over the logarithm of the aspect
+    ratio.
     """
     full = {(i, cells * cells // i) for i in range(1, cells * cells + 1)}
     full = {(max(shape), min(shape)) for shape in full if max(shape) <= LONGEST * min(shape)}
@@ -139,8 +140,8 @@ def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the landscape shapes of full area for every size from 1 x 1 to `cells` x `cells` cells, as two int64 arrays:
-    width and height in cells.
+    """Return the landscape shapes of full area for every size from 1 x 1 to `cells` x `cells` cells. They are two int64
+    arrays, widths and heights in cells. `max_shapes` is the largest number of shapes per size, portrait shapes counted too.
     """
     sizes = [np.stack(_full_shapes(size, max_shapes)) for size in range(1, cells + 1)]
     found = np.unique(np.concatenate(sizes, axis=1), axis=1)
@@ -151,8 +152,8 @@ def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def wanted_buckets(ctx: StageContext) -> pa.Table:
-    """Return all rows of the table buckets, with all columns, because computing them costs less than finding out which
-    rows are new. ValueError if no image is usable.
+    """Return all rows of the table buckets with all columns. Computing them costs less than finding out which are new.
+    ValueError if no image is usable.
     """
     images = usable_rows(ctx.rows(IMAGES).select(["image_id", "path", "width", "height", "rejected"]))
     sizes = {row["image_id"]: (row["width"], row["height"]) for row in images}
@@ -161,8 +162,8 @@ def wanted_buckets(ctx: StageContext) -> pa.Table:
 
 
 def _rows(image_id: str, width: int, height: int, config: BucketsConfig) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one image of width x height pixels, one per resolution in `config`, lowest first. A resolution whose
-    bucket equals that of a lower one is rejected.
+    """Yield the rows of one image of `width` x `height` pixels: one per resolution in `config`, the lowest first. A resolution
+    whose bucket equals that of a lower one is marked as rejected.
     """
     seen = set()
     for resolution in sorted(config.resolutions):
@@ -173,16 +174,18 @@ def _rows(image_id: str, width: int, height: int, config: BucketsConfig) -> Iter
         yield {"image_id": image_id, "resolution": resolution, **values, "rejected": rejected}
 
 
-_cached_bucket = functools.lru_cache(maxsize=65536)(bucket)  # a folder holds many images of the same size
+_cached_bucket = functools.lru_cache(maxsize=65536)(choose_bucket)  # a folder holds many images of the same size
 
 
 def write_buckets(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Yield the pending rows as record batches. `wanted_buckets` has computed all their columns."""
+    """Yield the pending rows as record batches. `wanted_buckets` has already computed all columns."""
     yield from ctx.pending.select(BUCKETS.batch.names).to_batches(max_chunksize=BATCH)
 
 
 def finish_buckets(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Tell the user, per resolution, how many of the new rows are used and how much is cropped away. Yields nothing."""
+    """Tell the user, for each resolution, how many of the new rows are used and how much of the images is cropped away. Yield
+    no rows.
+    """
     if ctx.stop():
         return
     used = [row for row in ctx.pending.to_pylist() if row["rejected"] is None]
@@ -192,6 +195,9 @@ def finish_buckets(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _summary(resolution: int, rows: list[dict[str, Any]]) -> str:
+    """Return one line for the user about the used buckets of one resolution: the number of images and of shapes, and the mean
+    share cropped away. `rows` are these rows of the table buckets.
+    """
     shapes = len({(row["width"], row["height"]) for row in rows})
     loss = sum(row["crop_loss"] for row in rows) / len(rows)
     small = sum(row["width"] * row["height"] < resolution**2 / 4 for row in rows)

@@ -27,7 +27,7 @@ MAX_BATCH = 64  # texts per batch: 64 embeddings of the largest family are 1 GB
 
 @dataclass(frozen=True)
 class EmbeddingsConfig:
-    """Section [embeddings] of project.toml: how texts are encoded."""
+    """The section [embeddings] of project.toml: how texts are encoded."""
 
     precision: Literal["bfloat16", "float32"] = setting(
         "bfloat16", "what the text encoder computes in; bfloat16 as it was released, float32 where no GPU is (far faster there)"
@@ -38,14 +38,16 @@ class EmbeddingsConfig:
         require(self, "batch_size", 1, MAX_BATCH)
 
 
-def wanted(ctx: StageContext) -> pa.Table:
-    """Return one row per distinct text of the table captions: its caption_id, sorted."""
+def wanted_embeddings(ctx: StageContext) -> pa.Table:
+    """Return a table of one column, caption_id: one row per distinct text of the table captions, sorted."""
     ids = pc.unique(ctx.rows(CAPTIONS)["caption_id"])
     return pa.table({"caption_id": ids.take(pc.sort_indices(ids))})
 
 
 def encode_embeddings(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Encode the pending texts and yield batches of rows. The text encoder is loaded only if a text is pending."""
+    """Encode the pending texts and yield their rows as record batches. The text encoder is loaded only if a text is pending.
+    ValueError if a value of an embedding is not finite.
+    """
     pending: list[str] = ctx.pending["caption_id"].to_pylist()
     if not pending:
         return
@@ -65,7 +67,9 @@ def encode_embeddings(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _rows_by_text(rows: pa.Table) -> dict[str, list[Row]]:
-    """Group the rows of the table captions by their text: caption_id -> rows."""
+    """Return a dict from caption_id (sha256 of a text) to the rows of the table captions that have this text. `rows` is that
+    table.
+    """
     found: dict[str, list[Row]] = defaultdict(list)
     for row in rows.select(["caption_id", "text", "role", "origin"]).to_pylist():
         found[row["caption_id"]].append(row)
@@ -75,7 +79,10 @@ def _rows_by_text(rows: pa.Table) -> dict[str, list[Row]]:
 def _batch(
     ctx: StageContext, encoder: TextEncoder, pending: list[str], start: int, captions: dict[str, list[Row]]
 ) -> pa.RecordBatch:
-    """Encode the texts pending[start:] up to the batch size. `captions` maps a caption_id to its rows of the table captions."""
+    """Encode the next texts of `pending`, a list of caption_ids, and return their rows as a record batch. The texts are those
+    from index `start`, at most [embeddings] batch_size of them. `captions` maps a caption_id to its rows of the table
+    captions.
+    """
     ids = pending[start : start + ctx.config.batch_size]
     embeddings = encoder.encode([captions[caption_id][0]["text"] for caption_id in ids])
     rows = []
@@ -88,7 +95,9 @@ def _batch(
 
 
 def _row(caption_id: str, embedding: Embedding) -> Row:
-    """Build the row of one text; its statistics leave out padding. ValueError if a value is not finite."""
+    """Return the row of the table embeddings for one text. Its statistics leave padding out. ValueError if a value is not
+    finite.
+    """
     real = widen(embedding.words[: embedding.tokens])
     if not np.isfinite(real).all():
         raise ValueError(
@@ -109,7 +118,9 @@ def _row(caption_id: str, embedding: Embedding) -> Row:
 
 
 def _too_long(rows: list[Row], embedding: Embedding) -> str:
-    """Tell in one line which caption is cut and by how many tokens. `rows`: those of the table captions with this text."""
+    """Return one line for the user that names a caption that was cut, and says how many tokens were cut. `rows` are the rows
+    of the table captions with this text.
+    """
     first = rows[0]
     where = first["origin"] or ("a preview prompt" if first["role"] == "preview" else "a caption")
     more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
@@ -124,6 +135,6 @@ STAGE = Stage(
     writes=EMBEDDINGS,
     config=EmbeddingsConfig,
     needs=("family", "text_encoder", "tokenizer"),
-    wants=wanted,
+    wants=wanted_embeddings,
     run=encode_embeddings,
 )

@@ -90,7 +90,9 @@ MICRO_BEGIN: Mapping[str, Mapping[str, Any]] = {
 
 
 def _single_files(tail: str) -> dict[str, tuple[str, ...]]:
-    """Return, by component, the file names in use for weights that are published as one file."""
+    """Return the file names that are in use for weights published as one file: a dict from component to names. `tail` is the
+    end of the transformer's file name, such as "klein-4b".
+    """
     transformer = (f"flux-2-{tail}.safetensors", f"flux2-{tail}.safetensors")
     return {"transformer": transformer, "autoencoder": ("ae.safetensors", "flux2-vae.safetensors")}
 
@@ -202,7 +204,9 @@ FAMILIES: dict[str, Family] = {f.name: f for f in _ALL}
 
 
 def family(name: str) -> Family:
-    """Return the record of the family called `name`. ValueError, with the nearest name, if there is none."""
+    """Return the record of the model family called `name`. ValueError if there is no such family; the message has the nearest
+    name.
+    """
     if name in FAMILIES:
         return FAMILIES[name]
     near = get_close_matches(name.lower(), FAMILIES, n=1, cutoff=0.4)

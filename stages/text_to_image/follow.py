@@ -6,41 +6,45 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from stages.stage import Ask, Chain, Row
+from stages.stage import Chain, Query, Row
 
 STEPS_NAMED = 12  # training steps that are listed of all that drew the image
 ID_DIGITS = 4  # a text of fewer hex digits is not taken for the start of an image_id
 
 
-def find_image(ask: Ask, need: Callable[[str], Any], text: str) -> list[dict[str, Any]]:
-    """Return the rows of images that a text names: by whole path, else image_id, else part of a path, else part of a caption.
-
-    Of several files with the same bytes only the one that is used is returned, except by its whole path.
+def find_image(query: Query, need: Callable[[str], Any], text: str) -> list[dict[str, Any]]:
+    """Return the rows of the table images that match `text` best: one, several if it is ambiguous, or none. `text` is tried as
+    a whole path, then as the start of an image_id, then as a part of a path, then as a part of a caption. `query` runs SQL
+    on the tables; `need` returns a resource by name. Of several files with the same bytes, one row is returned.
     """
     path = _below(need("image_folder"), text)
-    if exact := ask("select * from images where path = $path", path=path):
+    if exact := query("select * from images where path = $path", path=path):
         return exact[:1]
     captioned = "select image_id from captions where role = 'caption' and contains(lower(text), $text)"
     ways = [("contains(lower(path), $text)", path.lower()), (f"image_id in ({captioned})", text.lower())]
     if len(text) >= ID_DIGITS and set(text.lower()) <= set("0123456789abcdef"):
         ways.insert(0, ("image_id ^@ $text", text.lower()))
     for condition, value in ways:
-        rows = ask(f"select * from images where {condition} order by rejected is not null, path", text=value)
+        rows = query(f"select * from images where {condition} order by rejected is not null, path", text=value)
         if rows:
             return list({row["image_id"] or row["path"]: row for row in reversed(rows)}.values())[::-1]
     return []
 
 
 def _below(folder: Path, text: str) -> str:
-    """Return a path on this disk relative to the image folder, as the tables have it, and any other text unchanged."""
+    """Return `text` relative to the image folder `folder` if it is a path of an existing file in the folder. Return any other
+    text unchanged.
+    """
     try:
         return Path(text).resolve().relative_to(folder.resolve()).as_posix() if Path(text).exists() else text
     except (ValueError, OSError):
         return text
 
 
-def tell_image(ask: Ask, image: Row) -> Iterator[str]:
-    """Yield what the file is, why it is not used if it is not, and where the same bytes lie."""
+def describe_image(query: Query, image: Row) -> Iterator[str]:
+    """Yield lines for the user about an image file: its path, format, size and image_id, why it is not used, and where files
+    with the same bytes lie. `image` is a row of the table images; `query` runs SQL on the tables.
+    """
     kind = f"{image['format'] or 'unknown format'} {image['mode']}".strip()
     size = f"{image['width']} x {image['height']}" if image["width"] else "unknown size"
     frames = f", the first of {image['frames']} frames" if image["frames"] > 1 else ""
@@ -51,13 +55,15 @@ def tell_image(ask: Ask, image: Row) -> Iterator[str]:
         yield f"not used: {image['rejected']}{': ' + image['detail'] if image['detail'] else ''}"
     if image["image_id"]:
         others = "select path from images where image_id = $id and path <> $path order by path"
-        for other in ask(others, id=image["image_id"], path=image["path"]):
+        for other in query(others, id=image["image_id"], path=image["path"]):
             yield f"the same bytes lie at {other['path']}"
 
 
-def tell_captions(ask: Ask, image: Row) -> Iterator[str]:
-    """Yield each caption of the image with its origin and its number of tokens."""
-    rows = ask(
+def describe_captions(query: Query, image: Row) -> Iterator[str]:
+    """Yield one line per caption of an image: the text, where it was found, and its number of tokens. `image` is a row of the
+    table images; `query` runs SQL on the tables.
+    """
+    rows = query(
         "select text, source, origin, tokens, dropped_tokens from captions left join embeddings using (caption_id) "
         "where image_id = $id and role = 'caption' order by position",
         id=image["image_id"],
@@ -71,9 +77,11 @@ def tell_captions(ask: Ask, image: Row) -> Iterator[str]:
         yield "none"
 
 
-def tell_buckets(ask: Ask, image: Row) -> Iterator[str]:
-    """Yield each bucket of the image with its crop, or why it is not trained."""
-    rows = ask("select * from buckets where image_id = $id order by resolution", id=image["image_id"])
+def describe_buckets(query: Query, image: Row) -> Iterator[str]:
+    """Yield one line per bucket of an image: its size and crop, or why it is not trained. `image` is a row of the table
+    images; `query` runs SQL on the tables.
+    """
+    rows = query("select * from buckets where image_id = $id order by resolution", id=image["image_id"])
     for row in rows:
         if row["rejected"]:
             yield f"{row['resolution']}: not trained, {row['rejected']}"
@@ -85,9 +93,11 @@ def tell_buckets(ask: Ask, image: Row) -> Iterator[str]:
         yield "none"
 
 
-def tell_latents(ask: Ask, image: Row) -> Iterator[str]:
-    """Yield each latent of the image with its statistics and where it lies, or why it was not encoded."""
-    rows = ask(
+def describe_latents(query: Query, image: Row) -> Iterator[str]:
+    """Yield one line per latent of an image: its shape, its statistics and its place on disk, or why it was not encoded.
+    `image` is a row of the table images; `query` runs SQL on the tables.
+    """
+    rows = query(
         "select * from latents where image_id = $id order by width * height, width, flip, crop_x, crop_y", id=image["image_id"]
     )
     for row in rows:
@@ -102,14 +112,16 @@ def tell_latents(ask: Ask, image: Row) -> Iterator[str]:
         yield "none"
 
 
-def tell_training(ask: Ask, image: Row) -> Iterator[str]:
-    """Yield the validation loss of a held-out image, and how often training drew the image, at which steps and with what loss.
+def describe_training(query: Query, image: Row) -> Iterator[str]:
+    """Yield lines about the use of an image in training: how often it was drawn, at which steps, and with what loss. For a
+    held-out image, begin with its validation loss. `image` is a row of the table images; `query` runs SQL on the tables.
 
-    The loss depends mostly on the noise level, so it is compared with that of all samples in the same tenths of sigma.
+    The loss depends mostly on sigma, the noise level. So it is compared with the loss of all samples in the same tenths of
+    sigma.
     """
-    held_out = list(_tell_validation(ask, image))
+    held_out = list(_describe_validation(query, image))
     yield from held_out
-    (drawn,) = ask(
+    (drawn,) = query(
         "with drawn as (select * from train where split = 'train'), "
         "levels as (select avg(loss) as level, floor(sigma * 10) as tenth from drawn group by tenth), "
         "mine as (select * from drawn join levels on floor(sigma * 10) = tenth where image_id = $id) "
@@ -119,12 +131,15 @@ def tell_training(ask: Ask, image: Row) -> Iterator[str]:
         id=image["image_id"],
     )
     if drawn["times"]:
-        yield from _tell_draws(ask, image, drawn)
+        yield from _describe_draws(query, image, drawn)
     elif not held_out:
         yield f"never drawn in {drawn['last'] or 0} steps"
 
 
-def _tell_draws(ask: Ask, image: Row, drawn: Row) -> Iterator[str]:
+def _describe_draws(query: Query, image: Row, drawn: Row) -> Iterator[str]:
+    """Yield lines about the steps and losses of an image that was trained on. `drawn` holds the numbers that
+    `describe_training` has queried; `image` is a row of the table images.
+    """
     steps = drawn["steps"]
     named = ", ".join(map(str, steps[:STEPS_NAMED])) + (f", ... {steps[-1]}" if len(steps) > STEPS_NAMED else "")
     dropped = f", {_times(drawn['dropped'])} without its caption" if drawn["dropped"] else ""
@@ -132,16 +147,18 @@ def _tell_draws(ask: Ask, image: Row, drawn: Row) -> Iterator[str]:
     others = f"all images at these noise levels {drawn['level']:.4f}; all samples {drawn['every']:.4f}"
     yield f"mean loss {drawn['loss']:.4f}; {others}"
     for word, order in (("highest", "desc"), ("lowest", "asc")):
-        (row,) = ask(
+        (row,) = query(
             f"select step, sigma, loss from train where image_id = $id and split = 'train' order by loss {order}, step limit 1",
             id=image["image_id"],
         )
         yield f"{word} loss {row['loss']:.4f} at step {row['step']}, sigma {row['sigma']:.3f}"
 
 
-def _tell_validation(ask: Ask, image: Row) -> Iterator[str]:
-    """Yield the first, the last and the lowest mean loss of a held-out image; nothing for an image that is trained on."""
-    found = ask(
+def _describe_validation(query: Query, image: Row) -> Iterator[str]:
+    """Yield one line with the first, the last and the lowest mean loss of a held-out image. Yield nothing for an image that
+    was trained on. `image` is a row of the table images; `query` runs SQL on the tables.
+    """
+    found = query(
         "select step, avg(loss) as loss, count(*) as samples from train "
         "where image_id = $id and split = 'validation' group by step order by step",
         id=image["image_id"],
@@ -152,9 +169,11 @@ def _tell_validation(ask: Ask, image: Row) -> Iterator[str]:
         yield f"held out, measured by {found[0]['samples']} samples: mean loss {first}, {last}; the lowest {lowest}"
 
 
-def tell_samples(ask: Ask, image: Row) -> Iterator[str]:
-    """Yield the previews whose prompt is a caption of the image, or the number of previews if there are none."""
-    rows = ask(
+def describe_samples(query: Query, image: Row) -> Iterator[str]:
+    """Yield one line per preview whose prompt is a caption of the image. If there is none, yield the number of previews and
+    prompts. `image` is a row of the table images; `query` runs SQL on the tables.
+    """
+    rows = query(
         "select step, path, prompt from samples where caption_id in "
         "(select caption_id from captions where image_id = $id and role = 'caption') order by prompt, step, path",
         id=image["image_id"],
@@ -162,7 +181,7 @@ def tell_samples(ask: Ask, image: Row) -> Iterator[str]:
     for row in rows:
         yield f"step {row['step']}: {row['path']}, with its caption"
     if not rows:
-        (count,) = ask("select count(*) as n, count(distinct prompt) as prompts from samples")
+        (count,) = query("select count(*) as n, count(distinct prompt) as prompts from samples")
         yield f"no preview has its caption as prompt; previews: {count['n']}, prompts: {count['prompts']}"
 
 
@@ -175,12 +194,12 @@ CHAIN = Chain(
     label="path",
     text="a path, the start of an image_id, or part of a path or caption",
     find=find_image,
-    tell={
-        "images": tell_image,
-        "captions": tell_captions,
-        "buckets": tell_buckets,
-        "latents": tell_latents,
-        "train": tell_training,
-        "samples": tell_samples,
+    describe={
+        "images": describe_image,
+        "captions": describe_captions,
+        "buckets": describe_buckets,
+        "latents": describe_latents,
+        "train": describe_training,
+        "samples": describe_samples,
     },
 )

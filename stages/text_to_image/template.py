@@ -41,8 +41,10 @@ BEGIN: Mapping[str, Mapping[str, tuple[Any, str]]] = {
 }
 
 
-def write(options: Mapping[str, str]) -> str:
-    """Return the text of a new project.toml for the options of TEMPLATE. ValueError for a family that does not exist."""
+def project_toml(options: Mapping[str, str]) -> str:
+    """Return the text of project.toml for a new project. `options` maps the options of `latentmill init` (images, family,
+    weights, trigger) to their values. ValueError if there is no family of that name.
+    """
     record = family_record(options["family"])
     trigger = options["trigger"]
     return TEXT.format(
@@ -53,12 +55,14 @@ def write(options: Mapping[str, str]) -> str:
         template=toml_string("{trigger}, {caption}" if trigger else "{caption}"),
         preview=toml_string(f"a photo of {trigger}" if trigger else "a photo"),
         source=record.source,
-        sections=sections(record),
+        sections=toml_sections(record),
     )
 
 
-def sections(record: Family) -> str:
-    """Return the sections with first values for a model family, as TOML."""
+def toml_sections(record: Family) -> str:
+    """Return the sections of a new project.toml that have first values, as TOML text. `record` is the model family; its own
+    first values replace the usual ones.
+    """
     parts = []
     for section, usual in BEGIN.items():
         own = {name: (value, "") for name, value in record.begin.get(section, {}).items()}
@@ -76,5 +80,5 @@ TEMPLATE = Template(
         Option("weights", "A folder or a hub id; empty: the family's own.", kind="folder or text"),
         Option("trigger", "A word that stands for your subject; it is put before every caption."),
     ),
-    write=write,
+    write=project_toml,
 )

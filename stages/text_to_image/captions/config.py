@@ -11,7 +11,7 @@ from stages.text_to_image.captions.template import check_placeholders
 
 @dataclass(frozen=True)
 class CaptionsConfig:
-    """Section [captions] of project.toml: where captions are found, and how they become training texts."""
+    """The section [captions] of project.toml: where captions are found, and how training texts are made from them."""
 
     sources: tuple[Literal["sidecar", "metadata", "filename"], ...] = setting(
         ("sidecar", "metadata"),
@@ -48,7 +48,7 @@ class CaptionsConfig:
             raise ValueError(f'extension must be a dot and a name such as ".txt", got "{self.extension}"')
 
     def _check_trigger(self) -> None:
-        """Raise ValueError if a setting needs the trigger and none is set, or if the class word contains the trigger."""
+        """Raise ValueError if a setting uses the trigger but none is set, or if the class word contains the trigger."""
         uses = {
             "captions.template has {trigger}": "{trigger}" in self.template,
             "captions.preview_prompts has {trigger}": any("{trigger}" in prompt for prompt in self.preview_prompts),

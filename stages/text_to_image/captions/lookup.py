@@ -14,12 +14,12 @@ from stages.text_to_image.captions.text import Caption, normalise, read_text
 Lookup = Callable[[str], list[Caption]]  # an image's path, relative to the image folder -> its captions, none if there are none
 
 
-def lookups(folder: Path, paths: list[str], config: CaptionsConfig) -> tuple[list[Lookup], list[str]]:
-    """Return the functions that find an image's captions, one per setting in `config.sources`, and notes for the user. Each
-    function takes a path of an image relative to the image folder `folder`, and returns its captions, an empty list if it
-    finds none. `paths` are the relative paths of all images. ValueError for a metadata file that is malformed.
+def make_lookups(folder: Path, paths: list[str], config: CaptionsConfig) -> tuple[list[Lookup], list[str]]:
+    """Return a list of functions that find the captions of an image, one per entry of `config.sources`, and a list of notes
+    for the user. Each function takes an image's path relative to `folder`, the image folder, and returns its captions, or
+    an empty list. `paths` are the relative paths of all images. ValueError if a metadata file is malformed.
 
-    If the template has no {caption}, no file is read: one function returns an empty caption for every image.
+    If the template has no {caption}, no file is read: the only function returns one empty caption for every image.
     """
     if "{caption}" not in config.template:
         return [lambda path: [Caption("", "template", "captions.template")]], []
@@ -39,14 +39,17 @@ def _from_metadata(captions: dict[str, list[Caption]]) -> Lookup:
 
 
 def from_file_name(path: str) -> list[Caption]:
-    """Make a caption of an image's file name: "a/red_fox-2.png" gives "red fox 2"."""
+    """Make a caption from an image's file name, and return it in a list: "a/red_fox-2.png" gives "red fox 2". The list is
+    empty if the name has only separators. `path` is relative to the image folder.
+    """
     text = " ".join(re.split(r"[\s_-]+", PurePosixPath(path).stem)).strip()
     return [Caption(text, "filename", path)] if text else []
 
 
 def _sidecars(folder: Path, paths: list[str], config: CaptionsConfig) -> Lookup:
-    """Return a lookup that reads the captions of the image a.png from a.png.txt or else from a.txt. `paths` are all images,
-    relative to `folder`; their folders are listed once, now.
+    """Return a function that reads the captions of an image from its sidecar (a text file beside it). For a.png, it reads
+    a.png.txt, or else a.txt; `config.extension` replaces ".txt". `paths` are all images, relative to the image folder
+    `folder`. Their folders are listed now, once.
     """
     parents = {posixpath.dirname(path) for path in paths}
     existing = {normalise(name): name for parent in parents for name in _file_names(folder, parent)}
@@ -62,8 +65,8 @@ def _sidecars(folder: Path, paths: list[str], config: CaptionsConfig) -> Lookup:
 
 
 def _read_sidecar(folder: Path, name: str, many: bool) -> list[Caption]:
-    """Return the captions in the sidecar file `folder / name`: one per line that is not empty if `many` is True, else the
-    whole text as one caption; none if the file is blank.
+    """Return the captions in the sidecar file `name`, a path relative to `folder`. If `many` is True, every line that is not
+    blank is a caption; otherwise the whole text is one. A blank file gives an empty list.
     """
     text = read_text(folder / name)
     if many:

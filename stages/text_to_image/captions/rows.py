@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from stages.text_to_image.captions.config import CaptionsConfig
-from stages.text_to_image.captions.lookup import from_file_name, lookups
+from stages.text_to_image.captions.lookup import from_file_name, make_lookups
 from stages.text_to_image.captions.template import fill_template
 from stages.text_to_image.captions.text import Caption, first_names
 from stages.text_to_image.imaging.usable import usable_paths
@@ -18,9 +18,9 @@ Row = dict[str, Any]
 
 
 def caption_rows(images: pa.Table, folder: Path, config: CaptionsConfig) -> tuple[list[Row], list[str]]:
-    """Return all rows of the table captions, and notes for the user about what is unusual but allowed. `images` is the table
-    images, `folder` the image folder. ValueError if no image is usable, an image has no caption and config.missing is
-    "error", no caption contains the trigger, or a file with captions cannot be read.
+    """Return all rows of the table captions as dicts, and a list of notes for the user about what is unusual but allowed.
+    `images` is the table images, `folder` the image folder. ValueError if no image is usable, no caption contains the
+    trigger, or a file with captions cannot be read. Also if an image has no caption and `config.missing` is "error".
     """
     paths = usable_paths(images)
     found, notes = _find_captions(paths, images["path"].to_pylist(), folder, config)
@@ -42,11 +42,12 @@ def caption_rows(images: pa.Table, folder: Path, config: CaptionsConfig) -> tupl
 def _find_captions(
     paths: dict[str, list[str]], every_path: list[str], folder: Path, config: CaptionsConfig
 ) -> tuple[dict[str, list[Caption]], list[str]]:
-    """Return {image_id: captions} for every usable image, before the template is applied, and notes for the user. The list
-    of an image without captions is empty; ValueError if there is one and config.missing is "error". `paths` holds all paths
-    of every usable image: a caption of any of them counts. `every_path` holds the paths of rejected images too.
+    """Return a dict from image_id to captions, for every usable image, and a list of notes for the user. The template is not
+    applied. An image without captions has an empty list, or raises ValueError if `config.missing` is "error". `paths` maps
+    image_id to all paths of a usable image; a caption of any of them counts. `every_path` also holds the paths of rejected
+    images, and `folder` is the image folder.
     """
-    sources, notes = lookups(folder, every_path, config)
+    sources, notes = make_lookups(folder, every_path, config)
     found = {
         image_id: next((captions for name in names for lookup in sources if (captions := lookup(name))), [])
         for image_id, names in paths.items()
@@ -66,8 +67,8 @@ def _find_captions(
 
 
 def _substitutes(path: str, config: CaptionsConfig) -> list[tuple[str, Caption]]:
-    """Return what replaces the missing captions of the image at `path`, as config.missing says: pairs of training text and
-    the caption it was made of; an empty list for "skip".
+    """Return what replaces the missing captions of the image at `path`, according to `config.missing`. The result is a list of
+    (training text, caption); it is empty for "skip".
     """
     if config.missing == "filename":
         return [(fill_template(config.template, each.text, config.trigger), each) for each in from_file_name(path)]
@@ -78,8 +79,8 @@ def _substitutes(path: str, config: CaptionsConfig) -> list[tuple[str, Caption]]
 
 
 def _check_trigger(texts: list[str], config: CaptionsConfig) -> list[str]:
-    """Return a note for the user if only some of the training texts contain the trigger, else an empty list. ValueError if
-    none contains it, because the adapter would not learn the word.
+    """Return a list with one note for the user if only some of the training texts in `texts` contain the trigger, else an
+    empty list. ValueError if none of them contains it, because the adapter would not learn the word.
     """
     if not config.trigger or not texts:
         return []
@@ -93,8 +94,8 @@ def _check_trigger(texts: list[str], config: CaptionsConfig) -> list[str]:
 
 
 def _image_rows(image_id: str, texts: list[tuple[str, Caption]]) -> list[Row]:
-    """Return the rows of one image: one per distinct training text, in order. `texts` are pairs of training text and the
-    caption it was made of.
+    """Return the rows of one image, one per distinct training text, in order. `texts` are pairs of a training text and the
+    caption that it was made from.
     """
     first = dict(reversed(texts))
     distinct = dict.fromkeys(text for text, _ in texts)
@@ -105,8 +106,9 @@ def _image_rows(image_id: str, texts: list[tuple[str, Caption]]) -> list[Row]:
 
 
 def _class_rows(rows: list[Row], config: CaptionsConfig) -> list[Row]:
-    """Return the rows of role "class": for every row of `rows` that contains the trigger, the text with config.class_word in
-    place of the trigger, and the same source, origin and position. Equal texts of an image give one row.
+    """Return the rows of role "class" (texts for the preservation loss). Each is a caption or the trigger row of `rows`, with
+    `config.class_word` in place of the trigger. Rows without the trigger give none, and equal texts of one image give one
+    row.
     """
     found: dict[tuple[str, str], Row] = {}
     for row in rows:

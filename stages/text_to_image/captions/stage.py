@@ -20,20 +20,20 @@ BATCH = 4096  # rows per record batch
 
 
 def wanted_captions(ctx: StageContext) -> pa.Table:
-    """Return all rows of the table captions, with all columns, because reading the texts costs less than finding out which
-    have changed. ValueError if a caption is missing or a file with captions cannot be read.
+    """Return all rows of the table captions with all columns. Reading the texts costs less than finding out which have
+    changed. ValueError if a caption is missing or a file with captions cannot be read.
     """
     rows, _ = caption_rows(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config)
     return pa.Table.from_pylist(rows, schema=CAPTIONS.batch)
 
 
 def write_captions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Yield the pending rows as record batches. `wanted_captions` has computed all their columns."""
+    """Yield the pending rows as record batches. `wanted_captions` has already computed all columns."""
     yield from ctx.pending.select(CAPTIONS.batch.names).to_batches(max_chunksize=BATCH)
 
 
 def finish_captions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """If any row was pending, tell the user what is unusual about the captions of all images. Yields nothing."""
+    """Tell the user what is unusual about the captions of all images, if any row was pending. Yield no rows."""
     if ctx.pending.num_rows and not ctx.stop():
         _, notes = caption_rows(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config)
         for note in notes:

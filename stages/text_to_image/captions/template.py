@@ -7,14 +7,16 @@ import re
 
 
 def fill_template(template: str, caption: str, trigger: str) -> str:
-    """Replace {caption} and {trigger} in a template. Braces inside the caption or the trigger are left alone."""
+    """Return `template` with {caption} and {trigger} replaced by the texts `caption` and `trigger`. Braces inside these two
+    texts are left alone.
+    """
     values = {"{caption}": caption, "{trigger}": trigger}
     return re.sub(r"\{(?:caption|trigger)\}", lambda match: values[match.group()], template)
 
 
 def check_placeholders(setting: str, text: str, allowed: tuple[str, ...]) -> None:
-    """Raise ValueError if a text contains a placeholder, a word in braces such as {captoin}, that is not in `allowed`. `setting`
-    is the name of the setting that holds the text, for the message.
+    """Raise ValueError if `text` contains a placeholder (a word in braces, such as {captoin}) that is not in `allowed`.
+    `allowed` holds words without braces. `setting` is the name of the setting that holds the text, for the message.
     """
     for name in re.findall(r"\{(\w+)\}", text):
         if name not in allowed:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Caption:
-    """The text of a caption before the template is applied. `source` says which kind of place it is from: sidecar, metadata,
-    filename, template or config; `origin` is the file and line, such as "metadata.jsonl:3", or the setting.
+    """A caption before the template is applied. `source` is the kind of place that it was found in: sidecar, metadata,
+    filename, template or config. `origin` is the exact place: a file and line such as "metadata.jsonl:3", or the name of a
+    setting.
     """
 
     text: str
@@ -19,8 +20,9 @@ class Caption:
 
 
 def read_text(path: Path) -> str:
-    """Read a text file as UTF-8, or as UTF-16 if it begins with its byte order mark. Every line break becomes one newline.
-    ValueError, naming the file and the first wrong byte, if the file has another encoding or cannot be read.
+    """Return the text of a file in UTF-8, or in UTF-16 if it begins with a byte order mark of UTF-16. Every line break becomes
+    one newline character. ValueError, with the file and the first wrong byte, if the file has another encoding or cannot be
+    read.
     """
     try:
         data = path.read_bytes()
@@ -39,12 +41,12 @@ def read_text(path: Path) -> str:
 
 
 def normalise(path: str) -> str:
-    """Return a path in Unicode form NFC, so that two spellings compare equal: macOS may store é as e and an accent, where a
-    metadata file has one letter.
+    """Return `path` in Unicode form NFC, so that two spellings of a name compare equal. macOS may store é as two characters, e
+    and an accent, while a metadata file has one.
     """
     return unicodedata.normalize("NFC", path)
 
 
 def first_names(names: list[str], count: int = 3) -> str:
-    """Format at most `count` names as "a, b, c and 4 more"."""
+    """Return at most `count` of the names as "a, b, c and 4 more". Without more names than `count`, the last part is left out."""
     return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")

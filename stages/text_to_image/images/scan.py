@@ -29,7 +29,7 @@ PROJECT_FOLDERS = frozenset({"tables", "weights", "exports"})
 
 @dataclass(frozen=True)
 class Listing:
-    """The content of an image folder. `files` has one dict of path, bytes, mtime_ns and inode per image file, sorted by path;
+    """The content of an image folder. `files` has one dict of path, bytes, mtime_ns and inode per image file, sorted by path.
     `masks` is the number of files that are left out because they are masks of other images.
     """
 
@@ -38,9 +38,9 @@ class Listing:
 
 
 def scan(folder: Path) -> Listing:
-    """List the files in the image folder and in all folders below it, without opening them. Hidden files, captions, licences,
-    masks and the output of a project in the folder are left out. Links to folders are followed. ValueError if the folder
-    does not exist or a folder cannot be read.
+    """List the files in the image folder `folder` and in all folders below it, without opening them. Hidden files, captions,
+    licences, masks and the output of a project in the folder are left out. Links to folders are followed. ValueError if
+    `folder` is not a folder or a folder in it cannot be read.
     """
     if not folder.is_dir():
         raise ValueError(_no_folder(folder))
@@ -62,8 +62,9 @@ def _no_folder(folder: Path) -> str:
 
 
 def _files_below(folder: Path, seen: set[tuple[int, int]]) -> Iterator[os.DirEntry[str]]:
-    """Yield the files in a folder and in all folders below it, sorted by name within each folder. `seen` collects (device,
-    inode) of every folder entered: no folder is entered twice, so that loops of links end. ValueError if one is unreadable.
+    """Yield the files in `folder` and in all folders below it, sorted by name within each folder. `seen` is a set of (device,
+    inode), to which every folder entered is added. A folder in `seen` is not entered again, so that loops of links end.
+    ValueError if a folder cannot be read.
     """
     try:
         status = folder.stat()
@@ -84,7 +85,9 @@ def _files_below(folder: Path, seen: set[tuple[int, int]]) -> Iterator[os.DirEnt
 
 
 def _visible(entries: list[os.DirEntry[str]]) -> list[os.DirEntry[str]]:
-    """Drop hidden entries of a folder and, if the folder is a project, the folders that the project writes."""
+    """Return the given entries of one folder without the hidden ones. If the folder holds a project.toml, the folders that a
+    project writes are left out too.
+    """
     is_project = any(entry.name == PROJECT_FILE for entry in entries)
     written = PROJECT_FOLDERS if is_project else frozenset()
     return [entry for entry in entries if not entry.name.startswith((".", "__MACOSX")) and entry.name not in written]

@@ -30,7 +30,7 @@ NAMED = 5  # rejected files that the summary names
 
 @dataclass(frozen=True)
 class ImagesConfig:
-    """Section [images] of project.toml: the image folder, and which images are too small or too large to use."""
+    """The section [images] of project.toml: the image folder, and the limits on the size of an image."""
 
     folder: str = selects("images", "image folder, searched with all folders below it; relative to the project")
     min_side: int = setting(64, "shortest side that is used, pixels; a smaller image has fewer than 4 tokens across")
@@ -46,8 +46,9 @@ class ImagesConfig:
 
 
 def wanted_images(ctx: StageContext) -> pa.Table:
-    """List the image folder: return path, bytes, mtime_ns and inode of every file that becomes a row. A file whose stored row
-    has these values is not opened again. ValueError if the folder does not exist or holds no images.
+    """List the image folder. Return one row per file that belongs in the table images, with the columns path, bytes, mtime_ns
+    and inode. A file whose stored row has the same four values is not opened again. ValueError if the folder does not exist
+    or holds no images.
     """
     folder = ctx.need("image_folder")
     files = scan(folder).files
@@ -57,8 +58,8 @@ def wanted_images(ctx: StageContext) -> pa.Table:
 
 
 def unread_images(ctx: StageContext) -> pa.Table:
-    """Return path, bytes, mtime_ns and inode of the stored rows whose file could not be read and is still in the folder,
-    unchanged. These files are tried again: a decoder may have been installed, or a permission given.
+    """Return the stored rows of files that could not be read and still lie in the folder unchanged. The columns are path,
+    bytes, mtime_ns and inode. The runner tries these files again, because a decoder or a permission may have been added.
     """
     unread = [row for row in _rows(ctx.stored) if not row["image_id"]]
     listed = {_file(row) for row in scan(ctx.need("image_folder")).files} if unread else set()
@@ -67,8 +68,8 @@ def unread_images(ctx: StageContext) -> pa.Table:
 
 
 def examine_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Hash and decode the pending files. Yields their rows in record batches, without rows that equal the stored row.
-    Duplicates are not marked yet: a row depends on its own file alone.
+    """Hash and decode the pending files. Yield their rows as record batches, without the rows that equal their stored row.
+    Duplicates are not marked yet, because a row must depend on its own file alone.
     """
     stored = {row["path"]: row for row in _rows(ctx.stored)}
     pending = sorted(ctx.pending.to_pylist(), key=_path)
@@ -83,8 +84,8 @@ def examine_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def finish_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Mark duplicates among all files of the folder, and tell the user how many files can be used. Yields the rows that
-    change. Does nothing if a pending file has no row yet, because the user stopped the run.
+    """Mark duplicates among all files of the folder, and yield the rows that change as record batches. Tell the user how many
+    files can be used. If the user stopped the run, so that a pending file has no row yet, do nothing.
     """
     listing = scan(ctx.need("image_folder"))
     stored = {_file(row): row for row in _rows(ctx.stored)}
@@ -117,6 +118,9 @@ def _batches(rows: list[Row]) -> Iterator[pa.RecordBatch]:
 
 
 def _summarise(ctx: StageContext, rows: list[Row], masks: int) -> None:
+    """Tell the user how many images are used, and name the first files that are not. `rows` are all rows of the table images,
+    `masks` is the number of mask files in the folder.
+    """
     rejected = [row for row in rows if row["rejected"]]
     counts = sorted(Counter(row["rejected"] for row in rejected).items())
     reasons = "".join(f", {count} {reason}" for reason, count in counts)

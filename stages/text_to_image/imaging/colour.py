@@ -12,10 +12,12 @@ WHITES = {"I": (65535.0, 2147483647.0), "F": (1.0, 255.0, 65535.0)}
 
 
 def eight_bit(image: Image.Image) -> Image.Image:
-    """Scale a grey image of 16 or 32 bits, or of floats, to 8 bits: mode "L", or "LA" with transparency. Other modes are
-    returned unchanged. Pillow's convert() would clip the values instead.
+    """Scale a grey image of 16 bits, 32 bits or floats to 8 bits. Return it in mode "L", or in mode "LA" if one grey value is
+    transparent. An image in another mode is returned unchanged. Pillow's convert() would clip the values instead of scaling
+    them.
 
-    White is 65535 for 16 bits; for other modes, the smallest usual range (see WHITES) that holds the largest value.
+    White is 65535 for 16 bits. For other modes, it is the smallest usual white (see WHITES) that is not below the largest
+    value.
     """
     if not image.mode.startswith(("I", "F")):
         return image
@@ -32,8 +34,8 @@ def eight_bit(image: Image.Image) -> Image.Image:
 
 
 def to_srgb(image: Image.Image) -> Image.Image:
-    """Convert an 8-bit image of any mode to sRGB: mode "RGBA" if the image has transparency, else "RGB". The image's colour
-    profile is applied, but ignored if it is broken or does not fit the mode.
+    """Convert an 8-bit image of any mode to sRGB. Return it in mode "RGBA" if it has transparency, otherwise in mode "RGB".
+    The image's own colour profile is applied, or ignored if it is broken or does not fit the mode.
     """
     profile = image.info.get("icc_profile")
     if image.mode == "LAB":
@@ -59,7 +61,9 @@ def _apply_profile(image: Image.Image, profile: bytes | None) -> Image.Image:
 
 
 def _convert(image: Image.Image, profile: ImageCms.ImageCmsProfile) -> Image.Image:
-    """Convert an image from the colours of a profile to sRGB as image editors do: relative colorimetric, black to black."""
+    """Convert an image from the colours of `profile` to sRGB and return it in mode "RGB". Like image editors, use relative
+    colorimetric intent with black point compensation.
+    """
     converted = ImageCms.profileToProfile(
         image,
         profile,
@@ -73,7 +77,9 @@ def _convert(image: Image.Image, profile: ImageCms.ImageCmsProfile) -> Image.Ima
 
 
 def composite(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
-    """Return an RGB or RGBA image in mode "RGB", with transparent pixels over the background (red, green, blue, 0 to 255)."""
+    """Return an image of mode "RGB" or "RGBA" in mode "RGB". Transparent pixels are blended with the colour `background`: red,
+    green and blue, 0 to 255.
+    """
     if image.mode != "RGBA":
         return image if image.mode == "RGB" else image.convert("RGB")
     base = Image.new("RGBA", image.size, (*background, 255))
@@ -81,7 +87,9 @@ def composite(image: Image.Image, background: tuple[int, int, int]) -> Image.Ima
 
 
 def parse_colour(text: str) -> tuple[int, int, int]:
-    """Parse a background colour such as "#ffffff" or "white" to (red, green, blue), 0 to 255. ValueError for another text."""
+    """Return the red, green and blue (0 to 255) of a colour such as "#ffffff" or "white". ValueError if `text` is not a
+    colour; the message names the setting "background".
+    """
     try:
         red, green, blue = ImageColor.getrgb(text)[:3]
     except ValueError:

@@ -51,8 +51,8 @@ TRUNCATION_WORDS = (
 
 
 class ImageError(ValueError):
-    """An image file cannot be used. `reason` is one word, such as unreadable, truncated, bomb (too many pixels) or unsupported;
-    `detail` explains it in a sentence.
+    """An error that says why an image file cannot be used. `reason` is one word, such as unreadable, truncated, bomb (too many
+    pixels) or unsupported. `detail` explains it in a sentence.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -63,8 +63,8 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True)
 class Probe:
-    """Facts about an image file: format and mode as Pillow names them, width and height of the upright image in pixels, and
-    the number of frames.
+    """Facts about an image file: `format` and `mode` as Pillow names them, `width` and `height` of the upright image in
+    pixels, and the number of `frames`.
     """
 
     format: str
@@ -75,8 +75,9 @@ class Probe:
 
 
 def probe(file: Path | BinaryIO, max_pixels: int = MAX_PIXELS) -> Probe:
-    """Decode the first frame of an image file and return the file's facts. ImageError if the file is damaged, in no known
-    format, or has more than `max_pixels` pixels. The pixels are decoded because damage shows only then.
+    """Decode the first frame of an image file and return the file's facts. `file` is a path or an open binary file. ImageError
+    if the file is damaged, in no known format, or has more than `max_pixels` pixels. The pixels are decoded because damage
+    shows only then.
     """
     with _decoded(file, max_pixels) as (image, mode, frames):
         sideways = _orientation(image) >= 5
@@ -85,9 +86,9 @@ def probe(file: Path | BinaryIO, max_pixels: int = MAX_PIXELS) -> Probe:
 
 
 def open_image(file: Path | BinaryIO, background: str = "#ffffff", max_pixels: int = CEILING) -> Image.Image:
-    """Return the first frame of an image file, upright, in mode "RGB" (8-bit sRGB), with transparent pixels over the colour
-    `background`. ImageError if the file cannot be decoded or has more than `max_pixels` pixels; ValueError if `background`
-    is no colour.
+    """Return the first frame of an image file, upright, in mode "RGB" (8-bit sRGB). Transparent pixels are blended with the
+    colour `background`. ImageError if the file cannot be decoded or has more than `max_pixels` pixels. ValueError if
+    `background` is not a colour.
     """
     colour = parse_colour(background)
     with _decoded(file, max_pixels) as (image, _, _):
@@ -95,8 +96,8 @@ def open_image(file: Path | BinaryIO, background: str = "#ffffff", max_pixels: i
 
 
 def open_alpha(file: Path | BinaryIO, max_pixels: int = CEILING) -> Image.Image | None:
-    """Return the opacity of an image file's first frame, upright, in mode "L" (0 transparent to 255 opaque); None if the file
-    has no transparency. ImageError if the file cannot be decoded or has more than `max_pixels` pixels.
+    """Return the opacity of an image file's first frame, upright, in mode "L": 0 is transparent, 255 opaque. Return None if
+    the file has no transparency. ImageError if the file cannot be decoded or has more than `max_pixels` pixels.
     """
     with _decoded(file, max_pixels) as (image, _, _):
         pixels = eight_bit(image)
@@ -107,8 +108,9 @@ def open_alpha(file: Path | BinaryIO, max_pixels: int = CEILING) -> Image.Image 
 
 @contextmanager
 def _decoded(file: Path | BinaryIO, max_pixels: int) -> Iterator[tuple[Image.Image, str, int]]:
-    """Decode the first frame and yield (image, mode as the file declares it, number of frames). ImageError for anything that
-    a decoder raises, within the `with` block too, and for more than `max_pixels` pixels.
+    """Decode the first frame of an image file. Yield the image, the mode that the file declares, and the number of frames.
+    ImageError for every exception of a decoder, also of one raised inside the `with` block, and if there are more than
+    `max_pixels` pixels.
     """
     with _opened(file) as opened:
         try:
@@ -139,8 +141,8 @@ def _opened(file: Path | BinaryIO) -> Iterator[BinaryIO]:
 
 
 def _formats(file: BinaryIO) -> tuple[str, ...]:
-    """Return the names of the formats that Pillow may try on a file. ImageError for an empty file, and for a HEIC file if
-    pillow-heif is not installed.
+    """Return the names of the formats that Pillow may try on a file. ImageError if the file is empty, or if it is a HEIC file
+    and pillow-heif is not installed.
     """
     head = peek(file, 0, 64)
     if not head:
@@ -163,8 +165,8 @@ def _register_heif() -> bool:
 
 
 def _image_error(error: Exception, file: BinaryIO) -> ImageError:
-    """Make an ImageError of an exception that a decoder raised for `file`. Its text holds no path and no memory address, so
-    that equal files give equal rows.
+    """Convert an exception that a decoder raised into an ImageError. `file` is the open image file, which is checked for
+    truncation. The error's text holds no path and no memory address, so that equal files give equal rows.
     """
     if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):
         return ImageError("bomb", str(error).replace(", could be decompression bomb DOS attack.", "").strip())
@@ -179,8 +181,8 @@ def _image_error(error: Exception, file: BinaryIO) -> ImageError:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation of a loaded image: 1 (upright) to 8, or 1 if its EXIF block is broken. Before load(), the
-    value would be wrong for formats that Pillow turns upright itself.
+    """Return the EXIF orientation of an image, 1 (upright) to 8. A missing or broken value gives 1. Call it after
+    `image.load()`, because Pillow turns some formats upright itself while loading.
     """
     try:
         value = image.getexif().get(ORIENTATION, 1)

@@ -23,10 +23,9 @@ TOKEN = 16  # pixels along one side of a token
 TOLERANCE = 0.01  # relative difference of the aspect ratios that is allowed: the sides of a smaller mask are rounded
 
 
-def mask_places(path: str) -> Iterator[str]:
-    """Yield the paths at which the mask of the image `path` may lie, without suffix, in order of preference.
-
-    Example: "a/cat.jpg" gives "a/cat.mask", "a/masks/cat", "masks/a/cat".
+def mask_candidates(path: str) -> Iterator[str]:
+    """Yield the paths at which the mask of the image at `path` may lie, without suffix, the preferred one first. For example,
+    "a/cat.jpg" gives "a/cat.mask", "a/masks/cat" and "masks/a/cat".
     """
     image = PurePosixPath(path)
     yield str(image.with_name(f"{image.stem}.mask"))
@@ -35,15 +34,17 @@ def mask_places(path: str) -> Iterator[str]:
 
 
 def which_are_masks(paths: Iterable[str]) -> set[str]:
-    """Of some file paths, return those that are by their name a mask of another file among them: a.mask.png beside a.jpg."""
+    """Return those paths of `paths` that are, by their names, masks of other files in `paths`. For example, "a.mask.png" is a
+    mask if "a.jpg" is there too. No file is opened.
+    """
     paths = list(paths)
-    places = {place for path in paths for place in mask_places(path)}
+    places = {place for path in paths for place in mask_candidates(path)}
     return {path for path in paths if _may_be_mask(path) and _without_suffix(path) in places}
 
 
 def mask_finder(folder: Path) -> Callable[[Iterable[str]], str | None]:
-    """Return a function that finds the mask file of an image. It takes the paths of the image and its duplicates, relative to
-    `folder`, and returns the path of the mask, relative to `folder`, or None.
+    """Return a function that finds the mask file of an image in the image folder `folder`. The function takes the paths of an
+    image and its duplicates and returns the path of the mask, or None. All paths are relative to `folder`.
 
     Every folder is listed once. If several files could be the mask at one place, the first by name is taken.
     """
@@ -58,7 +59,7 @@ def mask_finder(folder: Path) -> Callable[[Iterable[str]], str | None]:
         return {_without_suffix(path): path for path in paths if _may_be_mask(path)}
 
     def find(paths: Iterable[str]) -> str | None:
-        places = (place for path in paths for place in mask_places(path))
+        places = (place for path in paths for place in mask_candidates(path))
         found = (masks_in(str(PurePosixPath(place).parent)).get(place) for place in places)
         return next((path for path in found if path), None)
 
@@ -66,8 +67,8 @@ def mask_finder(folder: Path) -> Callable[[Iterable[str]], str | None]:
 
 
 def read_mask(path: Path, data: bytes) -> Image.Image:
-    """Decode the bytes of a mask file to an image in mode "L"; transparent pixels become black. ImageError if `data` is no
-    image; `path` is only named in the error.
+    """Decode `data`, the bytes of a mask file, and return the mask in mode "L". Transparent pixels become black. ImageError if
+    `data` is not an image; its text names the file `path`.
     """
     try:
         return open_image(io.BytesIO(data), "#000000").convert("L")
@@ -75,16 +76,16 @@ def read_mask(path: Path, data: bytes) -> Image.Image:
         raise ImageError(error.reason, f"its mask {path.name}: {error.detail}") from error
 
 
-def same_shape(mask: Image.Image, image: Image.Image) -> bool:
-    """True if the aspect ratios of mask and image differ by at most 1 percent."""
+def same_aspect_ratio(mask: Image.Image, image: Image.Image) -> bool:
+    """Return True if the aspect ratios of the mask and the image differ by at most 1 percent."""
     skew = mask.width * image.height / (mask.height * image.width)
     return abs(skew - 1) <= TOLERANCE
 
 
 def token_mask(mask: Image.Image, image_size: tuple[int, int], crop: Mapping[str, Any]) -> bytes:
-    """Return the mask of one crop at the resolution of tokens: the mean over 16 x 16 pixels, one byte (0 to 255) per token,
-    row by row. `mask` is the mask of the whole image, of any size; `image_size` is the image's (width, height) in pixels.
-    `crop` is a row with crop_x, crop_y, crop_w, crop_h (image pixels), width and height (of the resized crop), and flip.
+    """Return the mask of one crop as bytes: the mean over 16 x 16 pixels, one byte (0 to 255) per token, row by row. `mask` is
+    the mask of the whole image, of any size. `image_size` is the width and height of the image in pixels. `crop` is a row
+    of the table latents: crop_x, crop_y, crop_w and crop_h in image pixels, width and height of the resized crop, and flip.
     """
     across, down = mask.width / image_size[0], mask.height / image_size[1]
     left, top = max(0.0, crop["crop_x"] * across), max(0.0, crop["crop_y"] * down)

@@ -12,8 +12,9 @@ TAIL = 64  # bytes at the end of a file in which its end marker must lie
 
 
 def is_truncated(file: BinaryIO) -> bool:
-    """True if an open image file, by its own headers or a missing end marker, was cut short. False for unknown formats. Call it
-    only for a file that failed to decode: a good file may lack its end marker. The file position is lost.
+    """Return True if an open image file was cut short. The signs are a length in its headers that exceeds the file, or a
+    missing end marker. An unknown format gives False. Call it only for a file that failed to decode, because a good file
+    may lack its end marker. The file position changes.
     """
     try:
         size = file.seek(0, io.SEEK_END)
@@ -27,7 +28,9 @@ def is_truncated(file: BinaryIO) -> bool:
 
 
 def peek(file: BinaryIO, offset: int, count: int) -> bytes:
-    """Return up to `count` bytes from `offset`, or b"" if they cannot be read. The file is left at its start."""
+    """Return up to `count` bytes of an open file from the position `offset`, or b"" if they cannot be read. The file position
+    is then the start of the file.
+    """
     try:
         file.seek(offset)
         data = file.read(count)
@@ -38,6 +41,7 @@ def peek(file: BinaryIO, offset: int, count: int) -> bytes:
 
 
 def _lacks(marker: bytes) -> Callable[[BinaryIO, int], bool]:
+    """Return a function (file, size) that returns True if `marker` is not among the last 64 bytes of the file."""
     return lambda file, size: marker not in peek(file, max(0, size - TAIL), TAIL)
 
 
@@ -54,7 +58,9 @@ def _bmp(file: BinaryIO, size: int) -> bool:
 
 
 def _boxes(file: BinaryIO, size: int) -> bool:
-    """AVIF, HEIC and JPEG 2000 are a sequence of boxes, each with its length in front; length 0 means up to the end."""
+    """Return True if a file that consists of boxes (AVIF, HEIC, JPEG 2000) ends inside a box. `size` is the file's size in
+    bytes. Each box begins with its length; a length of 0 means that the box reaches to the end.
+    """
     at = 0
     while at < size:
         box = peek(file, at, 16)
@@ -70,7 +76,9 @@ def _boxes(file: BinaryIO, size: int) -> bool:
 
 
 def _tiff(file: BinaryIO, size: int) -> bool:
-    """A TIFF file is cut short if its first directory, or a value that the directory points to, lies beyond the end."""
+    """Return True if the first directory of a TIFF file, or a value that it points to, lies beyond the file's end. `size` is
+    the file's size in bytes.
+    """
     order = "<" if peek(file, 0, 1) == b"I" else ">"
     at = _number(order + "I", peek(file, 4, 4))
     count = peek(file, at, 2)

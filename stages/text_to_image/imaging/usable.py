@@ -10,7 +10,7 @@ import pyarrow as pa
 
 def usable_rows(images: pa.Table) -> list[dict[str, Any]]:
     """Return the rows of the table images that are not rejected, as dicts, sorted by path. `images` needs the columns path and
-    rejected. ValueError, with the number of images for each reason, if no image is usable.
+    rejected. ValueError if no image is usable; the message counts the images for each reason.
     """
     rows = images.to_pylist()
     usable = [row for row in rows if row["rejected"] is None]
@@ -21,9 +21,9 @@ def usable_rows(images: pa.Table) -> list[dict[str, Any]]:
 
 
 def usable_paths(images: pa.Table) -> dict[str, list[str]]:
-    """Return {image_id: paths} for every usable image of the table images, in order of path. The first path is that of the
-    file that is used, the others are those of its duplicates. `images` needs the columns image_id, path and rejected.
-    ValueError, with the number of images for each reason, if no image is usable.
+    """Return a dict from image_id to file paths for every usable image, in order of path. The first path is the file that is
+    used, the others are its duplicates. `images` is the table images, with at least the columns image_id, path and
+    rejected. ValueError if no image is usable; the message counts the images for each reason.
     """
     paths = {row["image_id"]: [row["path"]] for row in usable_rows(images)}
     for row in sorted(images.to_pylist(), key=lambda row: str(row["path"])):

@@ -23,12 +23,14 @@ Crop = tuple[np.ndarray, bytes | None]  # pixels, uint8 (height, width, 3), and 
 
 
 class FileChanged(Exception):  # noqa: N818  (the program did not fail)
-    """A file's sha256 is not the one that the table images recorded, or that the mask had when the run began."""
+    """An exception: the sha256 of an image or mask file differs from the recorded one, or the file can no longer be read."""
 
 
 @dataclass(frozen=True)
 class ImageJob:
-    """One image to decode. `rows` are its pending rows of the table latents, one per crop; `mask` is its mask file or None."""
+    """One image to decode. `path` is the image file, `rows` are the image's pending rows of the table latents (one per crop),
+    and `mask` is the path of its mask file or None.
+    """
 
     image_id: str
     path: Path
@@ -37,8 +39,9 @@ class ImageJob:
 
 
 def decode_ahead(jobs: list[ImageJob], background: str, workers: int) -> Iterator[tuple[ImageJob, Future[list[Crop]]]]:
-    """Decode images in `workers` threads. Yields the jobs in order, each with the future of what `crops_of` returns. At most
-    workers + 1 images are decoded ahead; closing the iterator waits for the threads.
+    """Decode images in `workers` threads. Yield each job, in order, with a future of its crops (see `decode_crops`).
+    Transparent pixels are blended with the colour `background`. At most `workers` + 1 images are decoded ahead. Closing the
+    iterator waits for the threads.
     """
     waiting: deque[tuple[ImageJob, Future[list[Crop]]]] = deque()
     todo = iter(jobs)
@@ -46,7 +49,7 @@ def decode_ahead(jobs: list[ImageJob], background: str, workers: int) -> Iterato
         try:
             while True:
                 while len(waiting) <= workers and (job := next(todo, None)):
-                    waiting.append((job, pool.submit(crops_of, job, background)))
+                    waiting.append((job, pool.submit(decode_crops, job, background)))
                 if not waiting:
                     return
                 yield waiting.popleft()
@@ -54,20 +57,21 @@ def decode_ahead(jobs: list[ImageJob], background: str, workers: int) -> Iterato
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def crops_of(job: ImageJob, background: str) -> list[Crop]:
-    """Decode an image and return its crops, one (pixels, mask) per row of the job, resized to the row's width and height.
-    Transparent pixels are composited over the colour `background`. ImageError if the image or its mask cannot be used,
-    FileChanged if the sha256 of either file is not the recorded one.
+def decode_crops(job: ImageJob, background: str) -> list[Crop]:
+    """Decode the image of a job and return its crops: one pair (pixels, mask) per row of the job. Pixels are uint8 (height,
+    width, 3); the mask is one byte per token, or None. Transparent pixels are blended with the colour `background`.
+    ImageError if the image or its mask cannot be used. FileChanged if one of the files has changed.
     """
     data = _read_unchanged(job.path, job.image_id)
     image = open_image(io.BytesIO(data), background)
     mask = _read_mask(job, data, image)
-    return [(cut(image, row), masks.token_mask(mask, image.size, row) if mask else None) for row in job.rows]
+    return [(cut_crop(image, row), masks.token_mask(mask, image.size, row) if mask else None) for row in job.rows]
 
 
-def cut(image: Image.Image, row: Row) -> np.ndarray:
-    """Cut a crop out of an image and resize it with Lanczos to uint8 (height, width, 3). `row` has crop_x, crop_y, crop_w,
-    crop_h (image pixels, fractions allowed), the final width and height, and flip, which mirrors it left to right.
+def cut_crop(image: Image.Image, row: Row) -> np.ndarray:
+    """Cut one crop out of `image`, resize it with Lanczos and return its pixels, uint8 (height, width, 3). `row` holds crop_x,
+    crop_y, crop_w and crop_h (image pixels, fractions allowed), the final width and height, and flip. If flip is True, the
+    crop is mirrored left to right.
     """
     left, top = max(0.0, row["crop_x"]), max(0.0, row["crop_y"])
     right = min(float(image.width), row["crop_x"] + row["crop_w"])
@@ -77,8 +81,9 @@ def cut(image: Image.Image, row: Row) -> np.ndarray:
 
 
 def _read_mask(job: ImageJob, data: bytes, image: Image.Image) -> Image.Image | None:
-    """Return the mask of the whole image in mode "L", or None if it has none. `data` are the bytes of the image file, `image`
-    its pixels. All rows of a job have the same mask_id.
+    """Return the mask of a job's whole image in mode "L", or None if the image has no mask. `data` are the bytes of the image
+    file, `image` its pixels. ImageError if the mask cannot be decoded or has another aspect ratio. FileChanged if the mask
+    file has changed.
     """
     mask_id = job.rows[0]["mask_id"]
     if mask_id in ("", ALPHA):
@@ -86,14 +91,16 @@ def _read_mask(job: ImageJob, data: bytes, image: Image.Image) -> Image.Image | 
     if job.mask is None:
         raise FileChanged(job.path.name)
     mask = masks.read_mask(job.mask, _read_unchanged(job.mask, mask_id))
-    if not masks.same_shape(mask, image):
+    if not masks.same_aspect_ratio(mask, image):
         sizes = f"{mask.width} x {mask.height}, the image {image.width} x {image.height}"
         raise ImageError("mask", f"{job.mask.name} is {sizes}: the aspect ratios differ")
     return mask
 
 
 def _read_unchanged(path: Path, sha256: str) -> bytes:
-    """Return the bytes of a file. FileChanged if it cannot be read or its sha256 is not `sha256` (hex)."""
+    """Return the bytes of the file at `path`. FileChanged if the file cannot be read, or if the sha256 of its bytes is not
+    `sha256` (hex digits).
+    """
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -16,9 +16,10 @@ MAY_HIDE_ALPHA = ("PNG", "GIF", "WEBP")  # formats with transparent pixels even 
 
 
 def mask_ids(images: pa.Table, folder: Path, mask: Literal["none", "alpha", "file"]) -> dict[str, str]:
-    """Return {image_id: mask_id} for every usable image of the table images. A mask_id is the sha256 of the mask file, "alpha"
-    for an image that may have transparent pixels, or "" for no mask. `mask` says where masks are taken from, `folder` is the
-    image folder. ValueError if `mask` is "file" and no image has a mask file, or a mask file cannot be read.
+    """Return a dict from image_id to mask_id for every usable image of the table `images`. A mask_id is the sha256 of the mask
+    file, "alpha" if the image may have transparent pixels, or "" for no mask. `mask` says where masks are taken from;
+    `folder` is the image folder. ValueError if `mask` is "file" and no image has a mask file, or if a mask file cannot be
+    read.
     """
     usable = usable_rows(images)
     if mask == "none":
@@ -36,8 +37,8 @@ def mask_ids(images: pa.Table, folder: Path, mask: Literal["none", "alpha", "fil
 
 
 def mask_files(paths: dict[str, list[str]], folder: Path) -> dict[str, Path]:
-    """Return {image_id: path of the mask file} for every image that has a mask file. `paths` is {image_id: paths of the image
-    and its duplicates, relative to the image folder}, `folder` the image folder.
+    """Return a dict from image_id to the path of the mask file, for every image that has one. `paths` maps image_id to the
+    paths of the image and its duplicates, relative to the image folder `folder`.
     """
     find = mask_finder(folder)
     return {image_id: folder / path for image_id, names in paths.items() if (path := find(names))}

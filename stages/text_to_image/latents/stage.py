@@ -32,7 +32,7 @@ CROP = ("crop_x", "crop_y", "crop_w", "crop_h")
 
 @dataclass(frozen=True)
 class LatentsConfig:
-    """Section [latents] of project.toml: how crops are encoded, and whether images have masks."""
+    """The section [latents] of project.toml: how crops are encoded, and where masks are taken from."""
 
     flip: bool = selects(False, "encode a mirrored copy of every crop too; off, because text and faces are not symmetric")
     mask: Literal["none", "alpha", "file"] = selects(
@@ -54,8 +54,8 @@ class LatentsConfig:
 
 
 def latent_id(row: Row) -> str:
-    """Return the key of a latent: the sha256 (hex) over everything that its values depend on. `row` has image_id, width,
-    height, crop_x, crop_y, crop_w, crop_h, flip and, optionally, mask_id.
+    """Return the key of a latent: the sha256 (hex digits) over everything that its values depend on. `row` holds image_id,
+    width, height, crop_x, crop_y, crop_w, crop_h and flip; mask_id is optional.
     """
     crop = [repr(float(row[name])) for name in CROP]
     parts = [row["image_id"], str(row["width"]), str(row["height"]), *crop, str(bool(row["flip"])).lower()]
@@ -64,9 +64,9 @@ def latent_id(row: Row) -> str:
 
 
 def wanted_latents(ctx: StageContext) -> pa.Table:
-    """Return the key and the crop of every latent: one row per crop in the table buckets that is not rejected, and one for its
-    mirror image if [latents] flip is on. Equal crops are one row. ValueError if no image is usable, or if masks are wanted
-    from files and no image has one.
+    """Return the key and the crop of every latent that the table should have. There is one row per usable crop of the table
+    buckets, and one for its mirror image if [latents] flip is on. Equal crops are one row. ValueError if no image is
+    usable, or if masks come from files and no image has one.
     """
     masks = mask_ids(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config.mask)
     rows: dict[str, Row] = {}
@@ -82,8 +82,9 @@ def wanted_latents(ctx: StageContext) -> pa.Table:
 
 
 def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Encode the pending crops and yield their rows, [latents] batch_size per record batch. An image that cannot be decoded
-    gives rejected rows. ValueError after the last batch if image files have changed since the table images was written.
+    """Encode the pending crops and yield their rows as record batches of [latents] batch_size rows. An image that cannot be
+    decoded gives rejected rows. ValueError, after the last batch, if image files have changed since the table images was
+    written.
     """
     if not ctx.pending.num_rows:
         return
@@ -118,8 +119,9 @@ def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _encoded_rows(ctx: StageContext, model: Any, changed: list[str]) -> Generator[Row]:
-    """Yield one complete row per pending crop, image by image, so that each image is decoded once. `model` is the autoencoder.
-    An image file that changed since the table images was written gives no rows; its name is added to `changed`.
+    """Yield one complete row of the table latents per pending crop. `model` is the autoencoder. The rows of one image come
+    together, so that each image is decoded once. An image file that has changed since the table images was written gives no
+    rows; its name is appended to `changed`.
     """
     from stages.text_to_image.latents.encode import encoded_row, rejected_row
 

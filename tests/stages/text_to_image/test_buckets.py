@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.text_to_image.images import IMAGES
-from stages.text_to_image.buckets import LONGEST, STAGE, STEP, BucketsConfig, bucket
+from stages.text_to_image.buckets import LONGEST, STAGE, STEP, BucketsConfig, choose_bucket
 from tests.harness import context, run
 
 SIDES = st.integers(16, 6000)
@@ -34,7 +34,7 @@ def rows_of(tmp_path, table, **config):
 @settings(deadline=None, max_examples=300)
 @given(SIDES, SIDES, RESOLUTIONS, st.booleans(), SHAPES)
 def test_a_bucket_is_on_the_grid_within_its_area_and_its_crop_has_exactly_its_aspect_ratio(width, height, R, upscale, max_shapes):
-    b = bucket(width, height, R, upscale, max_shapes)
+    b = choose_bucket(width, height, R, upscale, max_shapes)
     assert b is not None
     assert b.width % STEP == 0 and b.height % STEP == 0 and min(b.width, b.height) >= STEP
     assert b.width * b.height <= R * R and b.tokens == b.width * b.height // 256
@@ -52,7 +52,7 @@ def test_a_bucket_is_on_the_grid_within_its_area_and_its_crop_has_exactly_its_as
 @settings(deadline=None, max_examples=200)
 @given(SIDES, SIDES, RESOLUTIONS, st.booleans(), SHAPES)
 def test_turning_the_image_turns_the_bucket(width, height, R, upscale, max_shapes):
-    one, other = bucket(width, height, R, upscale, max_shapes), bucket(height, width, R, upscale, max_shapes)
+    one, other = choose_bucket(width, height, R, upscale, max_shapes), choose_bucket(height, width, R, upscale, max_shapes)
     assert (one.width, one.height, one.crop_w, one.crop_h) == (other.height, other.width, other.crop_h, other.crop_w)
 
 
@@ -60,7 +60,7 @@ def test_turning_the_image_turns_the_bucket(width, height, R, upscale, max_shape
 @given(st.integers(64, 6000), st.integers(64, 6000))
 def test_a_higher_resolution_never_gives_noticeably_fewer_tokens(width, height):
     """Exactly monotone it is not: a small image's own shape may crop less and be a few cells smaller."""
-    tokens = [bucket(width, height, R).tokens for R in (256, 384, 512, 768, 1024)]
+    tokens = [choose_bucket(width, height, R).tokens for R in (256, 384, 512, 768, 1024)]
     assert all(later >= earlier * 0.85 for earlier, later in itertools.pairwise(tokens))
 
 
@@ -68,10 +68,10 @@ def test_a_higher_resolution_never_gives_noticeably_fewer_tokens(width, height):
 @given(st.integers(64, 6000), st.floats(1 / LONGEST, LONGEST), RESOLUTIONS)
 def test_an_image_with_enough_pixels_is_trained_at_full_area(side, aspect, R):
     width, height = round(side * aspect**0.5), round(side * aspect**-0.5)
-    b = bucket(width, height, R, upscale=True)
+    b = choose_bucket(width, height, R, upscale=True)
     longest = math.sqrt(max(aspect, 1 / aspect) + 0.5)
     assert b.width * b.height > R * R - R * STEP * longest * 1.2  # at most about one row or column of cells is missing
-    assert bucket(8 * width, 8 * height, R, upscale=True).tokens > 0.8 * b.tokens
+    assert choose_bucket(8 * width, 8 * height, R, upscale=True).tokens > 0.8 * b.tokens
 
 
 def log_uniform(count=4000, longest=2.0):
@@ -80,7 +80,7 @@ def log_uniform(count=4000, longest=2.0):
 
 @pytest.mark.parametrize(("R", "mean", "p95", "shapes"), [(512, 1.6, 3.1, 30), (768, 1.0, 2.0, 40), (1024, 0.75, 1.6, 54)])
 def test_little_is_cropped_away_and_shapes_are_few(R, mean, p95, shapes):
-    found = [bucket(round(4000 * a**0.5), round(4000 * a**-0.5), R) for a in log_uniform()]
+    found = [choose_bucket(round(4000 * a**0.5), round(4000 * a**-0.5), R) for a in log_uniform()]
     loss = 100 * np.array([b.crop_loss for b in found])
     assert loss.mean() <= mean and np.quantile(loss, 0.95) <= p95
     assert len({(b.width, b.height) for b in found}) <= shapes
@@ -90,28 +90,32 @@ def test_little_is_cropped_away_and_shapes_are_few(R, mean, p95, shapes):
 def test_a_panorama_of_four_to_one_is_not_cropped():
     for R in (512, 768, 1024):
         for width, height in ((8000, 2000), (2000, 8000)):
-            b = bucket(width, height, R)
+            b = choose_bucket(width, height, R)
             assert b.crop_loss == 0 and max(b.width, b.height) == 4 * min(b.width, b.height) == 2 * R
-    assert bucket(8191, 2047, 1024).crop_loss < 0.001
-    assert bucket(16000, 1000, 1024).width <= LONGEST * bucket(16000, 1000, 1024).height  # beyond 8:1 it is cropped
+    assert choose_bucket(8191, 2047, 1024).crop_loss < 0.001
+    assert choose_bucket(16000, 1000, 1024).width <= LONGEST * choose_bucket(16000, 1000, 1024).height  # beyond 8:1 it is cropped
 
 
 def test_a_small_image_keeps_its_own_size_and_is_enlarged_only_when_asked():
-    assert (bucket(600, 400, 768).width, bucket(600, 400, 768).height) == (592, 400)
-    assert bucket(600, 400, 768).scale == 1.0
-    assert bucket(600, 400, 768, upscale=True).tokens > 0.97 * 48 * 48
+    assert (choose_bucket(600, 400, 768).width, choose_bucket(600, 400, 768).height) == (592, 400)
+    assert choose_bucket(600, 400, 768).scale == 1.0
+    assert choose_bucket(600, 400, 768, upscale=True).tokens > 0.97 * 48 * 48
     rng = np.random.default_rng(1)
-    kept = [(b.width * b.height) / (w * h) for w, h in rng.integers(128, 512, (400, 2)) for b in [bucket(int(w), int(h), 768)]]
+    kept = [
+        (b.width * b.height) / (w * h) for w, h in rng.integers(128, 512, (400, 2)) for b in [choose_bucket(int(w), int(h), 768)]
+    ]
     assert np.mean(kept) > 0.88 and min(kept) > 0.75
-    assert bucket(15, 900, 512) is None
+    assert choose_bucket(15, 900, 512) is None
 
 
 @pytest.mark.parametrize("max_shapes", [1, 2, 9, 32])
 def test_the_number_of_shapes_is_bounded_for_large_images_and_for_small_ones(max_shapes):
-    large = [bucket(round(4000 * a**0.5), round(4000 * a**-0.5), 512, max_shapes=max_shapes) for a in log_uniform(1500, 10)]
+    large = [
+        choose_bucket(round(4000 * a**0.5), round(4000 * a**-0.5), 512, max_shapes=max_shapes) for a in log_uniform(1500, 10)
+    ]
     assert len({(b.width, b.height) for b in large}) <= max_shapes
     sides = np.random.default_rng(2).integers(16, 700, (1500, 2))
-    small = [bucket(int(w), int(h), 512, max_shapes=max_shapes) for w, h in sides]
+    small = [choose_bucket(int(w), int(h), 512, max_shapes=max_shapes) for w, h in sides]
     assert len({(b.width, b.height) for b in small}) <= max_shapes * 512 // STEP
     if max_shapes == 1:
         assert all(b.width == b.height for b in large + small)
