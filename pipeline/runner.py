@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from pipeline.errors import Stopped
 from pipeline.project.project import Project
-from pipeline.project.recipe import short
+from pipeline.project.recipe import recipe_id
 from pipeline.store.catalog import link_table
 from pipeline.store.rows import matches, missing
 from pipeline.store.writer import Writer
@@ -184,10 +184,10 @@ def interruptible() -> Iterator[threading.Event]:
 
 def provenance(project: Project, stage_name: str) -> dict[str, str]:
     """Metadata for the files of a stage: family, project, the recipes of its table and of the tables it reads, versions."""
-    reads = {f"recipe_{read.name}": short(project.recipe(read.name)) for read in project.stage(stage_name).reads}
+    reads = {f"recipe_{read.name}": recipe_id(project.recipe(read.name)) for read in project.stage(stage_name).reads}
     versions = {f"version_{name}": version for name, version in software().items()}
     family = {"family": project.family.name} if project.pipeline.families else {}
-    return {**family, "project": project.name, "recipe": short(project.recipe(stage_name)), **reads, **versions}
+    return {**family, "project": project.name, "recipe": recipe_id(project.recipe(stage_name)), **reads, **versions}
 
 
 def software() -> dict[str, str]:

@@ -75,12 +75,12 @@ def state(project: Project, stage_name: str) -> TableState:
 
 def _examine(project: Project, found: TableState) -> None:
     """Fill in a state from the table on disk and from the rows that its stage wants."""
-    from pipeline.project.recipe import short
+    from pipeline.project.recipe import recipe_id
     from pipeline.store.lock import lock_holder
     from pipeline.store.rows import missing
 
     stage = project.stage(found.stage_name)
-    found.recipe = short(project.recipe(found.stage_name))
+    found.recipe = recipe_id(project.recipe(found.stage_name))
     folder = project.current(found.stage_name)
     found.writer = lock_holder(folder.folder / "lock")
     usage = folder.usage()

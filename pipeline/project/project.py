@@ -140,7 +140,7 @@ class Project:
         try:
             digest = self.hashes.component(label, self.component(name, fetch=False))
         except ValueError:
-            digest = self.hashes.last(label) or self.hashes.component(label, self.component(name, fetch=self.fetch))
+            digest = self.hashes.last_known(label) or self.hashes.component(label, self.component(name, fetch=self.fetch))
         kind = self.pipeline.resources[name]
         assert isinstance(kind, Weights)
         return {"sha256": digest, **{fact: getattr(self.family, fact) for fact in kind.fields}}
@@ -156,7 +156,7 @@ class Project:
                 stage,
                 self.config.sections[name],
                 {need: self.weight_recipe(need) for need in weights},
-                {read.name: recipes.short(self.recipe(read.name)) for read in stage.reads if read.tensors},
+                {read.name: recipes.recipe_id(self.recipe(read.name)) for read in stage.reads if read.tensors},
                 stage.snapshot(self.context(stage)) if stage.snapshot else None,
             )
         return self._recipes[name]
@@ -165,7 +165,7 @@ class Project:
         """Return the folder of a table with the present settings, whether it is built or not."""
         from pipeline.store.table import TableFolder
 
-        return TableFolder(self.path / "tables" / name / recipes.short(self.recipe(name)), self.stage(name).writes)
+        return TableFolder(self.path / "tables" / name / recipes.recipe_id(self.recipe(name)), self.stage(name).writes)
 
     def folder(self, name: str) -> TableFolder:
         """Return the folder to show for a table: that of the present settings, or the newest one if that is not built."""

@@ -1,4 +1,4 @@
-"""Reading a finished table from Python: its rows as Arrow, its tensors as NumPy arrays."""
+"""A finished table as the Python API shows it: rows as Arrow, tensors as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.store.reader import ShardReader
 from pipeline.store.table import TableFolder
 from schemas.table import TensorColumn
 
-VIEWS = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}  # dtypes stored as 16-bit words
+AS_FLOATS = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}  # dtypes stored as 16-bit words
 
 
 class Table:
@@ -52,7 +52,7 @@ class Table:
 
     def _array(self, key: str, tensor: TensorColumn) -> np.ndarray:
         values = self._reader.read(key, tensor.name)
-        return values.view(VIEWS[tensor.dtype]) if tensor.dtype in VIEWS else values
+        return values.view(AS_FLOATS[tensor.dtype]) if tensor.dtype in AS_FLOATS else values
 
     @functools.cached_property
     def _reader(self) -> ShardReader:

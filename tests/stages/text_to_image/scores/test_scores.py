@@ -16,7 +16,7 @@ import pytest
 from PIL import Image, ImageDraw
 from safetensors.numpy import save_file
 
-from pipeline.project.recipe import digest_of_rows
+from pipeline.project.recipe import rows_sha256
 from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.samples import SAMPLES
@@ -116,7 +116,7 @@ class Scene:
         return made
 
     def recipe(self, config: ScoresConfig | None = None) -> str:
-        return digest_of_rows(STAGE.snapshot(self.context(config)))
+        return rows_sha256(STAGE.snapshot(self.context(config)))
 
 
 @pytest.fixture
