@@ -53,20 +53,20 @@ def test_a_full_disk_is_one_line_and_what_was_committed_stays(tmp_path: Path, na
 
 
 @pytest.mark.parametrize(
-    ("number", "said"),
+    ("number", "message"),
     [
         (errno.ENOSPC, "disk full while writing notes: 1 rows are kept; free 1 MB or more and run again"),
         (errno.EROFS, "cannot write notes in .*: read-only file system; 1 rows are kept"),
         (errno.EACCES, "cannot write notes in .*: permission denied; 1 rows are kept"),
     ],
 )
-def test_what_the_disk_says_only_at_the_last_moment_is_one_line_too(tmp_path: Path, monkeypatch, number: int, said: str):
+def test_an_error_of_the_last_fsync_is_one_line(tmp_path: Path, monkeypatch, number: int, message: str):
     table = TableFolder(tmp_path / "t", NOTES)
 
     def refuse(path: Path) -> None:
         raise OSError(number, "no")
 
-    with pytest.raises(ValueError, match=said), Writer(table, RECIPE) as writer:
+    with pytest.raises(ValueError, match=message), Writer(table, RECIPE) as writer:
         writer.append(notes(1))
         writer.flush()
         monkeypatch.setattr("pipeline.store.disk.sync", refuse)

@@ -1,4 +1,4 @@
-"""One writer at a time, and a dead one is none."""
+"""One process holds a lock at a time, and a dead process holds none."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def test_a_second_process_is_refused_in_one_line_that_names_the_first(tmp_path: 
         child.communicate()
 
 
-def test_the_lock_of_a_killed_process_is_no_lock(tmp_path: Path):
+def test_the_lock_of_a_killed_process_is_free(tmp_path: Path):
     child = hold(tmp_path / "lock")
     os.kill(child.pid, signal.SIGKILL)
     child.communicate()
@@ -50,14 +50,14 @@ def test_the_lock_is_free_once_its_block_ends_however_it_ends(tmp_path: Path):
         pass
 
 
-def test_a_holder_that_has_not_signed_yet_is_another_process(tmp_path: Path):
+def test_a_holder_that_has_not_written_its_name_yet_is_another_process(tmp_path: Path):
     with Lock(tmp_path / "lock"):
         (tmp_path / "lock").write_text("")
         with pytest.raises(ValueError, match="is being written by another process"):
             Lock(tmp_path / "lock").__enter__()
 
 
-def test_who_holds_a_lock_can_be_asked_without_taking_it(tmp_path: Path):
+def test_the_holder_of_a_lock_is_named_without_taking_the_lock(tmp_path: Path):
     path = tmp_path / "lock"
     assert lock_holder(path) == ""
     with Lock(path):

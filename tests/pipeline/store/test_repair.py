@@ -1,4 +1,4 @@
-"""Damage, kills, power cuts and full disks: what was committed stays, what was not is gone, and nobody sees a half."""
+"""A writer repairs damaged files when it opens a table: rows that can be read are kept, the others are missing again."""
 
 import shutil
 from collections.abc import Callable
@@ -24,14 +24,12 @@ from tests.pipeline.store.stores import (
 
 RECIPE = {"stage": "vectors"}
 
-# Damage.
-
 
 def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def test_what_killed_writers_left_half_written_is_swept(tmp_path: Path):
+def test_temporary_files_of_killed_writers_are_deleted(tmp_path: Path):
     table = written(tmp_path / "t", 1)
     leftovers = [
         table.folder / ".tmp-1-manifest.json",
@@ -46,7 +44,7 @@ def test_what_killed_writers_left_half_written_is_swept(tmp_path: Path):
     assert numbers(table.rows()) == [1]
 
 
-def test_an_empty_newest_lance_manifest_costs_no_row_of_a_tensor_table_and_readers_do_not_notice(tmp_path: Path):
+def test_an_empty_newest_lance_manifest_loses_no_row_of_a_tensor_table_and_readers_see_no_change(tmp_path: Path):
     table = written(tmp_path / "t", *range(5))
     with Writer(table, RECIPE, shard_bytes=1000) as writer:
         for number in range(5, 9):
@@ -60,7 +58,7 @@ def test_an_empty_newest_lance_manifest_costs_no_row_of_a_tensor_table_and_reade
     check_tensors(table)
 
 
-def test_an_empty_newest_lance_manifest_costs_rows_alone_only_the_last_commit(tmp_path: Path):
+def test_an_empty_newest_lance_manifest_loses_only_the_last_commit_of_a_table_without_tensors(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
     with Writer(table, RECIPE, flush_seconds=0) as writer:
         for number in range(5):
@@ -74,7 +72,7 @@ def test_an_empty_newest_lance_manifest_costs_rows_alone_only_the_last_commit(tm
 
 
 @pytest.mark.parametrize("pattern", ["_versions/*.manifest", "data/*", "*/*"])
-def test_an_index_that_is_lost_altogether_is_rebuilt_from_the_shards(tmp_path: Path, pattern: str):
+def test_an_index_that_cannot_be_read_at_all_is_rebuilt_from_the_shards(tmp_path: Path, pattern: str):
     table = written(tmp_path / "t", *range(12))
     with Writer(table, RECIPE) as writer:
         writer.append(vectors(3, 4, add=1000))  # newer than the rows of the first shard
@@ -93,7 +91,7 @@ def test_an_index_that_is_lost_altogether_is_rebuilt_from_the_shards(tmp_path: P
     check_tensors(table)
 
 
-def test_rows_alone_that_are_lost_altogether_are_begun_again(tmp_path: Path):
+def test_a_table_without_tensors_that_cannot_be_read_at_all_starts_empty(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
     for _ in range(2):
         with Writer(table, RECIPE) as writer:
@@ -116,17 +114,17 @@ def test_a_damaged_old_lance_manifest_does_not_stop_a_run(tmp_path: Path):
     assert texts(table) == [f"text {n}" for n in range(5)]
 
 
-HURT: dict[str, Callable[[Path], object]] = {
+DAMAGE: dict[str, Callable[[Path], object]] = {
     "deleted": Path.unlink,
     "cut": lambda path: path.write_bytes(path.read_bytes()[:900]),
     "without its end": lambda path: path.write_bytes(path.read_bytes()[:-1]),
 }
 
 
-@pytest.mark.parametrize("how", HURT)
-def test_rows_of_a_lost_shard_are_missing_again_and_only_those(tmp_path: Path, how: str):
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_rows_of_a_lost_shard_are_missing_again_and_only_those(tmp_path: Path, kind: str):
     table = written(tmp_path / "t", *range(15))
-    HURT[how](sorted(table.shards.glob("*.arrow"))[1])
+    DAMAGE[kind](sorted(table.shards.glob("*.arrow"))[1])
     with Writer(table, RECIPE) as writer:
         assert numbers(missing(names(*range(15)), writer.stored)) == [5, 6, 7, 8, 9]
         writer.append(vectors(5, 6, 7, 8, 9))
@@ -135,7 +133,7 @@ def test_rows_of_a_lost_shard_are_missing_again_and_only_those(tmp_path: Path, h
     check_tensors(table)
 
 
-def test_a_shard_that_the_index_never_heard_of_is_taken_in(tmp_path: Path):
+def test_the_rows_of_a_shard_that_the_index_does_not_name_are_added(tmp_path: Path):
     table = written(tmp_path / "t", 1, 2)
     other = written(tmp_path / "other", 2, 3)
     for path in other.shards.glob("*.arrow"):
@@ -146,7 +144,7 @@ def test_a_shard_that_the_index_never_heard_of_is_taken_in(tmp_path: Path):
     check_tensors(table)
 
 
-def test_a_shard_whose_rows_were_all_replaced_does_not_come_back(tmp_path: Path):
+def test_rows_of_an_older_shard_do_not_replace_newer_ones(tmp_path: Path):
     table = written(tmp_path / "t", 1, 2)
     with Writer(table, RECIPE) as writer:
         writer.append(vectors(1, 2, add=100))
@@ -162,7 +160,7 @@ def test_a_shard_whose_rows_were_all_replaced_does_not_come_back(tmp_path: Path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"rows": 1}'])
-def test_a_damaged_manifest_is_said_and_mended_by_the_next_run(tmp_path: Path, content: bytes):
+def test_a_damaged_manifest_is_reported_and_rewritten_by_the_next_run(tmp_path: Path, content: bytes):
     table = written(tmp_path / "t", 1, 2)
     (table.folder / "manifest.json").write_bytes(content)
     assert not table.exists
@@ -174,7 +172,7 @@ def test_a_damaged_manifest_is_said_and_mended_by_the_next_run(tmp_path: Path, c
     assert numbers(table.rows()) == [1, 2]
 
 
-def test_a_manifest_never_comes_to_name_rows_that_were_written_after_it(tmp_path: Path):
+def test_a_manifest_never_names_rows_that_were_written_after_it(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
     with Writer(table, RECIPE) as writer:
         writer.append(notes(1))

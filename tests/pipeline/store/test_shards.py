@@ -1,4 +1,4 @@
-"""Parts: where the index says, there the tensor lies; and reading stays small."""
+"""Shards: a tensor lies where the index says, and reading many of them needs little memory and few open files."""
 
 import re
 import sys
@@ -19,7 +19,7 @@ from tests.pipeline.store.stores import VECTORS, check_tensors, name_of, vectors
 EMPTY = [{"name": "none", "number": 0, "shape": [], "remark": "broken image", "tensor": []}]
 
 
-def shard(folder: Path, *batches: pa.RecordBatch) -> pa.Table:
+def write(folder: Path, *batches: pa.RecordBatch) -> pa.Table:
     return write_shard(folder, 1, pa.Table.from_batches([batch.cast(VECTORS.batch) for batch in batches]), VECTORS)
 
 
@@ -34,7 +34,7 @@ def resident(kind: str) -> int:
 
 
 def test_a_tensor_lies_in_the_file_where_its_row_says(tmp_path: Path):
-    rows = shard(tmp_path, vectors(*range(100)), vectors(200, words=10))
+    rows = write(tmp_path, vectors(*range(100)), vectors(200, words=10))
     assert rows.schema.equals(VECTORS.stored, check_metadata=True)
     for row in rows.to_pylist():
         found = np.fromfile(tmp_path / row["shard"], np.uint16, row["nbytes"] // 2, offset=row["byte_offset"])
@@ -42,18 +42,18 @@ def test_a_tensor_lies_in_the_file_where_its_row_says(tmp_path: Path):
 
 
 def test_the_index_of_a_shard_is_rebuilt_from_the_shard_alone(tmp_path: Path):
-    rows = shard(tmp_path, vectors(*range(70)), pa.RecordBatch.from_pylist(EMPTY, schema=VECTORS.batch), vectors(80, words=4))
+    rows = write(tmp_path, vectors(*range(70)), pa.RecordBatch.from_pylist(EMPTY, schema=VECTORS.batch), vectors(80, words=4))
     assert read_shard_index(tmp_path / rows["shard"][0].as_py(), VECTORS).equals(rows)
 
 
 def test_a_shard_is_plain_arrow_in_batches_of_at_most_64_rows(tmp_path: Path):
-    rows = shard(tmp_path, *(vectors(number) for number in range(150)))
+    rows = write(tmp_path, *(vectors(number) for number in range(150)))
     with pa.ipc.open_file(str(tmp_path / rows["shard"][0].as_py())) as file:
         assert [file.get_batch(i).num_rows for i in range(file.num_record_batches)] == [64, 64, 22]
         assert file.schema.equals(VECTORS.batch)
 
 
-def test_parts_are_bounded_and_a_larger_row_gets_one_of_its_own(tmp_path: Path):
+def test_a_shard_has_a_limited_size_and_a_larger_row_gets_a_shard_of_its_own(tmp_path: Path):
     table = TableFolder(tmp_path / "t", VECTORS)
     with Writer(table, {}, shard_bytes=5000) as writer:
         writer.append(vectors(*range(23)))  # 23,000 bytes at once
@@ -79,11 +79,11 @@ def test_mlx_takes_a_tensor_in_one_copy_of_the_view(tmp_path: Path):
     assert np.array_equal(np.array(mx.array(view)), view)
 
 
-@pytest.mark.parametrize(("hurt", "said"), [(lambda p: p.unlink(), "is missing"), (lambda p: cut(p, 900), "is cut short")])
-def test_a_reader_says_in_one_line_that_a_shard_is_lost_or_cut(tmp_path: Path, hurt, said):
+@pytest.mark.parametrize(("damage", "message"), [(lambda p: p.unlink(), "is missing"), (lambda p: cut(p, 900), "is cut short")])
+def test_a_reader_says_in_one_line_that_a_shard_is_lost_or_cut(tmp_path: Path, damage, message):
     table = written(tmp_path / "t", *range(10))
-    hurt(sorted(table.shards.glob("*.arrow"))[1])
-    with pytest.raises(ValueError, match=rf"00000002-\w+.arrow {said}.*run the stage again") as error:
+    damage(sorted(table.shards.glob("*.arrow"))[1])
+    with pytest.raises(ValueError, match=rf"00000002-\w+.arrow {message}.*run the stage again") as error:
         table.tensors()
     assert "\n" not in str(error.value)
 
@@ -116,7 +116,7 @@ def test_a_row_without_a_tensor_says_so_when_it_is_read(tmp_path: Path):
         reader.read("stranger")
 
 
-def test_views_hold_until_the_next_ahead_and_open_files_stay_few_over_many_shards(tmp_path: Path):
+def test_views_are_valid_until_the_next_ahead_and_open_files_stay_few_over_many_shards(tmp_path: Path):
     count = MAPPED_SHARDS + 30
     rows = [write_shard(tmp_path / "shards", i, pa.table(vectors(i, words=8)).cast(VECTORS.batch), VECTORS) for i in range(count)]
     before = psutil.Process().num_fds()
@@ -147,4 +147,4 @@ def test_reading_a_table_of_256_megabytes_leaves_memory_flat(tmp_path: Path):
         own.append(resident("RssAnon"))
         mapped.append(resident("RssFile") - files)
     assert max(own[8:]) - min(own[8:]) < 16 << 20
-    assert sys.platform != "linux" or max(mapped) < 64 << 20  # what was read is let go; elsewhere that is only a wish
+    assert sys.platform != "linux" or max(mapped) < 64 << 20  # read pages are released; elsewhere that is only a hint

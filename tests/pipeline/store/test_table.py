@@ -1,4 +1,4 @@
-"""A table shows readers only what a finished run left, and forgets nothing but what it is told to."""
+"""A table shows readers only what a finished run left, and a writer deletes only what it is asked to delete."""
 
 import threading
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_a_run_in_progress_is_invisible_until_it_finishes(tmp_path: Path):
     check_tensors(table)
 
 
-def test_readers_get_the_schema_with_its_words_sorted_by_key(tmp_path: Path):
+def test_readers_get_rows_sorted_by_key_with_the_documentation_of_every_column(tmp_path: Path):
     table = written(tmp_path / "t", 7, 3, 5, 1)
     assert table.rows().schema.equals(VECTORS.stored, check_metadata=True)
     assert numbers(table.rows()) == [1, 3, 5, 7]
@@ -76,7 +76,7 @@ def test_a_row_whose_key_exists_is_replaced(tmp_path: Path):
     assert texts(table) == ["text 1", "again 2", "later 3"]
 
 
-def test_a_reader_beside_a_writer_that_finishes_again_and_again_gets_one_finished_state(tmp_path: Path):
+def test_a_reader_beside_a_writer_that_finishes_many_times_always_sees_one_finished_run(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
     with Writer(table, RECIPE) as writer:
         writer.append(notes(0))
@@ -103,7 +103,7 @@ def test_a_reader_beside_a_writer_that_finishes_again_and_again_gets_one_finishe
     assert all(len({text.rpartition(" ")[0] for text in rows}) == 1 for rows in seen)
 
 
-def test_a_reader_overtaken_by_a_writer_that_finishes_reads_the_newer_state(tmp_path: Path):
+def test_a_reader_whose_version_was_just_deleted_reads_the_newer_one(tmp_path: Path):
     table = written(tmp_path / "t", 1, 2)
 
     class Slow(Index):
@@ -120,7 +120,7 @@ def test_a_reader_overtaken_by_a_writer_that_finishes_reads_the_newer_state(tmp_
 # Finishing.
 
 
-def test_rows_that_nobody_wants_are_out_of_sight_and_come_back_without_being_written(tmp_path: Path):
+def test_rows_not_wanted_are_hidden_and_shown_again_without_being_written(tmp_path: Path):
     table = written(tmp_path / "t", *range(10))
     shards = state(table.shards)
     for wanted in ([2, 4], list(range(10))):
@@ -133,7 +133,7 @@ def test_rows_that_nobody_wants_are_out_of_sight_and_come_back_without_being_wri
         check_tensors(table)
 
 
-def test_a_table_of_rows_alone_forgets_what_nobody_wants(tmp_path: Path):
+def test_a_table_without_tensors_deletes_rows_that_are_not_wanted(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
     with Writer(table, RECIPE) as writer:
         writer.append(notes(*range(10)))
@@ -151,7 +151,7 @@ def test_a_row_is_live_only_if_it_equals_its_wanted_row_in_every_wanted_column(t
     assert texts(table) == ["text 1", "text 2"]
 
 
-def test_a_run_that_changes_nothing_touches_nothing(tmp_path: Path):
+def test_a_run_that_changes_no_row_changes_no_file(tmp_path: Path):
     table = written(tmp_path / "t", *range(10))
     with Writer(table, {"stage": "vectors"}) as writer:
         writer.finish(names(*range(9)), {"seconds": 2.5, "versions": {"mlx": "1"}})
@@ -191,7 +191,7 @@ def test_a_table_may_be_empty(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_files_and_versions_stay_few_through_200_commits_and_the_version_readers_use_stays(tmp_path: Path):
+def test_files_stay_few_through_200_commits_and_the_published_version_is_kept(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
     with Writer(table, RECIPE) as writer:
         writer.append(notes(*range(7)))
@@ -208,7 +208,7 @@ def test_files_and_versions_stay_few_through_200_commits_and_the_version_readers
     assert texts(table) == [f"new {n}" for n in range(200)]
 
 
-def test_rows_appended_before_an_interrupt_are_kept_even_if_it_came_in_the_middle_of_a_commit(tmp_path: Path, monkeypatch):
+def test_rows_appended_before_an_interrupt_in_the_middle_of_a_commit_are_kept(tmp_path: Path, monkeypatch):
     table, append = TableFolder(tmp_path / "t", VECTORS), Index.append
 
     def interrupted(self: Index, rows: pa.Table) -> int:
@@ -248,100 +248,33 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("said", WRONG)
-def test_a_batch_of_another_schema_is_refused_with_the_difference(tmp_path: Path, said: str):
+@pytest.mark.parametrize("message", WRONG)
+def test_a_batch_of_another_schema_is_refused_with_the_difference(tmp_path: Path, message: str):
     table = TableFolder(tmp_path / "t", VECTORS)
-    with pytest.raises(ValueError, match=f"a batch of vectors .*{said}"), Writer(table, RECIPE) as writer:
+    with pytest.raises(ValueError, match=f"a batch of vectors .*{message}"), Writer(table, RECIPE) as writer:
         writer.append(vectors(1))
-        writer.append(WRONG[said](vectors(2)))
+        writer.append(WRONG[message](vectors(2)))
     with Writer(table, RECIPE) as writer:
-        assert numbers(writer.stored) == [1]  # what came before is kept
+        assert numbers(writer.stored) == [1]  # the batch before it is kept
 
 
 # Artifacts.
 
 
-def test_an_artifact_is_there_whole_or_as_it_was(tmp_path: Path):
+def test_an_artifact_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
 
     def fail(path: Path) -> None:
         path.write_bytes(b"half")
-        raise RuntimeError("out of ink")
+        raise RuntimeError("no ink")
 
     with Writer(table, RECIPE) as writer:
         kept = writer.write_artifact(
             "checkpoints/step-1.safetensors", lambda path: path.write_bytes(path.suffix.encode()) and None
         )
         assert kept == table.folder / "artifacts/checkpoints/step-1.safetensors" and kept.read_bytes() == b".safetensors"
-        with pytest.raises(RuntimeError, match="out of ink"):
+        with pytest.raises(RuntimeError, match="no ink"):
             writer.write_artifact("checkpoints/step-1.safetensors", fail)
         with pytest.raises(AssertionError, match="below artifacts"):
             writer.write_artifact("../manifest.json", fail)
     assert [path.name for path in kept.parent.iterdir()] == ["step-1.safetensors"] and kept.read_bytes() == b".safetensors"
-
-
-# Cleaning.
-
-
-def test_cleaning_frees_dead_rows_and_sparse_parts_and_no_live_row_changes(tmp_path: Path):
-    table = written(tmp_path / "t", *range(20))
-    with Writer(table, RECIPE) as writer:
-        writer.finish(names(0, 1, 2, 3, 5, 10), {"seconds": 1})
-    before, usage, old = table.rows(), table.usage(), state(table.shards)
-    with Writer(table, RECIPE) as writer:
-        freed = writer.collect()
-        assert sorted(numbers(writer.stored)) == [0, 1, 2, 3, 5, 10]
-        assert writer.collect() == 0
-    after = table.usage()
-    assert freed == usage["bytes"] - after["bytes"] > 10_000
-    assert (after["rows"], after["dead"], after["shards"]) == (6, 0, 2)  # one was full enough to stay as it was
-    assert len(state(table.shards).items() & old.items()) == 1
-    assert table.rows().drop_columns(["shard", "byte_offset"]).equals(before.drop_columns(["shard", "byte_offset"]))
-    assert table.manifest()["facts"] == {"seconds": 1}
-    check_tensors(table)
-
-
-def test_cleaning_keeps_what_an_unfinished_run_has_made(tmp_path: Path):
-    table = written(tmp_path / "t", *range(10))
-    with Writer(table, RECIPE) as writer:
-        writer.finish(names(3, *range(5, 10)), {})  # of the first shard, only row 3 is wanted
-        writer.append(vectors(3, 77, add=100))
-        writer.flush()
-        writer.collect()
-    assert table.rows()["number"].to_pylist() == [3, 5, 6, 7, 8, 9]
-    check_tensors(table)
-    with Writer(table, RECIPE) as writer:
-        assert sorted(numbers(writer.stored)) == [3, 5, 6, 7, 8, 9, 77]
-        writer.finish(names(3, *range(5, 10), 77), {})
-    assert table.rows()["number"].to_pylist() == [103, 5, 6, 7, 8, 9, 177]
-    check_tensors(table)
-
-
-def test_a_table_that_no_run_has_finished_is_not_cleaned(tmp_path: Path):
-    with Writer(TableFolder(tmp_path / "t", VECTORS), RECIPE) as writer:
-        writer.append(vectors(1))
-        assert writer.collect() == 0
-        assert numbers(writer.stored) == [1]
-
-
-def test_cleaning_that_was_killed_before_it_could_delete_loses_nothing(tmp_path: Path, monkeypatch):
-    table = written(tmp_path / "t", *range(10))
-    with Writer(table, RECIPE) as writer:
-        writer.finish(names(0, 5), {})
-
-    def die(self: Index, rows: pa.Table) -> int:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt), Writer(table, RECIPE) as writer:
-        patched.setattr(Index, "replace", die)
-        writer.collect()
-    check_tensors(table)
-    for _ in range(2):
-        with Writer(table, RECIPE) as writer:
-            writer.collect()
-            writer.finish(names(0, 5), {})
-        assert numbers(table.rows()) == [0, 5]
-        check_tensors(table)
-    with Writer(table, RECIPE) as writer:
-        writer.collect()
-    assert table.usage()["shards"] == 1

@@ -1,4 +1,4 @@
-"""What a change costs, counted in rows that were written. Everything else is reused."""
+"""How many rows of each table a change to a project makes the program compute again. All others are reused."""
 
 import shutil
 from pathlib import Path
@@ -9,7 +9,8 @@ from PIL import Image
 from stages.text_to_image.families import family
 from tests import projects
 
-NOTHING = {"images": 0, "captions": 0, "buckets": 0, "latents": 0, "embeddings": 0, "train": 0, "samples": 0, "scores": 0}
+NO_ROWS = {"images": 0, "captions": 0, "buckets": 0, "latents": 0, "embeddings": 0, "train": 0, "samples": 0, "scores": 0}
+pytestmark = pytest.mark.slow
 STEPS = 6
 RESOLUTIONS = 2
 
@@ -23,52 +24,52 @@ def built(tmp_path_factory, tiny_weights) -> Path:
 
 @pytest.fixture
 def project(built, tmp_path) -> Path:
-    """A copy of a finished project, with the files' times kept as a user's copy would."""
+    """A copy of a finished project with the same file times."""
     shutil.copytree(built, tmp_path / "project", copy_function=shutil.copy2)
     folder = tmp_path / "project"
-    projects.build(folder, "images")  # a copy has new inodes: the files are read again once, and found to be the same
+    projects.build(folder, "images")  # copied files have other inodes, so they are read again once
     return folder
 
 
 def rows(folder: Path, **changed: int) -> None:
-    """The whole chain writes exactly these rows, and a second time none."""
-    assert projects.written(projects.build(folder)) == NOTHING | changed
-    assert projects.written(projects.build(folder)) == NOTHING
+    """All stages write exactly these numbers of rows, by table, and none when they run again."""
+    assert projects.written(projects.build(folder)) == NO_ROWS | changed
+    assert projects.written(projects.build(folder)) == NO_ROWS
 
 
-def test_nothing_changed_costs_nothing(project):
+def test_an_unchanged_project_computes_nothing(project):
     rows(project)
 
 
-def test_an_added_image_costs_its_own_rows(project):
+def test_an_added_image_computes_its_own_rows(project):
     projects.add_image(project, "new.png", seed=70)
     chain = {"images": 1, "captions": 1, "buckets": RESOLUTIONS, "latents": RESOLUTIONS, "embeddings": 1, "train": STEPS}
-    rows(project, **chain, samples=3, scores=4)  # the images are what a style is measured by
+    rows(project, **chain, samples=3, scores=4)  # the scores compare with all images
 
 
-def test_an_edited_caption_costs_one_embedding_and_no_latent(project):
+def test_an_edited_caption_computes_one_embedding_and_no_latent(project):
     (project / "images" / "picture1.txt").write_text("something else")
     rows(project, captions=1, embeddings=1, train=STEPS, samples=3, scores=3)
 
 
-def test_a_caption_that_another_image_already_has_costs_no_embedding(project):
+def test_a_caption_that_another_image_already_has_computes_no_embedding(project):
     (project / "images" / "picture1.txt").write_text("picture number 0")
     rows(project, captions=1, train=STEPS, samples=3, scores=3)
 
 
-def test_an_image_replaced_under_its_name_costs_its_own_rows(project):
+def test_an_image_replaced_under_its_name_computes_its_own_rows(project):
     projects.draw(project / "images" / "picture1.png", seed=71, size=(140, 100))
     rows(project, images=1, captions=1, buckets=RESOLUTIONS, latents=RESOLUTIONS, train=STEPS, samples=3, scores=4)
 
 
-def test_a_renamed_image_costs_no_latent(project):
+def test_a_renamed_image_computes_no_latent(project):
     for suffix in (".png", ".txt"):
         (project / "images" / f"picture1{suffix}").rename(project / "images" / f"renamed{suffix}")
     outcome = projects.written(projects.build(project))
     assert (outcome["images"], outcome["latents"], outcome["embeddings"]) == (1, 0, 0)
 
 
-def test_a_removed_image_costs_no_encoding_and_its_rows_vanish(project):
+def test_a_removed_image_computes_no_encoding_and_its_rows_vanish(project):
     (project / "images" / "picture1.png").unlink()
     (project / "images" / "picture1.txt").unlink()
     rows(project, train=STEPS, samples=3, scores=4)
@@ -76,7 +77,7 @@ def test_a_removed_image_costs_no_encoding_and_its_rows_vanish(project):
     assert projects.content(project, "captions").num_rows == 3 + 2
 
 
-def test_a_removed_image_that_comes_back_costs_no_encoding(project):
+def test_a_removed_image_that_comes_back_computes_no_encoding(project):
     aside = project / "aside.png"
     (project / "images" / "picture1.png").rename(aside)
     projects.build(project, "images", "captions", "buckets", "latents", "embeddings")
@@ -85,12 +86,12 @@ def test_a_removed_image_that_comes_back_costs_no_encoding(project):
     assert (outcome["images"], outcome["buckets"], outcome["latents"], outcome["embeddings"]) == (1, RESOLUTIONS, 0, 0)
 
 
-def test_an_added_resolution_costs_only_its_crops(project):
+def test_an_added_resolution_computes_only_its_crops(project):
     projects.edit(project, "[64, 96]", "[64, 96, 80]")
     rows(project, buckets=4, latents=4, train=STEPS, samples=3, scores=3)
 
 
-def test_a_runtime_setting_costs_nothing(project):
+def test_a_runtime_setting_computes_nothing(project):
     projects.edit(project, "[train]", "[latents]\nbatch_size = 3\nworkers = 1\n\n[train]\ncheckpoint_every = 3\n#")
     projects.edit(project, "\nsteps = 6\n", "\n steps = 6\n")
     text = (project / "project.toml").read_text().replace("checkpoint_every = 2\n", "")
@@ -98,12 +99,12 @@ def test_a_runtime_setting_costs_nothing(project):
     rows(project)
 
 
-def test_a_significant_setting_costs_its_stage_and_what_reads_it(project):
+def test_a_significant_setting_computes_its_stage_and_what_reads_it(project):
     projects.edit(project, "[train]", '[latents]\nbackground = "#000000"\n\n[train]')
     rows(project, latents=4 * RESOLUTIONS, train=STEPS, samples=3, scores=3)
 
 
-def test_a_mask_costs_the_latents_of_its_image_and_so_does_another(project):
+def test_a_mask_computes_the_latents_of_its_image_and_so_does_another(project):
     projects.edit(project, "[train]", '[latents]\nmask = "file"\n\n[train]')
     for grey in (255, 128):
         Image.new("L", (160, 120), grey).save(project / "images" / "picture0.mask.png")
@@ -113,14 +114,14 @@ def test_a_mask_costs_the_latents_of_its_image_and_so_does_another(project):
         assert sum(tokens is not None for tokens in masks) == RESOLUTIONS
 
 
-def test_a_class_word_costs_its_own_captions_and_embeddings_alone(project):
+def test_a_class_word_computes_its_own_captions_and_embeddings_alone(project):
     projects.edit(project, "[captions]", '[captions]\ntrigger = "picture"')
     rows(project, captions=4 + 3, embeddings=1)
     projects.edit(project, 'trigger = "picture"', 'trigger = "picture"\nclass_word = "thing"')
     rows(project, captions=4 + 1, embeddings=4 + 1)
 
 
-def test_going_back_to_an_earlier_setting_costs_nothing(project):
+def test_going_back_to_an_earlier_setting_computes_nothing(project):
     before = (project / "project.toml").read_text()
     projects.edit(project, "[train]", '[latents]\nbackground = "#000000"\n\n[train]')
     projects.build(project)
@@ -134,7 +135,7 @@ def test_more_steps_go_on_from_the_last(project):
     assert outcome["train"] == 2 and outcome["latents"] == outcome["embeddings"] == 0
 
 
-def test_another_preview_prompt_costs_one_embedding_and_its_samples(project):
+def test_another_preview_prompt_computes_one_embedding_and_its_samples(project):
     projects.edit(project, '["a red thing"]', '["a red thing", "a blue thing"]')
     checkpoints_and_base = 4
     rows(project, captions=1, embeddings=1, samples=checkpoints_and_base, scores=2 * checkpoints_and_base)
@@ -157,4 +158,4 @@ def test_tables_are_readable_when_the_weights_are_gone(project, tiny_weights, tm
     projects.edit(project, str(tiny_weights), str(gone))
     projects.build(project)
     shutil.rmtree(gone)
-    assert projects.written(projects.build(project)) == NOTHING
+    assert projects.written(projects.build(project)) == NO_ROWS
