@@ -1,4 +1,4 @@
-"""samples: one row per preview image."""
+"""The table samples: one row per preview image."""
 
 import pyarrow as pa
 
@@ -6,18 +6,18 @@ from schemas.table import TableSchema, column
 
 SAMPLES = TableSchema(
     name="samples",
-    doc="One row per preview: a prompt, a seed, and the adapter that drew it; the bare base too.",
+    doc="One row per preview: an image drawn for a prompt and a seed by an adapter, or by the base model alone.",
     key=("adapter_id", "caption_id", "seed", "width", "height"),
     retains_dead_rows=True,
     columns=(
-        column("adapter_id", pa.string(), "sha256 of the adapter's weights, hex; empty for the bare base"),
-        column("step", pa.int32(), "training step of the checkpoint; 0 for the bare base"),
-        column("caption_id", pa.string(), "the preview prompt"),
-        column("prompt", pa.string(), "its text"),
+        column("adapter_id", pa.string(), "sha256 of the adapter's file, hex; empty for the base model alone"),
+        column("step", pa.int32(), "training step of the checkpoint; 0 for the base model alone"),
+        column("caption_id", pa.string(), "id of the preview prompt in captions"),
+        column("prompt", pa.string(), "text of the preview prompt"),
         column("seed", pa.int64(), "seed of the starting noise"),
-        column("width", pa.int32(), "pixels"),
-        column("height", pa.int32(), "pixels"),
-        column("path", pa.string(), "PNG below the table's artifacts folder"),
-        column("seconds", pa.float32(), "wall time, seconds", measured=True),
+        column("width", pa.int32(), "width of the image, pixels"),
+        column("height", pa.int32(), "height of the image, pixels"),
+        column("path", pa.string(), "path of the PNG below the artifacts folder of samples"),
+        column("seconds", pa.float32(), "time to draw and decode the image, seconds", measured=True),
     ),
 )

@@ -1,4 +1,4 @@
-"""scores: one row per picture that was scored."""
+"""The table scores: one row per scored picture."""
 
 import pyarrow as pa
 
@@ -6,44 +6,45 @@ from schemas.table import TableSchema, column
 
 SCORES = TableSchema(
     name="scores",
-    doc="One row per picture that was scored: previews of the base and of adapters, and real ones. Compare them: "
-    "a score says little by itself.",
+    doc="One row per scored picture: previews by the base and by adapters, and real pictures. Compare groups of pictures: "
+    "the score of a single picture means little.",
     key=("picture_id",),
     retains_dead_rows=True,
     columns=(
         column("picture_id", pa.string(), "sha256 of the file's bytes, hex"),
-        column("kind", pa.string(), "base or adapter (a preview, by who drew it) or real (from the folder of references)"),
-        column("adapter_id", pa.string(), "sha256 of the adapter's weights, hex; empty for the bare base and for real pictures"),
-        column("step", pa.int32(), "training step of the checkpoint; 0 for the bare base and for real pictures"),
-        column("prompt", pa.string(), "what was to be drawn; a real picture's caption, empty if it has none"),
+        column("kind", pa.string(), "base or adapter (a preview, by what drew it) or real (from the folder of references)"),
+        column("adapter_id", pa.string(), "sha256 of the adapter's file, hex; empty for the base and for real pictures"),
+        column("step", pa.int32(), "training step of the checkpoint; 0 for the base and for real pictures"),
+        column("prompt", pa.string(), "prompt of the preview, or caption of the real picture; empty if it has no caption"),
         column("seed", pa.int64(), "seed of the starting noise; 0 for real pictures"),
-        column("path", pa.string(), "the file, below the previews' artifacts folder or below the folder of references"),
+        column("path", pa.string(), "path of the file, below the artifacts folder of samples or the folder of references"),
         column(
             "style",
             pa.float32(),
-            "place on the way from the base's previews of other prompts (0) to the project's images (1); null without either, or "
-            "where they do not differ",
+            "position on the axis from the base's previews of other prompts (0) to the training images (1); null if one of the "
+            "two groups is empty, or if their means do not differ",
             null=True,
         ),
         column(
             "real",
             pa.float32(),
-            "place on the way from the base's previews (0) to the references (1), of which one is measured without itself; "
-            "null without either, or where they do not differ",
+            "position on the axis from the base's previews of other prompts (0) to the other references (1); null if one of the "
+            "two groups is empty, or if their means do not differ",
             null=True,
         ),
         column(
             "agreement",
             pa.float32(),
-            "cosine of what the picture shows to what its text says, both less their means; null without a map or a text",
+            "cosine between the embedding predicted from the picture and that of its text, both less the mean embedding; null "
+            "without a map, a text, or the embedding of a text",
             null=True,
         ),
         column(
             "agreement_rank",
             pa.int32(),
-            "place of its own text among all distinct texts by that cosine, 1 the best; null as agreement",
+            "rank of the picture's own text among all distinct texts by that cosine, 1 the best; null where agreement is null",
             null=True,
         ),
-        column("texts", pa.int32(), "how many distinct texts there were, those of previews and references together"),
+        column("texts", pa.int32(), "number of distinct texts of previews and references, without the trigger word"),
     ),
 )

@@ -1,4 +1,4 @@
-"""The project of a fresh clone, and the pictures of the tests: whole, captioned, free to pass on, with nothing to download."""
+"""The example project and the pictures of the tests: usable, captioned, free to redistribute, and nothing to download."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ FOLDERS = (projects.ROOT / "data" / "example", projects.MATERIAL)
 
 @pytest.fixture(scope="module", params=FOLDERS, ids=lambda folder: folder.name)
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A project as it is in the checkout, and a copy whose first tables are made."""
+    """A project in the checkout, and a copy of it with the tables images, captions and buckets."""
     folder = projects.copied(request.param, tmp_path_factory.mktemp("copy") / request.param.name)
     projects.build(folder, "images", "captions", "buckets")
     return request.param, folder
@@ -27,7 +27,7 @@ def test_there_are_24_usable_images_each_with_its_licence(built):
     assert "Copyright (c) Microsoft Corporation." in licences
 
 
-def test_every_image_has_a_caption_that_somebody_wrote(built):
+def test_every_image_has_a_caption_of_its_own(built):
     _, folder = built
     images = {row["image_id"] for row in projects.content(folder, "images").to_pylist()}
     captions = [row for row in projects.content(folder, "captions").to_pylist() if row["image_id"]]
@@ -42,7 +42,7 @@ def test_every_image_is_trained_on_at_every_resolution(built):
     assert len(rows) == 24 * len(resolutions) and all(row["rejected"] is None for row in rows)
 
 
-def test_its_weights_are_bundled_or_made_and_its_previews_show_something(built):
+def test_its_weights_are_bundled_or_generated_and_it_has_preview_prompts(built):
     project = Project(built[1])
     assert not project.family.hub and not project.config.project.weights
     assert project.config.sections["captions"].preview_prompts

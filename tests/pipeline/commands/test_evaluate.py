@@ -1,4 +1,4 @@
-"""What `latentmill evaluate` says of scores that are known."""
+"""The summary that `latentmill evaluate` prints of known scores."""
 
 from __future__ import annotations
 
@@ -29,20 +29,22 @@ def rows(gain):
     return made
 
 
-def told(gain):
-    groups = evaluate.grouped(rows(gain))
-    return [*(" ".join(evaluate.line(name, group)) for name, group in groups.items()), *evaluate.notes(groups)]
+def summary(gain):
+    groups = evaluate.group_rows(rows(gain))
+    lines = [" ".join(evaluate.summary_cells(name, group)) for name, group in groups.items()]
+    base, adapter = groups["base"], next(name for name in groups if name.startswith("step"))
+    return [*lines, *evaluate.explanations(groups), *evaluate.comparisons(adapter, base, groups[adapter])]
 
 
-def test_base_adapter_and_real_stand_side_by_side():
-    base, adapter, real = (line.split() for line in told(0.8)[:3])
+def test_base_adapter_and_real_pictures_have_a_line_each():
+    base, adapter, real = (line.split() for line in summary(0.8)[:3])
     assert base[0] == "base" and adapter[:2] == ["step", "40"] and " ".join(real) == "real 20 1.00 1.00 1.00 1 1.00 1.00"
     assert float(adapter[4]) == pytest.approx(float(base[2]) + 0.8, abs=0.011)
 
 
-def test_an_adapter_that_changes_nothing_is_told_from_one_that_does():
+def test_an_adapter_that_changes_nothing_differs_from_one_that_does():
     def auc(gain):
-        (line,) = [line for line in told(gain) if "style above" in line]
+        (line,) = [line for line in summary(gain) if "style above" in line]
         return float(line.split("AUC ")[1].split()[0])
 
     assert auc(0.0) == 0.5
@@ -51,21 +53,21 @@ def test_an_adapter_that_changes_nothing_is_told_from_one_that_does():
 
 def test_the_interval_holds_the_value_and_is_the_same_every_time():
     pairs = [(np.array([0.1 * n]), np.array([0.1 * n + 0.3])) for n in range(20)]
-    value, low, high = evaluate.interval(pairs, evaluate.auc)
-    assert low < value < high and evaluate.interval(pairs, evaluate.auc) == (value, low, high)
+    value, low, high = evaluate.bootstrap_interval(pairs, evaluate.auc)
+    assert low < value < high and evaluate.bootstrap_interval(pairs, evaluate.auc) == (value, low, high)
 
 
-def test_agreement_is_said_over_chance():
-    found = told(0.8)
+def test_agreement_is_shown_over_chance():
+    found = summary(0.8)
     assert "ranks are among 20 texts; by chance: median 10.5, R@1 0.05, R@10 0.50" in found
     assert any(line.startswith("R@10 over chance") and "base 1.00" in line for line in found)
     assert any("agreement less the base's 0.000 (0.000 to 0.000)" in line for line in found)
 
 
-def test_without_a_map_or_an_adapter_only_what_there_is_is_said():
-    groups = evaluate.grouped([row("base", "a", None, None, 1) | {"agreement": None, "agreement_rank": None}])
-    assert " ".join(evaluate.line("base", groups["base"])) == "base 1 - - - - - -"
-    assert len(list(evaluate.notes(groups))) == 1
+def test_without_a_map_or_an_adapter_the_lines_about_them_are_left_out():
+    groups = evaluate.group_rows([row("base", "a", None, None, 1) | {"agreement": None, "agreement_rank": None}])
+    assert " ".join(evaluate.summary_cells("base", groups["base"])) == "base 1 - - - - - -"
+    assert len(list(evaluate.explanations(groups))) == 1
 
 
 def test_without_scores_the_command_that_makes_them_is_named(tmp_path, tiny_weights):
@@ -74,7 +76,7 @@ def test_without_scores_the_command_that_makes_them_is_named(tmp_path, tiny_weig
         list(evaluate.evaluate(Project(folder)))
 
 
-def test_a_built_project_is_told_line_by_line(tmp_path, tiny_weights):
+def test_a_built_project_is_summarised_line_by_line(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "project", tiny_weights, images=2)
     projects.build(folder)
     lines = list(evaluate.evaluate(Project(folder)))
