@@ -9,7 +9,7 @@ from stages.stage import Folder, Panel, Pipeline, View
 PIPELINE = Pipeline(
     name="tests.toy",
     doc="lines of text become token ids, and an encoder that tells them apart",
-    stages={"lines": "tests.toy.lines", "tokens": "tests.toy.tokens"},
+    stages={"lines": "tests.toy.lines", "tokens": "tests.toy.tokens", "train": "tests.toy.train"},
     resources={"text_folder": Folder("lines", "folder")},
     results=("train",),
     commands={"longest": "tests.toy.commands:longest"},

@@ -9,6 +9,11 @@ CONFIG = """
 pipeline = "tests.toy"
 commit_seconds = 0.0
 
+[train]
+steps = 4
+batch_size = 4
+checkpoint_every = 2
+
 """
 TEXTS = {
     "a.txt": "a red apple on a table\na green leaf\nthe sea at night\n",

@@ -44,5 +44,7 @@ TRAIN = TableSchema(
         column("lr", pa.float32(), "learning rate"),
         column("grad_norm", pa.float32(), "global norm of the gradient before clipping"),
         column("seconds", pa.float32(), "duration of the step, seconds", measured=True),
+        column("read_seconds", pa.float32(), "time that the step waited for its data, seconds", measured=True),
+        column("peak_bytes", pa.int64(), "MLX's peak memory so far, bytes", measured=True),
     ),
 )
