@@ -82,7 +82,7 @@ class Scorer:
         self.real = self._group([(text, EXAMPLE / "references" / name) for name, text in real.items()])
         self.agreement = AgreementMap.load(EXAMPLE / "agreement.safetensors")
         self.texts = sorted(real.values())
-        self.texts_NE = TextVectors.load(TEXT_VECTORS).of(self.texts)
+        self.texts_NE = TextVectors.load(TEXT_VECTORS).stack(self.texts)
 
     def _group(self, pictures: list[tuple[str, Path]]) -> FeatureGroup:
         subjects, files = [subject for subject, _ in pictures], [file for _, file in pictures]

@@ -43,7 +43,7 @@ def test_every_caption_and_every_prompt_of_the_example_has_a_sentence_embedding_
     vectors = TextVectors.load(TEXT_VECTORS)
     assert vectors.source_sha256 == texts.SOURCE_SHA256
     assert sorted(set(texts.example_texts())) == sorted(vectors.vectors)
-    assert np.abs(np.linalg.norm(vectors.of(sorted(vectors.vectors)), axis=1) - 1).max() < 1e-3
+    assert np.abs(np.linalg.norm(vectors.stack(sorted(vectors.vectors)), axis=1) - 1).max() < 1e-3
 
 
 def test_folding_a_batch_norm_keeps_the_output_of_the_convolution():

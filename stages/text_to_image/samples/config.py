@@ -12,7 +12,7 @@ MULTIPLE = 16  # pixels: widths and heights are multiples of this
 
 @dataclass(frozen=True)
 class SamplesConfig:
-    """[samples]: which previews are drawn, and how."""
+    """The section [samples] of project.toml: which previews are drawn, and how."""
 
     checkpoints: str | tuple[int, ...] = selects("last", '"last", "all", or a list of steps; a preview takes minutes on a Mac')
     average: bool = selects(False, "draw with the average of the adapter ([train.ema]) where a checkpoint has one")

@@ -27,25 +27,28 @@ PAPER, INK, BLANK = (255, 255, 255), (30, 30, 30), (225, 225, 225)
 
 
 def write_grid(ctx: StageContext, sources: list[SampleSource], wanted: list[dict[str, Any]], paths: Sequence[str | None]) -> None:
-    """Write the grid of the first [samples] grid prompts as an artifact, unless it exists and nothing was drawn.
-
-    `paths[i]` is the artifact of the row `wanted[i]`, or None if the row has not been drawn; a missing picture is a blank.
+    """Write the artifact grid.png: one picture with the previews of the first [samples] grid prompts. It has a column per
+    source and a row per prompt and seed. `wanted` are the rows that the table should have; `paths` has the artifact of
+    each, or None for a preview that does not exist yet. An existing grid is kept if no row was pending and it shows the
+    same rows.
     """
     first = list(dict.fromkeys(row["caption_id"] for row in wanted))[: ctx.config.grid]
     rows = [(row, path) for row, path in zip(wanted, paths, strict=True) if row["caption_id"] in first]
     content = hashlib.sha256(json.dumps([list(row.values()) for row, _ in rows]).encode()).hexdigest()
-    if not rows or (not ctx.pending.num_rows and content_of(ctx.artifacts / GRID) == content):
+    if not rows or (not ctx.pending.num_rows and grid_content(ctx.artifacts / GRID) == content):
         return
     labels = {(row["caption_id"], row["seed"]): f"{row['prompt']}\nseed {row['seed']}" for row, _ in rows}
     files = {(row["adapter_id"], row["caption_id"], row["seed"]): ctx.artifacts / path for row, path in rows if path}
     existing = {key: file for key, file in files.items() if file.exists()}
     cells = [[existing.get((source.adapter_id, *key)) for source in sources] for key in labels]
     page = draw_grid(cells, [one.label for one in sources], list(labels.values()), (ctx.config.width, ctx.config.height))
-    ctx.write_artifact(GRID, partial(save_png, image=page, about={"content": content} | ctx.provenance))
+    ctx.write_artifact(GRID, partial(save_png, image=page, metadata={"content": content} | ctx.provenance))
 
 
-def content_of(path: Path) -> str:
-    """Return the text chunk "content" of the grid at `path`; empty if there is no grid, or none that can be read."""
+def grid_content(path: Path) -> str:
+    """Return the text chunk "content" of the grid at `path`, a sha256 over its rows. Return "" if the file is missing or
+    cannot be read.
+    """
     try:
         with Image.open(path) as image:
             return str(image.info.get("content", ""))
@@ -56,10 +59,9 @@ def content_of(path: Path) -> str:
 def draw_grid(
     cells: Sequence[Sequence[Path | None]], columns: Sequence[str], rows: Sequence[str], size: tuple[int, int]
 ) -> Image.Image:
-    """Draw pictures as a table with labels. `cells[row][column]` is the file of a picture, or None for a blank.
-
-    `columns` and `rows` are the labels; `size` is the width and height of a picture in pixels, reduced so that the longer side
-    is at most CELL.
+    """Return one picture that shows pictures as a table with labels. `cells[row][column]` is the file of a picture, or None
+    for a grey field. `columns` and `rows` are the labels. `size` is the width and height of the pictures in pixels; they
+    are shrunk if the longer side exceeds 512.
     """
     scale = min(1.0, CELL / max(size))
     width, height = max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
@@ -76,7 +78,9 @@ def draw_grid(
 
 
 def open_picture(path: Path | None, size: tuple[int, int]) -> Image.Image:
-    """Open a picture and resize it to `size`, width and height in pixels; None gives a grey field."""
+    """Return the picture at `path` in mode "RGB", resized to `size`, its width and height in pixels. A `path` of None gives a
+    grey field.
+    """
     if path is None:
         return Image.new("RGB", size, BLANK)
     with Image.open(path) as image:
@@ -84,7 +88,9 @@ def open_picture(path: Path | None, size: tuple[int, int]) -> Image.Image:
 
 
 def wrap_label(text: str, height: int) -> str:
-    """Wrap a label to lines of LETTERS letters, at most as many as fit into `height` pixels; "..." replaces the rest."""
+    """Wrap the text of a label into lines of at most 24 letters. As many lines are returned as fit into `height` pixels, but
+    at least one. If lines are left over, the last is "...".
+    """
     room = max(1, height // (FONT + 4))
     lines = [line for paragraph in text.splitlines() for line in textwrap.wrap(paragraph, LETTERS) or [""]]
     return "\n".join(lines if len(lines) <= room else [*lines[: room - 1], "..."])

@@ -13,9 +13,9 @@ from stages.tuner.checkpoint import ADAPTER, EMA, Checkpoint
 
 @dataclass(frozen=True)
 class SampleSource:
-    """What draws a preview: the adapter in `checkpoint`, or the base model where `checkpoint` is None.
-
-    `adapter_id` is the sha256 of the adapter's file, empty for the base; `file` is the adapter's name in the checkpoint.
+    """What draws a preview: the base model, or an adapter from a checkpoint. `checkpoint` is None for the base. `adapter_id`
+    is the sha256 of the adapter's file, empty for the base. `file` is the name of the adapter's file in the checkpoint,
+    because a checkpoint may also hold an average of the adapter.
     """
 
     adapter_id: str = ""
@@ -25,12 +25,14 @@ class SampleSource:
 
     @property
     def label(self) -> str:
-        """The heading of the source's column in the grid, such as "base" or "step 500"."""
+        """The heading of the source's column in the grid: "base", "step 500" or "step 500, average"."""
         average = ", average" if self.file == EMA else ""
         return f"step {self.step}{average}" if self.checkpoint else "base"
 
     def adapter_file(self) -> Path | None:
-        """The path of the adapter; None for the base. ValueError if the file is not the one that training saved."""
+        """Return the path of the adapter's file, or None for the base. ValueError if the file is damaged: its bytes are not
+        those that training saved.
+        """
         if self.checkpoint is None:
             return None
         file = self.checkpoint.folder / self.file
@@ -40,9 +42,9 @@ class SampleSource:
 
 
 def sample_sources(ctx: StageContext) -> list[SampleSource]:
-    """Return the base, if [samples] base is set, then the chosen checkpoints by step; equal adapters count once.
-
-    ValueError, with the steps that exist, for a step without a checkpoint.
+    """Return the sources that draw previews: the base if [samples] base is set, then the checkpoints that [samples] chooses,
+    by step. Of equal adapters, the first one is returned. ValueError if a chosen step has no checkpoint; the message lists
+    the steps that have one.
     """
     saved = {one.step: one for one in checkpoint.find_checkpoints(ctx.files(TRAIN))}
     sources = {"": SampleSource()} if ctx.config.base else {}
@@ -55,9 +57,8 @@ def sample_sources(ctx: StageContext) -> list[SampleSource]:
 
 
 def chosen_steps(chosen: str | tuple[int, ...], steps: list[int]) -> list[int]:
-    """Return the steps that the setting `checkpoints` ("last", "all" or a list of steps) chooses from `steps`, sorted.
-
-    ValueError for a listed step that is not in `steps`.
+    """Return the steps that the setting samples.checkpoints chooses, sorted. `chosen` is the setting: "last", "all" or a tuple
+    of steps. `steps` are the steps that have a checkpoint, sorted. ValueError if a chosen step is not among them.
     """
     if isinstance(chosen, str):
         return steps if chosen == "all" else steps[-1:]

@@ -33,7 +33,9 @@ Row = dict[str, Any]
 
 
 def wanted_samples(ctx: StageContext) -> pa.Table:
-    """Return one row per source, preview prompt and seed, in this order."""
+    """Return one row per preview that should exist: source by source (the base or an adapter), prompt by prompt, seed by seed.
+    ValueError if a chosen step has no checkpoint.
+    """
     config = ctx.config
     captions = sorted(ctx.rows(CAPTIONS).to_pylist(), key=lambda row: row["position"])
     prompts = {row["caption_id"]: row["text"] for row in captions if row["role"] == "preview"}
@@ -48,26 +50,25 @@ def wanted_samples(ctx: StageContext) -> pa.Table:
 
 
 def draw_samples(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Draw the pending previews, one row per batch: source by source, first all latents, then all images.
-
-    So the transformer and the autoencoder are never in memory together.
+    """Draw the pending previews and yield one record batch per preview. For each source (the base or an adapter), all latents
+    are drawn first and all images decoded afterwards. So the transformer and the autoencoder are never in memory together.
     """
     pending = ctx.pending.to_pylist()
-    undrawn = [row for row in pending if not stored_latents(ctx, row).exists()]
-    steps = Steps(ctx, len(undrawn) * (ctx.config.steps or ctx.need("family").sampling_steps))
+    undrawn = [row for row in pending if not latent_path(ctx, row).exists()]
+    progress = StepProgress(ctx, len(undrawn) * (ctx.config.steps or ctx.need("family").sampling_steps))
     for source in sample_sources(ctx):
         rows = [row for row in pending if row["adapter_id"] == source.adapter_id]
         if not rows or ctx.stop():
             continue
-        latents = {file_name(row): stored_latents(ctx, row) for row in rows if row not in undrawn}
-        latents |= dict(draw_latents(ctx, source, [row for row in rows if row in undrawn], steps))
+        latents = {file_name(row): latent_path(ctx, row) for row in rows if row not in undrawn}
+        latents |= dict(draw_latents(ctx, source, [row for row in rows if row in undrawn], progress))
         mx.clear_cache()  # give the transformer's memory back before the autoencoder is loaded
         for row in decode_latents(ctx, source, rows, latents):
             yield from SAMPLES.table([row]).to_batches()
 
 
 def finish_samples(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Write the grid. Once every preview exists, delete the latents. Yields no rows."""
+    """Write the grid of all previews. Delete the stored latents once every preview exists. Yield no rows."""
     wanted = wanted_samples(ctx).to_pylist()
     if not wanted:
         ctx.say("no previews: they need a prompt in [captions] preview_prompts, and the base or a checkpoint")
@@ -80,31 +81,38 @@ def finish_samples(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 @dataclass
-class Steps:
-    """Reports every denoising step of a run as progress. `total` is the number of denoising steps of all pending images."""
+class StepProgress:
+    """A counter that reports every denoising step of a run as progress. `total` is the number of denoising steps of all
+    pending previews.
+    """
 
     ctx: StageContext
     total: int
     done: int = 0
 
     def stop_after(self, step: int) -> bool:
-        """Count one more step, and return whether the user asked to stop. `step` is its number within the image."""
+        """Count one denoising step and report it. Return True if the user asked to stop. `step` is the number of the step
+        within its image, which is not used.
+        """
         self.done += 1
         self.ctx.progress(self.done, self.total, "steps")
         return self.ctx.stop()
 
 
-def draw_latents(ctx: StageContext, source: SampleSource, rows: list[Row], steps: Steps) -> Iterator[tuple[str, Path]]:
-    """Draw these rows and write each latent as an artifact. Yields `file_name(row)` and the path; ends early on a stop.
+def draw_latents(ctx: StageContext, source: SampleSource, rows: list[Row], progress: StepProgress) -> Iterator[tuple[str, Path]]:
+    """Draw the latents of `rows` with the source's model and write each as an artifact. Yield the row's `file_name` and the
+    path of the artifact. `progress` counts the denoising steps. End early if the user asks to stop. ValueError if a latent
+    is not finite.
 
-    The transformer is released at the end. ValueError if a latent is not finite.
+    The transformer is released at the end.
     """
     if not rows:
         return
-    sampler = sampler_of(ctx, source)
+    sampler = sampler_for(ctx, source)
     for row in rows:
         started = time.perf_counter()
-        latent_1Chw = sampler.draw(embedding(ctx, row["caption_id"]), row["seed"], row["width"], row["height"], steps.stop_after)
+        text_1TJ = read_embedding(ctx, row["caption_id"])
+        latent_1Chw = sampler.draw(text_1TJ, row["seed"], row["width"], row["height"], progress.stop_after)
         if latent_1Chw is None:
             return
         arrays, about = {"latents": latent_1Chw}, {"seconds": repr(time.perf_counter() - started)}
@@ -114,14 +122,14 @@ def draw_latents(ctx: StageContext, source: SampleSource, rows: list[Row], steps
             return
 
 
-def sampler_of(ctx: StageContext, source: SampleSource) -> LatentSampler:
-    """Load the transformer and the adapter of a source, with the settings of [samples]."""
+def sampler_for(ctx: StageContext, source: SampleSource) -> LatentSampler:
+    """Load the transformer and the adapter of `source` and return a sampler with the settings of [samples]."""
     config = ctx.config
     return load_sampler(
         f"samples: {source.label}",
         ctx.need("transformer"),
         ctx.need("family"),
-        lambda: embedding(ctx, empty_caption(ctx)),
+        lambda: read_embedding(ctx, empty_caption(ctx)),
         source.adapter_file(),
         precision=config.precision,
         steps=config.steps,
@@ -130,9 +138,10 @@ def sampler_of(ctx: StageContext, source: SampleSource) -> LatentSampler:
 
 
 def decode_latents(ctx: StageContext, source: SampleSource, rows: list[Row], latents: dict[str, Path]) -> Iterator[Row]:
-    """Decode those of `rows` whose latents are in `latents`, by file name, write each PNG, and yield the finished rows.
+    """Decode latents of `source`, write each image as a PNG artifact, and yield the finished rows. `latents` maps a row's
+    `file_name` to the path of its latent; rows that are not in it are skipped. End early if the user asks to stop.
 
-    The autoencoder is released at the end. Ends early on a stop.
+    The autoencoder is released at the end.
     """
     drawn = [row for row in rows if file_name(row) in latents]
     if not drawn or ctx.stop():
@@ -148,23 +157,25 @@ def decode_latents(ctx: StageContext, source: SampleSource, rows: list[Row], lat
         image = decode(autoencoder, arrays["latents"])
         name = f"images/{file_name(row)}.png"
         facts = {"prompt": row["prompt"], "seed": row["seed"], "step": source.step, "adapter_id": source.adapter_id}
-        ctx.write_artifact(name, partial(save_png, image=image, about=facts | ctx.provenance))
+        ctx.write_artifact(name, partial(save_png, image=image, metadata=facts | ctx.provenance))
         yield {**row, "path": name, "seconds": float(about["seconds"]) + time.perf_counter() - started}
 
 
 def file_name(row: Row) -> str:
-    """Return the name of a row's files, without the suffix."""
+    """Return the name, without a suffix, of the files that belong to a row of the table samples."""
     source, caption = row["adapter_id"][:ID_DIGITS] or "base", row["caption_id"][:ID_DIGITS]
     return f"{source}-{caption}-{row['seed']}-{row['width']}x{row['height']}"
 
 
-def stored_latents(ctx: StageContext, row: Row) -> Path:
-    """Return the path of a row's latent, which exists if a stopped run drew it."""
+def latent_path(ctx: StageContext, row: Row) -> Path:
+    """Return the path at which the latent of a row is stored. The file exists if a run that was stopped has drawn it."""
     return ctx.artifacts / LATENTS / f"{file_name(row)}.safetensors"
 
 
-def embedding(ctx: StageContext, caption_id: str) -> mx.array:
-    """Read a caption's embedding: (1, text rows, features), bfloat16."""
+def read_embedding(ctx: StageContext, caption_id: str) -> mx.array:
+    """Return the embedding of a caption from the table embeddings: (1, text tokens, features), bfloat16. KeyError if it has
+    none.
+    """
     reader = ctx.tensors(EMBEDDINGS)
     reader.ahead([caption_id])
     return mx.array(reader.read(caption_id)).view(mx.bfloat16)[None]

@@ -13,11 +13,10 @@ ARRAYS = ("mean", "scale", "weight", "text")
 
 @dataclass(frozen=True)
 class AgreementMap:
-    """A ridge regression from the features of an image to the sentence embedding of its caption.
-
-    `mean` and `scale` (features,) normalise the features, `weight` is (features, embedding), and `text` (embedding,) is the mean
-    sentence embedding, which the regression's output leaves out. `images_sha256` and `texts_sha256` name the released weights
-    of the two encoders that the map was fitted to.
+    """A linear map from the features of an image to the sentence embedding of its caption, fitted by ridge regression. `mean`
+    and `scale`, both (features,), normalise the features. `weight` is (features, embedding). `text`, (embedding,), is the
+    mean sentence embedding, which is subtracted from texts. `images_sha256` and `texts_sha256` identify the weights of the
+    two encoders that the map was fitted to.
     """
 
     mean: np.ndarray
@@ -29,7 +28,9 @@ class AgreementMap:
 
     @classmethod
     def load(cls, file: Path) -> AgreementMap:
-        """Read a map from safetensors. ValueError if the file is not a map that data/micro/training/agreement.py has written."""
+        """Read a map from a safetensors file that data/micro/training/agreement.py has written. ValueError if the file is
+        missing or is not such a map.
+        """
         try:
             with safe_open(file, framework="numpy") as opened:
                 arrays = {name: opened.get_tensor(name).astype(np.float64) for name in ARRAYS}
@@ -39,9 +40,8 @@ class AgreementMap:
             raise ValueError(f"scores.map: {file} is not a map that agreement.py has written: {error}") from None
 
     def cosines(self, feature_D: np.ndarray, texts_NE: np.ndarray) -> np.ndarray:
-        """Return the cosine between an image and each text, shape (texts,).
-
-        feature_D: the features of the image, (features,); texts_NE: sentence embeddings, (texts, embedding).
+        """Return the cosine between one image and each text, shape (texts,). `feature_D` holds the features of the image,
+        (features,). `texts_NE` holds one sentence embedding per text, (texts, embedding).
         """
         predicted_E = ((feature_D - self.mean) / self.scale) @ self.weight
         centred_NE = texts_NE - self.text

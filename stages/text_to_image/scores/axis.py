@@ -11,9 +11,9 @@ MIN_SIGNAL = 0.1  # share of the squared distance between two means that must be
 
 @dataclass(frozen=True)
 class GroupMean:
-    """The mean feature vector of a group of images, and an unbiased estimate of the squared length of the true mean.
-
-    `value` has the shape (features,). The squared length of `value` itself would be too large by its own sampling noise.
+    """The mean feature vector of a group of images. `value`, (features,), is the mean of the sample. `squared_length` is an
+    unbiased estimate of the squared length of the true mean. The squared length of `value` would be too large, because of
+    sampling noise.
     """
 
     value: np.ndarray
@@ -22,13 +22,17 @@ class GroupMean:
 
 @dataclass(frozen=True)
 class FeatureGroup:
-    """Feature vectors of a group of images: `features` (images, features), and one name per image, such as its prompt."""
+    """The feature vectors of a group of images. `features` is (images, features). `names` has one name per image, such as its
+    prompt, by which `mean` can leave images out.
+    """
 
     names: list[str]
     features: np.ndarray
 
     def mean(self, *, without: str | None = None) -> GroupMean | None:
-        """Return the mean over the images whose name is not `without`; None if no image is left."""
+        """Return the mean feature vector of the group. Images whose name is `without` are left out; None leaves none out.
+        Return None if no image remains.
+        """
         chosen_ND = self.features[[place for place, name in enumerate(self.names) if name != without]]
         count = len(chosen_ND)
         if not count:
@@ -39,10 +43,9 @@ class FeatureGroup:
 
 
 def axis_position(feature_D: np.ndarray, start: GroupMean | None, end: GroupMean | None) -> float | None:
-    """Return the position of feature_D, of shape (features,), on the axis from `start` (0) to `end` (1).
-
-    Further images of the two groups lie at 0 and 1 on average. None if a group is missing, or if the distance between the two
-    means is hardly more than their sampling noise.
+    """Return the position of an image on the axis between two groups of images: 0 at the mean of `start`, 1 at the mean of
+    `end`. `feature_D` holds the features of the image, (features,). Return None if a group is None, or if the distance
+    between the means is hardly more than sampling noise.
     """
     if start is None or end is None:
         return None

@@ -26,9 +26,9 @@ D = FEATURES  # numbers in the feature vector of an image
 
 
 class ImageEncoder:
-    """Turns images into feature vectors. `source_sha256` is the sha256 of the released file that the network's weights come from.
-
-    Images are encoded one at a time, so that the features of an image do not depend on a batch.
+    """A network that turns an image into a feature vector. `network` is EfficientNet-Lite0. `source_sha256` is the sha256 of
+    the released file that the weights come from. Images are encoded one at a time, so that the features of an image do not
+    depend on other images.
     """
 
     def __init__(self, network: EfficientNet, source_sha256: str) -> None:
@@ -37,13 +37,15 @@ class ImageEncoder:
 
     @classmethod
     def load(cls, file: Path = IMAGE_WEIGHTS) -> ImageEncoder:
-        """Load the encoder from a file that data/judges/convert.py has written. ValueError if the file is another."""
+        """Load the encoder from `file`, which data/judges/convert.py has written. ValueError if the file is not such a file."""
         network = EfficientNet.load(file)
         with safe_open(file, framework="numpy") as opened:
             return cls(network, (opened.metadata() or {}).get("source_sha256", ""))
 
     def encode(self, image: Image.Image) -> np.ndarray:
-        """Return the features of an image, shape (1280,), float64, of length 1. The image is resized to a square first."""
+        """Return the features of an image, shape (1280,), float64, scaled to length 1. The image is first resized to a square,
+        whatever its aspect ratio.
+        """
         square = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
         features_BD = self.network(mx.array(np.asarray(square, np.float32)[None]))
         feature_D = np.array(features_BD[0], np.float64)
@@ -51,13 +53,16 @@ class ImageEncoder:
         return unit_D
 
     def encode_file(self, path: Path) -> np.ndarray:
-        """Return the features of an image file, shape (1280,), float64, of length 1. ImageError if it cannot be decoded."""
+        """Return the features of the image file at `path`, shape (1280,), float64, scaled to length 1. ImageError if the file
+        cannot be decoded.
+        """
         return self.encode(open_image(path))
 
 
 @dataclass(frozen=True)
 class TextVectors:
-    """Sentence embeddings by text, float16, and the sha256 of the weights that computed them.
+    """Precomputed sentence embeddings. `vectors` maps a text to its embedding, float16 (384,). `source_sha256` is the sha256
+    of the weights that computed the embeddings.
 
     `data/judges/texts.py` writes the file that `load` reads.
     """
@@ -67,7 +72,9 @@ class TextVectors:
 
     @classmethod
     def load(cls, file: Path) -> TextVectors:
-        """Read an Arrow file with the columns `text` and `vector`. ValueError if it cannot be read."""
+        """Read sentence embeddings from an Arrow file with the columns text and vector. ValueError if the file cannot be read
+        or lacks a column.
+        """
         try:
             with pa.memory_map(str(file)) as opened:
                 table = pa.ipc.open_file(opened).read_all()
@@ -78,13 +85,13 @@ class TextVectors:
             raise ValueError(f"{file} cannot be read as sentence embeddings: {error}") from None
 
     def missing(self, texts: Sequence[str]) -> list[str]:
-        """Return those of `texts` that have no vector."""
+        """Return the texts of `texts` that have no embedding, in the order given."""
         return [text for text in texts if text not in self.vectors]
 
-    def of(self, texts: Sequence[str]) -> np.ndarray:
-        """Return the vectors of `texts`, shape (texts, 384), float64. KeyError for a text without a vector."""
+    def stack(self, texts: Sequence[str]) -> np.ndarray:
+        """Return the embeddings of `texts` as one array, (texts, 384), float64. KeyError if a text has no embedding."""
         return np.stack([self.vectors[text] for text in texts]).astype(np.float64)
 
     def sha256(self, text: str) -> str:
-        """Return the sha256 of the vector of `text` as hex digits; empty for a text without a vector."""
+        """Return the sha256 (hex digits) of the embedding of `text`, or "" if the text has no embedding."""
         return hashlib.sha256(self.vectors[text].tobytes()).hexdigest() if text in self.vectors else ""

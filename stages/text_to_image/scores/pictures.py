@@ -16,7 +16,9 @@ Row = dict[str, Any]
 
 
 def preview_rows(ctx: StageContext) -> list[Row]:
-    """Return one row per preview, with the columns of `scores` that are known before scoring; kind is "base" or "adapter"."""
+    """Return one dict per preview of the table samples: the columns of the table scores that are known before scoring. The
+    column kind is "base" for a preview of the bare base model, "adapter" for all others.
+    """
     folder = ctx.files(SAMPLES)
     rows = []
     for row in ctx.rows(SAMPLES).to_pylist():
@@ -27,13 +29,17 @@ def preview_rows(ctx: StageContext) -> list[Row]:
 
 
 def reference_rows(ctx: StageContext) -> list[Row]:
-    """Return one row per reference, with the columns of `scores` that are known before scoring; kind is "real"."""
+    """Return one dict per reference (a real picture of the style): the columns of the table scores that are known before
+    scoring. The column kind is "real".
+    """
     same: Row = {"kind": "real", "adapter_id": "", "step": 0, "seed": 0}
     return [same | {"picture_id": one.picture_id, "prompt": one.caption, "path": one.path} for one in find_references(ctx)]
 
 
 def find_references(ctx: StageContext) -> list[Reference]:
-    """Return the project's references; none if the setting is empty. ValueError if one of them is a training image too."""
+    """Return the references (real pictures of the style) in the folder scores.references. The list is empty if the setting is
+    empty. ValueError if a reference is also a training image.
+    """
     if not ctx.config.references:
         return []
     found = read_references(ctx.root / ctx.config.references)
@@ -46,24 +52,28 @@ def find_references(ctx: StageContext) -> list[Reference]:
 
 
 def usable_images(ctx: StageContext) -> list[Row]:
-    """Return the rows of `images` that were not rejected."""
+    """Return the rows of the table images that are not rejected, as dicts."""
     return [row for row in ctx.rows(IMAGES).to_pylist() if row["rejected"] is None]
 
 
 def trigger_word(ctx: StageContext) -> str:
-    """Return the project's trigger word; empty if it has none."""
+    """Return the project's trigger word, or "" if the project has none."""
     found = [row["text"] for row in ctx.rows(CAPTIONS).to_pylist() if row["role"] == "trigger"]
     return str(found[0]) if found else ""
 
 
 def candidate_texts(ctx: StageContext) -> list[str]:
-    """Return every distinct text of previews and references, without the trigger word, sorted: the texts of a rank."""
+    """Return the distinct texts of all previews and references, sorted, with the trigger word removed. A picture's own text is
+    ranked among these texts.
+    """
     trigger = trigger_word(ctx)
     texts = [row["prompt"] for row in [*preview_rows(ctx), *reference_rows(ctx)]]
     return sorted({without_trigger(text, trigger) for text in texts} - {""})
 
 
 def without_trigger(text: str, trigger: str) -> str:
-    """Remove the trigger word from a text, and the comma that set it off: "ohwx, a fox" becomes "a fox"."""
+    """Return `text` without the word `trigger` and without the comma that set it off. For example, "ohwx, a fox" becomes "a
+    fox". If `trigger` is empty, only white space is cleaned.
+    """
     parts = [part.strip() for part in (text.replace(trigger, "") if trigger else text).split(",")]
     return re.sub(r"\s+", " ", ", ".join(part for part in parts if part))

@@ -14,7 +14,9 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".tif", ".tiff", ".bmp", 
 
 @dataclass(frozen=True)
 class Reference:
-    """One reference: its path below the folder, the sha256 of the file as hex digits, and its caption, which may be empty."""
+    """One reference (a real picture of the style). `path` is relative to the folder of references. `picture_id` is the sha256
+    of the file, hex digits. `caption` may be empty.
+    """
 
     path: str
     picture_id: str
@@ -22,10 +24,9 @@ class Reference:
 
 
 def read_references(folder: Path) -> list[Reference]:
-    """Return the pictures below `folder`, sorted by path, the first of several equal files only; none without the folder.
-
-    Captions come from metadata.jsonl in the folder (file_name, text), else from a.txt beside a.png. ValueError, with the line,
-    if metadata.jsonl is malformed or names a picture that is not there.
+    """Return the pictures in `folder` and below, sorted by path. Of files with the same bytes, the first one is returned; a
+    missing folder gives an empty list. Captions come from metadata.jsonl in the folder, or else from a.txt beside a.png.
+    ValueError if metadata.jsonl is malformed (with its line) or names a missing picture.
     """
     captions = _read_metadata(folder / METADATA)
     found: dict[str, Reference] = {}
@@ -41,6 +42,9 @@ def read_references(folder: Path) -> list[Reference]:
 
 
 def _read_metadata(file: Path) -> dict[str, str]:
+    """Return a dict from file_name to text, read from the metadata.jsonl `file`. It is empty if there is no such file.
+    ValueError, with the line number, if a line is not an object with file_name and text.
+    """
     if not file.is_file():
         return {}
     found: dict[str, str] = {}

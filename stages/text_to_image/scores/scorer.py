@@ -31,7 +31,10 @@ Row = dict[str, Any]
 
 
 class Scorer:
-    """Scores pictures against the base's previews, the training images, the references and the texts of a project."""
+    """An object that scores the pictures of a project. It compares them with the previews of the base model, the training
+    images, the references (real pictures of the style), and the texts of previews and references. `encoder` computes the
+    features of a picture.
+    """
 
     def __init__(self, ctx: StageContext, encoder: ImageEncoder) -> None:
         self.ctx = ctx
@@ -54,7 +57,8 @@ class Scorer:
         return self.ctx.root / str(self.ctx.config.references)
 
     def _group_features(self, files: dict[str, dict[str, Path]]) -> dict[str, np.ndarray]:
-        """Return the features (files, 1280) of each group, from the artifact where a run before this one has written it.
+        """Return a dict from group name to the features of the group's pictures, (pictures, 1280). `files` maps a group name
+        to a dict from picture to path. If an earlier run has written the features as an artifact, they are read from it.
 
         The recipe covers the groups' files and the encoder, so the artifact of a table's folder is never stale.
         """
@@ -68,7 +72,9 @@ class Scorer:
         return arrays
 
     def _load_agreement(self) -> tuple[AgreementMap, np.ndarray] | None:
-        """Return the map and the candidate texts' embeddings (texts, 384); None without a map, or if a text has no embedding."""
+        """Return the agreement map and the embeddings of the candidate texts, (texts, 384). Return None if no map is set, or
+        if a text has no embedding. ValueError if the map was fitted to other encoders.
+        """
         if not self.ctx.config.map or not self.texts:
             return None
         vectors = text_vectors()
@@ -78,10 +84,12 @@ class Scorer:
             raise ValueError(
                 f"scores.map: {map_file(self.ctx)} was fitted to other encoders than those in data/judges; fit it again"
             )
-        return None if vectors.missing(self.texts) else (found, vectors.of(self.texts))
+        return None if vectors.missing(self.texts) else (found, vectors.stack(self.texts))
 
     def score(self, row: Row) -> Row:
-        """Return the finished row of `scores` for a pending row."""
+        """Return the finished row of the table scores. `row` holds the columns that are known before scoring. A score that
+        cannot be computed is None.
+        """
         folder = self._references if row["kind"] == "real" else self.ctx.files(SAMPLES)
         feature_D = self.encoder.encode_file(folder / row["path"])
         # Without the base's previews of the same prompt, since those would put the base's own previews at exactly 0.
@@ -91,6 +99,9 @@ class Scorer:
         return {**row, "style": style, "real": real, **self._agreement(row, feature_D), "texts": len(self.texts)}
 
     def _agreement(self, row: Row, feature_D: np.ndarray) -> dict[str, float | int | None]:
+        """Return the columns agreement and agreement_rank of a picture. `row` is its row, `feature_D` holds its features,
+        (features,). Both values are None without a map or without a text.
+        """
         text = without_trigger(row["prompt"], self.trigger)
         if self.agreement is None or not text:
             return {"agreement": None, "agreement_rank": None}
@@ -100,7 +111,7 @@ class Scorer:
         return {"agreement": float(own), "agreement_rank": 1 + int((cosines_N > own).sum())}
 
     def missing(self) -> Iterator[str]:
-        """Yield one line for the user for everything that is missing and leaves a score null."""
+        """Yield one line for the user for each missing input that leaves a score empty."""
         if not self.base.names:
             yield "no previews of the base, so style and real are not measured; set base = true in [samples]"
         if not self.references.names:
@@ -114,12 +125,12 @@ class Scorer:
 
 
 def text_vectors() -> TextVectors:
-    """Return the sentence embeddings in data/judges."""
+    """Return the sentence embeddings in data/judges. ValueError if the file cannot be read."""
     return TextVectors.load(encoders.TEXT_VECTORS)
 
 
 def map_file(ctx: StageContext) -> Path:
-    """Return the path of the agreement map. ValueError if there is no such file."""
+    """Return the path of the agreement map that scores.map names. ValueError if there is no such file."""
     file = ctx.root / ctx.config.map
     if not file.is_file():
         raise ValueError(f"scores.map: there is no file {file}; data/micro/training/agreement.py writes one")

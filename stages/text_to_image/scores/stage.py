@@ -28,21 +28,26 @@ WANTED = ("picture_id", "kind", "adapter_id", "step", "prompt", "seed", "path")
 
 @dataclass(frozen=True)
 class ScoresConfig:
-    """[scores]: what previews are compared with. The contents of these files are part of the recipe, their paths are not."""
+    """The section [scores] of project.toml: the references and the map that previews are compared with. The contents of these
+    files are part of the recipe, their paths are not.
+    """
 
     references: str = selects("references", "folder of real pictures of the style, with captions, none of them trained on")
     map: str = selects("", "safetensors of the map from pictures to texts (data/micro/training/agreement.py fits one)")
 
 
 def wanted_scores(ctx: StageContext) -> pa.Table:
-    """Return one row per distinct picture: every preview, then every reference."""
+    """Return one row per distinct picture: every preview, then every reference (a real picture of the style)."""
     rows = {row["picture_id"]: row for row in reversed([*preview_rows(ctx), *reference_rows(ctx)])}
     schema = pa.schema([SCORES.stored.field(name) for name in WANTED])
     return pa.Table.from_pylist(list(rows.values())[::-1], schema=schema)
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return what every score depends on: images, base previews, references, texts, the map and the encoders."""
+    """Return everything that every score depends on: a table with the columns what (such as "image") and which (an id or a
+    text). It covers the training images, the previews of the base, the references, the texts, the map and the encoders. The
+    runner makes it part of the recipe.
+    """
     parts = [("image", row["image_id"]) for row in usable_images(ctx)]
     parts += [("base", f"{row['picture_id']} {row['prompt']}") for row in preview_rows(ctx) if row["kind"] == "base"]
     parts += [("reference", one.picture_id) for one in find_references(ctx)]
@@ -56,7 +61,9 @@ def snapshot(ctx: StageContext) -> pa.Table:
 
 
 def score_pictures(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Score the pending pictures, one row per batch. The encoder is loaded only if a row is pending."""
+    """Score the pending pictures and yield one record batch per picture. The image encoder is loaded only if a picture is
+    pending.
+    """
     pending = ctx.pending.to_pylist()
     if not pending:
         return

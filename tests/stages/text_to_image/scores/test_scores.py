@@ -85,7 +85,7 @@ class Scene:
         """A map that knows these very pictures."""
         encoder, colours = ImageEncoder.load(), list(COLOURS)
         images_ND = np.stack([encoder.encode_file(self.folder / "samples" / f"images/base-{c}.png") for c in colours])
-        texts_NE = VECTORS.of([text(c) for c in colours])
+        texts_NE = VECTORS.stack([text(c) for c in colours])
         weight_DE = np.linalg.lstsq(images_ND - images_ND.mean(0), texts_NE - texts_NE.mean(0), rcond=None)[0]
         arrays = {"mean": images_ND.mean(0), "scale": np.ones(encoders.D), "weight": weight_DE, "text": texts_NE.mean(0)}
         about = {"images_sha256": encoder.source_sha256, "texts_sha256": VECTORS.source_sha256}
