@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from pipeline.commands.export import export
+from pipeline.commands.adapter_file import write_adapter
 from schemas.text_to_image.train import TRAIN
 from stages.models.adapters import B
 from stages.models.flux2 import sampling
@@ -83,7 +83,9 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[checkpoint.Checkp
     }
     about = {"family": MICRO.name, "project": "random", "rank": "4", "alpha": "8.0"}
     saved = checkpoint.save(write_artifact, 1, arrays, {}, TRAIN.table([]), about, {})
-    file = export(saved.folder / checkpoint.ADAPTER, family("micro"), folder / "out", "diffusers", dtype="float32", metadata={})
+    file = write_adapter(
+        saved.folder / checkpoint.ADAPTER, family("micro"), folder / "out", "diffusers", dtype="float32", metadata={}
+    )
     return saved, file
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import pipeline.store.disk
-from pipeline.commands.export import DTYPES, STYLES, export, export_run, file_name
+from pipeline.commands.adapter_file import DTYPES, STYLES, file_name, write_adapter
+from pipeline.commands.export import export_run
 from stages.models.adapters import A, B, linears
 from stages.models.flux2.adapter_reader import read_adapter
 from stages.models.weights import read_file
@@ -64,7 +65,7 @@ def test_diffusers_loads_either_export_and_gives_the_output_of_the_merged_weight
     tmp_path: Path, transformer: Any, style: str, alpha: str
 ) -> None:
     arrays = trained(tmp_path / "adapter.safetensors", transformer, BLOCKS + OUTSIDE, alpha=alpha)
-    file = export(tmp_path / "adapter.safetensors", TINY, tmp_path / "out", style, dtype="float32", metadata={})
+    file = write_adapter(tmp_path / "adapter.safetensors", TINY, tmp_path / "out", style, dtype="float32", metadata={})
     want = merged(transformer, arrays, lambda name: float(alpha) / 4)
     assert np.abs(want - forward(transformer)).max() > 0.01
     assert np.abs(through_diffusers(transformer, file) - want).max() < 1e-5
@@ -75,7 +76,7 @@ def test_ranks_and_alphas_that_differ_by_target_survive_the_export(tmp_path: Pat
     ranks = {name: 2 + i % 3 for i, name in enumerate(BLOCKS)}
     alphas = {name: 1.0 + i % 5 for i, name in enumerate(BLOCKS)}
     arrays = trained(tmp_path / "a.safetensors", transformer, BLOCKS, ranks, alpha="4", alphas=json.dumps(alphas))
-    file = export(tmp_path / "a.safetensors", TINY, tmp_path / "x.safetensors", style, dtype="float32", metadata={})
+    file = write_adapter(tmp_path / "a.safetensors", TINY, tmp_path / "x.safetensors", style, dtype="float32", metadata={})
     want = merged(transformer, arrays, lambda name: alphas[name] / ranks[name])
     assert np.abs(through_diffusers(transformer, file) - want).max() < 1e-5
 
@@ -84,13 +85,13 @@ def test_ranks_and_alphas_that_differ_by_target_survive_the_export(tmp_path: Pat
 def test_an_adapter_on_some_of_q_k_v_leaves_the_others_alone(tmp_path: Path, transformer: Any, style: str) -> None:
     names = ["transformer_blocks.1.attn.to_q", "transformer_blocks.1.attn.to_v", "transformer_blocks.0.attn.add_k_proj"]
     arrays = trained(tmp_path / "a.safetensors", transformer, names, alpha="4")
-    file = export(tmp_path / "a.safetensors", TINY, tmp_path, style, dtype="float32", metadata={})
+    file = write_adapter(tmp_path / "a.safetensors", TINY, tmp_path, style, dtype="float32", metadata={})
     assert np.abs(through_diffusers(transformer, file) - merged(transformer, arrays, lambda name: 1.0)).max() < 1e-5
 
 
 def test_the_fused_form_has_no_alpha_and_block_diagonal_rows_of_three_times_the_rank(tmp_path: Path, transformer: Any) -> None:
     arrays = trained(tmp_path / "a.safetensors", transformer, BLOCKS, alpha="8")
-    found, _ = read_file(export(tmp_path / "a.safetensors", TINY, tmp_path, "comfyui", dtype="float32", metadata={}))
+    found, _ = read_file(write_adapter(tmp_path / "a.safetensors", TINY, tmp_path, "comfyui", dtype="float32", metadata={}))
     assert len(found) == 2 * (2 * 8 + 2 * 2) and all(re.fullmatch(r"diffusion_model\..*\.lora_[AB]\.weight", k) for k in found)
     a, b = (np.array(found[f"diffusion_model.double_blocks.0.img_attn.qkv{end}"]) for end in (A, B))
     assert a.shape == (12, 32) and b.shape == (96, 12)
@@ -100,9 +101,9 @@ def test_the_fused_form_has_no_alpha_and_block_diagonal_rows_of_three_times_the_
         assert np.count_nonzero(rows) == 32 * 4
 
 
-def test_the_rows_of_the_last_modulation_change_places_in_the_fused_form(tmp_path: Path, transformer: Any) -> None:
+def test_the_halves_of_the_last_modulation_are_exchanged_in_the_fused_form(tmp_path: Path, transformer: Any) -> None:
     arrays = trained(tmp_path / "a.safetensors", transformer, ["norm_out.linear"])
-    file = export(tmp_path / "a.safetensors", TINY, tmp_path, "comfyui", dtype="float32", metadata={})
+    file = write_adapter(tmp_path / "a.safetensors", TINY, tmp_path, "comfyui", dtype="float32", metadata={})
     b = np.array(read_file(file)[0]["diffusion_model.final_layer.adaLN_modulation.1" + B])
     np.testing.assert_array_equal(b, np.roll(arrays["norm_out.linear" + B], 32, axis=0))
     np.testing.assert_array_equal(np.array(read_adapter(file)[0]["norm_out.linear" + B]), arrays["norm_out.linear" + B])
@@ -111,7 +112,7 @@ def test_the_rows_of_the_last_modulation_change_places_in_the_fused_form(tmp_pat
 @pytest.mark.parametrize("style", STYLES)
 def test_an_export_read_again_is_the_adapter_with_its_scale_in_b(tmp_path: Path, transformer: Any, style: str) -> None:
     arrays = trained(tmp_path / "a.safetensors", transformer, BLOCKS + OUTSIDE, alpha="8")
-    again, scales = read_adapter(export(tmp_path / "a.safetensors", TINY, tmp_path, style, dtype="float32", metadata={}))
+    again, scales = read_adapter(write_adapter(tmp_path / "a.safetensors", TINY, tmp_path, style, dtype="float32", metadata={}))
     assert set(scales.values()) == {1.0} and set(again) == set(arrays)
     for key, value in arrays.items():
         np.testing.assert_array_equal(np.array(again[key]), value * (2 if key.endswith(B) else 1), err_msg=key)
@@ -169,9 +170,11 @@ def test_a_file_that_diffusers_saved_with_its_own_alpha_is_read_with_it(tmp_path
     assert np.abs(found - want).max() < 1e-5
 
 
-def test_the_file_says_where_it_comes_from(tmp_path: Path, transformer: Any) -> None:
+def test_the_metadata_name_the_project_the_recipe_and_the_rank(tmp_path: Path, transformer: Any) -> None:
     trained(tmp_path / "a.safetensors", transformer, BLOCKS, alpha="8", recipe="abc", recipe_latents="def", version_mlx="0.32")
-    file = export(tmp_path / "a.safetensors", TINY, tmp_path / "new", "diffusers", dtype="bfloat16", metadata={"trigger": "sks"})
+    file = write_adapter(
+        tmp_path / "a.safetensors", TINY, tmp_path / "new", "diffusers", dtype="bfloat16", metadata={"trigger": "sks"}
+    )
     arrays, said = read_file(file)
     assert file == tmp_path / "new" / "cats-000070.safetensors" and str(next(iter(arrays.values())).dtype) == "mlx.core.bfloat16"
     expected = {"format": "pt", "rank": "4", "alpha": "8", "family": "tiny", "recipe": "abc", "recipe_latents": "def"}
@@ -190,26 +193,26 @@ def test_values_are_rounded_once_to_the_chosen_type(tmp_path: Path, transformer:
     from safetensors.torch import load_file
 
     arrays = trained(tmp_path / "a.safetensors", transformer, BLOCKS[:1], alpha="3")
-    found = load_file(export(tmp_path / "a.safetensors", TINY, tmp_path, "diffusers", dtype=dtype, metadata={}))
+    found = load_file(write_adapter(tmp_path / "a.safetensors", TINY, tmp_path, "diffusers", dtype=dtype, metadata={}))
     want = (torch.tensor(arrays[BLOCKS[0] + B]) * 0.75).to(getattr(torch, dtype))
     assert torch.equal(found[f"transformer.{BLOCKS[0]}{B}"], want)
 
 
-def test_only_an_export_of_the_same_project_and_style_is_replaced_and_that_is_said(tmp_path: Path, transformer: Any) -> None:
+def test_only_an_export_of_the_same_project_and_style_is_replaced_and_the_user_is_told(tmp_path: Path, transformer: Any) -> None:
     trained(tmp_path / "a.safetensors", transformer, BLOCKS, alpha="4")
     lines: list[str] = []
     out = tmp_path / "o.safetensors"
-    export(tmp_path / "a.safetensors", TINY, out, "diffusers", dtype="float32", metadata={}, say=lines.append)
+    write_adapter(tmp_path / "a.safetensors", TINY, out, "diffusers", dtype="float32", metadata={}, say=lines.append)
     assert not lines
-    export(tmp_path / "a.safetensors", TINY, out, "diffusers", dtype="float16", metadata={}, say=lines.append)
+    write_adapter(tmp_path / "a.safetensors", TINY, out, "diffusers", dtype="float16", metadata={}, say=lines.append)
     assert len(lines) == 1 and "step 70" in lines[0]
     before = out.read_bytes()
     for style, said in (("comfyui", {}), ("diffusers", {"project": "dogs"})):
         with pytest.raises(ValueError, match="move it away"):
-            export(tmp_path / "a.safetensors", TINY, out, style, dtype="float32", metadata=said)
+            write_adapter(tmp_path / "a.safetensors", TINY, out, style, dtype="float32", metadata=said)
     (tmp_path / "notes.safetensors").write_text("mine")
     with pytest.raises(ValueError, match="move it away"):
-        export(tmp_path / "a.safetensors", TINY, tmp_path / "notes.safetensors", "diffusers", dtype="float32", metadata={})
+        write_adapter(tmp_path / "a.safetensors", TINY, tmp_path / "notes.safetensors", "diffusers", dtype="float32", metadata={})
     assert out.read_bytes() == before and (tmp_path / "notes.safetensors").read_text() == "mine"
 
 
@@ -221,11 +224,11 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, transformer: A
 
     monkeypatch.setattr(pipeline.store.disk, "sync", full)
     with pytest.raises(OSError, match="No space"):
-        export(tmp_path / "a.safetensors", TINY, tmp_path / "out", "comfyui", dtype="float32", metadata={})
+        write_adapter(tmp_path / "a.safetensors", TINY, tmp_path / "out", "comfyui", dtype="float32", metadata={})
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_what_cannot_be_exported_is_one_clear_line(tmp_path: Path, transformer: Any) -> None:
+def test_an_adapter_that_cannot_be_exported_is_reported_in_one_line(tmp_path: Path, transformer: Any) -> None:
     from safetensors.numpy import save_file
 
     good = tmp_path / "good.safetensors"
@@ -254,11 +257,11 @@ def test_what_cannot_be_exported_is_one_clear_line(tmp_path: Path, transformer: 
     }
     for name, message in cases.items():
         with pytest.raises(ValueError, match=message) as error:
-            export(tmp_path / f"{name}.safetensors", TINY, tmp_path / "out", "comfyui", dtype="float16", metadata={})
+            write_adapter(tmp_path / f"{name}.safetensors", TINY, tmp_path / "out", "comfyui", dtype="float16", metadata={})
         assert "\n" not in str(error.value)
     for style, dtype in (("webui", "float32"), ("diffusers", "float8")):
         with pytest.raises(ValueError, match="there are"):
-            export(good, TINY, tmp_path / "out", style, dtype=dtype, metadata={})
+            write_adapter(good, TINY, tmp_path / "out", style, dtype=dtype, metadata={})
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
-from pipeline.commands.export import STYLES, export
+from pipeline.commands.adapter_file import STYLES, write_adapter
 from stages.models.adapters import A, B
 from stages.models.flux2.adapter_reader import read_adapter
 from stages.models.weights import read_file
@@ -73,7 +73,7 @@ def test_diffusers_gives_the_output_of_the_merged_weights_for_every_variant_that
     tmp_path: Path, transformer: Any, variant: str, style: str
 ) -> None:
     arrays, scales = trained_variant(tmp_path / "a.safetensors", transformer, variant)
-    file = export(tmp_path / "a.safetensors", TINY, tmp_path / "out", style, dtype="float32", metadata={})
+    file = write_adapter(tmp_path / "a.safetensors", TINY, tmp_path / "out", style, dtype="float32", metadata={})
     want = with_merged_weights(transformer, arrays, scales)
     assert np.abs(want - forward(transformer)).max() > 0.01
     assert np.abs(through_diffusers(transformer, file) - want).max() < 1e-5
@@ -88,7 +88,9 @@ def test_an_export_of_every_variant_read_again_is_the_same_adapter(
     arrays, scales = trained_variant(tmp_path / "a.safetensors", transformer, variant)
     ours = read_adapter(tmp_path / "a.safetensors")
     assert ours[1] == scales and set(ours[0]) == set(arrays)
-    file = export(tmp_path / "a.safetensors", TINY, tmp_path / "out", style, dtype="float32", metadata={}, say=lines.append)
+    file = write_adapter(
+        tmp_path / "a.safetensors", TINY, tmp_path / "out", style, dtype="float32", metadata={}, say=lines.append
+    )
     again, folded = read_adapter(file)
     weights = {f"{name}.weight": mx.zeros(lora.linear_shape(lora.arrays_of_linear(arrays, name))) + 0.1 for name in scales}
     wanted, found = (merged_weights(weights, *adapter) for adapter in ((arrays, scales), (again, folded)))
@@ -111,7 +113,7 @@ def test_diffusers_finds_the_factors_of_a_lokr_of_full_size_from_its_shapes(fact
 
 def test_a_dora_for_comfyui_has_a_column_of_lengths_in_float32_under_the_fused_names(tmp_path: Path, transformer: Any) -> None:
     arrays, _ = trained_variant(tmp_path / "a.safetensors", transformer, "dora")
-    found, _ = read_file(export(tmp_path / "a.safetensors", TINY, tmp_path, "comfyui", dtype="bfloat16", metadata={}))
+    found, _ = read_file(write_adapter(tmp_path / "a.safetensors", TINY, tmp_path, "comfyui", dtype="bfloat16", metadata={}))
     scale = found["diffusion_model.double_blocks.1.img_attn.qkv.dora_scale"]
     parts = [arrays[f"transformer_blocks.1.attn.{n}.lora_magnitude_vector"] for n in ("to_q", "to_k", "to_v")]
     assert scale.shape == (96, 1) and scale.dtype == mx.float32
@@ -124,12 +126,12 @@ def test_a_dora_of_some_of_q_k_v_is_not_fused(tmp_path: Path, transformer: Any) 
     some = {key: value for key, value in arrays.items() if ".add_k_proj" not in key}
     checkpoint.write_arrays(tmp_path / "b.safetensors", some, {"alpha": "6"})
     with pytest.raises(ValueError, match=r"double_blocks.0.txt_attn.qkv: a DoRA of some .*; export as diffusers"):
-        export(tmp_path / "b.safetensors", TINY, tmp_path, "comfyui", dtype="float32", metadata={})
+        write_adapter(tmp_path / "b.safetensors", TINY, tmp_path, "comfyui", dtype="float32", metadata={})
 
 
 def test_a_lokr_for_comfyui_is_one_in_lycoris_names_with_alpha(tmp_path: Path, transformer: Any) -> None:
     trained_variant(tmp_path / "a.safetensors", transformer, "lokr")
-    found, said = read_file(export(tmp_path / "a.safetensors", TINY, tmp_path, "comfyui", dtype="bfloat16", metadata={}))
+    found, said = read_file(write_adapter(tmp_path / "a.safetensors", TINY, tmp_path, "comfyui", dtype="bfloat16", metadata={}))
     name = "lycoris_transformer_blocks_0_attn_to_out_0"
     assert {key.removeprefix(name) for key in found if key.startswith(f"{name}.")} == {
         ".lokr_w1", ".lokr_w2_a", ".lokr_w2_b", ".alpha",

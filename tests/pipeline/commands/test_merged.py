@@ -50,7 +50,7 @@ def test_diffusers_loads_the_folder_and_answers_as_the_merged_weights_do(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter.safetensors", "out"]
 
 
-def test_a_project_s_run_is_merged_in_bfloat16_into_its_exports_and_nothing_is_written_over(base: Path, tmp_path: Path) -> None:
+def test_a_run_is_merged_in_bfloat16_into_the_projects_exports_and_nothing_is_overwritten(base: Path, tmp_path: Path) -> None:
     artifacts = tmp_path / "tables" / "train" / "abc" / "artifacts"
     artifacts.mkdir(parents=True)
     trained_variant(artifacts / "adapter.safetensors", tiny_transformer(), "rslora")

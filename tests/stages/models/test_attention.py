@@ -6,7 +6,7 @@ from stages.models import attention as module
 from stages.models.attention import attention, chunk_rows, chunked
 
 
-def drawn(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+def random_array(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(sum(shape) + len(shape))).astype(dtype)
 
 
@@ -14,46 +14,51 @@ def plain(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
     return mx.softmax(q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5, axis=-1) @ v
 
 
-def apart(found: mx.array, true: mx.array) -> float:
+def relative_error(found: mx.array, true: mx.array) -> float:
     return (mx.linalg.norm((found - true).flatten()) / mx.linalg.norm(true.flatten())).item()
 
 
 @pytest.mark.parametrize(("queries", "keys", "rows"), [(40, 40, 8), (37, 37, 8), (5, 29, 2), (16, 16, 16), (7, 3, 100)])
 def test_chunked_attention_and_its_gradients_are_those_of_plain_attention(queries, keys, rows):
-    q, k, v, dy = drawn(2, 3, queries, 16), drawn(2, 3, keys, 16), 2 * drawn(2, 3, keys, 16) + 1, drawn(2, 3, queries, 16)[::-1]
+    q, k, v, dy = (
+        random_array(2, 3, queries, 16),
+        random_array(2, 3, keys, 16),
+        2 * random_array(2, 3, keys, 16) + 1,
+        random_array(2, 3, queries, 16)[::-1],
+    )
     (true,), true_grads = mx.vjp(plain, [q, k, v], [dy])
     (y,), grads = mx.vjp(lambda q, k, v: chunked(q, k, v, 0.25, rows), [q, k, v], [dy])
-    assert apart(y, true) < 1e-6
+    assert relative_error(y, true) < 1e-6
     for found, wanted in zip(grads, true_grads, strict=True):
-        assert apart(found, wanted) < 2e-6
+        assert relative_error(found, wanted) < 2e-6
 
 
-def test_attention_goes_by_chunks_where_its_scores_would_not_fit_and_gives_the_same(monkeypatch):
-    q, k, v = (drawn(1, 2, 300, 8) + i for i in range(3))
+def test_attention_runs_in_chunks_if_its_scores_are_too_large_with_the_same_result(monkeypatch):
+    q, k, v = (random_array(1, 2, 300, 8) + i for i in range(3))
     whole = attention(q, k, v, 8**-0.5)
     monkeypatch.setattr(module, "CHUNK_BYTES", 2 * 300 * 4 * 130)
     assert chunk_rows(q, k) == 128
     went: list[int] = []
     monkeypatch.setattr(module, "chunked", lambda q, *rest: went.append(q.shape[2]) or chunked(q, *rest))
-    assert apart(attention(q, k, v, 8**-0.5), whole) < 1e-6
-    assert apart(attention(q[:, :, :100], k, v, 8**-0.5), whole[:, :, :100]) < 1e-6
+    assert relative_error(attention(q, k, v, 8**-0.5), whole) < 1e-6
+    assert relative_error(attention(q[:, :, :100], k, v, 8**-0.5), whole[:, :, :100]) < 1e-6
     assert went == [300]  # the 100 rows fit into one chunk, and are not cut
 
 
-def test_query_rows_added_for_a_fused_gradient_change_neither_result_nor_gradients(monkeypatch):
+def test_padded_query_rows_change_neither_result_nor_gradients(monkeypatch):
     monkeypatch.setattr(module, "fused_gradient", lambda q: True)
-    q, k, v, dy = (drawn(1, 2, 37, 8) + i for i in range(4))
+    q, k, v, dy = (random_array(1, 2, 37, 8) + i for i in range(4))
     (true,), true_grads = mx.vjp(plain, [q, k, v], [dy])
     (y,), grads = mx.vjp(lambda q, k, v: attention(q, k, v, 8**-0.5), [q, k, v], [dy])
     assert y.shape == q.shape
-    assert apart(y, true) < 1e-6
+    assert relative_error(y, true) < 1e-6
     for found, wanted in zip(grads, true_grads, strict=True):
-        assert apart(found, wanted) < 2e-6
+        assert relative_error(found, wanted) < 2e-6
 
 
 def test_a_gradient_by_chunks_holds_one_chunk_and_not_the_matrix():
     rows, width = 1024, 8
-    q, k, v, dy = (drawn(1, 2, rows, width) + i for i in range(4))
+    q, k, v, dy = (random_array(1, 2, rows, width) + i for i in range(4))
     mx.eval(q, k, v, dy)
 
     def peak(run) -> int:
@@ -70,22 +75,22 @@ def test_a_gradient_by_chunks_holds_one_chunk_and_not_the_matrix():
 
 
 def test_chunked_attention_in_bfloat16_stays_bfloat16_and_near_the_truth():
-    q, k, v, dy = (drawn(1, 2, 64, 16) + i / 4 for i in range(4))
+    q, k, v, dy = (random_array(1, 2, 64, 16) + i / 4 for i in range(4))
     _, true = mx.vjp(plain, [q, k, v], [dy])
     low = [x.astype(mx.bfloat16) for x in (q, k, v)]
     (y,), grads = mx.vjp(lambda q, k, v: chunked(q, k, v, 0.25, 16), low, [dy.astype(mx.bfloat16)])
     assert {x.dtype for x in (y, *grads)} == {mx.bfloat16}
     for found, wanted in zip(grads, true, strict=True):
-        assert apart(found.astype(mx.float32), wanted) < 0.02
+        assert relative_error(found.astype(mx.float32), wanted) < 0.02
 
 
-def test_a_mask_still_masks():
-    q, k, v = (drawn(1, 2, 6, 8) + i for i in range(3))
+def test_a_mask_hides_keys():
+    q, k, v = (random_array(1, 2, 6, 8) + i for i in range(3))
     mask = mx.arange(6) < 4
-    assert apart(attention(q, k, v, 0.3, mask), attention(q, k[:, :, :4], v[:, :, :4], 0.3)) < 1e-6
+    assert relative_error(attention(q, k, v, 0.3, mask), attention(q, k[:, :, :4], v[:, :, :4], 0.3)) < 1e-6
 
 
-def test_attention_s_gradient_comes_in_one_layout_whatever_is_made_of_it(monkeypatch):
+def test_the_gradient_of_attention_is_contiguous_whatever_follows(monkeypatch):
     """MLX's cuDNN graph of the gradient is kept without regard to that layout."""
     monkeypatch.setattr(module, "fused_gradient", lambda q: True)
     seen = []
@@ -111,5 +116,5 @@ def test_attention_s_gradient_comes_in_one_layout_whatever_is_made_of_it(monkeyp
         return mx.square(mx.concatenate([y_BLD, 3 * y_BLD], axis=-1)).sum()
 
     for made in (alone, beside):
-        mx.eval(mx.grad(made)(drawn(B, H, L, K)))
+        mx.eval(mx.grad(made)(random_array(B, H, L, K)))
     assert seen == [(4 * L * H * K, 4 * K, 4 * H * K, 4)] * 2  # of (B,H,L,K), bytes

@@ -17,7 +17,7 @@ def test_a_single_file_is_found_under_either_spelling(tmp_path, name):
     assert locate(tmp_path, "transformer", family("klein-base-4b")) == tmp_path / name
 
 
-def test_a_component_that_is_not_there_says_what_was_looked_for(tmp_path):
+def test_a_missing_component_is_reported_with_the_names_looked_for(tmp_path):
     with pytest.raises(ValueError, match=r"looked for transformer/, flux-2-klein-base-4b\.safetensors") as caught:
         locate(tmp_path, "transformer", family("klein-base-4b"))
     assert str(tmp_path) in str(caught.value)

@@ -16,7 +16,7 @@ def arrays():
     return {"a.weight": np.arange(12, dtype=np.float32).reshape(4, 3), "b.weight": np.ones(5, np.float32)}
 
 
-def test_every_tensor_arrives_with_its_values_and_in_the_dtype_asked_for(tmp_path):
+def test_every_tensor_is_loaded_with_its_values_in_the_dtype_asked_for(tmp_path):
     save_file(arrays(), tmp_path / "model.safetensors")
     read = weights.load_component(tmp_path, SHAPES, dtype=mx.bfloat16)
     assert set(read) == set(SHAPES)
@@ -81,7 +81,7 @@ def test_shards_are_read_by_their_index(tmp_path):
     assert set(weights.load_component(tmp_path, SHAPES)) == set(SHAPES)
 
 
-def test_a_shard_that_is_not_there_is_named(tmp_path):
+def test_a_missing_shard_is_named(tmp_path):
     write_shards(tmp_path)
     (tmp_path / "model-2.safetensors").unlink()
     with pytest.raises(ValueError, match=r"lacks model-2\.safetensors of the 2 files"):
@@ -95,7 +95,7 @@ def test_a_tensor_that_two_shards_hold_is_refused(tmp_path):
         weights.load_component(tmp_path, SHAPES)
 
 
-def test_a_folder_without_weights_says_what_was_looked_for(tmp_path):
+def test_a_folder_without_weights_is_reported_with_the_names_looked_for(tmp_path):
     with pytest.raises(ValueError, match=r"looked for \*\.safetensors"):
         weights.load_component(tmp_path, SHAPES)
 

@@ -110,7 +110,7 @@ def makers_layout(state):
     return found
 
 
-def test_attention_in_parts_changes_nothing(released, tmp_path, monkeypatch):
+def test_attention_in_passes_gives_the_same_latents(released, tmp_path, monkeypatch):
     model = ours(released, tmp_path)
     x_BHWC = mx.array(images(2, 48, 80, 3))
     whole = np.array(model.encode(x_BHWC))
@@ -134,7 +134,7 @@ def test_decoding_an_encoding_in_bfloat16_stays_near_float32(released, tmp_path)
     assert float(mx.abs(half.encode(x_BHWC) - exact.encode(x_BHWC)).max()) < 0.1
 
 
-def test_an_image_is_encoded_to_the_same_bits_whatever_its_place_in_memory(released, tmp_path):
+def test_an_image_is_encoded_to_the_same_bits_wherever_it_lies_in_memory(released, tmp_path):
     model = ours(released, tmp_path)
     first = np.array(model.encode(mx.array(images(1, 48, 64, 3))))
     kept = [mx.ones(i * 1000 + 1) + 1 for i in range(5)]
@@ -148,7 +148,7 @@ def test_a_size_that_is_no_multiple_of_16_is_refused(released, tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [{"act_fn": "relu"}, {"patch_size": [4, 4]}])
-def test_a_config_that_means_other_arithmetic_is_refused(wrong):
+def test_a_config_that_would_change_the_computation_is_refused(wrong):
     with pytest.raises(ValueError, match="is not supported; expected"):
         AutoencoderConfig.from_dict({**AUTOENCODER, **wrong})
 

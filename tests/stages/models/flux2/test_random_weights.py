@@ -56,12 +56,12 @@ def test_one_seed_gives_the_same_bytes_and_another_does_not(folder: Path, tmp_pa
     assert differing == {name for name in digests(folder) if name.endswith(".safetensors")}
 
 
-def test_the_numbers_are_these_on_every_machine() -> None:
+def test_random_weights_are_equal_on_every_machine() -> None:
     values = random_weights.weight("transformer.proj_out.weight", (128, 64), 0)
     assert hashlib.sha256(values.tobytes()).hexdigest()[:16] == "4d85ff08bd6099f8"
 
 
-def test_diffusers_loads_it_and_knows_every_tensor(folder: Path) -> None:
+def test_diffusers_loads_random_weights_and_knows_every_tensor(folder: Path) -> None:
     from diffusers import AutoencoderKLFlux2, Flux2KleinPipeline, Flux2Transformer2DModel
     from transformers import Qwen3ForCausalLM
 
@@ -74,7 +74,7 @@ def test_diffusers_loads_it_and_knows_every_tensor(folder: Path) -> None:
         assert not said["missing_keys"] and not said["unexpected_keys"] and not said["mismatched_keys"], part
 
 
-def test_diffusers_draws_a_picture_with_it(folder: Path) -> None:
+def test_diffusers_draws_an_image_with_random_weights(folder: Path) -> None:
     from diffusers import Flux2KleinPipeline
 
     pipeline = Flux2KleinPipeline.from_pretrained(folder)
@@ -92,7 +92,7 @@ def test_diffusers_draws_a_picture_with_it(folder: Path) -> None:
     assert np.isfinite(drawn).all() and drawn.std() > 0.05
 
 
-def test_its_tokenizer_reads_back_any_text(folder: Path) -> None:
+def test_the_tokenizer_decodes_what_it_encodes(folder: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
@@ -102,7 +102,7 @@ def test_its_tokenizer_reads_back_any_text(folder: Path) -> None:
     assert len(tokenizer) <= json.loads((folder / "text_encoder" / "config.json").read_text())["vocab_size"]
 
 
-def test_its_latents_have_about_unit_variance_and_its_pictures_are_visible(folder: Path) -> None:
+def test_random_latents_have_about_unit_variance_and_decode_to_visible_images(folder: Path) -> None:
     model = autoencoder(folder)
     latents = model.encode(smooth(4))
     assert 0.6 < float(latents.std()) < 1.6
@@ -112,7 +112,7 @@ def test_its_latents_have_about_unit_variance_and_its_pictures_are_visible(folde
     assert float((mx.abs(drawn) < 1).mean()) > 0.9
 
 
-def test_its_velocity_is_of_the_size_of_noise_and_depends_on_everything(folder: Path) -> None:
+def test_a_random_velocity_is_of_the_size_of_noise_and_depends_on_every_input(folder: Path) -> None:
     encoder = TextEncoder(locate(folder, "text_encoder", TINY), locate(folder, "tokenizer", TINY), TINY, "float32")
     one, two = (mx.array(widen(made.words))[None] for made in encoder.encode(["a cat", "a red boat"]))
     model = load.load_flux2(locate(folder, "transformer", TINY), TINY, mx.float32)

@@ -27,16 +27,16 @@ def scheduler(tokens: int, steps: int) -> Any:
 
 @pytest.mark.parametrize("tokens", [16, 1024, 4096, 4300, 4301, 9216])
 @pytest.mark.parametrize("steps", [1, 4, 28, 50])
-def test_the_noise_levels_are_the_reference_s(tokens: int, steps: int) -> None:
+def test_the_noise_levels_are_those_of_diffusers(tokens: int, steps: int) -> None:
     np.testing.assert_allclose(sampling.sigmas(tokens, steps), scheduler(tokens, steps).sigmas.numpy(), rtol=0, atol=1e-6)
 
 
-def test_the_published_levels_of_four_steps() -> None:
+def test_the_levels_of_four_steps_are_the_published_ones() -> None:
     np.testing.assert_allclose(sampling.sigmas(4096, 4), [1, 0.967384, 0.908144, 0.7672, 0], atol=1e-6)
     np.testing.assert_allclose(sampling.sigmas(1024, 4), [1, 0.958085, 0.883982, 0.717497, 0], atol=1e-6)
 
 
-def test_no_steps_are_refused() -> None:
+def test_zero_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="steps must be >= 1, got 0"):
         sampling.sigmas(1024, 0)
 
@@ -72,7 +72,7 @@ def test_noise_depends_on_seed_and_shape_alone() -> None:
     np.testing.assert_allclose(noise_BCHW.ravel()[:3], [-0.5023736, 0.5068453, 2.0193486], atol=1e-7)  # on every machine
 
 
-def test_guidance_of_one_is_the_prompt_alone_and_more_goes_beyond() -> None:
+def test_a_guidance_of_one_is_the_prompt_alone_and_more_extrapolates() -> None:
     with_prompt, without = mx.array([1.0, 2.0]), mx.array([0.0, 3.0])
     assert sampling.guided(with_prompt, without, 1.0).tolist() == [1.0, 2.0]
     assert sampling.guided(with_prompt, without, 4.0).tolist() == [4.0, -1.0]

@@ -78,7 +78,7 @@ def theirs(model: Any, x: Any, ctx: Any, timesteps: Any, guidance: Any) -> Any:
     ).sample
 
 
-def test_names_and_shapes_are_those_of_the_reference(reference: Any) -> None:
+def test_names_and_shapes_are_those_of_diffusers(reference: Any) -> None:
     config = Flux2Config.from_dict(reference.config)
     assert config.shapes() == {name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()}
 
@@ -93,7 +93,7 @@ def test_the_released_sizes_give_the_released_numbers_of_parameters(name: str, t
     assert sum(int(np.prod(shape)) for shape in shapes.values()) == parameters
 
 
-def test_the_velocity_is_the_reference_s(reference: Any) -> None:
+def test_the_velocity_is_that_of_diffusers(reference: Any) -> None:
     import torch
 
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_the_velocity_is_the_reference_s(reference: Any) -> None:
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
 
 
-def test_the_gradient_is_the_reference_s(reference: Any) -> None:
+def test_the_gradient_is_that_of_diffusers(reference: Any) -> None:
     import torch
 
     inputs = given()
@@ -117,7 +117,7 @@ def test_the_gradient_is_the_reference_s(reference: Any) -> None:
         np.testing.assert_allclose(np.array(got) / scale, expected.numpy() / scale, rtol=0, atol=1e-4)
 
 
-def test_an_image_does_not_know_its_neighbours_in_the_batch(reference: Any) -> None:
+def test_a_velocity_does_not_depend_on_the_other_samples_of_a_batch(reference: Any) -> None:
     model, inputs = ours(reference), given()
     together = np.array(run(model, **inputs))
     for i in range(2):
@@ -125,7 +125,7 @@ def test_an_image_does_not_know_its_neighbours_in_the_batch(reference: Any) -> N
         np.testing.assert_allclose(together[i : i + 1], alone, rtol=0, atol=1e-5)
 
 
-def test_walking_the_blocks_is_calling_the_model(reference: Any) -> None:
+def test_block_after_block_gives_what_calling_the_model_gives(reference: Any) -> None:
     model, inputs = ours(reference), given()
     at = (mx.array(inputs["x"]), image_ids(*SIZE), mx.array(inputs["ctx"]), text_ids(TEXT), mx.array(SIGMAS), mx.array(GUIDANCE))
     h_BSD, shared = model.enter(*at)
@@ -135,7 +135,7 @@ def test_walking_the_blocks_is_calling_the_model(reference: Any) -> None:
     assert mx.array_equal(model.leave(h_BSD, shared), run(model, **inputs))
 
 
-def test_every_linear_of_a_block_goes_through_the_caller_s_hands(reference: Any) -> None:
+def test_every_linear_of_a_block_is_computed_by_the_callers_function(reference: Any) -> None:
     model, seen = ours(reference), {}
 
     def linear_for(block: str) -> Callable[..., mx.array]:
@@ -179,7 +179,7 @@ def test_sigma_is_not_rounded_by_bfloat16_weights(reference: Any) -> None:
     assert mx.abs(near[0] - near[1]).max() > 0
 
 
-def test_ids_are_those_of_the_reference_pipeline() -> None:
+def test_positions_are_those_of_diffusers_pipeline() -> None:
     import torch
     from diffusers import Flux2KleinPipeline
 
@@ -189,7 +189,7 @@ def test_ids_are_those_of_the_reference_pipeline() -> None:
     np.testing.assert_array_equal(text_ids(TEXT), texts)
 
 
-def test_rotary_tables_are_kept_per_shape_and_not_without_bound(reference: Any) -> None:
+def test_rotary_tables_are_reused_by_shape_up_to_a_limit(reference: Any) -> None:
     model = ours(reference)
     first = model._rope(image_ids(2, 2))
     assert model._rope(image_ids(2, 2)) is first

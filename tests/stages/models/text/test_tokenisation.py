@@ -57,13 +57,13 @@ def test_tokens_and_padding_are_those_of_diffusers(tiny_weights: Path, prompts: 
     assert prompt.real == sum(real) and real == sorted(real, reverse=True)
 
 
-def test_the_empty_prompt_is_the_empty_turn_not_nothing(prompts: PromptTokenizer) -> None:
+def test_an_empty_prompt_is_an_empty_turn(prompts: PromptTokenizer) -> None:
     prompt = prompts("")
     assert (prompt.real, prompt.dropped) == (12, 0)
     assert prompts.tokenizer.decode(prompt.ids[:12]) == prompts.apply_template("")
 
 
-def test_what_does_not_fit_is_counted(prompts: PromptTokenizer) -> None:
+def test_tokens_that_are_cut_off_are_counted(prompts: PromptTokenizer) -> None:
     whole = prompts.tokenizer(prompts.apply_template("word " * 90))["input_ids"]
     prompt = prompts("word " * 90)
     assert (prompt.real, prompt.dropped) == (64, len(whole) - 64)
@@ -78,7 +78,7 @@ def test_a_family_whose_text_encoder_is_not_supported_is_refused_in_one_line(tin
     assert "\n" not in str(error.value)
 
 
-def test_a_tokenizer_folder_that_does_not_serve_is_refused_with_what_it_lacks(tiny_weights: Path, tmp_path: Path) -> None:
+def test_an_incomplete_tokenizer_folder_is_refused_with_what_it_lacks(tiny_weights: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no tokenizer in .*tokenizer\.json"):
         PromptTokenizer(tmp_path, TINY)
     shutil.copytree(tiny_weights / "tokenizer", tmp_path / "silent")
