@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from data.experiments import report, results, runs
-from data.experiments.judging import HeldOut, Scorer, checkpoints
+from data.experiments.held_out import HeldOutLoss, checkpoints
+from data.experiments.scoring import Scorer
 from data.experiments.sheets import write_sheets
 from pipeline.project.project import Project
 from stages.tuner.checkpoint import ADAPTER, EMA
@@ -41,7 +42,7 @@ Row = dict[str, Any]
 
 def losses(projects: dict[str, Project], folder: Path) -> list[Row]:
     """Measure the held-out loss of the base, of every run, and of every checkpoint of the run "noisy" with its average."""
-    held = HeldOut(runs.build(folder, runs.BOTH_SIZES, runs.BEFORE))
+    held = HeldOutLoss(runs.build(folder, runs.BOTH_SIZES, runs.BEFORE))
     rows = [{"what": "loss", "run": "base", "step": 0, **found} for found in held.measure(None)]
     for run, project in projects.items():
         if run == "noisy":

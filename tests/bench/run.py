@@ -5,18 +5,22 @@ Weights are random and have the shapes of the family, because time and memory de
 
 from __future__ import annotations
 
-import functools
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import stages  # noqa: F401  (before mlx.core)
 from tests.bench.cases import KINDS, TORCH_PLANS, Case
 from tests.bench.environment import describe
+
+if TYPE_CHECKING:
+    from stages.text_to_image.train.reader import MicroBatch
+    from stages.tuner.blockwise.meter import Meter
+    from stages.tuner.step import TrainingStep
 
 
 def time_steps(step: Callable[[], Any], count: int) -> dict[str, float]:
@@ -30,38 +34,46 @@ def time_steps(step: Callable[[], Any], count: int) -> dict[str, float]:
     return {"first_s": seconds[0], "s": statistics.median(warm), "least_s": min(warm), "most_s": max(warm)}
 
 
+def take_step(training: TrainingStep, batch: MicroBatch, meter: Meter | None = None) -> None:
+    """Take one training step. ValueError if the gradient is not finite: its time would mean nothing."""
+    result = training.step([batch], training.config.lr, meter=meter)
+    if not result.finite:
+        raise ValueError("the gradient is not finite")
+
+
 def measure_training(case: Case) -> dict[str, Any]:
-    """Time the training steps of a case, and measure their memory; one more step, phase by phase, says where it peaks."""
+    """Time the trainer's steps for a case, and measure their memory; one more step, phase by phase, says where it peaks."""
     import mlx.core as mx
 
     from stages.text_to_image.families import family
-    from stages.text_to_image.train import memory_plan
-    from stages.text_to_image.train.profile import profile_settings as settings
+    from stages.text_to_image.train.memory_plan import BatchShape, MemoryEstimator
+    from stages.text_to_image.train.profile import profile_settings, random_batch, random_training
     from stages.tuner.blockwise.device import limit_command_buffers, memory_budget
     from stages.tuner.blockwise.meter import Meter
     from stages.tuner.memory_plan import live_bytes_limit
-    from tests.bench.steps import Rig
+    from tests.bench.plain import random_plain_training
 
-    plan: Any = int(case.plan) if case.plan.isdigit() else case.plan
     if case.memory_limited:
         limit_command_buffers()  # before MLX's first operation
-    record = family(case.family)
-    c = settings(case.optimizer, base_bits=case.bits, rank=case.rank)
+    record, config = family(case.family), profile_settings(case.optimizer, base_bits=case.bits, rank=case.rank)
     architecture = record.architecture
-    batch = memory_plan.BatchShape(1, case.width, case.height, record.text_tokens, architecture.pixels_per_token)
-    rig = Rig(record, c, batch)
+    shape = BatchShape(1, case.width, case.height, record.text_tokens, architecture.pixels_per_token)
+    estimate = MemoryEstimator(config, architecture, architecture.transformer_config(None, record)).estimate(shape, 1)
+    training = (random_plain_training if case.plan == "plain" else random_training)(record, config)
     sizes = {"load_peak_gb": mx.get_peak_memory(), "held_gb": mx.get_active_memory()}
-    estimate = memory_plan.MemoryEstimator(c, architecture, rig.config).estimate(rig.batch, 1)
-    rig.bound = live_bytes_limit(estimate, plan, memory_budget()) if case.memory_limited else None
+    if case.plan != "plain":
+        training.plan = int(case.plan) if case.plan.isdigit() else case.plan
+        training.live_bytes = live_bytes_limit(estimate, training.plan, memory_budget()) if case.memory_limited else None
+        sizes["estimated_gb"] = estimate.peak(training.plan)
     mx.clear_cache()
     mx.reset_peak_memory()
-    times = time_steps(functools.partial(rig.step, plan), case.steps)
+    batch = random_batch(record, shape)
+    times = time_steps(lambda: take_step(training, batch), case.steps)
     sizes |= {"peak_gb": mx.get_peak_memory(), "cache_gb": mx.get_cache_memory()}
-    sizes |= {"estimated_gb": estimate.peak(plan)} if plan != "plain" else {}
     meter = Meter()
-    rig.step(plan, meter)
+    take_step(training, batch, meter)
     sizes |= {f"{row['phase']}_gb": row["peak"] for row in meter.rows}
-    about = {"tokens": rig.batch.tokens, "dtype": c.precision}
+    about = {"tokens": shape.tokens, "dtype": config.precision}
     return times | about | {name: size / 1e9 for name, size in sizes.items()}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from data.experiments import experiments, judging, report, results, runs
+from data.experiments import experiments, report, results, runs, scoring
 from data.experiments.charts import CHARTS
 from data.experiments.tables import DROPOUT_LABELS
 from pipeline.commands.plots import TEXT_CHUNK, plotted
@@ -105,7 +105,7 @@ def test_no_picture_is_both_trained_on_and_held_out_or_asked_for(folder):
 def test_a_difference_is_the_mean_over_all_levels(tmp_path):
     for name, level in (("a.png", 10), ("b.png", 30)):
         Image.new("RGB", (4, 4), (level, level, 0)).save(tmp_path / name)
-    assert judging.difference(tmp_path / "a.png", tmp_path / "b.png") == pytest.approx(40 / 3)
+    assert scoring.difference(tmp_path / "a.png", tmp_path / "b.png") == pytest.approx(40 / 3)
 
 
 def test_a_mean_comes_with_its_standard_error_and_style_counts_from_the_base():

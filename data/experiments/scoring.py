@@ -1,13 +1,10 @@
-"""Measurements of the experiments: the loss of held-out pictures, and scores of previews.
+"""Scores of previews: style, agreement with the text, and the difference from the base's picture.
 
-In names: D picture features, E sentence embedding, N texts, H W pixels.
+In names: D picture features, N texts, E sentence embedding, H W pixels.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,57 +12,11 @@ import numpy as np
 from PIL import Image
 
 from data.experiments.runs import EXAMPLE, captions
-from pipeline.project.project import Project
-from schemas.text_to_image.captions import CAPTIONS
 from stages.text_to_image.scores.agreement import AgreementMap
 from stages.text_to_image.scores.axis import FeatureGroup, axis_position
 from stages.text_to_image.scores.encoders import TEXT_VECTORS, ImageEncoder, TextVectors
-from stages.text_to_image.train.task import ImageTask
-from stages.text_to_image.train.validation import HeldOutImages
-from stages.tuner import checkpoint
-from stages.tuner.adapters.stacks import Stacks
-from stages.tuner.checkpoint import ADAPTER, Checkpoint
-from stages.tuner.loop import load_training
-
-SIDES, WAYS = (128, 192), ("own", "empty")
-TOKENS = 64  # at most, of a crop of the smaller
 
 Row = dict[str, Any]
-
-
-class HeldOut:
-    """The held-out crops, at the product's own noise and noise levels, under their captions and under the empty one."""
-
-    def __init__(self, project: Project) -> None:
-        self.ctx = project.context(project.stage("train"))
-        task = ImageTask(self.ctx)
-        found = task.held_out
-        assert found
-        empty = next(row["caption_id"] for row in self.ctx.rows(CAPTIONS).to_pylist() if row["role"] == "empty")
-        bare = [dataclasses.replace(crop, captions=(empty,)) for crop in found.crops]
-        again = HeldOutImages(self.ctx, bare, found.config, self.ctx.config.batch_size)
-        self.ways = dict(zip(WAYS, (found, again), strict=True))
-        self.training = load_training(task, None)
-        self.fresh = self.training.masters
-
-    def measure(
-        self, saved: Checkpoint | None, name: str = ADAPTER, ways: Sequence[str] = WAYS, sides: Sequence[int] = SIDES
-    ) -> Iterator[Row]:
-        """The mean loss of a checkpoint's adapter (None: of the bare base) by caption and by the resolution of the crops."""
-        self.training.masters = Stacks.of(saved.arrays(name)) if saved else self.fresh
-        for way in ways:
-            losses: dict[int, list[float]] = defaultdict(list)
-            for micro in self.ways[way].micro_batches():
-                side = SIDES[micro.samples[0].crop.tokens > TOKENS]
-                if side in sides:
-                    losses[side] += self.training.measure(micro)
-            for side, found in sorted(losses.items()):
-                yield {"caption": way, "side": side, "loss": float(np.mean(found)), "count": len(found)}
-
-
-def checkpoints(project: Project) -> list[Checkpoint]:
-    """A run's checkpoints, by step."""
-    return checkpoint.find_checkpoints(project.current("train").folder / "artifacts")[::-1]
 
 
 class Scorer:

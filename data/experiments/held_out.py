@@ -1,0 +1,66 @@
+"""The loss of held-out pictures: measured as [train.validation] does, and once more under the empty caption."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from pipeline.project.project import Project
+from schemas.text_to_image.captions import CAPTIONS
+from stages.text_to_image.train.task import ImageTask
+from stages.text_to_image.train.validation import HeldOutImages
+from stages.tuner import checkpoint
+from stages.tuner.adapters.stacks import Stacks
+from stages.tuner.checkpoint import ADAPTER, Checkpoint
+from stages.tuner.loop import load_training
+
+SIDES = (128, 192)  # pixels: the resolutions of the crops
+CAPTION_KINDS = ("own", "empty")  # measured under the picture's caption, and under the empty one
+LARGEST_128 = 64  # most image tokens of a crop at 128 px
+
+Row = dict[str, Any]
+
+
+class HeldOutLoss:
+    """The held-out crops of a project, and the model that measures them."""
+
+    def __init__(self, project: Project) -> None:
+        ctx = project.context(project.stage("train"))
+        task = ImageTask(ctx)
+        own = task.held_out
+        assert own, "the project has [train.validation]"
+        empty = next(row["caption_id"] for row in ctx.rows(CAPTIONS).to_pylist() if row["role"] == "empty")
+        crops = [dataclasses.replace(crop, captions=(empty,)) for crop in own.crops]
+        self.images = {"own": own, "empty": HeldOutImages(ctx, crops, own.config, ctx.config.batch_size)}
+        self.training = load_training(task, None)
+        self.untrained = self.training.masters
+
+    def measure(
+        self,
+        saved: Checkpoint | None,
+        name: str = ADAPTER,
+        kinds: Sequence[str] = CAPTION_KINDS,
+        sides: Sequence[int] = SIDES,
+    ) -> Iterator[Row]:
+        """Yield the mean loss of a checkpoint's adapter, a row for each kind of caption and each side of the crops.
+
+        None measures the base. `name` is the file of the checkpoint: the adapter, or its average.
+        """
+        self.training.masters = Stacks.of(saved.arrays(name)) if saved else self.untrained
+        for kind in kinds:
+            losses: dict[int, list[float]] = defaultdict(list)
+            for micro in self.images[kind].micro_batches():
+                side = SIDES[micro.samples[0].crop.tokens > LARGEST_128]
+                if side in sides:
+                    losses[side] += self.training.measure(micro)
+            for side, found in sorted(losses.items()):
+                yield {"caption": kind, "side": side, "loss": float(np.mean(found)), "count": len(found)}
+
+
+def checkpoints(project: Project) -> list[Checkpoint]:
+    """Return the checkpoints of a run, ordered by step."""
+    return checkpoint.find_checkpoints(project.current("train").folder / "artifacts")[::-1]
