@@ -54,7 +54,7 @@ def test_no_query_of_the_readme_mixes_training_and_validation_losses(built):
 
 
 def test_the_three_lines_of_python_with_duckdb_run(built):
-    (code,) = blocks("python")
+    (code,) = (block for block in blocks("python") if "import duckdb" in block)
     assert len(code.strip().splitlines()) == 3
     code = code.replace("data/example", str(built))
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -72,9 +72,20 @@ def test_every_make_target_that_the_readme_names_exists():
     [("change what a row is", "setting"), ("choose which rows exist", "selects"), ("change no row", "runtime")],
 )
 def test_the_readme_names_settings_by_their_true_kind(words, kind):
-    (keys,) = re.findall(rf"those that {words}\s+\(([^:]*):", README)
+    (keys,) = re.findall(rf"hose that\s+{words}\s+\(([^)]*)\)", README)
     named = re.findall(r"`(\w+)\.(\w+)`", keys)
     assert named
     for stage_name, name in named:
         (field,) = (each for each in dataclasses.fields(PIPELINE.stage(stage_name).config) if each.name == name)
         assert field.metadata["kind"] == kind, f"{stage_name}.{name}"
+
+
+def test_the_life_of_one_image_names_at_most_twelve_steps_in_files_that_exist():
+    life = README.partition("### The life of one image")[2]
+    steps = re.findall(r"^\d+\. (.*)$", life, re.MULTILINE)
+    assert 0 < len(steps) <= 12
+    for step in steps:
+        (first, *_) = re.findall(r"`((?:stages|pipeline)/[\w/]+\.py)`", step)
+        assert (ROOT / first).is_file(), first
+        for name in re.findall(r"`([\w/]+\.py)`", step)[1:]:
+            assert any((ROOT / start / name).is_file() for start in (".", Path(first).parent)), name
