@@ -144,12 +144,14 @@ Query = Callable[..., list[dict[str, Any]]]  # query(sql, **values) -> rows as d
 
 @dataclass(frozen=True)
 class View:
-    """An SQL view over the tables of a pipeline: its SELECT statement (`sql`), and one line that says what its rows are
-    (`doc`).
+    """An SQL view over the tables of a pipeline: its SELECT statement (`sql`), and one line that says what its rows are (`doc`).
+
+    `needs` names the tables without which the view has no meaning: a query over it is refused until they are built.
     """
 
     sql: str
     doc: str
+    needs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,8 @@ def _catalog_for(project: Project, sql: str) -> Iterator[duckdb.DuckDBPyConnecti
     catalog = open_catalog(project)
     catalog.execute("set python_enable_replacements = false")  # a misspelt table must not find a Python variable
     (tree,) = catalog.execute("select json_serialize_sql($1)", [sql]).fetchall()[0]
-    named = re.findall(r'"table_name":"(\w+)"', tree)
+    named = set(re.findall(r'"table_name":"(\w+)"', tree))
+    named.update(*(view.needs for name, view in project.pipeline.views.items() if name in named))
     for (name,) in catalog.execute("select stage from tables where not built").fetchall():
         if name in named:
             raise NotBuilt(f"the table {name} is not built; run: make {name}", name)

@@ -25,6 +25,7 @@ from usable join dropped using (image_id) group by path, image_id
 order by stage, path
 """,
     "images that are not trained on: the table where each drops out, and why",
+    needs=("images",),
 )
 VIEWS = {"unused": UNUSED}
 
