@@ -18,7 +18,7 @@ def drawn(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
 
 
 @pytest.mark.parametrize(("bits", "bound"), [(8, 0.01), (4, 0.12)])
-def test_a_packed_weight_stands_for_nearly_the_same_weight(bits, bound):
+def test_an_unpacked_weight_is_near_the_original(bits, bound):
     weight = drawn(96, 128)
     packed = pack(weight, bits)
     assert packed.bits == bits
@@ -35,7 +35,7 @@ def test_a_product_and_its_gradient_are_those_of_the_unpacked_weight(dtype):
     assert mx.array_equal(dx, dy @ dense(weight))
 
 
-def test_a_packed_weight_stays_one_through_the_compiler():
+def test_mx_compile_passes_a_packed_weight_on_as_one():
     x, weight, seen = drawn(3, 128), pack(drawn(96, 128), 8), []
 
     def run(x, weights):
@@ -46,7 +46,7 @@ def test_a_packed_weight_stays_one_through_the_compiler():
     assert seen == [QuantizedWeight]
 
 
-def test_weights_are_packed_one_at_a_time_and_the_others_stay():
+def test_packing_takes_memory_for_one_weight_at_a_time_and_skips_what_cannot_be_packed():
     weights = {f"{i}.weight": drawn(256, 256) + i for i in range(8)} | {"norm.weight": drawn(64), "narrow.weight": drawn(4, 24)}
     names, size = list(weights), nbytes(weights)
     mx.eval(weights)
@@ -72,7 +72,7 @@ def test_bits_and_shapes_that_cannot_be_packed_are_refused():
         pack(drawn(64, 65), 8)
 
 
-def test_a_large_weight_is_unpacked_in_parts_that_give_the_same_product_and_gradient(monkeypatch):
+def test_a_large_weight_unpacked_in_chunks_gives_the_same_product_and_gradient(monkeypatch):
     x, dy, weight = drawn(2, 5, 128), drawn(2, 5, 100), pack(drawn(100, 128), 4)
     monkeypatch.setattr(quantize, "CHUNK", 30 * 128 * 4)
     assert [rows.stop - rows.start for rows in quantize.row_chunks(weight)] == [25, 25, 25, 25]

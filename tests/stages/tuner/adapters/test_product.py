@@ -22,7 +22,7 @@ def close(found, wanted):
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("chunk", [1 << 28, 20 * IN * 4])  # a packed weight unpacked as a whole, or 20 rows at a time
-def test_the_outputs_and_all_gradients_are_those_of_the_plain_words(bits, scale, chunk, monkeypatch):
+def test_outputs_and_all_gradients_equal_those_of_plain_operations(bits, scale, chunk, monkeypatch):
     monkeypatch.setattr(quantize, "CHUNK", chunk)
     weight = quantize.pack_if_possible(drawn(OUT, IN), bits)
     x, down, up, dy = drawn(2, 5, IN), drawn(RANK, IN), drawn(OUT, RANK), drawn(2, 5, OUT, seed=9)
@@ -37,8 +37,8 @@ def test_the_outputs_and_all_gradients_are_those_of_the_plain_words(bits, scale,
     assert close(mx.vjp(lambda x: product(x, weight), [x], [dy])[1], [dy @ quantize.dense(weight)])
 
 
-def test_gradients_alone_do_not_ask_for_the_product_with_the_weight_again():
-    """The last Linear of a block that is computed again: nothing but its own gradient would want its outputs."""
+def test_gradients_alone_do_not_compute_the_product_with_the_weight_again():
+    """In a recomputed block nothing else needs the outputs of the last Linear."""
     weight, x, down, up, dy = drawn(OUT, IN), drawn(5, IN), drawn(RANK, IN), drawn(OUT, RANK), drawn(5, OUT)
     mx.eval(weight, x, down, up, dy)
     grads = mx.vjp(lambda x, *pair: product(x, weight, pair), [x, down, up], [dy])[1]

@@ -67,8 +67,8 @@ def loss_of(size: int = 2, seed: int = 9):
     return functools.partial(squared, target=mx.random.normal((size, 12, 8), key=mx.random.key(seed)))
 
 
-def plainly(model, adapters, scales, inputs, loss):
-    """The whole graph at once, in the plainest words."""
+def whole_graph_gradients(model, adapters, scales, inputs, loss):
+    """Losses and gradients of the whole model as one plain graph."""
 
     def run(adapters):
         def linear_for(block):
@@ -83,7 +83,7 @@ def plainly(model, adapters, scales, inputs, loss):
 
 
 def assert_same(found, wanted, bound=1e-6):
-    """Each array's largest difference is within `bound` of its largest gradient."""
+    """Assert that each array differs by at most `bound` times its largest gradient."""
     assert set(found) == set(wanted)
     for name, grad in wanted.items():
         size = mx.abs(grad).max().item()
@@ -96,7 +96,7 @@ def test_every_plan_gives_the_gradients_of_the_whole_graph(plan):
     model = tiny()
     adapters, scales = trained(model)
     losses_B, grads = loss_and_grads(model, adapters, scales, batch(), loss_of(), plan)
-    true_B, true = plainly(model, adapters, scales, batch(), loss_of())
+    true_B, true = whole_graph_gradients(model, adapters, scales, batch(), loss_of())
     assert mx.allclose(losses_B, true_B, rtol=1e-6)
     assert_same(grads, true)
     assert {g.dtype for g in grads.values()} == {mx.float32}
@@ -108,11 +108,11 @@ def test_blocks_without_adapters_pass_the_gradient_on(patterns, plan):
     model = tiny()
     adapters, scales = trained(model, patterns)
     _, grads = loss_and_grads(model, adapters, scales, batch(), loss_of(), plan)
-    assert_same(grads, plainly(model, adapters, scales, batch(), loss_of())[1])
+    assert_same(grads, whole_graph_gradients(model, adapters, scales, batch(), loss_of())[1])
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_loss_that_captures_its_arrays_serves_as_well(plan):
+def test_a_plain_closure_as_loss_gives_the_same_gradients(plan):
     model = tiny()
     adapters, scales = trained(model)
     given = loss_of()
@@ -124,18 +124,18 @@ def test_a_loss_that_captures_its_arrays_serves_as_well(plan):
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_packed_base_gives_the_gradients_of_the_weights_that_it_stands_for(plan, bits):
+def test_packed_weights_give_the_gradients_of_their_unpacked_weights(plan, bits):
     model, dense = tiny(), tiny()
     for block, other in zip(model.blocks, dense.blocks, strict=True):
         block.weights.update({name: quantize.pack_if_possible(weight, bits) for name, weight in block.weights.items()})
         other.weights.update({name: quantize.dense(weight) for name, weight in block.weights.items()})
     adapters, scales = trained(model)
     _, grads = loss_and_grads(model, adapters, scales, batch(), loss_of(), plan)
-    assert_same(grads, plainly(dense, adapters, scales, batch(), loss_of())[1])
+    assert_same(grads, whole_graph_gradients(dense, adapters, scales, batch(), loss_of())[1])
 
 
 @pytest.mark.parametrize("plan", ["whole", "blocks"])
-def test_two_micro_batches_add_up_to_the_batch(plan):
+def test_gradients_of_two_micro_batches_add_up_to_those_of_the_batch(plan):
     model = tiny()
     adapters, scales = trained(model)
     both, target = batch(), loss_of().keywords["target"]
@@ -149,7 +149,7 @@ def test_two_micro_batches_add_up_to_the_batch(plan):
 
 
 @pytest.mark.parametrize("plan", ["whole", "blocks"])
-def test_float32_masters_do_not_widen_a_bfloat16_stream(plan):
+def test_float32_adapters_keep_bfloat16_activations_in_bfloat16(plan):
     model = tiny(mx.bfloat16)
     adapters, scales = trained(model)
     seen: list[mx.Dtype] = []
@@ -196,8 +196,8 @@ class Toy:
 
 
 @pytest.mark.parametrize("plan", ["whole", "blocks"])
-def test_a_compiled_block_holds_nothing_of_the_step_that_compiled_it(plan, monkeypatch):
-    """As on a GPU: adapters, weights, target and shared arrays are arguments, or the second step would see the first's."""
+def test_a_compiled_block_takes_every_array_of_a_step_as_an_argument(plan, monkeypatch):
+    """A captured array would be frozen into the graph: the second step would compute with the first step's."""
     steps = []
     for compiled in (False, True):
         monkeypatch.setattr(backprop, "compiles", lambda compiled=compiled: compiled)
@@ -214,7 +214,7 @@ def test_a_compiled_block_holds_nothing_of_the_step_that_compiled_it(plan, monke
         assert_same(grads, plain)
 
 
-def test_a_memory_limit_changes_no_number():
+def test_a_live_memory_limit_changes_no_gradient():
     model = tiny()
     adapters, scales = trained(model)
     _, free = loss_and_grads(model, adapters, scales, batch(), loss_of(), "blocks")
@@ -224,7 +224,7 @@ def test_a_memory_limit_changes_no_number():
 
 
 class Stream:
-    """Twenty blocks of one Linear each on a stream that outweighs all else: what lies there can be counted in streams."""
+    """Twenty blocks of one Linear each whose input is larger than everything else, so that memory can be counted in inputs."""
 
     def __init__(self) -> None:
         self.x_BK = mx.random.normal((1000, 64), key=mx.random.key(1))
@@ -246,7 +246,7 @@ class Stream:
         return h
 
     def peak(self, above: float | None) -> float:
-        """The most that a gradient by blocks took, in streams, where so many may be live before work is held back."""
+        """The peak memory of a gradient by blocks, counted in block inputs, with a live memory limit of `above` inputs."""
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         with live_memory_limit(None if above is None else before + round(above * self.x_BK.nbytes)):
@@ -255,16 +255,16 @@ class Stream:
         return (mx.get_peak_memory() - before) / self.x_BK.nbytes
 
 
-def test_a_limit_holds_the_peak_of_a_deep_chain_near_what_it_needs():
-    """Twenty inputs of blocks and one block's work, 24 streams in all, lie there whatever the limit; 32 where there is none."""
+def test_a_live_memory_limit_holds_the_peak_of_a_deep_chain_near_the_least_possible():
+    """Twenty block inputs and one block's work are needed, 24 inputs in all; without a limit it is 32."""
     chain = Stream()
     free, least = chain.peak(None), chain.peak(0)
     assert least < 25
-    assert free > least + 5, "without a limit, work is handed over far ahead"
+    assert free > least + 5, "without a limit, MLX submits work far ahead"
     assert chain.peak(26) < 27.5
 
 
-def test_a_dropped_model_is_freed_whatever_was_compiled_for_it():
+def test_a_dropped_model_is_freed_with_its_compiled_functions():
     gc.collect()
     before = mx.get_active_memory()
     model = tiny()

@@ -23,7 +23,7 @@ def test_a_meter_agrees_with_mlx_and_finds_a_planted_leak():
 
 
 def meter_of(*steps: dict[str, int]) -> Meter:
-    """A meter of phases that added, or let go, so many bytes."""
+    """A meter whose phases added these bytes, or freed them where negative."""
     meter, active = Meter(), 0
     for step, changes in enumerate(steps):
         for phase, change in changes.items():
@@ -32,17 +32,17 @@ def meter_of(*steps: dict[str, int]) -> Meter:
     return meter
 
 
-def test_a_small_growth_is_found_if_it_is_steady_and_its_size_is_that_of_all_steps():
+def test_a_small_steady_growth_is_found_with_its_bytes_per_step():
     noisy = [{"batch": 30_000 + 6_000 * (-1) ** n + 900, "work": 50_000, "rest": -50_900} for n in range(20)]
     assert meter_of(*noisy).leaks() == {"batch": pytest.approx(30_000, rel=0.02)}
     assert meter_of(*[{"batch": LEAK_BYTES} for _ in range(LEAST_TIMES)]).leaks() == {"batch": LEAK_BYTES}
     assert meter_of(*[{"batch": LEAK_BYTES - 1} for _ in range(20)]).leaks() == {}
 
 
-def test_what_is_let_go_between_phases_counts_and_so_does_what_grows_there():
+def test_memory_freed_or_added_between_phases_counts():
     meter = Meter()
     for step in range(8):
-        sizes = {"before": 10**5 * step, "active": 10**5 * step + 10**6}  # a million is let go, but for a tenth
+        sizes = {"before": 10**5 * step, "active": 10**5 * step + 10**6}  # nine tenths of the million are freed
         meter.rows.append({"step": step, "phase": "work"} | sizes)
     assert meter.leaks() == {"work": 10**5}
     for row in meter.rows:
@@ -50,12 +50,12 @@ def test_what_is_let_go_between_phases_counts_and_so_does_what_grows_there():
     assert meter.leaks() == {BETWEEN: 10**5}
 
 
-def test_a_growth_of_a_single_step_is_no_leak_nor_are_the_first_and_the_last():
+def test_growth_in_a_single_step_even_the_first_or_last_is_no_leak():
     for grown in range(20):
         assert meter_of(*[{"batch": 10**9 if n == grown else 0} for n in range(20)]).leaks() == {}
 
 
-def test_from_few_steps_nothing_is_concluded():
+def test_too_few_steps_show_no_leak():
     few = meter_of(*[{"batch": 10**9} for _ in range(LEAST_TIMES - 1)])
     assert (few.can_find_leaks, few.leaks()) == (False, {})
     assert meter_of(*[{"batch": 10**9} for _ in range(LEAST_TIMES)]).can_find_leaks

@@ -54,8 +54,10 @@ def nbytes(arrays: dict) -> int:
     return sum(value.nbytes for value in arrays.values())
 
 
-def run(heads: int, width: int, side: int, bits: int, rank: int, variant: str, plan: Any) -> tuple[planner.Estimate, int]:
-    """What a step is expected to take, and the bytes that it took at its peak."""
+def estimate_and_measure(
+    heads: int, width: int, side: int, bits: int, rank: int, variant: str, plan: Any
+) -> tuple[planner.Estimate, int]:
+    """The estimate of a step, and the bytes that it took at its peak."""
     c = config(heads, width)
     own = {name: bits if "transformer_blocks." in name else 16 for name in c.shapes()}
     arrays = {
@@ -70,8 +72,8 @@ def run(heads: int, width: int, side: int, bits: int, rank: int, variant: str, p
     optimizer_step = OptimizerStep(AdamW(), 1.0)
     masters = Stacks.of(adapter)
     state = optimizer_step.init(masters)
-    given, target = inputs(c, side, side), mx.zeros((1, side * side, c.in_channels))
-    mx.eval(masters.arrays, state, given["x_BLC"], given["ctx_BTJ"], target, list(arrays.values()))
+    batch, target = inputs(c, side, side), mx.zeros((1, side * side, c.in_channels))
+    mx.eval(masters.arrays, state, batch["x_BLC"], batch["ctx_BTJ"], target, list(arrays.values()))
     held = {"weights": planner.weight_bytes(shapes, 4), "targets": targets, "optimizer_state": nbytes(state)}
     del arrays, adapter
     scores = heads * (side * side + TEXT) ** 2 * 4
@@ -79,15 +81,15 @@ def run(heads: int, width: int, side: int, bits: int, rank: int, variant: str, p
     blocks = [(shape, own[name]) for name, shape in c.shapes().items() if "transformer_blocks." in name]
     more = {"optimizer_work": optimizer_step.working_bytes(masters), "scores": scores, "saved_scores": scores}
     more["unpacked"] = planner.unpacked_bytes(blocks, 4)
-    found = planner.estimate(meta_model, given, **held, **more)
+    found = planner.estimate(meta_model, batch, **held, **more)
     assert found.adapter == masters.nbytes
 
     gc.collect()
-    before = mx.get_active_memory() - found.held  # of other tests
+    before = mx.get_active_memory() - found.held  # less what other tests hold
     mx.reset_peak_memory()
-    asked = functools.partial(loss.mse, target_BLC=target)
+    loss_of_target = functools.partial(loss.mse, target_BLC=target)
     with live_memory_limit(1):
-        losses, grads = loss_and_grads(model, masters.unstack(), target_scales(targets), given, asked, plan)
+        losses, grads = loss_and_grads(model, masters.unstack(), target_scales(targets), batch, loss_of_target, plan)
         mx.eval(losses, grads)
         mx.eval(optimizer_step(masters, grads, state, 1e-4, mx.array(True)))
     return found, mx.get_peak_memory() - before
@@ -100,21 +102,27 @@ VARIANTS = ("lora", "dora", "lokr")
 @pytest.mark.parametrize("plan", ["blocks", 3, "whole"])
 @pytest.mark.parametrize(("heads", "width", "side", "bits"), [(2, 64, 12, 16), (4, 32, 20, 16), (4, 64, 12, 4), (4, 64, 4, 8)])
 def test_the_estimate_is_within_its_stated_factor_of_the_measured_peak(heads, width, side, bits, plan, variant):
-    found, measured = run(heads, width, side, bits, 4 if side > 4 else 32, variant, plan)
+    found, measured = estimate_and_measure(heads, width, side, bits, 4 if side > 4 else 32, variant, plan)
     assert 1 / planner.FACTOR < found.peak(plan) / measured < planner.FACTOR
 
 
 @pytest.mark.parametrize(
     ("variant", "rank", "plan"), [("dora", 8, "blocks"), ("dora", 8, "whole"), ("lokr", 16, "whole"), ("lokr", 64, "whole")]
 )
-def test_what_a_variant_keeps_beside_what_lora_keeps_is_expected(variant, rank, plan):
-    (plain, least), (found, most) = run(4, 64, 20, 4, 4, "lora", plan), run(4, 64, 20, 4, rank, variant, plan)
+def test_the_estimate_counts_what_a_variant_keeps_beyond_lora(variant, rank, plan):
+    (plain, least), (found, most) = (
+        estimate_and_measure(4, 64, 20, 4, 4, "lora", plan),
+        estimate_and_measure(4, 64, 20, 4, rank, variant, plan),
+    )
     expected = found.peak(plan) - found.held - (plain.peak(plan) - plain.held)
     assert expected == pytest.approx(most - found.held - (least - plain.held), rel=0.4)
 
 
-def test_a_packed_weight_is_expected_to_stand_unpacked_while_its_block_is_computed():
-    (plain, least), (found, most) = run(4, 64, 4, 16, 32, "lokr", "blocks"), run(4, 64, 4, 4, 32, "lokr", "blocks")
+def test_the_estimate_counts_the_unpacked_weights_of_one_block():
+    (plain, least), (found, most) = (
+        estimate_and_measure(4, 64, 4, 16, 32, "lokr", "blocks"),
+        estimate_and_measure(4, 64, 4, 4, 32, "lokr", "blocks"),
+    )
     assert found.unpacked == 4 * 2304 * 256
     assert found.peak("blocks") - found.held - (plain.peak("blocks") - plain.held) == planner.UNPACKED * found.unpacked
     assert most - found.held - (least - plain.held) == pytest.approx(planner.UNPACKED * found.unpacked, rel=0.4)
@@ -138,10 +146,10 @@ def test_more_kept_blocks_never_need_less():
 
 
 def measured_on_a_gpu() -> list[dict]:
-    """Training steps at true size from the benchmark page: of what was measured twice, the last."""
+    """Training steps at full size from the benchmark, the last of each configuration."""
     rows = [json.loads(line) for line in (ROOT / "data" / "bench.jsonl").read_text().splitlines()]
     ours = [row for row in rows if row["kind"] == "train" and row["backend"] == "mlx" and row.get("peak_gb")]
-    held = [row for row in ours if row["plan"] != "plain" and row["buffer_mb"] == BUFFER_MB]  # as training does it
+    held = [row for row in ours if row["plan"] != "plain" and row["buffer_mb"] == BUFFER_MB]  # as in training
     setup = ("family", "width", "height", "plan", "bits", "optimizer", "unfused", "buffer_mb")
     return list({tuple(str(row[name]) for name in setup): row for row in held}.values())
 
@@ -151,7 +159,7 @@ def measured_on_a_gpu() -> list[dict]:
     measured_on_a_gpu(),
     ids=lambda row: "{family} {width} {height} {plan} {bits} {optimizer} {unfused} {buffer_mb}".format(**row),
 )
-def test_the_estimate_is_within_the_same_factor_of_what_a_gpu_took_at_true_size(row, monkeypatch):
+def test_the_estimate_is_within_its_stated_factor_of_a_gpus_peak_at_full_size(row, monkeypatch):
     monkeypatch.setattr(step, "compiles", lambda: True)
     monkeypatch.setattr("stages.models.attention.fused_gradient", lambda q_BHLK: not row["unfused"])
     c = TrainConfig(base_bits=row["bits"], rank=row["rank"], optimizer=OptimizerConfig(kind=row["optimizer"]))

@@ -20,13 +20,13 @@ def pair(dtype: mx.Dtype = mx.float32) -> tuple[mx.array, mx.array]:
     return v, target
 
 
-def test_mse_is_torchs_for_each_sample():
+def test_mse_equals_torchs_for_each_sample():
     v, target = pair()
     reference = torch.nn.functional.mse_loss(torch.tensor(np.array(v)), torch.tensor(np.array(target)), reduction="none")
     np.testing.assert_allclose(np.array(loss.mse(v, target)), reference.mean(dim=(1, 2)).numpy(), rtol=1e-6)
 
 
-def test_pseudo_huber_is_its_formula_and_has_its_two_limits():
+def test_pseudo_huber_equals_its_formula_and_both_of_its_limits():
     v, target = pair()
     d = np.array(v, np.float64) - np.array(target, np.float64)
     found = np.array(loss.pseudo_huber(v, target, mx.array(0.1)))
@@ -43,7 +43,7 @@ def test_pseudo_huber_keeps_differences_far_below_c():
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_gradient_is_finite_where_the_prediction_is_right(name):
+def test_a_gradient_is_finite_where_the_prediction_is_exact(name):
     v, target = pair()
     for mask in ({}, {"mask_BL": mx.zeros((3, 4))}, {"mask_BL": mx.ones((3, 4))}):
         for at in (v, target):
@@ -62,7 +62,7 @@ def test_a_loss_is_float32_whatever_the_model_computed_in(name):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_masked_loss_counts_what_the_mask_shows_and_only_that(name):
+def test_a_masked_loss_counts_the_tokens_of_the_mask_only(name):
     v, target = pair()
     mask_BL = mx.array([[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 1]], mx.float32)
     found = np.array(LOSSES[name](v, target_BLC=target, mask_BL=mask_BL))

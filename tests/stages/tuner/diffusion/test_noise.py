@@ -39,12 +39,12 @@ def test_a_distribution_draws_what_its_density_says(noise):
 
 
 @pytest.mark.parametrize("noise", ALL, ids=NAMES)
-def test_even_numbers_give_levels_that_lie_where_the_density_says(noise):
+def test_evenly_spaced_u_give_the_quantiles_of_the_density(noise):
     """Quantiles, to a fraction of a percent, where draws can say no more than a percent. Short of 1 float32 has few levels."""
     levels = np.sort([noise.sigma((n + 0.5) / 500, 1024) for n in range(500)])
     inside = levels < 1 - 1e-6
     shares = (np.arange(500) + 0.5) / 500
-    bound = 1.2e-3 if noise.base == "both_ends" else 1e-4  # whose halves fall in pairs
+    bound = 1.2e-3 if noise.base == "both_ends" else 1e-4  # its two halves give pairs of levels
     np.testing.assert_allclose(np.interp(levels, *cumulative(noise, 1024))[inside], shares[inside], atol=bound)
     assert inside.mean() > 0.98
 
@@ -89,26 +89,26 @@ def test_a_sigma_is_a_float32_so_that_the_table_holds_it_exactly():
 
 
 @pytest.mark.parametrize("noise", ALL, ids=NAMES)
-def test_the_ends_of_a_draw_are_levels_too(noise):
+def test_u_near_0_and_near_1_gives_a_sigma_from_0_to_1(noise):
     for u in (0.0, 2**-53, 1 - 2**-53):
         assert 0 <= noise.sigma(u, 4096) <= 1
 
 
-def test_strata_fill_every_part_once_in_each_window_of_steps():
+def test_each_window_of_steps_fills_every_stratum_once():
     for number in (0, 1):
         us = np.array([stratified_uniform(7, step, number, 8) for step in range(1, 33)]).reshape(4, 8)
         assert (np.sort((us * 8).astype(int), axis=1) == np.arange(8)).all()
         assert len({tuple((window * 8).astype(int)) for window in us}) == 4, "the order is drawn for each window"
 
 
-def test_without_strata_a_place_is_the_plain_draw_of_its_address():
+def test_with_one_stratum_each_sample_is_an_independent_draw():
     assert stratified_uniform(7, 5, 2) == draws.uniform(7, "sigma", 5, 2)
     assert stratified_uniform(7, 5, 2) == stratified_uniform(7, 5, 2) != stratified_uniform(7, 6, 2)
     noise = SigmaDistribution("logit_normal", shift="resolution")
     assert noise.sigma(stratified_uniform(7, 5, 2), 1024) == noise.sigma(draws.generator(7, "sigma", 5, 2).random(), 1024)
 
 
-def test_strata_make_the_mean_of_a_short_run_steadier_and_move_it_nowhere():
+def test_strata_make_the_mean_of_a_short_run_steadier_without_shifting_it():
     noise = SigmaDistribution("logit_normal", shift="resolution")
     means = {}
     for strata in (1, 16):

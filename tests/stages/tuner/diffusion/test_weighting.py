@@ -1,13 +1,19 @@
+from typing import get_args
+
 import numpy as np
 import pytest
 
-from stages.tuner.diffusion.weighting import WEIGHTS, weight
+from stages.tuner.diffusion.weighting import WEIGHTS, WeightName, weight
 
 FINE = (np.arange(100_000) + 0.5) / 100_000
 
 
+def test_every_weighting_that_can_be_named_exists():
+    assert get_args(WeightName) == tuple(WEIGHTS)
+
+
 @pytest.mark.parametrize("name", [name for name in WEIGHTS if name not in ("half_bell", "sigma_sqrt")])
-def test_a_weight_has_mean_one_over_uniform_levels_so_that_lr_means_the_same(name):
+def test_a_weight_has_mean_one_over_uniform_sigmas_so_that_lr_keeps_its_meaning(name):
     assert weight(name, FINE).mean() == pytest.approx(1, abs=6e-4)
 
 

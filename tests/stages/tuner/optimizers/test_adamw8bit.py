@@ -16,7 +16,7 @@ PAGE = (Path(__file__).parents[4] / "data" / "recipe.md").read_text(encoding="ut
 
 
 def drift(spread: float, steps: tuple[int, ...]) -> tuple[list[float], float]:
-    """How far 8-bit moments lead from where float32 ones do, as a share of the way, at each of `steps`; the worst value's, in lr.
+    """Distance of 8-bit from float32 results as a share of the path, after each of `steps`; and the largest of any value, in lr.
 
     Gradients have a steady part of 0.3 of their noise; values of a block differ in scale by e^spread.
     """
@@ -40,7 +40,7 @@ def drift(spread: float, steps: tuple[int, ...]) -> tuple[list[float], float]:
 
 
 @pytest.mark.parametrize("spread", BOUNDS)
-def test_eight_bits_stay_within_the_stated_share_of_the_way_that_float32_goes_and_near_what_the_page_says(spread):
+def test_eight_bit_moments_drift_as_little_as_the_recipe_page_says(spread):
     found, _ = drift(spread, STEPS)
     head, *lines = re.findall(r"^\| (?:scale of the values|equal|varies by a factor of e).*$", PAGE, re.MULTILINE)
     line = dict(zip(BOUNDS, lines, strict=True))[spread]
@@ -52,13 +52,13 @@ def test_eight_bits_stay_within_the_stated_share_of_the_way_that_float32_goes_an
         assert drifted == pytest.approx(said, rel=0.06)
 
 
-def test_no_value_bolts_where_a_block_spans_many_decades():
+def test_no_value_runs_away_where_a_block_spans_many_decades():
     _, worst = drift(2.5, (100,))
     assert worst < 200  # lr, in 100 steps; with the paper's table, thousands
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_a_stored_value_is_the_nearest_of_its_levels(signed):
+def test_a_value_is_stored_as_the_nearest_level(signed):
     draw = np.random.default_rng(2)
     x = draw.normal(size=(50, BLOCK)) * 10.0 ** draw.uniform(-8, 0, (50, BLOCK))
     x = (x if signed else np.abs(x)).astype(np.float32)
@@ -72,7 +72,7 @@ def test_a_stored_value_is_the_nearest_of_its_levels(signed):
     assert np.all(off <= np.where(small, (2 * half) ** 4, (root + half) ** 4 - root**4) + 1e-6)
 
 
-def test_the_largest_of_a_block_is_kept_to_the_last_bit_and_zeros_are_zeros():
+def test_the_largest_value_of_a_block_and_zeros_are_stored_exactly():
     x = np.zeros((3, BLOCK), np.float32)
     x[0, 7], x[1, 9] = -1.2345678, 3e-20
     assert np.array_equal(np.array(dequantize(*quantize(mx.array(x), True))), x)
@@ -86,13 +86,13 @@ def test_a_second_moment_that_is_not_zero_is_not_stored_as_zero():
     assert not back[2:].any()
 
 
-def test_the_state_is_a_quarter_of_that_of_float32():
+def test_the_state_is_a_quarter_of_float32s():
     params = {"a": mx.zeros((32, 256))}
     packed, full = (sum(v.nbytes for v in method.init(params).values()) for method in (AdamW8bit(), AdamW()))
     assert 0.25 < packed / full < 0.27
 
 
-def test_arrays_smaller_than_a_block_go_as_in_float32_and_odd_sizes_are_padded():
+def test_arrays_smaller_than_a_block_keep_float32_moments_and_odd_sizes_are_padded():
     params = {"small": mx.zeros((3, 5)), "odd": mx.zeros((7, 50))}
     packed, full = AdamW8bit(weight_decay=0.1), AdamW(weight_decay=0.1)
     ours, theirs, state, reference = params, params, packed.init(params), full.init(params)

@@ -7,7 +7,7 @@ from stages.tuner.optimizers import ema
 from stages.tuner.optimizers.adamw import AdamW
 
 
-def test_the_average_follows_its_formula_through_the_warm_up_and_after():
+def test_the_average_equals_its_formula_during_and_after_the_warm_up():
     draw, expected = np.random.default_rng(0), np.zeros(4)
     state = ema.init_average({"a": mx.zeros(4)})
     for n in range(1200):
@@ -20,7 +20,7 @@ def test_the_average_follows_its_formula_through_the_warm_up_and_after():
     assert state[ema.COUNT].item() == 1200
 
 
-def test_what_does_not_move_is_its_own_average_to_the_last_bit():
+def test_the_average_of_a_constant_is_the_constant_to_the_last_bit():
     value = {"a": mx.array([0.1, -1 / 3, 1e-20])}
     state = ema.init_average(value)
     for _ in range(20):
@@ -28,7 +28,7 @@ def test_what_does_not_move_is_its_own_average_to_the_last_bit():
     assert mx.array_equal(ema.averages(state)["a"], value["a"])
 
 
-def test_averaging_changes_nothing_of_the_optimizer():
+def test_averaging_does_not_change_the_optimizers_result():
     plain, averaged = AdamW(), ema.Averaged(AdamW(), 0.9)
     params = other = {"a": mx.ones((2, 3)), "b": mx.zeros(3)}
     state, both = plain.init(params), averaged.init(params)
@@ -45,6 +45,6 @@ def test_averaging_changes_nothing_of_the_optimizer():
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0])
-def test_a_decay_that_averages_nothing_is_refused(decay):
+def test_a_decay_outside_its_bounds_is_refused(decay):
     with pytest.raises(ValueError, match=f"decay must be >= 0 and < 1, got {decay}"):
         ema.Averaged(AdamW(), decay)

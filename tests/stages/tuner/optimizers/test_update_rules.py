@@ -23,7 +23,7 @@ def start() -> dict[str, np.ndarray]:
 
 
 def gradient(params: dict, step: int) -> dict[str, np.ndarray]:
-    """Of the distance to TARGETS, stretched and noisy: it depends on where the optimizer has got to."""
+    """The noisy gradient of a stretched distance to TARGETS at `params`."""
     draw = np.random.default_rng(100 + step)
     return {
         name: (
@@ -39,23 +39,23 @@ def rate(step: int) -> float:
     return 1e-2 * min(step / 10, 1.0) * 0.99**step
 
 
-def ours(method, lr, steps=STEPS):
+def run(method, lr, steps=STEPS):
     """The arrays after each step."""
     params = {name: mx.array(value) for name, value in start().items()}
-    state, walk = method.init(params), []
+    state, path = method.init(params), []
     for step in range(1, steps + 1):
         grads = {name: mx.array(value) for name, value in gradient(params, step).items()}
         params, state = method.update(params, grads, state, lr(step))
-        walk.append({name: np.array(value) for name, value in params.items()})
-    return walk, state
+        path.append({name: np.array(value) for name, value in params.items()})
+    return path, state
 
 
-def torch_walk(make, lr):
-    """The arrays after each step of a torch optimizer; the vector does not decay, as ours does not."""
+def run_torch(make, lr):
+    """The arrays after each step of a torch optimizer; the vector does not decay, as in ours."""
     import torch
 
     params = {name: torch.nn.Parameter(torch.tensor(value)) for name, value in start().items()}
-    reference, walk = make([params["a"], params["c"]], [params["b"]]), []
+    reference, path = make([params["a"], params["c"]], [params["b"]]), []
     for step in range(1, STEPS + 1):
         grads = gradient({name: value.detach().numpy() for name, value in params.items()}, step)
         for name, value in params.items():
@@ -64,22 +64,22 @@ def torch_walk(make, lr):
             for group in reference.param_groups:
                 group["lr"] = lr(step)
         reference.step()
-        walk.append({name: value.detach().numpy().copy() for name, value in params.items()})
-    return walk
+        path.append({name: value.detach().numpy().copy() for name, value in params.items()})
+    return path
 
 
-def compare(walk, other, rtol=2e-5, atol=1e-6):
-    for mine, theirs in zip(walk, other, strict=True):
+def compare(path, other, rtol=2e-5, atol=1e-6):
+    for mine, theirs in zip(path, other, strict=True):
         for name in SHAPES:
             np.testing.assert_allclose(mine[name], theirs[name], rtol=rtol, atol=atol)
-    assert any(np.abs(walk[-1][name] - start()[name]).max() > 0.01 for name in SHAPES)
+    assert any(np.abs(path[-1][name] - start()[name]).max() > 0.01 for name in SHAPES)
 
 
 @pytest.mark.parametrize(
     "options",
     [{}, {"weight_decay": 0.1}, {"beta1": 0.9}, {"scale_parameter": True}, {"scale_parameter": True, "relative_step": True}],
 )
-def test_adafactor_follows_that_of_transformers(options):
+def test_adafactor_equals_that_of_transformers(options):
     from transformers.optimization import Adafactor as Reference
 
     numbers = {"scale_parameter": False, "relative_step": False, **options}
@@ -89,18 +89,18 @@ def test_adafactor_follows_that_of_transformers(options):
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         return Reference(groups, lr=None if lr is None else 1e-2, **{"beta1": None, **numbers})
 
-    walk, _ = ours(Adafactor(**numbers), rate)
-    compare(walk, torch_walk(make, lr))
+    path, _ = run(Adafactor(**numbers), rate)
+    compare(path, run_torch(make, lr))
 
 
-def test_adafactor_that_scales_by_its_arrays_follows_that_of_torch():
+def test_adafactor_with_scale_parameter_equals_that_of_torch():
     import torch
 
     def make(matrices, vectors):  # its eps bounds the moments; the paper's is added to the squares
         return torch.optim.Adafactor([*matrices, *vectors], lr=1e-2, eps=(1e-15, 1e-3))
 
-    found, _ = ours(Adafactor(scale_parameter=True), rate)
-    compare(found, torch_walk(make, rate))
+    found, _ = run(Adafactor(scale_parameter=True), rate)
+    compare(found, run_torch(make, rate))
 
 
 def test_the_moments_of_adafactor_grow_with_rows_and_columns_not_with_their_product():
@@ -109,9 +109,9 @@ def test_the_moments_of_adafactor_grow_with_rows_and_columns_not_with_their_prod
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
-def test_lion_follows_its_formula(weight_decay):
+def test_lion_equals_its_formula(weight_decay):
     params = {name: value.astype(np.float64) for name, value in start().items()}
-    moments, walk = {name: np.zeros(shape) for name, shape in SHAPES.items()}, []
+    moments, path = {name: np.zeros(shape) for name, shape in SHAPES.items()}, []
     for step in range(1, STEPS + 1):
         grads, eta = gradient(params, step), rate(step)
         for name, grad in grads.items():
@@ -119,9 +119,9 @@ def test_lion_follows_its_formula(weight_decay):
             decayed = weight_decay * params[name] if params[name].ndim > 1 else 0
             params[name] = params[name] - eta * (direction + decayed)
             moments[name] = 0.99 * moments[name] + 0.01 * grad
-        walk.append({name: value.copy() for name, value in params.items()})
-    found, _ = ours(Lion(weight_decay=weight_decay), rate)
-    compare(found, walk)
+        path.append({name: value.copy() for name, value in params.items()})
+    found, _ = run(Lion(weight_decay=weight_decay), rate)
+    compare(found, path)
 
 
 def prodigy_in_numpy(lr, warmup_safe, corrected, weight_decay, d_coef, growth):
@@ -137,7 +137,7 @@ def prodigy_in_numpy(lr, warmup_safe, corrected, weight_decay, d_coef, growth):
     x0, x, m, v, s = flat, flat, 0 * flat, 0 * flat, 0 * flat
     d = d_max = D0
     numerator, b1, b2, b3 = 0.0, 0.9, 0.999, math.sqrt(0.999)
-    walk = []
+    path = []
     for k in range(STEPS):
         g = np.concatenate([gradient(split(x), k + 1)[name].ravel() for name in names]).astype(np.float64)
         correction = math.sqrt(1 - b2 ** (k + 1)) / (1 - b1 ** (k + 1)) if corrected else 1.0
@@ -150,14 +150,14 @@ def prodigy_in_numpy(lr, warmup_safe, corrected, weight_decay, d_coef, growth):
         d_max = max(d_max, estimate)
         d = min(d_max, grown * growth)
         x = x - step * weight_decay * matrix * x - step * m / (np.sqrt(v) + d * 1e-8)
-        walk.append(split(x) | {"d": d})
-    return walk
+        path.append(split(x) | {"d": d})
+    return path
 
 
 @pytest.mark.parametrize("safeguard_warmup", [True, False])
 @pytest.mark.parametrize("bias_correction", [True, False])
 @pytest.mark.parametrize(("d_coef", "growth_rate", "weight_decay"), [(1.0, math.inf, 0.0), (2.0, 1.5, 0.1)])
-def test_prodigy_follows_its_authors_procedure(safeguard_warmup, bias_correction, d_coef, growth_rate, weight_decay):
+def test_prodigy_equals_its_authors_procedure(safeguard_warmup, bias_correction, d_coef, growth_rate, weight_decay):
     def lr(step):
         return 0.2 + 0.8 * min(step / 10, 1.0)
 
@@ -170,13 +170,13 @@ def test_prodigy_follows_its_authors_procedure(safeguard_warmup, bias_correction
         weight_decay=weight_decay,
     )
     expected = prodigy_in_numpy(lr, safeguard_warmup, bias_correction, weight_decay, d_coef, growth_rate)
-    walk, state = ours(method, lr)
+    path, state = run(method, lr)
     assert state["d"].item() == pytest.approx(expected[-1]["d"], rel=1e-4)
     assert state["d"].item() > 5 * D0
-    compare(walk, expected, rtol=1e-4, atol=2e-5)
+    compare(path, expected, rtol=1e-4, atol=2e-5)
 
 
-def test_prodigy_stands_still_without_a_gradient():
+def test_prodigy_changes_nothing_without_a_gradient():
     params = {"a": mx.ones((3, 3))}
     method = Prodigy()
     fresh, state = method.update(params, {"a": mx.zeros((3, 3))}, method.init(params), 1.0)

@@ -1,0 +1,67 @@
+"""Adapters of every variant: their settings, their arrays after some training, their twins in PEFT."""
+
+import mlx.core as mx
+import numpy as np
+import torch
+from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
+
+import stages  # noqa: F401  a fast BLAS, before MLX
+from stages.tuner.adapters import dora, lokr, lora
+from stages.tuner.adapters.initial import fresh_adapter
+from stages.tuner.adapters.targets import Target, select_targets
+
+OUT, IN = 48, 32
+
+VARIANTS = {
+    "lora": {},
+    "dora": {"variant": "dora"},
+    "lokr": {"variant": "lokr", "factor": 4},
+    "whole lokr": {"variant": "lokr", "factor": 4, "rank": 64},
+    "rslora": {"rslora": True},
+}
+PEFT_NAMES = {
+    lora.A: "lora_A.default.weight",
+    lora.B: "lora_B.default.weight",
+    dora.MAGNITUDE: "lora_magnitude_vector.default.weight",
+    lokr.W1: "lokr_w1.default",
+    lokr.W2: "lokr_w2.default",
+    lokr.W2_A: "lokr_w2_a.default",
+    lokr.W2_B: "lokr_w2_b.default",
+}
+
+
+def normal(seed: int, *shape: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed))
+
+
+def targets_of(linears: dict[str, tuple[int, int]], variant: str, rank: int = 4) -> list[Target]:
+    return select_targets(linears, ["*"], **{"rank": rank, "alpha": 6.0, **VARIANTS[variant]})
+
+
+def trained(targets: list[Target], bases: dict) -> dict[str, mx.array]:
+    """Arrays as they are after some steps: nothing zero, magnitudes a little off their start."""
+    made = fresh_adapter(targets, 3, bases)
+    for i, (name, value) in enumerate(made.items()):
+        if name.endswith(lora.ZERO_AT_START):
+            made[name] = 0.3 * normal(i, *value.shape)
+        elif name.endswith(dora.MAGNITUDE):
+            made[name] = value * (1 + 0.1 * normal(i, *value.shape))
+    return made
+
+
+def in_peft(variant: str, weight: mx.array, arrays: dict[str, mx.array], target: Target) -> torch.nn.Module:
+    """A torch Linear with PEFT's own adapter of the same numbers."""
+    model = torch.nn.ModuleDict({"q": torch.nn.Linear(IN, OUT, bias=False)})
+    if variant.endswith("lokr"):
+        alpha = 6 if variant == "lokr" else target.rank  # a whole w2 has no rank to divide by
+        config = LoKrConfig(r=target.rank, alpha=alpha, target_modules=["q"], decompose_factor=target.factor)
+    else:
+        config = LoraConfig(r=4, lora_alpha=6, target_modules=["q"], use_dora=variant == "dora", use_rslora=variant == "rslora")
+    with torch.no_grad():
+        model["q"].weight.copy_(torch.tensor(np.array(weight)))
+    inject_adapter_in_model(config, model)
+    there = dict(model["q"].named_parameters())
+    with torch.no_grad():
+        for ending, value in arrays.items():
+            there[PEFT_NAMES[ending]].copy_(torch.tensor(np.array(value)))
+    return model["q"]
