@@ -26,6 +26,10 @@ BREAKS = {  # contract -> a module and an import in it that the contract forbids
         "import stages.models.attention",
     ),
     "Models know no stage and no schema": ("stages/models/weights.py", "import schemas.table"),
+    "Stages and commands reach an architecture through the record of its family": (
+        "stages/text_to_image/samples/stage.py",
+        "import stages.models.flux2.sampling",
+    ),
     "The tuner knows no stage and no schema": ("stages/tuner/draws.py", "import stages.stage"),
     "Inside the pipeline: commands > project > store": ("pipeline/project/config.py", "import pipeline.runner"),
     "The store knows no stage": ("pipeline/store/disk.py", "import stages.settings"),

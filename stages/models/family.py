@@ -79,7 +79,7 @@ class Family:
 class Architecture:
     """What one architecture can do, as functions that a stage or a command calls through `family.architecture`.
 
-    Each field is a function, whose arguments and result its comment gives. Letters in names of arrays: B batch, L image tokens,
+    The comment before each function gives its arguments and result. Letters in names of arrays: B batch, L image tokens,
     T text rows, C latent channels, J text features, h and w latent height and width. `path` is what `locate` returned for a
     component: a folder or a single file. A function that reads files raises ValueError, in one line, for weights that are
     missing, cut short or of another model.
@@ -92,12 +92,15 @@ class Architecture:
     # transformer_config(path or None, family): the sizes, from the config.json at path, else from the family's record.
     transformer_config: Callable[[Path | None, Family], TransformerConfig]
     # load_transformer(path, family, dtype=None, arrange=None): read the weights, cast each to dtype (None: as stored), then
-    # replace it by arrange(name, weight), which may pack it, or hand it on and return nothing of use. One is held at a time.
+    # replace it by arrange(name, weight), which may pack it, or write it elsewhere and return an empty array. One weight is
+    # held in full at a time.
     load_transformer: Callable[..., Transformer]
     # build_transformer(config, weights): a transformer of these weights, by the names of config.shapes(), arrays or packed.
     build_transformer: Callable[[Any, Mapping[str, Any]], Transformer]
     # meta_transformer(config, dtype): every name and shape, of arrays that are never computed and take no memory.
     meta_transformer: Callable[[Any, mx.Dtype], Transformer]
+    # in_block(name): whether a weight belongs to a block, by its full name.
+    in_block: Callable[[str], bool]
     # packs_outside(name): whether a weight outside the blocks is large enough to be worth packing.
     packs_outside: Callable[[str], bool]
     outside_bits: int  # the fewest bits per weight that are safe outside the blocks
@@ -123,7 +126,7 @@ class Architecture:
     # returns the Linear of a block, to draw with an adapter.
     draw: Callable[..., Iterator[mx.array]]
 
-    # read_adapter(path): an adapter of any known format, in the names of `Transformer.linears`.
+    # read_adapter(path): an adapter file of any known format, with the names of `Transformer.linears`.
     read_adapter: Callable[[Path], Adapter]
     # name of a format -> function(arrays, scales): an adapter as arrays in the names of that format, scales folded in.
     adapter_styles: Mapping[str, Callable[[dict[str, mx.array], dict[str, float]], dict[str, mx.array]]]

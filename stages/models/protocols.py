@@ -24,7 +24,7 @@ class TransformerConfig(Protocol):
         """Width of one attention head."""
 
     def shapes(self) -> dict[str, Shape]:
-        """Name and shape of every weight. Names of weights within a block contain "transformer_blocks."."""
+        """Return the name and shape of every weight."""
 
 
 class Transformer(Protocol):

@@ -12,6 +12,7 @@ FLUX2 = Architecture(
     load_transformer=load.load_flux2,
     build_transformer=transformer.Flux2,
     meta_transformer=transformer.meta_transformer,
+    in_block=config.in_block,
     packs_outside=config.packs_outside,
     outside_bits=config.OUTSIDE_BITS,
     tokens=model_inputs.tokens,

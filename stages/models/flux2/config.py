@@ -97,6 +97,11 @@ class Flux2Config:
         return {"attn.to_qkv_mlp_proj": (3 * D + 2 * F, D), "attn.to_out": (D, D + F), "attn.norm_q": (K,), "attn.norm_k": (K,)}
 
 
+def in_block(name: str) -> bool:
+    """Whether the weight or Linear `name`, such as "transformer_blocks.0.attn.to_q.weight", belongs to a block."""
+    return "transformer_blocks." in name
+
+
 def packs_outside(name: str) -> bool:
     """Whether the weight `name`, outside the blocks, is large enough to be packed to fewer bits.
 

@@ -16,8 +16,6 @@ from stages.models.flux2.config import Flux2Config
 from stages.models.flux2.transformer import Flux2
 from stages.models.folders import component_config
 
-sizes = component_config
-
 
 def transformer_config(path: Path | None, family: Family) -> Flux2Config:
     """Read the transformer's sizes from the config.json at `path`; from the family's record if there is none, or no path.

@@ -14,13 +14,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from stages.models.flux2.blocks import Linear as Linear
-from stages.models.flux2.blocks import Shared, double_block, plain_linear, single_block, text_rows
-from stages.models.flux2.config import MODULATIONS
-from stages.models.flux2.config import Flux2Config as Flux2Config
-from stages.models.flux2.config import packs_outside as packs_outside
-from stages.models.flux2.inputs import image_ids as image_ids
-from stages.models.flux2.inputs import text_ids as text_ids
+from stages.models.flux2.blocks import Linear, Shared, double_block, plain_linear, single_block, text_rows
+from stages.models.flux2.config import MODULATIONS, Flux2Config, in_block
 from stages.models.flux2.layers import modulate, modulation, silu, spread
 
 TABLES_KEPT = 32  # rotary tables in memory: one per image shape, 2.4 MB at 1024 px
@@ -66,7 +61,7 @@ class Flux2:
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Return (outputs, inputs) of every Linear within a block, by its full name: "transformer_blocks.0.attn.to_out.0"."""
-        inside = {n.removesuffix(".weight"): s for n, s in self.config.shapes().items() if "transformer_blocks." in n}
+        inside = {n.removesuffix(".weight"): s for n, s in self.config.shapes().items() if in_block(n)}
         return {name: (shape[0], shape[1]) for name, shape in inside.items() if len(shape) == 2}
 
     @staticmethod

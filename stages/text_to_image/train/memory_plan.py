@@ -98,7 +98,7 @@ class MemoryEstimator:
         self.dtype: Any = getattr(mx, config.precision)
         packed = {name: (shape, weight_bits(name, architecture, config)) for name, shape in sizes.shapes().items()}
         self.weights = planner.weight_bytes(packed.values(), self.dtype.size)
-        inside = [packed[name] for name in packed if "transformer_blocks." in name]
+        inside = [packed[name] for name in packed if architecture.in_block(name)]
         self.unpacked = planner.unpacked_bytes(inside, self.dtype.size)
         self.meta_model = architecture.meta_transformer(sizes, self.dtype)
         self.targets = choose_targets(self.meta_model.linears(), config)

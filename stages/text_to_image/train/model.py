@@ -34,7 +34,7 @@ def packing(architecture: Architecture, config: TrainConfig) -> Callable[[str, m
 
 def weight_bits(name: str, architecture: Architecture, config: TrainConfig) -> int:
     """Return the bits per value of a weight: 16, 8 or 4. Weights outside the blocks keep at least `architecture.outside_bits`."""
-    if "transformer_blocks." not in name:
+    if not architecture.in_block(name):
         return max(config.base_bits, architecture.outside_bits) if architecture.packs_outside(name) else 16
     linear = name.removesuffix(".weight")
     patterns = longest_first(config.base_bits_for)

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 from stages.models.flux2 import sampling
+from stages.models.flux2.config import Flux2Config
+from stages.models.flux2.transformer import meta_transformer
+from stages.text_to_image.families import family
 
 
 def scheduler(tokens: int, steps: int) -> Any:
@@ -39,6 +42,15 @@ def test_the_levels_of_four_steps_are_the_published_ones() -> None:
 def test_zero_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="steps must be >= 1, got 0"):
         sampling.sigmas(1024, 0)
+
+
+@pytest.mark.parametrize(("height", "width", "message"), [(40, 32, r"height .* got 40"), (32, 0, r"width .* got 0")])
+def test_an_image_is_drawn_in_multiples_of_16_pixels_only(height: int, width: int, message: str) -> None:
+    tiny = family("tiny")
+    model = meta_transformer(Flux2Config.from_dict(tiny.transformer), mx.float32)
+    text_1TJ = mx.zeros((1, 3, model.config.joint_attention_dim))
+    with pytest.raises(ValueError, match=message):
+        next(sampling.draw(model, text_1TJ, height, width, seed=0, steps=1, guidance=1.0))
 
 
 def test_euler_steps_are_those_of_diffusers() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from schemas.text_to_image import buckets, captions, embeddings, images, latents
-from stages.models.flux2.transformer import Flux2Config
+from stages.models.flux2.config import Flux2Config
 from stages.text_to_image.families import family
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.reader import MicroBatch

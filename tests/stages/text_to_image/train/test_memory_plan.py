@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from stages.models.flux2.transformer import Flux2Config
+from stages.models.flux2.config import Flux2Config
 from stages.models.folders import read_config
 from stages.text_to_image.families import family
 from stages.text_to_image.train import memory_plan, model
