@@ -16,7 +16,7 @@ from PIL import Image
 from data.micro.training.captions import caption, phrase, plain
 from data.micro.training.choice import CHOICE, EXAMPLE, HELD_OUT, TWINS, entries
 from data.micro.training.compose import COLOURS, SHAPES, compose, load_splits, load_sprites
-from stages.text_to_image.buckets import bucket
+from stages.text_to_image.buckets import choose_bucket
 
 CONCEPTS = Path(__file__).parents[3] / "data" / "micro" / "concepts.jsonl"
 ALL_SHAPES = [shape for shapes in SHAPES.values() for shape in shapes]
@@ -151,7 +151,7 @@ def test_one_seed_gives_one_caption():
 def test_shapes_are_what_the_buckets_stage_gives():
     ratios = ((1, 1), (4, 3), (3, 4), (3, 2), (2, 3))
     for resolution, shapes in SHAPES.items():
-        found = [bucket(1200 * across // down, 1200, resolution) for across, down in ratios]
+        found = [choose_bucket(1200 * across // down, 1200, resolution) for across, down in ratios]
         assert list(shapes) == list(dict.fromkeys((b.height, b.width) for b in found))
 
 
