@@ -88,17 +88,7 @@ def run(
         interruptible() as stop,
         Writer(folder, project.recipe(name), flush_seconds=project.config.project.commit_seconds) as writer,
     ):
-        ctx = project.context(
-            stage,
-            artifacts=folder.folder / "artifacts",
-            stored=writer.stored,
-            write_artifact=writer.write_artifact,
-            say=console.say,
-            progress=console.progress,
-            stop=stop.is_set,
-            pause=reasons.append,
-            provenance=provenance(project, name),
-        )
+        ctx = _context(project, stage, writer, console, stop, reasons)
         wanted = stage.wants(ctx)
         ctx.pending = pending_rows(stage, ctx, wanted)
         published = folder.rows().select(wanted.column_names) if folder.exists else wanted.slice(0, 0)
@@ -121,6 +111,23 @@ def run(
         writer.finish(wanted, facts_of(outcome) if written or left or not folder.exists else {})
         link_table(folder)
     return outcome
+
+
+def _context(
+    project: Project, stage: Stage, writer: Writer, console: Console, stop: threading.Event, reasons: list[str]
+) -> StageContext:
+    """The context of a stage that runs in this process; `reasons` receives why the stage ends early, if it does."""
+    return project.context(
+        stage,
+        artifacts=writer.table.folder / "artifacts",
+        stored=writer.stored,
+        write_artifact=writer.write_artifact,
+        say=console.say,
+        progress=console.progress,
+        stop=stop.is_set,
+        pause=reasons.append,
+        provenance=provenance(project, stage.name),
+    )
 
 
 def pending_rows(stage: Stage, ctx: StageContext, wanted: pa.Table) -> pa.Table:

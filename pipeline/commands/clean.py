@@ -68,6 +68,8 @@ def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> It
 
 def _clean_others(name: str, current: TableFolder, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
     """Delete the tables of other recipes. Yields a line and the bytes freed for each, or one line for all that are left alone."""
+    from pipeline.store.catalog import link_table
+
     others = _other_folders(current.folder)
     if others and not current.exists:  # a slip in project.toml makes every table one of other settings
         yield f"{name}: {_describe(others)} left alone, since the present one has no table yet", 0
@@ -79,6 +81,8 @@ def _clean_others(name: str, current: TableFolder, delete: bool, dry_run: bool) 
             yield f"{name}: {folder.name}, another configuration, {format_bytes(size)}", size
             if not dry_run:
                 _delete_table(folder)
+        if others and not dry_run:
+            link_table(current)  # the link for LanceDB may lead to a deleted table
 
 
 def _other_folders(current: Path) -> list[Path]:
