@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,7 +82,7 @@ def draw(panels: Sequence[Panel], *, title: str = "", columns: int = 2, panel_in
     for unused in grid[len(panels) :]:
         unused.set_axis_off()
     if title:
-        figure.suptitle(title, fontsize=11)
+        figure.suptitle(textwrap.fill(title, round(9.5 * columns * panel_inches[0])), fontsize=11)  # letters per inch
     if shared:
         entries = {label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
         place = {"loc": "outside lower center", "ncols": 5, "fontsize": 8, "frameon": False}

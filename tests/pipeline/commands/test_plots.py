@@ -39,6 +39,12 @@ def test_one_legend_serves_all_panels_unless_a_colour_has_two_meanings():
     assert not figure.legends and all(axes.get_legend() for axes in figure.axes)
 
 
+def test_a_long_title_is_wrapped_into_the_figure():
+    figure = draw([Panel("p", "x", "y", [Curve("c", BLUE, [0, 1], [0, 1])])], title="Memory of training by phase: " * 6)
+    figure.draw_without_rendering()
+    assert figure._suptitle.get_window_extent().x0 >= 0 and figure._suptitle.get_window_extent().x1 <= figure.bbox.x1
+
+
 def test_curves_of_different_colours_differ_in_line_and_marker_too():
     assert len(set(map(str, LINE_STYLES.values()))) == len(LINE_STYLES) == len(set(MARKERS.values()))
 
