@@ -69,7 +69,6 @@ class Profile:
 
 def parse_options(project: Project | None, options: dict[str, Any]) -> Profile:
     """Combine a project's settings, or a family's without a project, with the options of the command; None is not given.
-
     `options` has family, pixels, bits, plan, rank and steps. ValueError for a value that cannot be measured.
     """
     if project:
@@ -135,9 +134,8 @@ def measure_steps(training: TrainingStep, batch: MicroBatch, steps: int) -> Mete
 
 
 def report(profile: Profile, folder: Path) -> Iterator[str]:
-    """Measure training steps, write rows and a plot into `folder`, and yield the report line by line.
-
-    ValueError in one line, with what would fit, if the run does not fit into memory.
+    """Measure training steps, write rows and a plot into `folder`, and yield the report line by line. ValueError in one line,
+    with what would fit, if the run does not fit into memory.
     """
     limit_command_buffers()  # as training does, before anything asks MLX for an array
     c, batch = profile.train, profile.batch(profile.pixels)

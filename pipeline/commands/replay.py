@@ -23,9 +23,8 @@ def command(step: int, project: Project) -> None:
 
 
 def replay_run(project: Project, step: int, progress: Callable[[int, int, str], None]) -> Iterator[str]:
-    """Yield one line per sample of the step, with its loss now and its logged loss, then whether all agree to the bit.
-
-    ValueError for a step that the run does not have.
+    """Yield one line per sample of the step, with its loss now and its logged loss, then whether all agree to the bit. ValueError
+    for a step that the run does not have.
     """
     from stages.text_to_image.train.replay import replay
 

@@ -35,7 +35,6 @@ def run_stage(stage: str, *arguments: str) -> int:
 
 def segments(path: str, every: int, overrides: Iterable[str] = (), run: Callable[..., int] = run_stage) -> int:
     """Alternate `every` steps of training with previews until the run is complete. Returns the first exit code that is not 0.
-
     `path` is the project's folder, `overrides` are settings as section.key=value; `run` runs one stage, for tests.
     """
     given = ["--project", path, *(word for override in overrides for word in ("--set", override))]

@@ -73,9 +73,8 @@ class Checkpoint:
 
 
 def find_checkpoints(artifacts: Path) -> list[Checkpoint]:
-    """List the checkpoints below an artifacts folder that have a readable state.json, newest first.
-
-    Their other files are not read; call `Checkpoint.intact` to check them.
+    """List the checkpoints below an artifacts folder that have a readable state.json, newest first. Their other files are not
+    read; call `Checkpoint.intact` to check them.
     """
     found = []
     for path in artifacts.glob(f"{FOLDER}/step-*/{STATE}"):
@@ -95,10 +94,9 @@ def save(
     facts: Mapping[str, Any],
     averaged: Arrays | None = None,
 ) -> Checkpoint:
-    """Write the checkpoint of a step and return it.
-
-    `adapter`, `optimizer` and `averaged` (None: no average is kept) are arrays by name; `rows` are the rows since the checkpoint
-    before. `metadata` goes into the headers of adapter files, `facts` into state.json. ValueError for values that are not finite.
+    """Write the checkpoint of a step and return it. `adapter`, `optimizer` and `averaged` (None: no average is kept) are arrays
+    by name; `rows` are the rows since the checkpoint before. `metadata` goes into the headers of adapter files, `facts` into
+    state.json. ValueError for values that are not finite.
     """
     inside = f"{FOLDER}/step-{step:06d}"
     header = {**metadata, "step": str(step)}
@@ -117,10 +115,9 @@ def save(
 
 
 def publish(write_artifact: WriteArtifact, final: Checkpoint, best: Checkpoint | None = None) -> None:
-    """Copy the adapters of the final checkpoint to the top of the artifacts folder, as the result of the run.
-
-    `best` is the checkpoint with the lowest validation loss; its adapter becomes BEST. ADAPTER is written last, so that its
-    presence means that the others are there.
+    """Copy the adapters of the final checkpoint to the top of the artifacts folder, as the result of the run. `best` is the
+    checkpoint with the lowest validation loss; its adapter becomes BEST. ADAPTER is written last, so that its presence means that
+    the others are there.
     """
     if best:
         write_artifact(BEST, functools.partial(_copy, best.folder / ADAPTER))
@@ -141,9 +138,8 @@ def published_step(artifacts: Path) -> int | None:
 
 
 def is_published(artifacts: Path, step: int, best: int | None = None) -> bool:
-    """Whether the published adapters are those of `step` and, for BEST, of the step `best`.
-
-    Their sizes must be those that the checkpoints record; a file without a checkpoint is not checked.
+    """Whether the published adapters are those of `step` and, for BEST, of the step `best`. Their sizes must be those that the
+    checkpoints record; a file without a checkpoint is not checked.
     """
     recorded: dict[int | None, Mapping[str, Any]] = {saved.step: saved.state["files"] for saved in find_checkpoints(artifacts)}
     for name, source_step, source_name in ((ADAPTER, step, ADAPTER), (EMA, step, EMA), (BEST, best, ADAPTER)):
@@ -154,9 +150,8 @@ def is_published(artifacts: Path, step: int, best: int | None = None) -> bool:
 
 
 def prune(artifacts: Path, step: int, last: int) -> None:
-    """Delete the optimizer states of all checkpoints up to `step`, except for the newest `last` of them.
-
-    Adapters stay. Checkpoints after `step` belong to a longer run and stay as they are.
+    """Delete the optimizer states of all checkpoints up to `step`, except for the newest `last` of them. Adapters stay.
+    Checkpoints after `step` belong to a longer run and stay as they are.
     """
     for saved in [saved for saved in find_checkpoints(artifacts) if saved.step <= step][max(last, 1) :]:
         (saved.folder / OPTIMIZER).unlink(missing_ok=True)
@@ -164,7 +159,6 @@ def prune(artifacts: Path, step: int, last: int) -> None:
 
 def write_arrays(path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file with `metadata` in its header. Arrays are sorted by name, so equal content is equal bytes.
-
     ValueError for values that are not finite.
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}

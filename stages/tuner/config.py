@@ -167,10 +167,9 @@ class TrainingConfig:
 
     @property
     def measured_at_once(self) -> int:
-        """Held-out samples that a measurement computes together: a function of the settings, not of free memory.
-
-        The number changes the last bits of a loss, and so could change which checkpoint is best. With micro_batch = "auto" it
-        is 1, the smallest micro-batch that training may reach.
+        """Held-out samples that a measurement computes together: a function of the settings, not of free memory. The number
+        changes the last bits of a loss, and so could change which checkpoint is best. With micro_batch = "auto" it is 1, the
+        smallest micro-batch that training may reach.
         """
         return 1 if self.micro_batch == "auto" else min(self.batch_size, self.micro_batch or self.batch_size)
 

@@ -25,9 +25,8 @@ POLL_SECONDS = 0.2  # between two looks for `pause`
 
 @dataclass
 class Control:
-    """The requests made to a running training. Create it first: a `stop` that exists by then is removed without effect.
-
-    `clock` returns seconds and `sleep` waits for seconds; tests pass their own.
+    """The requests made to a running training. Create it first: a `stop` that exists by then is removed without effect. `clock`
+    returns seconds and `sleep` waits for seconds; tests pass their own.
     """
 
     ctx: TrainingContext
@@ -44,7 +43,9 @@ class Control:
         self._take(STOP)
 
     def after_step(self) -> None:
-        """Count a finished step and look for requests. Gives the context the reason if the run is to end."""
+        """Count a finished step and look for requests. If the run is to end early, `ending` becomes True and ctx.pause gets the
+        reason.
+        """
         self.steps_done += 1
         self.pausing = self._pause_requested
         minutes = (self.clock() - self.began) / 60

@@ -28,9 +28,8 @@ def checks_update(step: int) -> bool:
 def check_health(
     say: Callable[[str], None], config: TrainingConfig, training: TrainingStep, step: int, skipped: int, result: StepResult
 ) -> None:
-    """Report what looks wrong after a step. ValueError, with a remedy, for a run that cannot learn.
-
-    `skipped` is the number of steps in a row, this one included, that had no finite loss and gradient.
+    """Report what looks wrong after a step. ValueError, with a remedy, for a run that cannot learn. `skipped` is the number of
+    steps in a row, this one included, that had no finite loss and gradient.
     """
     lr = config.lr
     if not result.bounded:

@@ -11,9 +11,8 @@ from stages.tuner.task import M, S, Task
 
 
 class Loader(Generic[S, M]):
-    """Iterates over the steps in `steps`, reading one step ahead.
-
-    Yields (step, batches in host memory, seconds that the loop waited for them).
+    """Iterates over the steps in `steps`, reading one step ahead. Yields (step, batches in host memory, seconds that the loop
+    waited for them).
     """
 
     def __init__(self, task: Task[S, M], steps: range) -> None:
@@ -28,18 +27,18 @@ class Loader(Generic[S, M]):
             coming = pool.submit(self.read, self.steps.start)
             for step in self.steps:
                 began = time.perf_counter()
-                micros = coming.result()
+                batches = coming.result()
                 waited = time.perf_counter() - began
                 if step + 1 in self.steps:
                     coming = pool.submit(self.read, step + 1)
-                yield step, micros, waited
+                yield step, batches, waited
 
     def read(self, step: int) -> list[M]:
         """Read the batches of a step into host memory, then announce the samples of the step after it."""
-        micros = [self.reader.read(step, samples) for samples in self.task.draw(step)]
+        batches = [self.reader.read(step, samples) for samples in self.task.draw(step)]
         if step + 1 in self.steps:
             self.prefetch(step + 1)
-        return micros
+        return batches
 
     def prefetch(self, step: int) -> None:
         """Announce all samples of a step to the reader."""

@@ -33,10 +33,9 @@ from stages.tuner.validation import TRAIN, VALIDATION, Validation
 
 
 def train(ctx: TrainingContext, task: Task[Any, Any], control: Control) -> Iterator[pa.RecordBatch]:
-    """Train from the newest usable checkpoint to the last step, and publish the adapter. Yields rows, step by step.
-
-    Writes checkpoints and results by `ctx.write_artifact`. Does nothing if every row is stored and the result is published.
-    Returns early, after a checkpoint, if `control` says so. ValueError in one line for a run that cannot go on.
+    """Train from the newest usable checkpoint to the last step, and publish the adapter. Yields rows, step by step. Writes
+    checkpoints and results by `ctx.write_artifact`. Does nothing if every row is stored and the result is published. Returns
+    early, after a checkpoint, if `control` says so. ValueError in one line for a run that cannot go on.
     """
     validation = validation_of(task)
     validation.add_table(ctx.stored)
@@ -49,23 +48,22 @@ def train(ctx: TrainingContext, task: Task[Any, Any], control: Control) -> Itera
 
 
 def last_step(task: Task[Any, Any], stored: pa.Table) -> int:
-    """The last step of a run, as far as its stored rows tell: validation may end it before [train] steps."""
+    """Return the last step of a run, given its stored rows: [train] steps, or fewer if validation ended the run early."""
     validation = validation_of(task)
     validation.add_table(stored)
     return validation.last_step
 
 
 def validation_of(task: Task[Any, Any]) -> Validation:
-    """The validation of a run, without any measurement yet."""
+    """Create the `Validation` of a run, with no measurements yet."""
     held_out = task.held_out
     return Validation(task.config.validation if held_out else None, held_out.count if held_out else 0, task.config.steps)
 
 
 def load_training(task: Task[Any, Any], start: Checkpoint | None, plan: MemoryPlan | None = None) -> TrainingStep:
-    """Load the model, and the adapter and optimizer state of a checkpoint; without one, those before the first step.
-
-    Without a memory plan, steps are computed as one graph. ValueError, before the model is loaded, for an initial adapter that
-    does not fit.
+    """Load the model, and the adapter and optimizer state of a checkpoint; without one, those before the first step. Without a
+    memory plan, steps are computed as one graph. ValueError, before the model is loaded, for an initial adapter that does not
+    fit.
     """
     initial = None if start else task.initial_adapter()
     model = task.load_model()
@@ -79,7 +77,7 @@ def load_training(task: Task[Any, Any], start: Checkpoint | None, plan: MemoryPl
 
 
 class TrainingRun:
-    """A run from `start` to its last step: what it has measured, and what it has not saved yet."""
+    """One run of the loop, from `start` to the last step, with its measurements and the rows that no checkpoint holds yet."""
 
     def __init__(self, ctx: TrainingContext, task: Task[Any, Any], control: Control, start: Start) -> None:
         self.ctx, self.task, self.control, self.start = ctx, task, control, start
@@ -94,7 +92,7 @@ class TrainingRun:
 
     @property
     def finished(self) -> bool:
-        """Whether the start is the last step already."""
+        """Whether the checkpoint that the run starts from is that of the last step."""
         return self.start.checkpoint is not None and self.start.step >= self.validation.last_step
 
     def go(self) -> Iterator[pa.RecordBatch]:
@@ -113,7 +111,7 @@ class TrainingRun:
             yield from self.take_steps()
 
     def prepare(self) -> None:
-        """Choose the memory plan, load what is trained, and tell the user about the run."""
+        """Choose the memory plan, load model, adapter and optimizer state, and print what is trained."""
         warn(self.ctx.say, self.task)
         limit_command_buffers()  # before anything asks MLX for an array
         self.plan = self.task.memory_plan(self.start.checkpoint)
@@ -122,19 +120,19 @@ class TrainingRun:
 
     @property
     def steps(self) -> range:
-        """The steps that remain, unless validation ends the run early."""
+        """The steps after the start, up to [train] steps."""
         return range(self.start.step + 1, self.task.config.steps + 1)
 
     def take_steps(self) -> Iterator[pa.RecordBatch]:
         """Take step after step until the last one, or until `control` ends the run."""
         schedule = self.task.config.learning_rate()
         began = time.perf_counter()
-        for step, micros, waited in Loader(self.task, self.steps):
+        for step, batches, waited in Loader(self.task, self.steps):
             lr = schedule.at(step)
-            result = self.compute(micros, lr, ratio=checks_update(step) and lr > 0)
+            result = self.compute(batches, lr, ratio=checks_update(step) and lr > 0)
             seconds = time.perf_counter() - began
             shared = {"step": step, "lr": lr, "grad_norm": result.grad_norm, "peak_bytes": self.peak}
-            rows = self.step_rows(micros, result, shared | {"seconds": seconds, "read_seconds": waited})
+            rows = self.step_rows(batches, result, shared | {"seconds": seconds, "read_seconds": waited})
             self.skipped = 0 if result.finite else self.skipped + 1
             check_health(self.ctx.say, self.task.config, self.training, step, self.skipped, result)
             rows += self.measure(shared)
@@ -148,14 +146,16 @@ class TrainingRun:
             if self.control.ending or step >= self.validation.last_step:
                 return
 
-    def compute(self, micros: Sequence[MicroBatch], lr: float, ratio: bool) -> StepResult:
-        """Compute one step. With micro_batch = "auto", choose the next step's micro-batch by this step's peak memory."""
+    def compute(self, batches: Sequence[MicroBatch], lr: float, ratio: bool) -> StepResult:
+        """Take one step. `ratio` also asks for the length of the update. With micro_batch = "auto", the peak memory of this step
+        decides the size of the next step's micro-batches.
+        """
         training = self.training
         if training.max_tokens is None:
-            return training.step(micros, lr, ratio)
+            return training.step(batches, lr, ratio)
         self.earlier_peak = self.peak
         mx.reset_peak_memory()
-        result = training.step(micros, lr, ratio)
+        result = training.step(batches, lr, ratio)
         before, used = training.max_tokens, result.largest_tokens
         after = adjust_max_tokens(before, used, mx.get_active_memory(), mx.get_peak_memory(), self.plan.limit)
         if after != before:
@@ -168,9 +168,9 @@ class TrainingRun:
         """MLX's peak memory so far, bytes."""
         return max(self.earlier_peak, mx.get_peak_memory())
 
-    def step_rows(self, micros: Sequence[MicroBatch], result: StepResult, shared: Row) -> list[Row]:
-        """The rows of a step, one per sample."""
-        samples = [sample for micro in micros for sample in micro.samples]
+    def step_rows(self, batches: Sequence[MicroBatch], result: StepResult, shared: Row) -> list[Row]:
+        """Build the rows of a step, one per sample. `shared` holds the columns that have one value for the whole step."""
+        samples = [sample for batch in batches for sample in batch.samples]
         rows = sample_rows(self.task, samples, {"loss": result.losses, **result.terms}, shared | {"split": TRAIN})
         self.unsaved += rows
         return rows
@@ -185,19 +185,21 @@ class TrainingRun:
         return self.measure({name: trained[name] for name in ("step", "lr", "grad_norm", "peak_bytes")})
 
     def measure(self, shared: Row) -> list[Row]:
-        """Measure the held-out samples if that is due after `shared["step"]`. Returns their rows; none if it is interrupted."""
+        """Measure the held-out samples if that is due, and return their rows; none if a stop interrupts it. `shared` holds the
+        columns step, lr, grad_norm and peak_bytes of these rows.
+        """
         held_out, step = self.task.held_out, shared["step"]
         if held_out is None or not self.validation.is_due(step):
             return []
         rows: list[Row] = []
         began = time.perf_counter()
-        for micro in held_out.micro_batches():
+        for batch in held_out.micro_batches():
             self.unmeasured = self.control.stop_requested()
             if self.unmeasured:
                 return []
-            losses = self.training.measure(micro)
+            losses = self.training.measure(batch)
             clocks = {"seconds": time.perf_counter() - began, "read_seconds": 0.0, "split": VALIDATION}
-            rows += sample_rows(self.task, micro.samples, {"loss": losses}, shared | clocks, first=len(rows))
+            rows += sample_rows(self.task, batch.samples, {"loss": losses}, shared | clocks, first=len(rows))
             began = time.perf_counter()
         self.validation.add(rows)
         self.unsaved += rows

@@ -27,10 +27,9 @@ AHEAD = 0.5  # share of one block's working memory that may be live beyond the e
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a run computes its steps.
-
-    `plan`: which blocks are differentiated as one graph. `max_tokens`: tokens per micro-batch, if micro_batch = "auto". `limit`:
-    bytes that training may take. `live_bytes`: bytes that may be live before the next block waits for the device.
+    """How a run computes its steps. `plan`: which blocks are differentiated as one graph. `max_tokens`: tokens per micro-batch,
+    if micro_batch = "auto". `limit`: bytes that training may take. `live_bytes`: bytes that may be live before the next block
+    waits for the device.
     """
 
     plan: Plan
@@ -41,7 +40,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan for the largest batch: samples computed at once, and the estimate of its bytes."""
+    """A way to compute the largest batch: samples per micro-batch, the plan, and the estimate of the bytes."""
 
     samples: int
     plan: Plan
@@ -49,7 +48,7 @@ class Candidate:
 
     @property
     def needs(self) -> int:
-        """Bytes at the peak."""
+        """The estimated peak memory, bytes."""
         return self.estimate.peak(self.plan)
 
 
@@ -61,7 +60,6 @@ def best_candidate(
     begun: Plan | None = None,
 ) -> Candidate:
     """Choose the samples per micro-batch and the plan: as the settings say, else the fastest that needs at most `limit` bytes.
-
     `estimate(samples)` estimates the bytes of so many samples of the largest batch, which has `batch_size`. `begun` is the plan
     that a resumed run began with; it is kept if it fits. If nothing fits, the candidate that needs least is returned.
     """
@@ -84,10 +82,9 @@ def fastest_plan(estimate: Estimate, limit: int) -> Plan:
 
 
 def live_bytes_limit(estimate: Estimate, plan: Plan, limit: int) -> int:
-    """Return how many bytes may be live before the next block waits for the device.
-
-    `estimate` is that of the largest micro-batch, `limit` the bytes that training may take. Unpacked weights are not part of the
-    allowance for working ahead: they live within one block.
+    """Return how many bytes may be live before the next block waits for the device. `estimate` is that of the largest micro-
+    batch, `limit` the bytes that training may take. Unpacked weights are not part of the allowance for working ahead: they live
+    within one block.
     """
     ahead = round(AHEAD * estimate.block_work) - estimate.unpacked_work
     return limit if plan == "whole" else min(limit, estimate.peak(plan) + ahead)
@@ -96,10 +93,9 @@ def live_bytes_limit(estimate: Estimate, plan: Plan, limit: int) -> int:
 def plan_run(
     config: TrainingConfig, candidate: Candidate, tokens: int, limit: int, start: Checkpoint | None, say: Callable[[str], None]
 ) -> MemoryPlan:
-    """Make the memory plan of a run from the candidate that was chosen, and print it.
-
-    `tokens` are those of one sample of the largest batch. `start` is the checkpoint that the run goes on from: its micro-batch
-    size is kept, and a change of its plan is reported.
+    """Make the memory plan of a run from the candidate that was chosen, and print it. `tokens` are those of one sample of the
+    largest batch. `start` is the checkpoint that the run goes on from: its micro-batch size is kept, and a change of its plan is
+    reported.
     """
     state = start.state if start else {}
     begun, plan = state.get("plan"), candidate.plan
@@ -120,7 +116,6 @@ def saved_max_tokens(state: Any) -> int | None:
 
 def adjust_max_tokens(max_tokens: int, used: int, held: int, peak: int, limit: int) -> int:
     """Return the tokens per micro-batch of the next step: fewer after a peak above the limit, twice as many if they surely fit.
-
     `used` are the tokens of the step's largest micro-batch, `held` the bytes held between steps, `peak` the bytes at the peak of
     the step, `limit` the bytes that training may take.
     """
@@ -157,7 +152,6 @@ class Remedy:
 
 def cheaper_settings(config: TrainingConfig, samples: int) -> Iterator[dict[str, Any]]:
     """Yield changes of settings that need less memory, to be made one after another: first those that cost time, then quality.
-
     `samples` is the number of samples of the largest batch, trained or measured, that a micro-batch could divide.
     """
     if config.memory not in ("auto", "blocks"):
@@ -171,7 +165,6 @@ def cheaper_settings(config: TrainingConfig, samples: int) -> Iterator[dict[str,
 
 def cheapest_remedy(config: C, samples: int, candidate: Callable[[C], Candidate], limit: int) -> Remedy:
     """Find the fewest settings to change so that the run needs at most `limit` bytes; all of them if it never does.
-
     `candidate(config)` estimates the run with other settings; `samples` as in `cheaper_settings`.
     """
 

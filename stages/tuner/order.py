@@ -26,10 +26,9 @@ class Batch:
 
 
 def occurrences(rates: Sequence[float], seed: int, epoch: int) -> list[int]:
-    """Return how often each row occurs in an epoch, given its rate: occurrences per epoch on average.
-
-    A rate of 2 is twice in every epoch, a rate of 1/3 once in three epochs. Rows of one rate take turns: each occurs evenly over
-    the epochs, and all epochs have the same number of them, give or take one.
+    """Return how often each row occurs in an epoch, given its rate: occurrences per epoch on average. A rate of 2 is twice in
+    every epoch, a rate of 1/3 once in three epochs. Rows of one rate take turns: each occurs evenly over the epochs, and all
+    epochs have the same number of them, give or take one.
     """
     found = [0] * len(rates)
     rows_of_rate: dict[float, list[int]] = {}
@@ -46,9 +45,8 @@ def occurrences(rates: Sequence[float], seed: int, epoch: int) -> list[int]:
 def epoch_batches(
     shapes: Sequence[Hashable], batch_size: int, seed: int, epoch: int, rates: Sequence[float] | None = None
 ) -> list[Batch]:
-    """Return the batches of one epoch in order, each of rows of one shape.
-
-    `shapes` are the shapes of the training rows, in a stable order; `rates` their occurrences per epoch, None for 1 each.
+    """Return the batches of one epoch in order, each of rows of one shape. `shapes` are the shapes of the training rows, in a
+    stable order; `rates` their occurrences per epoch, None for 1 each.
     """
     times = occurrences(rates, seed, epoch) if rates is not None else [1] * len(shapes)
     buckets: dict[Hashable, list[int]] = {}

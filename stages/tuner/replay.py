@@ -25,9 +25,8 @@ class ReplayedSample:
 
 
 def replay_step(ctx: TrainingContext, task: Task[Any, Any], step: int) -> list[ReplayedSample]:
-    """Take the steps from the newest checkpoint before `step`, or from the start, to `step`. Writes nothing.
-
-    Steps are computed by the memory plan that the run's checkpoints record. ValueError for a step that the run does not have.
+    """Take the steps from the newest checkpoint before `step`, or from the start, to `step`. Writes nothing. Steps are computed
+    by the memory plan that the run's checkpoints record. ValueError for a step that the run does not have.
     """
     checkpoints = find_checkpoints(ctx.artifacts)
     if not 1 <= step <= task.config.steps:
@@ -41,9 +40,9 @@ def replay_step(ctx: TrainingContext, task: Task[Any, Any], step: int) -> list[R
     training, schedule = load_training(task, start, plan), task.config.learning_rate()
     samples: list[Any] = []
     losses: list[float] = []
-    for at, micros, _ in Loader(task, range(start.step + 1 if start else 1, step + 1)):
-        samples = [sample for micro in micros for sample in micro.samples]
-        losses = training.step(micros, schedule.at(at)).losses
+    for at, batches, _ in Loader(task, range(start.step + 1 if start else 1, step + 1)):
+        samples = [sample for batch in batches for sample in batch.samples]
+        losses = training.step(batches, schedule.at(at)).losses
         ctx.progress(at, step, "steps")
     rows = ctx.stored.select(["step", "split", "sample", "loss"]).to_pylist()
     logged = {row["sample"]: row["loss"] for row in rows if (row["step"], row["split"]) == (step, TRAIN)}

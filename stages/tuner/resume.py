@@ -22,19 +22,18 @@ class Start:
 
     @property
     def step(self) -> int:
-        """The last step that needs not be taken again."""
+        """The last step that is done; 0 without a checkpoint."""
         return self.checkpoint.step if self.checkpoint else 0
 
 
 def row_key(row: Row) -> Key:
-    """The key of a row of training: (step, split, sample)."""
+    """Return the key of a row of training: (step, split, sample)."""
     return row["step"], row["split"], row["sample"]
 
 
 def find_start(ctx: TrainingContext, last: int) -> Start:
-    """Find the newest usable checkpoint up to step `last`, and say so if a newer one is damaged or all are lost.
-
-    A checkpoint is usable if its files are intact and every row up to its step is stored or held by a checkpoint.
+    """Find the newest usable checkpoint up to step `last`, and say so if a newer one is damaged or all are lost. A checkpoint is
+    usable if its files are intact and every row up to its step is stored or held by a checkpoint.
     """
     pending = {row_key(row) for row in ctx.pending.to_pylist()}
     checkpoints = [saved for saved in find_checkpoints(ctx.artifacts) if saved.step <= last]
@@ -59,9 +58,8 @@ def _held_rows(checkpoints: list[Checkpoint]) -> dict[Key, Row]:
 
 
 def _usable(saved: Checkpoint, last: int, lost: list[Key]) -> bool:
-    """Whether a run of `last` steps can go on from a checkpoint. `lost` are rows up to its step that exist nowhere.
-
-    The measurement after its own step may be lost: it was interrupted, and is repeated. The last step needs no optimizer state.
+    """Whether a run of `last` steps can go on from a checkpoint. `lost` are rows up to its step that exist nowhere. The
+    measurement after its own step may be lost: it was interrupted, and is repeated. The last step needs no optimizer state.
     """
     if any((step, split) != (saved.step, VALIDATION) for step, split, _ in lost):
         return False

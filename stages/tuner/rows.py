@@ -32,10 +32,8 @@ def _keys(split: str, steps: Sequence[int], sizes: Sequence[int]) -> pa.Table:
 def sample_rows(
     task: Task[Any, Any], samples: Sequence[Any], values: Mapping[str, Sequence[Any]], shared: Row, first: int = 0
 ) -> list[Row]:
-    """Build one row per sample.
-
-    `values` maps columns to one value per sample, `shared` to one value for all; nullable columns that neither names are null.
-    Samples are numbered from `first` on.
+    """Build one row per sample. `values` maps columns to one value per sample, `shared` to one value for all; nullable columns
+    that neither names are null. Samples are numbered from `first` on.
     """
     nothing: Row = dict.fromkeys(field.name for field in task.schema if field.nullable)
     return [

@@ -11,9 +11,8 @@ Shape = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning rate per step: it rises linearly to `base` over `warmup` steps, then follows `shape`.
-
-    "constant" stays at `base`; "linear" and "cosine" fall to `floor * base` over the next `decay` steps and stay there.
+    """A learning rate per step: it rises linearly to `base` over `warmup` steps, then follows `shape`. "constant" stays at
+    `base`; "linear" and "cosine" fall to `floor * base` over the next `decay` steps and stay there.
     """
 
     base: float

@@ -26,9 +26,8 @@ from stages.tuner.task import InitialAdapter, MicroBatch, Model, Objective, Term
 
 
 def choose_targets(linears: Mapping[str, tuple[int, int]], config: TrainingConfig) -> list[Target]:
-    """Choose the Linears that get an adapter, in the model's order, as [train] says.
-
-    `linears` maps the full name of every Linear of the blocks to (outputs, inputs). ValueError for a pattern that matches none.
+    """Choose the Linears that get an adapter, in the model's order, as [train] says. `linears` maps the full name of every Linear
+    of the blocks to (outputs, inputs). ValueError for a pattern that matches none.
     """
     for pattern in config.base_bits_for or {}:
         if not any(matches_pattern(name, pattern) for name in linears):
@@ -52,7 +51,9 @@ def choose_targets(linears: Mapping[str, tuple[int, int]], config: TrainingConfi
 def starting_adapter(
     model: Model, targets: Sequence[Target], config: TrainingConfig, start: InitialAdapter | None = None
 ) -> Arrays:
-    """Make the adapter before the first step: float32 arrays that change nothing, or that change what `start` changes."""
+    """Make the adapter before the first step, float32 arrays by name: one that changes nothing yet, or one that makes the same
+    change as the adapter `start`.
+    """
     weights = target_weights(model.blocks, targets) if config.variant == "dora" else None
     fresh = fresh_adapter(targets, config.seed, weights)
     return start_from_adapter(*start, targets, fresh, weights) if start else fresh
@@ -66,7 +67,7 @@ def build_optimizer(config: TrainingConfig) -> OptimizerStep:
 
 @dataclass
 class StepResult:
-    """What a step found out. Lists have one entry per sample, in the order of the step."""
+    """What a step returns: losses and the state of its health. Lists have one entry per sample, in the order of the step."""
 
     losses: list[float]
     terms: dict[str, list[float | None]]  # further terms of the loss, by column; None: the sample has no such term
@@ -79,7 +80,7 @@ class StepResult:
 
 @dataclass
 class StepGradient:
-    """The gradient of a step, not awaited: arrays by name, and the losses of every micro-batch that it is the mean of."""
+    """The gradient of a step, arrays by name, and the losses of its micro-batches. All arrays are lazy: not evaluated yet."""
 
     grads: Arrays = field(default_factory=dict)
     terms: list[dict[str, tuple[mx.array, Sequence[bool] | None]]] = field(default_factory=list)  # by column
@@ -87,7 +88,7 @@ class StepGradient:
 
     @property
     def losses(self) -> mx.array:
-        """The losses of all samples, in order, without further terms."""
+        """The losses of all samples of the step, in order, without further terms such as preservation."""
         return mx.concatenate([terms["loss"][0] for terms in self.terms])
 
     def values(self, column: str) -> list[float | None]:
@@ -100,9 +101,8 @@ class StepGradient:
         return found
 
     def add(self, grads: Arrays, share: float) -> None:
-        """Add the gradient of one term of a micro-batch, times its share of the step's samples. `grads` is emptied.
-
-        Both are consumed array by array: a third copy of the gradient would be the peak of the step's memory.
+        """Add the gradient of one term of a micro-batch, times its share of the step's samples. `grads` is emptied. Both are
+        consumed array by array: a third copy of the gradient would be the peak of the step's memory.
         """
         if share < 1 or self.grads:
             for name in grads:
@@ -112,10 +112,9 @@ class StepGradient:
 
 
 class TrainingStep:
-    """The model, the adapter and the optimizer's state; `step` updates them once.
-
-    `plan`: which blocks are differentiated as one graph. `live_bytes`: bytes that may be live before the next block waits for the
-    device; None: no limit. `max_tokens`, `max_samples`: the size of a micro-batch that is computed at once; None: a whole batch.
+    """The model, the adapter and the optimizer's state; `step` updates them once. `plan`: which blocks are differentiated as one
+    graph. `live_bytes`: bytes that may be live before the next block waits for the device; None: no limit. `max_tokens`,
+    `max_samples`: the size of a micro-batch that is computed at once; None: a whole batch.
     """
 
     def __init__(
@@ -128,7 +127,6 @@ class TrainingStep:
         state: Arrays | None = None,
     ) -> None:
         """`adapter` are the float32 arrays to train, `state` the optimizer's state to go on from; None: the initial state.
-
         ValueError if [train] micro_batch would divide the batches of an objective that is not separable.
         """
         if config.micro_batch is not None and not objective.separable:
@@ -154,14 +152,13 @@ class TrainingStep:
         """The average of the adapter over the steps, by name; None without [train.ema]."""
         return self.optimizer.average(self.masters, self.state) or None
 
-    def step(self, micros: Sequence[MicroBatch], lr: float, ratio: bool = False, meter: Meter | None = None) -> StepResult:
-        """Update the adapter once, by the mean gradient over all samples of `micros`.
-
-        Nothing is updated if a loss or the gradient is not finite. `ratio` asks for the length of the update. The device is
-        awaited once, at the end; with a `meter`, after each of the phases batch, gradients and optimizer, which it measures.
+    def step(self, batches: Sequence[MicroBatch], lr: float, ratio: bool = False, meter: Meter | None = None) -> StepResult:
+        """Update the adapter once, by the mean gradient over all samples of `batches`. Nothing is updated if a loss or the
+        gradient is not finite. `ratio` asks for the length of the update. The device is awaited once, at the end; with a `meter`,
+        after each of the phases batch, gradients and optimizer, which it measures.
         """
         with live_memory_limit(self.live_bytes):
-            found = self.gradient(micros, meter)
+            found = self.gradient(batches, meter)
             losses = found.losses
             with _phase(meter, "optimizer"):
                 before = dict(self.masters.arrays) if ratio else None  # the update consumes the arrays
@@ -183,30 +180,30 @@ class TrainingStep:
             largest_tokens=found.largest_tokens,
         )
 
-    def gradient(self, micros: Sequence[MicroBatch], meter: Meter | None = None) -> StepGradient:
+    def gradient(self, batches: Sequence[MicroBatch], meter: Meter | None = None) -> StepGradient:
         """Compute the gradient of the mean loss over all samples, the same for every size of micro-batches up to rounding."""
-        count = sum(len(micro.samples) for micro in micros)
+        count = sum(len(batch.samples) for batch in batches)
         adapter = cast_adapter(self.masters, self.model.dtype, self.config)
         found = StepGradient()
-        for micro in self.split(micros):
-            found.largest_tokens = max(found.largest_tokens, len(micro.samples) * micro.tokens)
+        for batch in self.split(batches):
+            found.largest_tokens = max(found.largest_tokens, len(batch.samples) * batch.tokens)
             found.terms.append({})
-            for term in self._terms(micro, meter):
+            for term in self._terms(batch, meter):
                 with _phase(meter, "gradients"):
                     losses_B, grads = loss_and_grads(self.model, adapter, self.scales, term.inputs, term.loss, self.plan)
-                    found.add(grads, len(micro.samples) / count)
+                    found.add(grads, len(batch.samples) / count)
                     found.terms[-1][term.column] = losses_B, term.applies
                     if meter:
                         mx.eval(losses_B, found.grads)
                 del grads, term  # before the next term is made
         return found
 
-    def _terms(self, micro: MicroBatch, meter: Meter | None) -> Iterator[Term]:
-        """The terms of a micro-batch's loss; making each is the phase `batch`."""
+    def _terms(self, batch: MicroBatch, meter: Meter | None) -> Iterator[Term]:
+        """The terms of a micro-batch's loss. With a meter, the making of each is measured as the phase `batch`."""
         if meter is None:
-            yield from self.objective.terms(self.model, micro)
+            yield from self.objective.terms(self.model, batch)
             return
-        terms = self.objective.terms(self.model, micro)
+        terms = self.objective.terms(self.model, batch)
         while True:
             with meter.phase("batch"):
                 term = next(terms, None)
@@ -217,24 +214,24 @@ class TrainingStep:
                 return
             yield term
 
-    def split(self, micros: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+    def split(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
         """Divide the batches of a step into the micro-batches that are computed at once; whole batches if they must not be."""
-        for micro in micros:
-            count = len(micro.samples)
-            most = min(self.max_samples or count, max(1, self.max_tokens // micro.tokens) if self.max_tokens else count)
+        for batch in batches:
+            count = len(batch.samples)
+            most = min(self.max_samples or count, max(1, self.max_tokens // batch.tokens) if self.max_tokens else count)
             if most >= count or not self.objective.separable:
-                yield micro
+                yield batch
             else:
-                yield from (micro.part(start, min(start + most, count)) for start in range(0, count, most))
+                yield from (batch.select(start, min(start + most, count)) for start in range(0, count, most))
 
-    def measure(self, micro: MicroBatch) -> list[float]:
+    def measure(self, batch: MicroBatch) -> list[float]:
         """Compute the validation losses of held-out samples with the present adapter. Nothing is updated."""
         with live_memory_limit(self.live_bytes):
-            term = self.objective.validation_term(self.model, micro)
-            walk = BlockwiseBackprop(self.model, self.adapter, self.scales)
+            term = self.objective.validation_term(self.model, batch)
+            blocks = BlockwiseBackprop(self.model, self.adapter, self.scales)
             h, shared = self.model.enter(**term.inputs)
             for n in range(len(self.model.blocks)):
-                h = walk.forward(n, h, shared)
+                h = blocks.forward(n, h, shared)
                 dispatch(h)
             losses: Any = term.loss(self.model.leave(h, shared)).tolist()
         found: list[float] = losses
@@ -242,7 +239,9 @@ class TrainingStep:
 
 
 def predict_base(model: Model, inputs: Mapping[str, Any]) -> mx.array:
-    """Return the prediction of the model without the adapter, dispatched but not awaited."""
+    """Return the prediction of the model without the adapter. `inputs` are the keyword arguments of `model.enter`. The array is
+    being computed when the function returns.
+    """
     h, shared = model.enter(**inputs)
     for block in model.blocks:
         h = model.block(block.kind)(block.weights, h, shared, lora.adapted_linear({}, {}))
@@ -253,9 +252,8 @@ def predict_base(model: Model, inputs: Mapping[str, Any]) -> mx.array:
 
 
 def cast_adapter(masters: Stacks, dtype: mx.Dtype, config: TrainingConfig) -> Arrays:
-    """Return the adapter as the blocks read it: cast to `dtype` once per step, by name.
-
-    With a packed base, memory matters more than time: the arrays stay float32, and every Linear casts its own at each use.
+    """Return the adapter as the blocks read it: cast to `dtype` once per step, by name. With a packed base, memory matters more
+    than time: the arrays stay float32, and every Linear casts its own at each use.
     """
     return (masters.cast(dtype) if config.base_bits == 16 else masters).unstack()
 

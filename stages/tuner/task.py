@@ -33,13 +33,13 @@ class MicroBatch(Protocol):
 
     @property
     def samples(self) -> Sequence[Any]:
-        """The samples, in order."""
+        """The samples of the micro-batch, in order."""
 
     @property
     def tokens(self) -> int:
         """Tokens of one sample, padding included. Memory plans measure micro-batches in tokens."""
 
-    def part(self, start: int, stop: int) -> Self:
+    def select(self, start: int, stop: int) -> Self:
         """Return the samples start .. stop - 1 as a micro-batch of their own."""
 
 
@@ -56,11 +56,10 @@ class Model(Chain, Protocol):
 
 @dataclass(frozen=True)
 class Term:
-    """One term of a micro-batch's loss: the model's inputs, and the loss of the model's prediction.
-
-    `loss(prediction)` returns losses_B, one float32 value per sample; the mean over all samples of a step is minimised. Its
-    arrays must be keywords of a `functools.partial`, so that they become arguments of a compiled graph. `column` names the
-    column of the rows that the values are written to. `applies[n]` is False if sample n has no such term; None: all have.
+    """One term of a micro-batch's loss: the model's inputs, and the loss of the model's prediction. `loss(prediction)` returns
+    losses_B, one float32 value per sample; the mean over all samples of a step is minimised. Its arrays must be keywords of a
+    `functools.partial`, so that they become arguments of a compiled graph. `column` names the column of the rows that the values
+    are written to. `applies[n]` is False if sample n has no such term; None: all have.
     """
 
     inputs: Mapping[str, Any]
@@ -70,19 +69,18 @@ class Term:
 
 
 class Objective(Protocol[M_contra]):
-    """What training minimises.
-
-    `separable`: the loss of a sample does not depend on the other samples of its batch, so that a batch may be computed in
-    several micro-batches. A loss that compares samples with each other, as contrastive losses do, is not separable.
+    """The loss that training minimises. It is `separable` if the loss of a sample does not depend on the other samples of its
+    batch, so that a batch may be computed in several micro-batches. Contrastive losses are not separable.
     """
 
     @property
-    def separable(self) -> bool: ...
+    def separable(self) -> bool:
+        """Whether a batch may be computed in several micro-batches."""
 
-    def terms(self, model: Any, micro: M_contra) -> Iterator[Term]:
+    def terms(self, model: Any, batch: M_contra) -> Iterator[Term]:
         """Yield the terms of a micro-batch's loss, one at a time. The first is the loss itself, of every sample."""
 
-    def validation_term(self, model: Any, micro: M_contra) -> Term:
+    def validation_term(self, model: Any, batch: M_contra) -> Term:
         """Return the loss that held-out samples are measured by. Nothing is trained by it."""
 
 
@@ -90,10 +88,10 @@ class Reader(Protocol[S, M_co]):
     """Reads micro-batches from disk into host memory. It is called from a thread of its own."""
 
     def prefetch(self, samples: Iterable[S]) -> None:
-        """Announce the samples of the next step. The samples read before are copied by now and may be dropped."""
+        """Start reading the samples of the next step from disk. Earlier samples are in host memory and may be dropped."""
 
     def read(self, step: int, samples: list[S]) -> M_co:
-        """Read one micro-batch of a step, counted from 1."""
+        """Read the given samples of a step, counted from 1, into host memory."""
 
 
 class HeldOut(Protocol[M_co]):
@@ -101,26 +99,26 @@ class HeldOut(Protocol[M_co]):
 
     @property
     def count(self) -> int:
-        """Samples of one measurement."""
+        """The number of samples of one measurement."""
 
     def micro_batches(self) -> Iterator[M_co]:
         """Read the samples of one measurement, micro-batch by micro-batch."""
 
 
 class Task(Protocol[S, M]):
-    """A training run, apart from the loop that runs it."""
+    """Everything that the training loop does not know of a run: its data, its model, its loss, its rows."""
 
     @property
     def config(self) -> TrainingConfig:
-        """The section [train] of the project."""
+        """The settings [train] of the project."""
 
     @property
     def objective(self) -> Objective[M]:
-        """What training minimises."""
+        """The loss that training minimises."""
 
     @property
     def held_out(self) -> HeldOut[M] | None:
-        """The samples that the run is measured by; None without [train.validation]."""
+        """The held-out samples that the run is measured by; None without [train.validation]."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -137,22 +135,21 @@ class Task(Protocol[S, M]):
         """Draw the samples of a step, batch by batch: a pure function of (seed, step). The batches make one optimizer step."""
 
     def reader(self) -> Reader[S, M]:
-        """Open the tables that micro-batches are read from."""
+        """Return a new reader of micro-batches, with its files open."""
 
     def row(self, sample: S) -> Row:
-        """The task's own columns of the row of one sample."""
+        """Return the task's own columns of the row of one sample, by name."""
 
     def warnings(self) -> Iterator[str]:
-        """Lines for the user about settings that are valid but rarely intended."""
+        """Yield a line for the user for every setting that is valid but rarely intended."""
 
     def description(self) -> str:
-        """One line for the user: what the run trains on."""
+        """Return one line for the user that says what the run trains on."""
 
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
-        """Choose how steps are computed, for a run that goes on from `start`; None: from the beginning.
-
-        `recorded`: take the plan that `start` records if it fits, whatever [train] memory says. ValueError in one line, with a
-        remedy, if nothing fits into memory.
+        """Choose how steps are computed, for a run that goes on from `start`; None: from the beginning. `recorded`: take the plan
+        that `start` records if it fits, whatever [train] memory says. ValueError in one line, with a remedy, if nothing fits into
+        memory.
         """
 
     def initial_adapter(self) -> InitialAdapter | None:
@@ -163,7 +160,7 @@ class Task(Protocol[S, M]):
 
 
 class TrainingContext(Protocol):
-    """What the loop needs from the code that runs it. A StageContext has all of it."""
+    """What the loop needs from the code that runs it. A StageContext of `stages.stage` has all of it."""
 
     @property
     def artifacts(self) -> Path:
@@ -183,20 +180,20 @@ class TrainingContext(Protocol):
 
     @property
     def write_artifact(self) -> Callable[[str, Callable[[Path], None]], Path]:
-        """(name, write) -> path: the file appears whole or not at all."""
+        """write_artifact(name, write) -> path: call write(path) so that the file `name` appears whole or not at all."""
 
     @property
     def say(self) -> Callable[[str], None]:
-        """Print one line for the user."""
+        """say(line): print one line for the user."""
 
     @property
     def progress(self) -> Callable[[int, int, str], None]:
-        """(done, total, unit): update the progress bar."""
+        """progress(done, total, unit): update the progress bar."""
 
     @property
     def stop(self) -> Callable[[], bool]:
-        """Return True once the user has asked to stop."""
+        """stop() -> True once the user has asked to stop."""
 
     @property
     def pause(self) -> Callable[[str], None]:
-        """Give the reason why the run ends before its last step."""
+        """pause(reason): say why the run ends before its last step."""

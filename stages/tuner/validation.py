@@ -19,10 +19,8 @@ Row = dict[str, Any]
 
 
 class Validation:
-    """The measurements of a run so far, and what follows from them.
-
-    `count` is the number of held-out samples of one measurement; without a config nothing is measured and the run has `steps`
-    steps. A measurement counts once all its samples are known.
+    """The measurements of a run so far, and what follows from them. `count` is the number of held-out samples of one measurement;
+    without a config nothing is measured and the run has `steps` steps. A measurement counts once all its samples are known.
     """
 
     def __init__(self, config: ValidationConfig | None, count: int, steps: int) -> None:
@@ -56,7 +54,7 @@ class Validation:
         return mean_losses(((row["step"], row["loss"]) for row in self.rows), self.count)
 
     def _replace(self, rows: list[Row]) -> None:
-        """Take these rows as all measurements, and decide what follows from them."""
+        """Replace all measured rows, and derive the last and the best step from them."""
         self.rows = rows
         if self.config is None:
             return
@@ -73,9 +71,8 @@ def measured_steps(every: int, last: int) -> range:
 
 
 def mean_losses(losses: Iterable[tuple[int, float]], count: int) -> dict[int, float]:
-    """Average (step, loss) pairs, in any order, by step. Steps with another number of losses than `count` are left out.
-
-    The mean is infinite if one of the losses is not finite.
+    """Average (step, loss) pairs, in any order, by step. Steps with another number of losses than `count` are left out. The mean
+    is infinite if one of the losses is not finite.
     """
     by_step: dict[int, list[float]] = {}
     for step, loss in losses:
@@ -85,10 +82,9 @@ def mean_losses(losses: Iterable[tuple[int, float]], count: int) -> dict[int, fl
 
 
 def early_stop(means: Mapping[int, float], every: int, patience: int, min_delta: float = 0.0) -> int | None:
-    """Return the step at which a run ends early, or None.
-
-    It ends after `patience` measurements in a row that are not lower than the lowest before them by more than `min_delta`.
-    `means` maps steps to mean losses; only the measurements from step 0 to the first missing one count.
+    """Return the step at which a run ends early, or None. It ends after `patience` measurements in a row that are not lower than
+    the lowest before them by more than `min_delta`. `means` maps steps to mean losses; only the measurements from step 0 to the
+    first missing one count.
     """
     lowest, since, step = math.inf, 0, 0
     while step in means:

@@ -51,9 +51,8 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class PreservationConfig:
-    """[train.preservation]: train the class word to keep its meaning, so that not every cat becomes this cat (DOP).
-
-    Costs a forward pass of the base model and a second gradient in every step that it applies to.
+    """[train.preservation]: train the class word to keep its meaning, so that not every cat becomes this cat (DOP). Costs a
+    forward pass of the base model and a second gradient in every step that it applies to.
     """
 
     weight: float = setting(1.0, "factor of the preservation loss beside the loss; ai-toolkit's")
@@ -66,7 +65,7 @@ class PreservationConfig:
 
 @dataclass(frozen=True)
 class TrainConfig(TrainingConfig):
-    """Section [train]."""
+    """Section [train]: the settings that any training run has, and those that images need."""
 
     caption_dropout: float = setting(0.05, "share of samples trained with the empty caption, which keeps guidance working")
     noise: NoiseConfig = setting(NoiseConfig(), "the noise levels")  # noqa: RUF009

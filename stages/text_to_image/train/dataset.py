@@ -12,6 +12,7 @@ from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
 from stages.stage import StageContext
+from stages.text_to_image.imaging.usable import usable_paths
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.selection import DataConfig, held_out, rates
 
@@ -68,11 +69,10 @@ class Dataset:
 
 
 def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
-    """Find the crops that the current buckets name, that are encoded and have captions.
-
-    ValueError, in one line, if there is none, or if a table lacks rows that [train] needs.
+    """Find the crops that the current buckets name, that are encoded and have captions. ValueError, in one line, if there is
+    none, or if a table lacks rows that [train] needs.
     """
-    paths = _image_paths(ctx)
+    paths = usable_paths(ctx.rows(IMAGES))
     texts = _texts(ctx, config.data, bool(config.caption_dropout), config.preservation is not None)
     latents = _latents(ctx, paths, texts)
     if config.mask and not any(row["mask"] for row in latents):
@@ -126,16 +126,6 @@ def _place(row: Row) -> tuple[Any, ...]:
     return tuple(row[name] for name in PLACE)
 
 
-def _image_paths(ctx: StageContext) -> dict[str, list[str]]:
-    """The paths of each usable image, by image_id: first the file that is used, then its duplicates."""
-    rows = sorted(ctx.rows(IMAGES).to_pylist(), key=lambda row: (row["rejected"] is not None, row["path"]))
-    paths: dict[str, list[str]] = {row["image_id"]: [] for row in rows if row["rejected"] is None}
-    for row in rows:
-        if row["rejected"] in (None, "duplicate") and row["image_id"] in paths:
-            paths[row["image_id"]].append(row["path"])
-    return paths
-
-
 def _crop(row: Row, rate: float, texts: Texts, masked: bool) -> Crop:
     image = row["image_id"]
     return Crop(
@@ -153,7 +143,7 @@ def _crop(row: Row, rate: float, texts: Texts, masked: bool) -> Crop:
 
 @dataclass(frozen=True)
 class Texts:
-    """The caption_ids of a run."""
+    """The caption_ids that a run may draw, by image."""
 
     captions: dict[str, tuple[str, ...]]  # by image_id, in their order
     classes: dict[str, tuple[str, ...]]  # by image_id: the class caption of each caption, "" if there is none

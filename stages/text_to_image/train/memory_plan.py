@@ -1,4 +1,4 @@
-"""Who decides the memory plan: estimates of a run's bytes from shapes alone, and the refusal of what cannot fit.
+"""The memory plan of a run on images: estimates of its bytes from shapes alone, and the refusal of what cannot fit.
 
 The choice among plans and the remedies that suit any training are in `stages.tuner.memory_plan`. Here are the sizes of images,
 the shapes of the transformer, and lower resolutions as the last remedy.
@@ -36,9 +36,8 @@ LOWEST_RESOLUTION = 256  # pixels: no lower resolution is advised
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The size of a batch: samples, pixels of each image, rows of each embedding.
-
-    `pixels_per_token`: pixels along one side of an image token. `held`: the largest batch of held-out images, only measured.
+    """The size of a batch: samples, pixels of each image, rows of each embedding. `pixels_per_token`: pixels along one side of an
+    image token. `held`: the largest batch of held-out images, only measured.
     """
 
     samples: int
@@ -72,9 +71,8 @@ class BatchShape:
 
 
 def largest_batch(sampler: TrainingSampler, pixels_per_token: int) -> BatchShape:
-    """The batch with the most tokens that any epoch may have, with the largest batch of held-out images.
-
-    A held-out image comes at several noise levels, so that few of them fill a batch.
+    """The batch with the most tokens that any epoch may have, with the largest batch of held-out images. A held-out image comes
+    at several noise levels, so that few of them fill a batch.
     """
     text_rows = max(sampler.data.text_rows.values())
     most: Counter[tuple[int, int]] = Counter()  # crops of each shape in an epoch
@@ -94,6 +92,7 @@ class MemoryEstimator:
     """Estimates the bytes that training with these settings needs, from the shapes of a transformer alone."""
 
     def __init__(self, config: TrainConfig, architecture: Architecture, sizes: TransformerConfig) -> None:
+        """`sizes` are those of the transformer, from `architecture.transformer_config`. No weight is read or allocated."""
         self.config, self.architecture, self.sizes = config, architecture, sizes
         self.dtype: Any = getattr(mx, config.precision)
         packed = {name: (shape, weight_bits(name, architecture, config)) for name, shape in sizes.shapes().items()}
@@ -150,10 +149,8 @@ def choose(
     start: Checkpoint | None,
     say: Callable[[str], None],
 ) -> MemoryPlan:
-    """Choose the memory plan of a run before a weight is loaded, and print it.
-
-    `weights` is where the transformer lies, `start` the checkpoint that the run goes on from. ValueError in one line, with what
-    would fit, if nothing does.
+    """Choose the memory plan of a run before a weight is loaded, and print it. `weights` is where the transformer lies, `start`
+    the checkpoint that the run goes on from. ValueError in one line, with what would fit, if nothing does.
     """
     architecture = family.architecture
     estimator = MemoryEstimator(config, architecture, architecture.transformer_config(weights, family))
@@ -163,9 +160,8 @@ def choose(
 
 
 def require_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int, begun: Plan | None = None) -> Candidate:
-    """Choose micro-batch and plan for `batch`. ValueError, with what would fit, if that needs more than `limit` bytes.
-
-    `begun` is the plan that a resumed run began with.
+    """Choose micro-batch and plan for `batch`. ValueError, with what would fit, if that needs more than `limit` bytes. `begun` is
+    the plan that a resumed run began with.
     """
     found = estimator.best(batch, limit, begun)
     if found.needs > limit:

@@ -42,9 +42,8 @@ def weight_bits(name: str, architecture: Architecture, config: TrainConfig) -> i
 
 
 def read_initial_adapter(file: Path, weights: Path, family: Family, config: TrainConfig) -> InitialAdapter:
-    """Read the adapter that a run starts from. ValueError if it does not fit the model, whose sizes `weights` records.
-
-    No weight of the model is read.
+    """Read the adapter that a run starts from. ValueError if it does not fit the model, whose sizes `weights` records. No weight
+    of the model is read.
     """
     architecture = family.architecture
     meta = architecture.meta_transformer(architecture.transformer_config(weights, family), mx.float32)

@@ -35,53 +35,52 @@ class FlowMatching:
     preservation: PreservationConfig | None = None
     separable: bool = True
 
-    def terms(self, model: Transformer, micro: MicroBatch) -> Iterator[Term]:
+    def terms(self, model: Transformer, batch: MicroBatch) -> Iterator[Term]:
         """Yield the loss of a micro-batch, then its preservation loss if it has class captions."""
-        x_BLC, target_BLC = self.mix(micro)
-        yield Term(self.inputs(micro, x_BLC, micro.ctx_BTJ), velocity_loss(micro, target_BLC, self.loss))
-        if micro.class_BTJ is None or micro.class_B is None or self.preservation is None:
+        x_BLC, target_BLC = self.mix(batch)
+        yield Term(self.inputs(batch, x_BLC, batch.ctx_BTJ), velocity_loss(batch, target_BLC, self.loss))
+        if batch.class_BTJ is None or batch.class_B is None or self.preservation is None:
             return
-        inputs = self.inputs(micro, x_BLC, micro.class_BTJ)
-        weight_B = self.preservation.weight * mx.array(micro.class_B)
+        inputs = self.inputs(batch, x_BLC, batch.class_BTJ)
+        weight_B = self.preservation.weight * mx.array(batch.class_B)
         preserved = functools.partial(loss.preservation, base_BLC=predict_base(model, inputs), weight_B=weight_B)
-        yield Term(inputs, preserved, "preservation", [bool(one) for one in micro.class_B])
+        yield Term(inputs, preserved, "preservation", [bool(one) for one in batch.class_B])
 
-    def validation_term(self, model: Transformer, micro: MicroBatch) -> Term:
+    def validation_term(self, model: Transformer, batch: MicroBatch) -> Term:
         """Return the plain mean squared error, whatever [train.loss] says, so that runs with other losses can be compared."""
-        x_BLC, target_BLC = self.mix(micro)
-        return Term(self.inputs(micro, x_BLC, micro.ctx_BTJ), velocity_loss(micro, target_BLC, LossConfig()))
+        x_BLC, target_BLC = self.mix(batch)
+        return Term(self.inputs(batch, x_BLC, batch.ctx_BTJ), velocity_loss(batch, target_BLC, LossConfig()))
 
-    def mix(self, micro: MicroBatch) -> tuple[mx.array, mx.array]:
+    def mix(self, batch: MicroBatch) -> tuple[mx.array, mx.array]:
         """Return the noisy latents and the target velocity of a micro-batch, float32: (batch, tokens, channels) each."""
         tokens = self.architecture.tokens
-        x0_BLC = tokens(mx.array(micro.x0_BCHW).view(mx.bfloat16)).astype(mx.float32)
-        noise_BLC = tokens(mx.array(micro.noise_BCHW))
-        sigma_B11 = sigmas(micro)[:, None, None]
+        x0_BLC = tokens(mx.array(batch.x0_BCHW).view(mx.bfloat16)).astype(mx.float32)
+        noise_BLC = tokens(mx.array(batch.noise_BCHW))
+        sigma_B11 = sigmas(batch)[:, None, None]
         return (1 - sigma_B11) * x0_BLC + sigma_B11 * noise_BLC, noise_BLC - x0_BLC
 
-    def inputs(self, micro: MicroBatch, x_BLC: mx.array, words_BTJ: np.ndarray) -> dict[str, Any]:
+    def inputs(self, batch: MicroBatch, x_BLC: mx.array, words_BTJ: np.ndarray) -> dict[str, Any]:
         """Return the model's inputs for noisy latents and embeddings, which are bfloat16 as 16-bit words."""
-        height, width = micro.x0_BCHW.shape[2:]
+        height, width = batch.x0_BCHW.shape[2:]
         text_BTJ = mx.array(words_BTJ).view(mx.bfloat16)
-        return self.architecture.inputs(x_BLC, (height, width), text_BTJ, sigmas(micro), GUIDANCE)
+        return self.architecture.inputs(x_BLC, (height, width), text_BTJ, sigmas(batch), GUIDANCE)
 
 
-def sigmas(micro: MicroBatch) -> mx.array:
+def sigmas(batch: MicroBatch) -> mx.array:
     """Return the noise level of each sample, float32."""
-    return mx.array([s.sigma for s in micro.samples], mx.float32)
+    return mx.array([s.sigma for s in batch.samples], mx.float32)
 
 
-def velocity_loss(micro: MicroBatch, target_BLC: mx.array, config: LossConfig) -> Loss:
-    """Return the loss of a predicted velocity, as [train.loss] says: prediction -> losses_B.
-
-    Its arrays are keywords of a partial, so that it can be compiled with the model's last blocks.
+def velocity_loss(batch: MicroBatch, target_BLC: mx.array, config: LossConfig) -> Loss:
+    """Return the loss of a predicted velocity, as [train.loss] says: prediction -> losses_B. Its arrays are keywords of a
+    partial, so that it can be compiled with the model's last blocks.
     """
     arrays = {"target_BLC": target_BLC}
     if config.weight != "none":
-        sigma_B = np.array([s.sigma for s in micro.samples])
+        sigma_B = np.array([s.sigma for s in batch.samples])
         arrays["weight_B"] = mx.array(weighting.weight(config.weight, sigma_B).astype(np.float32))
-    if micro.mask_BL is not None:
-        arrays["mask_BL"] = mx.array(micro.mask_BL)
+    if batch.mask_BL is not None:
+        arrays["mask_BL"] = mx.array(batch.mask_BL)
     if config.kind == "pseudo_huber":
         return functools.partial(loss.pseudo_huber, c=mx.array(config.huber_c, mx.float32), **arrays)
     return functools.partial(loss.mse, **arrays)

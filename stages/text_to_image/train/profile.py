@@ -26,9 +26,8 @@ from stages.tuner.step import TrainingStep, choose_targets, starting_adapter
 
 
 def profile_settings(method: Any = "adamw", **others: Any) -> TrainConfig:
-    """Return [train] with an optimizer at its usual learning rate, in float32 on a CPU, where bfloat16 is slow.
-
-    `method` is a value of [train.optimizer] kind; `others` are further settings of [train].
+    """Return [train] with an optimizer at its usual learning rate, in float32 on a CPU, where bfloat16 is slow. `method` is a
+    value of [train.optimizer] kind; `others` are further settings of [train].
     """
     precision = "bfloat16" if compiles() else "float32"
     usual: Any = {"optimizer": OptimizerConfig(kind=method), "lr": make_optimizer(method).usual_lr, "precision": precision}

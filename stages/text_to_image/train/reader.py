@@ -19,10 +19,9 @@ from stages.text_to_image.train.sampler import Sample, TrainingSampler
 
 @dataclass
 class MicroBatch:
-    """Samples in host memory. Latents and embeddings are bfloat16, as 16-bit words.
-
-    `mask_BL` weighs each token, float32; None if no sample has a mask. `class_BTJ` are embeddings of the class captions, and of
-    samples without one the own caption's; `class_B` is 1.0 for samples with a class caption, else 0.0; both None if none has one.
+    """Samples in host memory. Latents and embeddings are bfloat16, as 16-bit words. `mask_BL` weighs each token, float32; None if
+    no sample has a mask. `class_BTJ` are embeddings of the class captions, and of samples without one the own caption's;
+    `class_B` is 1.0 for samples with a class caption, else 0.0; both None if none has one.
     """
 
     samples: list[Sample]
@@ -38,7 +37,7 @@ class MicroBatch:
         """Tokens of one sample: image tokens and text rows."""
         return int(self.x0_BCHW.shape[2] * self.x0_BCHW.shape[3] + self.ctx_BTJ.shape[1])
 
-    def part(self, start: int, stop: int) -> MicroBatch:
+    def select(self, start: int, stop: int) -> MicroBatch:
         """Return the samples start .. stop - 1 as a micro-batch of their own."""
         return replace(self, **{name: value[start:stop] for name, value in vars(self).items() if value is not None})
 
@@ -74,11 +73,11 @@ def read_batch(
     x0_BCHW = np.stack([latents.read(s.crop.latent_id) for s in samples])
     noise_BCHW = np.stack([noise(s, x0_BCHW.shape[1:]) for s in samples])
     ctx_BTJ = np.stack([embeddings.read(s.caption_id) for s in samples])
-    micro = MicroBatch(samples, x0_BCHW, noise_BCHW, ctx_BTJ, token_weights(samples, mask_floor))
+    batch = MicroBatch(samples, x0_BCHW, noise_BCHW, ctx_BTJ, token_weights(samples, mask_floor))
     if any(s.class_id for s in samples):
-        micro.class_BTJ = np.stack([embeddings.read(s.class_id or s.caption_id) for s in samples])
-        micro.class_B = np.array([bool(s.class_id) for s in samples], np.float32)
-    return micro
+        batch.class_BTJ = np.stack([embeddings.read(s.class_id or s.caption_id) for s in samples])
+        batch.class_B = np.array([bool(s.class_id) for s in samples], np.float32)
+    return batch
 
 
 def token_weights(samples: Sequence[Sample], floor: float) -> np.ndarray | None:

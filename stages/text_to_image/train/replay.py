@@ -8,8 +8,7 @@ from stages.tuner.replay import ReplayedSample, replay_step
 
 
 def replay(ctx: StageContext, step: int) -> list[ReplayedSample]:
-    """Compute the losses of a step again, from the newest checkpoint before it. Writes nothing.
-
-    The `sample` of each result is a `Sample`: crop, caption and noise level. ValueError for a step that the run does not have.
+    """Compute the losses of a step again, from the newest checkpoint before it. Writes nothing. The `sample` of each result is a
+    `Sample`: crop, caption and noise level. ValueError for a step that the run does not have.
     """
     return replay_step(ctx, ImageTask(ctx), step)

@@ -77,9 +77,8 @@ class ValidationConfig(tuner.ValidationConfig):
 
 
 def rates(config: DataConfig, crops: Sequence[tuple[int, str]]) -> list[float]:
-    """Return the rate of each crop, given as (resolution, path of its image).
-
-    ValueError for a resolution or folder in the settings that no crop has.
+    """Return the rate of each crop, given as (resolution, path of its image). ValueError for a resolution or folder in the
+    settings that no crop has.
     """
     weights = _weights(config, {resolution for resolution, _ in crops})
     folders = {folder.strip("/").removeprefix("./"): count for folder, count in (config.repeats or {}).items()}
@@ -111,10 +110,9 @@ def _weights(config: DataConfig, present: Iterable[int]) -> dict[int, float]:
 
 
 def held_out(config: ValidationConfig, paths: Mapping[str, Sequence[str]]) -> frozenset[str]:
-    """Choose the images to hold out. Takes the paths of each image by image_id; returns image_ids.
-
-    Whether an image is held out does not depend on the other images, except for the bounds: at least one, at most
-    [train.validation] most. ValueError if [train.validation] paths matches none.
+    """Choose the images to hold out. Takes the paths of each image by image_id; returns image_ids. Whether an image is held out
+    does not depend on the other images, except for the bounds: at least one, at most [train.validation] most. ValueError if
+    [train.validation] paths matches none.
     """
     if config.paths:
         found = {i for i, own in paths.items() if any(fnmatchcase(path, p) for path in own for p in config.paths)}

@@ -42,13 +42,13 @@ class Leaking(FlowMatching):
     kept: ClassVar[list[mx.array]] = []
     values = 0
 
-    def terms(self, model, micro):
+    def terms(self, model, batch):
         self.kept.append(mx.zeros((self.values,)) + 1)
         mx.eval(self.kept[-1])
-        yield from super().terms(model, micro)
+        yield from super().terms(model, batch)
 
 
-def test_the_peak_of_all_phases_is_mlx_s_own_within_a_hundredth(training):
+def test_the_largest_peak_of_all_phases_is_mlx_s_own_within_one_percent(training):
     training.step([batch()], 1e-4)
     peaks = []
     original = mx.reset_peak_memory
@@ -80,7 +80,7 @@ def test_a_planted_leak_is_found_in_its_phase_however_small(values, size, monkey
     assert found == f"LEAK: batch retains {size} more every step"
 
 
-def test_where_nothing_leaks_the_report_says_what_would_be_seen_and_few_steps_tell_nothing(training):
+def test_without_a_leak_the_report_says_which_leaks_would_be_seen_and_few_steps_find_none(training):
     assert list(memory.leak_lines(memory.measure_steps(training, batch(), 6))) == ["no phase retains 16.4 kB or more per step"]
     (line,) = memory.leak_lines(memory.measure_steps(training, batch(), 4))
     assert line == "too few steps to find leaks; measure 5 or more"
@@ -117,7 +117,7 @@ def test_the_profile_limits_command_buffers_as_training_does_before_it_asks_for_
     assert asked == ["decided", "estimated"]
 
 
-def test_the_estimate_is_that_of_training_and_near_what_is_measured(training):
+def test_the_estimate_is_that_of_training_and_near_the_measured_peak(training):
     for plan in ("blocks", "whole"):
         profile = replace(TINY, train=replace(training.config, memory=plan))
         found = require_fit(profile.estimator, profile.batch(128), profile.limit)
@@ -128,7 +128,7 @@ def test_the_estimate_is_that_of_training_and_near_what_is_measured(training):
         assert 1 / FACTOR < found.needs / (meter.peak - elsewhere) < FACTOR
 
 
-def test_advice_says_which_bits_would_fit_and_what_would_not(monkeypatch):
+def test_advice_names_the_bits_that_would_fit_and_the_sizes_that_would_not(monkeypatch):
     monkeypatch.setattr(memory, "SIDES", (64, 128))
 
     def limited(side: int, bits: int) -> Profile:
@@ -142,13 +142,13 @@ def test_advice_says_which_bits_would_fit_and_what_would_not(monkeypatch):
     assert said[-1].startswith('128 px would not fit: with [train] base_bits = 4; [train.optimizer] kind = "adamw8bit" it needs ')
 
 
-def test_what_cannot_fit_is_refused_as_training_refuses_it(tmp_path):
+def test_a_run_that_cannot_fit_is_refused_as_training_refuses_it(tmp_path):
     profile = replace(TINY, train=profile_settings(rank=4, memory_gb=1e-6))
     with pytest.raises(ValueError, match=r"^train: plan blocks needs about .* base_bits = 4.* need .*, too much as well"):
         list(memory.report(profile, tmp_path))
 
 
-def test_a_project_s_settings_are_profiled_and_what_is_given_holds_instead(tmp_path):
+def test_a_project_s_settings_are_measured_unless_an_option_replaces_them(tmp_path):
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "project.toml").write_text(
@@ -186,7 +186,7 @@ def measured(tmp_path_factory, tiny_weights):
     return folder, projects.latentmill(folder, "run", "latents", "--memory")
 
 
-def test_any_stage_is_measured_at_its_real_work_batch_by_batch_with_the_same_rows(measured, tmp_path):
+def test_any_stage_can_be_measured_batch_by_batch_and_writes_the_same_rows(measured, tmp_path):
     folder, said = measured
     crops = len(projects.content(folder, "latents"))
     rows = pq.read_table(folder / "tables" / "memory" / "latents.parquet").to_pylist()
@@ -199,7 +199,7 @@ def test_any_stage_is_measured_at_its_real_work_batch_by_batch_with_the_same_row
     assert "latents computed no batch" in projects.latentmill(folder, "run", "latents", "--memory")
 
 
-def test_a_leak_that_is_planted_in_a_stage_is_found_and_the_outcome_has_the_meter_s_peak(measured, tmp_path):
+def test_a_leak_planted_in_a_stage_is_found_and_the_outcome_has_the_meter_s_peak(measured, tmp_path):
     folder = projects.copied(measured[0], tmp_path / "project")
     projects.build(folder, "images", "captions", "buckets")
     meter, console = Meter(), Keeping()
@@ -212,7 +212,7 @@ PAGE = recipe.FILE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("sql", re.findall(r"```sql\n(.*?)```", PAGE, re.DOTALL))
-def test_the_rows_answer_what_the_recipe_page_asks_them_and_no_command_minds_them(sql, measured, monkeypatch):
+def test_the_queries_of_the_recipe_page_run_on_the_rows_and_no_command_stumbles_over_them(sql, measured, monkeypatch):
     monkeypatch.setattr(memory, "SIDES", (64,))
     folder, _ = measured
     list(memory.report(replace(TINY, steps=2), memory.results_folder(Project(folder))))

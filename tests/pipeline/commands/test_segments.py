@@ -4,7 +4,7 @@ from pipeline.commands.run import summary
 from tests import projects
 
 
-def test_training_in_segments_is_no_mistake_and_ends_as_in_one_go(tmp_path, tiny_weights):
+def test_training_in_segments_ends_with_the_table_of_an_unbroken_run(tmp_path, tiny_weights):
     whole = projects.make(tmp_path / "whole", tiny_weights, images=2)
     projects.build(whole, "images", "captions", "buckets", "latents", "embeddings", "train")
     folder = projects.make(tmp_path / "segments", tiny_weights, images=2)
@@ -22,7 +22,7 @@ def test_training_in_segments_is_no_mistake_and_ends_as_in_one_go(tmp_path, tiny
     assert projects.latentmill(folder, "replay", "5").endswith("step 5: the same to the bit\n")
 
 
-def test_a_run_that_validation_ends_early_is_whole_and_up_to_date(tmp_path, tiny_weights):
+def test_a_run_that_validation_ends_early_is_up_to_date(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "project", tiny_weights, images=3)
     projects.edit(folder, "[samples]", "[train.validation]\nevery = 1\npatience = 2\nmin_delta = 100.0\n\n[samples]")
     outcomes = projects.build(folder, "images", "captions", "buckets", "latents", "embeddings", "train")
@@ -31,7 +31,7 @@ def test_a_run_that_validation_ends_early_is_whole_and_up_to_date(tmp_path, tiny
     assert projects.build(folder, "train")["train"].up_to_date
 
 
-def test_segments_draw_previews_on_the_way_and_end_as_in_one_go(tmp_path, tiny_weights):
+def test_segments_draw_previews_and_end_with_the_tables_of_an_unbroken_run(tmp_path, tiny_weights):
     whole = projects.make(tmp_path / "whole" / "cats", tiny_weights, images=2)
     projects.build(whole)
     folder = projects.make(tmp_path / "segments" / "cats", tiny_weights, images=2)
@@ -43,6 +43,6 @@ def test_segments_draw_previews_on_the_way_and_end_as_in_one_go(tmp_path, tiny_w
         assert projects.content(folder, stage_name).equals(projects.content(whole, stage_name))
 
 
-def test_segments_end_with_the_exit_code_of_what_went_wrong(tmp_path):
+def test_segments_end_with_the_exit_code_of_the_command_that_failed(tmp_path):
     said = projects.latentmill(tmp_path / "nowhere", "segments", code=2)
     assert "no such folder" in said

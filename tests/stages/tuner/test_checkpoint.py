@@ -64,7 +64,7 @@ def test_equal_content_is_equal_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("name", [ADAPTER, OPTIMIZER, ROWS])
-def test_a_file_that_is_gone_cut_or_changed_makes_a_checkpoint_not_whole(tmp_path, name):
+def test_a_checkpoint_with_a_missing_cut_or_changed_file_is_not_intact(tmp_path, name):
     for number, damage in enumerate((lambda b: b[:-1], lambda b: b[:-1] + bytes([b[-1] ^ 1]), lambda b: None)):
         saved = save(tmp_path / str(number), 7)
         damaged = damage((saved.folder / name).read_bytes())
@@ -81,7 +81,7 @@ def test_a_folder_without_a_readable_state_is_no_checkpoint(tmp_path, text):
     assert checkpoint.find_checkpoints(tmp_path) == []
 
 
-def test_the_newest_comes_first_and_only_the_newest_keep_their_optimizer(tmp_path):
+def test_checkpoints_are_listed_newest_first_and_only_the_newest_retain_their_optimizer_state(tmp_path):
     for step in (5, 20, 10):
         save(tmp_path, step)
     assert [found.step for found in checkpoint.find_checkpoints(tmp_path)] == [20, 10, 5]
@@ -90,7 +90,7 @@ def test_the_newest_comes_first_and_only_the_newest_keep_their_optimizer(tmp_pat
     assert all(found.intact(ADAPTER, ROWS) for found in checkpoint.find_checkpoints(tmp_path))
 
 
-def test_a_run_made_shorter_keeps_its_own_states_beside_those_of_the_longer_one(tmp_path):
+def test_a_run_made_shorter_retains_its_own_states_beside_those_of_the_longer_one(tmp_path):
     for step in (30, 20, 1, 2, 3):
         save(tmp_path, step)
     checkpoint.prune(tmp_path, 3, 2)
@@ -125,7 +125,7 @@ def test_the_best_adapter_lies_beside_the_last(tmp_path):
     assert checkpoint.published_step(tmp_path) == 9
 
 
-def test_every_kind_of_state_that_an_optimizer_keeps_comes_back(tmp_path):
+def test_arrays_of_every_dtype_of_optimizer_states_are_read_back(tmp_path):
     kinds = {str(kind): mx.array([1, 2, 3], kind) for kind in (mx.float32, mx.int32, mx.int8, mx.uint8)}
     saved = checkpoint.save(keeper(tmp_path), 7, ADAPTERS, kinds, pa.table({"step": [7]}), {}, {})
     read = saved.arrays(OPTIMIZER)

@@ -86,7 +86,7 @@ def test_a_pause_ends_with_the_file_stop_too(tmp_path):
     assert (run.reasons, steps(run)) == (["stopped by the file `stop`"], [2])
 
 
-def test_training_in_segments_of_steps_ends_as_in_one_go(whole, tmp_path):
+def test_training_in_segments_of_steps_ends_with_the_bits_of_an_unbroken_run(whole, tmp_path):
     run = ToyRun(tmp_path, replace(UNMEASURED, stop_after_steps=2))
     for segment in (2, 4, 6):
         run.go()

@@ -3,7 +3,7 @@ import numpy as np
 from stages.tuner import draws
 
 
-def test_the_same_address_draws_the_same_and_any_other_draws_otherwise():
+def test_an_address_always_draws_the_same_and_no_other_address_does():
     first = draws.normal((4, 5), 1, "noise", 7, 0)
     draws.normal((100,), 1, "noise", 8, 0)
     assert first.dtype == np.float32
@@ -24,6 +24,6 @@ def test_noise_has_mean_zero_and_variance_one():
     assert abs(x.var() - 1) < 0.02
 
 
-def test_a_choice_takes_each_alike():
+def test_a_choice_takes_each_equally_often():
     counts = np.bincount([draws.choice(3, 0, "caption", step, 0) for step in range(3000)])
     assert counts.min() > 900

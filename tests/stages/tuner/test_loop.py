@@ -59,12 +59,12 @@ def test_there_is_a_row_for_every_sample_drawn_and_for_every_sample_measured(who
 def test_the_loss_of_a_batch_is_computed_over_all_its_samples(whole, tmp_path):
     task = ToyTask(CONFIG)
     training = loop.load_training(task, None)
-    micros = [read_pairs(samples) for samples in task.draw(1)]
+    batches = [read_pairs(samples) for samples in task.draw(1)]
     training.max_samples, training.max_tokens = 1, 10
-    assert [len(micro.samples) for micro in training.split(micros)] == [4, 4]
-    losses = training.gradient(micros).losses.tolist()
+    assert [len(batch.samples) for batch in training.split(batches)] == [4, 4]
+    losses = training.gradient(batches).losses.tolist()
     assert losses == [row["loss"] for row in whole.rows if (row["step"], row["split"]) == (1, "train")]
-    alone = training.gradient([micros[0].part(0, 1)]).losses.tolist()
+    alone = training.gradient([batches[0].select(0, 1)]).losses.tolist()
     assert alone == [0.0] and losses[0] > 0, "a query alone has no negative"
 
 
@@ -112,12 +112,12 @@ def test_a_step_replayed_gives_its_logged_losses(step, whole):
     assert [one.sample for one in replayed] == [sample for batch in task.draw(step) for sample in batch]
 
 
-def test_the_adapter_file_says_what_it_is(whole):
+def test_the_header_of_the_adapter_file_describes_it(whole):
     metadata = mx.load(str(whole.folder / checkpoint.ADAPTER), return_metadata=True)[1]
     assert metadata == {"recipe": "toy", "made_by": "toy", "variant": "lora", "rank": "2", "alpha": "2", "step": "7"}
 
 
-def test_the_user_is_told_what_is_trained_and_what_looks_wrong(whole):
+def test_a_run_prints_what_is_trained_and_what_looks_wrong(whole):
     assert "toys are for tests" in whole.lines and "12 pairs" in whole.lines
     assert any(line.startswith("plan whole: estimated peak") for line in whole.lines)
     assert any(line.endswith("steps 1 to 7") for line in whole.lines)

@@ -20,7 +20,7 @@ def test_an_epoch_has_every_row_once_in_batches_of_one_shape(shapes, size, seed,
 
 @settings(max_examples=30, deadline=None)
 @given(shapes, st.integers(1, 3), st.integers(1, 4))
-def test_steps_walk_through_the_epochs_without_a_gap(shapes, size, accumulate):
+def test_the_steps_take_all_batches_of_all_epochs_in_order(shapes, size, accumulate):
     order = Order(shapes, size, 0, accumulate)
     walked = [batch for step in range(1, 12) for batch in order.step(step)]
     epochs = [batch for epoch in range(walked[-1].epoch + 1) for batch in epoch_batches(shapes, size, 0, epoch)]
@@ -48,7 +48,7 @@ rated = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(rated, st.integers(0, 3))
-def test_rows_come_as_often_as_their_rates_say_and_take_turns(rows, seed):
+def test_rows_occur_as_often_as_their_rates_say_and_take_turns(rows, seed):
     rates = [rate for _, rate in rows]
     epochs = [occurrences(rates, seed, epoch) for epoch in range(12)]
     for row, rate in enumerate(rates):
@@ -61,7 +61,7 @@ def test_rows_come_as_often_as_their_rates_say_and_take_turns(rows, seed):
 
 @settings(max_examples=40, deadline=None)
 @given(rated, st.integers(1, 3), st.integers(1, 3))
-def test_epochs_of_unequal_length_are_walked_without_a_gap_from_any_step(rows, size, accumulate):
+def test_the_steps_take_all_batches_of_epochs_of_unequal_length_in_order(rows, size, accumulate):
     shapes, rates = zip(*rows, strict=True)
     order = Order(shapes, size, 0, accumulate, rates)
     walked = [batch for step in range(1, 12) for batch in order.step(step)]

@@ -12,7 +12,7 @@ def measured(losses, every=10):
     return {n * every: loss for n, loss in enumerate(losses)}
 
 
-def test_it_is_measured_before_the_first_step_and_after_every_so_many():
+def test_measurements_are_before_the_first_step_and_then_at_equal_intervals():
     assert list(validation.measured_steps(10, 35)) == [0, 10, 20, 30]
     assert list(validation.measured_steps(10, 40))[-1] == 40
     assert list(validation.measured_steps(10, 3)) == [0]
@@ -24,7 +24,7 @@ def test_a_mean_does_not_depend_on_the_order_of_rows(orders):
     assert one == other
 
 
-def test_a_measurement_that_was_cut_short_does_not_count_and_one_that_is_not_finite_is_no_better_than_any():
+def test_an_incomplete_measurement_does_not_count_and_one_that_is_not_finite_has_an_infinite_mean():
     losses = [(0, 1.0), (0, 2.0), (10, 1.0), (20, 0.5), (20, math.nan)]
     assert validation.mean_losses(losses, 2) == {0: 1.5, 20: math.inf}
 
@@ -38,14 +38,14 @@ def test_patience_counts_measurements_since_the_best():
     assert validation.early_stop(measured([1.0, 1.1, 1.2]), 10, 2) == 20  # never better than the start
 
 
-def test_a_gap_hides_what_comes_after_it():
+def test_measurements_after_a_missing_one_do_not_count():
     losses = measured([1.0, 1.1, 1.2])
     del losses[10]
     assert validation.early_stop(losses, 10, 1) is None
 
 
 @given(curves, st.integers(1, 3))
-def test_what_is_decided_early_is_not_decided_otherwise_later(losses, patience):
+def test_more_measurements_never_change_an_early_stop_that_was_decided(losses, patience):
     whole = validation.early_stop(measured(losses), 10, patience)
     for count in range(1, len(losses) + 1):
         seen = validation.early_stop(measured(losses[:count]), 10, patience)

@@ -98,7 +98,7 @@ class Pairs:
     def tokens(self) -> int:
         return 2 * LENGTH
 
-    def part(self, start: int, stop: int) -> Pairs:
+    def select(self, start: int, stop: int) -> Pairs:
         return replace(self, **{name: value[start:stop] for name, value in vars(self).items()})
 
 
@@ -113,11 +113,11 @@ def contrastive(vectors_RD: mx.array, sharpness: mx.array) -> mx.array:
 class Contrast:
     separable: bool = False
 
-    def terms(self, model: Encoder, micro: Pairs) -> Iterator[Term]:
-        yield self.validation_term(model, micro)
+    def terms(self, model: Encoder, batch: Pairs) -> Iterator[Term]:
+        yield self.validation_term(model, batch)
 
-    def validation_term(self, model: Encoder, micro: Pairs) -> Term:
-        ids_RN = mx.array(np.concatenate([micro.query_BN, micro.document_BN]))
+    def validation_term(self, model: Encoder, batch: Pairs) -> Term:
+        ids_RN = mx.array(np.concatenate([batch.query_BN, batch.document_BN]))
         return Term({"ids_RN": ids_RN}, functools.partial(contrastive, sharpness=mx.array(5.0)))
 
 

@@ -130,8 +130,8 @@ class Run:
 
     def micro_batches(self, step: int = 1) -> list[MicroBatch]:
         """What a step trains on."""
-        ((_, micros, _),) = Loader(self.task(), range(step, step + 1))
-        return micros
+        ((_, batches, _),) = Loader(self.task(), range(step, step + 1))
+        return batches
 
     def go(self, *, stop_at: int | None = None, kill_at: int | None = None, lose: int = 0) -> Run:
         """Run to the end, to a stop, or to a kill that loses the last rows that were yielded."""

@@ -25,10 +25,10 @@ from stages.tuner.blockwise import planner
 from stages.tuner.blockwise.device import live_memory_limit
 from stages.tuner.config import OptimizerConfig
 from stages.tuner.loader import Loader
-from stages.tuner.memory_plan import GB, MemoryPlan, adjust_max_tokens, live_bytes_limit
+from stages.tuner.memory_plan import GB, MemoryPlan
 from stages.tuner.step import TrainingStep
 from tests.stages.text_to_image.train.runs import BASE, TINY, Run, tables, weights
-from tests.stages.text_to_image.train.test_train_features import rich
+from tests.stages.text_to_image.train.test_features import rich
 
 PIXELS = TINY.architecture.pixels_per_token
 
@@ -50,7 +50,7 @@ def needs(run: Run, plan: Any, samples: int = 2) -> float:
     return estimator(run.config, read_config(run.transformer)).estimate(batch_of(run), samples).peak(plan) / GB
 
 
-def test_the_plan_is_the_fastest_that_fits_the_budget_and_is_said(transformer, tmp_path):
+def test_the_plan_is_the_fastest_that_fits_the_budget_and_is_printed(transformer, tmp_path):
     run = Run(tmp_path, transformer)
     assert chosen(run).plan == "whole"
     whole, blocks = needs(run, "whole"), needs(run, "blocks")
@@ -130,14 +130,14 @@ def test_where_only_several_settings_together_fit_a_refusal_names_them_all_and_t
     assert chosen(run).plan == "blocks"
 
 
-def test_klein_9b_in_a_batch_of_8_at_1024_px_is_told_of_micro_batches_and_4_bits_to_fit_11_gb(monkeypatch):
+def test_the_refusal_of_klein_9b_in_a_batch_of_8_at_1024_px_in_11_gb_names_micro_batches_and_4_bits(monkeypatch):
     monkeypatch.setattr("stages.models.attention.fused_gradient", lambda q_BHLK: True)
     klein = estimator(TrainConfig(batch_size=8), family("klein-base-9b").transformer)
     with pytest.raises(ValueError, match=r"may take: \[train\] micro_batch = 1, base_bits = 4 would need (9|10)\..* GB$"):
         memory_plan.require_fit(klein, memory_plan.BatchShape(8, 1024, 1024, 512, PIXELS), int(11e9))
 
 
-def test_a_setting_that_is_not_needed_beside_the_others_is_not_named(deep, tmp_path):
+def test_a_refusal_names_no_setting_that_is_not_needed_beside_the_others(deep, tmp_path):
     run = Run(tmp_path, deep, replace(BASE, rank=2, batch_size=2, base_bits=4), tables(((64, 64),) * 4))
     run.config = replace(BASE, rank=2, batch_size=2, memory_gb=needs(run, "blocks") * 1.0001)
     assert needs(replace(run, config=replace(run.config, micro_batch=1)), "blocks", 1) > run.config.memory_gb
@@ -176,7 +176,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return weights(tmp_path_factory.mktemp("deep") / "transformer", **sizes, axes_dims_rope=(8, 8, 8, 8))
 
 
-def test_between_whole_and_blocks_as_many_blocks_are_kept_as_fit_to_the_byte(deep, tmp_path):
+def test_between_whole_and_blocks_the_plan_keeps_the_activations_of_as_many_blocks_as_fit_to_the_byte(deep, tmp_path):
     run = Run(tmp_path, deep, replace(BASE, batch_size=1))
     bytes_of = {plan: round(needs(run, plan, 1) * GB) for plan in ("blocks", 2, 3, "whole")}
     for plan, need in bytes_of.items():
@@ -187,7 +187,7 @@ def test_between_whole_and_blocks_as_many_blocks_are_kept_as_fit_to_the_byte(dee
         assert chosen(run).plan == less
 
 
-def test_a_run_says_its_plan_and_what_it_expects_before_its_first_row_and_trains_with_it(deep, tmp_path, monkeypatch):
+def test_a_run_prints_its_plan_and_its_estimated_peak_before_its_first_row_and_trains_with_that_plan(deep, tmp_path, monkeypatch):
     run = Run(tmp_path, deep, replace(BASE, batch_size=1, steps=2))
     run.config = replace(run.config, memory_gb=needs(run, 2, 1) * 1.00001)
     plans = []
@@ -208,8 +208,8 @@ def peak_of(run: Run, steps: int = 2) -> int:
     made = run.training()
     made.plan, made.live_bytes = run.config.memory, 1
     mx.reset_peak_memory()
-    for _, micros, _ in Loader(run.task(), range(1, steps + 1)):
-        made.step(micros, 1e-4)
+    for _, batches, _ in Loader(run.task(), range(1, steps + 1)):
+        made.step(batches, 1e-4)
     return mx.get_peak_memory() - before
 
 
@@ -218,7 +218,7 @@ def peak_of(run: Run, steps: int = 2) -> int:
     [{"accumulate": 2}, {"batch_size": 2, "micro_batch": 1}, {"preservation": PreservationConfig()}],
     ids=["several batches", "micro-batches", "preservation"],
 )
-def test_gradients_that_are_added_up_are_expected_to_need_the_adapters_size_once_more_and_do(more, deep, tmp_path):
+def test_adding_up_gradients_is_estimated_to_need_the_adapters_size_once_more_and_does(more, deep, tmp_path):
     plain = replace(BASE, batch_size=1, rank=16, memory="whole", caption_dropout=0.0)
     runs = [Run(tmp_path, deep, config, rich(((128, 128),) * 4)) for config in (plain, replace(plain, **more))]
     expected, measured = [needs(run, "whole", 1) * GB for run in runs], [peak_of(run) for run in runs]
@@ -227,10 +227,10 @@ def test_gradients_that_are_added_up_are_expected_to_need_the_adapters_size_once
     assert measured[1] - measured[0] == pytest.approx(adapter, rel=0.25)
 
 
-@pytest.mark.parametrize(("micro", "variant"), [(None, "lora"), (1, "lora"), (None, "dora"), (None, "lokr")])
-def test_what_measuring_held_out_images_takes_is_expected_where_they_are_larger_than_all_others(micro, variant, deep, tmp_path):
+@pytest.mark.parametrize(("samples", "variant"), [(None, "lora"), (1, "lora"), (None, "dora"), (None, "lokr")])
+def test_the_estimate_includes_held_out_images_that_are_larger_than_all_others(samples, variant, deep, tmp_path):
     aside = ValidationConfig(paths=("image3",), sigmas=(0.2, 0.8))
-    config = replace(BASE, memory="blocks", micro_batch=micro, variant=variant, validation=aside)
+    config = replace(BASE, memory="blocks", micro_batch=samples, variant=variant, validation=aside)
     run = Run(tmp_path, deep, config, tables(((64, 64),) * 3 + ((384, 384),)))
     batch = batch_of(run)
     assert batch.held and (batch.width, batch.held.width) == (64, 384)
@@ -244,8 +244,8 @@ def test_what_measuring_held_out_images_takes_is_expected_where_they_are_larger_
     for micro_batch in held_out.micro_batches():
         made.measure(micro_batch)
     measured = mx.get_peak_memory() - before
-    assert 1 / planner.FACTOR < needs(run, "blocks", micro or 2) * GB / measured < planner.FACTOR
-    trained = needs(Run(tmp_path, deep, replace(config, validation=None), tables(((64, 64),) * 3)), "blocks", micro or 2)
+    assert 1 / planner.FACTOR < needs(run, "blocks", samples or 2) * GB / measured < planner.FACTOR
+    trained = needs(Run(tmp_path, deep, replace(config, validation=None), tables(((64, 64),) * 3)), "blocks", samples or 2)
     assert trained * GB < measured / planner.FACTOR
 
 
@@ -254,12 +254,12 @@ def test_gradients_are_added_up_without_a_third_copy_of_any(deep, tmp_path):
     run = Run(tmp_path, deep, config, tables(((64, 64),) * 4))
     made = run.training()
     made.plan = "blocks"
-    micros = run.micro_batches(1)
+    batches = run.micro_batches(1)
     gc.collect()  # what another test left would else be let go in between
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     with live_memory_limit(1):
-        found = made.gradient(micros)
+        found = made.gradient(batches)
         mx.eval(found.grads, found.losses)
     # The sum, one micro-batch's gradient and the adapter, both bfloat16, and what one block needs.
     assert mx.get_peak_memory() - before < 2.4 * made.masters.nbytes
@@ -284,11 +284,7 @@ def test_the_plan_of_a_run_changes_no_row_but_for_rounding(whole, transformer, t
         assert ours.items() <= theirs.items()
 
 
-def test_the_micro_batch_follows_memory_between_one_sample_and_the_batch(transformer, tmp_path):
-    assert adjust_max_tokens(100, 100, held=10, peak=60, limit=50) == 50
-    assert adjust_max_tokens(100, 100, held=10, peak=30, limit=100) == 200
-    assert adjust_max_tokens(100, 100, held=10, peak=60, limit=100) == 100
-    assert adjust_max_tokens(100, 40, held=10, peak=20, limit=100) == 100, "a small step says nothing about a large one"
+def test_an_automatic_micro_batch_starts_between_one_sample_and_the_batch(transformer, tmp_path):
     run = Run(tmp_path, transformer, replace(BASE, micro_batch="auto"))
     batch = batch_of(run)
     assert chosen(run).max_tokens == batch.samples * batch.tokens
@@ -296,15 +292,8 @@ def test_the_micro_batch_follows_memory_between_one_sample_and_the_batch(transfo
     assert chosen(run).max_tokens == batch.tokens
 
 
-def test_the_micro_batch_grows_where_twice_the_room_is_sure_to_stay_below_nine_tenths():
-    assert adjust_max_tokens(100, 100, held=10, peak=50, limit=100) == 200
-    assert adjust_max_tokens(100, 100, held=10, peak=51, limit=100) == 100
-    assert adjust_max_tokens(100, 100, held=10, peak=100, limit=100) == 100
-    assert adjust_max_tokens(100, 100, held=10, peak=101, limit=100) == 50
-
-
-class Followed:
-    """Runs of a stage under readings of memory that are made up, a pair of (held, peak) in GB for each step."""
+class MeasuredMemory:
+    """Replaces MLX's memory readings of each step by a pair (held, peak), GB, and counts the samples computed at once."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, readings: list[tuple[float, float]]) -> None:
         self.sizes: list[list[int]] = []  # of each step: samples computed at once
@@ -327,17 +316,15 @@ class Followed:
         monkeypatch.setattr(mx, "get_peak_memory", lambda: round(self.now[1] * 1e9))
 
 
-FOLLOWING = replace(BASE, micro_batch="auto", memory_gb=1.0, batch_size=4, steps=5)
+AUTOMATIC = replace(BASE, micro_batch="auto", memory_gb=1.0, batch_size=4, steps=5)
 READINGS = [(0.1, 1.2), (0.1, 1.1), (0.1, 0.6), (0.1, 0.5), (0.1, 0.95)]
-FOLLOWED = [[4], [2, 2], [1, 1, 1, 1], [1, 1, 1, 1], [2, 2]]
+SIZES = [[4], [2, 2], [1, 1, 1, 1], [1, 1, 1, 1], [2, 2]]
 
 
-def test_a_run_s_micro_batch_shrinks_after_a_step_above_the_limit_and_grows_where_there_is_room(
-    transformer, tmp_path, monkeypatch
-):
-    followed = Followed(monkeypatch, READINGS)
-    run = Run(tmp_path, transformer, FOLLOWING, tables(((64, 64),) * 8)).go()
-    assert followed.sizes == FOLLOWED
+def test_an_automatic_micro_batch_shrinks_after_a_peak_above_the_limit_and_grows_again(transformer, tmp_path, monkeypatch):
+    measured_memory = MeasuredMemory(monkeypatch, READINGS)
+    run = Run(tmp_path, transformer, AUTOMATIC, tables(((64, 64),) * 8)).go()
+    assert measured_memory.sizes == SIZES
     changes = [line for line in run.said if line.startswith("the micro-batch")]
     assert changes == [
         f"the micro-batch is now {n} tokens, {how} than before" for n, how in ((44, "fewer"), (22, "fewer"), (44, "more"))
@@ -346,26 +333,18 @@ def test_a_run_s_micro_batch_shrinks_after_a_step_above_the_limit_and_grows_wher
     assert last.state["max_tokens"] == 44
 
 
-def test_a_run_that_is_stopped_goes_on_with_the_micro_batch_that_it_had_come_to(transformer, tmp_path, monkeypatch):
-    followed = Followed(monkeypatch, READINGS)
-    run = Run(tmp_path, transformer, FOLLOWING, tables(((64, 64),) * 8)).go(stop_at=2)
-    assert followed.sizes == FOLLOWED[:2]
+def test_a_resumed_run_goes_on_with_the_micro_batch_size_of_its_last_step(transformer, tmp_path, monkeypatch):
+    measured_memory = MeasuredMemory(monkeypatch, READINGS)
+    run = Run(tmp_path, transformer, AUTOMATIC, tables(((64, 64),) * 8)).go(stop_at=2)
+    assert measured_memory.sizes == SIZES[:2]
     run.go()
-    assert followed.sizes == FOLLOWED
+    assert measured_memory.sizes == SIZES
 
 
-def test_a_run_whose_micro_batch_follows_memory_has_the_same_rows_but_for_rounding(whole, transformer, tmp_path, monkeypatch):
+def test_an_automatic_micro_batch_changes_no_row_but_for_rounding(whole, transformer, tmp_path, monkeypatch):
     sizes = iter([10, 22, 5, 40, 22, 10, 22])
     monkeypatch.setattr(loop, "adjust_max_tokens", lambda *given: next(sizes))
     run = Run(tmp_path, transformer, replace(BASE, micro_batch="auto")).go()
     for ours, theirs in zip(run.rows, whole.rows, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
     assert any(line.startswith("the micro-batch is now 10 tokens, fewer") for line in run.said)
-
-
-def test_weights_that_are_unpacked_give_no_room_to_work_ahead_in():
-    packed = planner.Estimate(100, 10, 20, 5, (50, 50, 40, 40), (3, 3, 4, 4), unpacked=30)
-    bare = replace(packed, unpacked=0)
-    assert packed.peak("blocks") > bare.peak("blocks")
-    assert live_bytes_limit(packed, "blocks", 10**6) == live_bytes_limit(bare, "blocks", 10**6) > bare.peak("blocks")
-    assert live_bytes_limit(packed, "whole", 10**6) == 10**6

@@ -34,12 +34,12 @@ def test_repeats_are_of_whole_folders_and_the_longest_path_counts():
         (DataConfig(repeats={"rar": 2}), "no image that is trained on has the path 'rar'; did you mean \"rare\""),
     ],
 )
-def test_a_name_that_nothing_bears_is_refused_with_what_would_be_right(config, message):
+def test_an_error_about_an_unknown_resolution_or_folder_names_the_nearest_one(config, message):
     with pytest.raises(ValueError, match=message):
         rates(config, CROPS)
 
 
-def test_an_image_is_held_out_whatever_others_there_are():
+def test_whether_an_image_is_held_out_does_not_depend_on_the_others():
     config = ValidationConfig(share=0.3, most=100)
     every = held_out(config, NAMES)
     assert 4 < len(every) < 20
@@ -55,7 +55,7 @@ def test_at_least_one_and_at_most_so_many_are_held_out():
     assert len(held_out(ValidationConfig(share=0.0), NAMES)) == 1
 
 
-def test_paths_hold_out_what_they_match_under_any_of_its_names():
+def test_paths_hold_out_every_image_that_they_match_by_any_of_its_paths():
     twin = NAMES | {"id1": ["more/1.png", "held/copy.png"]}
     assert held_out(ValidationConfig(paths=("held/*",), most=1), twin) == {"id1", *(f"id{n}" for n in range(0, 40, 4))}
     with pytest.raises(ValueError, match=r"paths: \['hold/\*'\] matches none of the 40 images"):
@@ -79,6 +79,6 @@ def test_paths_hold_out_what_they_match_under_any_of_its_names():
         (lambda: ValidationConfig(sigmas=(0.0,)), "sigmas must be different levels above 0"),
     ],
 )
-def test_a_value_out_of_range_is_refused_by_name(make, message):
+def test_an_error_about_a_value_out_of_range_names_the_setting(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -98,7 +98,7 @@ def task(project, **settings):
 
 
 def drawn(made, steps):
-    return [sample for step in range(1, steps + 1) for micro in made.draw(step) for sample in micro]
+    return [sample for step in range(1, steps + 1) for batch in made.draw(step) for sample in batch]
 
 
 def test_without_settings_the_first_draws_are_these_three():
@@ -108,7 +108,7 @@ def test_without_settings_the_first_draws_are_these_three():
     assert found == FIRST_WITHOUT_SETTINGS
 
 
-def test_resolutions_and_folders_come_as_often_as_they_should():
+def test_resolutions_and_folders_occur_as_often_as_their_settings_say():
     config = DataConfig(resolutions={"512": 1, "768": 0.25}, repeats={"rare": 2})
     made = task(Project(), data=config)
     samples = drawn(made, 400)
@@ -127,7 +127,7 @@ def test_the_largest_batch_is_found_among_crops_that_the_first_epochs_do_not_hav
     assert (batch.samples, batch.width, batch.height, batch.text_rows) == (3, 48, 48, 2)
 
 
-def test_what_is_left_out_is_neither_drawn_nor_needed():
+def test_crops_that_are_left_out_are_neither_drawn_nor_needed():
     project = Project()
     project.tables["embeddings"] = project.tables["embeddings"].filter(
         pa.compute.invert(pa.compute.is_in(project.tables["embeddings"]["caption_id"], pa.array(["text3", "text4", "text5"])))
@@ -148,32 +148,32 @@ def test_a_dropped_caption_becomes_the_empty_one_or_the_trigger():
         dataset(Project(0.5).without("captions", "trigger"), data=DataConfig(dropped="trigger"))
 
 
-def test_class_captions_are_read_at_every_so_many_steps_and_weigh_nothing_where_there_is_none():
+def test_class_captions_are_read_in_every_so_many_steps_and_weigh_nothing_for_samples_without_one():
     project = Project(0.3)
     made = task(project, batch_size=12, preservation=PreservationConfig(every=2))
     words = MemoryTensors(project.tables["embeddings"], "caption_id")
     seen = set()
-    for step, micros, _ in Loader(made, range(1, 9)):
-        for micro in micros:
-            assert (micro.class_BTJ is None) == bool(step % 2)
-            for n, sample in enumerate(micro.samples if micro.class_BTJ is not None else []):
+    for step, batches, _ in Loader(made, range(1, 9)):
+        for batch in batches:
+            assert (batch.class_BTJ is None) == bool(step % 2)
+            for n, sample in enumerate(batch.samples if batch.class_BTJ is not None else []):
                 assert sample.class_id in ("", sample.caption_id.replace("text", "class"))
-                assert micro.class_B[n] == bool(sample.class_id)
-                assert np.array_equal(micro.class_BTJ[n], words.read(sample.class_id or sample.caption_id))
+                assert batch.class_B[n] == bool(sample.class_id)
+                assert np.array_equal(batch.class_BTJ[n], words.read(sample.class_id or sample.caption_id))
                 seen.add((sample.caption_id[:4], bool(sample.class_id), sample.crop.image_id))
     assert ("text", True, "image0") in seen and ("othe", False, "image0") in seen and ("text", False, "image1") in seen
     with pytest.raises(ValueError, match="set trigger and class_word"):
         dataset(Project().without("captions", "class"), preservation=PreservationConfig())
 
 
-def test_masks_come_as_weights_of_tokens_and_only_where_there_are_any():
+def test_masks_are_read_as_token_weights_and_only_for_batches_that_have_any():
     project = Project()
     made = task(project, batch_size=12, mask=MaskConfig(0.2))
-    micros = [micro for _, micros, _ in Loader(made, range(1, 3)) for micro in micros]
-    assert {micro.mask_BL is None for micro in micros} == {True, False}
-    (micro,) = [micro for micro in micros if micro.mask_BL is not None]
-    assert micro.mask_BL.shape == (12, 6) and micro.mask_BL.dtype == np.float32
-    for sample, weights in zip(micro.samples, micro.mask_BL, strict=True):
+    batches = [batch for _, batches, _ in Loader(made, range(1, 3)) for batch in batches]
+    assert {batch.mask_BL is None for batch in batches} == {True, False}
+    (batch,) = [batch for batch in batches if batch.mask_BL is not None]
+    assert batch.mask_BL.shape == (12, 6) and batch.mask_BL.dtype == np.float32
+    for sample, weights in zip(batch.samples, batch.mask_BL, strict=True):
         floor = np.float32(0.2)
         assert weights.tolist() == ([floor, 1.0] * 3 if sample.crop.image_id == "image2" else [1.0] * 6)
     assert all(m.mask_BL is None for _, ms, _ in Loader(task(project, mask=None), range(1, 20)) for m in ms)
@@ -182,16 +182,16 @@ def test_masks_come_as_weights_of_tokens_and_only_where_there_are_any():
         dataset(project, mask=MaskConfig())
 
 
-def test_a_part_of_a_micro_batch_has_its_samples_alone():
+def test_a_selection_of_a_micro_batch_has_only_its_own_samples():
     whole = MicroBatch(["a", "b", "c"], *(np.arange(3) for _ in range(3)), mask_BL=np.arange(3))
-    part = whole.part(1, 3)
+    part = whole.select(1, 3)
     assert part.samples == ["b", "c"] and part.mask_BL.tolist() == part.ctx_BTJ.tolist() == [1, 2] and part.class_BTJ is None
 
 
 HELD = ValidationConfig(share=0.3, every=10, sigmas=(0.25, 0.5), patience=2)
 
 
-def test_held_out_images_are_never_trained_on_and_measured_as_they_are():
+def test_held_out_images_are_never_trained_on_and_measured_without_flips():
     data = dataset(Project(), validation=HELD)
     trained, held = ({crop.image_id for crop in crops} for crops in (data.crops, data.held))
     assert held and not trained & held and trained | held == {f"image{n}" for n in range(IMAGE_COUNT)}
@@ -205,13 +205,13 @@ def test_every_measurement_has_the_same_samples_noise_and_levels():
     project = Project()
     held_out = task(project, batch_size=3, validation=HELD).held_out
     first, again = list(held_out.micro_batches()), list(held_out.micro_batches())
-    samples = [sample for micro in first for sample in micro.samples]
+    samples = [sample for batch in first for sample in batch.samples]
     assert [s.number for s in samples] == list(range(held_out.count)) and held_out.count == 2 * len(held_out.crops)
     assert {(s.crop.latent_id, s.sigma) for s in samples} == {(c.latent_id, s) for c in held_out.crops for s in (0.25, 0.5)}
     for one, other in zip(first, again, strict=True):
         assert np.array_equal(one.noise_BCHW, other.noise_BCHW)
-    for micro in first:
-        for sample, noise in zip(micro.samples, micro.noise_BCHW, strict=True):
+    for batch in first:
+        for sample, noise in zip(batch.samples, batch.noise_BCHW, strict=True):
             assert np.array_equal(noise, crop_noise(noise.shape, HELD.seed, sample.crop.latent_id))
 
 
@@ -229,7 +229,7 @@ def test_the_noise_of_a_held_out_crop_does_not_depend_on_other_crops():
     assert not np.array_equal(first, crop_noise((2, 3), 1, "row"))
 
 
-def test_rows_wanted_and_written_tell_when_a_run_ends_and_which_step_was_best():
+def test_the_stored_rows_decide_when_a_run_ends_and_which_step_is_best():
     made = task(Project(), batch_size=3, steps=40, validation=HELD)
     count = made.held_out.count
     wanted = wanted_rows(made, 35)
@@ -255,7 +255,7 @@ def test_rows_wanted_and_written_tell_when_a_run_ends_and_which_step_was_best():
     assert decided(77, config=None) == (77, None)
 
 
-def test_a_row_that_does_not_say_its_split_is_of_training():
+def test_a_row_without_a_split_is_a_row_of_training():
     row = {f.name: EMPTY.get(f.type, 0) for f in TRAIN.batch if f.name != "split"}
     (batch,) = TRAIN.table([row]).to_batches()
     assert conform(batch, TRAIN)["split"].to_pylist() == ["train"]

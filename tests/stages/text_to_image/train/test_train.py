@@ -53,7 +53,7 @@ def test_a_run_that_is_stopped_and_killed_ends_with_the_bits_of_an_unbroken_one(
     assert (run.folder / "artifacts" / final).read_bytes() == (whole.folder / "artifacts" / final).read_bytes()
 
 
-def test_a_stop_keeps_a_checkpoint_of_that_very_step_and_the_next_run_goes_on_from_it(whole, transformer, tmp_path):
+def test_a_stop_writes_a_checkpoint_of_its_step_and_the_next_run_goes_on_from_it(whole, transformer, tmp_path):
     run = Run(tmp_path, transformer, whole.config).go(stop_at=2)
     assert max(step for step, _, _ in run.stored) == 2
     assert [saved.step for saved in checkpoint.find_checkpoints(tmp_path / "artifacts")] == [2]
@@ -61,7 +61,7 @@ def test_a_stop_keeps_a_checkpoint_of_that_very_step_and_the_next_run_goes_on_fr
     assert first.endswith("steps 3 to 7")
 
 
-def test_a_checkpoint_of_any_kind_of_damage_is_passed_over(whole, transformer, tmp_path):
+def test_a_damaged_checkpoint_is_passed_over(whole, transformer, tmp_path):
     run = Run(tmp_path, transformer, whole.config).go(kill_at=6)
     file = tmp_path / "artifacts" / "checkpoints" / "step-000006" / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
@@ -141,7 +141,7 @@ def test_a_result_that_was_deleted_or_cut_comes_back_from_its_checkpoint(transfo
     assert run.loaded == 0
 
 
-def test_a_checkpoint_that_is_damaged_is_said_and_the_one_before_it_taken(whole, transformer, tmp_path):
+def test_a_damaged_checkpoint_is_reported_and_the_run_goes_on_from_the_one_before_it(whole, transformer, tmp_path):
     run = Run(tmp_path, transformer, whole.config).go(stop_at=5)
     newest = max((tmp_path / "artifacts/checkpoints").iterdir()) / "adapter.safetensors"
     newest.write_bytes(newest.read_bytes()[:-4])
@@ -158,7 +158,7 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(whole, trans
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
 
 
-def test_how_often_to_save_changes_nothing(whole, transformer, tmp_path):
+def test_the_interval_of_checkpoints_changes_no_result(whole, transformer, tmp_path):
     run = Run(tmp_path, transformer, replace(whole.config, checkpoint_every=1, keep_states=1)).go()
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
     states = sorted(path.parent.name for path in tmp_path.rglob("optimizer.safetensors"))
@@ -169,14 +169,14 @@ def test_how_often_to_save_changes_nothing(whole, transformer, tmp_path):
 # What is drawn
 
 
-def test_the_tables_order_does_not_matter(whole, transformer, tmp_path):
+def test_the_order_of_the_tables_rows_does_not_matter(whole, transformer, tmp_path):
     flipped = {name: table.take(list(range(table.num_rows))[::-1]) for name, table in tables().items()}
     run = Run(tmp_path, transformer, whole.config, flipped).go()
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
     assert STAGE.snapshot(run.context()).equals(STAGE.snapshot(whole.context()))
 
 
-def test_there_is_a_row_for_every_sample_wanted_and_it_says_what_was_drawn(whole):
+def test_there_is_a_row_for_every_wanted_sample_with_everything_that_was_drawn(whole):
     wanted = STAGE.wants(whole.context()).to_pylist()
     assert [(row["step"], row["sample"]) for row in wanted] == [(row["step"], row["sample"]) for row in whole.rows]
     assert {row["epoch"] for row in whole.rows} == {0, 1, 2}
@@ -203,27 +203,27 @@ def test_there_is_a_row_for_every_sample_wanted_and_it_says_what_was_drawn(whole
 def test_the_samples_of_a_step_draw_different_noise_levels_and_dropouts(transformer, tmp_path):
     config = replace(BASE, batch_size=7, steps=40, caption_dropout=0.5)
     sampler = Run(tmp_path, transformer, config, tables(((64, 64),) * 7)).task().sampler
-    steps = [micro for step in range(1, 41) for micro in sampler.step(step)]
+    steps = [batch for step in range(1, 41) for batch in sampler.step(step)]
     assert all(len({sample.sigma for sample in samples}) == 7 for samples in steps)
     assert len({tuple(sample.dropped for sample in samples) for samples in steps}) > 20
     assert 0.4 < np.mean([sample.dropped for samples in steps for sample in samples]) < 0.6
 
 
-def test_unequal_micro_batches_count_by_their_samples(transformer, tmp_path):
+def test_batches_of_unequal_size_count_by_their_samples(transformer, tmp_path):
     run = Run(tmp_path, transformer, replace(BASE, batch_size=3, accumulate=2, steps=1), tables(((64, 64),) * 4))
     made = run.training()
     made.masters = Stacks.of(
         {name: value + 0.1 * mx.random.normal(value.shape, key=mx.random.key(1)) for name, value in made.adapter.items()}
     )
-    micros = run.micro_batches(1)
-    assert sorted(len(micro.samples) for micro in micros) == [1, 3]
+    batches = run.micro_batches(1)
+    assert sorted(len(batch.samples) for batch in batches) == [1, 3]
     fields = ("x0_BCHW", "noise_BCHW", "ctx_BTJ")
     joint = MicroBatch(
-        [s for m in micros for s in m.samples], *(np.concatenate([getattr(m, name) for m in micros]) for name in fields)
+        [s for m in batches for s in m.samples], *(np.concatenate([getattr(m, name) for m in batches]) for name in fields)
     )
-    several, one = made.gradient(micros), made.gradient([joint])
+    several, one = made.gradient(batches), made.gradient([joint])
     np.testing.assert_allclose(np.array(several.losses), np.array(one.losses), rtol=1e-5)
-    assert_same(several.grads, one.grads, 1e-5)  # 2e-6 was seen; see SPLIT in test_train_features.py
+    assert_same(several.grads, one.grads, 1e-5)  # 2e-6 was seen; see SPLIT in test_features.py
 
 
 def test_one_step_alone_gives_its_logged_losses(whole):
@@ -288,8 +288,8 @@ def test_losses_and_every_gradient_of_a_step_equal_torchs_with_peft(guidance, tm
     made.masters = Stacks.of(
         {name: mx.array(draw.normal(0, 0.1, value.shape).astype(np.float32)) for name, value in made.adapter.items()}
     )
-    (micro,) = run.micro_batches()
-    gradient = made.gradient([micro])
+    (batch,) = run.micro_batches()
+    gradient = made.gradient([batch])
     losses, grads = gradient.losses, gradient.grads
 
     reference = Flux2Transformer2DModel.from_pretrained(folder)
@@ -300,13 +300,13 @@ def test_losses_and_every_gradient_of_a_step_equal_torchs_with_peft(guidance, tm
     with torch.no_grad():
         for name, value in theirs.items():
             value.copy_(torch.tensor(np.array(made.adapter[name.replace(".default", "")])))
-    B, C, H, W = micro.x0_BCHW.shape
-    x0, eps = torch.tensor(plain(micro.x0_BCHW)), torch.tensor(micro.noise_BCHW)
-    sigma = torch.tensor([s.sigma for s in micro.samples])[:, None, None, None]
+    B, C, H, W = batch.x0_BCHW.shape
+    x0, eps = torch.tensor(plain(batch.x0_BCHW)), torch.tensor(batch.noise_BCHW)
+    sigma = torch.tensor([s.sigma for s in batch.samples])[:, None, None, None]
     x = ((1 - sigma) * x0 + sigma * eps).reshape(B, C, H * W).permute(0, 2, 1)
     prediction = reference(
         x,
-        encoder_hidden_states=torch.tensor(plain(micro.ctx_BTJ)),
+        encoder_hidden_states=torch.tensor(plain(batch.ctx_BTJ)),
         timestep=sigma.flatten(),
         img_ids=torch.cartesian_prod(torch.arange(1), torch.arange(H), torch.arange(W), torch.arange(1)).float(),
         txt_ids=torch.cartesian_prod(*[torch.arange(1)] * 3, torch.arange(TEXT_ROWS)).float(),
@@ -351,7 +351,7 @@ def test_the_masters_stay_float32_under_bfloat16(transformer, tmp_path):
     assert all(np.isfinite(row["loss"]) for row in run.rows)
 
 
-def test_the_adapter_says_what_it_is(whole):
+def test_the_header_of_the_adapter_describes_it(whole):
     metadata = mx.load(str(whole.folder / "artifacts" / "adapter.safetensors"), return_metadata=True)[1]
     assert metadata == {"family": "tiny", "variant": "lora", "rank": "2", "alpha": "2", "step": "7"}
 
@@ -381,7 +381,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     monkeypatch.setattr(tuner_step, "loss_and_grads", compute)
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_said(transformer, tmp_path, monkeypatch):
+def test_a_step_that_is_not_finite_is_skipped_and_reported(transformer, tmp_path, monkeypatch):
     broken(monkeypatch, 2, 3)
     run = Run(tmp_path, transformer, replace(BASE, steps=4, checkpoint_every=1)).go()
     saved = {found.step: found.arrays(checkpoint.ADAPTER) for found in checkpoint.find_checkpoints(tmp_path / "artifacts")}
@@ -439,6 +439,6 @@ def test_a_distilled_family_is_trained_with_a_warning(transformer, tmp_path):
         ({"lr": -1e-4}, "lr must be >= 1e-12, got -0.0001"),
     ],
 )
-def test_a_setting_out_of_range_is_refused_by_name(values, message):
+def test_an_error_about_a_setting_out_of_range_names_it(values, message):
     with pytest.raises(ValueError, match=message):
         TrainConfig(**values)

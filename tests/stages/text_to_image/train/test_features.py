@@ -168,8 +168,8 @@ def step_of(run: Run, step: int = 1) -> tuple[TrainingStep, list[MicroBatch]]:
     made.masters = Stacks.of(
         {name: value + mx.array(draw.normal(0, 0.1, value.shape).astype(np.float32)) for name, value in made.adapter.items()}
     )
-    micros = run.micro_batches(step)
-    return made, micros
+    batches = run.micro_batches(step)
+    return made, batches
 
 
 def distance(ours: dict[str, mx.array], theirs: dict[str, mx.array]) -> float:
@@ -185,14 +185,14 @@ def distance(ours: dict[str, mx.array], theirs: dict[str, mx.array]) -> float:
 @pytest.mark.parametrize("variant", ["lora", "dora", "lokr"])
 def test_plans_and_micro_batches_give_the_same_gradient_with_masks_and_preservation(variant, bits, transformer, tmp_path):
     run = Run(tmp_path, transformer, replace(EVERYTHING, variant=variant, base_bits=bits, batch_size=3), rich())
-    made, micros = step_of(run, 4)
-    assert any(micro.class_BTJ is not None for micro in micros)
-    assert any(micro.mask_BL is not None for micro in micros)
-    whole = made.gradient(micros)
+    made, batches = step_of(run, 4)
+    assert any(batch.class_BTJ is not None for batch in batches)
+    assert any(batch.mask_BL is not None for batch in batches)
+    whole = made.gradient(batches)
     preserved = [pytest.approx(value, rel=1e-5) for value in whole.values("preservation")]
     for plan, samples, tokens in (("blocks", None, None), (2, 3, None), ("whole", None, 30), ("blocks", 1, None)):
         made.plan, made.max_samples, made.max_tokens = plan, samples, tokens
-        found = made.gradient(micros)
+        found = made.gradient(batches)
         np.testing.assert_allclose(np.array(found.losses), np.array(whole.losses), rtol=1e-5)
         assert found.values("preservation") == preserved
         split = found.largest_tokens < whole.largest_tokens
@@ -203,13 +203,13 @@ def test_plans_and_micro_batches_give_the_same_gradient_with_masks_and_preservat
 def test_preservation_is_the_gradient_of_the_distance_to_the_base(transformer, tmp_path):
     config = replace(BASE, preservation=PreservationConfig(weight=3.0), caption_dropout=0.0)
     run = Run(tmp_path, transformer, config, rich())
-    made, micros = step_of(run)
-    with_it = made.gradient(micros)
-    plain = [replace(micro, class_BTJ=None, class_B=None) for micro in micros]
+    made, batches = step_of(run)
+    with_it = made.gradient(batches)
+    plain = [replace(batch, class_BTJ=None, class_B=None) for batch in batches]
     without = made.gradient(plain)
-    (micro,) = micros
+    (batch,) = batches
     objective = FlowMatching(TINY.architecture, config.loss)
-    inputs = objective.inputs(micro, objective.mix(micro)[0], micro.class_BTJ)
+    inputs = objective.inputs(batch, objective.mix(batch)[0], batch.class_BTJ)
     base_BLC = made.model(**inputs)
 
     def strayed(adapter: dict[str, mx.array]) -> mx.array:
@@ -222,7 +222,7 @@ def test_preservation_is_the_gradient_of_the_distance_to_the_base(transformer, t
     expected = mx.grad(strayed)(made.adapter)
     assert distance({name: with_it.grads[name] - without.grads[name] for name in expected}, expected) < 1e-4
     assert np.mean(with_it.values("preservation")) == pytest.approx(strayed(made.adapter).item(), rel=1e-5)
-    assert without.values("preservation") == [None] * len(micro.samples)
+    assert without.values("preservation") == [None] * len(batch.samples)
 
 
 def test_the_preservation_loss_is_in_the_rows_of_the_steps_and_samples_that_have_one(whole):
@@ -233,7 +233,7 @@ def test_the_preservation_loss_is_in_the_rows_of_the_steps_and_samples_that_have
     assert all(row["preservation"] is None for row in whole.rows if row["split"] == "validation")
 
 
-def test_what_the_base_packs_is_what_the_settings_say(transformer, tmp_path):
+def test_weights_are_packed_in_the_bits_that_the_settings_say(transformer, tmp_path):
     config = replace(
         BASE, base_bits=4, base_bits_for={"single_transformer_blocks.*": 8, "single_transformer_blocks.*.to_out": 16}
     )
@@ -260,7 +260,7 @@ def test_what_the_base_packs_is_what_the_settings_say(transformer, tmp_path):
 # Averages, validation, replay, initial weights
 
 
-def test_the_average_is_kept_beside_the_adapter_and_is_another_one(whole):
+def test_the_average_is_published_beside_the_adapter_and_differs_from_it(whole):
     raw, averaged = (mx.load(str(whole.folder / ARTIFACTS / name)) for name in (checkpoint.ADAPTER, checkpoint.EMA))
     assert set(raw) == set(averaged)
     assert any(not mx.array_equal(raw[name], averaged[name]) for name in raw)
@@ -362,7 +362,7 @@ def test_a_run_starts_from_another_adapter_and_its_content_is_part_of_the_recipe
         STAGE.snapshot(run.context())
 
 
-def test_what_does_not_fit_the_model_is_refused_by_the_name_of_its_setting(transformer, tmp_path):
+def test_an_error_about_adapter_or_targets_names_the_setting(transformer, tmp_path):
     first = Run(tmp_path / "first", transformer, replace(BASE, steps=1)).go()
     file = str(first.folder / ARTIFACTS / checkpoint.ADAPTER)
     for values, said in (
@@ -418,11 +418,11 @@ def test_an_initial_adapter_that_does_not_fit_is_refused_before_a_weight_is_read
         ({"stop_after_minutes": 0.0}, "stop_after_minutes must be >= 1e-12, got 0.0"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused_by_name(values, message):
+def test_an_error_about_contradictory_settings_names_them(values, message):
     with pytest.raises(ValueError, match=message):
         TrainConfig(**values)
 
 
-def test_a_number_that_an_optimizer_does_not_have_is_refused_by_name():
+def test_an_error_about_a_number_that_an_optimizer_lacks_names_it():
     with pytest.raises(ValueError, match="eps is not a setting of lion"):
         OptimizerConfig(kind="lion", eps=1e-6)

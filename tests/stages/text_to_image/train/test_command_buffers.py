@@ -41,7 +41,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def test_a_run_one_that_goes_on_and_a_step_replayed_decide_before_they_ask_anything_of_the_device(device, transformer, tmp_path):
+def test_command_buffers_are_limited_before_the_first_operation_of_any_run_or_replay(device, transformer, tmp_path):
     run = Run(tmp_path, transformer, replace(BASE, steps=4))
     for step in (lambda: run.go(stop_at=2), run.go, lambda: replay(run.context(), 3)):
         device.clear()

@@ -74,9 +74,7 @@ def test_a_stop_while_a_resumed_run_loads_loses_nothing(whole, transformer, tmp_
 @pytest.mark.parametrize("how", ["file", "interrupt"])
 @pytest.mark.parametrize("batch", [1, BATCHES - 1])
 @pytest.mark.parametrize("step", [0, 2, 4])
-def test_a_measurement_that_is_broken_off_leaves_no_row_and_is_done_again(
-    step, batch, how, whole, transformer, tmp_path, monkeypatch
-):
+def test_an_interrupted_measurement_leaves_no_row_and_is_repeated(step, batch, how, whole, transformer, tmp_path, monkeypatch):
     run = Run(tmp_path, transformer, CONFIG)
     reasons = until(run, monkeypatch, TrainingStep, "measure", step // 2 * BATCHES + batch, how)
     assert reasons == (["stopped by the file `stop`"] if how == "file" else [])
@@ -91,14 +89,14 @@ def test_a_measurement_that_is_broken_off_leaves_no_row_and_is_done_again(
     assert len(trained) == CONFIG.steps - step, "no step is taken twice"
 
 
-def test_a_measurement_is_not_broken_off_after_its_last_micro_batch(whole, transformer, tmp_path, monkeypatch):
+def test_a_measurement_is_not_interrupted_after_its_last_micro_batch(whole, transformer, tmp_path, monkeypatch):
     run = Run(tmp_path, transformer, CONFIG)
     until(run, monkeypatch, TrainingStep, "measure", 2 * BATCHES, "interrupt")
     assert len([row for row in run.rows if (row["step"], row["split"]) == (2, "validation")]) == 6
     assert results(run.go()) == results(whole)
 
 
-def test_a_measurement_broken_off_twice_is_done_again_too(whole, transformer, tmp_path, monkeypatch):
+def test_a_measurement_interrupted_twice_is_repeated_too(whole, transformer, tmp_path, monkeypatch):
     run = Run(tmp_path, transformer, CONFIG)
     until(run, monkeypatch, TrainingStep, "measure", BATCHES + 1, "file")
     until(run, monkeypatch, TrainingStep, "measure", 2, "file")
@@ -106,7 +104,7 @@ def test_a_measurement_broken_off_twice_is_done_again_too(whole, transformer, tm
     assert results(run.go()) == results(whole)
 
 
-def test_a_measurement_done_again_of_which_a_kill_lost_rows_is_done_once_more(whole, transformer, tmp_path, monkeypatch):
+def test_a_repeated_measurement_of_which_a_kill_lost_rows_is_repeated_once_more(whole, transformer, tmp_path, monkeypatch):
     run = Run(tmp_path, transformer, CONFIG)
     until(run, monkeypatch, TrainingStep, "measure", BATCHES + 1, "file")
     run.go(kill_at=2, lose=4)
@@ -115,7 +113,7 @@ def test_a_measurement_done_again_of_which_a_kill_lost_rows_is_done_once_more(wh
     assert len([line for line in run.said if line.endswith("steps 3 to 4")]) == 2, "no step is taken twice"
 
 
-def test_patience_that_ends_at_a_measurement_broken_off_ends_there_after_it(transformer, tmp_path, monkeypatch):
+def test_patience_that_runs_out_at_an_interrupted_measurement_ends_the_run_there(transformer, tmp_path, monkeypatch):
     stuck = replace(CONFIG.validation, every=1, patience=2, min_delta=100.0)
     straight = Run(tmp_path / "straight", transformer, replace(CONFIG, validation=stuck)).go()
     run = Run(tmp_path / "broken", transformer, straight.config)

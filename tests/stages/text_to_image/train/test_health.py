@@ -48,17 +48,17 @@ def length(arrays: list[np.ndarray]) -> float:
     return math.sqrt(sum(float(np.square(value.astype(np.float64)).sum()) for value in arrays))
 
 
-def test_the_ratio_is_the_length_of_the_way_beside_that_of_the_adapter(transformer, tmp_path):
+def test_the_update_ratio_is_the_length_of_the_update_divided_by_that_of_the_adapter(transformer, tmp_path):
     before, after = {"a": mx.array([3.0, 0.0]), "b": mx.array([[4.0]])}, {"a": mx.array([3.0, 0.3]), "b": mx.array([[4.4]])}
     assert tuner_step.update_ratio(before, after).item() == pytest.approx(0.1)
     run = Run(tmp_path, transformer, replace(BASE, schedule=AT_ONCE))
     made = run.training()
-    for _, micros, _ in Loader(run.task(), range(1, 4)):
+    for _, batches, _ in Loader(run.task(), range(1, 4)):
         old = {name: np.array(value) for name, value in made.adapter.items()}
-        said = made.step(micros, 1e-2, ratio=True).update_ratio
+        said = made.step(batches, 1e-2, ratio=True).update_ratio
         way = [np.array(value) - old[name] for name, value in made.adapter.items()]
         assert said == pytest.approx(length(way) / length(list(old.values())), rel=1e-4)
-        assert made.step(micros, 1e-2).update_ratio is None
+        assert made.step(batches, 1e-2).update_ratio is None
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_the_ratio_is_the_length_of_the_way_beside_that_of_the_adapter(transform
     ],
 )
 @pytest.mark.parametrize("variant", ["lora", "lokr"])
-def test_linears_that_no_gradient_reaches_are_said_once_by_the_name_of_the_first(
+def test_linears_that_no_gradient_reaches_are_reported_once_with_the_name_of_the_first(
     variant, dead, said, transformer, tmp_path, monkeypatch
 ):
     altered(
@@ -83,6 +83,22 @@ def test_linears_that_no_gradient_reaches_are_said_once_by_the_name_of_the_first
     assert said in lines[0]
 
 
-def test_where_every_linear_moves_nothing_is_said(transformer, tmp_path):
+def test_no_linear_is_reported_if_all_move(transformer, tmp_path):
     run = Run(tmp_path, transformer, replace(BASE, steps=10, batch_size=1)).go()
     assert not any("has not moved" in line for line in run.said)
+
+
+def test_a_step_with_a_rate_of_zero_is_not_reported_as_too_small_an_update(transformer, tmp_path):
+    schedule = ScheduleConfig("linear", warmup_steps=1, decay_steps=5)
+    run = Run(tmp_path, transformer, replace(BASE, steps=10, batch_size=1, schedule=schedule)).go()
+    assert not any("raise [train] lr" in line for line in run.said)
+
+
+def test_an_update_as_long_as_the_adapter_is_reported(transformer, tmp_path):
+    run = Run(tmp_path, transformer, replace(BASE, steps=10, lr=5.0, schedule=ScheduleConfig(warmup_steps=0), batch_size=1)).go()
+    assert any(line.startswith("step 1: the update is") and line.endswith("lower [train] lr (5)") for line in run.said)
+
+
+def test_an_update_lost_in_rounding_is_reported(transformer, tmp_path):
+    run = Run(tmp_path, transformer, replace(BASE, steps=10, lr=1e-10, batch_size=1)).go()
+    assert any("raise [train] lr" in line for line in run.said)

@@ -17,7 +17,7 @@ from stages.tuner.config import EmaConfig
 from stages.tuner.loader import Loader
 from stages.tuner.step import TrainingStep
 from tests.stages.text_to_image.train.runs import BASE, Run
-from tests.stages.text_to_image.train.test_train_features import rich
+from tests.stages.text_to_image.train.test_features import rich
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def limits_in(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("plan", ["blocks", "whole"])
-def test_in_every_step_of_a_run_the_limit_is_what_the_memory_plan_chose_and_then_what_it_was(
+def test_every_step_runs_under_the_live_memory_limit_of_the_plan_and_the_limit_is_restored(
     plan, bounds, transformer, tmp_path, monkeypatch
 ):
     before, seen = mx.get_memory_limit(), limits_in(monkeypatch, "loss_and_grads")
@@ -66,8 +66,8 @@ def test_a_step_waits_for_the_device_once(more, transformer, tmp_path, monkeypat
     waits: list[int] = []
     real = mx.eval
     monkeypatch.setattr(mx, "eval", lambda *given: [waits.append(1), real(*given)][1])
-    for step, micros, _ in Loader(run.task(), range(1, 4)):
-        made.step(micros, 1e-4, ratio=True)
+    for step, batches, _ in Loader(run.task(), range(1, 4)):
+        made.step(batches, 1e-4, ratio=True)
         assert len(waits) == step
 
 
@@ -78,26 +78,28 @@ def measured(run: Run) -> list[float]:
     return [row["loss"] for row in run.rows if row["split"] == "validation"]
 
 
-def test_a_measurement_keeps_within_the_bound_that_the_memory_plan_chose(bounds, transformer, tmp_path, monkeypatch):
+def test_a_measurement_runs_under_the_live_memory_limit_of_the_plan(bounds, transformer, tmp_path, monkeypatch):
     before, seen = mx.get_memory_limit(), limits_in(monkeypatch, "BlockwiseBackprop")
     Run(tmp_path, transformer, replace(BASE, steps=2, memory="blocks", validation=ASIDE)).go()
     assert len(seen) == 6 and set(seen) == set(bounds)
     assert mx.get_memory_limit() == before
 
 
-@pytest.mark.parametrize(("micro", "at_once"), [(None, 2), (1, 1), (9, 2), ("auto", 1)])
-def test_a_measurement_computes_as_many_samples_at_once_as_the_settings_say(micro, at_once, transformer, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("micro_batch", "at_once"), [(None, 2), (1, 1), (9, 2), ("auto", 1)])
+def test_a_measurement_computes_as_many_samples_at_once_as_the_settings_say(
+    micro_batch, at_once, transformer, tmp_path, monkeypatch
+):
     """Whatever memory is free: micro-batches are a function of the settings, and each sample's loss the same but for rounding."""
     counts: list[int] = []
     real = TrainingStep.measure
 
-    def measure(self: TrainingStep, micro: Any) -> list[float]:
-        counts.append(len(micro.samples))
-        return real(self, micro)
+    def measure(self: TrainingStep, batch: Any) -> list[float]:
+        counts.append(len(batch.samples))
+        return real(self, batch)
 
     whole = Run(tmp_path / "whole", transformer, replace(BASE, steps=2, validation=ASIDE)).go()
     monkeypatch.setattr(TrainingStep, "measure", measure)
-    run = Run(tmp_path / "parts", transformer, replace(whole.config, micro_batch=micro)).go()
+    run = Run(tmp_path / "parts", transformer, replace(whole.config, micro_batch=micro_batch)).go()
     assert set(counts) == {at_once} and sum(counts) == 12
     keys = [(row["step"], row["split"], row["sample"], row["image_id"], row["sigma"]) for row in run.rows]
     assert keys == [(row["step"], row["split"], row["sample"], row["image_id"], row["sigma"]) for row in whole.rows]
@@ -105,7 +107,7 @@ def test_a_measurement_computes_as_many_samples_at_once_as_the_settings_say(micr
 
 
 @pytest.mark.parametrize("step", [1, 5])
-def test_a_step_is_replayed_within_the_bound_and_with_the_plan_of_its_run(step, bounds, transformer, tmp_path, monkeypatch):
+def test_a_step_is_replayed_with_the_plan_and_the_live_memory_limit_of_its_run(step, bounds, transformer, tmp_path, monkeypatch):
     run = Run(tmp_path, transformer, replace(BASE, memory="blocks", steps=5)).go()
     run.config = replace(run.config, memory="whole")
     seen, plans = limits_in(monkeypatch, "loss_and_grads"), []
