@@ -30,9 +30,10 @@ class EmbeddingsConfig:
     """The section [embeddings] of project.toml: how texts are encoded."""
 
     precision: Literal["bfloat16", "float32"] = setting(
-        "bfloat16", "what the text encoder computes in; bfloat16 as it was released, float32 where no GPU is (far faster there)"
+        "bfloat16",
+        "dtype that the text encoder computes in: bfloat16 as it was released, or float32, which is far faster on a CPU",
     )
-    batch_size: int = runtime(8, "texts per write; each is encoded by itself, so values do not depend on it")
+    batch_size: int = runtime(8, "texts per record batch, which a kill can lose; texts are encoded one by one")
 
     def __post_init__(self) -> None:
         require(self, "batch_size", 1, MAX_BATCH)
@@ -102,7 +103,7 @@ def _row(caption_id: str, embedding: Embedding) -> Row:
     if not np.isfinite(real).all():
         raise ValueError(
             f"the text encoder gave values that are not finite for caption {caption_id[:12]}: "
-            "set embeddings.precision to float32, or fetch its weights again"
+            "set embeddings.precision to float32, or download the weights again"
         )
     return {
         "caption_id": caption_id,
@@ -126,7 +127,7 @@ def _too_long(rows: list[Row], embedding: Embedding) -> str:
     more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
     return (
         f"{where}{more}: the caption is {embedding.dropped} tokens too long for the text encoder, which reads "
-        f'{embedding.tokens}; its end is ignored: "{first["text"][:50]}..."'
+        f'{embedding.tokens}; the end is cut off: "{first["text"][:50]}..."'
     )
 
 

@@ -210,5 +210,5 @@ def family(name: str) -> Family:
     if name in FAMILIES:
         return FAMILIES[name]
     near = get_close_matches(name.lower(), FAMILIES, n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    raise ValueError(f"there is no family {name!r}{hint} Families: {', '.join(FAMILIES)}")
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {name!r}{hint}")

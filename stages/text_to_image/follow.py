@@ -8,14 +8,15 @@ from typing import Any
 
 from stages.stage import Chain, Query, Row
 
-STEPS_NAMED = 12  # training steps that are listed of all that drew the image
+STEPS_NAMED = 12  # at most this many of an image's training steps are listed
 ID_DIGITS = 4  # a text of fewer hex digits is not taken for the start of an image_id
 
 
 def find_image(query: Query, need: Callable[[str], Any], text: str) -> list[dict[str, Any]]:
-    """Return the rows of the table images that match `text` best: one, several if it is ambiguous, or none. `text` is tried as
-    a whole path, then as the start of an image_id, then as a part of a path, then as a part of a caption. `query` runs SQL
-    on the tables; `need` returns a resource by name. Of several files with the same bytes, one row is returned.
+    """Return the rows of the table images that match `text` best: one, several if it is ambiguous, or none. `text` may be a
+    whole path, the start of an image_id, a part of a path or a part of a caption; the first of these that matches counts.
+    `query` runs SQL on the tables; `need` returns a resource by name. Of several files with the same bytes, one row is
+    returned.
     """
     path = _below(need("image_folder"), text)
     if exact := query("select * from images where path = $path", path=path):
@@ -56,7 +57,7 @@ def describe_image(query: Query, image: Row) -> Iterator[str]:
     if image["image_id"]:
         others = "select path from images where image_id = $id and path <> $path order by path"
         for other in query(others, id=image["image_id"], path=image["path"]):
-            yield f"the same bytes lie at {other['path']}"
+            yield f"the same bytes are also in {other['path']}"
 
 
 def describe_captions(query: Query, image: Row) -> Iterator[str]:
@@ -182,7 +183,7 @@ def describe_samples(query: Query, image: Row) -> Iterator[str]:
         yield f"step {row['step']}: {row['path']}, with its caption"
     if not rows:
         (count,) = query("select count(*) as n, count(distinct prompt) as prompts from samples")
-        yield f"no preview has its caption as prompt; previews: {count['n']}, prompts: {count['prompts']}"
+        yield f"no preview has a caption of this image as prompt; previews: {count['n']}, prompts: {count['prompts']}"
 
 
 def _times(count: int) -> str:

@@ -20,7 +20,7 @@ TEXT_COLUMNS = ("text", "caption", "prompt")  # the first of these columns that 
 def read_metadata(folder: Path, paths: Iterable[str]) -> tuple[dict[str, list[Caption]], list[str]]:
     """Read every metadata.jsonl and metadata.csv that lies in a folder of an image or above it, up to the image folder
     `folder`. `paths` are all images, relative to `folder`. Return a dict from path (in Unicode form NFC) to captions, and a
-    list of notes for the user about rows whose image does not exist. ValueError, with file and line, if a file is
+    list of notes for the user. The notes name rows whose image does not exist. ValueError, with file and line, if a file is
     malformed.
     """
     paths = list(paths)
@@ -62,9 +62,11 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Row]]:
         try:
             row = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {line}: not JSON at column {error.colno}: {error.msg}") from None
+            raise ValueError(f"{path}, line {line}: not valid JSON at column {error.colno}: {error.msg}") from None
         if not isinstance(row, dict):
-            raise ValueError(f'{path}, line {line}: not an object such as {{"file_name": "a.png", "text": "..."}}')
+            raise ValueError(
+                f'{path}, line {line}: must be a JSON object such as {{"file_name": "a.png", "text": "..."}}, got {text[:40]}'
+            )
         yield line, row
 
 
@@ -77,7 +79,7 @@ def _csv(path: Path) -> Iterator[tuple[int, Row]]:
         for row in reader:
             yield reader.line_num, row
     except csv.Error as error:
-        raise ValueError(f"{path}, line {reader.line_num}: not CSV: {error}") from None
+        raise ValueError(f"{path}, line {reader.line_num}: not valid CSV: {error}") from None
 
 
 def _parse(path: Path, line: int, row: Row) -> tuple[str, list[str]]:
@@ -88,11 +90,11 @@ def _parse(path: Path, line: int, row: Row) -> tuple[str, list[str]]:
     columns = ", ".join(map(str, row))
     file_name = row.get("file_name")
     if not isinstance(file_name, str) or not file_name:
-        raise ValueError(f"{path}, line {line}: no file_name; its columns are {columns}")
+        raise ValueError(f"{path}, line {line}: file_name must be a path; columns: {columns}")
     column = next((column for column in TEXT_COLUMNS if column in row), None)
     if column is None:
-        raise ValueError(f"{path}, line {line}: none of {', '.join(TEXT_COLUMNS)}; its columns are {columns}")
+        raise ValueError(f"{path}, line {line}: must have one of {', '.join(TEXT_COLUMNS)}; columns: {columns}")
     texts = row[column] if isinstance(row[column], list) else [row[column]]
     if not all(text is None or isinstance(text, str) for text in texts):
-        raise ValueError(f"{path}, line {line}: {column} is neither a text nor a list of texts")
+        raise ValueError(f"{path}, line {line}: {column} must be a text or a list of texts, got {row[column]!r}")
     return file_name.replace("\\", "/"), [text.strip() for text in texts if text and text.strip()]

@@ -90,7 +90,7 @@ def _check_trigger(texts: list[str], config: CaptionsConfig) -> list[str]:
             f'captions.trigger "{config.trigger}" is in none of the {len(texts)} captions: '
             'add it to them, or set captions.template = "{trigger}, {caption}"'
         )
-    return [f'"{config.trigger}" is in {count} of {len(texts)} captions'] if count < len(texts) else []
+    return [f'the trigger "{config.trigger}" is in only {count} of {len(texts)} captions'] if count < len(texts) else []
 
 
 def _image_rows(image_id: str, texts: list[tuple[str, Caption]]) -> list[Row]:
@@ -124,7 +124,7 @@ def _row(image_id: str, role: str, text: str, source: str, origin: str, position
         caption_id = hashlib.sha256(text.encode()).hexdigest()
     except UnicodeEncodeError:
         raise ValueError(
-            f"{origin or 'project.toml'}: the text has half of a surrogate pair, which is not valid Unicode"
+            f"{origin or 'project.toml'}: the text must be valid Unicode, but contains half of a surrogate pair"
         ) from None
     return {
         "caption_id": caption_id,

@@ -23,4 +23,4 @@ def check_placeholders(setting: str, text: str, allowed: tuple[str, ...]) -> Non
             near = difflib.get_close_matches(name, allowed, 1)
             hint = f"; did you mean {{{near[0]}}}?" if near else ""
             known = " and ".join(f"{{{each}}}" for each in allowed)
-            raise ValueError(f"{setting} has the placeholder {{{name}}}; known: {known}{hint}")
+            raise ValueError(f"{setting} must have no placeholder but {known}, got {{{name}}}{hint}")

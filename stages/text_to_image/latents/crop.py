@@ -28,8 +28,8 @@ class FileChanged(Exception):  # noqa: N818  (the program did not fail)
 
 @dataclass(frozen=True)
 class ImageJob:
-    """One image to decode. `path` is the image file, `rows` are the image's pending rows of the table latents (one per crop),
-    and `mask` is the path of its mask file or None.
+    """One image to decode. `path` is the image file and `rows` are the image's pending rows of the table latents, one per
+    crop. `mask` is the path of the mask file or None.
     """
 
     image_id: str

@@ -30,8 +30,8 @@ def mask_ids(images: pa.Table, folder: Path, mask: Literal["none", "alpha", "fil
     if not files:
         name = Path(usable[0]["path"]).stem
         raise ValueError(
-            f'latents.mask = "file", but none of the {len(usable)} images has a mask: for {usable[0]["path"]}, '
-            f"put {name}.mask.png beside it, or masks/{name}.png"
+            f'latents.mask is "file", but none of the {len(usable)} images has a mask file: for {usable[0]["path"]}, '
+            f"write {name}.mask.png beside it, or masks/{name}.png"
         )
     return {row["image_id"]: _sha256(files[row["image_id"]]) if row["image_id"] in files else "" for row in usable}
 

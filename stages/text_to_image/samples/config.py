@@ -1,4 +1,4 @@
-"""The settings of the stage samples: [samples]."""
+"""The settings of the stage samples."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ MULTIPLE = 16  # pixels: widths and heights are multiples of this
 class SamplesConfig:
     """The section [samples] of project.toml: which previews are drawn, and how."""
 
-    checkpoints: str | tuple[int, ...] = selects("last", '"last", "all", or a list of steps; a preview takes minutes on a Mac')
-    average: bool = selects(False, "draw with the average of the adapter ([train.ema]) where a checkpoint has one")
+    checkpoints: str | tuple[int, ...] = selects(
+        "last", 'checkpoints that draw: "last", "all", or a list of steps; a preview takes minutes on a Mac'
+    )
+    average: bool = selects(False, "draw with the moving average of the adapter ([train.ema]) if the checkpoint has one")
     base: bool = selects(True, "also draw with the base model without an adapter, to compare with")
-    seeds: tuple[int, ...] = selects((0,), "seeds of the starting noise: one preview each per prompt and checkpoint")
-    width: int = selects(768, "pixels, a multiple of 16; the larger of the default training resolutions")
-    height: int = selects(768, "pixels, a multiple of 16")
-    steps: int | None = setting(None, "denoising steps; by default the family's own number")
-    guidance: float | None = setting(None, "how strongly the prompt is followed; by default the family's own value")
-    precision: Literal["bfloat16", "float32"] = setting("bfloat16", "what the transformer computes in; float32 on a CPU")
-    grid: int = runtime(8, "prompts that the grid shows, the first ones; every prompt is drawn")
+    seeds: tuple[int, ...] = selects((0,), "seeds of the starting noise; each gives one preview per prompt and checkpoint")
+    width: int = selects(768, "width of a preview, pixels, a multiple of 16; 768 is the larger default training resolution")
+    height: int = selects(768, "height of a preview, pixels, a multiple of 16")
+    steps: int | None = setting(None, "denoising steps; by default the family's number")
+    guidance: float | None = setting(None, "guidance scale, how strongly the prompt is followed; by default the family's value")
+    precision: Literal["bfloat16", "float32"] = setting(
+        "bfloat16", "dtype that the transformer computes in: bfloat16, or float32 on a CPU"
+    )
+    grid: int = runtime(8, "number of prompts that the grid shows, from the first; every prompt is drawn")
 
     def __post_init__(self) -> None:
         if isinstance(self.checkpoints, str) and self.checkpoints not in ("all", "last"):

@@ -73,9 +73,9 @@ def load_sampler(
     guidance: float | None = None,
     strength: float = 1.0,
 ) -> LatentSampler:
-    """Load the transformer from the path `transformer` and the adapter from the file `adapter` (None: no adapter), and return
-    a sampler. `label` names it in errors. `read_negative` returns the embedding of the empty prompt, (1, text tokens,
-    features). It is called only if guidance takes two passes. `precision` is "bfloat16" or "float32". `steps` and
+    """Return a sampler with the transformer from the path `transformer` and the adapter from the file `adapter` (None: no
+    adapter). `label` names the sampler in errors. `read_negative` returns the embedding of the empty prompt, (1, text
+    tokens, features). It is called only if guidance takes two passes. `precision` is "bfloat16" or "float32". `steps` and
     `guidance` of None mean the family's values. `strength` scales the adapter. ValueError if the adapter was trained on
     another transformer.
     """
@@ -96,8 +96,10 @@ def adapter_linears(model: Transformer, family: Family, file: Path, strength: fl
     for name in scales:
         shape = lora.linear_shape(lora.arrays_of_linear(arrays, name))
         if known.get(name) != shape:
-            expected = known.get(name, "not in the transformer")
-            raise ValueError(f"{file} was trained on another transformer: {name} is {shape} there and {expected} here")
+            expected = f"has shape {known[name]}" if name in known else "does not exist"
+            raise ValueError(
+                f"{file} was trained on another transformer: {name} has shape {shape} in the adapter, but {expected} in this one"
+            )
     linears = {}
     for block in model.blocks:
         prefix = block.name + "."

@@ -13,8 +13,8 @@ from stages.tuner.checkpoint import ADAPTER, EMA, Checkpoint
 
 @dataclass(frozen=True)
 class SampleSource:
-    """What draws a preview: the base model, or an adapter from a checkpoint. `checkpoint` is None for the base. `adapter_id`
-    is the sha256 of the adapter's file, empty for the base. `file` is the name of the adapter's file in the checkpoint,
+    """The base model, or an adapter from a checkpoint, that draws previews. `checkpoint` is None for the base. `adapter_id` is
+    the sha256 of the adapter's file, empty for the base. `file` is the name of the adapter's file in the checkpoint,
     because a checkpoint may also hold an average of the adapter.
     """
 

@@ -71,7 +71,7 @@ def finish_samples(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     """Write the grid of all previews. Delete the stored latents once every preview exists. Yield no rows."""
     wanted = wanted_samples(ctx).to_pylist()
     if not wanted:
-        ctx.say("no previews: they need a prompt in [captions] preview_prompts, and the base or a checkpoint")
+        ctx.say("no previews to draw: set [captions] preview_prompts, and set [samples] base = true or run train first")
     stored = {tuple(row[name] for name in WANTED): row["path"] for row in ctx.stored.to_pylist()}
     paths = [stored.get(tuple(row.values())) for row in wanted]
     write_grid(ctx, sample_sources(ctx), wanted, paths)

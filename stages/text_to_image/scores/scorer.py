@@ -31,9 +31,9 @@ Row = dict[str, Any]
 
 
 class Scorer:
-    """An object that scores the pictures of a project. It compares them with the previews of the base model, the training
-    images, the references (real pictures of the style), and the texts of previews and references. `encoder` computes the
-    features of a picture.
+    """An object that scores the pictures of a project, using features that `encoder` computes. It compares a picture with the
+    previews of the base model, the training images and the references (real pictures of the style). It also compares the
+    picture with its text.
     """
 
     def __init__(self, ctx: StageContext, encoder: ImageEncoder) -> None:
@@ -117,7 +117,7 @@ class Scorer:
         if not self.references.names:
             yield f"no pictures in {self._references}, so real is not measured"
         if not self.ctx.config.map:
-            yield "no map in [scores], so agreement is not measured"
+            yield "scores.map is not set, so agreement is not measured"
         elif self.texts and self.agreement is None:
             absent = text_vectors().missing(self.texts)
             count = f"{len(absent)} of {len(self.texts)} texts have no sentence embedding, such as {absent[0]!r}"

@@ -32,8 +32,13 @@ class ScoresConfig:
     files are part of the recipe, their paths are not.
     """
 
-    references: str = selects("references", "folder of real pictures of the style, with captions, none of them trained on")
-    map: str = selects("", "safetensors of the map from pictures to texts (data/micro/training/agreement.py fits one)")
+    references: str = selects(
+        "references", "folder of real pictures of the style, with captions, none of which is a training image"
+    )
+    map: str = selects(
+        "",
+        "safetensors file with the map from pictures to texts, which data/micro/training/agreement.py fits; empty: no agreement",
+    )
 
 
 def wanted_scores(ctx: StageContext) -> pa.Table:

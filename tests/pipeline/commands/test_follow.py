@@ -28,7 +28,7 @@ def test_the_lines_go_through_every_table(project: FakeProject) -> None:
     for fact in (
         f"image_id {digest('a.jpg')}",
         "JPEG RGB, 640 x 480, 12.3 kB",
-        "the same bytes lie at copy-of-a.jpg",
+        "the same bytes are also in copy-of-a.jpg",
         '"a red cat" (sidecar): 9 tokens',
         '"猫 on a sofa" (sidecar): 12 tokens, 3 more were cut',
         "512: 512 x 512 from 480 x 480 at (80, 0), scale 1.07, crop loss 25.0 %, 1024 tokens",
@@ -63,7 +63,7 @@ def test_an_image_that_was_rejected_or_never_drawn_is_told_so(project: FakeProje
 
 def test_previews_drawn_with_the_images_caption_are_listed(project: FakeProject) -> None:
     assert "step 40: previews/40.png" in follow_text(project, "sub/b.png")
-    assert "no preview has its caption as prompt; previews: 2, prompts: 1" in follow_text(project, "a.jpg")
+    assert "no preview has a caption of this image as prompt; previews: 2, prompts: 1" in follow_text(project, "a.jpg")
 
 
 @pytest.mark.parametrize("what", ["sub/b.png", "b.png", "SUB/", digest("sub/b.png"), digest("sub/b.png")[:7].upper(), "Blue DOG"])
@@ -82,7 +82,7 @@ def test_an_image_is_found_by_its_path_on_disk(project: FakeProject, monkeypatch
 
 def test_a_duplicate_can_be_followed_by_its_own_path(project: FakeProject) -> None:
     text = follow_text(project, "copy-of-a.jpg")
-    assert "not used: duplicate: of a.jpg" in text and "the same bytes lie at a.jpg" in text
+    assert "not used: duplicate: of a.jpg" in text and "the same bytes are also in a.jpg" in text
 
 
 def test_a_text_that_matches_several_images_or_none_is_one_line_with_similar_names(project: FakeProject) -> None:

@@ -19,7 +19,7 @@ def test_a_family_is_found_by_its_name():
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_one():
-    with pytest.raises(ValueError, match=r"no family 'klein-bse-4b'; did you mean 'klein-base-4b'\?"):
+    with pytest.raises(ValueError, match=r"family must be one of .*, got 'klein-bse-4b'; did you mean 'klein-base-4b'\?"):
         family("klein-bse-4b")
 
 

@@ -162,12 +162,16 @@ def test_metadata_rows_without_an_image_are_reported_and_are_no_error(captioned)
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("metadata.jsonl", '{"file_name": "a.png", "text": "x"}\n{"file_name": ', r"jsonl, line 2: not JSON at column 15"),
-        ("metadata.jsonl", "[1]", r"line 1: not an object"),
-        ("metadata.jsonl", '{"image": "a.png", "text": "x"}', r"line 1: no file_name; its columns are image, text"),
-        ("metadata.jsonl", '{"file_name": "a.png", "label": 3}', r"line 1: none of text, caption, prompt; .* file_name, label"),
-        ("metadata.jsonl", '{"file_name": "a.png", "text": 3}', r"line 1: text is neither a text nor a list"),
-        ("metadata.csv", "file_name;text\na.png;x\n", r"metadata\.csv, line 2: no file_name; its columns are file_name;text"),
+        ("metadata.jsonl", '{"file_name": "a.png", "text": "x"}\n{"file_name": ', r"jsonl, line 2: not valid JSON at column 15"),
+        ("metadata.jsonl", "[1]", r"line 1: must be a JSON object such as .*, got \[1\]"),
+        ("metadata.jsonl", '{"image": "a.png", "text": "x"}', r"line 1: file_name must be a path; columns: image, text"),
+        ("metadata.jsonl", '{"file_name": "a.png", "label": 3}', r"1: must have one of text, caption, prompt; columns: file_name, label"),
+        ("metadata.jsonl", '{"file_name": "a.png", "text": 3}', r"line 1: text must be a text or a list of texts, got 3"),
+        (
+            "metadata.csv",
+            "file_name;text\na.png;x\n",
+            r"metadata\.csv, line 2: file_name must be a path; columns: file_name;text",
+        ),
         ("metadata.jsonl", '{"file_name": "a.png", "text": "\\ud83d"}', r"metadata\.jsonl:1: .*half of a surrogate pair"),
     ],
 )  # fmt: skip
@@ -188,7 +192,7 @@ def test_notes_are_given_once_at_the_end_and_only_if_a_row_was_new(captioned):
     made = captioned.context(trigger="ohwx")
     rows = pa.Table.from_batches(STAGE.run(made))
     assert captioned.lines == []
-    assert list(STAGE.finish(made)) == [] and captioned.lines == ['"ohwx" is in 1 of 2 captions']
+    assert list(STAGE.finish(made)) == [] and captioned.lines == ['the trigger "ohwx" is in only 1 of 2 captions']
     run(STAGE, captioned.context(rows, trigger="ohwx"))
     assert len(captioned.lines) == 1
 
@@ -236,7 +240,7 @@ def test_a_trigger_in_no_caption_is_an_error_and_one_in_some_captions_is_reporte
         captioned.rows(trigger="ohwx")
     captioned.write("a.txt", "ohwx cat")
     captioned.rows(trigger="ohwx")
-    assert captioned.lines == ['"ohwx" is in 1 of 2 captions']
+    assert captioned.lines == ['the trigger "ohwx" is in only 1 of 2 captions']
 
 
 def test_the_empty_caption_and_the_preview_prompts_are_rows_without_an_image(captioned):
@@ -300,11 +304,11 @@ def test_one_edited_caption_makes_one_row_pending(captioned):
         ({"sources": []}, r"sources must name at least one source, .*, got \[\]"),
         ({"missing": "skipp"}, "missing must be 'error', .* or 'skip', got 'skipp'"),
         ({"lines": "all"}, "lines must be 'one' or 'many', got 'all'"),
-        ({"template": "{captoin}"}, r"template has the placeholder \{captoin\}; .*; did you mean \{caption\}\?"),
+        ({"template": "{captoin}"}, r"template must have no placeholder but .*, got \{captoin\}; did you mean \{caption\}\?"),
         ({"template": " "}, "template must not be empty"),
         ({"template": "{trigger} {caption}"}, r"trigger must be set, because captions\.template has \{trigger\}"),
         ({"preview_prompts": ["{trigger}"]}, r"trigger must be set, because captions\.preview_prompts has \{trigger\}"),
-        ({"preview_prompts": ["{caption}"]}, r"preview_prompts has the placeholder \{caption\}; known: \{trigger\}"),
+        ({"preview_prompts": ["{caption}"]}, r"preview_prompts must have no placeholder but \{trigger\}, got \{caption\}"),
         ({"missing": "trigger"}, 'trigger must be set, because captions.missing is "trigger"'),
         ({"class_word": "cat"}, "trigger must be set, because captions.class_word takes its place"),
         ({"class_word": "a cat", "trigger": "cat"}, 'class_word must not contain the trigger "cat", got "a cat"'),

@@ -200,6 +200,7 @@ def test_masks_wanted_from_files_that_do_not_exist_are_an_error(folder, weights)
     (folder / "beside.mask.png").unlink()
     (folder / "masks" / "inside.png").unlink()
     with pytest.raises(
-        ValueError, match=r"none of the 3 images has a mask: for beside.png, put beside.mask.png beside it, or masks/beside.png"
+        ValueError,
+        match=r"none of the 3 images has a mask file: for beside.png, write beside.mask.png beside it, or masks/beside.png",
     ):
         rows(folder, weights, mask="file")
