@@ -165,7 +165,11 @@ def test_metadata_rows_without_an_image_are_reported_and_are_no_error(captioned)
         ("metadata.jsonl", '{"file_name": "a.png", "text": "x"}\n{"file_name": ', r"jsonl, line 2: not valid JSON at column 15"),
         ("metadata.jsonl", "[1]", r"line 1: must be a JSON object such as .*, got \[1\]"),
         ("metadata.jsonl", '{"image": "a.png", "text": "x"}', r"line 1: file_name must be a path; columns: image, text"),
-        ("metadata.jsonl", '{"file_name": "a.png", "label": 3}', r"1: must have one of text, caption, prompt; columns: file_name, label"),
+        (
+            "metadata.jsonl",
+            '{"file_name": "a.png", "label": 3}',
+            r"line 1: must have one of text, caption, prompt; columns: file_name, label",
+        ),
         ("metadata.jsonl", '{"file_name": "a.png", "text": 3}', r"line 1: text must be a text or a list of texts, got 3"),
         (
             "metadata.csv",
