@@ -122,10 +122,10 @@ def _make_bucket(width: int, height: int, i: int, j: int) -> Bucket:
 
 @functools.cache
 def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the landscape shapes of full area as two int64 arrays, widths and heights in cells, the squarest shape first. A
-    shape has full area if it covers at most `cells` x `cells` cells and would cover more with one more row or column. If
-    there are more than `max_shapes`, portrait shapes counted too, some are chosen evenly over the logarithm of the aspect
-    ratio.
+    """Return the landscape shapes of full area as two int64 arrays, widths and heights in cells of 16 x 16 pixels, the
+    squarest shape first. A shape has full area if it has at most `cells` * `cells` cells, and one more row or column of
+    cells would exceed that. If there are more than `max_shapes`, counting portrait shapes too, only some are returned,
+    spread evenly over the logarithm of the aspect ratio.
     """
     full = {(i, cells * cells // i) for i in range(1, cells * cells + 1)}
     full = {(max(shape), min(shape)) for shape in full if max(shape) <= LONGEST * min(shape)}
@@ -140,8 +140,8 @@ def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the landscape shapes of full area for every size from 1 x 1 to `cells` x `cells` cells. They are two int64
-    arrays, widths and heights in cells. `max_shapes` is the largest number of shapes per size, portrait shapes counted too.
+    """Return the landscape shapes that fill an area of 1 x 1, 2 x 2, ... or `cells` x `cells` cells (see `_full_shapes`), as
+    two int64 arrays: widths and heights in cells of 16 x 16 pixels. `max_shapes` limits the number of shapes per area.
     """
     sizes = [np.stack(_full_shapes(size, max_shapes)) for size in range(1, cells + 1)]
     found = np.unique(np.concatenate(sizes, axis=1), axis=1)

@@ -60,8 +60,8 @@ def project_toml(options: Mapping[str, str]) -> str:
 
 
 def toml_sections(record: Family) -> str:
-    """Return the sections of a new project.toml that have first values, as TOML text. `record` is the model family; its own
-    first values replace the usual ones.
+    """Return sections of a new project.toml with the settings that a new project sets, as TOML text. `record` is the model
+    family; its own values (`record.begin`) replace the usual ones.
     """
     parts = []
     for section, usual in BEGIN.items():

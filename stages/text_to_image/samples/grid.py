@@ -27,10 +27,10 @@ PAPER, INK, BLANK = (255, 255, 255), (30, 30, 30), (225, 225, 225)
 
 
 def write_grid(ctx: StageContext, sources: list[SampleSource], wanted: list[dict[str, Any]], paths: Sequence[str | None]) -> None:
-    """Write the artifact grid.png: one picture with the previews of the first [samples] grid prompts. It has a column per
-    source and a row per prompt and seed. `wanted` are the rows that the table should have; `paths` has the artifact of
-    each, or None for a preview that does not exist yet. An existing grid is kept if no row was pending and it shows the
-    same rows.
+    """Write the artifact grid.png, which shows the previews of the first prompts; the setting samples.grid is their number. It
+    has a column per source in `sources` and a row per prompt and seed. `wanted` are the rows that the table should have.
+    `paths[i]` is the artifact of `wanted[i]`, or None if that preview does not exist yet. Nothing is written if no row was
+    pending and the existing grid shows the same rows.
     """
     first = list(dict.fromkeys(row["caption_id"] for row in wanted))[: ctx.config.grid]
     rows = [(row, path) for row, path in zip(wanted, paths, strict=True) if row["caption_id"] in first]

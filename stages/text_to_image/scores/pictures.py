@@ -16,8 +16,8 @@ Row = dict[str, Any]
 
 
 def preview_rows(ctx: StageContext) -> list[Row]:
-    """Return one dict per preview of the table samples: the columns of the table scores that are known before scoring. The
-    column kind is "base" for a preview of the bare base model, "adapter" for all others.
+    """Return one dict per preview of the table samples, with the columns picture_id, kind, adapter_id, step, prompt, seed and
+    path of the table scores. The column kind is "base" for a preview of the base model, "adapter" for all others.
     """
     folder = ctx.files(SAMPLES)
     rows = []
@@ -29,8 +29,8 @@ def preview_rows(ctx: StageContext) -> list[Row]:
 
 
 def reference_rows(ctx: StageContext) -> list[Row]:
-    """Return one dict per reference (a real picture of the style): the columns of the table scores that are known before
-    scoring. The column kind is "real".
+    """Return one dict per reference (a real picture of the style), with the columns picture_id, kind, adapter_id, step,
+    prompt, seed and path of the table scores. The column kind is "real".
     """
     same: Row = {"kind": "real", "adapter_id": "", "step": 0, "seed": 0}
     return [same | {"picture_id": one.picture_id, "prompt": one.caption, "path": one.path} for one in find_references(ctx)]

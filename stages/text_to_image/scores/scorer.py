@@ -72,8 +72,8 @@ class Scorer:
         return arrays
 
     def _load_agreement(self) -> tuple[AgreementMap, np.ndarray] | None:
-        """Return the agreement map and the embeddings of the candidate texts, (texts, 384). Return None if no map is set, or
-        if a text has no embedding. ValueError if the map was fitted to other encoders.
+        """Return the agreement map and the embeddings of the texts of all previews and references, (texts, 384). Return None
+        if no map is set, or if a text has no embedding. ValueError if the map was fitted to other encoders.
         """
         if not self.ctx.config.map or not self.texts:
             return None
@@ -87,8 +87,8 @@ class Scorer:
         return None if vectors.missing(self.texts) else (found, vectors.stack(self.texts))
 
     def score(self, row: Row) -> Row:
-        """Return the finished row of the table scores. `row` holds the columns that are known before scoring. A score that
-        cannot be computed is None.
+        """Score one picture and return its complete row of the table scores. `row` holds the columns picture_id, kind,
+        adapter_id, step, prompt, seed and path. A score that cannot be computed is None.
         """
         folder = self._references if row["kind"] == "real" else self.ctx.files(SAMPLES)
         feature_D = self.encoder.encode_file(folder / row["path"])
@@ -111,7 +111,9 @@ class Scorer:
         return {"agreement": float(own), "agreement_rank": 1 + int((cosines_N > own).sum())}
 
     def missing(self) -> Iterator[str]:
-        """Yield one line for the user for each missing input that leaves a score empty."""
+        """Yield one line for the user for each missing input, such as references or a map, without which a score is not
+        measured.
+        """
         if not self.base.names:
             yield "no previews of the base, so style and real are not measured; set base = true in [samples]"
         if not self.references.names:
