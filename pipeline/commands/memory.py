@@ -28,7 +28,8 @@ from stages.text_to_image.train.profile import profile_settings, random_batch, r
 from stages.text_to_image.train.reader import MicroBatch
 from stages.tuner.blockwise.device import limit_command_buffers, memory_budget
 from stages.tuner.blockwise.meter import LEAK_BYTES, LEAST_TIMES, Meter
-from stages.tuner.memory_plan import BITS, live_bytes_limit
+from stages.tuner.memory_plan import live_bytes_limit
+from stages.tuner.quantize import BITS
 from stages.tuner.step import TrainingStep
 
 if TYPE_CHECKING:

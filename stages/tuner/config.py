@@ -14,7 +14,7 @@ from stages.settings import require, runtime, selects, setting
 from stages.tuner.adapters.targets import Variant
 from stages.tuner.optimizers.methods import MethodName, make_optimizer
 from stages.tuner.optimizers.protocol import Method
-from stages.tuner.quantize import Bits
+from stages.tuner.quantize import BITS, Bits
 from stages.tuner.schedule import Schedule, Shape
 
 
@@ -151,7 +151,7 @@ class TrainingConfig:
 
     def _check_combinations(self) -> None:
         for pattern, bits in (self.base_bits_for or {}).items():
-            if bits not in (16, 8, 4):
+            if bits not in BITS:
                 raise ValueError(f"base_bits_for must give 16, 8 or 4 bits, got {bits} for {pattern!r}")
         if self.optimizer.kind == "prodigy" and self.lr < 0.01:
             raise ValueError(f"lr must be >= 0.01 with prodigy, which multiplies its own rate by lr, got {self.lr:g}; 1 is usual")

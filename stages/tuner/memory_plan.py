@@ -11,16 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from stages.tuner import quantize
 from stages.tuner.blockwise.backprop import Plan
 from stages.tuner.blockwise.planner import Estimate
 from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.config import TrainingConfig
+from stages.tuner.quantize import BITS
 
 C = TypeVar("C", bound=TrainingConfig)
 
 GB = 1e9
-BITS: tuple[Any, ...] = (16, *quantize.PACKED_BITS)  # the values of base_bits, the best first
 GROWTH_LIMIT = 0.9  # share of the limit that a micro-batch twice as large must stay below
 AHEAD = 0.5  # share of one block's working memory that may be live beyond the estimate, for work dispatched ahead
 

@@ -5,20 +5,19 @@ Every 64 weights of a row share a scale and an offset.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import mlx.core as mx
 
 Bits = Literal[16, 8, 4]  # of a weight; 16 is not packed
-PACKED_BITS = (8, 4)
+BITS: tuple[Bits, ...] = get_args(Bits)
 GROUP = 64  # weights of a row that share a scale and an offset
 CHUNK = 1 << 28  # bytes of a weight that are unpacked at once; FLUX.2 dev's largest Linear has 0.68 GB
 
 
 class QuantizedWeight(NamedTuple):
-    """A packed (outputs, inputs) weight: three arrays in a tuple, so that it passes through mx.compile like any other weight.
-
-    `packed` is uint32, (outputs, inputs * bits / 32); `scales` and `offsets` are (outputs, inputs / 64).
+    """A packed (outputs, inputs) weight as a tuple of three arrays: `packed`, uint32, (outputs, inputs * bits / 32), `scales`
+    and `offsets`, (outputs, inputs / 64). mx.compile takes it like any tuple of arrays.
     """
 
     packed: mx.array
@@ -27,12 +26,12 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Bits per weight, 8 or 4, as the shapes imply."""
+        """Bits per weight, 8 or 4; the shapes of the arrays imply it."""
         return 32 * self.packed.shape[-1] // (GROUP * self.scales.shape[-1])
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(outputs, inputs) of the unpacked weight."""
+        """The shape (outputs, inputs) of the unpacked weight."""
         return self.scales.shape[0], self.scales.shape[1] * GROUP
 
     def dense(self) -> mx.array:
@@ -44,11 +43,10 @@ Weight = mx.array | QuantizedWeight
 
 
 def pack(weight: mx.array, bits: int) -> QuantizedWeight:
-    """Pack a matrix (outputs, inputs) in 8 or 4 bits, evaluated at once so that the original can be freed.
-
-    ValueError for other bits, an array that is no matrix, or rows that are not a multiple of 64 wide.
+    """Pack a matrix (outputs, inputs) in 8 or 4 bits. It is evaluated at once, so that the original can be freed. ValueError
+    for other bits, or a shape that cannot be packed, see `is_packable`.
     """
-    if bits not in PACKED_BITS:
+    if bits == 16 or bits not in BITS:
         raise ValueError(f"base_bits must be 16 (not packed), 8 or 4, got {bits}")
     if not is_packable(weight.shape):
         raise ValueError(f"a packed weight must be a matrix with rows a multiple of {GROUP} wide, got shape {weight.shape}")
@@ -58,7 +56,8 @@ def pack(weight: mx.array, bits: int) -> QuantizedWeight:
 
 
 def pack_if_possible(weight: mx.array, bits: int) -> Weight:
-    """Pack a weight as `pack` does, or return it unchanged if bits is 16 or its shape cannot be packed.
+    """Pack a weight in 8 or 4 bits, or return it unchanged if `bits` is 16 or its shape cannot be packed, as that of a norm's
+    scale.
 
     Applied to one weight after another while loading, memory peaks at the packed size and one tensor.
     """
@@ -76,16 +75,15 @@ def dense(weight: Weight) -> mx.array:
 
 
 def select_rows(weight: Weight, rows: slice) -> Weight:
-    """Return some rows of a weight, packed if it is packed; the weight itself for `slice(None)`."""
+    """Return the rows that a slice selects, still packed if the weight is packed; `slice(None)` returns the weight itself."""
     if rows == slice(None):
         return weight
     return weight[rows] if isinstance(weight, mx.array) else QuantizedWeight(*(array[rows] for array in weight))
 
 
 def row_chunks(weight: Weight) -> list[slice]:
-    """Return slices that cover all rows of a weight, of at most CHUNK bytes (256 MiB) unpacked each.
-
-    One slice, `slice(None)`, for a weight that is small or not packed.
+    """Return slices that together cover all rows of a weight, each of at most 256 MiB (CHUNK) when unpacked. A weight that is
+    small or not packed has one slice, `slice(None)`.
     """
     if isinstance(weight, mx.array):
         return [slice(None)]
@@ -95,5 +93,5 @@ def row_chunks(weight: Weight) -> list[slice]:
 
 
 def unpack_after(weight: QuantizedWeight, after: mx.array) -> QuantizedWeight:
-    """Return the weight with a dependency on `after`: it is not unpacked before `after` is computed."""
+    """Return the same packed weight with a dependency: it is not unpacked before the array `after` is computed."""
     return weight._replace(packed=mx.depends([weight.packed], [after])[0])

@@ -22,9 +22,9 @@ CHUNK = 1 << 24  # values of a weight that exist in float32 at once: 64 MB
 
 
 def row_norms(weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale: float) -> mx.array:
-    """Return the Euclidean norm of each row of W + scale B A: shape (outputs,), float32, lazy.
-
-    `down_RI` is A, (rank, inputs); `up_OR` is B, (outputs, rank). A packed weight is unpacked, a chunk of rows at a time.
+    """Return the Euclidean norm of each row of W + scale B A: shape (outputs,), float32, lazy. `weight` is W, (outputs,
+    inputs), dense or packed; `down_RI` is A, (rank, inputs); `up_OR` is B, (outputs, rank). W is unpacked and widened to
+    float32 a chunk of rows at a time.
     """
     wide_RI = down_RI.astype(mx.float32)
     rows = max(1, CHUNK // down_RI.shape[1])
@@ -39,9 +39,8 @@ def row_norms(weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale
 
 
 def initial_magnitude(weight: quantize.Weight, outputs: int, inputs: int) -> mx.array:
-    """Return the magnitudes that leave the (outputs, inputs) weight as it is: shape (outputs,), float32.
-
-    They equal `row_norms` to the bit as long as B is zero.
+    """Return DoRA's magnitudes before the first step, the norms of the rows of an (outputs, inputs) weight: shape (outputs,),
+    float32. They equal `row_norms` to the bit as long as B is zero, so that the adapter changes nothing.
     """
     return row_norms(weight, mx.zeros((1, inputs)), mx.zeros((outputs, 1)), 0.0)
 
@@ -49,9 +48,9 @@ def initial_magnitude(weight: quantize.Weight, outputs: int, inputs: int) -> mx.
 def rescale_rows(
     y: mx.array, magnitude_O: mx.array, weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale: float
 ) -> mx.array:
-    """Turn LoRA's output into DoRA's: multiply y, (..., outputs), by magnitude / `row_norms`. Returns the dtype of y.
-
-    The gradient goes to y and to `magnitude_O`, (outputs,), and not through the norms.
+    """Turn LoRA's output y, (..., outputs), into DoRA's: multiply it by magnitude / `row_norms`, per output. `magnitude_O` has
+    the shape (outputs,); the other arguments are those of `row_norms`. Returns the dtype of y. The gradient goes to y and the
+    magnitudes, and not through the norms.
     """
     norm_O = mx.stop_gradient(row_norms(weight, down_RI, up_OR, scale))
     add_gain: Any = _add_gain
@@ -61,13 +60,15 @@ def rescale_rows(
 
 @mx.custom_function
 def _add_gain(y: mx.array, gain_O: mx.array) -> mx.array:
-    """(1 + gain) y, where the gain is small: added to 1 first, half precision would lose most of its bits."""
+    """Return (1 + gain) y. The gain, (outputs,), is small: added to 1 first, it would lose most of its bits in half precision."""
     return y + gain_O.astype(y.dtype) * y
 
 
 @_add_gain.vjp  # type: ignore[untyped-decorator, unused-ignore]
 def _add_gain_vjp(primals: Any, dz: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
-    """The sum over tokens is a matrix product, which adds up in float32 on every backend; a half-precision sum does not."""
+    """Gradients of `_add_gain`. The sum over tokens is a matrix product, which adds up in float32 on every backend; a
+    half-precision sum does not.
+    """
     y, gain_O = primals
     flat_NO = (dz * y).reshape(-1, y.shape[-1])
     by_gain_O = (mx.ones((1, flat_NO.shape[0]), flat_NO.dtype) @ flat_NO)[0]

@@ -23,19 +23,19 @@ RANK_AXIS = {lora.A: 0, lora.B: 1, lokr.W2_A: 1, lokr.W2_B: 0}  # the axis of le
 
 
 def target_weights(blocks: Iterable[Any], targets: Iterable[Target]) -> dict[str, quantize.Weight]:
-    """Return the frozen weight of each target by the target's name.
-
-    Each block has a `name` and `weights`, a map "<linear>.weight" -> weight with names relative to the block.
+    """Return the frozen weight of each target by the target's name. Each block has a `name` and `weights`, a map
+    "<linear>.weight" -> weight whose names are relative to the block.
     """
     every = {f"{block.name}.{name}": weight for block in blocks for name, weight in block.weights.items()}
     return {target.name: every[f"{target.name}.weight"] for target in targets}
 
 
 def fresh_adapter(targets: Iterable[Target], seed: int, weights: Mapping[str, quantize.Weight] | None = None) -> Arrays:
-    """Return float32 arrays for all targets that change nothing yet, by "<linear><suffix>".
+    """Return the float32 arrays of an adapter that changes nothing yet, by "<linear><suffix>", for all targets. Random arrays
+    depend only on `seed` and their names. `weights` are the frozen weights by target name, see `target_weights`; only DoRA
+    needs them.
 
-    Random arrays are uniform within 1 / sqrt(columns), which is Kaiming's bound with a = sqrt(5), as in PEFT and LyCORIS; each
-    depends only on `seed` and its name. `weights` are the targets' frozen weights by name; only DoRA needs them.
+    Random arrays are uniform within 1 / sqrt(columns): Kaiming's bound with a = sqrt(5), as in PEFT and LyCORIS.
     """
     arrays: Arrays = {}
     for target in targets:
@@ -64,10 +64,10 @@ def start_from_adapter(
     fresh: Mapping[str, mx.array],
     weights: Mapping[str, quantize.Weight] | None = None,
 ) -> Arrays:
-    """Return arrays for all targets that make the same change as the adapter `source`, up to rounding.
-
-    `scales` are the source's scales by Linear; `fresh` is from `fresh_adapter` and serves targets that the source lacks. A LoRA
-    may start a DoRA if `weights`, the targets' frozen weights by name, are given. ValueError as in `check_initial`.
+    """Return the arrays of an adapter for `targets` that changes the model as the adapter `source` does, up to rounding.
+    `source` is a dict by "<linear><suffix>" with `scales`, the factor of each Linear's output. `fresh` is the result of
+    `fresh_adapter`; targets that the source lacks start from it. `weights` are the frozen weights by target name, which a DoRA
+    needs to start from a LoRA. ValueError as in `check_initial`.
     """
     chosen = list(targets)
     check_initial(source, scales, chosen)
@@ -85,10 +85,9 @@ def start_from_adapter(
 
 
 def check_initial(source: Mapping[str, mx.array], scales: Mapping[str, float], targets: Iterable[Target]) -> None:
-    """Raise ValueError if the adapter `source` cannot start an adapter of these targets. Needs no weights of the model.
-
-    `scales` has an entry for each Linear of the source. Refused are a Linear that is no target, another variant or shape, a
-    larger rank, and values that are not finite.
+    """Raise ValueError if the adapter `source` cannot start an adapter of these targets: it has a Linear that is no target,
+    another variant or shape, a larger rank, or values that are not finite. `source` is a dict by "<linear><suffix>", and
+    `scales` has an entry for each of its Linears. The model's weights are not needed.
     """
     chosen = {target.name: target for target in targets}
     for name in scales:
@@ -124,7 +123,7 @@ def _check_array(target: Target, suffix: str, shape: tuple[int, ...]) -> None:
 
 
 def _resized(target: Target, arrays: Arrays, scale: float, fresh: Arrays) -> Arrays:
-    """One Linear's arrays with their scale replaced by the target's and their rank filled up to the target's."""
+    """Return one Linear's arrays with the source's scale replaced by the target's, and the rank filled up to the target's."""
     resized = {}
     for suffix, value in arrays.items():
         ratio = scale / target.scale if suffix in lora.ZERO_AT_START else 1.0
@@ -133,7 +132,7 @@ def _resized(target: Target, arrays: Arrays, scale: float, fresh: Arrays) -> Arr
 
 
 def _filled_up(suffix: str, value: mx.array, fresh: mx.array) -> mx.array:
-    """An array extended along its rank axis by the last rows or columns of the fresh array."""
+    """Return an array extended along its rank axis by the last rows or columns of the fresh array of the same suffix."""
     axis = RANK_AXIS.get(suffix)
     if axis is None or value.shape[axis] == fresh.shape[axis]:
         return value

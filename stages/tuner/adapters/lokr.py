@@ -17,10 +17,10 @@ W1, W2, W2_A, W2_B = ".lokr_w1", ".lokr_w2", ".lokr_w2_a", ".lokr_w2_b"
 
 
 def factorize(dimension: int, factor: int | None) -> tuple[int, int]:
-    """Return (m, n) with m n = dimension and m <= n, m being the largest divisor that is at most `factor`.
+    """Return (m, n) with m n = dimension and m <= n, where m is the largest divisor that is at most `factor` and at most
+    sqrt(dimension). None is no bound but sqrt(dimension).
 
-    With factor None, or one above sqrt(dimension), m is the largest divisor up to sqrt(dimension). PEFT and LyCORIS agree for
-    any factor up to sqrt(dimension).
+    PEFT and LyCORIS give the same for any factor up to sqrt(dimension).
     """
     most = math.isqrt(dimension) if factor is None else min(factor, math.isqrt(dimension))
     m = next(n for n in range(most, 0, -1) if dimension % n == 0)
@@ -28,9 +28,8 @@ def factorize(dimension: int, factor: int | None) -> tuple[int, int]:
 
 
 def array_shapes(outputs: int, inputs: int, rank: int, factor: int | None) -> dict[str, tuple[int, int]]:
-    """Return the shapes of a LoKr's arrays by suffix for an (outputs, inputs) Linear: w1, and w2 or w2_a and w2_b.
-
-    `factor` bounds the sides of w1, see `factorize`.
+    """Return the shapes of a LoKr's arrays for an (outputs, inputs) Linear, by suffix: {".lokr_w1": (a, b), ".lokr_w2": (c,
+    d)}, or with ".lokr_w2_a" and ".lokr_w2_b" where the rank is small. `factor` bounds a and b, see `factorize`.
     """
     (a, c), (b, d) = factorize(outputs, factor), factorize(inputs, factor)
     if rank < max(c, d) / 2:
@@ -39,15 +38,16 @@ def array_shapes(outputs: int, inputs: int, rank: int, factor: int | None) -> di
 
 
 def second_factor_shape(arrays: Mapping[str, mx.array]) -> tuple[int, int]:
-    """Return the shape (c, d) of w2, which is stored whole or as w2_a and w2_b. `arrays` are one Linear's, keyed by suffix."""
+    """Return the shape (c, d) of a LoKr's second factor, which is stored whole as w2, or as w2_a (c, rank) and w2_b (rank, d).
+    `arrays` are one Linear's, keyed by suffix.
+    """
     first, last = (arrays[W2], arrays[W2]) if W2 in arrays else (arrays[W2_A], arrays[W2_B])
     return first.shape[0], last.shape[1]
 
 
 def output_change(x: mx.array, arrays: Mapping[str, mx.array]) -> mx.array:
-    """Return x (w1 (x) w2)^T without the scale: (..., inputs) to (..., outputs), in the dtype of x.
-
-    `arrays` are one Linear's, keyed by suffix.
+    """Return what a LoKr adds to a Linear's output before the scale: x times the transposed Kronecker product of w1 and w2,
+    (..., inputs) to (..., outputs), in the dtype of x. `arrays` are one Linear's, keyed by suffix.
     """
     w1_ab = arrays[W1].astype(x.dtype)
     a, b = w1_ab.shape
@@ -64,6 +64,8 @@ def output_change(x: mx.array, arrays: Mapping[str, mx.array]) -> mx.array:
 
 
 def kronecker(arrays: Mapping[str, mx.array]) -> mx.array:
-    """Return w1 (x) w2 as one (outputs, inputs) float32 matrix, for merging. `arrays` are one Linear's, keyed by suffix."""
+    """Return the Kronecker product of w1 and w2 as one (outputs, inputs) float32 matrix, for merging. `arrays` are one
+    Linear's, keyed by suffix.
+    """
     w2_cd = arrays[W2] if W2 in arrays else arrays[W2_A].astype(mx.float32) @ arrays[W2_B].astype(mx.float32)
     return mx.kron(arrays[W1].astype(mx.float32), w2_cd.astype(mx.float32))

@@ -25,10 +25,9 @@ ZERO_AT_START = (B, lokr.W2, lokr.W2_B)  # arrays that start at zero, so that a 
 
 
 def adapted_linear(adapters: Mapping[str, mx.array], scales: Mapping[str, float]) -> Linear:
-    """Return a function (name, weight, x) -> y that computes a Linear of one block with its adapter added.
-
-    `adapters` maps "<linear><suffix>" to float32 arrays and `scales` maps "<linear>" to the factor of the adapter's output,
-    both with names relative to the block. A Linear without an adapter is x W^T. y has the dtype of x.
+    """Return a function (name, weight, x) -> y that computes the Linears of one block with its adapter added. `adapters` maps
+    "<linear><suffix>" to arrays and `scales` maps "<linear>" to the factor of the adapter's output; all names are relative to
+    the block. A Linear without an adapter is x W^T. y has the dtype of x, also where the arrays are float32.
     """
 
     # The arrays are cast to the dtype of x here, inside the gradient: float32 arrays would widen all activations.
@@ -47,15 +46,16 @@ def adapted_linear(adapters: Mapping[str, mx.array], scales: Mapping[str, float]
 
 
 def arrays_of_linear(adapters: Mapping[str, mx.array], name: str) -> Arrays:
-    """Return the arrays of the Linear `name` from a whole adapter, keyed by suffix: {".lora_A.weight": A, ...}.
-
-    Empty if the Linear has no adapter.
+    """Return the arrays that an adapter has for the Linear `name`, keyed by suffix: {".lora_A.weight": ..., ".lora_B.weight":
+    ...}. `adapters` is the whole adapter by "<linear><suffix>". Empty if it has none for this Linear.
     """
     return {suffix: adapters[name + suffix] for suffix in SUFFIXES if name + suffix in adapters}
 
 
 def linear_shape(arrays: Mapping[str, mx.array]) -> tuple[int, int]:
-    """Return the shape (outputs, inputs) of the Linear that these adapter arrays, keyed by suffix, belong to."""
+    """Return the shape (outputs, inputs) of the Linear that an adapter's arrays belong to. `arrays` are one Linear's, keyed by
+    suffix.
+    """
     if A in arrays:
         return arrays[B].shape[0], arrays[A].shape[1]
     (a, b), (c, d) = arrays[lokr.W1].shape, lokr.second_factor_shape(arrays)
@@ -63,8 +63,7 @@ def linear_shape(arrays: Mapping[str, mx.array]) -> tuple[int, int]:
 
 
 def largest_change(adapters: Mapping[str, mx.array]) -> mx.array:
-    """Return the largest magnitude among the arrays of an adapter that start at zero: a scalar, lazy.
-
+    """Return the largest magnitude among those arrays of an adapter that start at zero (LoRA's B, LoKr's w2): a scalar, lazy.
     It is 0 as long as training has not changed the adapter.
     """
     return mx.max(mx.stack([mx.max(mx.abs(value)) for name, value in adapters.items() if name.endswith(ZERO_AT_START)]))

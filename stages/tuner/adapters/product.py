@@ -21,10 +21,9 @@ Pair = tuple[mx.array, mx.array]  # A (rank, inputs) and B (outputs, rank), in t
 
 
 def product(x: mx.array, weight: quantize.Weight, pair: Pair | None = None, scale: float = 1.0) -> mx.array:
-    """Return x W^T, plus scale (x A^T) B^T if `pair` is (A, B): (..., inputs) to (..., outputs).
-
-    A is (rank, inputs) and B (outputs, rank), both in the dtype of x. The weight, (outputs, inputs), may be packed. The
-    gradient goes to x, A and B; the weight takes none.
+    """Return x W^T, plus scale (x A^T) B^T if `pair` is (A, B): (..., inputs) to (..., outputs). `weight` is W, (outputs,
+    inputs), dense or packed; A is (rank, inputs) and B (outputs, rank), both in the dtype of x. The gradient goes to x, A and
+    B, and not to W.
     """
     chunks = quantize.row_chunks(weight)
 
@@ -68,7 +67,7 @@ def scaled(x: mx.array, scale: float) -> mx.array:
 
 
 def _dense_rows(weight: quantize.Weight, rows: slice, after: mx.array) -> mx.array:
-    """Some rows of W, (c, inputs). Packed rows are unpacked once `after` is computed, so that one chunk exists at a time."""
+    """Return some rows of W, dense. Packed rows are unpacked once `after` is computed, so that one chunk exists at a time."""
     own = quantize.select_rows(weight, rows)
     return own if isinstance(own, mx.array) else quantize.unpack_after(own, after).dense()
 

@@ -19,10 +19,9 @@ LARGEST = 1 << 23  # values of a stack: 32 MiB in float32, which bounds the work
 
 @dataclass(frozen=True)
 class Stacks:
-    """Named arrays in stacks: N matrices of one shape (rows, columns) are one array (N, rows, columns), even for N = 1.
-
-    `groups` maps a stack's name, which is that of its first array, to the names of its arrays; `arrays` maps it to the stack.
-    Vectors and scalars are not stacked.
+    """Named arrays stored in stacks: all matrices (rows, columns) of one shape are one array (N, rows, columns), even for N =
+    1; vectors and scalars are stored alone. `groups` maps the name of a stack, which is that of its first array, to the names
+    of its arrays; `arrays` maps it to the stack.
     """
 
     groups: Groups
@@ -30,16 +29,16 @@ class Stacks:
 
     @classmethod
     def of(cls, arrays: Mapping[str, mx.array]) -> Stacks:
-        """Stack a copy of these arrays."""
+        """Stack named arrays; the values are copied."""
         groups = group_by_shape(arrays)
         return cls(groups, stack(arrays, groups))
 
     def unstack(self) -> Arrays:
-        """Return the arrays by their own names, as views of the stacks."""
+        """Return the single arrays by their own names, as views of the stacks."""
         return unstack(self.arrays, self.groups)
 
     def cast(self, dtype: mx.Dtype) -> Stacks:
-        """Return stacks whose matrices have another dtype; vectors and scalars keep theirs."""
+        """Return stacks whose matrices are cast to `dtype`; vectors and scalars keep theirs."""
         return replace(self, arrays={name: a.astype(dtype) if a.ndim == 3 else a for name, a in self.arrays.items()})
 
     @property
@@ -49,9 +48,8 @@ class Stacks:
 
 
 def group_by_shape(arrays: Mapping[str, mx.array]) -> Groups:
-    """Return which arrays share a stack: first name -> all names, in the order of names, at most LARGEST values per stack.
-
-    Matrices of one shape go together, any other array goes alone. The result depends on names and shapes only.
+    """Return which arrays share a stack: name of the first array -> names of all, sorted. Matrices of one shape go together, up
+    to LARGEST values in a stack; any other array goes alone. The result depends only on names and shapes.
     """
     groups: Groups = {}
     latest: dict[tuple[int, ...], str] = {}
@@ -66,7 +64,9 @@ def group_by_shape(arrays: Mapping[str, mx.array]) -> Groups:
 
 
 def stack(arrays: Mapping[str, mx.array], groups: Groups) -> Arrays:
-    """Stack arrays by `groups`: each group of matrices (rows, columns) becomes one (N, rows, columns) array."""
+    """Stack named arrays as `groups` says, see `group_by_shape`: N matrices (rows, columns) become one array (N, rows,
+    columns). Returns the stacks by the name of their first array.
+    """
     return {
         name: mx.stack([arrays[each] for each in names]) if arrays[name].ndim == 2 else arrays[name]
         for name, names in groups.items()
@@ -74,7 +74,7 @@ def stack(arrays: Mapping[str, mx.array], groups: Groups) -> Arrays:
 
 
 def unstack(stacks: Mapping[str, mx.array], groups: Groups) -> Arrays:
-    """Return the arrays of these stacks by their own names, as views. The inverse of `stack`."""
+    """Return the single arrays of `stacks` by their own names, as views: the inverse of `stack` with the same `groups`."""
     return {
         each: one.squeeze(0) if one.ndim == 3 else one
         for name, names in groups.items()
@@ -83,5 +83,5 @@ def unstack(stacks: Mapping[str, mx.array], groups: Groups) -> Arrays:
 
 
 def _split(stack: mx.array) -> list[mx.array]:
-    """The (1, rows, columns) views of a stack; an index would copy. An array that is no stack is returned whole."""
+    """Return the (1, rows, columns) views of a stack, where an index would copy; other arrays are returned alone."""
     return list(mx.split(stack, stack.shape[0], axis=0)) if stack.ndim == 3 else [stack]

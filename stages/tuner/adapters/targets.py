@@ -19,10 +19,9 @@ Shapes = Mapping[str, tuple[int, int]]  # name of a Linear -> (outputs, inputs)
 
 @dataclass(frozen=True)
 class Target:
-    """One Linear that gets an adapter: its name, its weight's shape (outputs, inputs), and the adapter's variant and size.
-
-    `rslora` divides alpha by sqrt(rank) instead of rank (Kalajdzievski 2023, arXiv 2312.03732). `factor` is LoKr's: the
-    largest side of its first matrix, see `lokr.factorize`.
+    """One Linear that gets an adapter: its name, its weight's shape (outputs, inputs), and the adapter's variant, rank and
+    alpha. `rslora` divides alpha by sqrt(rank) instead of rank (Kalajdzievski 2023, arXiv 2312.03732). `factor` bounds the
+    sides of LoKr's first matrix, see `lokr.factorize`.
     """
 
     name: str
@@ -36,7 +35,9 @@ class Target:
 
     @property
     def scale(self) -> float:
-        """The factor of the adapter's output: alpha / rank, or alpha / sqrt(rank) for rsLoRA; 1 for a LoKr without a rank."""
+        """The factor of the adapter's output: alpha / rank, or alpha / sqrt(rank) for rsLoRA; 1 for a LoKr whose second factor
+        is whole.
+        """
         if lokr.W2 in self.shapes:
             return 1.0
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
@@ -62,10 +63,9 @@ def select_targets(
     rslora: bool = False,
     factor: int | None = None,
 ) -> list[Target]:
-    """Return a Target for each Linear that matches any pattern, in the order of `linears`, a map name -> (outputs, inputs).
-
-    `alpha` defaults to the Linear's rank. `ranks` and `alphas` map patterns to other values; the first pattern that matches
-    a Linear counts, and rank 0 leaves the Linear out. See `matches_pattern` for patterns. ValueError if a pattern matches
+    """Return a Target for each Linear whose name matches any of `patterns`, see `matches_pattern`. `linears` maps names to
+    (outputs, inputs), and its order is kept. `alpha` None means the Linear's rank. `ranks` and `alphas` map patterns to other
+    values: the first pattern that matches a Linear counts, and rank 0 leaves the Linear out. ValueError if a pattern matches
     nothing, a rank or alpha is out of range, or no target remains.
     """
     chosen = _matching_linears(linears, list(patterns))
@@ -108,17 +108,15 @@ def _first_match(name: str, values: Mapping[str, float] | None, default: float) 
 
 
 def matches_pattern(name: str, pattern: str) -> bool:
-    """Whether a pattern with shell wildcards matches the whole name of a Linear, or its end from any dot on.
-
-    "*" matches all, "attn.to_q" that Linear in every block, "single_transformer_blocks.*" every Linear of those blocks.
+    """Whether a pattern with shell wildcards matches the whole name of a Linear, or the part of it after any dot. "*" matches
+    every name, "attn.to_q" that Linear in every block, "single_transformer_blocks.*" every Linear of those blocks.
     """
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def similar_names(pattern: str, names: Iterable[str]) -> str:
-    """Return "; nearest: a, b" for an error message: up to three endings of `names` that resemble `pattern`, or "".
-
-    Block numbers are replaced by "*", so that a name common to all blocks is listed once.
+    """Return "; nearest: a, b" with up to three names that resemble `pattern`, or "" if none does, to be appended to an error
+    message. Candidates are the parts of `names` after any dot, with "*" for block numbers, so that each is listed once.
     """
     endings: dict[str, None] = {}
     for name in names:
@@ -129,14 +127,13 @@ def similar_names(pattern: str, names: Iterable[str]) -> str:
 
 
 def target_scales(targets: Iterable[Target]) -> dict[str, float]:
-    """Return the factor of each adapter's output by the name of its Linear."""
+    """Return the factor of the adapter's output for each target, by the name of its Linear."""
     return {target.name: target.scale for target in targets}
 
 
 def adapter_metadata(targets: Iterable[Target]) -> dict[str, str]:
-    """Return the metadata that an adapter's file needs: variant, rank and alpha of the first target.
-
-    An entry "scales", JSON of `target_scales`, is added where alpha / rank of the first target is not every Linear's scale.
+    """Return the metadata that an adapter's file needs: "variant", "rank" and "alpha" of the first target, and "scales", JSON
+    of `target_scales`, if alpha / rank does not give the scale of every target.
     """
     chosen = list(targets)
     first = chosen[0]

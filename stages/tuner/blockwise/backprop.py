@@ -31,7 +31,9 @@ Plan = str | int  # "whole", "blocks", or how many of the last blocks keep their
 
 
 class Block(Protocol):
-    """One block of a chain: `name` prefixes its adapters' names, `kind` selects its function, `weights` are named within it."""
+    """One block of a chain. `name` prefixes the names of its adapters, `kind` selects its function, and `weights` maps names
+    within the block to arrays.
+    """
 
     @property
     def kind(self) -> str: ...
@@ -44,7 +46,9 @@ class Block(Protocol):
 
 
 class Chain(Protocol):
-    """A model as a sequence of blocks. `shared` is what all blocks read, such as rotary tables; it takes no gradient."""
+    """A model as a sequence of blocks. A block maps its input h to the next block's; `shared` is what every block reads
+    besides, such as rotary tables, and takes no gradient.
+    """
 
     @property
     def blocks(self) -> Sequence[Block]:
@@ -52,14 +56,18 @@ class Chain(Protocol):
 
     @property
     def enter(self) -> Callable[..., tuple[Tree, Tree]]:
-        """The function from the model's inputs, given by name, to (h, shared), where h is the first block's input."""
+        """The function from the model's inputs, given as keyword arguments, to (h, shared): the first block's input, and what
+        all blocks read.
+        """
 
     def block(self, kind: str) -> BlockFunction:
-        """Return the function of a kind of block: (weights, h, shared, linear) -> h. It depends on its arguments alone."""
+        """Return the function of a kind of block: (weights, h, shared, linear) -> h, where linear(name, weight, x) computes a
+        Linear. It must depend on its arguments alone.
+        """
 
     @property
     def leave(self) -> Callable[[Tree, Tree], mx.array]:
-        """The function from the last block's output h and `shared` to the prediction."""
+        """The function from (h, shared), with the last block's output h, to the model's prediction."""
 
 
 def loss_and_grads(
@@ -70,13 +78,14 @@ def loss_and_grads(
     loss: Loss,
     plan: Plan = "whole",
 ) -> tuple[mx.array, Arrays]:
-    """Return (losses, one per sample; gradients of their mean by adapter name), dispatched but not awaited.
+    """Return (losses, one per sample; gradients of their mean by adapter name), dispatched but not awaited. `adapters` maps
+    "<block>.<linear>.lora_A.weight" and the like to arrays, and `scales` maps "<block>.<linear>" to a factor. `inputs` are the
+    keyword arguments of `chain.enter`, and `loss` maps the prediction to one loss per sample. `plan` is "whole", "blocks" or
+    the number of last blocks that keep their activations; all plans agree up to rounding. ValueError for another plan, no
+    adapters, or an adapter that belongs to no block.
 
-    `adapters` maps "<block>.<linear>.lora_A.weight" and the like to arrays and `scales` maps "<block>.<linear>" to a factor;
-    gradients have the adapters' dtype. `inputs` are the keyword arguments of `chain.enter`. All plans agree up to rounding.
-    `loss` maps the prediction to one loss per sample; only a `functools.partial(function, name=array, ...)` is compiled, because
-    its arrays become arguments of the graph, where an array captured by a closure would be frozen into it. ValueError for an
-    unknown plan, no adapters, or an adapter that belongs to no block.
+    Only a loss that is a `functools.partial(function, name=array, ...)` is compiled: its arrays become arguments of the graph,
+    where an array captured by a closure would be frozen into it.
     """
     backprop = BlockwiseBackprop(chain, adapters, scales)
     head = len(chain.blocks) - kept_blocks(plan, len(chain.blocks))
@@ -100,9 +109,10 @@ def loss_and_grads(
 
 
 def kept_blocks(plan: Plan, blocks: int) -> int:
-    """Return how many of the last blocks of a chain of `blocks` blocks keep their activations under a plan: at least 1.
+    """Return how many of the last blocks of a chain of `blocks` blocks keep their activations under a plan: all for "whole", 1
+    for "blocks", the number itself for a number, bounded by 1 and `blocks`. ValueError for another word.
 
-    "whole" keeps all, "blocks" one, which is free because the backward pass begins with it. ValueError for another word.
+    One block is free, because the backward pass begins with it.
     """
     if isinstance(plan, int):
         return min(max(plan, 1), blocks)
@@ -112,10 +122,9 @@ def kept_blocks(plan: Plan, blocks: int) -> int:
 
 
 class BlockwiseBackprop:
-    """The forward and backward computations of single blocks of a chain, with one set of adapters.
-
-    `first_trained` is the index of the first block with an adapter; blocks before it need no gradient. ValueError if there are no
-    adapters or one belongs to no block.
+    """The forward and backward computations of single blocks of a chain, with one set of adapters; arguments are those of
+    `loss_and_grads`. `first_trained` is the index of the first block with an adapter; blocks before it need no gradient.
+    ValueError if there are no adapters or one belongs to no block.
     """
 
     def __init__(self, chain: Chain, adapters: Arrays, scales: Mapping[str, float]) -> None:
@@ -131,14 +140,13 @@ class BlockwiseBackprop:
         self.first_trained = min(n for n, own in enumerate(self.adapters) if own)
 
     def forward(self, n: int, h: Tree, shared: Tree) -> Tree:
-        """Return the output of block n for its input h."""
+        """Return the output of block n for its input h; `shared` is from `chain.enter`."""
         block = self.chain.blocks[n]
         return self.compiled(_forward, block.kind)(self.adapters[n], block.weights, h, shared, self.scales[n])
 
     def backward(self, n: int, h: Tree, shared: Tree, cotangent: Tree) -> tuple[Tree, Arrays]:
-        """Compute block n again from its input h and differentiate it: (gradient by h, gradients by adapter name).
-
-        `cotangent` is the gradient of the loss by the block's output.
+        """Compute block n again from its input h and differentiate it. `cotangent` is the gradient of the loss by the block's
+        output, `shared` is from `chain.enter`. Returns (gradient by h, gradients by adapter name).
         """
         block = self.chain.blocks[n]
         run = self.compiled(_backward, block.kind)
@@ -146,8 +154,7 @@ class BlockwiseBackprop:
         return by_input, {f"{block.name}.{key}": grad for key, grad in grads.items()}
 
     def tail(self, head: int, h: Tree, shared: Tree, loss: Loss) -> tuple[mx.array, Tree, Arrays]:
-        """Differentiate blocks `head` to the last and the loss as one graph, from the input h of block `head`.
-
+        """Compute blocks `head` to the last and the loss from the input h of block `head`, and differentiate them as one graph.
         Returns (losses, one per sample; gradient of their mean by h; gradients by adapter name).
         """
         blocks = self.chain.blocks[head:]
@@ -203,7 +210,7 @@ def _tail(chain: Chain, kinds: tuple[str, ...], loss: Callable[..., mx.array]) -
 
 
 def _vjp(run: Callable[[Tree, Arrays], Tree], h: Tree, adapters: Arrays, cotangent: Tree) -> tuple[Tree, Arrays]:
-    """Return the gradients of run(h, adapters) by h and by the adapters, for the gradient `cotangent` by its result."""
+    """Return the gradients of run(h, adapters) by h and by the adapters. `cotangent` is the gradient by its result."""
     leaves = [leaf for _, leaf in tree_flatten(h)]
 
     def flat(*primals: mx.array) -> list[mx.array]:
@@ -215,13 +222,13 @@ def _vjp(run: Callable[[Tree, Arrays], Tree], h: Tree, adapters: Arrays, cotange
 
 
 def _arranged_like(tree: Tree, leaves: Sequence[mx.array]) -> Tree:
-    """The first of `leaves` in the structure of `tree`."""
+    """Return the first of `leaves` in the structure of `tree`."""
     each = iter(leaves)
     return tree_map(lambda _: next(each), tree)
 
 
 def _within_block(block: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of one block, by their names within it."""
+    """Return the entries of one block, by their names within it."""
     prefix = block + "."
     return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
 

@@ -19,7 +19,9 @@ dispatch: Callable[..., None] = mx.async_eval  # start computing these arrays wi
 
 
 def compiles() -> bool:
-    """Whether mx.compile pays off on the default device: yes on a GPU; on a CPU it runs a C++ compiler for minutes."""
+    """Whether functions are compiled with mx.compile on the default device: yes on a GPU, no on a CPU, where it runs a C++
+    compiler for minutes.
+    """
     return mx.default_device() != mx.cpu
 
 
@@ -33,15 +35,14 @@ def device_bytes() -> int:
 
 
 def memory_budget(limit_gb: float | None = None) -> int:
-    """Return the bytes that training may take: `limit_gb` if given, else the device's memory less 15 %."""
+    """Return the bytes that training may take: `limit_gb` (1 GB is 10^9 bytes) if given, else the device's memory less 15 %."""
     return int(limit_gb * GB if limit_gb else device_bytes() * (1 - HEADROOM))
 
 
 @contextmanager
 def live_memory_limit(limit: int | None) -> Iterator[None]:
-    """Let MLX submit work ahead of the device only while live memory is below `limit` bytes; None keeps MLX's own limit.
-
-    Above it, the next operation waits until running work has freed memory. Results are the same.
+    """Context manager: MLX starts operations ahead of the device only while live memory is below `limit` bytes; None keeps
+    MLX's own limit. Above it, the next operation waits until running work has freed memory. Results do not change.
     """
     if limit is None:
         yield
@@ -54,7 +55,9 @@ def live_memory_limit(limit: int | None) -> Iterator[None]:
 
 
 def gathers_large_command_buffers() -> bool:
-    """Whether the default device is a CUDA GPU on which MLX gathers more than 200 MB of reads per command buffer."""
+    """Whether the default device is a CUDA GPU on which MLX collects operations that read more than 200 MB before it submits
+    them.
+    """
     if not mx.cuda.is_available() or mx.default_device() != mx.gpu:
         return False
     info: Mapping[str, Any] = mx.device_info()
@@ -62,10 +65,10 @@ def gathers_large_command_buffers() -> bool:
 
 
 def limit_command_buffers() -> None:
-    """Limit MLX's command buffers to 200 MB of reads on large CUDA GPUs, by an environment variable the user may set instead.
+    """On large CUDA GPUs, make MLX submit work after operations that read 200 MB, unless the user has set
+    MLX_MAX_MB_PER_BUFFER. Call it before the process creates its first MLX operation: MLX reads that variable once, then.
 
-    All arrays of a command buffer are alive until it is done; data/bench.md compares the peaks. Call it before the first
-    operation of the process is made for the device, even one that is never computed: MLX reads the variable once, then.
+    All arrays of a command buffer are alive until it is done; data/bench.md compares the peaks.
     """
     if gathers_large_command_buffers():
         os.environ.setdefault(BUFFER_VARIABLE, BUFFER_MB)

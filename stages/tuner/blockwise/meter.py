@@ -22,9 +22,8 @@ LEAST_TIMES = 5  # a phase must have come so often before a leak can be told
 
 @dataclass
 class Meter:
-    """MLX's memory by phase. A row has step, phase, and in bytes: before, active (after), peak (within) and cache.
-
-    Set `step` before the phases of a step.
+    """Measures MLX's memory by phase. `rows` has a dict for each phase: step, phase, and in bytes before, active (after), peak
+    (within) and cache. Set `step` at the start of each step.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -32,7 +31,9 @@ class Meter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the code inside as one phase. It resets MLX's own peak; `Meter.peak` has the largest peak of all phases."""
+        """Context manager: measure the code inside as one phase and append a row. MLX's own peak is reset; `Meter.peak` has the
+        largest of all phases.
+        """
         mx.reset_peak_memory()
         before = mx.get_active_memory()
         yield
@@ -40,9 +41,8 @@ class Meter:
         self.rows.append({"step": self.step, "phase": name, "before": before, **sizes})
 
     def measure_each(self, items: Iterable[Item], name: str) -> Iterator[Item]:
-        """Yield the items of an iterable, such as a stage's `run`, and measure making each one as a phase of its own step.
-
-        What runs after the last item is the phase "end".
+        """Yield the items of an iterable, such as a stage's `run`, and measure the making of each as one phase called `name`,
+        with a step of its own. What runs after the last item is the phase "end".
         """
         each = iter(items)
         while True:
@@ -65,10 +65,12 @@ class Meter:
         return any(count >= LEAST_TIMES for count in Counter(row["phase"] for row in self.rows).values())
 
     def leaks(self, least: int = LEAK_BYTES) -> dict[str, int]:
-        """Return the phases that leave memory behind each time: phase -> bytes per time, fitted over all times.
+        """Return the phases that leave memory behind each time: phase -> bytes per time. A phase counts from 5 times on, if it
+        leaves at least `least` bytes per time throughout.
 
-        The first and the last time do not count: the first may fill caches, and what the last leaves may still be freed. Of the
-        other times each third must leave `least` bytes per time or more, so that a cache that grows once is no leak.
+        The first and the last time are left out: the first may fill caches, and what the last leaves may still be freed. Of the
+        other times each third must leave `least` bytes per time, so that a cache that grows once is no leak. The result is the
+        slope of a line fitted to the sums.
         """
         leaking = {}
         for name, left in self._left().items():
@@ -79,7 +81,9 @@ class Meter:
         return leaking
 
     def _left(self) -> dict[str, list[int]]:
-        """Bytes that each phase added and that were never freed, by time. Freed memory is taken off the latest addition."""
+        """Return the bytes that each phase added and that were never freed, by phase and time. Freed memory is taken off the
+        latest addition.
+        """
         left: dict[str, list[int]] = {}
         added: list[tuple[str, int]] = []  # (phase, which time)
         for name, change in self._changes():
@@ -96,9 +100,8 @@ class Meter:
         return left
 
     def _changes(self) -> Iterator[tuple[str, int]]:
-        """Each phase and the bytes it added, with the changes between phases, where functions return and free their locals.
-
-        Teardown is excluded: freeing the weights would mask a leak.
+        """Yield each phase with the bytes that it added, and the changes between phases, when functions return and free their
+        locals. Teardown is excluded: freeing the weights would mask a leak.
         """
         active = None
         for row in (row for row in self.rows if row["phase"] != TEARDOWN):

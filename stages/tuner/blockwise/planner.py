@@ -46,12 +46,16 @@ class Estimate:
     validation: int = 0  # taken by a measurement on held-out images beside weights, adapter and state
 
     def peak(self, plan: Plan) -> int:
-        """Return the bytes at the peak of a step under a plan: of backward pass, optimizer step and validation, the largest."""
+        """Return the estimated bytes at the peak of training under a plan: "whole", "blocks" or the number of last blocks that
+        keep their activations. It is the largest of backward pass, optimizer step and validation.
+        """
         backward = self._kept_activations(plan) + self.block_work + self.unpacked_work
         return self.held + int(max(backward, self.optimizer_work, self.validation))
 
     def _kept_activations(self, plan: Plan) -> float:
-        """Bytes of block inputs, kept activations and gradients while the backward pass visits its costliest block."""
+        """Return the bytes of block inputs, kept activations and gradients when the backward pass visits its most expensive
+        block.
+        """
         tail = kept_blocks(plan, self.blocks)
         head = self.blocks - tail
         saved = [SAVED[self.itemsize] * traffic + own for traffic, own in self._per_block()]
@@ -65,12 +69,12 @@ class Estimate:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks."""
+        """The number of blocks of the model."""
         return len(self.linear_traffic)
 
     @property
     def block_work(self) -> float:
-        """Bytes alive while the largest block is computed and differentiated, without its weights."""
+        """Bytes alive while the largest block is computed and differentiated, without its weights and kept inputs."""
         return max(BLOCK_WORK * traffic + own for traffic, own in self._per_block()) + SCORES_WORK * self.scores
 
     @property
@@ -92,10 +96,9 @@ class Estimate:
 def estimate(
     chain: Chain, inputs: Mapping[str, Any], weights: int, targets: Sequence[Target], optimizer_state: int, **parts: int
 ) -> Estimate:
-    """Estimate the memory of training `targets` on `inputs`, the keyword arguments of `chain.enter` for the largest batch.
-
-    `weights` and `optimizer_state` are bytes. `parts` are further fields of `Estimate`: optimizer_work, scores, saved_scores,
-    unpacked, validation. The chain's weights and the inputs may be arrays that are never computed.
+    """Estimate the memory of training adapters of `targets` on the largest batch. `inputs` are the keyword arguments of
+    `chain.enter` for it; they and the chain's weights may be arrays that are never computed. `weights` and `optimizer_state`
+    are bytes, as are `parts`, further fields of `Estimate`: optimizer_work, scores, saved_scores, unpacked, validation.
     """
     h, shared = chain.enter(**inputs)
     by_kind = {block.kind: block for block in chain.blocks}
@@ -112,7 +115,7 @@ def estimate(
 
 
 def _trace_linears(chain: Chain, block: Any, h: Tree, shared: Tree) -> dict[str, tuple[mx.array, mx.array]]:
-    """The input and output of each Linear of a block by the Linear's name within it; nothing is computed."""
+    """Return (input, output) of each Linear of a block by the Linear's name within it. Nothing is computed."""
     seen = {}
 
     def linear(name: str, weight: Any, x: mx.array) -> mx.array:
@@ -124,9 +127,8 @@ def _trace_linears(chain: Chain, block: Any, h: Tree, shared: Tree) -> dict[str,
 
 
 def _saved_per_token(target: Target) -> int:
-    """Values per token that an adapter keeps for its gradient besides its Linear's input and output.
-
-    LoRA keeps x A^T; DoRA also its output before the rows are rescaled; LoKr what lies between its factors.
+    """Return how many values per token an adapter keeps for its gradient besides its Linear's input and output: x A^T for LoRA,
+    for DoRA also the output before its rows are rescaled, for LoKr what lies between its factors.
     """
     shapes = target.shapes
     if lokr.W1 not in shapes:
@@ -139,9 +141,8 @@ def _saved_per_token(target: Target) -> int:
 
 
 def weight_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> int:
-    """Return the bytes of weights given as (shape, bits).
-
-    `itemsize` is the bytes of a value that is not packed, and of the scales and offsets of a packed weight.
+    """Return the bytes of all weights, each given as (shape, bits). `itemsize` is the bytes of a value that is not packed, and
+    of the scales and offsets of packed weights.
     """
     total = 0
     for shape, bits in shapes:
@@ -151,9 +152,8 @@ def weight_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -
 
 
 def unpacked_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> int:
-    """Return the bytes of the largest packed weight, given as (shape, bits), when unpacked; at most CHUNK, as it is unpacked.
-
-    0 if none is packed. `itemsize` is the bytes of an unpacked value.
+    """Return the bytes of the largest packed weight once it is unpacked, at most CHUNK, because larger ones are unpacked in
+    chunks; 0 if none is packed. Weights are given as (shape, bits); `itemsize` is the bytes of an unpacked value.
     """
     return max((min(math.prod(shape) * itemsize, CHUNK) for shape, bits in shapes if _is_packed(shape, bits)), default=0)
 

@@ -14,10 +14,9 @@ LEAST_MASS = 1e-6  # a mask whose values sum to less counts as empty
 
 
 def mse(v_BLC: mx.array, target_BLC: mx.array, weight_B: mx.array | None = None, mask_BL: mx.array | None = None) -> mx.array:
-    """Return the mean squared error of each sample, float32, shape (batch,).
-
-    The prediction v_BLC and its target have the shape (batch, tokens, channels). `weight_B` multiplies each sample's loss.
-    `mask_BL`, 0 to 1, weights tokens, and the weighted sum is divided by the sum of the mask.
+    """Return the mean squared error of each sample, float32, shape (batch,). v_BLC is the prediction and target_BLC its target,
+    (batch, tokens, channels). `weight_B`, (batch,), multiplies each sample's loss. `mask_BL`, (batch, tokens) from 0 to 1,
+    weights tokens; the weighted sum is divided by the mask's sum.
     """
     return _weighted_mean(mx.square(_difference(v_BLC, target_BLC)), weight_B, mask_BL)
 
@@ -29,10 +28,11 @@ def pseudo_huber(
     weight_B: mx.array | None = None,
     mask_BL: mx.array | None = None,
 ) -> mx.array:
-    """Return the mean of 2 c (sqrt(d^2 + c^2) - c) over the differences d of each sample, float32, shape (batch,).
+    """Return the mean over each sample of 2 c (sqrt(d^2 + c^2) - c), where d is prediction minus target: float32, shape
+    (batch,). `c` is a scalar array; the other arguments are those of `mse`.
 
-    The term is d^2 where |d| is far below `c`, a scalar array, and 2 c |d| where it is far above, so that a learning rate means
-    what it means for `mse`. The other arguments are those of `mse`.
+    The term is d^2 where |d| is far below c and 2 c |d| where it is far above, so that a learning rate means what it means for
+    `mse`.
     """
     square = mx.square(_difference(v_BLC, target_BLC))
     # The same formula without the difference of two near numbers, which would lose small d; its gradient is finite at d = 0.
@@ -42,10 +42,11 @@ def pseudo_huber(
 def preservation(
     v_BLC: mx.array, base_BLC: mx.array, weight_B: mx.array | None = None, mask_BL: mx.array | None = None
 ) -> mx.array:
-    """Return the mean squared difference of each sample from the base model's prediction `base_BLC`, float32, shape (batch,).
+    """Return the mean squared difference of each sample's prediction v_BLC from the base model's prediction base_BLC: float32,
+    shape (batch,). `base_BLC` takes no gradient; the other arguments are those of `mse`.
 
-    It holds the adapted model to the base: with the class word in place of the trigger it is differential output preservation,
-    with an inverted mask, 1 - mask_BL, it holds the background. `base_BLC` takes no gradient. Arguments as in `mse`.
+    Added to the loss, it holds the adapted model to the base: with the class word in place of the trigger it is differential
+    output preservation, with an inverted mask, 1 - mask_BL, it holds the background.
     """
     return _weighted_mean(mx.square(_difference(v_BLC, base_BLC)), weight_B, mask_BL)
 
@@ -55,7 +56,7 @@ def _difference(v_BLC: mx.array, target_BLC: mx.array) -> mx.array:
 
 
 def _weighted_mean(each_BLC: mx.array, weight_B: mx.array | None, mask_BL: mx.array | None) -> mx.array:
-    """The mean over a sample's tokens and channels, tokens weighted by the mask, times the sample's weight."""
+    """Return the mean over a sample's tokens and channels, tokens weighted by the mask, times the sample's weight: (batch,)."""
     # Each value is divided before the sum: dividing the sum would be a kernel of its own, which a GPU compiles for seconds.
     share = 1 / (each_BLC.shape[1] * each_BLC.shape[2])
     losses_B = mx.sum(share * each_BLC, axis=(1, 2)) if mask_BL is None else _masked_mean(each_BLC, mask_BL)
@@ -63,6 +64,8 @@ def _weighted_mean(each_BLC: mx.array, weight_B: mx.array | None, mask_BL: mx.ar
 
 
 def _masked_mean(each_BLC: mx.array, mask_BL: mx.array) -> mx.array:
-    """The mean over tokens weighted by the mask. An empty mask gives a loss and a gradient of zero."""
+    """Return the mean over channels and, weighted by the mask, over tokens: (batch,). An empty mask gives a loss and a gradient
+    of zero.
+    """
     each_BL = mx.mean(each_BLC, axis=2)
     return mx.sum(mask_BL * each_BL, axis=1) / mx.maximum(mx.sum(mask_BL, axis=1), LEAST_MASS)

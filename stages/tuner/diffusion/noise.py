@@ -39,9 +39,8 @@ MODE_SCALES = (-1.0, 2 / (math.pi - 2))  # the paper's bounds; outside them the 
 
 @dataclass(frozen=True)
 class SigmaDistribution:
-    """A distribution of noise levels sigma: a base distribution and a shift towards noise.
-
-    `mean` and `std` belong to the base logit_normal, `scale` to mode, and `factor` is S of the static shift.
+    """A distribution of noise levels sigma, 0 (clean) to 1 (noise): a base distribution and a shift towards noise. `mean` and
+    `std` belong to the base logit_normal, `scale` to mode, and `factor` is the strength of the static shift.
     """
 
     base: Base = "uniform"
@@ -58,15 +57,16 @@ class SigmaDistribution:
         assert MODE_SCALES[0] < self.scale < MODE_SCALES[1], self.scale
 
     def shift_strength(self, tokens: int) -> float:
-        """Return S of the shift for an image of `tokens` tokens (one per 16 x 16 pixels); 1 is no shift."""
+        """Return the strength S of the shift for an image of `tokens` tokens (one per 16 x 16 pixels): sigma becomes S sigma /
+        (1 + (S - 1) sigma), and 1 is no shift.
+        """
         if self.shift == "resolution":
             return math.exp(0.5 + (1.15 - 0.5) * (tokens - 256) / (4096 - 256))
         return self.factor if self.shift == "static" else 1.0
 
     def sigma(self, u: float, tokens: int) -> float:
-        """Return the noise level that a uniform random number u, 0 <= u < 1, is mapped to, as a float32 value.
-
-        Uniform u give levels with the density `density`, for an image of `tokens` tokens.
+        """Map a uniform random number u, 0 <= u < 1, to a noise level of this distribution, for an image of `tokens` tokens.
+        The result is a value of float32.
         """
         before = self._base_sigma(u)
         S = self.shift_strength(tokens)
@@ -103,7 +103,7 @@ class SigmaDistribution:
         return {"uniform": np.ones_like(s), "high_noise": high, "low_noise": low, "both_ends": (high + low) / 2}[self.base]
 
     def _inverse_mode(self, s: Floats) -> Floats:
-        """The u that `mode` maps to s, by bisection: the map is monotonic but has no closed inverse."""
+        """Return the u that the base `mode` maps to s, by bisection: the map is monotonic but has no closed inverse."""
         low, high = np.zeros_like(s), np.ones_like(s)
         for _ in range(53):
             u = (low + high) / 2
@@ -113,10 +113,9 @@ class SigmaDistribution:
 
 
 def stratified_uniform(seed: int, step: int, number: int, strata: int = 1) -> float:
-    """Return a random number 0 <= u < 1 for sample `number` of a step counted from 1. Equal arguments give equal numbers.
-
-    With n strata, the numbers of each n successive steps fall one into each of n equal parts, in a random order, so that a
-    short run covers the noise levels evenly. With 1 they are independent.
+    """Return a random number 0 <= u < 1 for sample `number` of a step, counted from 1; equal arguments give equal numbers. With
+    n strata, the numbers of each n successive steps fall one into each of n equal parts, in random order, so that a short run
+    covers the noise levels evenly. With 1 they are independent.
     """
     assert strata >= 1, strata
     inside = draws.uniform(seed, "sigma", step, number)

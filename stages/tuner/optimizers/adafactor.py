@@ -17,12 +17,12 @@ from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 
 @dataclass(frozen=True)
 class Adafactor:
-    """Adafactor: g / sqrt(v) with v = row v_R times column v_C over mean(v_R), clipped to a root mean square.
+    """Adafactor: the step is g / sqrt(v), where v is estimated from one moment per row and one per column, scaled down to a
+    root mean square of `clip_threshold`, times lr. It has almost no state: for the largest models and ranks.
 
-    Almost no state: for the largest models and ranks; a little less steady than AdamW, as it has no first moment unless `beta1`
-    is set. As LoRA trainers use it, it takes the schedule's lr for every array. The paper's own form has `scale_parameter` (lr
-    times an array's root mean square, at least `floor`; a B at zero then hardly starts) and `relative_step` (1 / sqrt(step), at
-    most 0.01, instead of lr).
+    It is a little less steady than AdamW, as it has no first moment unless `beta1` is set. As LoRA trainers use it, it takes
+    the schedule's lr for every array. The paper's own form has `scale_parameter` (lr times an array's root mean square, at
+    least `floor`; a B at zero then hardly starts) and `relative_step` (1 / sqrt(step), at most 0.01, instead of lr).
     """
 
     usual_lr: ClassVar[float] = 1e-4
@@ -53,7 +53,9 @@ class Adafactor:
     def update(
         self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
-        """Return (new arrays, new state) after one step at the learning rate `lr`; unchanged values where `apply` is false."""
+        """Take one step: return (new arrays, new state). `params` and `grads` are arrays by name, `state` is from `init` or the
+        last step, `lr` is the learning rate. Where `apply` is false, values are returned unchanged.
+        """
         n = (state["step"] + 1).astype(mx.float32)
         base = mx.minimum(1e-2, mx.rsqrt(n)) if self.relative_step else lr
         both = mean_weights(1 - n**-self.decay_rate, apply)
@@ -72,7 +74,7 @@ class Adafactor:
         return new_params, new_state
 
     def _normalized(self, name: str, grad: mx.array, state: Arrays, old: mx.array, new: mx.array) -> tuple[mx.array, Arrays]:
-        """(gradient / sqrt(second moment), the new second moments); `old` and `new` are the weights of the running mean."""
+        """Return (gradient / sqrt(second moment), new second moments). `old` and `new` are the weights of the running mean."""
         square = mx.square(grad) + self.eps
         if grad.ndim < 2:
             v = old * state[f"{name}.v"] + new * square
@@ -85,6 +87,6 @@ class Adafactor:
 
 
 def _rms(x: mx.array) -> mx.array:
-    """The root mean square over the last two axes, which stay as axes of length 1."""
+    """Return the root mean square over the last two axes, which stay as axes of length 1."""
     axes = tuple(range(x.ndim))[-2:]
     return mx.sqrt(mx.mean(mx.square(x), axis=axes, keepdims=True))

@@ -14,9 +14,9 @@ from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW: p <- (1 - lr weight_decay) p - lr m^ / (sqrt(v^) + eps), with bias-corrected moments m^ of g and v^ of g^2.
-
-    The optimizer to begin with: published LoRA recipes are stated for it. Its state takes twice the adapter's size.
+    """AdamW: p <- (1 - lr weight_decay) p - lr m / (sqrt(v) + eps), with the bias-corrected running means m of the gradient and
+    v of its square. The optimizer to begin with: published LoRA recipes are stated for it. Its state takes twice the adapter's
+    size.
     """
 
     usual_lr: ClassVar[float] = 1e-4
@@ -37,7 +37,9 @@ class AdamW:
     def update(
         self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
-        """Return (new arrays, new state) after one step at the learning rate `lr`; unchanged values where `apply` is false."""
+        """Take one step: return (new arrays, new state). `params` and `grads` are arrays by name, `state` is from `init` or the
+        last step, `lr` is the learning rate. Where `apply` is false, values are returned unchanged.
+        """
         step = state["step"] + 1
         rate, root = mx.where(apply, lr / bias_correction(self.beta1, step), 0.0), mx.sqrt(bias_correction(self.beta2, step))
         (old1, new1), (old2, new2) = mean_weights(self.beta1, apply), mean_weights(self.beta2, apply)
@@ -53,9 +55,9 @@ class AdamW:
         return new_params, new_state
 
     def _store(self, key: str, moment: mx.array) -> Arrays:
-        """The entries of the state that hold a moment."""
+        """Return the entries of the state that hold a moment."""
         return {key: moment}
 
     def _load(self, state: Params, key: str, like: mx.array) -> mx.array:
-        """A moment from the state, in float32 and the shape of its array `like`."""
+        """Return a moment from the state, in float32 and the shape of its array `like`."""
         return state[key]

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 
 def decayed(value: mx.array, share: mx.array) -> mx.array:
-    """Return (1 - share) value for a matrix or a stack of matrices, and the value itself for a vector or a scalar.
+    """Return (1 - share) value for a matrix or a stack of matrices; a vector or a scalar is returned unchanged.
 
     An adapter's matrix is an offset, which may decay towards the base model; a DoRA magnitude must not decay to zero.
     """

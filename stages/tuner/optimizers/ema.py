@@ -19,11 +19,11 @@ PREFIX, COUNT = "ema.", "ema_updates"  # keys in the state: one array per traine
 
 @dataclass(frozen=True)
 class Averaged:
-    """An optimizer that also keeps a moving average of the arrays it trains, as "ema.<name>" in its state.
+    """An optimizer that also keeps an exponential moving average of the arrays it trains, as "ema.<name>" in its state.
+    `method` is the wrapped optimizer. `decay` 0.99 remembers some hundred steps, right for runs of a thousand; 0.999 suits runs
+    of ten thousand. ValueError for a decay outside 0 <= decay < 1.
 
-    `decay` 0.99 remembers some hundred steps, right for runs of a thousand; 0.999 wants ten thousand. Use it where samples swing
-    from checkpoint to checkpoint: small data, batches of one. It takes the adapter's size in memory. ValueError for a decay
-    outside 0 .. 1.
+    Use it where samples swing from checkpoint to checkpoint: small data, batches of one. It takes the adapter's size in memory.
     """
 
     method: Optimizer
@@ -35,7 +35,7 @@ class Averaged:
 
     @property
     def coupled(self) -> bool:
-        """Whether the update of one array depends on the gradients of the others, as the wrapped optimizer says."""
+        """Whether the wrapped optimizer's update of one array depends on the gradients of the others."""
         return self.method.coupled
 
     def init(self, params: Params) -> Arrays:
@@ -45,21 +45,23 @@ class Averaged:
     def update(
         self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
-        """Take one step of the wrapped optimizer, then update the average by the new arrays: (new arrays, new state)."""
+        """Take one step of the wrapped optimizer, then move the average towards the new arrays: (new arrays, new state).
+        Arguments as in `Optimizer.update`.
+        """
         inner = {name: value for name, value in state.items() if name != COUNT and not name.startswith(PREFIX)}
         new_params, new_state = self.method.update(params, grads, inner, lr, apply)
         return new_params, new_state | update_average(new_params, state, self.decay, apply)
 
 
 def init_average(params: Params) -> Arrays:
-    """Return the state of an average that starts at these arrays: "ema.<name>" and the number of updates, 0."""
+    """Return the state of an average that starts at the arrays `params`: "ema.<name>" for each, and "ema_updates", 0."""
     return {COUNT: mx.zeros((), mx.int32)} | {PREFIX + name: value for name, value in params.items()}
 
 
 def update_average(params: Params, state: Params, decay: float, apply: Flag = True) -> Arrays:
-    """Return the average's state after it has taken in the arrays `params`; unchanged where `apply` is false.
-
-    Entries of `state` that are not the average's are left out.
+    """Return the state of the average after one more update with the arrays `params`: "ema.<name>" for each, and the number of
+    updates. `state` holds the old average; its other entries are ignored. Where `apply` is false, the average is returned
+    unchanged.
     """
     n = state[COUNT].astype(mx.float32)
     _, new = mean_weights(mx.minimum(decay, (1 + n) / (10 + n)), apply)
@@ -68,5 +70,5 @@ def update_average(params: Params, state: Params, decay: float, apply: Flag = Tr
 
 
 def averages(state: Params) -> Arrays:
-    """Return the averages in an optimizer's state by the arrays' own names; empty if the state has none."""
+    """Return the averages in an optimizer's state by the arrays' own names, without "ema."; empty if the state has none."""
     return {name.removeprefix(PREFIX): value for name, value in state.items() if name.startswith(PREFIX)}

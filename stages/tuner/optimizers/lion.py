@@ -14,10 +14,10 @@ from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 
 @dataclass(frozen=True)
 class Lion:
-    """Lion: p <- (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g), then m <- beta2 m + (1 - beta2) g.
+    """Lion: p <- (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g), then m <- beta2 m + (1 - beta2) g. It has half of
+    AdamW's state and suits larger batches; with one sample per step it is noisy.
 
-    It has half of AdamW's state and suits larger batches; with one sample per step it is noisy. A step is larger than AdamW's:
-    the paper wants an lr 3 to 10 times smaller, and a weight_decay larger by that factor.
+    A step is larger than AdamW's: the paper wants an lr 3 to 10 times smaller, and a weight_decay larger by that factor.
     """
 
     usual_lr: ClassVar[float] = 2e-5
@@ -34,7 +34,9 @@ class Lion:
     def update(
         self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
-        """Return (new arrays, new state) after one step at the learning rate `lr`; unchanged values where `apply` is false."""
+        """Take one step: return (new arrays, new state). `params` and `grads` are arrays by name, `state` is from `init` or the
+        last step, `lr` is the learning rate. Where `apply` is false, values are returned unchanged.
+        """
         rate, decay = mx.where(apply, lr, 0.0), mx.where(apply, lr * self.weight_decay, 0.0)
         old, new = mean_weights(self.beta2, apply)
         new_params: Arrays = {}

@@ -33,9 +33,9 @@ LIMITS = {  # number -> (least value, value that it must stay below)
 
 
 def make_optimizer(name: str, **numbers: Any) -> Method:
-    """Return the optimizer called `name`, one of METHODS, with these numbers; a number left out has its field's default.
-
-    ValueError if the name is unknown, the optimizer has no such number, or a number is out of range.
+    """Return the optimizer called `name`, a key of METHODS. `numbers` are fields of its class, such as beta1 or weight_decay;
+    one that is left out has its default. ValueError if the name is unknown, the optimizer has no such number, or a number is
+    out of range.
     """
     if name not in METHODS:
         raise ValueError(f"kind must be one of {', '.join(METHODS)}, got {name!r}{_nearest(name, METHODS)}")

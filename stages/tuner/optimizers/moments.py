@@ -10,21 +10,23 @@ from stages.tuner.optimizers.protocol import Flag
 
 
 def mean_weights(beta: float | mx.array, apply: Flag) -> tuple[mx.array, mx.array]:
-    """Return the weights of a running mean, new mean = old_weight * old mean + new_weight * value: (beta, 1 - beta).
+    """Return the weights (old, new) of a running mean, mean <- old * mean + new * value: (beta, 1 - beta), or (1, 0) where
+    `apply` is false, so that the mean stays.
 
-    Where `apply` is false they are (1, 0), so that the mean stays. As factors they cost nothing in the loop over the values; a
-    choice between two results would keep both in memory.
+    As factors they cost nothing in the loop over the values; a choice between two results would keep both in memory.
     """
     return mx.where(apply, beta, 1.0), mx.where(apply, 1 - beta, 0.0)
 
 
 def bias_correction(beta: float, step: mx.array) -> mx.array:
-    """Return 1 - beta^step, a float32 scalar exact to its last bits even where beta^step is near 1. `step` counts from 1."""
+    """Return 1 - beta^step, by which a running mean that started at 0 is divided: a float32 scalar, exact to its last bits even
+    where beta^step is near 1. `step` counts from 1.
+    """
     if beta == 0:
         return mx.ones((), mx.float32)
     return -mx.expm1(step.astype(mx.float32) * math.log(beta))
 
 
 def next_step(step: mx.array, apply: Flag) -> mx.array:
-    """Return the number of updates so far, `step`, plus one if `apply` is true."""
+    """Return the number of updates after this one: `step` + 1, or `step` where `apply` is false."""
     return step + apply

@@ -53,9 +53,9 @@ class Prodigy:
     def update(
         self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
-        """Return (new arrays, new state) after one step; `lr` is a factor of the estimated rate, 1 as a rule.
-
-        Where `apply` is false, values are returned unchanged.
+        """Take one step: return (new arrays, new state). `params` and `grads` are arrays by name, `state` is from `init` or the
+        last step. `lr` is a factor of the estimated learning rate, normally 1. Where `apply` is false, values are returned
+        unchanged.
         """
         step, d = state["step"] + 1, state["d"]
         rate = d * lr
@@ -74,7 +74,7 @@ class Prodigy:
         return new_params, new_state
 
     def _estimate(self, params: Params, grads: Params, state: Arrays, rate: mx.array, apply: Flag) -> Arrays:
-        """The entries of the state that d is estimated from, and the new d: "numerator", "<name>.s", "d_max", "d"."""
+        """Return the entries of the new state that belong to the estimate of d: "numerator", "<name>.s", "d_max" and "d"."""
         d = state["d"]
         decay = mx.where(apply, math.sqrt(self.beta2) if self.beta3 is None else self.beta3, 1.0)
         gain = d / self.d0 * (mx.where(apply, d, 0.0) if self.safeguard_warmup else rate)

@@ -23,14 +23,14 @@ class Optimizer(Protocol):
         """Whether the update of one array depends on the gradients of the others."""
 
     def init(self, params: Params) -> Arrays:
-        """Return the state before the first step: all moments at zero."""
+        """Return the state before the first step for these arrays by name."""
 
     def update(
         self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
-        """Take one step down the gradient: return new arrays and a new state with the same names, shapes and dtypes.
-
-        `grads` has the names of `params` and must be finite. Where `apply` is false, values are returned unchanged.
+        """Take one step: return (new arrays, new state) with the names, shapes and dtypes of `params` and `state`. `grads` are
+        the gradients by the names of `params`, all finite; `state` is from `init` or the last step; `lr` is the learning rate.
+        Where `apply` is false, values are returned unchanged.
         """
 
 

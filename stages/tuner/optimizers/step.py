@@ -18,10 +18,9 @@ WORK_COMPILED = 4  # the same where the update is compiled
 
 
 class OptimizerStep:
-    """One update of all stacks of an adapter by their gradients, with clipping; skipped where a value is not finite.
-
-    `max_norm` is the largest global norm of a gradient, 0 for no limit. The state is that of the stacks: its keys begin with
-    the stacks' names. On a GPU the update is compiled.
+    """Updates an adapter by its gradients: global norm, clipping, the optimizer; no update where a value is not finite.
+    `method` is the optimizer and `max_norm` the largest global norm of a gradient, to which a larger one is scaled down; 0 is
+    no limit. On a GPU the update is compiled.
     """
 
     def __init__(self, method: Optimizer, max_norm: float) -> None:
@@ -29,17 +28,16 @@ class OptimizerStep:
         self._update = mx.compile(self._clipped_update) if compiles() else self._clipped_update
 
     def init(self, params: Stacks) -> Arrays:
-        """Return the optimizer's state before the first step."""
+        """Return the optimizer's state before the first step. Its keys begin with the names of the stacks."""
         return self.method.init(params.arrays)
 
     def __call__(
         self, params: Stacks, grads: Arrays, state: Arrays, lr: float, losses_finite: mx.array
     ) -> tuple[Stacks, Arrays, mx.array, mx.array]:
-        """Return (new params, new state, norm, updated), dispatched but not awaited.
-
-        `grads` has the names of the unstacked arrays, in float32 or the dtype of the computation. `norm` is the gradients' norm
-        before clipping. `updated` is a boolean: false, with params and state unchanged, if `losses_finite`, a boolean array of
-        one value, is false or the norm is not finite. `params.arrays`, `grads` and `state` are emptied to save memory.
+        """Take one step: return (new params, new state, norm, updated), dispatched but not awaited. `grads` has the names of
+        the single arrays, in float32 or the dtype of the computation. `norm` is the gradients' global norm before clipping.
+        `updated` is false, and params and state are unchanged, if `losses_finite`, a boolean array of one value, is false or
+        the norm is not finite. The dicts `params.arrays`, `grads` and `state` are emptied, so that no array exists twice.
         """
         groups = params.groups
         gradients = stacks.stack(grads, groups)
@@ -70,7 +68,9 @@ class OptimizerStep:
         owners: Mapping[str, str | None],
         numbers: tuple[float, mx.array, mx.array],
     ) -> tuple[Arrays, Arrays]:
-        """Update the stacks `names`, taking what belongs to them out of the dicts; shared entries of the state stay."""
+        """Update the stacks `names` and return (new arrays, new state). Their entries are taken out of the dicts; entries of
+        the state that all stacks share stay. `numbers` are (learning rate, clip factor, whether to apply).
+        """
         lr, factor, apply = numbers
         own_state = {
             key: state.pop(key) if owner else state[key] for key, owner in owners.items() if owner is None or owner in names
@@ -82,12 +82,16 @@ class OptimizerStep:
         return updated
 
     def working_bytes(self, params: Stacks) -> int:
-        """Return the bytes that a step takes at its peak beside params and state: gradients and intermediate arrays."""
+        """Return the bytes that a step takes at its peak besides `params` and the optimizer's state: gradients and intermediate
+        arrays.
+        """
         largest = max(value.nbytes for value in params.arrays.values())
         return params.nbytes + (WORK_COMPILED if compiles() else WORK) * (params.nbytes if self.method.coupled else largest)
 
     def average(self, params: Stacks, state: Arrays) -> Arrays:
-        """Return the averaged adapter by array name if the optimizer is an `ema.Averaged`, else an empty dict."""
+        """Return the moving average of the adapter, by array name, from the optimizer's state; empty if the optimizer keeps
+        none.
+        """
         averages = ema.averages(state)
         return stacks.unstack(averages, params.groups) if averages else {}
 
@@ -99,7 +103,7 @@ class OptimizerStep:
 
 
 def _owner(key: str, groups: stacks.Groups) -> str | None:
-    """The stack that an entry of a state, such as "<stack>.m.scale", belongs to; None if all stacks share it."""
+    """Return the stack that an entry of a state belongs to, such as "<stack>.m.scale"; None if all stacks share it."""
     name = key.removeprefix(ema.PREFIX)
     while name and name not in groups:
         name = name.rpartition(".")[0]
@@ -116,15 +120,15 @@ def global_norm(arrays: Mapping[str, mx.array]) -> mx.array:
 
 
 def clip_factor(norm: mx.array, max_norm: float) -> mx.array:
-    """Return the scalar that gradients of this global norm are multiplied by so that it becomes at most `max_norm`.
-
-    1 if the norm is smaller already or `max_norm` is 0.
+    """Return the scalar by which gradients of global norm `norm` are multiplied so that it becomes at most `max_norm`: 1 if it
+    is smaller already, or if `max_norm` is 0.
     """
     return mx.minimum(1.0, max_norm / (norm + 1e-6)) if max_norm else mx.ones(())
 
 
 def is_finite(params: Mapping[str, mx.array], state: Mapping[str, mx.array]) -> mx.array:
-    """Whether the parameters' global norm and the optimizer's scalar state are finite: a boolean scalar, lazy.
+    """Whether an adapter and its optimizer's state are finite, judged by the global norm of `params` and the scalars of
+    `state`: a boolean scalar, lazy.
 
     An update can overflow although its gradient is finite: the learning rate, or Prodigy's estimate of it, may be too large.
     """
