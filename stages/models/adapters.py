@@ -45,18 +45,25 @@ def linears(arrays: Arrays) -> list[str]:
 
 
 def _check(name: str, own: Arrays) -> None:
-    expected = [W1, W2] if W2 in own else [W1, W2_A, W2_B] if {W1, W2_A, W2_B} & {*own} else [A, B]
-    for ending in expected:
+    """Raise ValueError if the arrays of one Linear, by their endings, are incomplete or do not fit together."""
+    for ending in _required(own):
         if ending not in own:
             raise ValueError(f"the adapter lacks {name}{ending}, though it has other arrays of {name}")
     if MAGNITUDE in own and W1 in own:
         raise ValueError(f"{name}: a LoKr with magnitudes is not supported")
-    first, second = own[expected[-2]].shape, own[expected[-1]].shape
-    inner = (second[1], first[0]) if A in own else (first[1], second[0])
-    if W2 not in own and inner[0] != inner[1]:
-        raise ValueError(f"{name}: {expected[-2][1:]} {first} and {expected[-1][1:]} {second} do not fit together")
-    if MAGNITUDE in own and own[MAGNITUDE].shape != second[:1]:
-        raise ValueError(f"{name}: the magnitude of shape {own[MAGNITUDE].shape} is not one number for each of {second[0]} rows")
+    left, right = (W2_A, W2_B) if W1 in own else (B, A)
+    if W2 not in own and own[left].shape[1] != own[right].shape[0]:
+        raise ValueError(f"{name}: {left[1:]} {own[left].shape} and {right[1:]} {own[right].shape} do not fit together")
+    if MAGNITUDE in own and own[MAGNITUDE].shape != own[B].shape[:1]:
+        rows = own[B].shape[0]
+        raise ValueError(f"{name}: the magnitude of shape {own[MAGNITUDE].shape} is not one number for each of {rows} rows")
+
+
+def _required(own: Arrays) -> tuple[str, ...]:
+    """Return the endings that an adapter of the kind of `own` must have."""
+    if W2 in own:
+        return W1, W2
+    return (W1, W2_A, W2_B) if {W1, W2_A, W2_B} & own.keys() else (A, B)
 
 
 def of_linear(arrays: Arrays, name: str) -> Arrays:
