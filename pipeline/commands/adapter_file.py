@@ -54,7 +54,6 @@ def write_adapter(
     say: Say = silent,
 ) -> Path:
     """Convert the adapter file `adapter` for other programs and return the path of the new file.
-
     `family` is the model that it was trained on. `out` is a file ending in .safetensors, or a folder in which the file is named
     after the metadata project, step and adapter. `style`: a key of STYLES; `dtype` of the matrices: one of DTYPES. `metadata` is
     added to that of `adapter`. Scales are multiplied into the arrays, so that the file is right for readers that ignore metadata.

@@ -61,7 +61,6 @@ def export_run(
     say: Say = silent,
 ) -> Path:
     """Export the adapter that `project` trained and return the file's path.
-
     `out` is a file ending in .safetensors or a folder; None: exports/ in the project. `style`: a key of STYLES; `dtype`: one of
     DTYPES. `step`: the checkpoint of that step instead of the result; `which`: "last", "average" or "best". `say` receives notes
     for the user, one line each. ValueError in one line if there is no such adapter or the file cannot be written.
@@ -75,7 +74,6 @@ def merge_run(
     project: Project, out: Path | None, *, dtype: str, step: int | None = None, which: str = "last", say: Say = silent
 ) -> Path:
     """Write the project's transformer with its trained adapter merged into the weights, and return the new folder's path.
-
     `out` must not exist; None: a new folder in exports/ of the project. `step`, `which`, `dtype` and `say` as in `export_run`.
     """
     from pipeline.commands.merged import write_merged
@@ -90,7 +88,6 @@ def merge_run(
 
 def adapter_of(project: Project, step: int | None, say: Say, which: str = "last") -> Path:
     """Return the path of a trained adapter: the result of the run, or the checkpoint of `step`.
-
     `which` is a key of WHICH: the adapter as trained, its average, or the one with the best validation loss. `say` receives a
     note if the project's settings have changed since. ValueError, which lists the checkpoints, if there is no such adapter.
     """

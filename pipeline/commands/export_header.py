@@ -13,7 +13,6 @@ NETWORKS = {"lora": "networks.lora", "dora": "networks.lora", "lokr": "lycoris.k
 
 def header(about: dict[str, str], style: str, dtype: str, ranks: dict[str, int], variant: str) -> dict[str, str]:
     """Return the metadata of an exported file. All values are strings, as safetensors requires.
-
     `about`: what the trained adapter's file and the caller say (project, family, step, trigger ...). `ranks`: the rank of each
     Linear by its name in the file. `variant`: "lora", "dora" or "lokr".
     """

@@ -21,7 +21,6 @@ SHARD = 4 << 30  # bytes per file; so much is held in memory at once
 
 def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype: str) -> Path:
     """Merge the adapter file `adapter` into the transformer at `base` and write it as the new folder `out`, which is returned.
-
     `base` is a transformer of `family`, in either layout. Weights are merged in float32 and rounded once, to `dtype` ("bfloat16",
     "float32" or "float16"). The folder appears complete or not at all. ValueError if `out` exists, if the adapter is of another
     model, or if weights are missing.

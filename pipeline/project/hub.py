@@ -23,7 +23,6 @@ class NotFetched(ValueError):  # noqa: N818  (no mistake of the user: the first 
 
 def resolve(spec: str, project: Path, family: Family, components: Iterable[str] = tuple(FOLDERS), *, fetch: bool = True) -> Path:
     """Return the folder with a family's weights, downloading or generating them if `fetch` allows it.
-
     `spec` is the setting weights: a folder (absolute, from ~, or relative to the folder `project`), a hub id "org/name", or ""
     for the family's own weights. Only `components`, such as "transformer", are downloaded or checked. NotFetched if weights
     are missing and `fetch` is False; ValueError, with the remedy, if they cannot be found, fetched or read.

@@ -34,8 +34,7 @@ def linear_name(key: str) -> str:
 
 
 def linears(arrays: Arrays) -> list[str]:
-    """Return the names of the adapted Linears, block 2 before block 10.
-
+    """Return the names of the Linears that an adapter adapts, sorted with block 2 before block 10.
     ValueError if a Linear lacks an array of its kind of adapter, or if its arrays have shapes that do not fit together.
     """
     found = sorted({linear_name(key) for key in arrays}, key=natural)
@@ -67,12 +66,12 @@ def _required(own: Arrays) -> tuple[str, ...]:
 
 
 def of_linear(arrays: Arrays, name: str) -> Arrays:
-    """Return the arrays of the Linear `name`, keyed by their endings alone."""
+    """Return the arrays of one Linear: for name "a.to_q" the key "a.to_q.lora_A.weight" becomes ".lora_A.weight"."""
     return {ending: arrays[name + ending] for ending in ENDINGS if name + ending in arrays}
 
 
 def variant(arrays: Arrays) -> str:
-    """Return the kind of an adapter, "lora", "dora" or "lokr", as its arrays show it."""
+    """Return the kind of an adapter, "lora", "dora" or "lokr", judged by which arrays it has."""
     if any(key.endswith(W1) for key in arrays):
         return "lokr"
     return "dora" if any(key.endswith(MAGNITUDE) for key in arrays) else "lora"

@@ -21,7 +21,6 @@ CHUNK_BYTES = 256 << 20  # of one chunk's (batch, heads, chunk rows, key rows) m
 
 def attention(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float, mask: mx.array | None = None) -> mx.array:
     """Return softmax(scale q k^T) v. Queries (batch, heads, L, width), keys and values (batch, heads, S, width); result as q.
-
     `mask` is added to the scores, or if boolean hides those where it is False; it broadcasts to (batch, heads, L, S). With a
     mask, MLX's own gradient is used.
     """
@@ -38,7 +37,6 @@ def attention(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float
 
 def _one_layout(y_BHLK: mx.array) -> mx.array:
     """Return y unchanged, with its gradient made contiguous in the layout (batch, L, heads, width).
-
     MLX 0.32 caches cuDNN's graph of the gradient by the shapes and strides of q, k and v alone. A later gradient in another
     layout, such as a view of a wider array, would be read in the layout of the first one, beyond its end.
     """
@@ -65,7 +63,6 @@ def fused_gradient(q_BHLK: mx.array) -> bool:
 
 def chunk_rows(q_BHLK: mx.array, k_BHSK: mx.array) -> int:
     """Return how many query rows one chunk has: as many as have scores of at most CHUNK_BYTES, and at least 1.
-
     q_BHLK: (batch, heads, query rows, width); k_BHSK: (batch, heads, key rows, width). A multiple of FUSED_ROWS, if larger.
     """
     B, H, _, _ = q_BHLK.shape
@@ -75,7 +72,6 @@ def chunk_rows(q_BHLK: mx.array, k_BHSK: mx.array) -> int:
 
 def chunked(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float, rows: int | None = None) -> mx.array:
     """Compute `attention` without mask in chunks of `rows` query rows, forward and in the gradient; equal up to rounding.
-
     `rows` is by default that of `chunk_rows`. As softmax runs over the keys, a chunk of queries needs no running maximum and
     no saved statistics.
     """

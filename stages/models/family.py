@@ -22,7 +22,6 @@ FOLDERS = {"transformer": "transformer", "autoencoder": "vae", "text_encoder": "
 @dataclass(frozen=True)
 class Family:
     """One model family as data, with its architecture's functions. It can be pickled.
-
     `transformer`, `text_encoder` and `autoencoder` are the sizes of these components, with the names of the released config
     files; a config.json beside weights takes precedence.
     """
@@ -78,7 +77,6 @@ class Family:
 @dataclass(frozen=True)
 class Architecture:
     """What one architecture can do, as functions that a stage or a command calls through `family.architecture`.
-
     The comment before each function gives its arguments and result. Letters in names of arrays: B batch, L image tokens,
     T text rows, C latent channels, J text features, h and w latent height and width. `path` is what `locate` returned for a
     component: a folder or a single file. A function that reads files raises ValueError, in one line, for weights that are

@@ -16,7 +16,6 @@ from stages.models.family import FOLDERS, Family
 
 def locate(root: Path, component: str, family: Family) -> Path:
     """Return the path of a component's weights below the folder `root`: a subfolder, or a single file.
-
     `component` is a key of FOLDERS, such as "transformer". ValueError, with the names looked for, if neither exists.
     """
     assert component in FOLDERS, component
@@ -37,7 +36,6 @@ def component_config(path: Path, default: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_config(path: Path) -> dict[str, Any]:
     """Read the config.json of a component: in the folder `path`, or beside the file `path`. Returns {} if there is none.
-
     ValueError if it does not hold a JSON object.
     """
     file = (path if path.is_dir() else path.parent) / "config.json"

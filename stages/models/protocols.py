@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 
 
 class TransformerConfig(Protocol):
-    """The sizes of a transformer."""
+    """The sizes of a transformer, as the memory estimate needs them."""
 
     @property
     def num_attention_heads(self) -> int:
@@ -29,14 +29,13 @@ class TransformerConfig(Protocol):
 
 class Transformer(Protocol):
     """A transformer as a chain of blocks: enter, every block in order, leave.
-
     `h, shared = model.enter(**inputs)`, then `h = model.block(b.kind)(b.weights, h, shared, linear)` for each block b, then
     `velocity_BLC = model.leave(h, shared)`. `model(**inputs, linear_for=...)` does all of it.
     """
 
     @property
     def config(self) -> Any:
-        """The sizes: a TransformerConfig."""
+        """The sizes of the transformer, an object like TransformerConfig."""
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -62,7 +61,7 @@ class Transformer(Protocol):
 
 
 class Autoencoder(Protocol):
-    """Images to latents and back."""
+    """An autoencoder: it encodes images to latents and decodes latents to images."""
 
     def encode(self, images_BHWC: mx.array) -> mx.array:
         """Encode images (batch, height, width, 3), -1 to 1, to float32 latents (batch, channels, height / 16, width / 16)."""
@@ -72,7 +71,7 @@ class Autoencoder(Protocol):
 
 
 class TextEncoder(Protocol):
-    """Texts to embeddings."""
+    """A text encoder: it turns texts into embeddings."""
 
     def encode(self, texts: list[str]) -> Iterator[Any]:
         """Encode the texts one by one, in order. Yields `stages.models.text.encoder.Embedding`."""

@@ -24,7 +24,6 @@ DTYPES = ("BF16", "F16", "F32", "I64", "I32", "U8", "BOOL")  # integers and U8 o
 
 def weight_files(path: Path) -> list[Path]:
     """Return the .safetensors files of a component. A file is itself; in a folder an index, if there is one, names the shards.
-
     Of two copies in different precisions (model.safetensors, model.fp16.safetensors) the one with the plain name is returned.
     ValueError if there is no file, or if a shard named by the index is missing.
     """
@@ -62,7 +61,6 @@ def _shards(index: Path) -> list[Path]:
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
     """Read the header of a safetensors file: key -> {"dtype", "shape", "data_offsets"}, without reading a tensor.
-
     ValueError if the file is no safetensors file, or is shorter or longer than its header says.
     """
     size = path.stat().st_size
@@ -100,7 +98,6 @@ def read_file(path: Path) -> tuple[Arrays, dict[str, str]]:
 
 def read_tensors(path: Path) -> Arrays:
     """Return all tensors of a component by name. They are lazy: MLX reads one from disk when it is evaluated.
-
     ValueError if a file is damaged, if two files hold the same name, or if a tensor is quantised.
     """
     arrays: Arrays = {}
@@ -126,7 +123,6 @@ def load_component(
     arrange: Callable[[str, mx.array], mx.array] | None = None,
 ) -> Arrays:
     """Load the weights of a component into memory and return exactly the tensors that `shapes` names, in these shapes.
-
     `convert` first turns a foreign layout into ours, as lazy arrays; `rename` turns the name in a file into ours; tensors
     whose name satisfies `ignore` are skipped. Then tensor by tensor, so that only one is held twice: cast to `dtype` (one for
     all, or a function of the name; None keeps the dtype of the file) and replaced by `arrange(name, array)`.

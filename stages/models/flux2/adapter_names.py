@@ -37,7 +37,6 @@ _SPLIT = re.compile("(.+?)(" + "|".join(re.escape(e) for e in sorted(_READ, key=
 
 def parse_key(key: str) -> tuple[str, str]:
     """Split a key of an adapter file in any known style: (name of the Linear, ending in our spelling).
-
     The name is diffusers' or the reference repository's. The ending is one of adapters.ENDINGS, .alpha, .lokr_w1_a or
     .lokr_w1_b. ValueError if the key belongs to no LoRA, DoRA or LoKr, or to another model.
     """

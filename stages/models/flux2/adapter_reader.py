@@ -37,7 +37,6 @@ from stages.models.flux2.adapter_writer import block_diagonal, swap_halves
 
 def read_adapter(path: Path) -> tuple[Arrays, Scales]:
     """Read an adapter in any known format: (float32 arrays by "<diffusers Linear><ending>", scale of each Linear).
-
     A fused q, k, v becomes three Linears that share A, or that get their own A back if B is block-diagonal. ValueError if the
     file is missing or damaged, if it holds anything else (a text encoder's arrays, say), or if a fused adapter cannot be taken
     apart exactly.
@@ -86,7 +85,6 @@ def _ranks(found: Arrays) -> dict[str, int | None]:
 
 def _scales(found: Arrays, metadata: dict[str, str]) -> Scales:
     """Return the scale of each Linear's adapter.
-
     It is metadata `scales` by name; else alpha / rank, alpha being metadata `alphas` by name, or `alpha` for all; else 1.
     """
     by_name, alphas = (json.loads(metadata.get(key, "{}")) for key in ("scales", "alphas"))

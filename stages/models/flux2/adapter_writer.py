@@ -13,7 +13,6 @@ from stages.models.flux2 import adapter_names as names
 
 def to_diffusers(arrays: Arrays, scales: Scales) -> Arrays:
     """Return an adapter under the keys that diffusers loads: "transformer.<Linear><ending>", with PEFT's endings.
-
     The scale of each Linear is multiplied into B or w1, so that a reader that ignores metadata is right, too.
     """
     out: Arrays = {}
@@ -24,7 +23,6 @@ def to_diffusers(arrays: Arrays, scales: Scales) -> Arrays:
 
 def to_comfyui(arrays: Arrays, scales: Scales) -> Arrays:
     """Return an adapter under the keys that ComfyUI loads, in the reference repository's names. Scales are folded in.
-
     A LoRA of q, k and v becomes an exact LoRA of the fused Linear: the rows of A are stacked, B is block-diagonal. A DoRA's
     magnitude becomes `.dora_scale` (O,1). The fused q, k and v of a LoKr are no Kronecker product, so that a LoKr gets
     LyCORIS' names instead. ValueError for a Linear that the reference repository does not have, or a DoRA of only some of
@@ -87,7 +85,6 @@ def _dora_scale(fused: str, magnitudes: list[mx.array | None]) -> mx.array:
 
 def block_diagonal(blocks: list[mx.array | None]) -> mx.array:
     """Place matrices (outputs, rank) down the diagonal of one matrix. None stands for a Linear without adapter: rows of zeros.
-
     ValueError if the matrices have different numbers of rows.
     """
     present = [b for b in blocks if b is not None]

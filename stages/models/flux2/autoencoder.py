@@ -37,7 +37,6 @@ def unpatchify(z_BChw: mx.array) -> mx.array:
 
 class Autoencoder:
     """The autoencoder, computing in the dtype of its weights.
-
     Every group of layers is evaluated before the next one is built, so that memory peaks at a few activations of one level. At
     1024 px one activation of the top level takes half a GB in float32.
     """
@@ -50,7 +49,6 @@ class Autoencoder:
 
     def encode(self, images_BHWC: mx.array) -> mx.array:
         """Encode images (batch, height, width, 3), -1 to 1, to normalised latents (batch, 128, height / 16, width / 16), float32.
-
         The latent is the mean of the posterior, not a sample. ValueError if height or width is no multiple of 16.
         """
         H, W = images_BHWC.shape[1:3]

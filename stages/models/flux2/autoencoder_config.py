@@ -30,7 +30,6 @@ class AutoencoderConfig:
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> AutoencoderConfig:
         """Build the config from the content of vae/config.json. Fields that do not change the computation are ignored.
-
         ValueError for a missing field, or for a value that is not supported.
         """
         for key, value in FIXED.items():

@@ -30,7 +30,6 @@ def text_rows(shared: Shared) -> int:
 
 def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
     """Compute a block in which text and image have weights of their own, one attention in common, and a feed-forward each.
-
     `weights` are named within the block; h_BSD is the stream (batch, text rows then image rows, hidden), as is the result;
     `shared` comes from `Flux2.enter`; `linear(name, weight, x)` computes each Linear.
     """
@@ -63,7 +62,6 @@ def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linea
 
 def single_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
     """Compute a block that treats text and image as one sequence: attention and feed-forward in parallel between two Linears.
-
     Arguments and result as those of `double_block`.
     """
     mods, rope, hidden = shared["single"], shared["rope"], h_BSD.shape[-1]

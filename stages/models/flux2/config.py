@@ -38,7 +38,6 @@ class Flux2Config:
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Flux2Config:
         """Build the config from the content of a config.json. Unknown keys are ignored.
-
         ValueError for a missing field, or for sizes that contradict each other.
         """
         missing = [f.name for f in fields(cls) if f.name not in config]
@@ -104,7 +103,6 @@ def in_block(name: str) -> bool:
 
 def packs_outside(name: str) -> bool:
     """Whether the weight `name`, outside the blocks, is large enough to be packed to fewer bits.
-
     FLUX.2 dev has 1.6 GB of weights outside the blocks, all but a few MB in the weights for which this is True.
     """
     return name.startswith(("context_embedder", "time_guidance_embed", "norm_out", *MODULATIONS.values()))

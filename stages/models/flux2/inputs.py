@@ -32,7 +32,6 @@ def inputs(
     x_BLC: mx.array, size: tuple[int, int], text_BTJ: mx.array, sigma_B: mx.array, guidance: float | None = None
 ) -> dict[str, Any]:
     """Return the keyword arguments of `Flux2.enter` for one batch of noisy latents.
-
     x_BLC: (batch, height * width, channels), from `tokens`; `size`: (height, width) of the latents; text_BTJ: (batch, text rows,
     features); sigma_B: noise levels, 0 to 1; `guidance`: one value for all samples, None to leave it out.
     """
@@ -48,7 +47,6 @@ def inputs(
 
 def zero_inputs(config: Flux2Config, samples: int, size: tuple[int, int], text_rows: int) -> dict[str, Any]:
     """Return the keyword arguments of `Flux2.enter` as zeros, which take no memory until they are computed.
-
     `samples` is the batch size, `size` the (height, width) of the latents, `text_rows` the rows of one text embedding.
     """
     height, width = size

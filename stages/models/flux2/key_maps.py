@@ -66,7 +66,6 @@ def is_single_file(keys: Iterable[str]) -> bool:
 
 def transformer(arrays: dict[str, mx.array], where: Path) -> dict[str, mx.array]:
     """Return the weights of the transformer, found in the file `where`, under diffusers' names. Unknown names stay as they are.
-
     ValueError if the file holds scaled 8-bit weights.
     """
     converted: dict[str, mx.array] = {}

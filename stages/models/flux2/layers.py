@@ -23,7 +23,6 @@ def silu(x: mx.array) -> mx.array:
 
 def modulation(y_BN: mx.array, hidden: int, rows: int) -> list[mx.array]:
     """Split the output of a modulation Linear into shift, 1 + scale and gate, once or twice, for `rows` rows.
-
     y_BN: (batch, 3 or 6 times `hidden`). Each part is (batch, rows, hidden). 1 is added to the scale here, once for all blocks.
     """
     parts = mx.split(y_BN, y_BN.shape[-1] // hidden, axis=-1)
@@ -32,7 +31,6 @@ def modulation(y_BN: mx.array, hidden: int, rows: int) -> list[mx.array]:
 
 def spread(parts: Sequence[mx.array], rows: int) -> list[mx.array]:
     """Repeat each (batch, hidden) array for every row: views of shape (batch, rows, hidden), which take no memory.
-
     This is done once for all blocks. Within a compiled block it would be one more kind of kernel, and each kind costs a GPU
     seconds to compile.
     """
@@ -41,7 +39,6 @@ def spread(parts: Sequence[mx.array], rows: int) -> list[mx.array]:
 
 def modulate(x_BSD: mx.array, mods: list[mx.array]) -> mx.array:
     """Apply LayerNorm without weights, then multiply by mods[1] (1 + scale) and add mods[0] (shift).
-
     x_BSD and the modulations are (batch, rows, hidden). The blocks add their gated outputs in the same order of factors and
     terms, so that one compiled kernel serves both.
     """
@@ -79,7 +76,6 @@ def _gated_vjp(primals: Any, dy: mx.array, _: mx.array) -> tuple[mx.array, mx.ar
 
 def normed(x_BSHK: mx.array, weight_K: mx.array) -> mx.array:
     """Apply RMSNorm to every head: x_BSHK is (batch, rows, heads, head width), weight_K (head width).
-
     The weight is frozen. Its gradient is zero here, while MLX's own would be a sum over all rows.
     """
     made: Any = _normed(x_BSHK, weight_K)
@@ -101,7 +97,6 @@ def _normed_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array,
 
 def rotate(x_BSHK: mx.array, rope: Sequence[mx.array]) -> mx.array:
     """Rotate each pair of neighbouring features by the angles of its row, in float32, and return the dtype of x.
-
     x_BSHK: (batch, rows, heads, head width); `rope`: cosines and sines, (rows, 1, head width) each, every value twice.
     (x0, x1) becomes cos (x0, x1) + sin (-x1, x0).
     """
@@ -124,7 +119,6 @@ def _rotated_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array
 
 def _turned(x_BSHK: mx.array, cos: mx.array, sin: mx.array, quarter: list[list[int]]) -> mx.array:
     """Return cos * x + sin * (x with every pair turned by 90 degrees), the turn being the 2 x 2 matrix `quarter`.
-
     The turn is a product with a matrix of zeros and ones: exact, and much faster than splitting and joining the pairs.
     """
     quarter_KK = mx.array(np.kron(np.eye(x_BSHK.shape[-1] // 2), quarter), x_BSHK.dtype)

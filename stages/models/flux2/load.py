@@ -19,7 +19,6 @@ from stages.models.folders import component_config
 
 def transformer_config(path: Path | None, family: Family) -> Flux2Config:
     """Read the transformer's sizes from the config.json at `path`; from the family's record if there is none, or no path.
-
     ValueError if the config is not that of a FLUX.2 transformer.
     """
     return Flux2Config.from_dict(component_config(path, family.transformer) if path else family.transformer)
@@ -27,7 +26,6 @@ def transformer_config(path: Path | None, family: Family) -> Flux2Config:
 
 def load_flux2(path: Path, family: Family, dtype: Any = None, arrange: Callable[[str, mx.array], Any] | None = None) -> Flux2:
     """Load the transformer at `path`, a folder or a single file.
-
     Each weight is cast to `dtype` (None: as stored) and replaced by `arrange(name, weight)`, which may pack it, so that one
     weight is held in full at a time. ValueError if a weight is missing, damaged or of another size.
     """
@@ -45,7 +43,6 @@ def load_flux2(path: Path, family: Family, dtype: Any = None, arrange: Callable[
 
 def load_autoencoder(path: Path, family: Family, dtype: Any = None) -> autoencoder.Autoencoder:
     """Load the autoencoder at `path`, a folder or a single file, cast to `dtype` (None: as stored).
-
     The statistics of its latents are float32 in any case. ValueError if a weight is missing, damaged or of another size.
     """
     config = AutoencoderConfig.from_dict(component_config(path, family.autoencoder))

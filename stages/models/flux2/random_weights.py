@@ -69,7 +69,6 @@ INDEX = {
 
 def write_random_weights(folder: Path, family: Family, seed: int) -> None:
     """Write a complete model of the family's sizes into `folder`, in the diffusers layout, its weights random from `seed`.
-
     model_index.json is written last: where it exists, the rest is complete.
     """
     flux2 = Flux2Config.from_dict(family.transformer)
@@ -102,7 +101,6 @@ def _component(folder: Path, stem: str, config: Mapping[str, Any], shapes: Shape
 
 def weight(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     """Return a random float32 tensor of `shape`. It depends on `name`, `shape` and `seed` alone.
-
     `name` is "<folder>.<name of the tensor>", such as "transformer.proj_out.weight"; it decides the standard deviation.
     """
     if name.endswith("running_var"):
@@ -119,7 +117,6 @@ def weight(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 def _uniform(name: str, shape: tuple[int, ...], seed: int, std: float) -> np.ndarray:
     """Draw from the uniform distribution about 0 with standard deviation `std`, from raw 24-bit words.
-
     No random function of a library is used, as its rounding could change.
     """
     stream = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16], "little")

@@ -39,7 +39,6 @@ def draw(
     linear_for: Callable[[str], Linear] | None = None,
 ) -> Iterator[mx.array]:
     """Draw one image: yield its latent (1, channels, height / 16, width / 16), float32, after every denoising step.
-
     text_1TJ: the prompt's embedding, (1, text rows, features); negative_1TJ: that of the empty prompt, for classifier-free
     guidance by the factor `guidance`; without it `guidance` is given to the model as an input. `height` and `width` are pixels,
     multiples of 16. `seed` names the starting noise. `linear_for` maps a block's name to its Linear, to draw with an adapter.
@@ -63,7 +62,6 @@ def velocity_of(
     linear_for: Callable[[str], Linear] | None = None,
 ) -> Velocity:
     """Return the model as a function (x_1Chw, sigma) -> velocity_1Chw for one prompt. `size` is the latent's (height, width).
-
     With negative_1TJ, the embedding of the empty prompt, the function runs the model twice and combines both by `guidance`.
     """
     ids_L4 = image_ids(*size)
@@ -90,7 +88,6 @@ def velocity_of(
 
 def empirical_mu(tokens: int, steps: int) -> float:
     """Return mu, by which the noise levels are shifted towards 1, for an image of `tokens` image tokens drawn in `steps` steps.
-
     It is interpolated between the constants of 10 and of 200 steps, as in the FLUX.2 reference repository.
     """
     at_10, at_200 = (slope * tokens + offset for slope, offset in (AT_10_STEPS, AT_200_STEPS))
@@ -101,7 +98,6 @@ def empirical_mu(tokens: int, steps: int) -> float:
 
 def sigmas(tokens: int, steps: int) -> list[float]:
     """Return the `steps` + 1 noise levels, from 1 down to 0, to draw an image of `tokens` image tokens.
-
     Evenly spaced levels s are shifted to m / (m + 1 / s - 1) with m = exp(mu). ValueError for less than 1 step.
     """
     if steps < 1:
@@ -118,7 +114,6 @@ def noise(seed: int, shape: Sequence[int]) -> mx.array:
 
 def euler(velocity: Velocity, x: mx.array, levels: Sequence[float]) -> Iterator[mx.array]:
     """Integrate from the first noise level to the last by Euler steps, and yield x, evaluated float32, after every step.
-
     `velocity(x, sigma)` returns dx/dsigma in the shape of x.
     """
     x = x.astype(mx.float32)
@@ -130,7 +125,6 @@ def euler(velocity: Velocity, x: mx.array, levels: Sequence[float]) -> Iterator[
 
 def guided(with_prompt: mx.array, without: mx.array, guidance: float) -> mx.array:
     """Combine two velocities by classifier-free guidance: without + guidance * (with_prompt - without).
-
     `with_prompt` is predicted from the prompt, `without` from the empty prompt. A guidance of 1 returns `with_prompt`.
     """
     return without + guidance * (with_prompt - without)

@@ -24,7 +24,6 @@ AUTOENCODER: Mapping[str, Any] = {
 
 def transformer_sizes(double: int, single: int, heads: int, text_features: int, *, guidance: bool = False) -> dict[str, Any]:
     """Return a transformer's config from what varies: numbers of double blocks, single blocks and heads, the width of a text row.
-
     `guidance`: the transformer has a guidance embedding. The rest is the same in every released model.
     """
     return {

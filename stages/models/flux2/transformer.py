@@ -35,7 +35,6 @@ class Flux2:
 
     def __init__(self, config: Flux2Config, weights: Mapping[str, Any]) -> None:
         """`weights` has the names of `config.shapes()`.
-
         Within the blocks a weight may be anything that the caller's Linear accepts. Outside it is an array or has `dense()`;
         that of x_embedder is an array.
         """
@@ -79,7 +78,6 @@ class Flux2:
         guidance_B: mx.array | None = None,
     ) -> tuple[mx.array, Shared]:
         """Compute the input of the first block, (batch, text rows then image rows, hidden), and what all blocks share.
-
         x_BLC: noisy latents (batch, image tokens, channels) at the positions x_ids_L4. ctx_BTJ: text embeddings (batch, text
         rows, features) at the positions ctx_ids_T4. timesteps_B: sigma of each sample, 0 (clean) to 1 (noise). guidance_B:
         guidance of each sample, such as 4.0; a model with a guidance embedding needs it (ValueError), other models ignore it.
@@ -118,7 +116,6 @@ class Flux2:
         linear_for: Callable[[str], Linear] | None = None,
     ) -> mx.array:
         """Predict the velocity, noise - clean: (batch, image tokens, channels). The first six arguments are those of `enter`.
-
         `linear_for` maps a block's name to the function that computes its Linears, to run the model with an adapter.
         """
         h_BSD, shared = self.enter(x_BLC, x_ids_L4, ctx_BTJ, ctx_ids_T4, timesteps_B, guidance_B)
@@ -129,7 +126,6 @@ class Flux2:
 
     def _embed(self, kind: str, value_B: mx.array) -> mx.array:
         """Embed sigma ("timestep") or guidance: (batch,) to (batch, hidden), through a sinusoid of 1000 times the value.
-
         The sinusoid is float32, as bfloat16 would round 937 to 936. The exponents are rounded to float32 as in the reference
         repository: the last bit of a frequency changes the angle a thousandfold.
         """
@@ -146,7 +142,6 @@ class Flux2:
 
     def _rope(self, ids_S4: np.ndarray) -> list[mx.array]:
         """Return cosines and sines for rows at the positions ids_S4: (rows, 1, head width) each, every value twice.
-
         They are float32 values of float64 angles. The tables of the last TABLES_KEPT sets of positions are reused.
         """
         key = np.asarray(ids_S4, np.int64).tobytes()

@@ -35,7 +35,6 @@ class TextEncoder:
 
     def __init__(self, weights: Path, tokenizer: Path, family: Family, precision: str) -> None:
         """Load the weights at `weights` and the tokenizer in `tokenizer`. It computes in `precision`: "bfloat16" or "float32".
-
         ValueError if files are missing, damaged or of another model, or if the tokenizer does not belong to the weights.
         """
         self.prompts = PromptTokenizer(tokenizer, family)
@@ -53,7 +52,6 @@ class TextEncoder:
 
     def encode(self, texts: list[str]) -> Iterator[Embedding]:
         """Encode the texts one by one, in order, and yield their embeddings.
-
         Texts are not batched: rows of a wider matrix product differ in their last bits, so that an embedding would depend on
         its neighbours. The rows of one text keep a device busy anyway.
         """

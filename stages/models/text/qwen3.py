@@ -46,7 +46,6 @@ class Qwen3Config:
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Qwen3Config:
         """Build the config from the content of a config.json, old (`rope_theta`) or new (`rope_parameters`).
-
         ValueError for a missing field, or for a value that is not supported.
         """
         missing = [name for name in SIZES if name not in config]
@@ -66,7 +65,6 @@ class Qwen3Config:
 
     def shapes(self, layers: int) -> dict[str, tuple[int, ...]]:
         """Return the name and shape of every weight that hidden state `layers` needs.
-
         These are the embedding, the first `layers` layers, and the final norm if these are all layers. ValueError if the model
         has fewer layers.
         """
@@ -99,7 +97,6 @@ def rename(key: str) -> str:
 
 def unneeded_beyond(layers: int, total: int) -> Callable[[str], bool]:
     """Return a function that is True for names of weights that hidden state `layers` of `total` does not need.
-
     These are the later layers, the final norm that follows them, and the output head.
     """
 
@@ -115,7 +112,6 @@ def unneeded_beyond(layers: int, total: int) -> Callable[[str], bool]:
 
 def mask(real_BT: mx.array) -> mx.array:
     """Return the attention mask, boolean (batch, 1, tokens, tokens): True where a query row may attend to a key column.
-
     real_BT is False for padding. No token attends to a later token or to padding; padding attends to the real tokens before
     it. As padding is at the end, every row has a True.
     """
@@ -134,7 +130,6 @@ class Qwen3:
 
     def encode(self, tokens_BT: mx.array, real_BT: mx.array, layers: Sequence[int]) -> mx.array:
         """Compute the hidden states `layers` and concatenate them in that order: (batch, tokens, len(layers) * hidden).
-
         tokens_BT: token ids (batch, tokens); real_BT: False for padding, which must be at the end.
         """
         h_BTD = self.weights["embed_tokens.weight"][tokens_BT]

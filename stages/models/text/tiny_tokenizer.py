@@ -85,7 +85,6 @@ def _letters() -> dict[int, str]:
 
 def _merges(most: int) -> list[tuple[str, str]]:
     """Return at most `most` byte-pair merges for FRAME and WORDS: each merges the most frequent pair of the split words.
-
     Of equally frequent pairs, the first in alphabetical order is merged. Merging ends early once every word is one token.
     """
     letters = _letters()

@@ -26,7 +26,6 @@ class PromptTokenizer:
 
     def __init__(self, folder: Path, family: Family) -> None:
         """Load the tokenizer in `folder`; `family.text_tokens` is the length of every tokenized prompt.
-
         ValueError if the family's text encoder is not supported, or if the folder lacks a file or a setting.
         """
         family.require("text_encoder")

@@ -77,7 +77,7 @@ def test_many_wrong_names_are_counted_not_listed(tmp_path):
 
 def test_shards_are_read_by_their_index(tmp_path):
     write_shards(tmp_path)
-    (tmp_path / "stray.safetensors").write_bytes(b"not one of them")
+    (tmp_path / "other.safetensors").write_bytes(b"not a shard")
     assert set(weights.load_component(tmp_path, SHAPES)) == set(SHAPES)
 
 
