@@ -73,6 +73,7 @@ def test_a_quantised_matrix_changes_its_outputs_less_than_plain_rounding_does():
     assert errors[0] < 0.7 * errors[1]
 
 
+@pytest.mark.slow
 def test_what_the_quantiser_computes_is_what_the_stored_file_computes():
     quantiser = convert.Quantiser(convert.fold(released(1)))
     pixels = mx.array(np.random.default_rng(2).integers(0, 256, (1, SIDE, SIDE, 3)).astype(np.float32))

@@ -11,6 +11,7 @@ from pipeline.commands import evaluate
 from pipeline.project.project import Project
 from tests import projects
 
+pytestmark = pytest.mark.slow
 EXAMPLE = projects.ROOT / "data" / "example"
 PROMPTS = 8
 SHORT = (

@@ -76,6 +76,7 @@ def test_without_scores_the_command_that_makes_them_is_named(tmp_path, tiny_weig
         list(evaluate.evaluate(Project(folder)))
 
 
+@pytest.mark.slow
 def test_a_built_project_is_summarised_line_by_line(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "project", tiny_weights, images=2)
     projects.build(folder)

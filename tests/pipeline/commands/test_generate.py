@@ -13,6 +13,8 @@ from PIL import Image
 from pipeline.api import Project
 from tests import projects
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Path:

@@ -1,4 +1,4 @@
-"""samples: previews against diffusers' own pipeline, and which of them are drawn when."""
+"""The stage samples: its previews are those of diffusers' pipeline; which previews are drawn; what a stop leaves behind."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ TOKENS = 6
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights of the tiny family, and a finished run with two checkpoints."""
+    """A folder with weights of the tiny family, and a training run with the checkpoints of steps 10 and 20."""
     folder = tmp_path_factory.mktemp("samples")
     TINY.architecture.write_random_weights(folder / "weights", TINY, 0)
     shapes = Flux2Config.from_dict(TINY.transformer).shapes()
     linears = {n.removesuffix(".weight"): s for n, s in shapes.items() if "transformer_blocks" in n and len(s) == 2}
     targets = select_targets(linears, ["*"], 2, 4.0)
 
-    def keep(name: str, write: Any) -> Path:
+    def write_artifact(name: str, write: Any) -> Path:
         path = folder / "train" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
@@ -61,7 +61,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     for step in (10, 20):
         arrays = {n: a if n.endswith(lora.A) else 0.2 * mx.ones_like(a) for n, a in fresh_adapter(targets, step).items()}
-        checkpoint.save(keep, step, arrays, {}, TRAIN.table([]), {"rank": "2", "alpha": "4.0"}, {})
+        checkpoint.save(write_artifact, step, arrays, {}, TRAIN.table([]), {"rank": "2", "alpha": "4.0"}, {})
     return folder
 
 
@@ -93,7 +93,7 @@ def context(root: Path, folder: Path, config: SamplesConfig = CONFIG, **given: A
 
 
 def drawn_by_diffusers(root: Path, prompt: str, seed: int, guidance: float, adapter: dict[str, mx.array] | None) -> np.ndarray:
-    """The same picture by diffusers' klein pipeline, from the same embeddings and noise, with the adapter in its weights."""
+    """Draw a preview with diffusers' klein pipeline, from the tables' embeddings, with the adapter merged into its weights."""
     import torch
     from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, Flux2Transformer2DModel
 
@@ -128,44 +128,45 @@ def drawn_by_diffusers(root: Path, prompt: str, seed: int, guidance: float, adap
     return image * 255
 
 
-def pixels(made: StageContext, row: dict[str, Any]) -> np.ndarray:
-    with Image.open(made.artifacts / row["path"]) as image:
+def pixels(ctx: StageContext, row: dict[str, Any]) -> np.ndarray:
+    with Image.open(ctx.artifacts / row["path"]) as image:
         return np.asarray(image).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_a_preview_is_the_picture_that_diffusers_draws(root: Path, tmp_path: Path) -> None:
-    made = context(root, tmp_path, replace(CONFIG, seeds=(5,)))
-    rows = {(row["step"], row["prompt"]): row for row in harness.run(STAGE, made).to_pylist()}
+    ctx = context(root, tmp_path, replace(CONFIG, seeds=(5,)))
+    rows = {(row["step"], row["prompt"]): row for row in harness.run(STAGE, ctx).to_pylist()}
     adapter = {saved.step: saved.arrays(checkpoint.ADAPTER) for saved in checkpoint.find_checkpoints(root / "train")} | {0: None}
-    pictures = {key: pixels(made, row) for key, row in rows.items()}
+    pictures = {key: pixels(ctx, row) for key, row in rows.items()}
     assert len(pictures) == 6
     for step, prompt in pictures:
         expected = drawn_by_diffusers(root, prompt, 5, TINY.guidance, adapter[step])
         assert np.abs(pictures[step, prompt] - expected).max() <= 0.55, (step, prompt)  # half a level, rounding
-    assert all(np.abs(pictures[0, p] - pictures[20, p]).mean() > 1 for p in PROMPTS), "an adapter must be seen"
+    assert all(np.abs(pictures[0, p] - pictures[20, p]).mean() > 1 for p in PROMPTS), "the adapter changes nothing"
 
 
 def test_guidance_is_two_passes_only_where_the_family_has_real_cfg(root: Path, tmp_path: Path) -> None:
     config = replace(CONFIG, seeds=(0,), checkpoints=())
     plain = replace(TINY, real_cfg=False)
-    made = context(root, tmp_path / "a", config, family=plain)
+    ctx = context(root, tmp_path / "a", config, family=plain)
     alone = context(root, tmp_path / "b", replace(config, guidance=1.0))
-    for one, other in zip(harness.run(STAGE, made).to_pylist(), harness.run(STAGE, alone).to_pylist(), strict=True):
-        np.testing.assert_array_equal(pixels(made, one), pixels(alone, other))
-        np.testing.assert_allclose(pixels(made, one), drawn_by_diffusers(root, one["prompt"], 0, 1.0, None), atol=0.55)
+    for one, other in zip(harness.run(STAGE, ctx).to_pylist(), harness.run(STAGE, alone).to_pylist(), strict=True):
+        np.testing.assert_array_equal(pixels(ctx, one), pixels(alone, other))
+        np.testing.assert_allclose(pixels(ctx, one), drawn_by_diffusers(root, one["prompt"], 0, 1.0, None), atol=0.55)
 
 
 def test_every_prompt_seed_and_source_is_a_row_with_a_picture_that_says_how_it_was_drawn(root: Path, tmp_path: Path) -> None:
-    made = context(root, tmp_path)
-    made.provenance = {"recipe": "abc"}
-    rows = harness.run(STAGE, made).to_pylist()
+    ctx = context(root, tmp_path)
+    ctx.provenance = {"recipe": "abc"}
+    rows = harness.run(STAGE, ctx).to_pylist()
     assert [(r["step"], r["prompt"], r["seed"]) for r in rows] == [
         (s, p, n) for s in (0, 10, 20) for p in PROMPTS for n in (0, 5)
     ]
     for row in rows:
         saved = root / "train" / "checkpoints" / f"step-{row['step']:06d}" / "adapter.safetensors"
         assert row["adapter_id"] == (hashlib.sha256(saved.read_bytes()).hexdigest() if row["step"] else "")
-        with Image.open(made.artifacts / row["path"]) as image:
+        with Image.open(ctx.artifacts / row["path"]) as image:
             assert image.size == (SIZE, SIZE)
             assert (image.info["prompt"], image.info["step"], image.info["recipe"]) == (row["prompt"], str(row["step"]), "abc")
 
@@ -217,19 +218,19 @@ def test_a_run_stopped_at_any_row_ends_where_an_unbroken_one_does(root: Path, tm
     assert (part.artifacts / "grid.png").read_bytes() == (whole.artifacts / "grid.png").read_bytes()
 
 
-def files(made: StageContext) -> set[str]:
-    return {str(path.relative_to(made.artifacts)) for path in made.artifacts.rglob("*") if path.is_file()}
+def files(ctx: StageContext) -> set[str]:
+    return {str(path.relative_to(ctx.artifacts)) for path in ctx.artifacts.rglob("*") if path.is_file()}
 
 
 def test_a_stop_takes_effect_after_the_current_denoising_step_and_nothing_is_drawn_twice(root: Path, tmp_path: Path) -> None:
     config, bar = replace(CONFIG, checkpoints=()), []
-    made = context(root, tmp_path, config, stop=lambda: len(bar) > STEPS)
-    made.progress = lambda done, total, unit: bar.append((done, total))
-    assert harness.run(STAGE, made).num_rows == 0
+    ctx = context(root, tmp_path, config, stop=lambda: len(bar) > STEPS)
+    ctx.progress = lambda done, total, unit: bar.append((done, total))
+    assert harness.run(STAGE, ctx).num_rows == 0
     assert bar[-1] == (STEPS + 1, 4 * STEPS)
-    assert len([name for name in files(made) if name.startswith("latents/")]) == 1
+    assert len([name for name in files(ctx) if name.startswith("latents/")]) == 1
     again = context(root, tmp_path, config)
-    again.progress = made.progress
+    again.progress = ctx.progress
     assert harness.run(STAGE, again).num_rows == 4
     assert bar[-1] == (3 * STEPS, 3 * STEPS)
 
@@ -251,22 +252,22 @@ def test_a_stop_between_two_pictures_leaves_the_rest_of_them_to_the_next_run(roo
 
 
 def test_the_grid_has_a_row_per_prompt_and_seed_and_a_column_per_source(root: Path, tmp_path: Path) -> None:
-    made = context(root, tmp_path)
-    rows = harness.run(STAGE, made).to_pylist()
-    with Image.open(made.artifacts / "grid.png") as image:
+    ctx = context(root, tmp_path)
+    rows = harness.run(STAGE, ctx).to_pylist()
+    with Image.open(ctx.artifacts / "grid.png") as image:
         page = np.asarray(image.convert("RGB")).astype(np.float32)
     at = iter([(220 + c * 40, 36 + r * 40) for c in range(3) for r in range(4)])
     for row in rows:  # source by source, so column by column
         left, top = next(at)
-        np.testing.assert_array_equal(page[top : top + SIZE, left : left + SIZE], pixels(made, row))
+        np.testing.assert_array_equal(page[top : top + SIZE, left : left + SIZE], pixels(ctx, row))
     assert page.shape == (36 + 4 * 40, 220 + 3 * 40, 3)
 
 
 def test_the_grid_shows_the_first_prompts_and_every_prompt_is_drawn(root: Path, tmp_path: Path) -> None:
-    made = context(root, tmp_path, replace(CONFIG, grid=1, checkpoints="last", seeds=(0,)))
-    rows = harness.run(STAGE, made)
+    ctx = context(root, tmp_path, replace(CONFIG, grid=1, checkpoints="last", seeds=(0,)))
+    rows = harness.run(STAGE, ctx)
     assert set(rows["prompt"].to_pylist()) == set(PROMPTS)
-    assert Image.open(made.artifacts / "grid.png").height < 2 * (SIZE + 8) + 36
+    assert Image.open(ctx.artifacts / "grid.png").height < 2 * (SIZE + 8) + 36
 
 
 def test_both_passes_of_guidance_at_once_draw_what_they_draw_in_turn(
@@ -276,10 +277,8 @@ def test_both_passes_of_guidance_at_once_draw_what_they_draw_in_turn(
     drawn = []
     for most in (sampling.TOGETHER, 0):
         monkeypatch.setattr(sampling, "TOGETHER", most)
-        made = context(root, tmp_path / str(most), config)
-        drawn.append(
-            [np.asarray(Image.open(made.artifacts / path), int) for path in harness.run(STAGE, made)["path"].to_pylist()]
-        )
+        ctx = context(root, tmp_path / str(most), config)
+        drawn.append([np.asarray(Image.open(ctx.artifacts / path), int) for path in harness.run(STAGE, ctx)["path"].to_pylist()])
     assert np.abs(np.array(drawn[0]) - np.array(drawn[1])).max() <= 1
 
 
@@ -310,9 +309,9 @@ def test_an_adapter_that_was_damaged_is_refused(root: Path, tmp_path: Path) -> N
         "autoencoder": root / "weights" / "vae",
         "train": tmp_path / "train",
     }
-    made = context(root, tmp_path, replace(CONFIG, checkpoints="last", base=False), weights=weights)
+    ctx = context(root, tmp_path, replace(CONFIG, checkpoints="last", base=False), weights=weights)
     with pytest.raises(ValueError, match=r"adapter\.safetensors is damaged; choose another checkpoint"):
-        harness.run(STAGE, made)
+        harness.run(STAGE, ctx)
 
 
 def test_an_adapter_that_draws_no_finite_values_leaves_no_picture(root: Path, tmp_path: Path) -> None:
@@ -320,19 +319,19 @@ def test_an_adapter_that_draws_no_finite_values_leaves_no_picture(root: Path, tm
     ruined = {name: 1e30 * value for name, value in saved.arrays(checkpoint.ADAPTER).items()}
     checkpoint.save(writer_into(tmp_path / "train"), 30, ruined, {}, TRAIN.table([]), {"rank": "2", "alpha": "4.0"}, {})
     weights = {"transformer": root / "weights" / "transformer", "train": tmp_path / "train"}
-    made = context(root, tmp_path, replace(CONFIG, base=False), weights=weights)
+    ctx = context(root, tmp_path, replace(CONFIG, base=False), weights=weights)
     with pytest.raises(
         ValueError, match=r"^samples: step 30 draws values that are not finite; choose .*, or lower \[train\] lr$"
     ):
-        harness.run(STAGE, made)
-    assert not files(made)
+        harness.run(STAGE, ctx)
+    assert not files(ctx)
 
 
-def test_memory_is_given_back_when_the_stage_ends(root: Path, tmp_path: Path) -> None:
-    made = context(root, tmp_path, replace(CONFIG, seeds=(0,)))
+def test_memory_is_released_when_the_stage_ends(root: Path, tmp_path: Path) -> None:
+    ctx = context(root, tmp_path, replace(CONFIG, seeds=(0,)))
     mx.clear_cache()
     before = mx.get_active_memory()
-    harness.run(STAGE, made)
+    harness.run(STAGE, ctx)
     assert mx.get_active_memory() == before
 
 
@@ -354,8 +353,8 @@ def test_settings_that_allow_no_preview_are_refused(values: dict[str, Any], line
 
 
 def test_a_project_without_preview_prompts_says_why_there_are_no_previews(root: Path, tmp_path: Path) -> None:
-    said: list[str] = []
-    made = harness.context(
+    lines: list[str] = []
+    ctx = harness.context(
         STAGE,
         tmp_path,
         {**tables(), "captions": CAPTIONS.table([])},
@@ -363,20 +362,20 @@ def test_a_project_without_preview_prompts_says_why_there_are_no_previews(root: 
         family=TINY,
         weights={"train": root / "train"},
     )
-    made.say = said.append
-    assert harness.run(STAGE, made).num_rows == 0
-    assert len(said) == 1 and "preview_prompts" in said[0]
-    assert not (made.artifacts / "grid.png").exists()
+    ctx.say = lines.append
+    assert harness.run(STAGE, ctx).num_rows == 0
+    assert len(lines) == 1 and "preview_prompts" in lines[0]
+    assert not (ctx.artifacts / "grid.png").exists()
 
 
 def writer_into(folder: Path) -> Any:
-    def keep(name: str, write: Any) -> Path:
+    def write_artifact(name: str, write: Any) -> Path:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
         return path
 
-    return keep
+    return write_artifact
 
 
 def test_the_average_draws_where_the_setting_asks_for_it_and_the_checkpoint_has_one(root: Path, tmp_path: Path) -> None:
@@ -386,12 +385,12 @@ def test_the_average_draws_where_the_setting_asks_for_it_and_the_checkpoint_has_
     about = {"rank": "2", "alpha": "4.0"}
     checkpoint.save(writer_into(tmp_path / "train"), 10, arrays, {}, TRAIN.table([]), about, {}, averaged)
     checkpoint.save(writer_into(tmp_path / "train"), 20, averaged, {}, TRAIN.table([]), about, {})
-    made = context(root, tmp_path)
-    made.files = lambda schema: tmp_path / "train"
+    ctx = context(root, tmp_path)
+    ctx.files = lambda schema: tmp_path / "train"
     labels = {}
     for average in (False, True):
-        made.config = replace(CONFIG, average=average)
-        labels[average] = [source.label for source in sample_sources(made)]
+        ctx.config = replace(CONFIG, average=average)
+        labels[average] = [source.label for source in sample_sources(ctx)]
     assert labels == {False: ["base", "step 10", "step 20"], True: ["base", "step 10, average", "step 20"]}
 
 

@@ -1,4 +1,4 @@
-"""scores: previews and references on the way from the base's look to the trained one, and what they show."""
+"""The stage scores: positions of previews and references on the style axis, and their agreement with their texts."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from stages.text_to_image.scores.stage import STAGE, ScoresConfig
 from tests import harness
 from tests.stages.text_to_image.train.runs import rows_of
 
+pytestmark = pytest.mark.slow
 TRIGGER = "zorvex"
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 220), "yellow": (240, 220, 60)}
 ADAPTER = "a" * 64
@@ -46,7 +47,7 @@ def text_vectors() -> Iterator[None]:
 
 
 def disc(path: Path, colour: str, *, striped: bool, size: int = 64) -> Path:
-    """A disc on white; the trained style has stripes all over."""
+    """Write a picture of a disc on white; the trained style has stripes all over."""
     image = Image.new("RGB", (size, size), "white")
     draw = ImageDraw.Draw(image)
     draw.ellipse((12, 12, size - 12, size - 12), COLOURS[colour])
@@ -74,15 +75,15 @@ class Scene:
                 disc(folder / "samples" / name, colour, striped=striped)
                 row = {"adapter_id": source, "step": 40 if source else 0, "prompt": f"{TRIGGER}, {text(colour)}"}
                 self.previews.append(row | {"path": name, "caption_id": colour})
-        told = []
+        captions = []
         for colour in ("red", "green", "blue"):
             disc(folder / "references" / f"{colour}.png", colour, striped=True, size=80)
-            told.append({"file_name": f"{colour}.png", "text": text(colour)})
-        (folder / "references" / "metadata.jsonl").write_text("\n".join(map(json.dumps, told)))
+            captions.append({"file_name": f"{colour}.png", "text": text(colour)})
+        (folder / "references" / "metadata.jsonl").write_text("\n".join(map(json.dumps, captions)))
         self.config = ScoresConfig(references=str(folder / "references"), map=str(self.map()))
 
     def map(self) -> Path:
-        """A map that knows these very pictures."""
+        """Write an agreement map that was fitted to the base's previews."""
         encoder, colours = ImageEncoder.load(), list(COLOURS)
         images_ND = np.stack([encoder.encode_file(self.folder / "samples" / f"images/base-{c}.png") for c in colours])
         texts_NE = VECTORS.stack([text(c) for c in colours])
@@ -111,8 +112,8 @@ class Scene:
             stored=stored,
             source=self.folder / "images",
         )
-        made.said = []
-        made.say = made.said.append
+        made.lines = []
+        made.say = made.lines.append
         return made
 
     def recipe(self, config: ScoresConfig | None = None) -> str:
@@ -142,7 +143,7 @@ def test_the_base_lies_near_0_and_the_trained_style_near_1(scored):
         assert of(table, "real", column).mean() > 0.7
 
 
-def test_every_preview_and_every_reference_is_a_row_that_says_what_it_is(scored):
+def test_every_preview_and_every_reference_is_a_row_of_its_kind(scored):
     _, table = scored
     assert [len(of(table, kind, "path")) for kind in ("base", "adapter", "real")] == [4, 4, 3]
     assert set(of(table, "adapter", "step")) == {40} and set(of(table, "adapter", "adapter_id")) == {ADAPTER}
@@ -160,7 +161,7 @@ def test_a_text_is_ranked_among_the_distinct_ones_without_the_trigger(scored):
     ("prompt", "plain"),
     [("zorvex, a fox", "a fox"), ("a fox, zorvex", "a fox"), ("a zorvex fox", "a fox"), ("zorvex, a fox, red", "a fox, red")],
 )
-def test_the_trigger_goes_with_its_comma(prompt, plain):
+def test_the_trigger_word_is_removed_with_its_comma(prompt, plain):
     assert without_trigger(prompt, "zorvex") == plain
     assert without_trigger(plain, "") == plain
 
@@ -173,7 +174,7 @@ def test_a_picture_has_the_same_score_whatever_else_is_scored(scored):
         assert all(row in table.to_pylist() for row in again)
 
 
-def test_what_is_scored_is_not_scored_again_and_loads_nothing(scored, monkeypatch):
+def test_a_scored_picture_is_not_scored_again_and_loads_no_encoder(scored, monkeypatch):
     scene, table = scored
     monkeypatch.setattr("stages.text_to_image.scores.stage.ImageEncoder", None)
     assert harness.run(STAGE, scene.context(stored=table)).num_rows == 0
@@ -186,7 +187,7 @@ def test_only_a_preview_that_changed_is_scored_again(scene):
     assert [row["path"] for row in pending] == ["images/aaaa-red.png"]
 
 
-def test_the_recipe_follows_what_a_score_depends_on_and_nothing_else(scene):
+def test_the_recipe_depends_on_everything_that_a_score_depends_on_and_nothing_else(scene):
     before = scene.recipe()
     disc(scene.folder / "samples" / "images" / "aaaa-red.png", "yellow", striped=True)
     (scene.folder / "references").rename(scene.folder / "moved")
@@ -204,14 +205,14 @@ def test_the_recipe_follows_what_a_score_depends_on_and_nothing_else(scene):
     assert len(seen) == 7
 
 
-def test_what_there_is_nothing_to_compare_with_is_null_and_said(scene):
+def test_a_score_without_a_group_to_compare_with_is_null_and_a_line_says_so(scene):
     scene.previews = [row for row in scene.previews if row["caption_id"] == "red"]  # no preview of another prompt
     context = scene.context(ScoresConfig(references="", map=""))
     table = harness.run(STAGE, context)
     assert table.num_rows == 2
     for column in ("style", "real", "agreement", "agreement_rank"):
         assert table[column].null_count == 2
-    assert len(context.said) == 2  # no references, no map
+    assert len(context.lines) == 2  # no references, no map
 
 
 def test_the_only_reference_is_not_measured_against_itself(scene):
@@ -237,13 +238,13 @@ def test_a_reference_that_is_trained_on_is_refused(scene):
         ("red.png: a", "line 1"),
     ],
 )
-def test_a_wrong_line_about_references_is_named(scene, line, message):
+def test_a_malformed_line_of_metadata_is_named(scene, line, message):
     (scene.folder / "references" / "metadata.jsonl").write_text(line)
     with pytest.raises(ValueError, match=message):
         scene.context()
 
 
-def test_a_caption_may_stand_beside_its_reference(tmp_path):
+def test_a_reference_may_have_its_caption_in_a_text_file_of_its_name(tmp_path):
     for name, colour in (("b", "red"), ("a", "blue"), ("copy-of-a", "blue")):
         disc(tmp_path / f"{name}.png", colour, striped=True)
     (tmp_path / "b.txt").write_text(" a red disc\n")
@@ -251,7 +252,7 @@ def test_a_caption_may_stand_beside_its_reference(tmp_path):
     assert read_references(tmp_path / "nowhere") == []
 
 
-def test_pictures_that_were_not_counted_lie_at_0_and_1_on_average_however_few_were():
+def test_further_pictures_of_two_groups_lie_at_0_and_1_on_average_whatever_the_groups_sizes():
     draw, way = np.random.default_rng(0), np.eye(1, 64)[0]
     for count in (3, 30):
         found = []
@@ -262,7 +263,7 @@ def test_pictures_that_were_not_counted_lie_at_0_and_1_on_average_however_few_we
         assert np.abs(np.mean(found, axis=0) - (0, 1)).max() < 0.05, count
 
 
-def test_looks_that_do_not_differ_have_no_way_between_them():
+def test_two_groups_that_do_not_differ_have_no_axis():
     draw = np.random.default_rng(0)
     one, other = (FeatureGroup(["x"] * 9, 1 + draw.normal(0, 0.2, (9, 64))).mean() for _ in range(2))
     assert axis_position(np.ones(64), one, other) is None
@@ -274,7 +275,7 @@ def test_without_the_embedding_of_a_text_no_agreement_is_measured_and_one_line_s
     table = harness.run(STAGE, context)
     assert table["agreement"].null_count == table["agreement_rank"].null_count == table.num_rows
     assert table["style"].null_count == 0
-    assert context.said == [
+    assert context.lines == [
         "1 of 5 texts have no sentence embedding, such as 'a text without an embedding', so agreement is not measured; "
         "data/judges/texts.py adds them"
     ]
@@ -306,7 +307,7 @@ def test_a_map_of_other_features_is_refused(scene):
         STAGE.snapshot(scene.context(replace(scene.config, map="absent.safetensors")))
 
 
-def test_memory_is_given_back_when_the_stage_ends(scene):
+def test_memory_is_released_when_the_stage_ends(scene):
     mx.clear_cache()
     before = mx.get_active_memory()
     harness.run(STAGE, scene.context())
