@@ -110,7 +110,7 @@ class Scorer:
         own = cosines_N[self.texts.index(text)]
         return {"agreement": float(own), "agreement_rank": 1 + int((cosines_N > own).sum())}
 
-    def missing(self) -> Iterator[str]:
+    def missing_inputs(self) -> Iterator[str]:
         """Yield one line for the user for each missing input, such as references or a map, without which a score is not
         measured.
         """

@@ -73,7 +73,7 @@ def score_pictures(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     if not pending:
         return
     scorer = Scorer(ctx, ImageEncoder.load())
-    for line in scorer.missing():
+    for line in scorer.missing_inputs():
         ctx.say(line)
     for number, row in enumerate(pending, 1):
         if ctx.stop():
