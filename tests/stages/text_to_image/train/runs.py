@@ -14,11 +14,13 @@ import pyarrow as pa
 from schemas.text_to_image import buckets, captions, embeddings, images, latents
 from stages.models.flux2.config import Flux2Config
 from stages.text_to_image.families import family
-from stages.text_to_image.train.config import TrainConfig
+from stages.text_to_image.train.config import LossConfig, NoiseConfig, PreservationConfig, TrainConfig
 from stages.text_to_image.train.reader import MicroBatch
+from stages.text_to_image.train.selection import DataConfig, MaskConfig, ValidationConfig
 from stages.text_to_image.train.stage import STAGE
 from stages.text_to_image.train.task import ImageTask
 from stages.tuner.checkpoint import Checkpoint
+from stages.tuner.config import EmaConfig, OptimizerConfig, ScheduleConfig
 from stages.tuner.loader import Loader
 from stages.tuner.loop import load_training
 from stages.tuner.resume import Key, row_key
@@ -94,6 +96,42 @@ def tables(shapes: tuple[tuple[int, int], ...] = SHAPES, shift: float = 0.0) -> 
             ),
         ),
     }
+
+
+def rich_tables(shapes: tuple[tuple[int, int], ...] = SHAPES) -> dict[str, pa.Table]:
+    """The tables with a class caption for every caption, and a mask for every second crop."""
+    made = tables(shapes)
+    rows = made["captions"].to_pylist()
+    classes = [row | {"role": "class", "caption_id": f"class of {row['caption_id']}"} for row in rows if row["role"] == "caption"]
+    made["captions"] = rows_of(captions.CAPTIONS, *rows, *classes)
+    encoded = [
+        {"caption_id": row["caption_id"], "tokens": 3, "shape": [TEXT_ROWS, 24], "tensor": words((TEXT_ROWS, 24), 200 + n)}
+        for n, row in enumerate(classes)
+    ]
+    made["embeddings"] = rows_of(embeddings.EMBEDDINGS, *made["embeddings"].to_pylist(), *encoded)
+    crops = made["latents"].to_pylist()
+    for n, row in enumerate(crops[::2]):
+        count = row["width"] * row["height"] // 256
+        row["mask"] = np.random.default_rng(n).integers(0, 256, count, dtype=np.uint8).tobytes()
+    made["latents"] = rows_of(latents.LATENTS, *crops)
+    return made
+
+
+EVERYTHING = dataclasses.replace(
+    BASE,
+    steps=6,
+    accumulate=2,
+    base_bits=8,
+    optimizer=OptimizerConfig(kind="adamw8bit"),
+    schedule=ScheduleConfig(shape="cosine", warmup_steps=2, decay_steps=4),
+    noise=NoiseConfig(base="mode", strata=3),
+    loss=LossConfig(kind="pseudo_huber", weight="half_bell"),
+    data=DataConfig(repeats={"image1": 0.5}),
+    mask=MaskConfig(),
+    preservation=PreservationConfig(every=2),
+    validation=ValidationConfig(share=0.2, every=2, sigmas=(0.3, 0.7)),
+    ema=EmaConfig(),
+)
 
 
 @dataclasses.dataclass

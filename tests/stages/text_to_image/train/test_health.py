@@ -1,10 +1,11 @@
-"""A training run's looks at itself: what must be finite, what must move, and how far."""
+"""Health checks: what must be finite, what must move, and how far."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,11 +13,14 @@ import pytest
 
 from stages.tuner import checkpoint
 from stages.tuner import step as tuner_step
-from stages.tuner.config import ScheduleConfig
+from stages.tuner.config import EmaConfig, OptimizerConfig, ScheduleConfig
 from stages.tuner.loader import Loader
+from stages.tuner.optimizers import step as optimizer_step
 from tests.stages.text_to_image.train.runs import BASE, Run
 
 Grads = dict[str, mx.array]
+
+
 AT_ONCE = ScheduleConfig(warmup_steps=0)
 
 
@@ -102,3 +106,58 @@ def test_an_update_as_long_as_the_adapter_is_reported(transformer, tmp_path):
 def test_an_update_lost_in_rounding_is_reported(transformer, tmp_path):
     run = Run(tmp_path, transformer, replace(BASE, steps=10, lr=1e-10, batch_size=1)).go()
     assert any("raise [train] lr" in line for line in run.said)
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+    """Make the losses and gradients of these calls not a number."""
+    calls = iter(range(1, 1000))
+    real = tuner_step.loss_and_grads
+
+    def compute(*given: Any) -> Any:
+        losses, grads = real(*given)
+        factor = float("nan") if next(calls) in steps else 1.0
+        return losses * factor, {name: grad * factor for name, grad in grads.items()}
+
+    monkeypatch.setattr(tuner_step, "loss_and_grads", compute)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_reported(transformer, tmp_path, monkeypatch):
+    broken(monkeypatch, 2, 3)
+    run = Run(tmp_path, transformer, replace(BASE, steps=4, checkpoint_every=1)).go()
+    saved = {found.step: found.arrays(checkpoint.ADAPTER) for found in checkpoint.find_checkpoints(tmp_path / "artifacts")}
+    for name in saved[1]:
+        assert mx.array_equal(saved[1][name], saved[3][name])
+    assert any(not mx.array_equal(saved[3][name], saved[4][name]) for name in saved[3])
+    assert checkpoint.find_checkpoints(tmp_path / "artifacts")[0].arrays(checkpoint.OPTIMIZER)["step"].item() == 2
+    assert [line for line in run.said if "not finite" in line] == [
+        f"step {step}: the loss or the gradient is not finite; the step is skipped" for step in (2, 3)
+    ]
+
+
+def test_three_steps_in_a_row_that_are_not_finite_end_the_run_also_across_a_resume(transformer, tmp_path, monkeypatch):
+    broken(monkeypatch, 2, 3, 4)
+    run = Run(tmp_path, transformer, replace(BASE, checkpoint_every=1)).go(stop_at=3)
+    with pytest.raises(ValueError, match=r"^train: stopped at step 4: 3 steps in a row .* lower \[train\] lr \(0.01\)") as caught:
+        run.go()
+    assert "\n" not in str(caught.value)
+    assert checkpoint.find_checkpoints(tmp_path / "artifacts")[0].step == 3
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw8bit", "adafactor", "lion", "prodigy"])
+def test_an_update_that_is_not_finite_ends_the_run_at_once_and_reaches_no_file(kind, transformer, tmp_path):
+    method, schedule = OptimizerConfig(kind=kind), ScheduleConfig(warmup_steps=0)
+    sound = replace(BASE, optimizer=method, schedule=schedule, lr=0.01, steps=3, checkpoint_every=1, ema=EmaConfig())
+    run = Run(tmp_path, transformer, sound).go(stop_at=2)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    run.config = replace(sound, lr=1e30)  # its third step, the last, would be the result
+    with pytest.raises(ValueError) as caught:
+        run.go()
+    said = "train: stopped at step 3: the update made the adapter infinite, so it is not saved; lower [train] lr (1e+30)"
+    assert str(caught.value) == said
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_an_adapter_that_does_not_move_ends_the_run(transformer, tmp_path, monkeypatch):
+    monkeypatch.setattr(optimizer_step, "clip_factor", lambda norm, limit: mx.zeros(()))
+    with pytest.raises(ValueError, match="stopped at step 10: the adapter has not moved"):
+        Run(tmp_path, transformer, replace(BASE, steps=12, batch_size=1)).go()

@@ -16,8 +16,7 @@ from stages.tuner import step as tuner_step
 from stages.tuner.config import EmaConfig
 from stages.tuner.loader import Loader
 from stages.tuner.step import TrainingStep
-from tests.stages.text_to_image.train.runs import BASE, Run
-from tests.stages.text_to_image.train.test_features import rich
+from tests.stages.text_to_image.train.runs import BASE, Run, rich_tables
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def test_every_step_runs_under_the_live_memory_limit_of_the_plan_and_the_limit_i
     ids=["plain", "several batches", "micro-batches", "preservation", "by blocks, averaged"],
 )
 def test_a_step_waits_for_the_device_once(more, transformer, tmp_path, monkeypatch):
-    run = Run(tmp_path, transformer, replace(BASE, **more), rich())
+    run = Run(tmp_path, transformer, replace(BASE, **more), rich_tables())
     made = run.training()
     made.plan, made.live_bytes = run.config.memory if "memory" in more else "whole", 1
     waits: list[int] = []

@@ -6,8 +6,7 @@ import re
 from dataclasses import replace
 
 from stages.text_to_image.train.selection import MaskConfig, ValidationConfig
-from tests.stages.text_to_image.train.runs import BASE, Run
-from tests.stages.text_to_image.train.test_features import rich
+from tests.stages.text_to_image.train.runs import BASE, Run, rich_tables
 
 # What is said
 
@@ -20,5 +19,5 @@ def test_a_run_prints_its_control_files_the_size_of_its_adapter_and_what_is_held
 
 
 def test_a_run_with_masks_prints_how_many_crops_have_one(transformer, tmp_path):
-    run = Run(tmp_path, transformer, replace(BASE, steps=1, mask=MaskConfig()), rich()).go()
+    run = Run(tmp_path, transformer, replace(BASE, steps=1, mask=MaskConfig()), rich_tables()).go()
     assert any(re.search(r"batches per epoch; [1-9]\d* crops have a mask$", line) for line in run.said)

@@ -1,0 +1,89 @@
+"""The automatic size of micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from stages.tuner import checkpoint, loop
+from stages.tuner import step as tuner_step
+from stages.tuner.step import TrainingStep
+from tests.stages.text_to_image.train.plans import batch_of, chosen, needs
+from tests.stages.text_to_image.train.runs import (
+    BASE,
+    Run,
+    tables,
+)
+
+
+def test_an_automatic_micro_batch_starts_between_one_sample_and_the_batch(transformer, tmp_path):
+    run = Run(tmp_path, transformer, replace(BASE, micro_batch="auto"))
+    batch = batch_of(run)
+    assert chosen(run).max_tokens == batch.samples * batch.tokens
+    run.config = replace(BASE, micro_batch="auto", memory_gb=needs(run, "blocks", 1) * 1.001)
+    assert chosen(run).max_tokens == batch.tokens
+
+
+class MeasuredMemory:
+    """Replaces MLX's memory readings of each step by a pair (held, peak), GB, and counts the samples computed at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, readings: list[tuple[float, float]]) -> None:
+        self.sizes: list[list[int]] = []  # of each step: samples computed at once
+        self.now, coming = (0.0, 0.0), iter(readings)
+        step, gradients = TrainingStep.step, tuner_step.loss_and_grads
+
+        def stepped(*given: Any) -> Any:
+            self.sizes.append([])
+            measured = step(*given)
+            self.now = next(coming)
+            return measured
+
+        def counted(*given: Any) -> Any:
+            self.sizes[-1].append(given[3]["x_BLC"].shape[0])
+            return gradients(*given)
+
+        monkeypatch.setattr(TrainingStep, "step", stepped)
+        monkeypatch.setattr(tuner_step, "loss_and_grads", counted)
+        monkeypatch.setattr(mx, "get_active_memory", lambda: round(self.now[0] * 1e9))
+        monkeypatch.setattr(mx, "get_peak_memory", lambda: round(self.now[1] * 1e9))
+
+
+AUTOMATIC = replace(BASE, micro_batch="auto", memory_gb=1.0, batch_size=4, steps=5)
+
+
+READINGS = [(0.1, 1.2), (0.1, 1.1), (0.1, 0.6), (0.1, 0.5), (0.1, 0.95)]
+
+
+SIZES = [[4], [2, 2], [1, 1, 1, 1], [1, 1, 1, 1], [2, 2]]
+
+
+def test_an_automatic_micro_batch_shrinks_after_a_peak_above_the_limit_and_grows_again(transformer, tmp_path, monkeypatch):
+    measured_memory = MeasuredMemory(monkeypatch, READINGS)
+    run = Run(tmp_path, transformer, AUTOMATIC, tables(((64, 64),) * 8)).go()
+    assert measured_memory.sizes == SIZES
+    changes = [line for line in run.said if line.startswith("the micro-batch")]
+    assert changes == [
+        f"the micro-batch is now {n} tokens, {how} than before" for n, how in ((44, "fewer"), (22, "fewer"), (44, "more"))
+    ]
+    (last,) = (saved for saved in checkpoint.find_checkpoints(tmp_path / "artifacts") if saved.step == 5)
+    assert last.state["max_tokens"] == 44
+
+
+def test_a_resumed_run_goes_on_with_the_micro_batch_size_of_its_last_step(transformer, tmp_path, monkeypatch):
+    measured_memory = MeasuredMemory(monkeypatch, READINGS)
+    run = Run(tmp_path, transformer, AUTOMATIC, tables(((64, 64),) * 8)).go(stop_at=2)
+    assert measured_memory.sizes == SIZES[:2]
+    run.go()
+    assert measured_memory.sizes == SIZES
+
+
+def test_an_automatic_micro_batch_changes_no_row_but_for_rounding(whole, transformer, tmp_path, monkeypatch):
+    sizes = iter([10, 22, 5, 40, 22, 10, 22])
+    monkeypatch.setattr(loop, "adjust_max_tokens", lambda *given: next(sizes))
+    run = Run(tmp_path, transformer, replace(BASE, micro_batch="auto")).go()
+    for ours, theirs in zip(run.rows, whole.rows, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    assert any(line.startswith("the micro-batch is now 10 tokens, fewer") for line in run.said)

@@ -1,0 +1,130 @@
+"""Runs that do not fit into memory: refused in one line, with the settings that would fit."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from stages.text_to_image.families import family
+from stages.text_to_image.train import memory_plan, model
+from stages.text_to_image.train.config import TrainConfig
+from stages.text_to_image.train.selection import ValidationConfig
+from stages.tuner.config import OptimizerConfig
+from tests.stages.text_to_image.train.plans import PIXELS, chosen, estimator, needs
+from tests.stages.text_to_image.train.runs import (
+    BASE,
+    Run,
+    tables,
+    weights,
+)
+
+
+def refused(run: Run) -> tuple[dict[str, Any], float]:
+    """The settings that a refusal names, and what it says that they need, GB: as they stand in its line."""
+    with pytest.raises(ValueError) as caught:
+        chosen(run)
+    line = str(caught.value)
+    assert "\n" not in line and "too much" not in line
+    found = re.fullmatch(r"train: plan .* may take: (.*) would need (.*) GB", line)
+    assert found
+    parts = [re.fullmatch(r"(\[.*?\]) (.*)", part) for part in found[1].split("; ")]
+    return tomllib.loads("\n".join(f"{part[1]}\n" + part[2].replace(", ", "\n") for part in parts if part)), float(found[2])
+
+
+ALL = {"memory": "blocks", "micro_batch": 1, "base_bits": 4, "optimizer": {"kind": "adamw8bit"}}
+
+
+def with_settings(config: TrainConfig, section: dict[str, Any]) -> TrainConfig:
+    """The same with what stands in the section [train] of a file."""
+    method = {"optimizer": OptimizerConfig(**section["optimizer"])} if "optimizer" in section else {}
+    return replace(config, **section | method)
+
+
+def test_what_cannot_fit_is_refused_before_a_weight_is_loaded_with_the_setting_that_would(transformer, tmp_path, monkeypatch):
+    wide = weights(tmp_path / "wide", attention_head_dim=32, axes_dims_rope=(8, 8, 8, 8))
+    run = Run(tmp_path, wide, replace(BASE, memory_gb=needs(Run(tmp_path, wide), "blocks") * 0.95))
+    monkeypatch.setattr(model, "load_transformer", lambda *given: pytest.fail("weights were loaded"))
+    with pytest.raises(ValueError, match=r"^train: plan blocks needs about .* at 96 x 64 px, .* would need .* GB$") as caught:
+        run.go()
+    assert "micro_batch = 1" in str(caught.value)
+    run.config = replace(run.config, batch_size=1, memory_gb=needs(run, "blocks", 1) * 0.95)
+    with pytest.raises(ValueError, match=r"\[train\] base_bits = 8 would need"):
+        run.go()
+    run.config = replace(run.config, memory_gb=1e-6)
+    with pytest.raises(
+        ValueError,
+        match=r'base_bits = 4; \[train.optimizer\] kind = "adamw8bit" would need .* GB, too much as well; '
+        r"choose a smaller family, or train on a device with more memory$",
+    ):
+        run.go()
+    run.config = replace(run.config, base_bits=4, optimizer=OptimizerConfig(kind="lion"))
+    with pytest.raises(
+        ValueError, match=r"no setting would need less; choose a smaller family, or train on a device with more memory$"
+    ):
+        run.go()
+    run.config = replace(run.config, memory="whole", memory_gb=needs(run, "whole", 1) * 0.99)
+    with pytest.raises(ValueError, match=r'plan whole needs .* memory = "blocks" would need'):
+        run.go()
+
+
+@pytest.mark.parametrize("names", [("micro_batch", "base_bits"), ("base_bits", "optimizer"), tuple(ALL)], ids=" and ".join)
+def test_where_only_several_settings_together_fit_a_refusal_names_them_all_and_they_are_accepted(names, deep, tmp_path):
+    config = replace(BASE, rank=16, batch_size=1 if names == ("base_bits", "optimizer") else 4)
+    if "memory" in names:
+        config = replace(config, memory="whole")
+    run = Run(tmp_path, deep, config, tables(((128, 128),) * 8))
+    run.config = with_settings(config, {name: ALL[name] for name in names})
+    limit = needs(run, "blocks", 1) * 1.0001
+    for left_out in names:
+        run.config = replace(with_settings(config, {name: ALL[name] for name in names if name != left_out}), memory_gb=limit)
+        plan = "whole" if run.config.memory == "whole" else "blocks"
+        assert needs(run, plan, run.config.micro_batch or config.batch_size) > limit
+    run.config = replace(config, memory_gb=limit)
+    settings, said = refused(run)
+    assert settings == {"train": {name: ALL[name] for name in names}}
+    assert said == pytest.approx(limit, rel=0.01)
+    run.config = with_settings(run.config, settings["train"])
+    assert chosen(run).plan == "blocks"
+
+
+def test_the_refusal_of_klein_9b_in_a_batch_of_8_at_1024_px_in_11_gb_names_micro_batches_and_4_bits(monkeypatch):
+    monkeypatch.setattr("stages.models.attention.fused_gradient", lambda q_BHLK: True)
+    klein = estimator(TrainConfig(batch_size=8), family("klein-base-9b").transformer)
+    with pytest.raises(ValueError, match=r"may take: \[train\] micro_batch = 1, base_bits = 4 would need (9|10)\..* GB$"):
+        memory_plan.require_fit(klein, memory_plan.BatchShape(8, 1024, 1024, 512, PIXELS), int(11e9))
+
+
+def test_a_refusal_names_no_setting_that_is_not_needed_beside_the_others(deep, tmp_path):
+    run = Run(tmp_path, deep, replace(BASE, rank=2, batch_size=2, base_bits=4), tables(((64, 64),) * 4))
+    run.config = replace(BASE, rank=2, batch_size=2, memory_gb=needs(run, "blocks") * 1.0001)
+    assert needs(replace(run, config=replace(run.config, micro_batch=1)), "blocks", 1) > run.config.memory_gb
+    settings, _ = refused(run)
+    assert settings == {"train": {"base_bits": 4}}
+
+
+@pytest.mark.parametrize("aside", [None, ValidationConfig(paths=("image3",))], ids=["trained", "held out"])
+def test_where_no_settings_fit_the_highest_resolution_that_does_is_named_and_it_is_accepted(aside, deep, tmp_path):
+    run = Run(tmp_path, deep, replace(BASE, batch_size=1, validation=aside), tables(((64, 64),) * 3 + ((640, 480),)))
+    least = with_settings(run.config, {"base_bits": 4, "optimizer": ALL["optimizer"]})
+
+    def at(side: int) -> float:
+        return needs(Run(tmp_path, deep, least, tables(((64, 64),) * 3 + ((side, side),))), "blocks", 1)
+
+    run.config = replace(run.config, memory_gb=at(352) * 1.0001)
+    assert at(368) > run.config.memory_gb
+    settings, said = refused(run)
+    assert settings == {"train": {"base_bits": 4, "optimizer": ALL["optimizer"]}, "buckets": {"resolutions": [352]}}
+    assert said == pytest.approx(at(352), rel=0.01)
+    run.config = with_settings(run.config, settings["train"])
+    run.tables = tables(((64, 64),) * 3 + ((352, 352),))
+    assert chosen(run).plan == ("whole" if aside else "blocks"), "a measurement's need is the same in every plan"
+    run.config = replace(run.config, memory_gb=at(256) * 0.999)
+    run.tables = tables(((64, 64),) * 3 + ((640, 480),))
+    with pytest.raises(
+        ValueError, match=r"resolutions = \[256\] would need .* GB, too much as well; choose a smaller family, or"
+    ):
+        chosen(run)

@@ -1,0 +1,159 @@
+"""A run that is stopped, killed, made longer or shorter ends as an unbroken one."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stages.text_to_image.train.selection import ValidationConfig
+from stages.text_to_image.train.stage import STAGE
+from stages.tuner import checkpoint
+from stages.tuner.config import EmaConfig
+from tests import harness
+from tests.stages.text_to_image.train.runs import (
+    BASE,
+    Run,
+)
+
+
+@pytest.fixture(scope="module")
+def whole(transformer: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """An unbroken run of BASE with accumulation."""
+    return Run(tmp_path_factory.mktemp("whole"), transformer, replace(BASE, accumulate=2)).go()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_that_is_stopped_and_killed_ends_with_the_bits_of_an_unbroken_one(seed, whole, transformer, tmp_path):
+    draw = random.Random(seed)
+    run = Run(tmp_path, transformer, whole.config)
+    for _ in range(3):
+        at = draw.randint(1, 6)
+        run.go(**({"stop_at": at} if draw.random() < 0.5 else {"kill_at": at, "lose": draw.randint(0, 4)}))
+    run.go()
+    assert run.rows == whole.rows
+    assert run.adapter == whole.adapter
+    final = "checkpoints/step-000007/optimizer.safetensors"
+    assert (run.folder / "artifacts" / final).read_bytes() == (whole.folder / "artifacts" / final).read_bytes()
+
+
+def test_a_stop_writes_a_checkpoint_of_its_step_and_the_next_run_goes_on_from_it(whole, transformer, tmp_path):
+    run = Run(tmp_path, transformer, whole.config).go(stop_at=2)
+    assert max(step for step, _, _ in run.stored) == 2
+    assert [saved.step for saved in checkpoint.find_checkpoints(tmp_path / "artifacts")] == [2]
+    first = run.go(kill_at=3).said[-2]
+    assert first.endswith("steps 3 to 7")
+
+
+def test_a_damaged_checkpoint_is_passed_over(whole, transformer, tmp_path):
+    run = Run(tmp_path, transformer, whole.config).go(kill_at=6)
+    file = tmp_path / "artifacts" / "checkpoints" / "step-000006" / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    run.go()
+    assert run.said[-2].endswith("steps 4 to 7")
+    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
+
+
+def test_rows_that_a_kill_lost_are_yielded_again_without_training(whole, transformer, tmp_path):
+    run = Run(tmp_path, transformer, whole.config).go()
+    run.loaded = 0
+    for key in [key for key in run.stored if key[0] >= 5]:
+        del run.stored[key]
+    run.go()
+    assert run.loaded == 0
+    assert run.rows == whole.rows
+
+
+def test_rows_that_neither_table_nor_checkpoint_holds_are_trained_again(whole, transformer, tmp_path):
+    run = Run(tmp_path, transformer, whole.config).go()
+    (tmp_path / "artifacts" / "checkpoints" / "step-000003" / "rows.arrow").unlink()
+    for key in [key for key in run.stored if key[0] == 2]:
+        del run.stored[key]
+    run.go()
+    assert run.said[-2].endswith("steps 1 to 7")
+    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
+
+
+def test_a_finished_run_loads_nothing_and_writes_nothing(whole):
+    before = {path: path.stat().st_mtime_ns for path in whole.folder.rglob("*")}
+    whole.loaded = 0
+    assert harness.run(STAGE, whole.context()).num_rows == 0
+    assert whole.loaded == 0
+    assert before == {path: path.stat().st_mtime_ns for path in whole.folder.rglob("*")}
+
+
+def test_a_finished_run_is_made_longer_and_equals_one_that_was_long_from_the_start(whole, transformer, tmp_path):
+    run = Run(tmp_path, transformer, replace(whole.config, steps=4)).go()
+    assert run.adapter == (run.folder / "artifacts/checkpoints/step-000004/adapter.safetensors").read_bytes()
+    run.config = whole.config
+    run.go()
+    assert run.said[-2].endswith("steps 5 to 7")
+    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
+
+
+def test_a_run_made_shorter_has_the_adapter_of_the_shorter_run(whole, transformer, tmp_path):
+    run = Run(tmp_path / "a", transformer, whole.config).go()
+    run.config = replace(whole.config, steps=6)
+    run.go()
+    assert run.adapter == Run(tmp_path / "b", transformer, run.config).go().adapter
+    run.config = whole.config
+    run.loaded = 0
+    run.go()
+    assert run.loaded == 0
+    assert run.adapter == whole.adapter
+
+
+def test_a_run_made_as_short_as_one_of_its_checkpoints_takes_its_adapter_and_loads_nothing(whole, transformer, tmp_path):
+    run = Run(tmp_path / "a", transformer, replace(whole.config, keep_states=1)).go()
+    run.config, run.loaded = replace(run.config, steps=3), 0
+    run.go()
+    assert run.loaded == 0
+    assert run.adapter == Run(tmp_path / "b", transformer, run.config).go().adapter
+
+
+@pytest.mark.parametrize("name", ["adapter.safetensors", "adapter_ema.safetensors", "adapter_best.safetensors"])
+@pytest.mark.parametrize("left", [0, 100])
+def test_a_result_that_was_deleted_or_cut_comes_back_from_its_checkpoint(transformer, tmp_path, name, left):
+    config = replace(BASE, steps=3, ema=EmaConfig(), validation=ValidationConfig(every=2))
+    run = Run(tmp_path, transformer, config).go()
+    path = tmp_path / "artifacts" / name
+    before = path.read_bytes()
+    path.write_bytes(before[:-left]) if left else path.unlink()
+    run.loaded = 0
+    run.go()
+    assert path.read_bytes() == before
+    assert run.loaded == 0
+
+
+def test_a_damaged_checkpoint_is_reported_and_the_run_goes_on_from_the_one_before_it(whole, transformer, tmp_path):
+    run = Run(tmp_path, transformer, whole.config).go(stop_at=5)
+    newest = max((tmp_path / "artifacts/checkpoints").iterdir()) / "adapter.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-4])
+    run.go()
+    assert "the checkpoint of step 5 is damaged; the run goes on from step 3" in run.said
+    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
+
+
+def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(whole, transformer, tmp_path):
+    run = Run(tmp_path, transformer, whole.config).go(stop_at=5)
+    shutil.rmtree(tmp_path / "artifacts" / "checkpoints")
+    run.go()
+    assert any(line.startswith("no checkpoint is left") for line in run.said)
+    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
+
+
+def test_the_interval_of_checkpoints_changes_no_result(whole, transformer, tmp_path):
+    run = Run(tmp_path, transformer, replace(whole.config, checkpoint_every=1, keep_states=1)).go()
+    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
+    states = sorted(path.parent.name for path in tmp_path.rglob("optimizer.safetensors"))
+    assert states == ["step-000007"]
+    assert len(list(tmp_path.rglob("checkpoints/*/adapter.safetensors"))) == 7
+
+
+def test_one_step_alone_gives_its_logged_losses(whole):
+    saved = next(s for s in checkpoint.find_checkpoints(whole.folder / "artifacts") if s.step == 6)
+    found = whole.training(saved).gradient(whole.micro_batches(7))
+    assert found.losses.tolist() == [row["loss"] for row in whole.rows if row["step"] == 7]

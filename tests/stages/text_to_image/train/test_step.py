@@ -1,0 +1,207 @@
+"""What a step computes: losses and gradients, for every plan, size of micro-batches and variant."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from stages.text_to_image.train.config import PreservationConfig
+from stages.text_to_image.train.model import weight_bits
+from stages.text_to_image.train.objective import FlowMatching
+from stages.text_to_image.train.reader import MicroBatch
+from stages.tuner import quantize
+from stages.tuner.adapters import lora
+from stages.tuner.adapters.stacks import Stacks
+from stages.tuner.step import TrainingStep
+from tests.stages.text_to_image.train.runs import BASE, EVERYTHING, TEXT_ROWS, TINY, Run, rich_tables, tables, weights
+from tests.stages.tuner.blockwise.test_backprop import assert_same
+
+# Every plan asks BLAS for the same products. Micro-batches have fewer rows, for which MKL with several threads rounds otherwise:
+# one product is then 7e-7 of its largest value from the true one, and after all of them an array's gradient was seen to differ by
+# 4.2e-6 of its largest value (4e-7 with one thread); all arrays together by 9e-7.
+SPLIT = 1e-5
+
+
+@pytest.fixture(scope="module")
+def transformer(wide: Path) -> Path:
+    return wide
+
+
+def test_batches_of_unequal_size_count_by_their_samples(transformer, tmp_path):
+    run = Run(tmp_path, transformer, replace(BASE, batch_size=3, accumulate=2, steps=1), tables(((64, 64),) * 4))
+    made = run.training()
+    made.masters = Stacks.of(
+        {name: value + 0.1 * mx.random.normal(value.shape, key=mx.random.key(1)) for name, value in made.adapter.items()}
+    )
+    batches = run.micro_batches(1)
+    assert sorted(len(batch.samples) for batch in batches) == [1, 3]
+    fields = ("x0_BCHW", "noise_BCHW", "ctx_BTJ")
+    joint = MicroBatch(
+        [s for m in batches for s in m.samples], *(np.concatenate([getattr(m, name) for m in batches]) for name in fields)
+    )
+    several, one = made.gradient(batches), made.gradient([joint])
+    np.testing.assert_allclose(np.array(several.losses), np.array(one.losses), rtol=1e-5)
+    assert_same(several.grads, one.grads, 1e-5)  # 2e-6 was seen; see SPLIT in test_features.py
+
+
+@pytest.mark.parametrize("guidance", [False, True])
+def test_losses_and_every_gradient_of_a_step_equal_torchs_with_peft(guidance, tmp_path):
+    import torch
+    from diffusers import Flux2Transformer2DModel
+    from peft import LoraConfig
+
+    folder = weights(tmp_path / "transformer", guidance=guidance)
+    run = Run(tmp_path, folder, replace(BASE, batch_size=3, rank=3, alpha=1.5))
+    made = run.training()
+    draw = np.random.default_rng(5)
+    made.masters = Stacks.of(
+        {name: mx.array(draw.normal(0, 0.1, value.shape).astype(np.float32)) for name, value in made.adapter.items()}
+    )
+    (batch,) = run.micro_batches()
+    gradient = made.gradient([batch])
+    losses, grads = gradient.losses, gradient.grads
+
+    reference = Flux2Transformer2DModel.from_pretrained(folder)
+    names = [target.name for target in made.targets]
+    reference.add_adapter(LoraConfig(r=3, lora_alpha=1.5, target_modules=names, init_lora_weights=False))
+    theirs = {name: value for name, value in reference.named_parameters() if "lora_" in name}
+    assert len(theirs) == len(grads) == 2 * len(names)
+    with torch.no_grad():
+        for name, value in theirs.items():
+            value.copy_(torch.tensor(np.array(made.adapter[name.replace(".default", "")])))
+    B, C, H, W = batch.x0_BCHW.shape
+    x0, eps = torch.tensor(plain(batch.x0_BCHW)), torch.tensor(batch.noise_BCHW)
+    sigma = torch.tensor([s.sigma for s in batch.samples])[:, None, None, None]
+    x = ((1 - sigma) * x0 + sigma * eps).reshape(B, C, H * W).permute(0, 2, 1)
+    prediction = reference(
+        x,
+        encoder_hidden_states=torch.tensor(plain(batch.ctx_BTJ)),
+        timestep=sigma.flatten(),
+        img_ids=torch.cartesian_prod(torch.arange(1), torch.arange(H), torch.arange(W), torch.arange(1)).float(),
+        txt_ids=torch.cartesian_prod(*[torch.arange(1)] * 3, torch.arange(TEXT_ROWS)).float(),
+        guidance=torch.ones(B) if guidance else None,
+        return_dict=False,
+    )[0]
+    target = (eps - x0).reshape(B, C, H * W).permute(0, 2, 1)
+    expected = (prediction - target).pow(2).mean(dim=(1, 2))
+    expected.mean().backward()
+
+    np.testing.assert_allclose(np.array(losses), expected.detach().numpy(), rtol=1e-5)
+    for name, value in theirs.items():
+        ours, torchs = np.array(grads[name.replace(".default", "")]), value.grad.numpy()
+        assert np.linalg.norm(ours - torchs) <= 1e-4 * np.linalg.norm(torchs), name
+
+
+def plain(words: np.ndarray) -> np.ndarray:
+    """bfloat16 words as float32."""
+    return (words.astype(np.uint32) << 16).view(np.float32)
+
+
+def test_the_masters_stay_float32_under_bfloat16(transformer, tmp_path):
+    run = Run(tmp_path, transformer, replace(BASE, steps=2, precision="bfloat16")).go()
+    arrays = mx.load(str(tmp_path / "artifacts" / "adapter.safetensors"))
+    assert {value.dtype for value in arrays.values()} == {mx.float32}
+    assert any("bfloat16 is slow on a CPU" in line for line in run.said) == (mx.default_device() == mx.cpu)
+    assert all(np.isfinite(row["loss"]) for row in run.rows)
+
+
+def test_targets_choose_what_is_trained(transformer, tmp_path):
+    Run(tmp_path, transformer, replace(BASE, steps=1, targets=("attn.to_q", "single_transformer_blocks.*"))).go()
+    names = {
+        name.removesuffix(lora.A).removesuffix(lora.B) for name in mx.load(str(tmp_path / "artifacts" / "adapter.safetensors"))
+    }
+    single = "single_transformer_blocks.0.attn."
+    assert names == {"transformer_blocks.0.attn.to_q", single + "to_out", single + "to_qkv_mlp_proj"}
+
+
+def step_of(run: Run, step: int = 1) -> tuple[TrainingStep, list[MicroBatch]]:
+    """A trainer whose adapter is no longer zero, and what a step trains on."""
+    made = run.training()
+    draw = np.random.default_rng(5)
+    made.masters = Stacks.of(
+        {name: value + mx.array(draw.normal(0, 0.1, value.shape).astype(np.float32)) for name, value in made.adapter.items()}
+    )
+    batches = run.micro_batches(step)
+    return made, batches
+
+
+def distance(ours: dict[str, mx.array], theirs: dict[str, mx.array]) -> float:
+    """The length of the difference of two gradients, divided by the length of the second."""
+    assert set(ours) == set(theirs)
+    difference = sum(
+        float(np.square(np.array(ours[name], np.float64) - np.array(theirs[name], np.float64)).sum()) for name in ours
+    )
+    return (difference / sum(float(np.square(np.array(grad, np.float64)).sum()) for grad in theirs.values())) ** 0.5
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("variant", ["lora", "dora", "lokr"])
+def test_plans_and_micro_batches_give_the_same_gradient_with_masks_and_preservation(variant, bits, transformer, tmp_path):
+    run = Run(tmp_path, transformer, replace(EVERYTHING, variant=variant, base_bits=bits, batch_size=3), rich_tables())
+    made, batches = step_of(run, 4)
+    assert any(batch.class_BTJ is not None for batch in batches)
+    assert any(batch.mask_BL is not None for batch in batches)
+    whole = made.gradient(batches)
+    preserved = [pytest.approx(value, rel=1e-5) for value in whole.values("preservation")]
+    for plan, samples, tokens in (("blocks", None, None), (2, 3, None), ("whole", None, 30), ("blocks", 1, None)):
+        made.plan, made.max_samples, made.max_tokens = plan, samples, tokens
+        found = made.gradient(batches)
+        np.testing.assert_allclose(np.array(found.losses), np.array(whole.losses), rtol=1e-5)
+        assert found.values("preservation") == preserved
+        split = found.largest_tokens < whole.largest_tokens
+        assert_same(found.grads, whole.grads, SPLIT if split else 1e-6)
+        assert distance(found.grads, whole.grads) < 2e-6
+
+
+def test_preservation_is_the_gradient_of_the_distance_to_the_base(transformer, tmp_path):
+    config = replace(BASE, preservation=PreservationConfig(weight=3.0), caption_dropout=0.0)
+    run = Run(tmp_path, transformer, config, rich_tables())
+    made, batches = step_of(run)
+    with_it = made.gradient(batches)
+    plain = [replace(batch, class_BTJ=None, class_B=None) for batch in batches]
+    without = made.gradient(plain)
+    (batch,) = batches
+    objective = FlowMatching(TINY.architecture, config.loss)
+    inputs = objective.inputs(batch, objective.mix(batch)[0], batch.class_BTJ)
+    base_BLC = made.model(**inputs)
+
+    def strayed(adapter: dict[str, mx.array]) -> mx.array:
+        def linear_for(block: str) -> Any:
+            own = {name.removeprefix(block + "."): a for name, a in adapter.items() if name.startswith(block + ".")}
+            return lora.adapted_linear(own, {name.removeprefix(block + "."): s for name, s in made.scales.items()})
+
+        return 3.0 * mx.mean(mx.square(made.model(**inputs, linear_for=linear_for) - base_BLC))
+
+    expected = mx.grad(strayed)(made.adapter)
+    assert distance({name: with_it.grads[name] - without.grads[name] for name in expected}, expected) < 1e-4
+    assert np.mean(with_it.values("preservation")) == pytest.approx(strayed(made.adapter).item(), rel=1e-5)
+    assert without.values("preservation") == [None] * len(batch.samples)
+
+
+def test_weights_are_packed_in_the_bits_that_the_settings_say(transformer, tmp_path):
+    config = replace(
+        BASE, base_bits=4, base_bits_for={"single_transformer_blocks.*": 8, "single_transformer_blocks.*.to_out": 16}
+    )
+    made = Run(tmp_path, transformer, config).training()
+    bits = {
+        f"{block.name}.{name}": weight.bits
+        for block in made.model.blocks
+        for name, weight in block.weights.items()
+        if isinstance(weight, quantize.QuantizedWeight)
+    }
+    single = "single_transformer_blocks.0.attn."
+    assert bits.pop(single + "to_qkv_mlp_proj.weight") == 8
+    assert single + "to_out.weight" not in bits
+    assert len(bits) == 12
+    assert set(bits.values()) == {4}
+    assert weight_bits("single_transformer_blocks.0.attn.to_out.weight", TINY.architecture, config) == 16
+    assert weight_bits("single_transformer_blocks.0.attn.to_qkv_mlp_proj.weight", TINY.architecture, config) == 8
+    assert weight_bits("proj_out.weight", TINY.architecture, config) == 16
+    assert weight_bits("single_stream_modulation.linear.weight", TINY.architecture, config) == 8, "what steers every block"
+    with pytest.raises(ValueError, match=r"base_bits_for: 'attn.to_v_' matches no Linear; nearest: attn.to_v"):
+        Run(tmp_path, transformer, replace(BASE, base_bits_for={"attn.to_v_": 8})).training()
