@@ -1,18 +1,19 @@
-"""Training with every feature on, as a process that is killed, through the runner: in the end nothing shows it."""
+"""Training with every feature on, as a process that is killed: its table and artifacts equal those of an unbroken run."""
 
 import os
 import random
 import shutil
-import signal
-import time
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 from pipeline.commands.status import state
 from pipeline.project.project import Project
 from tests import projects
-from tests.pipeline.test_kill import artifacts
+from tests.pipeline.killing import KILLED, count_syncs, run_and_kill
+from tests.pipeline.test_kill import CLI, artifacts
 
 KILLS = int(os.environ.get("LATENTMILL_KILLS", "2"))
 FEATURES = """
@@ -49,7 +50,7 @@ floor = 0.2
 
 
 def prepared(folder: Path, weights: Path) -> Path:
-    """A project with everything on, ready to train. Two of its four images have a mask, their right side."""
+    """A project with every feature on, ready to train. Two of its four images have a mask: their right side."""
     projects.make(folder, weights, images=4)
     for path in sorted((folder / "images").glob("*.png"))[:2]:
         image = Image.open(path)
@@ -70,34 +71,23 @@ def missing(folder: Path) -> int:
     return state(Project(folder), "train").missing or 0
 
 
-def kill(folder: Path, stage_name: str, after: float) -> bool:
-    """Run a stage and kill it after so many seconds; whether that ended it."""
-    process = projects.command(folder, "run", stage_name)
-    time.sleep(after)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    return process.returncode == -signal.SIGKILL
-
-
-def test_training_with_every_feature_on_and_killed_at_random_ends_where_an_unbroken_run_ends(tmp_path, tiny_weights):
+@pytest.mark.slow
+@pytest.mark.proof("training with every feature on that is killed ends where an unbroken run ends")
+def test_training_with_every_feature_on_and_killed_before_any_fsync_ends_where_an_unbroken_run_ends(
+    tmp_path: Path, tiny_weights: Path, cases: Callable[[int, int], int]
+):
     unbroken, killed = (prepared(tmp_path / name / "project", tiny_weights) for name in ("unbroken", "killed"))
-    began = time.monotonic()
-    projects.latentmill(unbroken, "run", "train")
-    seconds = time.monotonic() - began
+    syncs = count_syncs(CLI, "run", "train", "--project", str(unbroken))
     projects.latentmill(killed, "run", "train", "--set", "train.stop_after_steps=4")
-    projects.latentmill(killed, "run", "samples")  # previews of what there is, between the kills of what comes after
-    generator = random.Random(7)
-    landed, within, left = 0, seconds, missing(killed)
-    while landed < KILLS:
-        dead = kill(killed, "train", generator.uniform(0.5, 0.95) * within)
-        before, left = left, missing(killed)
-        if not left:  # it was done before the kill: begin again, and aim earlier
-            shutil.rmtree(Project(killed).current("train").folder)
-            within, left = within * 0.9, missing(killed)
-        elif dead and left < before:
-            landed += 1
-        else:  # before the first step: aim later
-            within *= 1.1
+    projects.latentmill(killed, "run", "samples")  # previews between the kills
+    generator, left, rows = random.Random(7), cases(KILLS, 20), missing(killed)
+    while left:
+        code, _ = run_and_kill(generator.randint(1, syncs), CLI, "run", "train", "--project", str(killed))
+        before, rows = rows, missing(killed)
+        left -= code == KILLED and rows < before  # a kill before the first new row tests nothing of training
+        if not rows:
+            shutil.rmtree(Project(killed).current("train").folder)  # nothing is left to kill: begin again
+            rows = missing(killed)
     projects.latentmill(killed, "run", "train")
     assert missing(killed) == 0
     projects.latentmill(unbroken, "run", "samples")

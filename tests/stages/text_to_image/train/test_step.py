@@ -170,16 +170,16 @@ def test_preservation_is_the_gradient_of_the_distance_to_the_base(transformer, t
     inputs = objective.inputs(batch, objective.mix(batch)[0], batch.class_BTJ)
     base_BLC = made.model(**inputs)
 
-    def strayed(adapter: dict[str, mx.array]) -> mx.array:
+    def loss_of_base(adapter: dict[str, mx.array]) -> mx.array:
         def linear_for(block: str) -> Any:
             own = {name.removeprefix(block + "."): a for name, a in adapter.items() if name.startswith(block + ".")}
             return lora.adapted_linear(own, {name.removeprefix(block + "."): s for name, s in made.scales.items()})
 
         return 3.0 * mx.mean(mx.square(made.model(**inputs, linear_for=linear_for) - base_BLC))
 
-    expected = mx.grad(strayed)(made.adapter)
+    expected = mx.grad(loss_of_base)(made.adapter)
     assert distance({name: with_it.grads[name] - without.grads[name] for name in expected}, expected) < 1e-4
-    assert np.mean(with_it.values("preservation")) == pytest.approx(strayed(made.adapter).item(), rel=1e-5)
+    assert np.mean(with_it.values("preservation")) == pytest.approx(loss_of_base(made.adapter).item(), rel=1e-5)
     assert without.values("preservation") == [None] * len(batch.samples)
 
 
