@@ -35,13 +35,13 @@ VERSIONS = ("latentmill", "mlx", "numpy", "pyarrow", "pylance", "pillow", "trans
 
 
 class Console(Protocol):
-    """Receives the messages and the progress of a running stage."""
+    """An object that shows the messages and the progress of a running stage to the user."""
 
     def say(self, line: str) -> None:
         """Show one line of text."""
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        """Show that `done` of `total` are done; `unit` says what is counted, for example "images"."""
+        """Show that `done` of `total` items are finished. `unit` names the items in the plural, for example "images"."""
 
 
 Computed = Iterator[pa.RecordBatch | Artifact]  # batches of the stage's table, and files that their rows name
@@ -49,7 +49,9 @@ Computed = Iterator[pa.RecordBatch | Artifact]  # batches of the stage's table, 
 
 @dataclass
 class Outcome:
-    """What a run did: rows written and removed, time, memory. `stage_name` names the table."""
+    """A report of one run of a stage: how many rows were written, removed and left, how long the run took, and how much memory
+    it took. `stage_name` is the name of the stage and of its table.
+    """
 
     stage_name: str
     written: int = 0
@@ -63,7 +65,7 @@ class Outcome:
 
     @property
     def up_to_date(self) -> bool:
-        """Whether the run had nothing to do: no row was written, removed or is left."""
+        """True if the run had nothing to do: it wrote and removed no row, and none is left to compute."""
         return not self.written and not self.removed and not self.left
 
 
@@ -74,11 +76,13 @@ def run(
     meter: Meter | None = None,
     compute: Callable[[StageContext], Computed] | None = None,
 ) -> Outcome:
-    """Bring the table of the stage `name` up to date, and publish it. Returns what was done.
+    """Run the stage `name`: compute and store the rows that its table lacks, and publish the table. Return a report of the
+    run. Messages and progress go to `console`. `meter`, if given, measures MLX's memory while each batch is computed.
+    `compute(ctx)`, if given, replaces the stage's own `run`: it yields the record batches and artifacts (files that rows name)
+    for the rows in `ctx.pending`. Stopped if the user interrupts. ValueError, in one line, for mistakes that the user can
+    correct.
 
-    `meter` measures MLX's memory batch by batch. `compute(ctx)` yields the batches and artifacts for the rows of
-    `ctx.pending`, for example from work units in other processes (`pipeline.work`); by default the stage's own `run`.
-    Stopped if the user interrupts; ValueError, in one line, for mistakes that the user can correct.
+    `compute` can come from work units in other processes (`pipeline.work`).
     """
     stage, folder = project.stage(name), project.current(name)
     warnings.filterwarnings("ignore", module="PIL")  # Pillow's warnings are either in the row or harmless
@@ -92,14 +96,14 @@ def run(
         wanted = stage.wants(ctx)
         ctx.pending = pending_rows(stage, ctx, wanted)
         published = folder.rows().select(wanted.column_names) if folder.exists else wanted.slice(0, 0)
-        written = commit((compute or stage.run)(ctx), stage, writer, meter)
+        commit((compute or stage.run)(ctx), stage, writer, meter)
         ctx.stored = writer.stored
         if stage.finish:
-            written += commit(stage.finish(ctx), stage, writer)
+            commit(stage.finish(ctx), stage, writer)
         if missing(wanted, writer.stored).num_rows:  # a stage may want fewer rows now: training can end early
             ctx.stored = writer.stored
             wanted = stage.wants(ctx)
-        left = missing(wanted, writer.stored).num_rows
+        written, left = writer.rows_written, missing(wanted, writer.stored).num_rows
         if left and stop.is_set():
             raise Stopped(f"{name}: stopped; {written} new rows are kept, {left} are still to do. Run the same command to go on.")
         assert not left or reasons, f"{name}: {left} rows that the stage wants were never yielded"
@@ -116,7 +120,9 @@ def run(
 def _context(
     project: Project, stage: Stage, writer: Writer, console: Console, stop: threading.Event, reasons: list[str]
 ) -> StageContext:
-    """The context of a stage that runs in this process; `reasons` receives why the stage ends early, if it does."""
+    """Return the context of a stage that runs in this process. If the stage ends early, it adds the reason to the list
+    `reasons`. `stop` is set when the user asks to stop.
+    """
     return project.context(
         stage,
         artifacts=writer.table.folder / "artifacts",
@@ -131,7 +137,9 @@ def _context(
 
 
 def pending_rows(stage: Stage, ctx: StageContext, wanted: pa.Table) -> pa.Table:
-    """The rows of `wanted` to compute now: those that `ctx.stored` lacks, and stored ones that `stage.redo` asks for again."""
+    """Return the rows of `wanted` that must be computed now. These are the rows that `ctx.stored` lacks, and then the stored
+    rows that `stage.redo` wants to compute again.
+    """
     absent = missing(wanted, ctx.stored)
     if stage.redo is None:
         return absent
@@ -139,26 +147,23 @@ def pending_rows(stage: Stage, ctx: StageContext, wanted: pa.Table) -> pa.Table:
     return pa.concat_tables([absent, again.filter(pc.invert(matches(again, absent, list(stage.writes.key))))])
 
 
-def commit(batches: Iterable[pa.RecordBatch | Artifact], stage: Stage, writer: Writer, meter: Meter | None = None) -> int:
-    """Write all batches and artifacts to the stage's table and commit them. Returns the number of rows written.
-
-    Rows are also committed if the iterator raises. At the end MLX's cache is released.
+def commit(batches: Iterable[pa.RecordBatch | Artifact], stage: Stage, writer: Writer, meter: Meter | None = None) -> None:
+    """Write record batches of rows, and artifacts (files that rows name), to the stage's table through `writer`, and commit
+    them. `meter`, if given, measures MLX's memory while each batch is computed. Rows that came before an exception are
+    committed too. At the end MLX's cache is released.
     """
-    written = 0
     try:
         for item in meter.measure_each(batches, stage.name) if meter else batches:
             if isinstance(item, Artifact):
                 writer.write_artifact(item.name, functools.partial(_write_bytes, content=item.content))
             else:
                 writer.append(item)
-                written += item.num_rows
     finally:
         if isinstance(batches, Generator):
             batches.close()
         writer.flush()
         if "mlx.core" in sys.modules:
             sys.modules["mlx.core"].clear_cache()
-    return written
 
 
 def _write_bytes(path: Path, content: bytes) -> None:
@@ -167,9 +172,9 @@ def _write_bytes(path: Path, content: bytes) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Yield an event that the first Ctrl-C or SIGTERM sets, to stop after the current batch. A second one interrupts at once.
-
-    In a thread other than the main one, signals are left as they are and the event is never set.
+    """Yield an event that the first Ctrl-C or SIGTERM sets, so that the block can stop after its current batch. A second
+    signal raises KeyboardInterrupt. In a thread other than the main one, signals are left as they are and the event is never
+    set.
     """
     stop = threading.Event()
 
@@ -190,7 +195,9 @@ def interruptible() -> Iterator[threading.Event]:
 
 
 def provenance(project: Project, stage_name: str) -> dict[str, str]:
-    """Metadata for the files of a stage: family, project, the recipes of its table and of the tables it reads, versions."""
+    """Return the metadata that a stage writes into its files, as text by name: the project, the model family, the recipe (hash
+    of all settings and inputs) of the stage's table and of each table that it reads, and the versions of the software.
+    """
     reads = {f"recipe_{read.name}": recipe_id(project.recipe(read.name)) for read in project.stage(stage_name).reads}
     versions = {f"version_{name}": version for name, version in software().items()}
     family = {"family": project.family.name} if project.pipeline.families else {}
@@ -198,7 +205,9 @@ def provenance(project: Project, stage_name: str) -> dict[str, str]:
 
 
 def software() -> dict[str, str]:
-    """Versions of Python, the operating system and the packages in VERSIONS, by name; packages not installed are left out."""
+    """Return the versions of Python, the operating system and the packages in VERSIONS: name -> version. Packages that are not
+    installed are left out.
+    """
     found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     for name in VERSIONS:
         try:
@@ -209,7 +218,9 @@ def software() -> dict[str, str]:
 
 
 def facts_of(outcome: Outcome) -> dict[str, Any]:
-    """What the manifest records about the run that last wrote: rows, seconds, peak memory in bytes, versions."""
+    """Return the facts about a run that the table's manifest records. "run" holds the rows written, the duration in seconds,
+    and the peak memory in bytes. "versions" holds the versions of the software.
+    """
     return {
         "run": {
             "rows_written": outcome.written,
@@ -222,12 +233,14 @@ def facts_of(outcome: Outcome) -> dict[str, Any]:
 
 
 def peak_rss() -> int:
-    """The peak resident memory of this process, bytes."""
+    """Return the peak resident memory of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
 def peak_mlx(meter: Meter | None = None) -> int:
-    """The peak active memory of MLX, bytes; 0 if MLX was never imported. A meter resets MLX's own peak and keeps the largest."""
+    """Return the peak active memory of MLX in this process, in bytes; 0 if MLX was never imported. A meter resets MLX's own
+    peak, so give the run's meter if there is one.
+    """
     core = sys.modules.get("mlx.core")
     return max(int(core.get_peak_memory()), meter.peak if meter else 0) if core else 0

@@ -36,10 +36,10 @@ COMMITS = 64  # after this many commits the index is rewritten in one: Lance's m
 
 
 class Writer:
-    """`with Writer(table, recipe) as writer:` locks the table, repairs what killed writers left, and lets the block change it.
-
-    Rows of `table.schema.batch` are committed together when they fill a shard (`shard_bytes` of tensors) or when
-    `flush_seconds` have passed. `recipe` is written to the manifest. ValueError if another process is writing the table.
+    """The only writer of one table: `with Writer(table, recipe) as writer:` locks the table, repairs what killed writers left,
+    and lets the block change it. `recipe` says what the rows are computed from and is written to the manifest. Appended rows
+    are committed together once their tensors fill `shard_bytes` bytes, or once `flush_seconds` have passed. ValueError if
+    another process is writing the table.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Writer:
         self._rows = table.index.schema.empty_table()  # all rows of the index, older before newer
         self._version = 0  # of the index; 0 if there is none
         self._commits = 0  # since the index was last rewritten
+        self._written_keys = [self._rows.select(self.schema.key)]  # of every row committed by this writer
         self._open = False
         self._failed = False
 
@@ -85,13 +86,21 @@ class Writer:
 
     @property
     def stored(self) -> pa.Table:
-        """Every committed row (`schema.stored`), the newest of each key: also of killed runs, and rows not wanted any more."""
+        """Every committed row in the columns `schema.stored`. Rows of killed runs and rows that are no longer wanted are
+        included. If a key has several rows, only the newest is.
+        """
         return newest_per_key(self._rows, self.schema.key).select(self.schema.stored.names).cast(self.schema.stored)
 
-    def append(self, batch: pa.RecordBatch) -> None:
-        """Take rows of `schema.batch`; a row replaces an older one with its key. ValueError if the batch has another schema.
+    @property
+    def rows_written(self) -> int:
+        """The number of rows that this writer has committed. Rows with the same key count as one, because the last replaces the
+        others.
+        """
+        return int(newest_per_key(pa.concat_tables(self._written_keys), self.schema.key).num_rows)
 
-        The rows are committed later, together with others; `flush` commits them now.
+    def append(self, batch: pa.RecordBatch) -> None:
+        """Take a batch of rows in the columns `schema.batch`, to be committed later together with others. A row replaces an
+        older row with the same key. ValueError if the batch does not fit the schema. Call `flush` to commit at once.
         """
         batch = conform(batch, self.schema)
         if not batch.num_rows:
@@ -106,14 +115,14 @@ class Writer:
             self.flush()
 
     def flush(self) -> None:
-        """Commit all appended rows. When this returns, a kill or a power cut cannot lose them."""
+        """Commit all appended rows. After this call, neither a kill nor a power cut can lose them."""
         while self._buffer:
             self._commit()
 
     def write_artifact(self, name: str, write: Callable[[Path], None]) -> Path:
-        """Call `write(path)` with a temporary path and then publish the file as artifacts/NAME. Returns its final path.
-
-        If `write` raises, an existing artifact of that name is unchanged.
+        """Write a file that rows name. `name` is its path below the table's folder artifacts. `write(path)` is called with a
+        temporary path and must write the file there. Return the final path of the file. If `write` raises, an existing file of
+        that name is unchanged.
         """
         artifacts = self.table.folder / "artifacts"
         path = artifacts / name
@@ -123,10 +132,12 @@ class Writer:
         return path
 
     def finish(self, wanted: pa.Table | None, facts: dict[str, Any]) -> dict[str, Any]:
-        """Publish the table: readers now see the rows that equal a row of `wanted` in its columns (None: all rows).
+        """Publish the table, so that readers see the wanted rows. A row is wanted if some row of `wanted` has equal values in
+        all columns of `wanted`; None wants every row. `facts` are added to the facts in the manifest; a fact of the same name
+        is replaced. Return the manifest.
 
-        Rows not wanted are deleted, except in tensor tables and where `schema.retains_dead_rows`. `facts` are merged into
-        those of the manifest. Returns the manifest; it is not rewritten if nothing has changed.
+        Rows that are not wanted are deleted, except in tables with tensors and in tables with `schema.retains_dead_rows`,
+        which hide them. The manifest is not rewritten if nothing has changed.
         """
         self.flush()
         rows = newest_per_key(self._rows, self.schema.key)
@@ -144,9 +155,9 @@ class Writer:
             return self._publish(facts)
 
     def collect(self) -> int:
-        """Delete the rows that the last finished run did not want and rewrite sparse shards. Returns the bytes freed.
-
-        Rows of a run that has not finished are kept. Nothing happens before a first run has finished.
+        """Delete the rows that the last finished run did not want, and rewrite shards (Arrow files with tensors) that are
+        mostly unused. Return how many bytes were freed. Rows of an unfinished run are kept. If no run has finished yet,
+        nothing is deleted.
         """
         self.flush()
         if not self.table.exists:
@@ -167,13 +178,14 @@ class Writer:
         return max(0, before - size_of(self.table.folder))
 
     def _commit(self) -> None:
-        """Commit the first buffered rows: as many as fit into one shard, at least one."""
+        """Commit the first buffered rows: as many as fit into one shard, but at least one."""
         rows = pa.Table.from_batches(self._buffer)
         count = self._rows_per_commit(rows)
         with self._disk_errors():
             stored = self._write_tensors(rows.slice(0, count)).append_column(LIVE, pa.nulls(count, pa.bool_()))
             self._version = self.table.index.append(stored)
             self._rows = pa.concat_tables([self._rows, stored])
+            self._written_keys.append(stored.select(self.schema.key))
             self._buffer = rows.slice(count).to_batches()
             self._buffered_bytes = sum(batch.nbytes for batch in self._buffer)
             self._buffered_since = time.monotonic()
@@ -183,6 +195,9 @@ class Writer:
                 self.table.index.prune(self._published_version())
 
     def _rows_per_commit(self, rows: pa.Table) -> int:
+        """Return how many of the first rows have tensors of at most `shard_bytes` together, but at least 1; all rows if the
+        table has no tensors.
+        """
         if not self.schema.tensors:
             return int(rows.num_rows)
         sizes = [tensor.kind.byte_width * pc.list_value_length(rows[tensor.name]).to_numpy() for tensor in self.schema.tensors]
@@ -190,17 +205,21 @@ class Writer:
         return max(1, int(np.searchsorted(ends, self._shard_bytes, "right")))
 
     def _write_tensors(self, rows: pa.Table) -> pa.Table:
+        """Write the rows to a new shard if the table has tensors. Return them in the columns `schema.stored`."""
         if not self.schema.tensors:
             return rows
         return write_shard(self.table.shards, next_shard_number(self.table.shards), rows, self.schema)
 
     def _replace(self, rows: pa.Table) -> None:
+        """Rewrite the index with `rows`, in one commit."""
         self._version = self.table.index.replace(rows)
         self._rows = rows.combine_chunks()
         self._commits = 0
 
     def _publish(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """Write the manifest, which names the index's version, then delete older versions. Returns the manifest."""
+        """Write the manifest, so that readers see the newest version of the index. Then delete all older versions. `facts` are
+        the manifest's facts. Return the manifest.
+        """
         live = self._rows["live"]
         shards = pc.unique(self._rows["shard"]).to_pylist() if self.schema.tensors else []
         size = size_of(self.table.folder / "artifacts") + self.table.index.data_bytes(self._version)
@@ -219,11 +238,13 @@ class Writer:
         return self.table.manifest()
 
     def _published_version(self) -> int | None:
-        """The version of the index that readers see; None if no run has finished."""
+        """Return the version of the index that readers see; None if no run has finished."""
         return int(self.table.manifest()["lance_version"]) if self.table.exists else None
 
     def _repair(self) -> None:
-        """Rename what an earlier version of this program named otherwise, drop unreadable versions, and reconcile the shards."""
+        """Bring the table into a consistent state after a kill, a power cut or an update of this program. Folders and columns
+        get the names of today, unreadable versions of the index are deleted, and index and shards are made to agree.
+        """
         self._rename_old_folders()
         self._version, rows = self.table.index.recover()
         if self.table.manifest_file.exists() and not self._manifest_is_valid():
@@ -234,13 +255,14 @@ class Writer:
             self._replace(self._rows)
 
     def _rename_old_folders(self) -> None:
+        """Rename folders that an earlier version of this program named otherwise."""
         for old, new in FOLDERS.items():
             if (self.table.folder / old).is_dir() and not (self.table.folder / new).exists():
                 (self.table.folder / old).rename(self.table.folder / new)
                 sync(self.table.folder)
 
     def _manifest_is_valid(self) -> bool:
-        """Whether the version that the manifest names can be read."""
+        """Return True if the version that the manifest names can be read."""
         version = self._published_version()
         if version is None or version > self._version:
             return False
@@ -251,6 +273,8 @@ class Writer:
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
+        """Turn system errors raised in the block into a DiskError, and remember that writing failed."""
+
         def saved() -> str:
             return f"{self.stored.num_rows} rows are kept" if self._open else "the table is unchanged"
 
