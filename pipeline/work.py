@@ -20,10 +20,10 @@ from stages.stage import Artifact, Input, Stage, StageContext, WorkUnit, load
 
 
 def divide(module: str, stage: Stage, ctx: StageContext, inputs: Mapping[str, Input], size: int) -> Iterator[WorkUnit]:
-    """Divide the pending rows of `ctx` into work units of at most `size` rows; one unit if the stage is not divisible.
-
-    `module` is the module whose STAGE is `stage`; `inputs` (`Project.inputs`) says where the tables that it reads lie.
-    Weights that the stage needs are located here, and downloaded if they are missing.
+    """Divide the pending rows of `ctx` into work units of at most `size` rows and yield them. A work unit can be pickled and
+    computed by `perform` in another process. All rows are one unit if the stage is not divisible. `module` is the name of the
+    module whose STAGE is `stage`. `inputs`, from `Project.inputs`, maps the name of each table that the stage reads to the
+    table's folder and version. Missing weights are downloaded.
     """
     size = size if stage.divisible else max(1, ctx.pending.num_rows)
     needs = {name: ctx.need(name) for name in stage.needs} if ctx.pending.num_rows else {}
@@ -40,9 +40,11 @@ def perform(
     progress: Callable[[int, int, str], None] = lambda done, total, unit: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[pa.RecordBatch | Artifact]:
-    """Compute a work unit. Yields its record batches, each after the artifacts that its rows name.
+    """Compute the rows of a work unit. Yield the stage's record batches for the runner to commit. Artifacts (files that rows
+    name) are yielded before the batch that names them. `say(line)` and `progress(done, total, unit)` receive reports for the
+    user. The stage returns early once `stop()` is True.
 
-    `say`, `progress` and `stop` are those of `StageContext`. Only a temporary folder is written to.
+    Only a temporary folder is written to.
     """
     stage: Stage = load(f"{unit.stage}:STAGE")
     artifacts: list[Artifact] = []

@@ -15,9 +15,11 @@ from pipeline.store.table import TableFolder
 
 
 def link_table(table: TableFolder) -> None:
-    """Point tables/NAME.lance at the rows of this table if a run has finished it; else delete the link if it leads nowhere.
+    """Point the symbolic link tables/NAME.lance at the rows of this table. The link replaces the one of an earlier recipe, so
+    LanceDB opens the table of the last finished run by its name. If no run has finished the table, only a link that leads
+    nowhere is deleted.
 
-    The link is relative and is replaced atomically. Where the file system has no links, nothing happens.
+    The link is relative and is replaced atomically. If the file system has no symbolic links, nothing happens.
     """
     tables, name = table.folder.parents[1], table.folder.parent.name
     link, target = tables / f"{name}.lance", Path(name, table.folder.name, table.index.path.name)

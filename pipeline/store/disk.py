@@ -17,21 +17,25 @@ TEMPORARY = ".tmp-"  # prefix of the names of files that are still being written
 
 
 class DiskError(ValueError):
-    """The disk refused to write. The message is one line for the user."""
+    """An error that is raised when the disk refuses to write, for example because it is full. The message is one line for the
+    user.
+    """
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def from_home(path: str | Path) -> Path:
-    """Expand a leading ~ in a path. The path is returned unchanged if it names an unknown user."""
+    """Return `path` with a leading ~ replaced by the user's home folder. If the path names an unknown user, as in ~nobody/x,
+    it is returned unchanged.
+    """
     with suppress(RuntimeError):
         return Path(path).expanduser()
     return Path(path)
 
 
 def sync(path: Path) -> None:
-    """Wait until the bytes of a file, or the names in a folder, are on the disk (fsync; F_FULLFSYNC on macOS)."""
+    """Wait until a file's bytes, or a folder's list of names, are on the disk. The call is fsync, and F_FULLFSYNC on macOS."""
     handle = os.open(path, os.O_RDONLY)
     try:
         if hasattr(fcntl, "F_FULLFSYNC"):  # on macOS, fsync alone leaves the bytes in the drive's cache
@@ -44,7 +48,9 @@ def sync(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its missing parents, and sync each parent, so that a power cut cannot lose the folder."""
+    """Create a folder and its missing parents. Each parent is synced, so that a power cut cannot lose the folder. An existing
+    folder is left as it is.
+    """
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -54,10 +60,9 @@ def make_folder(path: Path) -> None:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path with the suffix of `path`, in the same folder. The block must write a file there.
-
-    When the block ends, the temporary file is synced and renamed to `path`. If the block raises, the temporary file is
-    deleted and `path` keeps its old content. Missing parent folders are created.
+    """Yield a temporary path in the folder of `path`; the block must write a file there. After the block, the file is synced
+    and renamed to `path`. If the block raises, the file is deleted and `path` keeps its old content. Missing parent folders
+    are created.
     """
     make_folder(path.parent)
     temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}-{path.name}")
@@ -73,10 +78,9 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`. The block must write files there.
-
-    When the block ends, the files are synced and the folder is renamed to `path`, which must not exist or be empty: OSError
-    otherwise. If the block raises, the temporary folder is deleted. Missing parent folders are created.
+    """Yield a new temporary folder beside `path`; the block must write files there. After the block, the files are synced and
+    the folder is renamed to `path`. OSError if `path` is a folder with files. If the block raises, the temporary folder is
+    deleted. Missing parent folders are created.
     """
     make_folder(path.parent)
     temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}-{path.name}")
@@ -93,13 +97,17 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def delete_temporary_files(folder: Path) -> None:
-    """Delete all temporary files below a folder, which killed writers left there. The caller must hold the folder's lock."""
+    """Delete all files in `folder` and below it that killed processes had not finished writing. The caller must hold the
+    folder's lock, because the files of a running writer would be deleted too.
+    """
     for path in folder.rglob(f"{TEMPORARY}*"):
         path.unlink(missing_ok=True)
 
 
 def size_of(folder: Path) -> int:
-    """Total size in bytes of all files below a folder. Links are not followed; files deleted meanwhile count as 0."""
+    """Return the total size in bytes of all files in a folder and below it. Links are not followed. A file that is deleted
+    during the call counts as 0.
+    """
     total = 0
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):
@@ -108,17 +116,21 @@ def size_of(folder: Path) -> int:
 
 
 def readable_size(size: int) -> str:
-    """Format a number of bytes as whole MB, rounded up ("1 MB" for 5 bytes), or as GB with one decimal from 1 GiB on."""
+    """Format a number of bytes for the user: as whole MB, rounded up ("1 MB" for 5 bytes), or as GB with one decimal from 1
+    GiB on.
+    """
     return f"{-(-size // 2**20)} MB" if size < 2**30 else f"{size / 2**30:.1f} GB"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message."""
+    """Return the first line of an exception's message."""
     return str(error).partition("\n")[0]
 
 
 def error_number(error: BaseException) -> int | None:
-    """The errno of an exception, or None. Exceptions of Lance, which are not OSErrors, name it in their text ("os error 28")."""
+    """Return the errno of an exception, such as 28 for a full disk, or None if it has none. Exceptions of Lance are no
+    OSErrors; for them the number is read from the message ("os error 28").
+    """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     found = re.search(r"(?:os error|errno) (\d+)", str(error), re.IGNORECASE)
@@ -127,10 +139,9 @@ def error_number(error: BaseException) -> int | None:
 
 @contextmanager
 def explain_disk_errors(table: str, folder: Path, saved: Callable[[], str], needed: Callable[[], int]) -> Iterator[None]:
-    """Turn system errors raised in the block into a DiskError of one line; other exceptions pass unchanged.
-
-    `table` and `folder` are named in the message. `saved()` says what is safe ("120 rows are kept"), and `needed()` is the
-    number of bytes to free if the disk is full.
+    """Turn a system error that is raised in the block into a DiskError with a message of one line. Other exceptions, and
+    errors for a missing file, pass unchanged. The message contains the table's name `table`, the folder `folder` and the text
+    that `saved()` returns, such as "120 rows are kept". If the disk is full, it asks the user to free `needed()` bytes.
     """
     try:
         yield

@@ -24,11 +24,13 @@ PINNED = "manifest"  # the Lance tag that protects a version from cleanup
 
 
 class DamageError(Exception):
-    """A version of the dataset cannot be read."""
+    """An error that is raised when a version of the dataset cannot be read because its files are damaged or lost."""
 
 
 class Index:
-    """A Lance dataset at `path` with small rows of `schema`. It need not exist before the first commit."""
+    """A Lance dataset that holds the rows of one table, without tensors. `path` is its folder and `schema` its columns. The
+    dataset need not exist before the first commit. Each commit makes a new version, and versions are numbered from 1.
+    """
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self.path = path
@@ -36,7 +38,9 @@ class Index:
         self._synced: set[tuple[str, int, int]] = set()
 
     def read(self, version: int) -> pa.Table:
-        """All rows of one version, with the column names of today. DamageError if they cannot be read."""
+        """Return all rows of one version, in the columns of the index's schema. Columns named by an earlier release get the
+        names of today. DamageError if the version's files are damaged or lost.
+        """
         import lance
 
         try:
@@ -54,14 +58,18 @@ class Index:
             raise DamageError(f"{self.path} cannot be read at version {version}: {first_line(error)}") from error
 
     def read_newest(self) -> pa.Table:
-        """The rows of the newest readable version, committed or not by a finished run. An empty table if there is none."""
+        """Return the rows of the newest version that can be read, also if the run that wrote it has not finished. Return an
+        empty table if no version can be read.
+        """
         for version in sorted(self._manifests(), reverse=True):
             with suppress(DamageError):  # or a writer has just deleted the version
                 return self.read(version)
         return self.schema.empty_table()
 
     def recover(self) -> tuple[int, pa.Table]:
-        """Delete all versions newer than the newest readable one. Returns its number and rows; 0 and no rows if none is left."""
+        """Delete all versions that are newer than the newest readable one. Return the number of that version and its rows. If
+        no version can be read, delete the dataset and return 0 and an empty table.
+        """
         for version, path in sorted(self._manifests().items(), reverse=True):
             try:
                 return version, self.read(version)
@@ -77,15 +85,21 @@ class Index:
         return 0, self.schema.empty_table()
 
     def append(self, rows: pa.Table) -> int:
-        """Add rows in one commit. Returns the number of the new version."""
+        """Add rows to those of the newest version, in one commit. Return the number of the new version. If writing fails, for
+        example on a full disk, the dataset is unchanged.
+        """
         return self._commit(rows, "append" if self._manifests() else "create")
 
     def replace(self, rows: pa.Table) -> int:
-        """Replace all rows in one commit. Returns the number of the new version."""
+        """Replace all rows of the newest version by `rows`, in one commit. Return the number of the new version. If writing
+        fails, for example on a full disk, the dataset is unchanged.
+        """
         return self._commit(rows, "overwrite" if self._manifests() else "create")
 
     def prune(self, pinned: int | None) -> None:
-        """Delete all versions except the newest and `pinned`, and all files that belong to no version."""
+        """Delete all versions except the newest one and the version `pinned`, and all files that belong to no version. None
+        pins no version.
+        """
         try:
             self._clean(pinned)
         except Exception as error:
@@ -96,13 +110,15 @@ class Index:
         self._sync()
 
     def has_old_columns(self) -> bool:
-        """Whether the newest version has column names of an earlier release. Rows cannot be appended to such a version."""
+        """Return True if the newest version has column names of an earlier release. Rows cannot be appended to such a version:
+        `replace` must rewrite all rows first.
+        """
         import lance
 
         return bool(self._manifests()) and bool(COLUMNS.keys() & set(lance.dataset(self.path).schema.names))
 
     def data_bytes(self, version: int) -> int:
-        """The size of the data files of one version, bytes."""
+        """Return the total size in bytes of the data files of one version."""
         return sum(path.stat().st_size for path, _ in self._data(version))
 
     def _clean(self, pinned: int | None) -> None:
@@ -142,7 +158,7 @@ class Index:
         return version
 
     def _data(self, version: int) -> Iterator[tuple[Path, int]]:
-        """The data files of a version, each with the size in bytes that it should have."""
+        """Yield the path of each data file of a version, and the size in bytes that the file should have."""
         import lance
 
         for fragment in lance.dataset(self.path, version=version).get_fragments():
@@ -153,7 +169,7 @@ class Index:
         return {path for path in self.path.rglob("*") if path.is_file()}
 
     def _sync(self) -> None:
-        """Sync all files that are new or changed since the last call, then all folders."""
+        """Sync all files that are new or changed since the last call, and then all folders of the dataset."""
         found = {(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self._files()}
         for name, _, _ in found - self._synced:
             sync(Path(name))
@@ -162,7 +178,7 @@ class Index:
         self._synced = found
 
     def _manifests(self) -> dict[int, Path]:
-        """The manifest file of each version."""
+        """Return the manifest file of each version: version number -> path."""
         found = {}
         for path in self.path.glob("_versions/*.manifest"):
             if path.stem.isdigit():
@@ -175,5 +191,7 @@ class Index:
 
 
 def _is_damage(error: BaseException) -> bool:
-    """Whether an error of Lance means that files of the table are lost or unreadable, not that the system refused access."""
+    """Return True if an error of Lance means that files of the table are lost or unreadable. Return False if the system
+    refused access to them.
+    """
     return error_number(error) in (None, errno.ENOENT)

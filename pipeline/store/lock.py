@@ -14,7 +14,10 @@ from types import TracebackType
 
 
 class Lock:
-    """An exclusive lock on a file: `with Lock(path): ...`. ValueError naming the holder if another process has the lock."""
+    """An exclusive lock that one process at a time can hold, used as `with Lock(path): ...`. `path` is the lock file, which is
+    created if it is missing. ValueError if another process holds the lock; the message says which one. The system releases the
+    lock if the process is killed.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,9 +47,8 @@ class Lock:
 
 
 def lock_holder(path: Path) -> str:
-    """Describe the process that holds the lock file `path` now: "process 12 on HOST (`COMMAND`, since TIME)". "" if none does.
-
-    Does not take the lock, so it never blocks a writer.
+    """Describe the process that holds the lock file `path` now, such as "process 12 on HOST (`COMMAND`, since TIME)". Return
+    "" if no process holds it. The call does not take the lock, so it never blocks a writer.
     """
     try:
         written = json.loads(path.read_text())
@@ -67,7 +69,9 @@ def lock_holder(path: Path) -> str:
 
 
 def _written_holder(path: Path) -> str:
-    """The process that last wrote its name into a lock file, in words."""
+    """Describe the process that last wrote its name into the lock file `path`. Return "another process" if the file holds no
+    name yet.
+    """
     try:
         written = json.loads(path.read_text())
         return f"process {written['pid']} on {written['host']} (`{written['command']}`, since {written['start']})"
@@ -76,6 +80,7 @@ def _written_holder(path: Path) -> str:
 
 
 def _this_process() -> dict[str, str | int]:
+    """Return what a lock file records about this process: `pid`, `host`, `command` and `start` (the current time)."""
     program = Path(sys.argv[0] or "python")
     name = program.parent.name if program.name == "__main__.py" else program.name
     return {

@@ -20,7 +20,9 @@ MAPPED_SHARDS = 64  # shards kept open; macOS allows a process 256 open files
 
 @dataclass(frozen=True)
 class _Locators:
-    """Where one tensor of every row lies: dtype, offsets and sizes in bytes, shapes."""
+    """The locations of one tensor column's values in the shards, with one entry per row. `offset` and `nbytes` are in bytes,
+    and `dtype` is the NumPy dtype of the values.
+    """
 
     dtype: np.dtype
     offset: np.ndarray
@@ -29,9 +31,11 @@ class _Locators:
 
 
 class ShardReader:
-    """Reads tensors of the given rows (`schema.stored`) from the shards in a table's folder, by memory map.
+    """A reader of tensors from the shards (Arrow files) of one table, by memory map. `table` is the table's folder. `rows` are
+    the rows whose tensors can be read, in the columns `schema.stored`. ValueError in one line if a shard that a row needs is
+    missing or too short.
 
-    Pages are loaded on access and released by `ahead`. ValueError, in one line, if a shard is missing or too short.
+    A page of a file is read from disk when its values are first used. `ahead` releases pages.
     """
 
     def __init__(self, table: Path, rows: pa.Table, schema: TableSchema) -> None:
@@ -47,10 +51,10 @@ class ShardReader:
         self._check(rows, schema)
 
     def read(self, key: str, name: str = "") -> np.ndarray:
-        """The tensor called `name` (empty: the first) of the row with that key, in its shape and its stored dtype.
-
-        A read-only view of the file that is valid until the next call of `ahead`. KeyError for an unknown key or name,
-        ValueError for a row that was rejected and has no tensor.
+        """Return one tensor of the row whose key is `key`, as a NumPy array in the tensor's shape. `name` is the name of the
+        tensor column; empty means the table's first. bfloat16 is returned as uint16 words. The array is a read-only view of
+        the file, valid until the next call of `ahead`. KeyError if no row or tensor column has that name; ValueError if the
+        row was rejected and has no tensor.
         """
         row, tensor = self._row[key], self._tensors[name or self._first]
         count = int(tensor.nbytes[row]) // tensor.dtype.itemsize
@@ -61,7 +65,9 @@ class ShardReader:
         return flat.reshape(tensor.shapes[row].as_py())
 
     def ahead(self, keys: Iterable[str]) -> None:
-        """Prefetch the pages of the rows with these keys, and release the pages of all rows read since the last call."""
+        """Start reading the tensors of the rows with the given keys from disk. The memory of all rows that were read before is
+        released, so arrays from earlier calls of `read` become invalid.
+        """
         for row in self._read:
             if self._shards[self._shard[row]] in self._maps:
                 self._advise(row, "MADV_DONTNEED")
@@ -70,6 +76,7 @@ class ShardReader:
             self._advise(self._row[key], "MADV_WILLNEED")
 
     def _check(self, rows: pa.Table, schema: TableSchema) -> None:
+        """Raise ValueError if a shard is missing or ends before the last tensor that a row needs from it."""
         ends = pa.table({"shard": rows["shard"], "end": tensor_ends(rows, schema)})
         needed = ends.group_by("shard").aggregate([("end", "max")])
         for name, end in zip(needed["shard"].to_pylist(), needed["end_max"].to_pylist(), strict=True):
@@ -78,6 +85,9 @@ class ShardReader:
                 raise ValueError(f"{path} {damage}; run the stage again to recompute its rows")
 
     def _map(self, row: int) -> mmap.mmap:
+        """Return the memory map of the shard that holds a row, given by the row's position. At most MAPPED_SHARDS shards stay
+        open.
+        """
         name = self._shards[self._shard[row]]
         mapped = self._maps.pop(name, None)
         if mapped is None:
@@ -92,6 +102,7 @@ class ShardReader:
         return mapped
 
     def _advise(self, row: int, hint: str) -> None:
+        """Pass `hint`, such as "MADV_WILLNEED", to the system for the pages of a row's tensors. `row` is the row's position."""
         if not hasattr(mmap, hint):
             return
         for tensor in self._tensors.values():

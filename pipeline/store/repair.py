@@ -23,9 +23,9 @@ from schemas.table import TableSchema
 
 
 def reconcile(rows: pa.Table, shards: Path, schema: TableSchema) -> pa.Table:
-    """Make index and shards agree. Returns `rows`, the index, without rows of damaged shards and with rows of unknown shards.
-
-    `shards` is the folder of the shards; damaged ones are deleted from it. Returns `rows` itself if nothing differs.
+    """Make the rows of the index and the shards (Arrow files with tensors) in the folder `shards` agree. Damaged shards are
+    deleted. Return `rows` without the rows of damaged or missing shards, and with the rows of shards that the index did not
+    know. Return `rows` itself if nothing differs.
     """
     ends = rows.select(["shard"]).append_column("end", tensor_ends(rows, schema))
     known = {row["shard"]: row["end_max"] for row in ends.group_by("shard").aggregate([("end", "max")]).to_pylist()}
@@ -41,10 +41,12 @@ def reconcile(rows: pa.Table, shards: Path, schema: TableSchema) -> pa.Table:
 
 
 def repack(rows: pa.Table, shards: Path, schema: TableSchema, shard_bytes: int) -> tuple[pa.Table, list[Path]]:
-    """Copy the rows of sparse shards to new shards of about `shard_bytes`. Returns the new index and the shards to delete.
+    """Copy the rows of sparse shards (see `_sparse_shards`) to new shards of about `shard_bytes` bytes in the folder `shards`.
+    Return (rows, old shards): all rows with their new locations, and the paths of the shards that are no longer needed. The
+    caller must commit the rows first and then delete the old shards.
 
-    The old shards must be deleted only after the new index is committed. While a run is unfinished (`live` is null in some
-    row) a key may have two rows, and copying the older row would make it the newer one; so no row is copied then.
+    While a run is unfinished (`live` is null in some row), a key may have two rows. Copying the older row would make it the
+    newer one, so no row is copied then.
     """
     sparse = _sparse_shards(rows, shards, schema)
     inside = _in_shards(rows, {path.name for path in sparse})
@@ -61,13 +63,17 @@ def repack(rows: pa.Table, shards: Path, schema: TableSchema, shard_bytes: int) 
 
 
 def reclaimable_bytes(rows: pa.Table, shards: Path, schema: TableSchema) -> int:
-    """The number of bytes that `repack` would free: the size of the sparse shards less the tensors that would be copied."""
+    """Return how many bytes `repack` would free: the size of the sparse shards (mostly unused) in the folder `shards`, less
+    the tensors that would be copied from them. `rows` are the rows that would be left.
+    """
     used = _used_bytes(rows, schema)
     return sum(path.stat().st_size - used.get(path.name, 0) for path in _sparse_shards(rows, shards, schema))
 
 
 def _sparse_shards(rows: pa.Table, shards: Path, schema: TableSchema) -> list[Path]:
-    """Shards that no row names, and, if no run is unfinished, shards of whose tensor bytes the rows name less than half."""
+    """Return the paths of the shards that are worth rewriting. A shard is one of them if no row uses it. If no run is
+    unfinished, so is a shard whose used tensors take less than half of its size and of its tensor bytes.
+    """
     used = _used_bytes(rows, schema)
     finished = not rows["live"].null_count
     sparse = []
@@ -83,7 +89,9 @@ def _all_tensor_bytes(path: Path, schema: TableSchema) -> int:
 
 
 def _newer_rows(rows: pa.Table, unknown: list[Path], schema: TableSchema) -> Iterator[pa.Table]:
-    """The rows of unknown shards, by shard number, whose key the index lacks or has from a shard with a smaller number."""
+    """Yield the rows of the shards `unknown` that the index should have, one table per shard. A row is taken if its key is not
+    in `rows`, or is there from a shard with a smaller number. `unknown` must be sorted by shard number.
+    """
     key = schema.key[0]
     newest = {name: shard_number(shard) for name, shard in zip(rows[key].to_pylist(), rows["shard"].to_pylist(), strict=True)}
     for path in unknown:
@@ -95,7 +103,9 @@ def _newer_rows(rows: pa.Table, unknown: list[Path], schema: TableSchema) -> Ite
 
 
 def _groups_to_move(sparse: list[Path], moving: pa.Table, schema: TableSchema, shard_bytes: int) -> Iterator[pa.Table]:
-    """The rows of `moving` read from the sparse shards, tensors included, in tables of about `shard_bytes`."""
+    """Yield the rows of `moving` with their tensors, read from the shards `sparse`, in tables of about `shard_bytes` bytes.
+    The columns are those of `schema.batch`.
+    """
     key, group = schema.key[0], list[pa.Table]()
     for path in sparse:
         wanted = set(moving.filter(_in_shards(moving, {path.name}))[key].to_pylist())
@@ -114,6 +124,6 @@ def _in_shards(rows: pa.Table, names: set[str]) -> pa.ChunkedArray:
 
 
 def _used_bytes(rows: pa.Table, schema: TableSchema) -> dict[str, int]:
-    """For each shard that the rows name, the total size of their tensors in bytes."""
+    """Return how many bytes of tensors the rows use in each shard: file name of the shard -> bytes."""
     sizes = rows.select(["shard"]).append_column("bytes", tensor_bytes(rows, schema))
     return {row["shard"]: row["bytes_sum"] for row in sizes.group_by("shard").aggregate([("bytes", "sum")]).to_pylist()}

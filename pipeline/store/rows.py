@@ -12,15 +12,16 @@ from schemas.table import TableSchema
 
 
 def missing(wanted: pa.Table, stored: pa.Table) -> pa.Table:
-    """The rows of `wanted`, in order, for which `stored` has no row with equal values in all columns of `wanted`.
-
-    Two nulls are equal.
+    """Return the rows of `wanted`, in order, that `stored` lacks. A row is lacking if no row of `stored` has equal values in
+    all columns of `wanted`. Two nulls are equal.
     """
     return wanted.filter(pc.invert(matches(wanted, stored, wanted.column_names)))
 
 
 def matches(rows: pa.Table, others: pa.Table, columns: list[str]) -> pa.Array:
-    """A boolean per row of `rows`: whether some row of `others` has equal values in `columns`. Two nulls are equal."""
+    """Return a boolean array with one value per row of `rows`: True if some row of `others` has equal values in all of
+    `columns`. Two nulls are equal.
+    """
     found = np.zeros(rows.num_rows, bool)
     if _same_rows(rows.select(columns), others.select(columns)):  # the common case; starting DuckDB takes longer
         return pa.array(~found)
@@ -38,7 +39,9 @@ def matches(rows: pa.Table, others: pa.Table, columns: list[str]) -> pa.Array:
 
 
 def _same_rows(rows: pa.Table, others: pa.Table) -> bool:
-    """Whether two tables hold the same rows in any order. False also for tables with nested columns, which are not compared."""
+    """Return True if two tables hold the same rows, in any order. Always return False for tables with nested columns, which
+    are not compared.
+    """
     if rows.num_rows != others.num_rows or rows.schema.types != others.schema.types:
         return False
     if any(pa.types.is_nested(kind) for kind in rows.schema.types):
@@ -49,29 +52,34 @@ def _same_rows(rows: pa.Table, others: pa.Table) -> bool:
 
 
 def newest_per_key(rows: pa.Table, key: tuple[str, ...]) -> pa.Table:
-    """The last row of each key, where `rows` are in the order in which they were written. Keeps that order."""
+    """Return only the last row of each key, in the order of `rows`. `rows` must be in the order in which they were written.
+    `key` holds the names of the key columns.
+    """
     positions = rows.select(key).append_column("#", pa.array(np.arange(rows.num_rows)))
     last = positions.group_by(list(key)).aggregate([("#", "max")])["#_max"].to_numpy()
     return rows if len(last) == rows.num_rows else rows.take(pa.array(np.sort(last), pa.int64()))
 
 
 def conform(batch: pa.RecordBatch, schema: TableSchema) -> pa.RecordBatch:
-    """Return the batch cast to `schema.batch`. ValueError if a column, a type, a null or the size of a tensor is wrong."""
+    """Return a stage's batch, cast to the types of `schema.batch`. ValueError if a column is missing, unknown or of another
+    type, if a null is not allowed, or if the length of a tensor does not fit its shape.
+    """
     expected = schema.batch
     if batch.schema.names != expected.names:
         wrong = sorted(set(batch.schema.names) ^ set(expected.names)) or ["the order of columns"]
         raise ValueError(f"a batch of {schema.name} differs from its schema in {', '.join(wrong)}")
     for got, field in zip(batch.schema, expected, strict=True):
         if _without_nullability(got.type) != _without_nullability(field.type):
-            raise ValueError(f"a batch of {schema.name} has {got.type} in column {field.name}, which is {field.type}")
+            raise ValueError(f"a batch of {schema.name}: column {field.name} must be {field.type}, got {got.type}")
         if not field.nullable and batch.column(field.name).null_count:
-            raise ValueError(f"a batch of {schema.name} has a null in column {field.name}")
+            raise ValueError(f"a batch of {schema.name}: column {field.name} must not be null")
     batch = batch.cast(expected)
     _check_shapes(batch, schema)
     return batch
 
 
 def _check_shapes(batch: pa.RecordBatch, schema: TableSchema) -> None:
+    """Raise ValueError if a tensor of the batch has another number of values than its shape column says."""
     for tensor in schema.tensors:
         counts = pc.list_value_length(batch.column(tensor.name)).to_pylist()
         for shape, count in zip(batch.column(tensor.shape).to_pylist(), counts, strict=True):
@@ -80,5 +88,5 @@ def _check_shapes(batch: pa.RecordBatch, schema: TableSchema) -> None:
 
 
 def _without_nullability(kind: pa.DataType) -> str:
-    """The name of a type, ignoring whether its list items may be null: the stored bytes are the same."""
+    """Return the name of an Arrow type without "not null", because list items with and without nulls are stored alike."""
     return str(kind).replace(" not null", "")

@@ -25,25 +25,32 @@ MAGIC = b"ARROW1"  # first and last bytes of an Arrow file
 
 
 def shards_folder(table: Path) -> Path:
-    """The folder of a table's shards: TABLE/shards, or its old name where an earlier version wrote the table."""
+    """Return the folder of the shards (Arrow files with tensors) of a table. `table` is the table's folder. The result is
+    TABLE/shards, or the folder's old name if an earlier version of this program wrote the table.
+    """
     folder = table / "shards"
     old = (table / name for name, new in FOLDERS.items() if new == folder.name)
     return folder if folder.exists() else next((path for path in old if path.is_dir()), folder)
 
 
 def shard_number(name: str) -> int:
-    """The number at the start of a shard's file name; 0 if there is none."""
+    """Return the number at the start of a shard's file name, such as 12 for "00000012-ab.arrow"; 0 if the name starts with no
+    number.
+    """
     head = name.split("-", 1)[0]
     return int(head) if head.isdigit() else 0
 
 
 def next_shard_number(folder: Path) -> int:
-    """One more than the largest number of a shard in the folder."""
+    """Return the number for the next shard in `folder`: one more than the largest number there, or 1 in an empty folder."""
     return 1 + max((shard_number(path.name) for path in folder.glob("*.arrow")), default=0)
 
 
 def write_shard(folder: Path, number: int, rows: pa.Table, schema: TableSchema) -> pa.Table:
-    """Write rows of `schema.batch` as the shard with that number. Returns its rows of `schema.stored`."""
+    """Write rows to a new shard (an Arrow file with tensors) in `folder`. `rows` have the columns `schema.batch`, tensors
+    included, and `number` becomes the start of the file name. Return the rows in the columns `schema.stored`: without tensors,
+    but with the shard's name and the position of each tensor.
+    """
     path = folder / f"{number:08d}-{secrets.token_hex(4)}.arrow"  # a new name: readers may still have an old file open
     with atomic_write(path) as temporary:
         with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, schema.batch) as out:
@@ -55,9 +62,8 @@ def write_shard(folder: Path, number: int, rows: pa.Table, schema: TableSchema) 
 
 
 def read_shard_index(path: Path, schema: TableSchema) -> pa.Table:
-    """The rows of a shard as `schema.stored`, in memory of their own. Tensors are not read.
-
-    ValueError if the columns of the file are not those of `schema.batch`.
+    """Return the rows of a shard in the columns `schema.stored`: with the position of each tensor, but without the tensors,
+    which are not read. The table does not keep the file open. ValueError if the file has other columns than `schema.batch`.
     """
     address, batches = _map_batches(path)
     for batch in batches:
@@ -70,13 +76,17 @@ def read_shard_index(path: Path, schema: TableSchema) -> pa.Table:
 
 
 def read_shard_rows(path: Path, positions: Iterable[int]) -> pa.Table:
-    """The rows of a shard at these 0-based positions as `schema.batch`, tensors included, in memory of their own."""
+    """Return the rows of a shard at the given positions, counted from 0, with all columns including tensors. The table does
+    not keep the file open.
+    """
     _, batches = _map_batches(path)
     return pa.Table.from_batches(batches).take(pa.array(positions, pa.int64()))
 
 
 def shard_damage(path: Path, needed: int) -> str:
-    """What is wrong with a shard whose rows need its first `needed` bytes, in words ("is missing"); "" if it is whole."""
+    """Describe the damage of a shard in words, such as "is missing" or "is cut short: ..."; return "" if it is undamaged.
+    `needed` is the least size in bytes that the file must have to hold its rows.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -85,23 +95,29 @@ def shard_damage(path: Path, needed: int) -> str:
     except FileNotFoundError:
         return "is missing"
     if size < needed or not complete:
-        return f"is cut short: it has {size} bytes, its rows need more than {needed}"
+        return f"is cut short: it has {size} bytes, but its rows need more than {needed}"
     return ""
 
 
 def tensor_bytes(rows: pa.Table, schema: TableSchema) -> pa.ChunkedArray:
-    """For each row of `schema.stored`, the size of all its tensors in bytes."""
+    """Return the size in bytes of all tensors of each row, as an array with one number per row. `rows` have the columns
+    `schema.stored`.
+    """
     return functools.reduce(pc.add, (rows[tensor.nbytes] for tensor in schema.tensors))
 
 
 def tensor_ends(rows: pa.Table, schema: TableSchema) -> pa.ChunkedArray:
-    """For each row of `schema.stored`, the byte of its shard at which its last tensor ends."""
+    """Return the position in bytes at which the last tensor of each row ends in its shard, as an array with one number per
+    row. `rows` have the columns `schema.stored`.
+    """
     ends = [pc.add(rows[tensor.offset], rows[tensor.nbytes]) for tensor in schema.tensors]
     return ends[0] if len(ends) == 1 else pc.max_element_wise(*ends)
 
 
 def _map_batches(path: Path) -> tuple[int, list[pa.RecordBatch]]:
-    """The memory address at which the mapped file begins, and its batches, of which nothing is read yet."""
+    """Map a shard into memory. Return the memory address at which the file begins, and its record batches, whose values are
+    read when they are used.
+    """
     with pa.memory_map(str(path)) as file:
         content = file.read_buffer()
     reader = pa.ipc.open_file(content)
@@ -109,11 +125,14 @@ def _map_batches(path: Path) -> tuple[int, list[pa.RecordBatch]]:
 
 
 def _locators(batches: list[pa.RecordBatch], address: int, schema: TableSchema) -> dict[str, np.ndarray]:
-    """For each tensor column an int64 array (rows, 2): offset in the file and length of the row's values, bytes."""
+    """Return the positions of all tensors of a mapped shard: tensor name -> int64 array (rows, 2) of offset in the file and
+    length, both in bytes. `address` is the memory address at which the file begins.
+    """
     return {tensor.name: _locate(tensor, batches, address) for tensor in schema.tensors}
 
 
 def _locate(tensor: TensorColumn, batches: list[pa.RecordBatch], address: int) -> np.ndarray:
+    """Return the positions of one tensor's values as an int64 array (rows, 2): offset in the file and length, both in bytes."""
     size = tensor.kind.byte_width
     found = [np.zeros((0, 2), np.int64)]
     for batch in batches:
@@ -126,6 +145,7 @@ def _locate(tensor: TensorColumn, batches: list[pa.RecordBatch], address: int) -
 
 def _copy(batch: pa.RecordBatch) -> pa.RecordBatch:
     # Any column of a mapped batch would keep the whole file mapped.
+    """Return a copy of a mapped batch in memory. Any column of a mapped batch would keep the whole file mapped."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as out:
         out.write_batch(batch)
@@ -133,6 +153,9 @@ def _copy(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _with_locators(rows: pa.Table, shard: str, locators: dict[str, np.ndarray], schema: TableSchema) -> pa.Table:
+    """Add the column `shard` and the columns that locate each tensor to `rows`. `locators` are from `_locators`. Return the
+    rows in the columns `schema.stored`.
+    """
     columns = [pa.array([shard] * rows.num_rows, pa.string())]
     columns += [pa.array(locators[tensor.name][:, side]) for tensor in schema.tensors for side in (0, 1)]
     for field, values in zip(schema.locator, columns, strict=True):

@@ -27,7 +27,9 @@ from schemas.table import TableSchema
 
 
 class TableFolder:
-    """The table of one stage and one recipe: the folder where it lies, whether it exists yet or not, and its schema."""
+    """The table of one stage and one recipe, for reading. `folder` is the table's own folder, which need not exist yet, and
+    `schema` describes the columns. `Writer` changes a table.
+    """
 
     def __init__(self, folder: Path, schema: TableSchema) -> None:
         self.folder = folder
@@ -36,17 +38,19 @@ class TableFolder:
 
     @property
     def shards(self) -> Path:
-        """The folder of the shards. In a table of an earlier version it has its old name until the next run."""
+        """The folder of the table's shards (Arrow files with tensors). A table written by an earlier version has it under its
+        old name until the next run.
+        """
         return shards_folder(self.folder)
 
     @property
     def manifest_file(self) -> Path:
-        """The path of manifest.json."""
+        """The path of the table's manifest.json. The file exists once a run has finished."""
         return self.folder / "manifest.json"
 
     @property
     def exists(self) -> bool:
-        """Whether a run has finished: a readable manifest is there."""
+        """True if a run has finished this table, that is, if its manifest can be read."""
         try:
             self.manifest()
         except ValueError:
@@ -55,16 +59,19 @@ class TableFolder:
 
     @property
     def has_current_columns(self) -> bool:
-        """Whether the table exists and has the columns of its schema today. An earlier version may have written others."""
+        """True if the table exists and has the columns of its schema. It is False for a table that an earlier version of this
+        program wrote with other columns.
+        """
         if not self.exists:
             return False
         columns = self.manifest().get("recipe", {}).get("columns")
         return columns is None or columns == {field.name: str(field.type) for field in self.schema.batch}
 
     def manifest(self) -> dict[str, Any]:
-        """The manifest of the last finished run: `recipe`, `rows`, `dead`, `bytes`, `lance_version`, `facts`.
-
-        ValueError if no run has finished or the file is damaged.
+        """Return the manifest of the last finished run, a dict. `recipe` says what the rows were computed from. `rows` and
+        `dead` count the rows that readers see and the hidden rows that no setting wants any more. `bytes` is the table's size,
+        `lance_version` the version that readers see, and `facts` describe the run. ValueError if no run has finished or the
+        file is damaged.
         """
         path = self.manifest_file
         try:
@@ -78,9 +85,9 @@ class TableFolder:
         return found
 
     def rows(self, version: int | None = None) -> pa.Table:
-        """The live rows (schema `schema.stored`) of the last finished run, or of an older Lance version.
-
-        Rows of a run that is in progress or was killed are left out. ValueError if the table cannot be read.
+        """Return the rows that readers see, in the columns `schema.stored`. They are those of the last finished run, or of the
+        Lance version `version` if given. Rows of a run that is in progress or was killed are left out. ValueError if no run
+        has finished or the last run's rows are damaged; DamageError if `version` cannot be read.
         """
         if version is not None:
             return self._live_rows(self.index.read(version))
@@ -97,23 +104,32 @@ class TableFolder:
         return rows.filter(rows["live"]).select(self.schema.stored.names).cast(self.schema.stored)
 
     def committed(self) -> pa.Table:
-        """Every committed row (`schema.stored` and `live`), the newest of each key, also of a run that has not finished."""
+        """Return every committed row in the columns `schema.stored` and `live`, also of a run that has not finished. If a key
+        has several rows, only the newest is returned.
+        """
         return newest_per_key(self.index.read_newest(), self.schema.key)
 
     def reclaimable_bytes(self) -> int:
-        """About how many bytes `Writer.collect` would free."""
+        """Return about how many bytes `Writer.collect` would free by rewriting shards; 0 if the table has no tensors or no run
+        has finished.
+        """
         rows = self.index.read_newest()
         if not self.exists or not self.schema.tensors or not rows.num_rows:
             return 0
         return reclaimable_bytes(rows.filter(pc.fill_null(rows["live"], True)), self.shards, self.schema)
 
     def tensors(self, version: int | None = None) -> ShardReader:
-        """A reader of the tensors of `rows(version)`. ValueError if a shard is missing or too short."""
+        """Return a reader of the tensors of `rows(version)`. None means the last finished run. ValueError if a shard (an Arrow
+        file with tensors) is missing or too short.
+        """
         assert self.schema.tensors, f"{self.schema.name} has no tensors"
         return ShardReader(self.folder, self.rows(version), self.schema)
 
     def usage(self) -> dict[str, int]:
-        """Counts and sizes: `rows` (live), `dead` (rows not wanted any more), `shards`, `bytes` (all files), `shard_bytes`."""
+        """Return counts and sizes of the table by name. `rows` and `dead` count the rows that readers see and the hidden rows
+        that no setting wants any more. `shards` counts shard files, `shard_bytes` is their size, and `bytes` is the size of
+        all files.
+        """
         manifest = self.manifest() if self.exists else {}
         shards = [path.stat().st_size for path in self.shards.glob("*.arrow")]
         return {

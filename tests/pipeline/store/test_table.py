@@ -76,6 +76,23 @@ def test_a_row_whose_key_exists_is_replaced(tmp_path: Path):
     assert texts(table) == ["text 1", "again 2", "later 3"]
 
 
+def test_a_writer_counts_the_rows_that_it_wrote_itself_by_key(tmp_path: Path):
+    table = TableFolder(tmp_path / "t", NOTES)
+    with Writer(table, RECIPE) as writer:
+        assert writer.rows_written == 0
+        writer.append(notes(1, 2, 3))
+        writer.flush()
+        writer.append(notes(2, text="again"))
+        writer.flush()
+        assert writer.rows_written == 3
+        writer.finish(None, {})
+        assert writer.rows_written == 3
+    with Writer(table, RECIPE) as writer:
+        writer.append(notes(3, 4))
+        writer.flush()
+        assert writer.rows_written == 2
+
+
 def test_a_reader_beside_a_writer_that_finishes_many_times_always_sees_one_finished_run(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
     with Writer(table, RECIPE) as writer:
@@ -242,8 +259,8 @@ WRONG = {
     "in remark": lambda rows: rows.drop_columns(["remark"]),
     "in extra": lambda rows: rows.append_column("extra", pa.array([1])),
     "order of columns": lambda rows: rows.select(["number", "name", "shape", "remark", "tensor"]),
-    "int64 in column number, which is int32": lambda rows: rows.set_column(1, "number", pa.array([1])),
-    "null in column name": lambda rows: rows.set_column(0, "name", pa.array([None], pa.string())),
+    "column number must be int32, got int64": lambda rows: rows.set_column(1, "number", pa.array([1])),
+    "column name must not be null": lambda rows: rows.set_column(0, "name", pa.array([None], pa.string())),
     "tensor of 500 values": lambda rows: rows.set_column(2, "shape", pa.array([[3, 4]], pa.list_(pa.int32()))),
 }
 
