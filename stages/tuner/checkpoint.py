@@ -3,7 +3,7 @@
     checkpoints/step-000250/adapter.safetensors     the adapter's float32 arrays; the header describes them
                             adapter_ema.safetensors their average over the steps, with [train.ema]
                             optimizer.safetensors   the optimizer's state
-                            rows.arrow              the rows of the run since the checkpoint before
+                            rows.arrow              the rows of the run since the previous checkpoint
                             state.json              written last: step, memory plan, size and sha256 of the other files
     adapter.safetensors, adapter_ema.safetensors, adapter_best.safetensors   the result: copies out of checkpoints
 
@@ -44,14 +44,18 @@ SAFETENSORS_DTYPES = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk: its step, its folder, and the content of its state.json."""
+    """A checkpoint on disk: the step after which it was written, its folder, and `state`, the parsed content of its file
+    state.json.
+    """
 
     step: int
     folder: Path
     state: Mapping[str, Any]
 
     def intact(self, *names: str) -> bool:
-        """Whether the named files of the checkpoint exist with the size and sha256 that state.json records."""
+        """Return True if the named files of the checkpoint, such as "adapter.safetensors", exist and have the size and sha256
+        that state.json records.
+        """
         return all(self._intact(name) for name in names)
 
     def _intact(self, name: str) -> bool:
@@ -61,20 +65,20 @@ class Checkpoint:
         return file_sha256(path) == str(recorded["sha256"])
 
     def arrays(self, name: str) -> Arrays:
-        """Load the arrays of one safetensors file of the checkpoint, such as ADAPTER."""
+        """Read one safetensors file of the checkpoint, such as "adapter.safetensors", and return its arrays by name."""
         loaded: Any = mx.load(str(self.folder / name))
         mx.eval(loaded)
         return dict(loaded)
 
     def rows(self) -> pa.Table:
-        """Read the rows of the run between the checkpoint before and this one."""
+        """Read the rows that the run produced since the previous checkpoint (one row per sample of a step), as a table."""
         with pa.ipc.open_file(pa.BufferReader((self.folder / ROWS).read_bytes())) as file:
             return file.read_all()
 
 
 def find_checkpoints(artifacts: Path) -> list[Checkpoint]:
-    """List the checkpoints below an artifacts folder that have a readable state.json, newest first. Their other files are not
-    read; call `Checkpoint.intact` to check them.
+    """Return the checkpoints below the folder `artifacts` of a run, newest first. A checkpoint counts if its state.json can be
+    read. Its other files are not read: call `Checkpoint.intact` to check them.
     """
     found = []
     for path in artifacts.glob(f"{FOLDER}/step-*/{STATE}"):
@@ -94,9 +98,10 @@ def save(
     facts: Mapping[str, Any],
     averaged: Arrays | None = None,
 ) -> Checkpoint:
-    """Write the checkpoint of a step and return it. `adapter`, `optimizer` and `averaged` (None: no average is kept) are arrays
-    by name; `rows` are the rows since the checkpoint before. `metadata` goes into the headers of adapter files, `facts` into
-    state.json. ValueError for values that are not finite.
+    """Write a checkpoint of `step` and return it. `write_artifact(name, write)` creates each file; `adapter`, `optimizer` (its
+    state) and `averaged` (the adapter's average over the steps; None if there is none) are arrays by name. `rows` are the rows
+    since the previous checkpoint. `metadata` goes into the headers of adapter files, and `facts` into state.json. ValueError if a
+    value is not finite.
     """
     inside = f"{FOLDER}/step-{step:06d}"
     header = {**metadata, "step": str(step)}
@@ -115,9 +120,10 @@ def save(
 
 
 def publish(write_artifact: WriteArtifact, final: Checkpoint, best: Checkpoint | None = None) -> None:
-    """Copy the adapters of the final checkpoint to the top of the artifacts folder, as the result of the run. `best` is the
-    checkpoint with the lowest validation loss; its adapter becomes BEST. ADAPTER is written last, so that its presence means that
-    the others are there.
+    """Copy the adapter of the checkpoint `final`, and its average if there is one, to the top of the artifacts folder: the result
+    of the run. `best` is the checkpoint with the lowest validation loss, whose adapter is copied to adapter_best.safetensors;
+    None if nothing was measured. `write_artifact(name, write)` creates each file. adapter.safetensors is written last: if it
+    exists, the result is complete.
     """
     if best:
         write_artifact(BEST, functools.partial(_copy, best.folder / ADAPTER))
@@ -127,7 +133,9 @@ def publish(write_artifact: WriteArtifact, final: Checkpoint, best: Checkpoint |
 
 
 def published_step(artifacts: Path) -> int | None:
-    """Read the step of the published adapter from its header; None if no adapter is published."""
+    """Return the step of the adapter at the top of the folder `artifacts`, which is the result of a run. The step is read from
+    the header of adapter.safetensors. None if there is no such file or the header cannot be read.
+    """
     try:
         with (artifacts / ADAPTER).open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -138,8 +146,9 @@ def published_step(artifacts: Path) -> int | None:
 
 
 def is_published(artifacts: Path, step: int, best: int | None = None) -> bool:
-    """Whether the published adapters are those of `step` and, for BEST, of the step `best`. Their sizes must be those that the
-    checkpoints record; a file without a checkpoint is not checked.
+    """Return True if the adapters at the top of the folder `artifacts` are the result of step `step`. adapter_best.safetensors
+    must be the adapter of the step `best`; None: it is not checked. The sizes of the files must be those in the
+    checkpoints of these steps; a file without a checkpoint is not checked.
     """
     recorded: dict[int | None, Mapping[str, Any]] = {saved.step: saved.state["files"] for saved in find_checkpoints(artifacts)}
     for name, source_step, source_name in ((ADAPTER, step, ADAPTER), (EMA, step, EMA), (BEST, best, ADAPTER)):
@@ -150,16 +159,17 @@ def is_published(artifacts: Path, step: int, best: int | None = None) -> bool:
 
 
 def prune(artifacts: Path, step: int, last: int) -> None:
-    """Delete the optimizer states of all checkpoints up to `step`, except for the newest `last` of them. Adapters stay.
-    Checkpoints after `step` belong to a longer run and stay as they are.
+    """Delete the optimizer states of old checkpoints below the folder `artifacts`. Of the checkpoints up to `step`, only the
+    newest `last` keep their optimizer state, and at least one does. Adapters are never deleted, and checkpoints after `step`,
+    which belong to a longer run, do not change.
     """
     for saved in [saved for saved in find_checkpoints(artifacts) if saved.step <= step][max(last, 1) :]:
         (saved.folder / OPTIMIZER).unlink(missing_ok=True)
 
 
 def write_arrays(path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file with `metadata` in its header. Arrays are sorted by name, so equal content is equal bytes.
-    ValueError for values that are not finite.
+    """Write the arrays to the safetensors file `path`, sorted by name, with `metadata` in the header. Equal content gives equal
+    bytes. ValueError if a value is not finite.
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
@@ -180,7 +190,7 @@ def write_arrays(path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[s
 
 
 def write_rows(path: Path, rows: pa.Table) -> None:
-    """Write a table as an Arrow IPC file."""
+    """Write the table `rows` to the file `path` in the Arrow IPC format."""
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, rows.schema) as writer:
         writer.write_table(rows)
 

@@ -25,8 +25,9 @@ POLL_SECONDS = 0.2  # between two looks for `pause`
 
 @dataclass
 class Control:
-    """The requests made to a running training. Create it first: a `stop` that exists by then is removed without effect. `clock`
-    returns seconds and `sleep` waits for seconds; tests pass their own.
+    """Watches for requests to stop, pause or save a running training: control files in `ctx.artifacts`, interrupts, and the
+    limits stop_after_steps and stop_after_minutes of `config`. A file `stop` that exists when it is created is deleted without
+    effect. `clock()` returns seconds and `sleep(seconds)` waits; tests replace them.
     """
 
     ctx: TrainingContext
@@ -43,8 +44,8 @@ class Control:
         self._take(STOP)
 
     def after_step(self) -> None:
-        """Count a finished step and look for requests. If the run is to end early, `ending` becomes True and ctx.pause gets the
-        reason.
+        """Count a finished step and look for requests. If the run must end now, set `ending` and pass the reason to `ctx.pause`.
+        If the file `pause` exists, set `pausing`.
         """
         self.steps_done += 1
         self.pausing = self._pause_requested
@@ -58,11 +59,15 @@ class Control:
             self._end(f"stopped after {minutes:.1f} minutes, as [train] stop_after_minutes says")
 
     def wants_checkpoint(self) -> bool:
-        """Whether a checkpoint is due now: at an early end, before a pause, or because the file `checkpoint` asks for one."""
+        """Return True if a checkpoint is due after this step: the run ends early, pauses, or the file `checkpoint` exists.
+        Deletes that file.
+        """
         return self._take(CHECKPOINT) or self.ending or self.pausing
 
     def stop_requested(self) -> bool:
-        """Look for an interrupt and for the file `stop`. Returns whether the run is to end early, for whatever reason."""
+        """Return True if the run must end before its last step. Looks for an interrupt and for the file `stop`, which is deleted;
+        True as well if a limit was reached earlier.
+        """
         if self.ctx.stop():
             self.ending = True
         elif self._take(STOP):
@@ -70,7 +75,9 @@ class Control:
         return self.ending
 
     def wait_while_paused(self) -> None:
-        """Wait until the file `pause` is gone or the run is to end. Returns at once if there was no `pause`."""
+        """If the file `pause` existed after the last step, wait until it is deleted or the run must end. Otherwise return at
+        once.
+        """
         if not self.pausing or self.ending:
             return
         self.ctx.say(f"paused; remove {self.ctx.artifacts / PAUSE} to go on")
@@ -83,7 +90,7 @@ class Control:
         return (self.ctx.artifacts / PAUSE).exists()
 
     def _take(self, name: str) -> bool:
-        """Remove a control file. Returns whether it was there."""
+        """Delete the control file `name`. Return True if it existed."""
         try:
             (self.ctx.artifacts / name).unlink()
         except FileNotFoundError:

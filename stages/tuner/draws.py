@@ -1,7 +1,7 @@
-"""Random draws by address: every draw is a pure function of (seed, purpose, counters).
+"""Random numbers as pure functions of (seed, purpose, counters), for example (7, "noise", step, sample).
 
-So any step can be replayed alone, a resumed run equals an unbroken one, and neither the number of workers nor the size of a
-micro-batch changes what a sample draws. Draws are made on the host, so that all backends get the same bits.
+So any step can be replayed alone, and a resumed run equals an unbroken one. Neither the number of workers nor the size of a
+micro-batch changes the numbers of a sample. They are drawn with NumPy on the host, so that all backends get the same bits.
 """
 
 from __future__ import annotations
@@ -12,28 +12,40 @@ import numpy as np
 
 
 def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
-    """Return the random generator of an address: Philox, keyed with the sha256 of (seed, purpose, counters)."""
-    address = ":".join([str(seed), purpose, *map(str, counters)])
-    key = int.from_bytes(hashlib.sha256(address.encode()).digest()[:16], "little")
+    """Return a NumPy random generator that depends only on (seed, purpose, *counters). `purpose` is a name such as "noise";
+    `counters` are integers such as the step and the sample. Equal arguments give equal numbers on every machine.
+
+    The generator is Philox, keyed with the sha256 of the arguments.
+    """
+    text = ":".join([str(seed), purpose, *map(str, counters)])
+    key = int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little")
     return np.random.Generator(np.random.Philox(key=key))
 
 
 def uniform(seed: int, purpose: str, *counters: int) -> float:
-    """Draw one number u, 0 <= u < 1, at the address (seed, purpose, counters)."""
+    """Return one random number u, 0 <= u < 1, that depends only on (seed, purpose, *counters). `purpose` names what is drawn;
+    `counters` are integers such as the step and the sample.
+    """
     return float(generator(seed, purpose, *counters).random())
 
 
 def normal(shape: tuple[int, ...], seed: int, purpose: str, *counters: int) -> np.ndarray:
-    """Draw a float32 array of that shape from the standard normal distribution, at the address (seed, purpose, counters)."""
+    """Return a float32 array of the given shape with random numbers from the standard normal distribution. They depend only on
+    (seed, purpose, *counters): `purpose` names what is drawn, `counters` are integers such as the step and the sample.
+    """
     return generator(seed, purpose, *counters).standard_normal(shape, dtype=np.float32)
 
 
 def permutation(count: int, seed: int, purpose: str, *counters: int) -> list[int]:
-    """Draw a permutation of 0 .. count - 1, at the address (seed, purpose, counters)."""
+    """Return the numbers 0 to count - 1 in a random order that depends only on (seed, purpose, *counters). `purpose` names what
+    is drawn; `counters` are integers such as the epoch.
+    """
     order: list[int] = generator(seed, purpose, *counters).permutation(count).tolist()
     return order
 
 
 def choice(count: int, seed: int, purpose: str, *counters: int) -> int:
-    """Draw one of 0 .. count - 1, all equally likely, at the address (seed, purpose, counters)."""
+    """Return one of the numbers 0 to count - 1, all equally likely. It depends only on (seed, purpose, *counters): `purpose`
+    names what is drawn, `counters` are integers such as the step and the sample.
+    """
     return int(generator(seed, purpose, *counters).integers(count))

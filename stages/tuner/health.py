@@ -1,4 +1,4 @@
-"""Health checks of a running training: what must be finite, what must move, and how far."""
+"""Health checks during training: loss, gradient and adapter must be finite, and the adapter must change at a sound rate."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from stages.tuner.step import StepResult, TrainingStep
 MOST_SKIPPED = 3  # steps in a row without a finite loss and gradient that end the run
 MOVED_BY = 10  # the step after which every run must have moved its adapter
 RATIO_EVERY = 100  # steps between two checks of the update's length
-RATIOS = (
-    1e-7,
-    0.1,
-)  # sound lengths of an update beside the adapter's: above float32's rounding; below a new adapter in ten steps
+# Sound lengths of an update relative to the adapter: above float32's rounding, and below a new adapter in ten steps.
+RATIOS = (1e-7, 0.1)
 
 
 def checks_update(step: int) -> bool:
-    """Whether the length of the update is checked after this step."""
+    """Return True if the length of the optimizer's update is checked after this step: step 1, step 10 and every 100th."""
     return step % RATIO_EVERY == 0 or step in (1, MOVED_BY)
 
 
 def check_health(
     say: Callable[[str], None], config: TrainingConfig, training: TrainingStep, step: int, skipped: int, result: StepResult
 ) -> None:
-    """Report what looks wrong after a step. ValueError, with a remedy, for a run that cannot learn. `skipped` is the number of
-    steps in a row, this one included, that had no finite loss and gradient.
+    """Check the `result` of a training step and print warnings with `say`. `skipped` is the number of consecutive steps, up to
+    and with this one, without a finite loss and gradient. ValueError, with a remedy, if training cannot go on: the adapter became
+    infinite, 3 steps in a row were skipped, or the adapter has not changed after 10 steps.
     """
     lr = config.lr
     if not result.bounded:
@@ -51,7 +50,9 @@ def check_health(
 
 
 def _check_moved(say: Callable[[str], None], lr: float, training: TrainingStep, step: int) -> None:
-    """Report Linears that no gradient reaches: harmless zeros. ValueError if the adapter has not moved at all."""
+    """Print the Linears whose adapter has not changed since the start, which no gradient reaches. ValueError if no adapter has
+    changed. `step` and the learning rate `lr` are for the messages.
+    """
     still = unmoved_linears(training)
     if not still:
         return
@@ -62,7 +63,9 @@ def _check_moved(say: Callable[[str], None], lr: float, training: TrainingStep, 
 
 
 def unmoved_linears(training: TrainingStep) -> list[str]:
-    """Names of the Linears that the adapter does not change yet: their arrays that start at zero are still zero."""
+    """Return the names of the Linears whose adapter still has no effect: the arrays that started at zero (LoRA's B, LoKr's w2)
+    are still zero.
+    """
     adapter = training.adapter
     names = [target.name for target in training.targets]
     moved: Any = mx.stack([lora.largest_change(lora.arrays_of_linear(adapter, name)) for name in names]).tolist()

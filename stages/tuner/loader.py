@@ -11,8 +11,8 @@ from stages.tuner.task import M, S, Task
 
 
 class Loader(Generic[S, M]):
-    """Iterates over the steps in `steps`, reading one step ahead. Yields (step, batches in host memory, seconds that the loop
-    waited for them).
+    """A data loader that yields (step, batches, seconds) for each step of `steps`. `batches` are the step's micro-batches in host
+    memory; `seconds` is how long the caller waited for them. A background thread reads one step ahead.
     """
 
     def __init__(self, task: Task[S, M], steps: range) -> None:
@@ -34,12 +34,14 @@ class Loader(Generic[S, M]):
                 yield step, batches, waited
 
     def read(self, step: int) -> list[M]:
-        """Read the batches of a step into host memory, then announce the samples of the step after it."""
+        """Return the micro-batches of a step, read into host memory. Then start to read the samples of the next step from disk in
+        the background.
+        """
         batches = [self.reader.read(step, samples) for samples in self.task.draw(step)]
         if step + 1 in self.steps:
             self.prefetch(step + 1)
         return batches
 
     def prefetch(self, step: int) -> None:
-        """Announce all samples of a step to the reader."""
+        """Start to read all samples of a step from disk in the background."""
         self.reader.prefetch([sample for samples in self.task.draw(step) for sample in samples])

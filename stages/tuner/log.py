@@ -13,7 +13,7 @@ from stages.tuner.task import Task, TrainingContext
 
 
 def warn(say: Callable[[str], None], task: Task[Any, Any]) -> None:
-    """Print settings that are valid but rarely intended."""
+    """Print a line, with `say`, for each setting of the task that is valid but rarely intended."""
     for line in task.warnings():
         say(line)
     if task.config.precision == "bfloat16" and mx.default_device() == mx.cpu:
@@ -23,7 +23,7 @@ def warn(say: Callable[[str], None], task: Task[Any, Any]) -> None:
 
 
 def schedule_warnings(config: TrainingConfig) -> Iterator[str]:
-    """Yield a line if the learning-rate schedule does not suit the number of steps."""
+    """Yield a warning for the user if warm-up and decay of the learning rate do not fit the number of steps in `config`."""
     s, end = config.schedule, config.schedule.warmup_steps + config.schedule.decay_steps
     if config.steps <= s.warmup_steps:
         yield (
@@ -36,7 +36,9 @@ def schedule_warnings(config: TrainingConfig) -> Iterator[str]:
 
 
 def announce(ctx: TrainingContext, task: Task[Any, Any], training: TrainingStep, steps: range) -> None:
-    """Print where control files go, the adapter and the steps, and the task's own description."""
+    """Print what the run is about to do: where control files go, variant, rank and size of the adapter, the steps, and the task's
+    description. `steps` are the steps to do; it is empty if only a measurement on held-out samples is left.
+    """
     values = sum(value.size for value in training.adapter.values())
     ranks = sorted({target.rank for target in training.targets})
     adapter = f"{task.config.variant} of rank {' to '.join(map(str, sorted({ranks[0], ranks[-1]})))}"

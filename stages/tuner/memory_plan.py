@@ -1,7 +1,7 @@
 """The memory plan: how a run computes its steps within the memory that it may take, chosen before a weight is loaded.
 
-Every plan gives the same gradient up to rounding, so the plan is no part of the recipe. A run keeps the plan that it began with,
-which every checkpoint records, so that a resumed run ends with the same bits; only a setting or less memory changes it.
+Every plan gives the same gradient up to rounding, so the plan is no part of the recipe. Every checkpoint records the plan, and a
+resumed run keeps it in order to end with the same bits. Only a changed setting or too little memory changes the plan.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ AHEAD = 0.5  # share of one block's working memory that may be live beyond the e
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a run computes its steps. `plan`: which blocks are differentiated as one graph. `max_tokens`: tokens per micro-batch,
-    if micro_batch = "auto". `limit`: bytes that training may take. `live_bytes`: bytes that may be live before the next block
-    waits for the device.
+    """How a run computes its steps within its memory. `plan` is "whole", "blocks", or the number of last blocks whose activations
+    are kept until the backward pass. `max_tokens` bounds the tokens of a micro-batch (samples computed at once); None: its size
+    is fixed by the settings. `limit` is the bytes that training may take. Above `live_bytes` bytes in use, the next block waits
+    for the device.
     """
 
     plan: Plan
@@ -39,7 +40,9 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to compute the largest batch: samples per micro-batch, the plan, and the estimate of the bytes."""
+    """A possible way to compute the largest batch: `samples` per micro-batch (samples computed at once), the `plan` ("whole",
+    "blocks" or the number of last blocks that keep their activations), and the `estimate` of the memory.
+    """
 
     samples: int
     plan: Plan
@@ -47,7 +50,7 @@ class Candidate:
 
     @property
     def needs(self) -> int:
-        """The estimated peak memory, bytes."""
+        """The estimated peak memory in bytes."""
         return self.estimate.peak(self.plan)
 
 
@@ -58,9 +61,11 @@ def best_candidate(
     limit: int,
     begun: Plan | None = None,
 ) -> Candidate:
-    """Choose the samples per micro-batch and the plan: as the settings say, else the fastest that needs at most `limit` bytes.
-    `estimate(samples)` estimates the bytes of so many samples of the largest batch, which has `batch_size`. `begun` is the plan
-    that a resumed run began with; it is kept if it fits. If nothing fits, the candidate that needs least is returned.
+    """Choose the micro-batch size (samples computed at once) and the plan (how many blocks keep their activations) for the
+    largest batch of a run, which has `batch_size` samples. Settings of `config` are obeyed; "auto" means the fastest choice that
+    needs at most `limit` bytes. `estimate(samples)` returns the memory estimate of a micro-batch of so many samples. `begun` is
+    the plan of a resumed run, which is kept if it fits; None for a new run. If nothing fits, the choice that needs least is
+    returned.
     """
     samples = min(config.micro_batch, batch_size) if isinstance(config.micro_batch, int) else batch_size
     if config.micro_batch == "auto":
@@ -74,16 +79,20 @@ def best_candidate(
 
 
 def fastest_plan(estimate: Estimate, limit: int) -> Plan:
-    """Return the plan that keeps the activations of most blocks within `limit` bytes; "blocks" if no plan fits."""
+    """Return the fastest plan that needs at most `limit` bytes: "whole" if all blocks can keep their activations until the
+    backward pass, else the number of last blocks that can. If at most one can, or nothing fits, return "blocks", the plan that
+    needs least memory.
+    """
     blocks = estimate.blocks
     fits = [n for n in range(1, blocks + 1) if estimate.peak(n) <= limit]
     return "blocks" if not fits or fits[-1] == 1 else "whole" if fits[-1] == blocks else fits[-1]
 
 
 def live_bytes_limit(estimate: Estimate, plan: Plan, limit: int) -> int:
-    """Return how many bytes may be live before the next block waits for the device. `estimate` is that of the largest micro-
-    batch, `limit` the bytes that training may take. Unpacked weights are not part of the allowance for working ahead: they live
-    within one block.
+    """Return how many bytes may be in use before the next block waits for the device. `estimate` is the memory estimate of the
+    largest micro-batch, `plan` the chosen plan, and `limit` the bytes that training may take. The result never exceeds `limit`.
+
+    Unpacked weights are not part of the allowance for working ahead, because they are freed within a block.
     """
     ahead = round(AHEAD * estimate.block_work) - estimate.unpacked_work
     return limit if plan == "whole" else min(limit, estimate.peak(plan) + ahead)
@@ -92,9 +101,9 @@ def live_bytes_limit(estimate: Estimate, plan: Plan, limit: int) -> int:
 def plan_run(
     config: TrainingConfig, candidate: Candidate, tokens: int, limit: int, start: Checkpoint | None, say: Callable[[str], None]
 ) -> MemoryPlan:
-    """Make the memory plan of a run from the candidate that was chosen, and print it. `tokens` are those of one sample of the
-    largest batch. `start` is the checkpoint that the run goes on from: its micro-batch size is kept, and a change of its plan is
-    reported.
+    """Return the memory plan of a run and print it with `say`. `candidate` is the chosen micro-batch size and plan, `tokens` the
+    tokens of one sample of the largest batch, and `limit` the bytes that training may take. `start` is the checkpoint to resume
+    from (None: a new run). A resumed run keeps its micro-batch size, and the user is told if its plan changes.
     """
     state = start.state if start else {}
     begun, plan = state.get("plan"), candidate.plan
@@ -108,15 +117,17 @@ def plan_run(
 
 
 def saved_max_tokens(state: Any) -> int | None:
-    """Read the tokens per micro-batch from the state of a checkpoint; None if the run had no such limit."""
+    """Return the most tokens of a micro-batch that a checkpoint records in `state`, the content of its state.json. None if the
+    run had no such limit.
+    """
     found: int | None = state.get("max_tokens", state.get("piece"))  # "piece": its name until 0.1
     return found
 
 
 def adjust_max_tokens(max_tokens: int, used: int, held: int, peak: int, limit: int) -> int:
-    """Return the tokens per micro-batch of the next step: fewer after a peak above the limit, twice as many if they surely fit.
-    `used` are the tokens of the step's largest micro-batch, `held` the bytes held between steps, `peak` the bytes at the peak of
-    the step, `limit` the bytes that training may take.
+    """Return the most tokens per micro-batch for the next step, given the memory of the last one. Half of `used` if `peak` is
+    above `limit`; twice `used` if twice as many tokens fit for certain; otherwise `max_tokens`, the present value. `used` is the
+    tokens of the step's largest micro-batch. `held` (in use between steps), `peak` and `limit` are bytes.
     """
     if peak > limit:
         return max(1, used // 2)
@@ -125,23 +136,27 @@ def adjust_max_tokens(max_tokens: int, used: int, held: int, peak: int, limit: i
 
 
 def describe_plan(plan: Plan, blocks: int) -> str:
-    """Describe a plan of a model with so many blocks, for the user."""
+    """Return a plan as text for the user: "whole", "blocks", or the number of last blocks (of `blocks` in all) that are not
+    computed twice.
+    """
     return plan if isinstance(plan, str) else f"{plan} (the last {plan} of {blocks} blocks are not computed twice)"
 
 
-# What to change where nothing fits
+# What to change if no plan fits
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Settings of [train] to change, and the plan and bytes at the peak that a run with them has."""
+    """A suggestion if training does not fit in memory: `settings` of [train] to change (name -> new value), the `plan` of a run
+    with these settings, and `needs`, its estimated peak memory in bytes.
+    """
 
     settings: dict[str, Any]
     plan: Plan
     needs: int
 
     def __str__(self) -> str:
-        """The settings as they are written in project.toml: "[train] micro_batch = 1; [train.optimizer] kind = ..."."""
+        """Return the settings as they are written in project.toml, such as "[train] micro_batch = 1, base_bits = 8"."""
         own = [f"{name} = {json.dumps(value)}" for name, value in self.settings.items() if name != "optimizer"]
         parts = ["[train] " + ", ".join(own)] if own else []
         if method := self.settings.get("optimizer"):
@@ -150,8 +165,9 @@ class Remedy:
 
 
 def cheaper_settings(config: TrainingConfig, samples: int) -> Iterator[dict[str, Any]]:
-    """Yield changes of settings that need less memory, to be made one after another: first those that cost time, then quality.
-    `samples` is the number of samples of the largest batch, trained or measured, that a micro-batch could divide.
+    """Yield changes to the settings of [train] that reduce memory, each as {name: new value}. They are meant to be made one after
+    another: first those that only cost time, then those that cost quality. `samples` is the number of samples of the largest
+    batch; with more than one, smaller micro-batches are suggested.
     """
     if config.memory not in ("auto", "blocks"):
         yield {"memory": "blocks"}
@@ -163,21 +179,22 @@ def cheaper_settings(config: TrainingConfig, samples: int) -> Iterator[dict[str,
 
 
 def cheapest_remedy(config: C, samples: int, candidate: Callable[[C], Candidate], limit: int) -> Remedy:
-    """Find the fewest settings to change so that the run needs at most `limit` bytes; all of them if it never does.
-    `candidate(config)` estimates the run with other settings; `samples` as in `cheaper_settings`.
+    """Return the fewest changes to `config` with which the run needs at most `limit` bytes; all possible changes if none suffice.
+    `samples` is the number of samples of the largest batch. `candidate(config)` returns the plan and the memory estimate of a run
+    with these settings.
     """
 
-    def tried(settings: dict[str, Any]) -> Remedy:
-        found = candidate(replace(config, **settings))
-        return Remedy(settings, found.plan, found.needs)
+    def remedy_with(settings: dict[str, Any]) -> Remedy:
+        chosen = candidate(replace(config, **settings))
+        return Remedy(settings, chosen.plan, chosen.needs)
 
-    remedy = tried({})
+    remedy = remedy_with({})
     for change in cheaper_settings(config, samples):
         if remedy.needs > limit:
-            remedy = tried(remedy.settings | change)
+            remedy = remedy_with(remedy.settings | change)
     if remedy.needs > limit:
         return remedy
     for name in reversed(remedy.settings):
-        without = tried({other: value for other, value in remedy.settings.items() if other != name})
+        without = remedy_with({other: value for other, value in remedy.settings.items() if other != name})
         remedy = without if without.needs <= limit else remedy
     return remedy

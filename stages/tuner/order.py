@@ -1,7 +1,7 @@
 """The order of training rows: batches of one shape each, as a function of (seed, epoch) alone.
 
-In every epoch each row occurs exactly once, or as often as its rate says. The last batch of a shape may be smaller: padding it
-would repeat rows, dropping it would lose some in every epoch.
+In every epoch each row occurs exactly once, or as often as its rate says. The last batch of a shape may be smaller, because
+padding would repeat rows, and dropping the batch would lose some rows in every epoch.
 """
 
 from __future__ import annotations
@@ -19,18 +19,23 @@ from stages.tuner import draws
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch: the epoch that it belongs to, from 0, and the indices of its rows in the list of training rows."""
+    """A batch of training rows. `epoch` is the epoch that the batch belongs to, counted from 0; `rows` are indices into the list
+    of all training rows.
+    """
 
     epoch: int
     rows: tuple[int, ...]
 
 
 def occurrences(rates: Sequence[float], seed: int, epoch: int) -> list[int]:
-    """Return how often each row occurs in an epoch, given its rate: occurrences per epoch on average. A rate of 2 is twice in
-    every epoch, a rate of 1/3 once in three epochs. Rows of one rate take turns: each occurs evenly over the epochs, and all
-    epochs have the same number of them, give or take one.
+    """Return how often each row occurs in one epoch, as a list with one count per row. `rates` has the average number of
+    occurrences per epoch of each row: 2 means twice in every epoch, 1/3 means once in three epochs. `epoch` is counted from 0.
+    Equal arguments give equal counts.
+
+    Rows with the same fractional rate take turns, so that each row occurs evenly over the epochs. All epochs have the same number
+    of them, give or take one.
     """
-    found = [0] * len(rates)
+    counts = [0] * len(rates)
     rows_of_rate: dict[float, list[int]] = {}
     for row, rate in enumerate(rates):
         rows_of_rate.setdefault(rate, []).append(row)
@@ -38,15 +43,16 @@ def occurrences(rates: Sequence[float], seed: int, epoch: int) -> list[int]:
         turns = draws.permutation(len(rows), seed, "turns", number) if rate % 1 else range(len(rows))
         for row, turn in zip(rows, turns, strict=True):
             start = (turn + 0.5) / len(rows)
-            found[row] = math.floor(rate * (epoch + 1) + start) - math.floor(rate * epoch + start)
-    return found
+            counts[row] = math.floor(rate * (epoch + 1) + start) - math.floor(rate * epoch + start)
+    return counts
 
 
 def epoch_batches(
     shapes: Sequence[Hashable], batch_size: int, seed: int, epoch: int, rates: Sequence[float] | None = None
 ) -> list[Batch]:
-    """Return the batches of one epoch in order, each of rows of one shape. `shapes` are the shapes of the training rows, in a
-    stable order; `rates` their occurrences per epoch, None for 1 each.
+    """Return the batches of one epoch (counted from 0) in shuffled order. All rows of a batch have the same shape, and a batch
+    has at most `batch_size` rows. `shapes` has the shape of each training row. `rates` has the average number of occurrences per
+    epoch of each row; None means 1 for every row.
     """
     times = occurrences(rates, seed, epoch) if rates is not None else [1] * len(shapes)
     buckets: dict[Hashable, list[int]] = {}
@@ -61,7 +67,9 @@ def epoch_batches(
 
 
 class Order:
-    """The batches of every step of a run, of any length, by random access."""
+    """The order in which a run trains on its rows. It gives the batches of any step directly, without drawing earlier steps, and
+    it depends only on the arguments of the constructor. A run may have any number of steps.
+    """
 
     def __init__(
         self,
@@ -71,7 +79,10 @@ class Order:
         accumulate: int = 1,
         rates: Sequence[float] | None = None,
     ) -> None:
-        """`shapes` are those of the training rows; `accumulate` batches make a step; `rates` as in `epoch_batches`."""
+        """Prepare the order. `shapes` has the shape of each training row; rows of one batch have equal shapes. `batch_size` is
+        the most rows of a batch, and `accumulate` the number of batches of a step. `rates` has the average number of occurrences
+        per epoch of each row; None means 1 for every row.
+        """
         assert shapes, "there are no training rows"
         assert rates is None or (len(rates) == len(shapes) and min(rates) >= 0 and max(rates) > 0), rates
         self.batch_size, self.accumulate = batch_size, accumulate
@@ -83,7 +94,7 @@ class Order:
         self.per_epoch = self._ends[0]
 
     def batch_at(self, number: int) -> Batch:
-        """The batch of that number, counted from 0 over all epochs."""
+        """Return the batch with this number. Batches are counted from 0 and over all epochs."""
         if self._equal_epochs:
             epoch, place = divmod(number, self.per_epoch)
             return self._epoch(epoch)[place]
@@ -94,13 +105,15 @@ class Order:
         return self._epoch(epoch)[number - (self._ends[epoch - 1] if epoch else 0)]
 
     def step(self, step: int) -> list[Batch]:
-        """The batches of a step, counted from 1."""
+        """Return the batches of one step, `accumulate` of them. Steps are counted from 1."""
         first = (step - 1) * self.accumulate
         return [self.batch_at(first + n) for n in range(self.accumulate)]
 
 
 def _batch_count(shapes: Sequence[Hashable], batch_size: int, seed: int, epoch: int, rates: Sequence[float] | None) -> int:
-    """Count the batches of an epoch without drawing their order."""
+    """Return the number of batches of one epoch (counted from 0), without drawing their order. The arguments are as in
+    `epoch_batches`: the shape of each row, the most rows of a batch, and the occurrences per epoch of each row (None: 1).
+    """
     times = occurrences(rates, seed, epoch) if rates is not None else [1] * len(shapes)
     rows: Counter[Hashable] = Counter()
     for shape, count in zip(shapes, times, strict=True):

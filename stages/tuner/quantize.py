@@ -1,4 +1,4 @@
-"""Frozen weights packed in 8 or 4 bits, unpacked at each visit of a block.
+"""Frozen weights packed in 8 or 4 bits, and unpacked each time that a block is computed.
 
 Every 64 weights of a row share a scale and an offset.
 """
@@ -16,8 +16,9 @@ CHUNK = 1 << 28  # bytes of a weight that are unpacked at once; FLUX.2 dev's lar
 
 
 class QuantizedWeight(NamedTuple):
-    """A packed (outputs, inputs) weight as a tuple of three arrays: `packed`, uint32, (outputs, inputs * bits / 32), `scales`
-    and `offsets`, (outputs, inputs / 64). mx.compile takes it like any tuple of arrays.
+    """A weight matrix (outputs, inputs) packed in 8 or 4 bits: a named tuple of three arrays. `packed` is uint32, (outputs,
+    inputs * bits / 32). `scales` and `offsets` are (outputs, inputs / 64), because each 64 weights of a row share one scale and
+    one offset. mx.compile accepts it as an argument.
     """
 
     packed: mx.array
@@ -26,7 +27,7 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Bits per weight, 8 or 4; the shapes of the arrays imply it."""
+        """The number of bits per weight, 8 or 4, derived from the shapes of the arrays."""
         return 32 * self.packed.shape[-1] // (GROUP * self.scales.shape[-1])
 
     @property
@@ -35,7 +36,7 @@ class QuantizedWeight(NamedTuple):
         return self.scales.shape[0], self.scales.shape[1] * GROUP
 
     def dense(self) -> mx.array:
-        """Return the unpacked (outputs, inputs) weight in the dtype that it was packed from."""
+        """Return the unpacked weight, (outputs, inputs), in the dtype that the weight had before it was packed."""
         return mx.dequantize(*self, group_size=GROUP, bits=self.bits)
 
 
@@ -43,8 +44,9 @@ Weight = mx.array | QuantizedWeight
 
 
 def pack(weight: mx.array, bits: int) -> QuantizedWeight:
-    """Pack a matrix (outputs, inputs) in 8 or 4 bits. It is evaluated at once, so that the original can be freed. ValueError
-    for other bits, or a shape that cannot be packed, see `is_packable`.
+    """Pack a weight matrix (outputs, inputs) in `bits` bits, 8 or 4, and return the packed weight. The result is computed at
+    once, so that the caller can free the original. ValueError for other `bits`, or if `weight` is not a matrix with `inputs` a
+    multiple of 64.
     """
     if bits == 16 or bits not in BITS:
         raise ValueError(f"base_bits must be 16 (not packed), 8 or 4, got {bits}")
@@ -56,34 +58,36 @@ def pack(weight: mx.array, bits: int) -> QuantizedWeight:
 
 
 def pack_if_possible(weight: mx.array, bits: int) -> Weight:
-    """Pack a weight in 8 or 4 bits, or return it unchanged if `bits` is 16 or its shape cannot be packed, as that of a norm's
-    scale.
+    """Return the weight packed in `bits` bits, 8 or 4. Return it unchanged if `bits` is 16, or if it is not a matrix with rows a
+    multiple of 64 wide (the scale of a norm, for example).
 
-    Applied to one weight after another while loading, memory peaks at the packed size and one tensor.
+    If the weights are packed one after another while they are loaded, memory peaks at the packed size plus one weight.
     """
     return pack(weight, bits) if bits < 16 and is_packable(weight.shape) else weight
 
 
 def is_packable(shape: tuple[int, ...]) -> bool:
-    """Whether a weight of this shape can be packed: a matrix whose rows are a multiple of 64 wide."""
+    """Return True if a weight of this shape can be packed: a matrix (outputs, inputs) with `inputs` a multiple of 64."""
     return len(shape) == 2 and shape[-1] % GROUP == 0
 
 
 def dense(weight: Weight) -> mx.array:
-    """Return the weight as one array, unpacked if it is packed."""
+    """Return the weight as one array (outputs, inputs). A packed weight is unpacked; an array is returned as it is."""
     return weight.dense() if isinstance(weight, QuantizedWeight) else weight
 
 
 def select_rows(weight: Weight, rows: slice) -> Weight:
-    """Return the rows that a slice selects, still packed if the weight is packed; `slice(None)` returns the weight itself."""
+    """Return the rows (outputs) of a weight that the slice `rows` selects. A packed weight stays packed. `slice(None)` returns
+    the weight itself.
+    """
     if rows == slice(None):
         return weight
     return weight[rows] if isinstance(weight, mx.array) else QuantizedWeight(*(array[rows] for array in weight))
 
 
 def row_chunks(weight: Weight) -> list[slice]:
-    """Return slices that together cover all rows of a weight, each of at most 256 MiB (CHUNK) when unpacked. A weight that is
-    small or not packed has one slice, `slice(None)`.
+    """Return slices of rows that together cover a packed weight, in order. Each chunk has at most 256 MiB when unpacked. If the
+    weight is small, or is an array, the list is `[slice(None)]`, one slice of all rows.
     """
     if isinstance(weight, mx.array):
         return [slice(None)]
@@ -93,5 +97,7 @@ def row_chunks(weight: Weight) -> list[slice]:
 
 
 def unpack_after(weight: QuantizedWeight, after: mx.array) -> QuantizedWeight:
-    """Return the same packed weight with a dependency: it is not unpacked before the array `after` is computed."""
+    """Return the packed weight with an added dependency: MLX does not unpack it before the array `after` is computed. The values
+    do not change.
+    """
     return weight._replace(packed=mx.depends([weight.packed], [after])[0])

@@ -1,4 +1,4 @@
-"""One step of a run computed again: its losses are those in the table, to the bit on the machine that wrote them."""
+"""Replay of one training step. On the machine that trained the run, the losses equal those in the run's table to the bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from stages.tuner.validation import TRAIN
 
 @dataclass(frozen=True)
 class ReplayedSample:
-    """One sample of a step: its number in the step, its loss now, and the loss in the table; None if the table lacks it."""
+    """One sample of a replayed training step: its index `number` in the step, the task's sample, its `loss` computed now, and
+    `logged`, the loss in the table of the original run (None if the table has no such row).
+    """
 
     number: int
     sample: Any
@@ -25,8 +27,9 @@ class ReplayedSample:
 
 
 def replay_step(ctx: TrainingContext, task: Task[Any, Any], step: int) -> list[ReplayedSample]:
-    """Take the steps from the newest checkpoint before `step`, or from the start, to `step`. Writes nothing. Steps are computed
-    by the memory plan that the run's checkpoints record. ValueError for a step that the run does not have.
+    """Compute training step `step` (counted from 1) of a run again and return its samples with their losses. Starts from the
+    newest checkpoint before `step`, or from the beginning, and uses the memory plan recorded in the run's checkpoints. Writes
+    nothing. ValueError if the run has no such step.
     """
     checkpoints = find_checkpoints(ctx.artifacts)
     if not 1 <= step <= task.config.steps:
@@ -50,6 +53,8 @@ def replay_step(ctx: TrainingContext, task: Task[Any, Any], step: int) -> list[R
 
 
 def checkpoint_before(checkpoints: list[Checkpoint], step: int) -> Checkpoint | None:
-    """The newest checkpoint before `step` from which training can go on; None if there is none. Newest first in, as found."""
+    """Return the newest checkpoint before `step` with an intact adapter and optimizer state; None if there is none. `checkpoints`
+    must be sorted, newest first.
+    """
     earlier = (saved for saved in checkpoints if saved.step < step)
     return next((saved for saved in earlier if saved.intact(ADAPTER, OPTIMIZER)), None)

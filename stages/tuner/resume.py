@@ -1,4 +1,4 @@
-"""Where a training run starts: the newest checkpoint that it can go on from, and the rows that only checkpoints hold."""
+"""The start of a training run: the newest checkpoint that it can resume from, and the rows that only checkpoints hold."""
 
 from __future__ import annotations
 
@@ -15,25 +15,29 @@ Key = tuple[int, str, int]  # step, split, sample
 
 @dataclass(frozen=True)
 class Start:
-    """The checkpoint that a run goes on from, None for step 0, and rows of the steps up to it that are not stored yet."""
+    """The point from which a run starts or resumes. `checkpoint` is the checkpoint to resume from; None means that the run starts
+    at step 1. `recovered` are rows up to the step of that checkpoint that were read from checkpoints because the run's table
+    lacks them.
+    """
 
     checkpoint: Checkpoint | None
     recovered: list[Row]
 
     @property
     def step(self) -> int:
-        """The last step that is done; 0 without a checkpoint."""
+        """The last step that is done: the step of the checkpoint, or 0 without one."""
         return self.checkpoint.step if self.checkpoint else 0
 
 
 def row_key(row: Row) -> Key:
-    """Return the key of a row of training: (step, split, sample)."""
+    """Return the key of a row of a training run: (step, split, sample), with the split "train" or "validation"."""
     return row["step"], row["split"], row["sample"]
 
 
 def find_start(ctx: TrainingContext, last: int) -> Start:
-    """Find the newest usable checkpoint up to step `last`, and say so if a newer one is damaged or all are lost. A checkpoint is
-    usable if its files are intact and every row up to its step is stored or held by a checkpoint.
+    """Return the point to resume from: the newest usable checkpoint of `ctx.artifacts` up to step `last`, or no checkpoint. A
+    checkpoint is usable if its files are intact and no row up to its step is lost, that is, each is in the run's table or in some
+    checkpoint. Tell the user if a newer checkpoint is damaged, or if the run must begin again.
     """
     pending = {row_key(row) for row in ctx.pending.to_pylist()}
     checkpoints = [saved for saved in find_checkpoints(ctx.artifacts) if saved.step <= last]
@@ -52,14 +56,15 @@ def find_start(ctx: TrainingContext, last: int) -> Start:
 
 
 def _held_rows(checkpoints: list[Checkpoint]) -> dict[Key, Row]:
-    """All rows that intact checkpoints hold, by key."""
+    """Return the rows in all intact checkpoints, as (step, split, sample) -> row."""
     rows = [row for saved in checkpoints if saved.intact(ROWS) for row in saved.rows().to_pylist()]
     return {row_key(row): row for row in rows}
 
 
 def _usable(saved: Checkpoint, last: int, lost: list[Key]) -> bool:
-    """Whether a run of `last` steps can go on from a checkpoint. `lost` are rows up to its step that exist nowhere. The
-    measurement after its own step may be lost: it was interrupted, and is repeated. The last step needs no optimizer state.
+    """Return True if a run with the last step `last` can resume from the checkpoint `saved`. `lost` are the keys (step, split,
+    sample) of rows up to its step that exist nowhere. Only rows of the measurement at that step may be lost, because the
+    measurement is repeated. At the last step, the optimizer state may be missing.
     """
     if any((step, split) != (saved.step, VALIDATION) for step, split, _ in lost):
         return False

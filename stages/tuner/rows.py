@@ -1,4 +1,4 @@
-"""The rows of a run: one per sample that a step drew or was measured by."""
+"""The rows of a run: one for each sample of a training step, and one for each held-out sample of a measurement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from stages.tuner.validation import TRAIN, VALIDATION, measured_steps
 
 
 def wanted_rows(task: Task[Any, Any], last: int) -> pa.Table:
-    """The keys (step, split, sample) of all rows of a run whose last step is `last`."""
+    """Return the keys of all rows that a run with the last step `last` must produce: a table with the columns step, split
+    ("train" or "validation") and sample (index in the step or measurement). One row stands for one sample of one step.
+    """
     sizes = [sum(task.sizes(step)) for step in range(1, last + 1)]
     trained = _keys(TRAIN, range(1, last + 1), sizes)
     if task.config.validation is None or task.held_out is None:
@@ -23,7 +25,9 @@ def wanted_rows(task: Task[Any, Any], last: int) -> pa.Table:
 
 
 def _keys(split: str, steps: Sequence[int], sizes: Sequence[int]) -> pa.Table:
-    """Keys of a split: `sizes[n]` samples of the step `steps[n]`."""
+    """Return a table of row keys (step, split, sample). The step `steps[n]` has `sizes[n]` samples, numbered from 0; `split` is
+    "train" or "validation".
+    """
     step = np.repeat(np.array(steps, np.int32), sizes)
     sample = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes] or [np.zeros(0, np.int32)])
     return pa.table({"step": step, "split": pa.array([split] * len(step), pa.string()), "sample": sample})
@@ -32,8 +36,9 @@ def _keys(split: str, steps: Sequence[int], sizes: Sequence[int]) -> pa.Table:
 def sample_rows(
     task: Task[Any, Any], samples: Sequence[Any], values: Mapping[str, Sequence[Any]], shared: Row, first: int = 0
 ) -> list[Row]:
-    """Build one row per sample. `values` maps columns to one value per sample, `shared` to one value for all; nullable columns
-    that neither names are null. Samples are numbered from `first` on.
+    """Return one row (column -> value) per sample, in order. `values` maps a column to a list with one value per sample; `shared`
+    maps a column to one value for all samples. The task adds its own columns. All other nullable columns are None. The column
+    "sample" counts from `first`.
     """
     nothing: Row = dict.fromkeys(field.name for field in task.schema if field.nullable)
     return [
@@ -43,7 +48,9 @@ def sample_rows(
 
 
 def rows_table(schema: pa.Schema, rows: list[Row]) -> pa.Table:
-    """Convert rows to a table of that schema. Every row must have exactly its columns."""
+    """Return a table of the given schema with the given rows (dicts column -> value). Every row must have exactly the columns of
+    the schema.
+    """
     names = set(schema.names)
     for row in rows:
         assert set(row) == names, f"columns {sorted(set(row) ^ names)} are missing or unknown"
@@ -51,5 +58,7 @@ def rows_table(schema: pa.Schema, rows: list[Row]) -> pa.Table:
 
 
 def record_batches(schema: pa.Schema, rows: list[Row]) -> list[pa.RecordBatch]:
-    """Convert rows to one record batch; no batch for no rows."""
+    """Return the rows (dicts column -> value) as a list with one record batch of the given schema; an empty list if there are no
+    rows.
+    """
     return rows_table(schema, rows).combine_chunks().to_batches() if rows else []

@@ -11,8 +11,9 @@ Shape = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning rate per step: it rises linearly to `base` over `warmup` steps, then follows `shape`. "constant" stays at
-    `base`; "linear" and "cosine" fall to `floor * base` over the next `decay` steps and stay there.
+    """A learning-rate schedule: a learning rate for each step. The rate rises linearly to `base` during the first `warmup` steps.
+    After that, the shape "constant" stays at `base`; "linear" and "cosine" fall to `floor * base` during the next `decay` steps
+    and stay there.
     """
 
     base: float
@@ -22,7 +23,7 @@ class Schedule:
     floor: float = 0.0
 
     def at(self, step: int) -> float:
-        """The learning rate of a step, counted from 1. Step `warmup` is the first with the full rate."""
+        """Return the learning rate of a step. Steps are counted from 1; the last step of the warm-up has the full rate."""
         if step <= self.warmup:
             return self.base * step / self.warmup
         if self.shape == "constant":

@@ -19,8 +19,11 @@ Row = dict[str, Any]
 
 
 class Validation:
-    """The measurements of a run so far, and what follows from them. `count` is the number of held-out samples of one measurement;
-    without a config nothing is measured and the run has `steps` steps. A measurement counts once all its samples are known.
+    """Collects the losses of held-out samples during a run. From them it derives the last step of the run, `last_step` (earlier
+    than `steps` with early stopping), and `best_step`, the step with the lowest mean loss. `count` is the number of held-out
+    samples per measurement. If `config` is None, nothing is measured.
+
+    A measurement counts once the losses of all `count` samples are known.
     """
 
     def __init__(self, config: ValidationConfig | None, count: int, steps: int) -> None:
@@ -30,19 +33,25 @@ class Validation:
         self.best_step: int | None = None  # the step up to `last_step` with the lowest mean loss; None: nothing is measured yet
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Add rows of the run. Those of the split `validation` count, whole measurements or not."""
+        """Add rows of the run, dicts with the columns step, split and loss. Rows with the split "validation" are kept and all
+        others ignored; a measurement may be incomplete.
+        """
         self._replace([*self.rows, *(row for row in rows if row["split"] == VALIDATION)])
 
     def add_table(self, rows: pa.Table) -> None:
-        """Add the rows of a table that has the columns step, split and loss."""
+        """Add the rows of a table with the columns step, split and loss. Rows with the split "validation" are kept and all others
+        ignored.
+        """
         self.add(rows.select(["step", "split", "loss"]).to_pylist())
 
     def is_due(self, step: int) -> bool:
-        """Whether held-out samples are measured after a step; 0 is before the first step."""
+        """Return True if held-out samples are to be measured after this step. Step 0 means before the first step."""
         return self.config is not None and step % self.config.every == 0
 
     def discard_incomplete(self, step: int) -> bool:
-        """Forget the measurement after `step` if some of its samples are missing. Returns whether it was incomplete."""
+        """Forget the losses that were measured after `step` if some samples are missing, so that the measurement can be repeated.
+        Return True if some were missing.
+        """
         if not self.is_due(step) or sum(row["step"] == step for row in self.rows) >= self.count:
             return False
         self._replace([row for row in self.rows if row["step"] != step])
@@ -50,11 +59,11 @@ class Validation:
 
     @property
     def means(self) -> dict[int, float]:
-        """The mean loss of each whole measurement, by step."""
+        """The mean loss of each complete measurement: step -> mean loss."""
         return mean_losses(((row["step"], row["loss"]) for row in self.rows), self.count)
 
     def _replace(self, rows: list[Row]) -> None:
-        """Replace all measured rows, and derive the last and the best step from them."""
+        """Set all measured rows, and compute `last_step` and `best_step` from them."""
         self.rows = rows
         if self.config is None:
             return
@@ -66,13 +75,15 @@ class Validation:
 
 
 def measured_steps(every: int, last: int) -> range:
-    """The steps after which held-out samples are measured: 0 (before the first step), then every `every` steps up to `last`."""
+    """Return the steps after which held-out samples are measured: 0 (before the first step), then every `every` steps, up to and
+    with `last`.
+    """
     return range(0, last + 1, every)
 
 
 def mean_losses(losses: Iterable[tuple[int, float]], count: int) -> dict[int, float]:
-    """Average (step, loss) pairs, in any order, by step. Steps with another number of losses than `count` are left out. The mean
-    is infinite if one of the losses is not finite.
+    """Return the mean loss of each step, as step -> mean. `losses` are (step, loss) pairs in any order, one per sample. A step
+    with fewer or more than `count` losses is left out. The mean is infinite if one of the losses is not finite.
     """
     by_step: dict[int, list[float]] = {}
     for step, loss in losses:
@@ -82,9 +93,9 @@ def mean_losses(losses: Iterable[tuple[int, float]], count: int) -> dict[int, fl
 
 
 def early_stop(means: Mapping[int, float], every: int, patience: int, min_delta: float = 0.0) -> int | None:
-    """Return the step at which a run ends early, or None. It ends after `patience` measurements in a row that are not lower than
-    the lowest before them by more than `min_delta`. `means` maps steps to mean losses; only the measurements from step 0 to the
-    first missing one count.
+    """Return the step after which early stopping ends the run, or None if it does not. `means` maps steps to mean validation
+    losses, measured every `every` steps from step 0. The run ends after `patience` measurements in a row that do not improve the
+    lowest earlier loss by more than `min_delta`. Measurements after a missing one are ignored.
     """
     lowest, since, step = math.inf, 0, 0
     while step in means:
@@ -99,6 +110,8 @@ def early_stop(means: Mapping[int, float], every: int, patience: int, min_delta:
 
 
 def best_step(means: Mapping[int, float]) -> int | None:
-    """Return the step with the lowest mean loss, the earliest of equal ones. Step 0 and infinite losses do not count."""
+    """Return the step with the lowest mean loss; of equal losses, the earliest step. `means` maps steps to mean losses. Step 0
+    and infinite losses are ignored; None if nothing is left.
+    """
     finite = {step: loss for step, loss in means.items() if step and loss < math.inf}
     return min(finite, key=lambda step: (finite[step], step), default=None)

@@ -22,9 +22,10 @@ CHUNK = 1 << 24  # values of a weight that exist in float32 at once: 64 MB
 
 
 def row_norms(weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale: float) -> mx.array:
-    """Return the Euclidean norm of each row of W + scale B A: shape (outputs,), float32, lazy. `weight` is W, (outputs,
-    inputs), dense or packed; `down_RI` is A, (rank, inputs); `up_OR` is B, (outputs, rank). W is unpacked and widened to
-    float32 a chunk of rows at a time.
+    """Return the Euclidean norm of each row of W + scale B A, as a float32 array (outputs,). `weight` is W, the frozen weight
+    (outputs, inputs), an array or packed in 8 or 4 bits. `down_RI` is A, (rank, inputs), and `up_OR` is B, (outputs, rank).
+
+    W is unpacked and converted to float32 in chunks of rows.
     """
     wide_RI = down_RI.astype(mx.float32)
     rows = max(1, CHUNK // down_RI.shape[1])
@@ -39,8 +40,8 @@ def row_norms(weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale
 
 
 def initial_magnitude(weight: quantize.Weight, outputs: int, inputs: int) -> mx.array:
-    """Return DoRA's magnitudes before the first step, the norms of the rows of an (outputs, inputs) weight: shape (outputs,),
-    float32. They equal `row_norms` to the bit as long as B is zero, so that the adapter changes nothing.
+    """Return the magnitudes with which DoRA starts: the Euclidean norm of each row of a frozen weight (outputs, inputs), as a
+    float32 array (outputs,). They equal `row_norms` to the bit while B is zero, so that a fresh adapter changes nothing.
     """
     return row_norms(weight, mx.zeros((1, inputs)), mx.zeros((outputs, 1)), 0.0)
 
@@ -48,9 +49,9 @@ def initial_magnitude(weight: quantize.Weight, outputs: int, inputs: int) -> mx.
 def rescale_rows(
     y: mx.array, magnitude_O: mx.array, weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale: float
 ) -> mx.array:
-    """Turn LoRA's output y, (..., outputs), into DoRA's: multiply it by magnitude / `row_norms`, per output. `magnitude_O` has
-    the shape (outputs,); the other arguments are those of `row_norms`. Returns the dtype of y. The gradient goes to y and the
-    magnitudes, and not through the norms.
+    """Turn the output y of a Linear with LoRA into that of DoRA: multiply each output channel by its magnitude divided by the
+    norm of its row of W + scale B A. `y` is (..., outputs), `magnitude_O` (outputs,), `weight` is W, (outputs, inputs), `down_RI`
+    is A, (rank, inputs), and `up_OR` is B, (outputs, rank). Returns an array like y. The norms take no gradient.
     """
     norm_O = mx.stop_gradient(row_norms(weight, down_RI, up_OR, scale))
     add_gain: Any = _add_gain
@@ -60,14 +61,16 @@ def rescale_rows(
 
 @mx.custom_function
 def _add_gain(y: mx.array, gain_O: mx.array) -> mx.array:
-    """Return (1 + gain) y. The gain, (outputs,), is small: added to 1 first, it would lose most of its bits in half precision."""
+    """Return y + gain_O y: y is (..., outputs), and `gain_O` (outputs,) is the small change of each output channel. The sum 1 +
+    gain_O is never formed, because half precision would lose most bits of the gain.
+    """
     return y + gain_O.astype(y.dtype) * y
 
 
 @_add_gain.vjp  # type: ignore[untyped-decorator, unused-ignore]
 def _add_gain_vjp(primals: Any, dz: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
-    """Gradients of `_add_gain`. The sum over tokens is a matrix product, which adds up in float32 on every backend; a
-    half-precision sum does not.
+    """Return the gradients of `_add_gain` with respect to y and the gain; `dz` is the gradient of its result. The sum over tokens
+    is a matrix product, which adds in float32 on every backend, as a half-precision sum does not.
     """
     y, gain_O = primals
     flat_NO = (dz * y).reshape(-1, y.shape[-1])

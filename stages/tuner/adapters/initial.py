@@ -23,19 +23,19 @@ RANK_AXIS = {lora.A: 0, lora.B: 1, lokr.W2_A: 1, lokr.W2_B: 0}  # the axis of le
 
 
 def target_weights(blocks: Iterable[Any], targets: Iterable[Target]) -> dict[str, quantize.Weight]:
-    """Return the frozen weight of each target by the target's name. Each block has a `name` and `weights`, a map
-    "<linear>.weight" -> weight whose names are relative to the block.
+    """Return the frozen weight of each target (a Linear that gets an adapter), as target name -> weight. Each of `blocks` has a
+    `name` and a dict `weights` from "<linear>.weight", named within the block, to the weight.
     """
     every = {f"{block.name}.{name}": weight for block in blocks for name, weight in block.weights.items()}
     return {target.name: every[f"{target.name}.weight"] for target in targets}
 
 
 def fresh_adapter(targets: Iterable[Target], seed: int, weights: Mapping[str, quantize.Weight] | None = None) -> Arrays:
-    """Return the float32 arrays of an adapter that changes nothing yet, by "<linear><suffix>", for all targets. Random arrays
-    depend only on `seed` and their names. `weights` are the frozen weights by target name, see `target_weights`; only DoRA
-    needs them.
+    """Return the float32 arrays of a new adapter that does not change the model yet. Keys are "<linear><suffix>", such as
+    "<linear>.lora_A.weight". Random values depend only on `seed` and the keys. `weights` maps target names to frozen weights;
+    only DoRA needs it.
 
-    Random arrays are uniform within 1 / sqrt(columns): Kaiming's bound with a = sqrt(5), as in PEFT and LyCORIS.
+    Random values are uniform within 1 / sqrt(columns): Kaiming's bound with a = sqrt(5), as in PEFT and LyCORIS.
     """
     arrays: Arrays = {}
     for target in targets:
@@ -64,10 +64,10 @@ def start_from_adapter(
     fresh: Mapping[str, mx.array],
     weights: Mapping[str, quantize.Weight] | None = None,
 ) -> Arrays:
-    """Return the arrays of an adapter for `targets` that changes the model as the adapter `source` does, up to rounding.
-    `source` is a dict by "<linear><suffix>" with `scales`, the factor of each Linear's output. `fresh` is the result of
-    `fresh_adapter`; targets that the source lacks start from it. `weights` are the frozen weights by target name, which a DoRA
-    needs to start from a LoRA. ValueError as in `check_initial`.
+    """Return the arrays of an adapter for `targets` that changes the model as the adapter `source` does, up to rounding. `source`
+    maps "<linear><suffix>" to arrays, and `scales` maps "<linear>" to the factor of its change. `fresh` is a new adapter (see
+    `fresh_adapter`) for targets that the source lacks and for ranks it lacks. `weights` maps target names to frozen weights; it
+    is needed if a DoRA starts from a LoRA. ValueError if the source does not suit the targets.
     """
     chosen = list(targets)
     check_initial(source, scales, chosen)
@@ -85,9 +85,9 @@ def start_from_adapter(
 
 
 def check_initial(source: Mapping[str, mx.array], scales: Mapping[str, float], targets: Iterable[Target]) -> None:
-    """Raise ValueError if the adapter `source` cannot start an adapter of these targets: it has a Linear that is no target,
-    another variant or shape, a larger rank, or values that are not finite. `source` is a dict by "<linear><suffix>", and
-    `scales` has an entry for each of its Linears. The model's weights are not needed.
+    """Raise ValueError if the adapter `source` cannot start an adapter of `targets`: one of its Linears is no target, its variant
+    or shape differs, its rank is larger, or a value is not finite. `source` maps "<linear><suffix>" to arrays; `scales` has a key
+    "<linear>" for each of its Linears.
     """
     chosen = {target.name: target for target in targets}
     for name in scales:
@@ -123,7 +123,10 @@ def _check_array(target: Target, suffix: str, shape: tuple[int, ...]) -> None:
 
 
 def _resized(target: Target, arrays: Arrays, scale: float, fresh: Arrays) -> Arrays:
-    """Return one Linear's arrays with the source's scale replaced by the target's, and the rank filled up to the target's."""
+    """Return the arrays of one Linear (suffix -> array), adapted to `target`: `scale`, the factor of the old adapter's output, is
+    replaced by that of the target without changing the product. If the target has a larger rank, the array is extended with the
+    last rows or columns of `fresh`, arrays of the target's shapes.
+    """
     resized = {}
     for suffix, value in arrays.items():
         ratio = scale / target.scale if suffix in lora.ZERO_AT_START else 1.0
@@ -132,7 +135,9 @@ def _resized(target: Target, arrays: Arrays, scale: float, fresh: Arrays) -> Arr
 
 
 def _filled_up(suffix: str, value: mx.array, fresh: mx.array) -> mx.array:
-    """Return an array extended along its rank axis by the last rows or columns of the fresh array of the same suffix."""
+    """Return `value`, extended along its rank axis to the rank of `fresh` with the last rows or columns of `fresh`. `suffix`,
+    such as ".lora_A.weight", says which axis that is.
+    """
     axis = RANK_AXIS.get(suffix)
     if axis is None or value.shape[axis] == fresh.shape[axis]:
         return value

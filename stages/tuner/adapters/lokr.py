@@ -17,10 +17,10 @@ W1, W2, W2_A, W2_B = ".lokr_w1", ".lokr_w2", ".lokr_w2_a", ".lokr_w2_b"
 
 
 def factorize(dimension: int, factor: int | None) -> tuple[int, int]:
-    """Return (m, n) with m n = dimension and m <= n, where m is the largest divisor that is at most `factor` and at most
-    sqrt(dimension). None is no bound but sqrt(dimension).
+    """Return (m, n) with m * n = dimension and m <= n. m is the largest divisor of `dimension` that is at most sqrt(dimension)
+    and at most `factor`; None is no further bound.
 
-    PEFT and LyCORIS give the same for any factor up to sqrt(dimension).
+    PEFT and LyCORIS give the same result for any factor up to sqrt(dimension).
     """
     most = math.isqrt(dimension) if factor is None else min(factor, math.isqrt(dimension))
     m = next(n for n in range(most, 0, -1) if dimension % n == 0)
@@ -28,8 +28,9 @@ def factorize(dimension: int, factor: int | None) -> tuple[int, int]:
 
 
 def array_shapes(outputs: int, inputs: int, rank: int, factor: int | None) -> dict[str, tuple[int, int]]:
-    """Return the shapes of a LoKr's arrays for an (outputs, inputs) Linear, by suffix: {".lokr_w1": (a, b), ".lokr_w2": (c,
-    d)}, or with ".lokr_w2_a" and ".lokr_w2_b" where the rank is small. `factor` bounds a and b, see `factorize`.
+    """Return the shapes of the arrays of a LoKr adapter for a Linear (outputs, inputs), by suffix: {".lokr_w1": (a, b),
+    ".lokr_w2": (c, d)} with a c = outputs and b d = inputs. If `rank` is below half of max(c, d), w2 is low-rank: ".lokr_w2_a":
+    (c, rank) and ".lokr_w2_b": (rank, d) replace it. `factor` is the largest a and b allowed; None: no bound.
     """
     (a, c), (b, d) = factorize(outputs, factor), factorize(inputs, factor)
     if rank < max(c, d) / 2:
@@ -38,16 +39,17 @@ def array_shapes(outputs: int, inputs: int, rank: int, factor: int | None) -> di
 
 
 def second_factor_shape(arrays: Mapping[str, mx.array]) -> tuple[int, int]:
-    """Return the shape (c, d) of a LoKr's second factor, which is stored whole as w2, or as w2_a (c, rank) and w2_b (rank, d).
-    `arrays` are one Linear's, keyed by suffix.
+    """Return the shape (c, d) of w2, the second factor of a LoKr adapter's Kronecker product. `arrays` are the arrays of one
+    Linear by suffix: ".lokr_w2" or the low-rank pair ".lokr_w2_a" (c, rank) and ".lokr_w2_b" (rank, d).
     """
     first, last = (arrays[W2], arrays[W2]) if W2 in arrays else (arrays[W2_A], arrays[W2_B])
     return first.shape[0], last.shape[1]
 
 
 def output_change(x: mx.array, arrays: Mapping[str, mx.array]) -> mx.array:
-    """Return what a LoKr adds to a Linear's output before the scale: x times the transposed Kronecker product of w1 and w2,
-    (..., inputs) to (..., outputs), in the dtype of x. `arrays` are one Linear's, keyed by suffix.
+    """Return what a LoKr adapter adds to the output of its Linear, before the adapter's scale: x times the transposed Kronecker
+    product of w1 and w2. `x` is (..., inputs); the result is (..., outputs) in the dtype of x. `arrays` are the arrays of this
+    Linear by suffix, such as ".lokr_w1".
     """
     w1_ab = arrays[W1].astype(x.dtype)
     a, b = w1_ab.shape
@@ -64,8 +66,8 @@ def output_change(x: mx.array, arrays: Mapping[str, mx.array]) -> mx.array:
 
 
 def kronecker(arrays: Mapping[str, mx.array]) -> mx.array:
-    """Return the Kronecker product of w1 and w2 as one (outputs, inputs) float32 matrix, for merging. `arrays` are one
-    Linear's, keyed by suffix.
+    """Return the change of a Linear's weight by a LoKr adapter, before the adapter's scale: the Kronecker product of w1 and w2, a
+    float32 matrix (outputs, inputs). `arrays` are the arrays of this Linear by suffix, such as ".lokr_w1".
     """
     w2_cd = arrays[W2] if W2 in arrays else arrays[W2_A].astype(mx.float32) @ arrays[W2_B].astype(mx.float32)
     return mx.kron(arrays[W1].astype(mx.float32), w2_cd.astype(mx.float32))

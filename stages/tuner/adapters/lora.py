@@ -25,9 +25,9 @@ ZERO_AT_START = (B, lokr.W2, lokr.W2_B)  # arrays that start at zero, so that a 
 
 
 def adapted_linear(adapters: Mapping[str, mx.array], scales: Mapping[str, float]) -> Linear:
-    """Return a function (name, weight, x) -> y that computes the Linears of one block with its adapter added. `adapters` maps
-    "<linear><suffix>" to arrays and `scales` maps "<linear>" to the factor of the adapter's output; all names are relative to
-    the block. A Linear without an adapter is x W^T. y has the dtype of x, also where the arrays are float32.
+    """Return a function (name, weight, x) -> y that computes the Linears of one block with their adapters. `adapters` maps
+    "<linear><suffix>", such as "attn.to_q.lora_A.weight", to arrays. `scales` maps "<linear>" to the factor of the adapter's
+    change. All names are within the block. A Linear without an adapter is x W^T. y has the dtype of x.
     """
 
     # The arrays are cast to the dtype of x here, inside the gradient: float32 arrays would widen all activations.
@@ -46,15 +46,15 @@ def adapted_linear(adapters: Mapping[str, mx.array], scales: Mapping[str, float]
 
 
 def arrays_of_linear(adapters: Mapping[str, mx.array], name: str) -> Arrays:
-    """Return the arrays that an adapter has for the Linear `name`, keyed by suffix: {".lora_A.weight": ..., ".lora_B.weight":
-    ...}. `adapters` is the whole adapter by "<linear><suffix>". Empty if it has none for this Linear.
+    """Return the arrays that an adapter has for the Linear `name`, by suffix: {".lora_A.weight": array, ".lora_B.weight": array}
+    for LoRA. `adapters` maps "<linear><suffix>" to arrays. The result is empty if the Linear has no adapter.
     """
     return {suffix: adapters[name + suffix] for suffix in SUFFIXES if name + suffix in adapters}
 
 
 def linear_shape(arrays: Mapping[str, mx.array]) -> tuple[int, int]:
-    """Return the shape (outputs, inputs) of the Linear that an adapter's arrays belong to. `arrays` are one Linear's, keyed by
-    suffix.
+    """Return the shape (outputs, inputs) of the Linear that an adapter's arrays are made for. `arrays` are the arrays of this
+    Linear by suffix, such as ".lora_A.weight".
     """
     if A in arrays:
         return arrays[B].shape[0], arrays[A].shape[1]
@@ -63,7 +63,8 @@ def linear_shape(arrays: Mapping[str, mx.array]) -> tuple[int, int]:
 
 
 def largest_change(adapters: Mapping[str, mx.array]) -> mx.array:
-    """Return the largest magnitude among those arrays of an adapter that start at zero (LoRA's B, LoKr's w2): a scalar, lazy.
-    It is 0 as long as training has not changed the adapter.
+    """Return the largest absolute value in the arrays of an adapter that start at zero (LoRA's B, LoKr's w2), as a scalar array
+    that is not computed yet. It is 0 until training changes the adapter. `adapters` maps names that end in the array's suffix to
+    arrays.
     """
     return mx.max(mx.stack([mx.max(mx.abs(value)) for name, value in adapters.items() if name.endswith(ZERO_AT_START)]))

@@ -14,11 +14,11 @@ from stages.tuner.adapters import dora, lokr, lora
 
 
 def merge(weight: quantize.Weight, arrays: Mapping[str, mx.array], scale: float) -> mx.array:
-    """Return the dense (outputs, inputs) weight that alone computes what `weight` and its adapter compute together. `arrays`
-    are the adapter's of this Linear, keyed by suffix, and `scale` is the factor of its output. Computed in float32 and rounded
-    once, to the weight's dtype.
+    """Return the weight (outputs, inputs) of a Linear with its adapter merged in: it computes alone what both computed together.
+    `arrays` are the adapter's arrays of this Linear by suffix, such as ".lora_A.weight"; `scale` is the factor of the adapter's
+    change. The result is a plain array, also for a packed weight, in the dtype of the unpacked weight.
 
-    A packed weight comes back dense: packing it again would lose a change as small as an adapter's.
+    It is computed in float32 and rounded once. Packing it again would lose a change as small as an adapter's.
     """
     dense_OI = quantize.dense(weight)
     wide_OI = dense_OI.astype(mx.float32)
@@ -33,9 +33,9 @@ def merge(weight: quantize.Weight, arrays: Mapping[str, mx.array], scale: float)
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], adapters: Mapping[str, mx.array], scales: Mapping[str, float]) -> None:
-    """Raise ValueError if an adapter has a Linear that the model lacks, or one of another shape. `shapes` maps
-    "<linear>.weight" of the model to (outputs, inputs), `adapters` is the adapter by "<linear><suffix>", and `scales` has an
-    entry for each of its Linears.
+    """Raise ValueError if an adapter has a Linear that the model lacks, or one with another shape. `shapes` maps
+    "<linear>.weight" of the model to (outputs, inputs). `adapters` maps "<linear><suffix>", such as "<linear>.lora_A.weight", to
+    arrays; `scales` has a key "<linear>" for each of the adapter's Linears.
     """
     for name in scales:
         shape, expected = lora.linear_shape(lora.arrays_of_linear(adapters, name)), shapes.get(f"{name}.weight")

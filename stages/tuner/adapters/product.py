@@ -21,9 +21,9 @@ Pair = tuple[mx.array, mx.array]  # A (rank, inputs) and B (outputs, rank), in t
 
 
 def product(x: mx.array, weight: quantize.Weight, pair: Pair | None = None, scale: float = 1.0) -> mx.array:
-    """Return x W^T, plus scale (x A^T) B^T if `pair` is (A, B): (..., inputs) to (..., outputs). `weight` is W, (outputs,
-    inputs), dense or packed; A is (rank, inputs) and B (outputs, rank), both in the dtype of x. The gradient goes to x, A and
-    B, and not to W.
+    """Compute a Linear with an optional low-rank change: return x W^T + scale (x A^T) B^T, or x W^T if `pair` is None. `x` is
+    (..., inputs), the result (..., outputs). `weight` is W, (outputs, inputs), an array or packed in 8 or 4 bits. `pair` is A,
+    (rank, inputs), and B, (outputs, rank), in the dtype of x. x, A and B take a gradient, W takes none.
     """
     chunks = quantize.row_chunks(weight)
 
@@ -62,12 +62,14 @@ def product(x: mx.array, weight: quantize.Weight, pair: Pair | None = None, scal
 
 
 def scaled(x: mx.array, scale: float) -> mx.array:
-    """Return scale x, or x itself if scale is 1, as it is where alpha equals the rank."""
+    """Return scale * x; if the scale is 1, return x itself without an operation."""
     return x if scale == 1 else scale * x
 
 
 def _dense_rows(weight: quantize.Weight, rows: slice, after: mx.array) -> mx.array:
-    """Return some rows of W, dense. Packed rows are unpacked once `after` is computed, so that one chunk exists at a time."""
+    """Return the rows of a weight that the slice `rows` selects, as an array. Rows of a packed weight are not unpacked before the
+    array `after` is computed, so that only one unpacked chunk exists at a time.
+    """
     own = quantize.select_rows(weight, rows)
     return own if isinstance(own, mx.array) else quantize.unpack_after(own, after).dense()
 

@@ -19,9 +19,9 @@ LARGEST = 1 << 23  # values of a stack: 32 MiB in float32, which bounds the work
 
 @dataclass(frozen=True)
 class Stacks:
-    """Named arrays stored in stacks: all matrices (rows, columns) of one shape are one array (N, rows, columns), even for N =
-    1; vectors and scalars are stored alone. `groups` maps the name of a stack, which is that of its first array, to the names
-    of its arrays; `arrays` maps it to the stack.
+    """Named arrays, stored in stacks so that an optimizer needs few operations. Matrices (rows, columns) of one shape are stacked
+    into one array (N, rows, columns), even if N is 1; any other array is stored alone. `arrays` maps the name of each stack to
+    its array, and `groups` to the names of the stacked matrices in order. A stack has the name of its first matrix.
     """
 
     groups: Groups
@@ -29,27 +29,28 @@ class Stacks:
 
     @classmethod
     def of(cls, arrays: Mapping[str, mx.array]) -> Stacks:
-        """Stack named arrays; the values are copied."""
+        """Return the given named arrays as stacks. The values are copied."""
         groups = group_by_shape(arrays)
         return cls(groups, stack(arrays, groups))
 
     def unstack(self) -> Arrays:
-        """Return the single arrays by their own names, as views of the stacks."""
+        """Return the single arrays by name, as views of the stacks."""
         return unstack(self.arrays, self.groups)
 
     def cast(self, dtype: mx.Dtype) -> Stacks:
-        """Return stacks whose matrices are cast to `dtype`; vectors and scalars keep theirs."""
+        """Return stacks with all matrices cast to `dtype`. Vectors and scalars keep their dtype."""
         return replace(self, arrays={name: a.astype(dtype) if a.ndim == 3 else a for name, a in self.arrays.items()})
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
+        """The size of all arrays in bytes."""
         return sum(value.nbytes for value in self.arrays.values())
 
 
 def group_by_shape(arrays: Mapping[str, mx.array]) -> Groups:
-    """Return which arrays share a stack: name of the first array -> names of all, sorted. Matrices of one shape go together, up
-    to LARGEST values in a stack; any other array goes alone. The result depends only on names and shapes.
+    """Return which arrays are stacked together, as name of the first array -> names of all arrays of the stack, sorted. Matrices
+    of one shape are stacked, up to 2^23 values per stack; any other array is alone. The result depends only on the names and
+    shapes.
     """
     groups: Groups = {}
     latest: dict[tuple[int, ...], str] = {}
@@ -64,8 +65,9 @@ def group_by_shape(arrays: Mapping[str, mx.array]) -> Groups:
 
 
 def stack(arrays: Mapping[str, mx.array], groups: Groups) -> Arrays:
-    """Stack named arrays as `groups` says, see `group_by_shape`: N matrices (rows, columns) become one array (N, rows,
-    columns). Returns the stacks by the name of their first array.
+    """Return the named arrays as stacks: the matrices (rows, columns) of one group become one array (N, rows, columns). `groups`
+    maps the name of each stack to the names of its arrays in order, as `group_by_shape` returns it. The result maps the name of
+    each stack to its array.
     """
     return {
         name: mx.stack([arrays[each] for each in names]) if arrays[name].ndim == 2 else arrays[name]
@@ -74,7 +76,9 @@ def stack(arrays: Mapping[str, mx.array], groups: Groups) -> Arrays:
 
 
 def unstack(stacks: Mapping[str, mx.array], groups: Groups) -> Arrays:
-    """Return the single arrays of `stacks` by their own names, as views: the inverse of `stack` with the same `groups`."""
+    """Return the single arrays of `stacks` by name, as views. `groups` maps the name of each stack to the names of its arrays in
+    order.
+    """
     return {
         each: one.squeeze(0) if one.ndim == 3 else one
         for name, names in groups.items()
@@ -83,5 +87,5 @@ def unstack(stacks: Mapping[str, mx.array], groups: Groups) -> Arrays:
 
 
 def _split(stack: mx.array) -> list[mx.array]:
-    """Return the (1, rows, columns) views of a stack, where an index would copy; other arrays are returned alone."""
+    """Return a stack (N, rows, columns) as N views (1, rows, columns). Any other array is returned alone, in a list."""
     return list(mx.split(stack, stack.shape[0], axis=0)) if stack.ndim == 3 else [stack]

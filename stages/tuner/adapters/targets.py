@@ -19,9 +19,11 @@ Shapes = Mapping[str, tuple[int, int]]  # name of a Linear -> (outputs, inputs)
 
 @dataclass(frozen=True)
 class Target:
-    """One Linear that gets an adapter: its name, its weight's shape (outputs, inputs), and the adapter's variant, rank and
-    alpha. `rslora` divides alpha by sqrt(rank) instead of rank (Kalajdzievski 2023, arXiv 2312.03732). `factor` bounds the
-    sides of LoKr's first matrix, see `lokr.factorize`.
+    """A Linear that gets an adapter: its name, the `outputs` and `inputs` of its weight, and the adapter's variant, rank and
+    alpha (the adapter's change is scaled by alpha / rank). With `rslora`, alpha is divided by sqrt(rank) instead. `factor` bounds
+    both sides of the first matrix of a LoKr; None: no bound.
+
+    rsLoRA: Kalajdzievski 2023, arXiv 2312.03732. `lokr.factorize` applies `factor`.
     """
 
     name: str
@@ -35,8 +37,8 @@ class Target:
 
     @property
     def scale(self) -> float:
-        """The factor of the adapter's output: alpha / rank, or alpha / sqrt(rank) for rsLoRA; 1 for a LoKr whose second factor
-        is whole.
+        """The factor of the adapter's change: alpha / rank, or alpha / sqrt(rank) with rsLoRA. It is 1 for a LoKr whose second
+        matrix is not low-rank.
         """
         if lokr.W2 in self.shapes:
             return 1.0
@@ -44,7 +46,9 @@ class Target:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the adapter's arrays by suffix, such as {".lora_A.weight": (rank, inputs), ...}."""
+        """The shape of each of the adapter's arrays by suffix, such as {".lora_A.weight": (rank, inputs), ".lora_B.weight":
+        (outputs, rank)}.
+        """
         if self.variant == "lokr":
             return dict(lokr.array_shapes(self.outputs, self.inputs, self.rank, self.factor))
         pair: dict[str, tuple[int, ...]] = {A: (self.rank, self.inputs), B: (self.outputs, self.rank)}
@@ -63,10 +67,10 @@ def select_targets(
     rslora: bool = False,
     factor: int | None = None,
 ) -> list[Target]:
-    """Return a Target for each Linear whose name matches any of `patterns`, see `matches_pattern`. `linears` maps names to
-    (outputs, inputs), and its order is kept. `alpha` None means the Linear's rank. `ranks` and `alphas` map patterns to other
-    values: the first pattern that matches a Linear counts, and rank 0 leaves the Linear out. ValueError if a pattern matches
-    nothing, a rank or alpha is out of range, or no target remains.
+    """Return a Target for each Linear whose name matches one of `patterns`, such as "attn.to_q" or "*". `linears` maps names to
+    (outputs, inputs); its order is kept. `alpha` None means alpha = rank. `ranks` and `alphas` map patterns to values that
+    replace `rank` and `alpha`: the first matching pattern counts, and rank 0 leaves a Linear out. `variant`, `rslora` and
+    `factor` apply to all targets. ValueError if a pattern matches nothing, a value is out of range, or no target remains.
     """
     chosen = _matching_linears(linears, list(patterns))
     _check_overrides("rank_for", ranks or {}, chosen, zero_allowed=True)
@@ -108,15 +112,16 @@ def _first_match(name: str, values: Mapping[str, float] | None, default: float) 
 
 
 def matches_pattern(name: str, pattern: str) -> bool:
-    """Whether a pattern with shell wildcards matches the whole name of a Linear, or the part of it after any dot. "*" matches
-    every name, "attn.to_q" that Linear in every block, "single_transformer_blocks.*" every Linear of those blocks.
+    """Return True if `pattern`, with shell wildcards, matches the whole name of a Linear or its end after any dot. "*" matches
+    every name, "attn.to_q" matches this Linear in every block, and "single_transformer_blocks.*" every Linear of these blocks.
     """
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def similar_names(pattern: str, names: Iterable[str]) -> str:
-    """Return "; nearest: a, b" with up to three names that resemble `pattern`, or "" if none does, to be appended to an error
-    message. Candidates are the parts of `names` after any dot, with "*" for block numbers, so that each is listed once.
+    """Return "; nearest: a, b" with up to three names similar to `pattern`, to append to an error message; "" if none is similar.
+    Besides each of `names`, its ends after any dot are candidates. "*" replaces block numbers, so that each Linear is listed
+    once.
     """
     endings: dict[str, None] = {}
     for name in names:
@@ -127,13 +132,13 @@ def similar_names(pattern: str, names: Iterable[str]) -> str:
 
 
 def target_scales(targets: Iterable[Target]) -> dict[str, float]:
-    """Return the factor of the adapter's output for each target, by the name of its Linear."""
+    """Return the factor of the adapter's change for each target, as Linear's name -> factor."""
     return {target.name: target.scale for target in targets}
 
 
 def adapter_metadata(targets: Iterable[Target]) -> dict[str, str]:
-    """Return the metadata that an adapter's file needs: "variant", "rank" and "alpha" of the first target, and "scales", JSON
-    of `target_scales`, if alpha / rank does not give the scale of every target.
+    """Return the metadata for the header of an adapter's file: "variant", "rank" and "alpha" of the first target, as strings.
+    "scales" (JSON: Linear's name -> factor of the adapter's change) is added if alpha / rank does not give every factor.
     """
     chosen = list(targets)
     first = chosen[0]

@@ -31,8 +31,8 @@ Plan = str | int  # "whole", "blocks", or how many of the last blocks keep their
 
 
 class Block(Protocol):
-    """One block of a chain. `name` prefixes the names of its adapters, `kind` selects its function, and `weights` maps names
-    within the block to arrays.
+    """One block of a model, such as a transformer block. `name` is the prefix of its adapters' names. `kind` says which function
+    computes it: blocks of one kind share it. `weights` maps names within the block to weights.
     """
 
     @property
@@ -46,28 +46,31 @@ class Block(Protocol):
 
 
 class Chain(Protocol):
-    """A model as a sequence of blocks. A block maps its input h to the next block's; `shared` is what every block reads
-    besides, such as rotary tables, and takes no gradient.
+    """A model as a sequence of blocks, for training with little memory. Each block maps its input h to the input of the next
+    block. `shared` is what all blocks read besides, such as rotary tables; it takes no gradient. Arrays may be nested in tuples,
+    lists and dicts.
     """
 
     @property
     def blocks(self) -> Sequence[Block]:
-        """The blocks in the order of the forward pass."""
+        """The blocks, in the order of the forward pass."""
 
     @property
     def enter(self) -> Callable[..., tuple[Tree, Tree]]:
-        """The function from the model's inputs, given as keyword arguments, to (h, shared): the first block's input, and what
-        all blocks read.
+        """The function that starts the forward pass: it takes the model's inputs as keyword arguments and returns (h, shared). h
+        is the input of the first block; `shared` is read by all blocks.
         """
 
     def block(self, kind: str) -> BlockFunction:
-        """Return the function of a kind of block: (weights, h, shared, linear) -> h, where linear(name, weight, x) computes a
-        Linear. It must depend on its arguments alone.
+        """Return the function that computes blocks of this kind: (weights, h, shared, linear) -> output. It calls linear(name,
+        weight, x) for each of its Linears, and must depend on its arguments alone.
         """
 
     @property
     def leave(self) -> Callable[[Tree, Tree], mx.array]:
-        """The function from (h, shared), with the last block's output h, to the model's prediction."""
+        """The function that ends the forward pass: it takes (h, shared), with h the output of the last block, and returns the
+        model's prediction.
+        """
 
 
 def loss_and_grads(
@@ -78,14 +81,15 @@ def loss_and_grads(
     loss: Loss,
     plan: Plan = "whole",
 ) -> tuple[mx.array, Arrays]:
-    """Return (losses, one per sample; gradients of their mean by adapter name), dispatched but not awaited. `adapters` maps
-    "<block>.<linear>.lora_A.weight" and the like to arrays, and `scales` maps "<block>.<linear>" to a factor. `inputs` are the
-    keyword arguments of `chain.enter`, and `loss` maps the prediction to one loss per sample. `plan` is "whole", "blocks" or
-    the number of last blocks that keep their activations; all plans agree up to rounding. ValueError for another plan, no
-    adapters, or an adapter that belongs to no block.
+    """Compute (losses, gradients): one loss per sample, and the gradients of the mean loss by adapter name. The arrays are being
+    computed when the function returns. `adapters` maps names such as "<block>.<linear>.lora_A.weight" to arrays, `scales` maps
+    "<block>.<linear>" to the factor of the adapter's change. `inputs` are the keyword arguments of `chain.enter`; `loss` maps the
+    prediction to one loss per sample. `plan` is "whole", "blocks" or the number of last blocks that keep their activations;
+    gradients of all plans agree up to rounding. ValueError for any other plan, for no adapters, or for an adapter that belongs to
+    no block.
 
     Only a loss that is a `functools.partial(function, name=array, ...)` is compiled: its arrays become arguments of the graph,
-    where an array captured by a closure would be frozen into it.
+    whereas an array captured by a closure would be frozen into the graph.
     """
     backprop = BlockwiseBackprop(chain, adapters, scales)
     head = len(chain.blocks) - kept_blocks(plan, len(chain.blocks))
@@ -109,10 +113,11 @@ def loss_and_grads(
 
 
 def kept_blocks(plan: Plan, blocks: int) -> int:
-    """Return how many of the last blocks of a chain of `blocks` blocks keep their activations under a plan: all for "whole", 1
-    for "blocks", the number itself for a number, bounded by 1 and `blocks`. ValueError for another word.
+    """Return how many of the last blocks keep their activations until the backward pass under `plan`: all for "whole", 1 for
+    "blocks", or the given number. The result is at least 1 and at most `blocks`, the number of blocks of the model. ValueError
+    for any other plan.
 
-    One block is free, because the backward pass begins with it.
+    The last block costs nothing, because the backward pass begins with it.
     """
     if isinstance(plan, int):
         return min(max(plan, 1), blocks)
@@ -122,9 +127,10 @@ def kept_blocks(plan: Plan, blocks: int) -> int:
 
 
 class BlockwiseBackprop:
-    """The forward and backward computations of single blocks of a chain, with one set of adapters; arguments are those of
-    `loss_and_grads`. `first_trained` is the index of the first block with an adapter; blocks before it need no gradient.
-    ValueError if there are no adapters or one belongs to no block.
+    """Computes single blocks of a model forward and backward, with adapters added to their Linears. `adapters` maps names such as
+    "<block>.<linear>.lora_A.weight" to arrays, and `scales` maps "<block>.<linear>" to the factor of the adapter's change.
+    `first_trained` is the index of the first block with an adapter. ValueError if there is no adapter, or one belongs to no
+    block.
     """
 
     def __init__(self, chain: Chain, adapters: Arrays, scales: Mapping[str, float]) -> None:
@@ -140,13 +146,16 @@ class BlockwiseBackprop:
         self.first_trained = min(n for n, own in enumerate(self.adapters) if own)
 
     def forward(self, n: int, h: Tree, shared: Tree) -> Tree:
-        """Return the output of block n for its input h; `shared` is from `chain.enter`."""
+        """Return the output of the block with index `n` for its input `h`. `shared` is what all blocks read, as returned by
+        `chain.enter`.
+        """
         block = self.chain.blocks[n]
         return self.compiled(_forward, block.kind)(self.adapters[n], block.weights, h, shared, self.scales[n])
 
     def backward(self, n: int, h: Tree, shared: Tree, cotangent: Tree) -> tuple[Tree, Arrays]:
-        """Compute block n again from its input h and differentiate it. `cotangent` is the gradient of the loss by the block's
-        output, `shared` is from `chain.enter`. Returns (gradient by h, gradients by adapter name).
+        """Compute the block with index `n` again from its input `h`, and differentiate it. `cotangent` is the gradient of the
+        loss with respect to the block's output; `shared` is what all blocks read. Returns (gradient with respect to h, gradients
+        by adapter name).
         """
         block = self.chain.blocks[n]
         run = self.compiled(_backward, block.kind)
@@ -154,8 +163,9 @@ class BlockwiseBackprop:
         return by_input, {f"{block.name}.{key}": grad for key, grad in grads.items()}
 
     def tail(self, head: int, h: Tree, shared: Tree, loss: Loss) -> tuple[mx.array, Tree, Arrays]:
-        """Compute blocks `head` to the last and the loss from the input h of block `head`, and differentiate them as one graph.
-        Returns (losses, one per sample; gradient of their mean by h; gradients by adapter name).
+        """Compute the blocks from index `head` to the last and the loss, and differentiate them as one graph. `h` is the input of
+        block `head`, `shared` is what all blocks read, and `loss` maps the prediction to one loss per sample. Returns (losses;
+        gradient of their mean with respect to h; gradients by adapter name).
         """
         blocks = self.chain.blocks[head:]
         kinds = tuple(b.kind for b in blocks)
@@ -210,7 +220,9 @@ def _tail(chain: Chain, kinds: tuple[str, ...], loss: Callable[..., mx.array]) -
 
 
 def _vjp(run: Callable[[Tree, Arrays], Tree], h: Tree, adapters: Arrays, cotangent: Tree) -> tuple[Tree, Arrays]:
-    """Return the gradients of run(h, adapters) by h and by the adapters. `cotangent` is the gradient by its result."""
+    """Return the gradients of run(h, adapters) with respect to h and to the adapters. `cotangent` is the gradient of the loss
+    with respect to the result of `run`.
+    """
     leaves = [leaf for _, leaf in tree_flatten(h)]
 
     def flat(*primals: mx.array) -> list[mx.array]:
@@ -222,19 +234,23 @@ def _vjp(run: Callable[[Tree, Arrays], Tree], h: Tree, adapters: Arrays, cotange
 
 
 def _arranged_like(tree: Tree, leaves: Sequence[mx.array]) -> Tree:
-    """Return the first of `leaves` in the structure of `tree`."""
+    """Return a tree with the structure of `tree` whose leaves are taken from the start of `leaves`, in order. Further leaves are
+    ignored.
+    """
     each = iter(leaves)
     return tree_map(lambda _: next(each), tree)
 
 
 def _within_block(block: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of one block, by their names within it."""
+    """Return the values whose names start with "<block>.", with this prefix removed from their names."""
     prefix = block + "."
     return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
 
 
 class _CompiledFunctions:
-    """The compiled functions of one chain. Holds the chain weakly, so that its weights are freed when the chain is dropped."""
+    """A cache of the compiled functions of one model. It refers to the model weakly, so that dropping the model frees its
+    weights.
+    """
 
     def __init__(self, chain: Chain) -> None:
         self.chain: Chain = weakref.proxy(chain)

@@ -19,14 +19,16 @@ dispatch: Callable[..., None] = mx.async_eval  # start computing these arrays wi
 
 
 def compiles() -> bool:
-    """Whether functions are compiled with mx.compile on the default device: yes on a GPU, no on a CPU, where it runs a C++
-    compiler for minutes.
+    """Return True if functions are to be compiled with mx.compile on the default device. It is False on a CPU, because
+    compilation takes minutes there.
     """
     return mx.default_device() != mx.cpu
 
 
 def device_bytes() -> int:
-    """Return the bytes that MLX may use: Metal's recommended working set, a GPU's own memory, or the machine's memory."""
+    """Return the bytes of memory that MLX may use: Metal's recommended working set, the memory of a CUDA GPU, or the machine's
+    memory.
+    """
     info: Mapping[str, Any] = mx.device_info()
     for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
         if key in info:
@@ -35,14 +37,17 @@ def device_bytes() -> int:
 
 
 def memory_budget(limit_gb: float | None = None) -> int:
-    """Return the bytes that training may take: `limit_gb` (1 GB is 10^9 bytes) if given, else the device's memory less 15 %."""
+    """Return the bytes that training may take: `limit_gb` gigabytes (10^9 bytes each), or, if it is None, 85 % of the device's
+    memory.
+    """
     return int(limit_gb * GB if limit_gb else device_bytes() * (1 - HEADROOM))
 
 
 @contextmanager
 def live_memory_limit(limit: int | None) -> Iterator[None]:
-    """Context manager: MLX starts operations ahead of the device only while live memory is below `limit` bytes; None keeps
-    MLX's own limit. Above it, the next operation waits until running work has freed memory. Results do not change.
+    """Limit the memory of work that MLX starts ahead of the device, within a `with` block. While `limit` bytes or more are in
+    use, MLX waits for running work to free memory before it starts the next operation. None keeps MLX's own limit. Results do not
+    change.
     """
     if limit is None:
         yield
@@ -55,8 +60,8 @@ def live_memory_limit(limit: int | None) -> Iterator[None]:
 
 
 def gathers_large_command_buffers() -> bool:
-    """Whether the default device is a CUDA GPU on which MLX collects operations that read more than 200 MB before it submits
-    them.
+    """Return True if the default device is a large CUDA GPU, on which MLX collects more operations before it submits them (400 or
+    1000 MB of inputs, instead of 200).
     """
     if not mx.cuda.is_available() or mx.default_device() != mx.gpu:
         return False
@@ -65,8 +70,9 @@ def gathers_large_command_buffers() -> bool:
 
 
 def limit_command_buffers() -> None:
-    """On large CUDA GPUs, make MLX submit work after operations that read 200 MB, unless the user has set
-    MLX_MAX_MB_PER_BUFFER. Call it before the process creates its first MLX operation: MLX reads that variable once, then.
+    """On large CUDA GPUs, make MLX submit its work after operations that read 200 MB; this lowers peak memory. Does nothing if
+    the user has set MLX_MAX_MB_PER_BUFFER. Call it before the first MLX operation of the process, because MLX reads the variable
+    only once.
 
     All arrays of a command buffer are alive until it is done; data/bench.md compares the peaks.
     """

@@ -22,8 +22,9 @@ LEAST_TIMES = 5  # a phase must have come so often before a leak can be told
 
 @dataclass
 class Meter:
-    """Measures MLX's memory by phase. `rows` has a dict for each phase: step, phase, and in bytes before, active (after), peak
-    (within) and cache. Set `step` at the start of each step.
+    """Measures the memory that MLX uses in each phase of a program. `rows` has a dict per phase: step, phase (its name), and in
+    bytes `before` and `active` (in use before and after), `peak` (the most in use within) and `cache`. Set `step` at the start of
+    each step.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -31,8 +32,8 @@ class Meter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Context manager: measure the code inside as one phase and append a row. MLX's own peak is reset; `Meter.peak` has the
-        largest of all phases.
+        """Measure the code within a `with` block as one phase called `name`, and append a row. This resets MLX's own peak;
+        `Meter.peak` is the largest of all phases.
         """
         mx.reset_peak_memory()
         before = mx.get_active_memory()
@@ -41,8 +42,8 @@ class Meter:
         self.rows.append({"step": self.step, "phase": name, "before": before, **sizes})
 
     def measure_each(self, items: Iterable[Item], name: str) -> Iterator[Item]:
-        """Yield the items of an iterable, such as a stage's `run`, and measure the making of each as one phase called `name`,
-        with a step of its own. What runs after the last item is the phase "end".
+        """Yield the items of an iterable, and measure how each one is produced, as a phase called `name`. `step` is increased
+        after each item. The code that runs after the last item is measured as the phase "end".
         """
         each = iter(items)
         while True:
@@ -56,21 +57,20 @@ class Meter:
 
     @property
     def peak(self) -> int:
-        """The largest peak of any phase, in bytes."""
+        """The largest peak of all measured phases, in bytes; 0 before the first phase."""
         return max((row["peak"] for row in self.rows), default=0)
 
     @property
     def can_find_leaks(self) -> bool:
-        """Whether any phase was measured at least 5 times, without which `leaks` finds nothing."""
+        """True if some phase was measured at least 5 times. `leaks` finds nothing in fewer measurements."""
         return any(count >= LEAST_TIMES for count in Counter(row["phase"] for row in self.rows).values())
 
     def leaks(self, least: int = LEAK_BYTES) -> dict[str, int]:
-        """Return the phases that leave memory behind each time: phase -> bytes per time. A phase counts from 5 times on, if it
-        leaves at least `least` bytes per time throughout.
+        """Return the phases that leak memory, as phase -> bytes per execution. A phase leaks if it was measured at least 5 times
+        and leaves at least `least` bytes in use each time. The first and the last time are not counted.
 
-        The first and the last time are left out: the first may fill caches, and what the last leaves may still be freed. Of the
-        other times each third must leave `least` bytes per time, so that a cache that grows once is no leak. The result is the
-        slope of a line fitted to the sums.
+        The first time may fill caches, and what the last leaves may still be freed. Of the other times, each third must leave
+        `least` bytes per time, so that a cache that grows once is no leak. The result is the slope of a line fitted to the sums.
         """
         leaking = {}
         for name, left in self._left().items():
@@ -81,8 +81,8 @@ class Meter:
         return leaking
 
     def _left(self) -> dict[str, list[int]]:
-        """Return the bytes that each phase added and that were never freed, by phase and time. Freed memory is taken off the
-        latest addition.
+        """Return the bytes that each phase allocated and that were never freed, as phase -> bytes of each execution. Freed memory
+        is subtracted from the latest allocation.
         """
         left: dict[str, list[int]] = {}
         added: list[tuple[str, int]] = []  # (phase, which time)
@@ -100,8 +100,9 @@ class Meter:
         return left
 
     def _changes(self) -> Iterator[tuple[str, int]]:
-        """Yield each phase with the bytes that it added, and the changes between phases, when functions return and free their
-        locals. Teardown is excluded: freeing the weights would mask a leak.
+        """Yield (phase, change of the memory in use in bytes) for each phase in order. The change between two phases, when
+        functions return and free their locals, is yielded as "between phases". The phase "end" is left out: freeing the weights
+        would hide a leak.
         """
         active = None
         for row in (row for row in self.rows if row["phase"] != TEARDOWN):

@@ -30,7 +30,9 @@ FACTOR = 1.25  # a step's measured peak is within this factor of the estimate, e
 
 @dataclass(frozen=True)
 class Estimate:
-    """The parts of a training run's memory on its largest batch, in bytes."""
+    """An estimate of the memory that training needs for its largest batch, by purpose and in bytes. `peak(plan)` is the sum that
+    counts.
+    """
 
     weights: int  # frozen weights
     adapter: int
@@ -46,15 +48,15 @@ class Estimate:
     validation: int = 0  # taken by a measurement on held-out images beside weights, adapter and state
 
     def peak(self, plan: Plan) -> int:
-        """Return the estimated bytes at the peak of training under a plan: "whole", "blocks" or the number of last blocks that
-        keep their activations. It is the largest of backward pass, optimizer step and validation.
+        """Return the estimated peak memory of training in bytes, the largest of backward pass, optimizer step and validation.
+        `plan` is "whole", "blocks" or the number of last blocks that keep their activations until the backward pass.
         """
         backward = self._kept_activations(plan) + self.block_work + self.unpacked_work
         return self.held + int(max(backward, self.optimizer_work, self.validation))
 
     def _kept_activations(self, plan: Plan) -> float:
-        """Return the bytes of block inputs, kept activations and gradients when the backward pass visits its most expensive
-        block.
+        """Return the bytes of block inputs, kept activations and gradients at the moment of the backward pass when they are
+        largest. `plan` is "whole", "blocks" or the number of last blocks that keep their activations.
         """
         tail = kept_blocks(plan, self.blocks)
         head = self.blocks - tail
@@ -74,31 +76,32 @@ class Estimate:
 
     @property
     def block_work(self) -> float:
-        """Bytes alive while the largest block is computed and differentiated, without its weights and kept inputs."""
+        """The bytes in use while the largest block is computed and differentiated, not counting its weights and kept inputs."""
         return max(BLOCK_WORK * traffic + own for traffic, own in self._per_block()) + SCORES_WORK * self.scores
 
     @property
     def unpacked_work(self) -> int:
-        """Bytes of packed weights that exist unpacked while one block is computed."""
+        """The bytes of packed weights that exist in unpacked form while one block is computed."""
         return UNPACKED * self.unpacked
 
     @property
     def forward_peak(self) -> int:
-        """Bytes alive while the batch is computed without a gradient, beside weights, adapter and state."""
+        """The bytes in use while the batch is computed without a gradient, not counting weights, adapter and optimizer state."""
         return int(self.block_input + FORWARD_WORK * (max(self.linear_traffic) + self.scores)) + self.unpacked_work
 
     @property
     def held(self) -> int:
-        """Bytes that stay allocated between steps: weights, adapter and optimizer state."""
+        """The bytes that stay allocated between steps: weights, adapter and optimizer state."""
         return self.weights + self.optimizer_state + self.adapter
 
 
 def estimate(
     chain: Chain, inputs: Mapping[str, Any], weights: int, targets: Sequence[Target], optimizer_state: int, **parts: int
 ) -> Estimate:
-    """Estimate the memory of training adapters of `targets` on the largest batch. `inputs` are the keyword arguments of
-    `chain.enter` for it; they and the chain's weights may be arrays that are never computed. `weights` and `optimizer_state`
-    are bytes, as are `parts`, further fields of `Estimate`: optimizer_work, scores, saved_scores, unpacked, validation.
+    """Estimate the memory for training adapters of `targets` on the largest batch, without computing anything. `inputs` are the
+    keyword arguments of `chain.enter` for this batch; like the weights of the chain, they may be arrays that were never computed.
+    `weights` and `optimizer_state` are bytes. `parts` are further fields of `Estimate` in bytes: optimizer_work, scores,
+    saved_scores, unpacked, validation.
     """
     h, shared = chain.enter(**inputs)
     by_kind = {block.kind: block for block in chain.blocks}
@@ -115,7 +118,9 @@ def estimate(
 
 
 def _trace_linears(chain: Chain, block: Any, h: Tree, shared: Tree) -> dict[str, tuple[mx.array, mx.array]]:
-    """Return (input, output) of each Linear of a block by the Linear's name within it. Nothing is computed."""
+    """Return the input and output of each Linear of a block, as name within the block -> (x, y). The arrays have the right shapes
+    but are never computed. `h` is the block's input, and `shared` is what all blocks read.
+    """
     seen = {}
 
     def linear(name: str, weight: Any, x: mx.array) -> mx.array:
@@ -127,8 +132,10 @@ def _trace_linears(chain: Chain, block: Any, h: Tree, shared: Tree) -> dict[str,
 
 
 def _saved_per_token(target: Target) -> int:
-    """Return how many values per token an adapter keeps for its gradient besides its Linear's input and output: x A^T for LoRA,
-    for DoRA also the output before its rows are rescaled, for LoKr what lies between its factors.
+    """Return how many values per token an adapter keeps for its gradient, besides the input and output of its Linear.
+
+    For LoRA this is x A^T, for DoRA also the output before its rows are rescaled, for LoKr the product with the first of its two
+    factors.
     """
     shapes = target.shapes
     if lokr.W1 not in shapes:
@@ -141,8 +148,8 @@ def _saved_per_token(target: Target) -> int:
 
 
 def weight_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> int:
-    """Return the bytes of all weights, each given as (shape, bits). `itemsize` is the bytes of a value that is not packed, and
-    of the scales and offsets of packed weights.
+    """Return the bytes of all weights together. `shapes` yields (shape, bits) for each weight; 16 bits means not packed.
+    `itemsize` is the bytes of one unpacked value, and of one scale or offset of a packed weight.
     """
     total = 0
     for shape, bits in shapes:
@@ -152,8 +159,9 @@ def weight_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -
 
 
 def unpacked_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> int:
-    """Return the bytes of the largest packed weight once it is unpacked, at most CHUNK, because larger ones are unpacked in
-    chunks; 0 if none is packed. Weights are given as (shape, bits); `itemsize` is the bytes of an unpacked value.
+    """Return the bytes of the largest packed weight in unpacked form; 0 if none is packed. Large weights are unpacked in chunks,
+    so the result is at most 256 MiB. `shapes` yields (shape, bits) for each weight (16 bits: not packed); `itemsize` is the bytes
+    of one unpacked value.
     """
     return max((min(math.prod(shape) * itemsize, CHUNK) for shape, bits in shapes if _is_packed(shape, bits)), default=0)
 
