@@ -268,7 +268,7 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_a_batch_of_another_schema_is_refused_with_the_difference(tmp_path: Path, message: str):
     table = TableFolder(tmp_path / "t", VECTORS)
-    with pytest.raises(ValueError, match=f"a batch of vectors .*{message}"), Writer(table, RECIPE) as writer:
+    with pytest.raises(ValueError, match=f"a batch of vectors.* {message}"), Writer(table, RECIPE) as writer:
         writer.append(vectors(1))
         writer.append(WRONG[message](vectors(2)))
     with Writer(table, RECIPE) as writer:
