@@ -33,11 +33,14 @@ Say = Callable[[str], None]
 
 
 def silent(line: str) -> None:
-    """Ignore a line for the user."""
+    """Do nothing with `line`, a note for the user: the default where a function takes `say`."""
 
 
 def file_name(project: str, step: int | str, style: str, which: str = "last") -> str:
-    """Name an exported file: "cats-001000.safetensors", or "cats-001000-average-comfyui.safetensors" for other choices."""
+    """Return the name of an exported file, such as "cats-001000.safetensors" or "cats-001000-average-comfyui.safetensors".
+    `project` is the project's name, `step` the training step. `style` and `which` (the kind of adapter) are part of the name
+    unless they are "diffusers" and "last".
+    """
     safe = re.sub(r"[^\w.-]+", "-", project).strip("-.") or "adapter"
     kind = "".join(f"-{word}" for word, usual in ((which, "last"), (style, "diffusers")) if word != usual)
     return f"{safe}-{int(step):06d}{kind}.safetensors"
@@ -53,11 +56,14 @@ def write_adapter(
     metadata: dict[str, str],
     say: Say = silent,
 ) -> Path:
-    """Convert the adapter file `adapter` for other programs and return the path of the new file.
-    `family` is the model that it was trained on. `out` is a file ending in .safetensors, or a folder in which the file is named
-    after the metadata project, step and adapter. `style`: a key of STYLES; `dtype` of the matrices: one of DTYPES. `metadata` is
-    added to that of `adapter`. Scales are multiplied into the arrays, so that the file is right for readers that ignore metadata.
-    ValueError if the adapter has values that are not finite, or if `out` is not an export of the same project and style.
+    """Convert the adapter file `adapter` for other programs and return the path of the new file. `family` is the model family
+    that it was trained on. `out` is a file ending in .safetensors, or a folder in which the file gets a name from project,
+    step and kind. `style` is "diffusers" or "comfyui"; `dtype` of the matrices is "float32", "bfloat16" or "float16".
+    `metadata` (keys such as "project") is added to the metadata of `adapter`. `say` is called with notes for the user, one
+    line each. ValueError if the adapter has values that are not finite, or if `out` is another file than an earlier export of
+    this project and style.
+
+    Scales are multiplied into the arrays, so that the file is right for readers that ignore metadata.
     """
     from pipeline.commands.export_header import header
     from stages.models import adapters
@@ -81,14 +87,19 @@ def write_adapter(
     return target
 
 
-def check_choice(what: str, given: str, choices: Iterable[str]) -> None:
-    """Raise ValueError, which lists `choices`, if `given` is none of them. `what` names the setting in the message."""
-    if given not in choices:
-        raise ValueError(f"unknown {what} {given!r}; there are {', '.join(choices)}")
+def check_choice(setting: str, value: str, choices: Iterable[str]) -> None:
+    """Raise ValueError, with a list of `choices`, if `value` is none of `choices`. `setting` is what the message calls the
+    value, such as "style".
+    """
+    if value not in choices:
+        raise ValueError(f"unknown {setting} {value!r}; there are {', '.join(choices)}")
 
 
 def _check_replaced(target: Path, metadata: dict[str, str], say: Say) -> None:
-    """Tell `say` which export is replaced. ValueError if `target` exists and is no export of the same project and style."""
+    """Raise ValueError if the file `target` exists and is no earlier export of the same project, style and family. `metadata`
+    is that of the new file. If `target` is an earlier export, call `say` with a line that tells the user which step is
+    replaced.
+    """
     from stages.models.weights import read_file
 
     if not target.exists():
@@ -105,7 +116,9 @@ def _check_replaced(target: Path, metadata: dict[str, str], say: Say) -> None:
 
 
 def _write(target: Path, arrays: dict[str, Any], dtype: str, metadata: dict[str, str]) -> None:
-    """Write the file whole or not at all. Matrices are cast to `dtype`; single numbers per row stay float32."""
+    """Write `arrays` and `metadata` as the safetensors file `target`, completely or not at all. Matrices are cast to `dtype`,
+    the name of an MLX dtype; vectors of one number per row stay float32. ValueError if a value is too large for `dtype`.
+    """
     import mlx.core as mx
 
     from stages.models.adapters import EXACT, first_not_finite

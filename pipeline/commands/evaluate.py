@@ -32,9 +32,9 @@ def command(project: Project) -> None:
 
 
 def evaluate(project: Project) -> Iterator[str]:
-    """Yield the summary of a project's scores line by line: a table of means, then explanations and comparisons.
-
-    NotBuilt if the table scores does not exist.
+    """Yield the lines of a report on the scores of the pictures of `project`. First comes a table of means for the base model,
+    each adapter and real pictures; then explanations; then comparisons of each adapter with the base. NotBuilt if the table
+    scores does not exist.
     """
     table = project.current("scores")
     if not table.exists:
@@ -53,7 +53,9 @@ def evaluate(project: Project) -> Iterator[str]:
 
 
 def group_rows(rows: list[Row]) -> Groups:
-    """Group rows of scores by what drew them: "base", then "step 250 (1a2b3c4d)" per adapter by step, then "real"."""
+    """Group `rows` of the table scores by the source of the picture. Return a dict from heading to rows, in this order:
+    "base", one "step 250 (1a2b3c4d)" per adapter (its step and the start of its id), "real".
+    """
     found: dict[tuple[int, int, str], list[Row]] = defaultdict(list)
     for row in rows:
         found[("base", "adapter", "real").index(row["kind"]), row["step"], row["adapter_id"]].append(row)
@@ -62,7 +64,9 @@ def group_rows(rows: list[Row]) -> Groups:
 
 
 def summary_cells(name: str, rows: list[Row]) -> tuple[str, ...]:
-    """Return a group's line of the table as text, a cell for every column of HEAD; "-" where no picture has the score."""
+    """Return one line of the report's table as texts, one for each column of HEAD. `name` is the heading of the line, `rows`
+    are the rows of the table scores that it averages. A score that no row has gives "-".
+    """
     ranks = values(rows, "agreement_rank")
     median = f"{np.median(ranks):g}" if len(ranks) else "-"
     recalls = (f"{np.mean(ranks <= k):.2f}" if len(ranks) else "-" for k in RECALLS)
@@ -72,12 +76,14 @@ def summary_cells(name: str, rows: list[Row]) -> tuple[str, ...]:
 
 
 def values(rows: list[Row], column: str) -> np.ndarray:
-    """Return the values of a column that are not null, as float64."""
+    """Return the values of `column` in `rows` as a float64 array, without the values that are None."""
     return np.array([row[column] for row in rows if row[column] is not None], float)
 
 
 def explanations(groups: Groups) -> Iterator[str]:
-    """Yield lines that explain the columns of the table, and what the ranks would be by chance."""
+    """Yield lines that explain the columns of the report's table and say which ranks chance alone would give. `groups` maps
+    the heading of each line to its rows of the table scores.
+    """
     texts = max(row["texts"] for rows in groups.values() for row in rows)
     yield "style: 0 is the base, 1 the training images; real: 0 is the base, 1 the references"
     ranks = {name: values(rows, "agreement_rank") for name, rows in groups.items()}
@@ -94,7 +100,10 @@ def explanations(groups: Groups) -> Iterator[str]:
 
 
 def comparisons(name: str, base: list[Row], adapter: list[Row]) -> Iterator[str]:
-    """Yield one line per score that compares the adapter `name` with the base, over the prompts that both have drawn."""
+    """Yield one line for each score, with a 95 % interval, that compares an adapter with the base model. `name` is the
+    adapter's heading; `base` and `adapter` are rows of the table scores, one per picture. Only prompts that both have drawn
+    are compared. A score is left out if it is missing for one of these prompts.
+    """
     for column, measure, meaning in (
         ("style", auc, "style above the base's, AUC"),
         ("real", auc, "nearer to the references than the base's, AUC"),
@@ -107,7 +116,9 @@ def comparisons(name: str, base: list[Row], adapter: list[Row]) -> Iterator[str]
 
 
 def pair_by_prompt(base: list[Row], adapter: list[Row], column: str) -> Pairs:
-    """Return the values of `column` per prompt, of the base and of the adapter, for the prompts that both have drawn."""
+    """Return one pair (values of the base, values of the adapter) of arrays for each prompt that both have drawn. `base` and
+    `adapter` are rows of the table scores; the values are those of `column`, without None.
+    """
     prompts: tuple[dict[str, list[Row]], dict[str, list[Row]]] = (defaultdict(list), defaultdict(list))
     for side, rows in zip(prompts, (base, adapter), strict=True):
         for row in rows:
@@ -117,20 +128,22 @@ def pair_by_prompt(base: list[Row], adapter: list[Row], column: str) -> Pairs:
 
 
 def auc(base: np.ndarray, adapter: np.ndarray) -> float:
-    """Return the probability that a value of `adapter` is larger than a value of `base`; equal values count half."""
+    """Return the probability that a random value of `adapter` is larger than a random value of `base`; equal values count
+    half.
+    """
     above, equal = adapter[:, None] > base[None], adapter[:, None] == base[None]
     return float(np.mean(above + 0.5 * equal))
 
 
 def mean_difference(base: np.ndarray, adapter: np.ndarray) -> float:
-    """Return the mean of `adapter` minus the mean of `base`."""
+    """Return the mean of `adapter` minus the mean of `base`, two arrays of scores."""
     return float(adapter.mean() - base.mean())
 
 
 def bootstrap_interval(pairs: Pairs, measure: Callable[[np.ndarray, np.ndarray], float]) -> tuple[float, float, float]:
-    """Return `measure(base, adapter)` over all prompts, and the low and high end of its 95 % bootstrap interval.
-
-    Prompts are resampled, with the seed 0: pictures of one prompt depend on each other.
+    """Return (value, low, high): `measure(base, adapter)` over all prompts, and the ends of its 95 % bootstrap interval.
+    `pairs` has one (values of the base, values of the adapter) for each prompt. Prompts are resampled, not pictures, because
+    the pictures of one prompt depend on each other. The random seed is 0.
     """
 
     def over(chosen: Any) -> float:

@@ -34,9 +34,8 @@ SECTIONS = {"average": "train.ema", "best": "train.validation"}  # the settings 
 @click.option("--merged", is_flag=True, help="Write the whole transformer with the adapter merged into its weights.")
 @with_project
 def command(out: Path | None, style: str, dtype: str, step: int | None, which: str, merged: bool, project: Project) -> None:
-    """Write the trained adapter as a file for other programs.
-
-    OUT is a file ending in .safetensors, or a folder; without it, exports/ in the project. With --merged it is a new folder.
+    """Write the trained adapter as a file for other programs. OUT is a file ending in .safetensors, or a folder; without OUT,
+    the file is written to exports/ in the project. With --merged, OUT is a new folder that receives the whole transformer.
     """
 
     def say(line: str) -> None:
@@ -60,10 +59,11 @@ def export_run(
     which: str = "last",
     say: Say = silent,
 ) -> Path:
-    """Export the adapter that `project` trained and return the file's path.
-    `out` is a file ending in .safetensors or a folder; None: exports/ in the project. `style`: a key of STYLES; `dtype`: one of
-    DTYPES. `step`: the checkpoint of that step instead of the result; `which`: "last", "average" or "best". `say` receives notes
-    for the user, one line each. ValueError in one line if there is no such adapter or the file cannot be written.
+    """Export the adapter that `project` trained and return the path of the new file. `out` is a file ending in .safetensors or
+    a folder; None means exports/ in the project. `style` names the keys of the tensors: "diffusers" or "comfyui". `dtype` is
+    "float32", "bfloat16" or "float16". `step` chooses a checkpoint; None takes the end of the run. `which` is "last" (as
+    trained), "average" (the moving average of the weights) or "best" (by validation loss). `say` is called with notes for the
+    user, one line each. ValueError if there is no such adapter or the file cannot be written.
     """
     adapter = adapter_of(project, step, say, which)
     about = {"project": project.name, "adapter": which}
@@ -73,8 +73,11 @@ def export_run(
 def merge_run(
     project: Project, out: Path | None, *, dtype: str, step: int | None = None, which: str = "last", say: Say = silent
 ) -> Path:
-    """Write the project's transformer with its trained adapter merged into the weights, and return the new folder's path.
-    `out` must not exist; None: a new folder in exports/ of the project. `step`, `which`, `dtype` and `say` as in `export_run`.
+    """Write the transformer of `project` with the trained adapter merged into its weights, and return the path of the new
+    folder. `out` is that folder and must not exist; None makes one in exports/ of the project. `dtype` of the weights is
+    "float32", "bfloat16" or "float16". `step` chooses a checkpoint; None takes the end of the run. `which` is "last" (as
+    trained), "average" (the moving average of the weights) or "best" (by validation loss). `say` is called with notes for the
+    user, one line each. ValueError if there is no such adapter or `out` exists.
     """
     from pipeline.commands.merged import write_merged
     from stages.models.weights import read_file
@@ -87,9 +90,10 @@ def merge_run(
 
 
 def adapter_of(project: Project, step: int | None, say: Say, which: str = "last") -> Path:
-    """Return the path of a trained adapter: the result of the run, or the checkpoint of `step`.
-    `which` is a key of WHICH: the adapter as trained, its average, or the one with the best validation loss. `say` receives a
-    note if the project's settings have changed since. ValueError, which lists the checkpoints, if there is no such adapter.
+    """Return the path of an adapter file that `project` trained. `step` chooses a checkpoint; None takes the end of the run.
+    `which` is "last" (as trained), "average" (the moving average of the weights) or "best" (by validation loss, without
+    `step`). `say` is called with a note if the settings have changed since training. ValueError, which lists the checkpoints,
+    if there is no such adapter.
     """
     check_choice("adapter", which, WHICH)
     if which == "best" and step is not None:
@@ -105,6 +109,9 @@ def adapter_of(project: Project, step: int | None, say: Say, which: str = "last"
 
 
 def _last_adapter(project: Project, artifacts: Path, step: int | None) -> Path:
+    """Return the path of the adapter as trained in the folder `artifacts` of a run: of the checkpoint at `step`, or the result
+    if `step` is None. ValueError, which lists the checkpoints, if there is no such file.
+    """
     checkpoints = {int(p.parent.name.split("-")[1]): p for p in artifacts.glob("checkpoints/step-*/adapter.safetensors")}
     found = artifacts / project.stage("train").result if step is None else checkpoints.get(step)
     if found and found.is_file():
@@ -115,7 +122,9 @@ def _last_adapter(project: Project, artifacts: Path, step: int | None) -> Path:
 
 
 def _current_recipe(project: Project) -> str:
-    """Return the recipe of a run with the present settings; "" if tables or weights that it depends on are missing."""
+    """Return the recipe (hash of settings, code version and weights) of a training run with the present settings. It is "" if
+    a table or weights that the run needs are missing.
+    """
     try:
         return project.current("train").folder.name
     except ValueError:

@@ -12,9 +12,9 @@ NETWORKS = {"lora": "networks.lora", "dora": "networks.lora", "lokr": "lycoris.k
 
 
 def header(about: dict[str, str], style: str, dtype: str, ranks: dict[str, int], variant: str) -> dict[str, str]:
-    """Return the metadata of an exported file. All values are strings, as safetensors requires.
-    `about`: what the trained adapter's file and the caller say (project, family, step, trigger ...). `ranks`: the rank of each
-    Linear by its name in the file. `variant`: "lora", "dora" or "lokr".
+    """Return the metadata of an exported adapter file: field -> text, as safetensors requires. `about` holds facts of the
+    adapter: project, family, step, trigger and so on. `style` ("diffusers" or "comfyui") and `dtype` say how the file is
+    written. `ranks` maps each Linear, by its name in the file, to its rank. `variant` is "lora", "dora" or "lokr".
     """
     fields = {**_own_fields(about, style, dtype), **_common_fields(about, ranks, variant)}
     if style == "diffusers" and variant != "lokr":  # diffusers reads the settings of a LoKr from its shapes
@@ -24,14 +24,19 @@ def header(about: dict[str, str], style: str, dtype: str, ranks: dict[str, int],
 
 
 def _own_fields(about: dict[str, str], style: str, dtype: str) -> dict[str, str]:
-    """Return `about` and how this file was written."""
+    """Return the metadata in this program's words: the facts in `about`, and the `style` and `dtype` of the export. Facts that
+    describe the layout of the trained file, such as "scales", are left out.
+    """
     kept = {key: str(value) for key, value in about.items() if key not in ("format", "lora_adapter_metadata", "scales")}
     written = {"export_style": style, "export_dtype": dtype, "scale": "folded into the arrays", "software": _software()}
     return {**kept, **written, "format": "pt"}
 
 
 def _common_fields(about: dict[str, str], ranks: dict[str, int], variant: str) -> dict[str, str]:
-    """Return the fields that other programs show: kohya's ss_ and Stability's modelspec. Empty ones are left out."""
+    """Return the metadata that other programs show: fields of kohya (ss_...) and of Stability's modelspec. `about` holds facts
+    of the adapter (project, family, step ...), `ranks` the rank of each Linear, `variant` is "lora", "dora" or "lokr". Empty
+    fields are left out.
+    """
     rank = str(_most_common(ranks)) if ranks else ""
     fields = {
         "modelspec.sai_model_spec": "1.0.0",
@@ -52,7 +57,10 @@ def _common_fields(about: dict[str, str], ranks: dict[str, int], variant: str) -
 
 
 def _peft_config(ranks: dict[str, int], variant: str) -> dict[str, Any]:
-    """Return the settings that diffusers passes to PEFT's LoraConfig. alpha = rank, as the scale is folded into B."""
+    """Return the settings from which diffusers builds PEFT's LoraConfig, each key prefixed with "transformer.". `ranks` maps
+    each Linear to its rank; `variant` is "lora" or "dora". Alpha equals the rank, because the scale is already multiplied into
+    the arrays.
+    """
     common = _most_common(ranks)
     other = {"^" + re.escape(name): rank for name, rank in ranks.items() if rank != common}
     settings = {

@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
 
 def adapter(project: Project, which: str = "last", step: int | None = None) -> Adapter:
-    """Return the adapter that a project trained.
-
-    `which` is "last", "average" ([train.ema]) or "best" ([train.validation]); `step` is the step of a checkpoint, None for the
-    end of the run. ValueError, which lists the checkpoints, if there is no such adapter.
+    """Return an adapter that `project` trained, to draw images with it. `which` is "last" (as trained), "average" (the moving
+    average of the weights, [train.ema]) or "best" (by validation loss, [train.validation]). `step` is the training step of a
+    checkpoint; None takes the end of the run. ValueError, which lists the checkpoints, if there is no such adapter.
     """
     from pipeline.commands.export import adapter_of
     from stages.models.weights import read_file
@@ -32,7 +31,9 @@ def adapter(project: Project, which: str = "last", step: int | None = None) -> A
 
 @dataclass(frozen=True)
 class Adapter:
-    """A trained adapter: its file, the training step that it is from, and the project whose base model it belongs to."""
+    """A trained adapter that draws images with `generate`. `path` is the adapter's file, `step` the training step at which it
+    was saved, and `project` the project that trained it.
+    """
 
     project: Project
     path: Path
@@ -49,12 +50,13 @@ class Adapter:
         guidance: float | None = None,
         strength: float = 1.0,
     ) -> Image:
-        """Draw one image and return it as a PIL image.
+        """Draw one image with the adapter and return it as a PIL image. `prompt` is used unchanged: write the trigger word
+        out. `seed` chooses the starting noise. `width` and `height` are pixels; `steps` is the number of denoising steps;
+        `guidance` is the guidance value. An argument that is None takes its value from [samples] in the project's
+        configuration. `strength` scales the adapter: 1 as trained, 0 not at all. ValueError if a size is no multiple of 16.
 
-        `prompt` is used as it is: write the trigger word out. `seed` names the starting noise. `width` and `height` are in
-        pixels, `steps` are denoising steps; what is None comes from [samples], so that the image equals the preview of the stage
-        samples for the same prompt and seed. `strength` scales the adapter: 0 draws with the base alone. The text encoder, the
-        transformer and the autoencoder are loaded one after another. ValueError for a size that is no multiple of 16.
+        With all values from [samples], the image equals the preview of the stage samples for the same prompt and seed. The
+        text encoder, the transformer and the autoencoder are loaded one after another.
         """
         config: SamplesConfig = self.project.config.sections["samples"]
         size = (config.width if width is None else width, config.height if height is None else height)
@@ -94,7 +96,9 @@ class Adapter:
 
 
 def encode(project: Project, texts: Sequence[str]) -> list[mx.array]:
-    """Return the embedding of each text, (1, text rows, features), bfloat16, as the stage embeddings computes it."""
+    """Return the embedding of each text in `texts`, in order: arrays (1, text rows, features), bfloat16. The text encoder and
+    its precision are those of `project`. It is loaded for this call and freed afterwards.
+    """
     import mlx.core as mx
 
     family = project.family
@@ -109,7 +113,9 @@ def encode(project: Project, texts: Sequence[str]) -> list[mx.array]:
 
 
 def decode_latent(project: Project, latent_1Chw: mx.array) -> Image:
-    """Decode a latent (1, channels, height / 16, width / 16) with the project's autoencoder."""
+    """Decode one latent with the autoencoder of `project` and return a PIL image. latent_1Chw: (1, channels, height / 16,
+    width / 16), with height and width of the image in pixels. The autoencoder is loaded for this call and freed afterwards.
+    """
     import mlx.core as mx
 
     from stages.text_to_image.samples.decoding import decode
@@ -123,7 +129,7 @@ def decode_latent(project: Project, latent_1Chw: mx.array) -> Image:
 
 
 def release() -> None:
-    """Give the memory of deleted models back to the system."""
+    """Free the memory of deleted models: collect garbage and clear MLX's cache."""
     import mlx.core as mx
 
     gc.collect()

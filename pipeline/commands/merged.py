@@ -20,10 +20,10 @@ SHARD = 4 << 30  # bytes per file; so much is held in memory at once
 
 
 def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype: str) -> Path:
-    """Merge the adapter file `adapter` into the transformer at `base` and write it as the new folder `out`, which is returned.
-    `base` is a transformer of `family`, in either layout. Weights are merged in float32 and rounded once, to `dtype` ("bfloat16",
-    "float32" or "float16"). The folder appears complete or not at all. ValueError if `out` exists, if the adapter is of another
-    model, or if weights are missing.
+    """Write the transformer at `base` with an adapter merged into its weights as the new folder `out`, and return `out`.
+    `base` is a diffusers folder or a single file of a model of `family`; `adapter` is the adapter's file. Weights are merged
+    in float32 and rounded once, to `dtype`: "bfloat16", "float32" or "float16". The folder appears complete or not at all.
+    ValueError if `out` exists, if the adapter belongs to another model, or if weights are missing.
     """
     if out.exists():
         raise ValueError(f"{out} exists; move it away or give another name")
@@ -48,7 +48,9 @@ def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype:
 
 
 class ShardWriter:
-    """Writes tensors into safetensors files of at most SHARD bytes, named as diffusers names them, with an index if needed."""
+    """A writer that distributes tensors over safetensors files of at most 4 GiB in `folder`. Call `add` for each tensor, then
+    `close` once. Files and index are named as diffusers expects.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -56,14 +58,18 @@ class ShardWriter:
         self.written: list[dict[str, int]] = []  # for each file, bytes by key
 
     def add(self, key: str, value: mx.array) -> None:
-        """Add one tensor. The tensors before it are written first if it would make their file too large."""
+        """Add the tensor `value` under the name `key`. If the current file would become larger than 4 GiB, it is written first
+        and a new one begins.
+        """
         if self.pending and sum(each.nbytes for each in self.pending.values()) + value.nbytes > SHARD:
             self._write_pending()
         mx.eval(value)
         self.pending[key] = value
 
     def close(self) -> None:
-        """Write the remaining tensors, give the files their final names, and write the index of several files."""
+        """Write the remaining tensors and give the files their final names. If there are several files, also write the index
+        that maps each tensor to its file.
+        """
         self._write_pending()
         count = len(self.written)
         several = [f"{STEM}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]

@@ -13,8 +13,11 @@ from stages.models.flux2 import key_maps
 HALVES_SWAPPED = "final_layer.adaLN_modulation.1"  # its rows are shift, scale; in diffusers scale, shift
 
 
-def _reference() -> dict[str, tuple[str, ...]]:
-    """Map each Linear of the reference repository to the diffusers Linears whose rows it stacks; {} is the block's number."""
+def _reference_linears() -> dict[str, tuple[str, ...]]:
+    """Return a dict from each Linear of Black Forest Labs' code to the diffusers Linears whose rows it holds, in order. Names
+    contain "{}" instead of the block's number: "double_blocks.{}.img_attn.qkv" -> ("transformer_blocks.{}.attn.to_q", ...to_k,
+    ...to_v).
+    """
     double, single = "transformer_blocks.{}.", "single_transformer_blocks.{}."
     found: dict[str, tuple[str, ...]] = {name: (ours,) for name, ours in key_maps.TRANSFORMER.items()}
     found[HALVES_SWAPPED] = ("norm_out.linear",)
@@ -23,7 +26,7 @@ def _reference() -> dict[str, tuple[str, ...]]:
     return found | {f"single_blocks.{{}}.{n}": (single + p,) for n, p in key_maps.SINGLE.items() if "norm" not in n}
 
 
-FUSED = _reference()
+FUSED = _reference_linears()
 FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
 PREFIXES = ("base_model.model.", "diffusion_model.", "transformer.")
 _UNDERSCORED = {  # underscores for dots: kohya writes the reference's names so, LyCORIS diffusers' names
@@ -36,9 +39,10 @@ _SPLIT = re.compile("(.+?)(" + "|".join(re.escape(e) for e in sorted(_READ, key=
 
 
 def parse_key(key: str) -> tuple[str, str]:
-    """Split a key of an adapter file in any known style: (name of the Linear, ending in our spelling).
-    The name is diffusers' or the reference repository's. The ending is one of adapters.ENDINGS, .alpha, .lokr_w1_a or
-    .lokr_w1_b. ValueError if the key belongs to no LoRA, DoRA or LoKr, or to another model.
+    """Split a key of an adapter file into (name of the Linear, ending): "transformer.proj_out.lora_down.weight" ->
+    ("proj_out", ".lora_A.weight"). Keys of this program, diffusers, ComfyUI, kohya and LyCORIS are understood. The name is one
+    of diffusers or of Black Forest Labs' code. The ending is one of `adapters.ENDINGS`, ".alpha", ".lokr_w1_a" or
+    ".lokr_w1_b". ValueError if the key belongs to no LoRA, DoRA or LoKr, or to another model.
     """
     match = _SPLIT.fullmatch(key)
     if not match:
@@ -53,7 +57,10 @@ def parse_key(key: str) -> tuple[str, str]:
 
 
 def _dotted(key: str, flat: str, known: dict[str, str]) -> str:
-    """Return the dotted name of a Linear that is written with underscores, by the table `known`."""
+    """Return the dotted name of the Linear that `flat` spells with underscores. `known` maps names with underscores to names
+    with dots, both with "{}" for the block's number. `key` is the whole key, for the message. ValueError if `known` has no
+    such name.
+    """
     block = re.search(r"_(\d+)_", flat)
     pattern = re.sub(r"_(\d+)_", "_{}_", flat, count=1)
     if pattern not in known:
@@ -62,23 +69,30 @@ def _dotted(key: str, flat: str, known: dict[str, str]) -> str:
 
 
 def has_prefix(key: str) -> bool:
-    """Whether a file's key starts with the prefix of another program, such as "transformer." or "lora_unet_"."""
+    """Return True if the `key` of an adapter file starts with another program's prefix, such as "transformer." or
+    "lora_unet_".
+    """
     return key.startswith((*PREFIXES, *_UNDERSCORED))
 
 
 def lycoris_name(name: str) -> str:
-    """Return LyCORIS' name of the Linear with the diffusers name `name`."""
+    """Return LyCORIS' name of a Linear from its diffusers name: "norm_out.linear" -> "lycoris_norm_out_linear"."""
     return "lycoris_" + name.replace(".", "_")
 
 
 def diffusers_names(name: str) -> list[str]:
-    """Return the diffusers Linears whose rows the reference repository's Linear `name` stacks; [name] for another name."""
+    """Return the diffusers names of the Linears that are stacked in the Linear `name` of Black Forest Labs' code, in the order
+    of their rows. A fused q, k, v gives three names; other Linears give one. [`name`] is returned if that code has no such
+    Linear.
+    """
     pattern, block = _split_number(name)
     return [part.replace("{}", block) for part in FUSED.get(pattern, (name,))]
 
 
 def reference_name(name: str) -> str:
-    """Return the reference repository's Linear that holds the rows of the diffusers Linear `name`. ValueError if none does."""
+    """Return the name in Black Forest Labs' code of the Linear that holds the rows of the diffusers Linear `name`. For
+    example, to_q, to_k and to_v of a block all give its "img_attn.qkv". ValueError if that code has no such Linear.
+    """
     pattern, block = _split_number(name)
     if pattern not in FUSED_OF:
         raise ValueError(f"{name} has no counterpart in the FLUX.2 reference layout; export it as diffusers")
@@ -86,6 +100,8 @@ def reference_name(name: str) -> str:
 
 
 def _split_number(name: str) -> tuple[str, str]:
-    """Split off the block's number, the first between dots: "a.3.b" -> ("a.{}.b", "3")."""
+    """Take the block's number, the first number between dots, out of a name: "a.3.b" -> ("a.{}.b", "3"). A name without a
+    number gives (`name`, "").
+    """
     found = re.search(r"\.(\d+)\.", name)
     return re.sub(r"\.(\d+)\.", ".{}.", name, count=1), found[1] if found else ""

@@ -36,10 +36,11 @@ from stages.models.flux2.adapter_writer import block_diagonal, swap_halves
 
 
 def read_adapter(path: Path) -> tuple[Arrays, Scales]:
-    """Read an adapter in any known format: (float32 arrays by "<diffusers Linear><ending>", scale of each Linear).
-    A fused q, k, v becomes three Linears that share A, or that get their own A back if B is block-diagonal. ValueError if the
-    file is missing or damaged, if it holds anything else (a text encoder's arrays, say), or if a fused adapter cannot be taken
-    apart exactly.
+    """Read the LoRA, DoRA or LoKr file at `path`, written by this program, diffusers, ComfyUI, kohya or LyCORIS. Return
+    (arrays, scales). `arrays` maps "<diffusers name of a Linear><ending>", such as "proj_out.lora_A.weight", to float32
+    arrays; `scales` maps the name of each Linear to the factor of its update. An adapter of a fused q, k, v Linear is split
+    into three. ValueError if the file is missing or damaged, if it has arrays of anything else (a text encoder, say), or if a
+    fused adapter cannot be split exactly.
     """
     if not path.is_file():
         raise ValueError(f"no adapter at {path}")
@@ -62,48 +63,58 @@ def read_adapter(path: Path) -> tuple[Arrays, Scales]:
 
 
 def _as_vector(key: str, magnitude: mx.array) -> mx.array:
-    """Return a magnitude of shape (O,) or (O,1) as (O,). ValueError for another shape."""
+    """Return a DoRA's magnitude, of shape (outputs,) or (outputs, 1), in the shape (outputs,). `key` is its name in the file,
+    for the message. ValueError for any other shape.
+    """
     if magnitude.ndim > 2 or (magnitude.ndim == 2 and magnitude.shape[1] != 1):
         raise ValueError(f"{key} of shape {magnitude.shape} sets the lengths of columns; only a DoRA of rows is read")
     return magnitude.flatten()
 
 
-def _multiply_w1(found: Arrays) -> Arrays:
-    """Replace a first LoKr factor that is given by two matrices of low rank by their product."""
-    pairs = [key.removesuffix(W1_A) for key in found if key.endswith(W1_A) and key.removesuffix(W1_A) + W1_B in found]
-    products = {name + W1: found[name + W1_A] @ found[name + W1_B] for name in pairs}
-    return {key: value for key, value in found.items() if not key.endswith((W1_A, W1_B))} | products
+def _multiply_w1(arrays: Arrays) -> Arrays:
+    """Multiply the two low-rank matrices in which some files store the first LoKr factor. Return `arrays` with their product,
+    under the ending ".lokr_w1", in place of every such pair.
+    """
+    pairs = [key.removesuffix(W1_A) for key in arrays if key.endswith(W1_A) and key.removesuffix(W1_A) + W1_B in arrays]
+    products = {name + W1: arrays[name + W1_A] @ arrays[name + W1_B] for name in pairs}
+    return {key: value for key, value in arrays.items() if not key.endswith((W1_A, W1_B))} | products
 
 
-def _ranks(found: Arrays) -> dict[str, int | None]:
-    """Return the rank of each Linear's adapter by its name; None for a LoKr of two full factors."""
-    ranks: dict[str, int | None] = {linear_name(key): None for key in found}
+def _ranks(arrays: Arrays) -> dict[str, int | None]:
+    """Return a dict from the name of each Linear in `arrays` to the rank of its adapter; None for a LoKr without low-rank
+    factors.
+    """
+    ranks: dict[str, int | None] = {linear_name(key): None for key in arrays}
     for ending in (W1_B, W2_B, A):  # a later ending replaces the rank of an earlier one
-        ranks |= {key.removesuffix(ending): value.shape[0] for key, value in found.items() if key.endswith(ending)}
+        ranks |= {key.removesuffix(ending): value.shape[0] for key, value in arrays.items() if key.endswith(ending)}
     return ranks
 
 
-def _scales(found: Arrays, metadata: dict[str, str]) -> Scales:
-    """Return the scale of each Linear's adapter.
-    It is metadata `scales` by name; else alpha / rank, alpha being metadata `alphas` by name, or `alpha` for all; else 1.
+def _scales(arrays: Arrays, metadata: dict[str, str]) -> Scales:
+    """Return a dict from the name of each Linear in `arrays` to the scale of its adapter, as the file's `metadata` says. The
+    metadata "scales" (JSON: name -> scale) comes first. Otherwise the scale is alpha / rank: alpha comes from the metadata
+    "alphas" (JSON: name -> alpha) or "alpha" (one for all). Without an alpha or a rank the scale is 1.
     """
     by_name, alphas = (json.loads(metadata.get(key, "{}")) for key in ("scales", "alphas"))
     common = metadata.get("alpha")
     scales = {}
-    for name, rank in _ranks(found).items():
+    for name, rank in _ranks(arrays).items():
         alpha = alphas.get(name, common if common is not None else rank)
         scales[name] = float(by_name.get(name, float(alpha) / rank if rank else 1.0))
     return scales
 
 
-def _from_peft(metadata: dict[str, str], found: Arrays) -> dict[str, str]:
-    """Turn the LoraConfig that diffusers writes as `lora_adapter_metadata` into metadata with our `scales`."""
+def _from_peft(metadata: dict[str, str], arrays: Arrays) -> dict[str, str]:
+    """Return {"scales": JSON of name -> scale} for the Linears in `arrays`, from the PEFT LoraConfig in
+    metadata["lora_adapter_metadata"]. `arrays` maps "<name of a Linear><ending>" to arrays. A Linear that the config does not
+    mention has the scale 1. ValueError if the config says DoRA and `arrays` has no magnitudes.
+    """
     stored = json.loads(metadata.get("lora_adapter_metadata") or "{}")
     config = {key.removeprefix("transformer."): value for key, value in stored.items()}
-    if config.get("use_dora") and variant(found) != "dora":
+    if config.get("use_dora") and variant(arrays) != "dora":
         raise ValueError("the adapter says that it is a DoRA, but its file lacks the magnitudes")
     scales = {}
-    for name, own_rank in _ranks(found).items():
+    for name, own_rank in _ranks(arrays).items():
         rank = own_rank or _by_pattern(config, "rank_pattern", name, config.get("r"))
         if rank:
             alpha = _by_pattern(config, "alpha_pattern", name, config.get("lora_alpha", config.get("alpha", rank)))
@@ -112,45 +123,56 @@ def _from_peft(metadata: dict[str, str], found: Arrays) -> dict[str, str]:
 
 
 def _by_pattern(config: dict[str, Any], key: str, name: str, otherwise: Any) -> Any:
-    """Return the value of the first pattern in config[key] that matches the end of `name`: a regular expression, as in PEFT."""
+    """Return the value in the dict config[key] whose pattern, a regular expression, matches the end of `name`, as PEFT does.
+    If several match, the first one counts; if none does, return `otherwise`.
+    """
     patterns = config.get(key) or {}
     return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name)), otherwise)
 
 
-def _unfuse(found: Arrays, scales: Scales) -> tuple[Arrays, Scales]:
-    """Split adapters of the reference repository's Linears into adapters of diffusers' Linears; keep the others."""
-    arrays: Arrays = {}
+def _unfuse(arrays: Arrays, scales: Scales) -> tuple[Arrays, Scales]:
+    """Rename the Linears of an adapter to diffusers' names, and split an adapter of a fused Linear into one for each of its
+    parts. `arrays` maps "<name><ending>" to arrays, `scales` maps names to scales. Returns new (arrays, scales). Linears that
+    have diffusers' names already stay as they are.
+    """
+    split: Arrays = {}
     own_scales: Scales = {}
-    for name in linears(found):
-        parts, own = names.diffusers_names(name), of_linear(found, name)
+    for name in linears(arrays):
+        parts, own = names.diffusers_names(name), of_linear(arrays, name)
         if name == names.HALVES_SWAPPED:
             own = {ending: swap_halves(value) if ending in (B, MAGNITUDE, W1) else value for ending, value in own.items()}
-        for part, part_arrays in zip(parts, _split(name, own, len(parts)), strict=True):
-            arrays |= {part + ending: value for ending, value in part_arrays.items()}
+        for part, part_arrays in zip(parts, _split_linear(name, own, len(parts)), strict=True):
+            split |= {part + ending: value for ending, value in part_arrays.items()}
             own_scales[part] = scales[name]
-    return arrays, own_scales
+    return split, own_scales
 
 
-def _split(name: str, own: Arrays, n: int) -> list[Arrays]:
-    """Split the arrays of one Linear into those of `n` Linears, each of which has an equal share of its rows, in order."""
-    if n == 1:
+def _split_linear(name: str, own: Arrays, count: int) -> list[Arrays]:
+    """Split the adapter of one Linear into adapters of `count` Linears, each with an equal share of the rows, in order. `own`
+    maps endings, such as ".lora_A.weight", to the Linear's arrays, as does each dict in the returned list. `name` is for the
+    message. ValueError for a LoKr that cannot be split exactly.
+    """
+    if count == 1:
         return [own]
     if W1 in own:
-        if own[W1].shape[0] % n:
+        if own[W1].shape[0] % count:
             raise ValueError(f"{name}: a LoKr of q, k and v in one, w1 of {own[W1].shape[0]} rows, cannot be taken apart exactly")
-        return [{**own, W1: w1} for w1 in mx.split(own[W1], n)]
-    pairs = [{A: a_RI, B: b_OR} for a_RI, b_OR in _split_pair(own[A], own[B], n)]
+        return [{**own, W1: w1} for w1 in mx.split(own[W1], count)]
+    pairs = [{A: a_RI, B: b_OR} for a_RI, b_OR in _split_pair(own[A], own[B], count)]
     if MAGNITUDE not in own:
         return pairs
-    return [{**pair, MAGNITUDE: m} for pair, m in zip(pairs, mx.split(own[MAGNITUDE], n), strict=True)]
+    return [{**pair, MAGNITUDE: m} for pair, m in zip(pairs, mx.split(own[MAGNITUDE], count), strict=True)]
 
 
-def _split_pair(a_RI: mx.array, b_OR: mx.array, n: int) -> list[tuple[mx.array, mx.array]]:
-    """Split one LoRA into `n`, for equal groups of B's rows. If B is block-diagonal, each gets its own rows of A alone."""
-    rows = mx.split(b_OR, n)
-    if a_RI.shape[0] % n:
+def _split_pair(a_RI: mx.array, b_OR: mx.array, count: int) -> list[tuple[mx.array, mx.array]]:
+    """Split one LoRA into `count` LoRAs that each have an equal share of B's rows. a_RI: the matrix A, (rank, inputs); b_OR:
+    the matrix B, (outputs, rank). Returns a list of (A, B). All share A, unless B is block-diagonal: then each gets only its
+    own rows of A.
+    """
+    rows = mx.split(b_OR, count)
+    if a_RI.shape[0] % count:
         return [(a_RI, b) for b in rows]
-    blocks = [mx.split(b, n, axis=1)[i] for i, b in enumerate(rows)]
+    blocks = [mx.split(b, count, axis=1)[i] for i, b in enumerate(rows)]
     if not mx.array_equal(b_OR, block_diagonal(list(blocks))).item():
         return [(a_RI, b) for b in rows]
-    return list(zip(mx.split(a_RI, n), blocks, strict=True))
+    return list(zip(mx.split(a_RI, count), blocks, strict=True))

@@ -12,8 +12,10 @@ from stages.models.flux2 import adapter_names as names
 
 
 def to_diffusers(arrays: Arrays, scales: Scales) -> Arrays:
-    """Return an adapter under the keys that diffusers loads: "transformer.<Linear><ending>", with PEFT's endings.
-    The scale of each Linear is multiplied into B or w1, so that a reader that ignores metadata is right, too.
+    """Return the adapter under the keys that diffusers loads: "transformer.<Linear><ending>", such as
+    "transformer.proj_out.lora_A.weight". `arrays` maps "<Linear><ending>" to arrays, `scales` maps each Linear to the factor
+    of its update. The factor is multiplied into one of the Linear's arrays, so that readers need not know it. ValueError if a
+    Linear lacks an array.
     """
     out: Arrays = {}
     for name in linears(arrays):
@@ -22,23 +24,28 @@ def to_diffusers(arrays: Arrays, scales: Scales) -> Arrays:
 
 
 def to_comfyui(arrays: Arrays, scales: Scales) -> Arrays:
-    """Return an adapter under the keys that ComfyUI loads, in the reference repository's names. Scales are folded in.
+    """Return the adapter under the keys that ComfyUI loads: Linears named as in Black Forest Labs' code for a LoRA or DoRA,
+    LyCORIS' names for a LoKr. `arrays` maps "<diffusers Linear><ending>" to arrays, `scales` maps each Linear to the factor of
+    its update, which is multiplied into the arrays. ValueError for a Linear that Black Forest Labs' code does not have, or for
+    a DoRA of only some of q, k and v.
+
     A LoRA of q, k and v becomes an exact LoRA of the fused Linear: the rows of A are stacked, B is block-diagonal. A DoRA's
-    magnitude becomes `.dora_scale` (O,1). The fused q, k and v of a LoKr are no Kronecker product, so that a LoKr gets
-    LyCORIS' names instead. ValueError for a Linear that the reference repository does not have, or a DoRA of only some of
-    q, k and v.
+    magnitude becomes `.dora_scale` (outputs, 1). A LoKr of q, k and v cannot be fused, as the result is no Kronecker product.
     """
     groups = dict.fromkeys(names.reference_name(name) for name in linears(arrays))
     if variant(arrays) == "lokr":
         return _to_lycoris(arrays, scales)
     out: Arrays = {}
     for fused in groups:
-        out |= _fused(fused, arrays, scales)
+        out |= _fuse(fused, arrays, scales)
     return out
 
 
-def _fused(fused: str, arrays: Arrays, scales: Scales) -> Arrays:
-    """Return the arrays of one Linear of the reference repository, from those of the diffusers Linears that it stacks."""
+def _fuse(fused: str, arrays: Arrays, scales: Scales) -> Arrays:
+    """Return the LoRA or DoRA of one Linear `fused` of Black Forest Labs' code, by its keys in the file. It is joined from the
+    adapters of the diffusers Linears that `fused` stacks (q, k and v, say). `arrays` maps "<diffusers Linear><ending>" to
+    arrays, `scales` maps each Linear to the factor of its update.
+    """
     parts = names.diffusers_names(fused)
     scaled = {part: _scaled(arrays, scales, part) for part in parts if part + B in arrays}
     b_OR = block_diagonal([scaled[part][B] if part in scaled else None for part in parts])
@@ -53,7 +60,10 @@ def _fused(fused: str, arrays: Arrays, scales: Scales) -> Arrays:
 
 
 def _to_lycoris(arrays: Arrays, scales: Scales) -> Arrays:
-    """Return a LoKr under LyCORIS' keys. A factor of low rank keeps its scale as `.alpha`; else the scale is in w1."""
+    """Rename the arrays of a LoKr to the keys that LyCORIS uses: "lycoris_<Linear with underscores><ending>". `scales` maps
+    each Linear to the factor of its update. If the second factor of a Linear is a low-rank product, the scale is stored as
+    ".alpha"; otherwise it is multiplied into the first factor.
+    """
     out: Arrays = {}
     for name in linears(arrays):
         own = of_linear(arrays, name)
@@ -66,14 +76,20 @@ def _to_lycoris(arrays: Arrays, scales: Scales) -> Arrays:
 
 
 def _scaled(arrays: Arrays, scales: Scales, name: str) -> Arrays:
-    """Return the arrays of one Linear by their endings, with its scale multiplied into w1 or B."""
+    """Return the arrays of the Linear `name` by their endings (".lora_A.weight" ...), with scales[name] multiplied into one of
+    them. That array is the first factor of a LoKr, or B of a LoRA or DoRA.
+    """
     own = of_linear(arrays, name)
     target = W1 if W1 in own else B
     return {**own, target: _times(own[target], scales[name])}
 
 
 def _dora_scale(fused: str, magnitudes: list[mx.array | None]) -> mx.array:
-    """Return the magnitudes of fused Linears as one column (O,1): ComfyUI would lay a plain vector along the inputs."""
+    """Join the magnitudes of the Linears in the fused Linear `fused` into one column (outputs, 1). ValueError if one of
+    `magnitudes` is None: that Linear has no DoRA.
+
+    The shape is a column, because ComfyUI would lay a plain vector along the inputs.
+    """
     present = [magnitude for magnitude in magnitudes if magnitude is not None]
     if len(present) < len(magnitudes):
         raise ValueError(
@@ -84,8 +100,9 @@ def _dora_scale(fused: str, magnitudes: list[mx.array | None]) -> mx.array:
 
 
 def block_diagonal(blocks: list[mx.array | None]) -> mx.array:
-    """Place matrices (outputs, rank) down the diagonal of one matrix. None stands for a Linear without adapter: rows of zeros.
-    ValueError if the matrices have different numbers of rows.
+    """Place the matrices `blocks`, each (outputs, rank), down the diagonal of one matrix of zeros and return it: (all outputs,
+    all ranks). None stands for a Linear without adapter and adds only rows of zeros. ValueError if the matrices have different
+    numbers of rows.
     """
     present = [b for b in blocks if b is not None]
     ranks, outputs = [b.shape[1] for b in present], {b.shape[0] for b in present}
@@ -103,7 +120,7 @@ def block_diagonal(blocks: list[mx.array | None]) -> mx.array:
 
 
 def swap_halves(rows: mx.array) -> mx.array:
-    """Exchange the first and the second half of the rows. ValueError if their number is odd."""
+    """Return the array with the first and the second half of its rows exchanged. ValueError if the number of rows is odd."""
     if rows.shape[0] % 2:
         raise ValueError(f"{names.HALVES_SWAPPED}: {rows.shape[0]} rows have no halves to exchange")
     first, second = mx.split(rows, 2)

@@ -13,7 +13,7 @@ FIXED = {"act_fn": "silu", "patch_size": (2, 2)}  # the only supported values of
 
 @dataclass(frozen=True)
 class AutoencoderConfig:
-    """The autoencoder's sizes, with the names of vae/config.json."""
+    """The sizes of FLUX.2's autoencoder. Fields have the names and meanings of the keys in vae/config.json."""
 
     in_channels: int
     out_channels: int
@@ -28,16 +28,16 @@ class AutoencoderConfig:
     mid_block_add_attention: bool = True
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> AutoencoderConfig:
-        """Build the config from the content of vae/config.json. Fields that do not change the computation are ignored.
-        ValueError for a missing field, or for a value that is not supported.
+    def from_dict(cls, content: Mapping[str, Any]) -> AutoencoderConfig:
+        """Build the sizes from `content`, the parsed vae/config.json. Keys that do not change the computation are ignored.
+        ValueError if a key is missing or a value is not supported.
         """
         for key, value in FIXED.items():
-            other = found.get(key, value)
+            other = content.get(key, value)
             if (tuple(other) if isinstance(other, list) else other) != value:
                 raise ValueError(f"autoencoder config: {key} = {other!r} is not supported; expected {value!r}")
-        found_fields = {f.name: found[f.name] for f in fields(cls) if f.name in found}
-        known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found_fields.items()}
+        known_fields = {f.name: content[f.name] for f in fields(cls) if f.name in content}
+        known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in known_fields.items()}
         missing = [f.name for f in fields(cls) if f.name not in known and f.default is MISSING]
         if missing:
             raise ValueError(f"autoencoder config lacks {', '.join(missing)}")
@@ -45,16 +45,18 @@ class AutoencoderConfig:
 
     @property
     def decoder_channels(self) -> tuple[int, ...]:
-        """Channels of the decoder's levels, the highest resolution first."""
+        """The number of channels at each level of the decoder, the level of the highest resolution first."""
         return self.decoder_block_out_channels or self.block_out_channels
 
     @property
     def scale(self) -> int:
-        """Pixels of the image per position of the latent along one side, 16 in released models."""
+        """The number of image pixels per position of the latent, along one side: 16 in released models."""
         return int(2 ** len(self.block_out_channels))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the name and shape of every weight in a diffusers file. Convolutions are (out, in, height, width)."""
+        """Return a dict from the diffusers name of every weight to its shape in a file. A convolution's shape is (out, in,
+        height, width).
+        """
         latent = self.latent_channels
         shapes = dict(_encoder(self)) | dict(_decoder(self))
         if self.use_quant_conv:

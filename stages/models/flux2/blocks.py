@@ -10,28 +10,35 @@ from typing import Any
 
 import mlx.core as mx
 
-from stages.models.flux2.layers import attend, gated, heads, modulate, placed, swiglu
+from stages.models.flux2.layers import attend, modulate, norm_and_rotate, silu_times, split_heads, swiglu
 
 Shared = dict[str, Any]  # what all blocks receive: modulations, rotary tables, text positions; arrays and lists of arrays
 Linear = Callable[[str, Any, mx.array], mx.array]  # (name within the block, weight, x) -> y; an adapter replaces it
 
 
 def plain_linear(name: str, weight: Any, x: mx.array) -> mx.array:
-    """Compute x @ weight.T. `weight` is an array, or a packed weight with a method `dense()`; `name` is ignored."""
+    """Compute a Linear without bias: x @ weight.T. `weight` is an array (outputs, inputs), or a packed (quantised) weight with
+    a method `dense()` that returns this array. `name` is not used.
+    """
     y: mx.array = x @ (weight if isinstance(weight, mx.array) else weight.dense()).T
     return y
 
 
 def text_rows(shared: Shared) -> int:
-    """Return the number of text rows at the head of the stream. It is read from a shape, so that a compiled block knows it."""
+    """Return the number of text rows, which come before the image rows in the sequence. `shared` is the dict that
+    `Flux2.enter` returned.
+
+    The number is read from a shape, so that a compiled block knows it.
+    """
     rows: int = shared["ctx_ids"].shape[0]
     return rows
 
 
 def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
-    """Compute a block in which text and image have weights of their own, one attention in common, and a feed-forward each.
-    `weights` are named within the block; h_BSD is the stream (batch, text rows then image rows, hidden), as is the result;
-    `shared` comes from `Flux2.enter`; `linear(name, weight, x)` computes each Linear.
+    """Compute a block with separate weights for text and image and one joint attention. h_BSD, the input, and the result are
+    (batch, text rows then image rows, hidden). `weights` maps names within the block, such as "attn.to_q.weight", to arrays.
+    `shared` is the dict that `Flux2.enter` returned. `linear(name, weight, x)` computes each Linear; replace it to apply an
+    adapter.
     """
 
     def apply(name: str, x: mx.array) -> mx.array:
@@ -40,8 +47,8 @@ def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linea
     def joint(text_name: str, image_name: str, norms: tuple[str, str] | None = None) -> mx.array:
         parts = []
         for i, (name, x) in enumerate(((text_name, text_in), (image_name, image_in))):
-            y_BSHK = heads(apply(name, x), width)
-            parts.append(placed(y_BSHK, weights[f"{norms[i]}.weight"], ropes[i]) if norms else y_BSHK)
+            y_BSHK = split_heads(apply(name, x), width)
+            parts.append(norm_and_rotate(y_BSHK, weights[f"{norms[i]}.weight"], ropes[i]) if norms else y_BSHK)
         return mx.concatenate(parts, axis=1)
 
     T, width = text_rows(shared), weights["attn.norm_q.weight"].shape[0]
@@ -61,8 +68,10 @@ def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linea
 
 
 def single_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
-    """Compute a block that treats text and image as one sequence: attention and feed-forward in parallel between two Linears.
-    Arguments and result as those of `double_block`.
+    """Compute a block that treats text and image as one sequence, with attention and feed-forward in parallel. h_BSD, the
+    input, and the result are (batch, text rows then image rows, hidden). `weights` maps names within the block, such as
+    "attn.to_out.weight", to arrays. `shared` is the dict that `Flux2.enter` returned. `linear(name, weight, x)` computes each
+    Linear; replace it to apply an adapter.
     """
     mods, rope, hidden = shared["single"], shared["rope"], h_BSD.shape[-1]
     q_norm, k_norm = weights["attn.norm_q.weight"], weights["attn.norm_k.weight"]
@@ -70,9 +79,9 @@ def single_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linea
     x = linear(name, weights[f"{name}.weight"], modulate(h_BSD, mods))
     # One split, so that the gradients of all five parts are joined once.
     q, k, v, gate, up = mx.split(x, [hidden, 2 * hidden, 3 * hidden, (x.shape[-1] + 3 * hidden) // 2], axis=-1)
-    q_BSHK, k_BSHK, v_BSHK = (heads(y, q_norm.shape[0]) for y in (q, k, v))
-    y_BSD = attend(placed(q_BSHK, q_norm, rope), placed(k_BSHK, k_norm, rope), v_BSHK)
-    y_BSF = mx.concatenate([y_BSD, gated(gate, up)], axis=-1)
+    q_BSHK, k_BSHK, v_BSHK = (split_heads(y, q_norm.shape[0]) for y in (q, k, v))
+    y_BSD = attend(norm_and_rotate(q_BSHK, q_norm, rope), norm_and_rotate(k_BSHK, k_norm, rope), v_BSHK)
+    y_BSF = mx.concatenate([y_BSD, silu_times(gate, up)], axis=-1)
     name = "attn.to_out"
     gate_BSD: mx.array = mods[2]
     return linear(name, weights[f"{name}.weight"], y_BSF) * gate_BSD + h_BSD

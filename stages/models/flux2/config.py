@@ -20,7 +20,9 @@ OUTSIDE_BITS = 8  # the fewest bits per weight that are safe for a Linear outsid
 
 @dataclass(frozen=True)
 class Flux2Config:
-    """The transformer's sizes, with the names of its config.json."""
+    """The sizes of a FLUX.2 transformer. Fields have the names and meanings of the keys in its config.json, such as
+    `num_layers` and `attention_head_dim`.
+    """
 
     in_channels: int
     num_layers: int
@@ -37,8 +39,8 @@ class Flux2Config:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Flux2Config:
-        """Build the config from the content of a config.json. Unknown keys are ignored.
-        ValueError for a missing field, or for sizes that contradict each other.
+        """Build the sizes from the content of a transformer's config.json. Unknown keys are ignored. ValueError if a key is
+        missing, or if sizes contradict each other.
         """
         missing = [f.name for f in fields(cls) if f.name not in config]
         if missing:
@@ -52,11 +54,13 @@ class Flux2Config:
 
     @property
     def hidden(self) -> int:
-        """Width of the residual stream: heads times their width."""
+        """The number of features of a row between the blocks: heads times head width."""
         return self.num_attention_heads * self.attention_head_dim
 
     def shapes(self) -> Shapes:
-        """Return the name and shape of every weight, in the order of the diffusers layout."""
+        """Return a dict from the diffusers name of every weight, such as "proj_out.weight", to its shape, in the order of the
+        layers.
+        """
         found = self._first_shapes()
         for i in range(self.num_layers):
             found |= {f"transformer_blocks.{i}.{n}": s for n, s in self._double_shapes().items()}
@@ -70,7 +74,9 @@ class Flux2Config:
         return int(self.hidden * self.mlp_ratio)
 
     def _first_shapes(self) -> Shapes:
-        """Return the weights before the blocks: embedders of image, text, sigma and guidance, and the modulations."""
+        """Return a dict from name, without ".weight", to shape for the weights before the blocks: the embedders of image,
+        text, noise level and guidance, and the modulations.
+        """
         D = self.hidden
         found: Shapes = {"x_embedder": (D, self.in_channels), "context_embedder": (D, self.joint_attention_dim)}
         for kind in ("timestep", "guidance") if self.guidance_embeds else ("timestep",):
@@ -81,7 +87,9 @@ class Flux2Config:
         return found
 
     def _double_shapes(self) -> Shapes:
-        """Return the weights of one double block, which has weights of its own for text and image."""
+        """Return a dict from name to shape for the weights of one double block, which has separate weights for text and image.
+        Names are within the block and without ".weight".
+        """
         D, K, F = self.hidden, self.attention_head_dim, self._mlp
         linears = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_out.0", "to_add_out")
         found: Shapes = {f"attn.{n}": (D, D) for n in linears}
@@ -91,18 +99,24 @@ class Flux2Config:
         }
 
     def _single_shapes(self) -> Shapes:
-        """Return the weights of one single block, in which attention and feed-forward share two Linears."""
+        """Return a dict from name to shape for the weights of one single block, in which attention and feed-forward share two
+        Linears. Names are within the block and without ".weight".
+        """
         D, K, F = self.hidden, self.attention_head_dim, self._mlp
         return {"attn.to_qkv_mlp_proj": (3 * D + 2 * F, D), "attn.to_out": (D, D + F), "attn.norm_q": (K,), "attn.norm_k": (K,)}
 
 
 def in_block(name: str) -> bool:
-    """Whether the weight or Linear `name`, such as "transformer_blocks.0.attn.to_q.weight", belongs to a block."""
+    """Return True if `name`, the full name of a weight or Linear, belongs to a block, such as
+    "transformer_blocks.0.attn.to_q.weight".
+    """
     return "transformer_blocks." in name
 
 
 def packs_outside(name: str) -> bool:
-    """Whether the weight `name`, outside the blocks, is large enough to be packed to fewer bits.
-    FLUX.2 dev has 1.6 GB of weights outside the blocks, all but a few MB in the weights for which this is True.
+    """Return True if a weight outside the blocks is large enough to be worth packing (quantising to 8 bits). `name` is its
+    full name, such as "norm_out.linear.weight".
+
+    FLUX.2 dev has 1.6 GB of weights outside the blocks. All but a few MB are in weights for which this is True.
     """
     return name.startswith(("context_embedder", "time_guidance_embed", "norm_out", *MODULATIONS.values()))

@@ -53,26 +53,31 @@ FUSED = {  # one matrix in the reference repository holds the rows of three in d
 ATTENTION = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "to_out.0"}
 
 
-def strip(key: str) -> str:
-    """Return a key without the prefix that some single files put before every key."""
+def strip_prefix(key: str) -> str:
+    """Return `key`, the name of a weight, without the prefix "model.diffusion_model." or "diffusion_model.", which some files
+    put before every name.
+    """
     return next((key[len(p) :] for p in PREFIXES if key.startswith(p)), key)
 
 
 def is_single_file(keys: Iterable[str]) -> bool:
-    """Whether weights with these names are a single file of the model makers, not the diffusers layout."""
+    """Return True if `keys`, the names of the weights in a file, are those of Black Forest Labs' single files. Names of the
+    diffusers layout give False.
+    """
     marks = ("double_blocks.", "single_blocks.", "encoder.down.", "decoder.up.", "img_in.")
-    return any(strip(k).startswith(marks) for k in keys)
+    return any(strip_prefix(k).startswith(marks) for k in keys)
 
 
-def transformer(arrays: dict[str, mx.array], where: Path) -> dict[str, mx.array]:
-    """Return the weights of the transformer, found in the file `where`, under diffusers' names. Unknown names stay as they are.
-    ValueError if the file holds scaled 8-bit weights.
+def transformer_to_diffusers(arrays: dict[str, mx.array], path: Path) -> dict[str, mx.array]:
+    """Rename the transformer's weights from the names of Black Forest Labs' single files to diffusers' names. `arrays` maps
+    names to weights, as does the result; a fused q, k, v weight is split into three. Unknown names stay as they are. `path` is
+    the file, for the message. ValueError if the file holds scaled 8-bit weights, which are not supported.
     """
     converted: dict[str, mx.array] = {}
     for found, value in arrays.items():
         if found.endswith(QUANTISED):
-            raise ValueError(f"{where} holds scaled 8-bit weights ({found}), which are not supported: use the bfloat16 file")
-        key = strip(found)
+            raise ValueError(f"{path} holds scaled 8-bit weights ({found}), which are not supported: use the bfloat16 file")
+        key = strip_prefix(found)
         name, _, ending = key.rpartition(".")
         if key == "final_layer.adaLN_modulation.1.weight":  # its rows are shift, scale; in diffusers scale, shift
             half = value.shape[0] // 2
@@ -85,7 +90,9 @@ def transformer(arrays: dict[str, mx.array], where: Path) -> dict[str, mx.array]
 
 
 def _block(key: str, value: mx.array) -> dict[str, mx.array]:
-    """Return one weight of a block under its diffusers name; three weights if it is fused; {key: value} for another key."""
+    """Return one weight `value` of a block under its diffusers name: {name: array}. `key` is its name in Black Forest Labs'
+    single file. A fused q, k, v weight gives three entries. If `key` is not known, {key: value} is returned.
+    """
     match = re.fullmatch(r"(double|single)_blocks\.(\d+)\.(.+)\.(weight|scale)", key)
     if not match:
         return {key: value}
@@ -98,8 +105,10 @@ def _block(key: str, value: mx.array) -> dict[str, mx.array]:
     return {f"{prefix}.{known[name]}.weight": value} if name in known else {key: value}
 
 
-def autoencoder(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return the weights of the autoencoder under diffusers' names. The 1 x 1 convolutions of its attention become matrices."""
+def autoencoder_to_diffusers(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Rename the autoencoder's weights from the names of Black Forest Labs' single file to diffusers' names. `arrays` maps
+    names to weights, as does the result. The 1 x 1 convolutions of the attention become matrices.
+    """
     levels = 1 + max((int(m[1]) for k in arrays if (m := re.match(r"decoder\.up\.(\d+)\.", k))), default=0)
     converted: dict[str, mx.array] = {}
     for found, value in arrays.items():
@@ -110,7 +119,9 @@ def autoencoder(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def _autoencoder_key(key: str, levels: int) -> str:
-    """Return diffusers' name of an autoencoder weight. `levels`: how many the decoder has, which diffusers counts in reverse."""
+    """Return the diffusers name of the autoencoder weight that Black Forest Labs' single file calls `key`. `levels` is the
+    number of levels of the decoder, which diffusers counts in reverse order. An unknown name is returned unchanged.
+    """
     if match := re.fullmatch(r"(encoder|decoder)\.(down|up)\.(\d+)\.block\.(\d+)\.(.+)", key):
         side, way, level, number, rest = match.groups()
         at = int(level) if way == "down" else levels - 1 - int(level)

@@ -22,15 +22,20 @@ def silu(x: mx.array) -> mx.array:
 
 
 def modulation(y_BN: mx.array, hidden: int, rows: int) -> list[mx.array]:
-    """Split the output of a modulation Linear into shift, 1 + scale and gate, once or twice, for `rows` rows.
-    y_BN: (batch, 3 or 6 times `hidden`). Each part is (batch, rows, hidden). 1 is added to the scale here, once for all blocks.
+    """Split the output of a modulation Linear into [shift, 1 + scale, gate], or into two such triples. y_BN: (batch, 3 or 6
+    times `hidden`); `hidden` is the model's width. Each array in the returned list is (batch, `rows`, hidden), repeated for
+    every row.
+
+    1 is added to the scale here, once for all blocks.
     """
     parts = mx.split(y_BN, y_BN.shape[-1] // hidden, axis=-1)
     return spread([1 + part if at % 3 == 1 else part for at, part in enumerate(parts)], rows)
 
 
 def spread(parts: Sequence[mx.array], rows: int) -> list[mx.array]:
-    """Repeat each (batch, hidden) array for every row: views of shape (batch, rows, hidden), which take no memory.
+    """Repeat each array (batch, hidden) of `parts` for every row. Returns a list of arrays (batch, `rows`, hidden), which are
+    views and take no memory.
+
     This is done once for all blocks. Within a compiled block it would be one more kind of kernel, and each kind costs a GPU
     seconds to compile.
     """
@@ -38,33 +43,38 @@ def spread(parts: Sequence[mx.array], rows: int) -> list[mx.array]:
 
 
 def modulate(x_BSD: mx.array, mods: list[mx.array]) -> mx.array:
-    """Apply LayerNorm without weights, then multiply by mods[1] (1 + scale) and add mods[0] (shift).
-    x_BSD and the modulations are (batch, rows, hidden). The blocks add their gated outputs in the same order of factors and
-    terms, so that one compiled kernel serves both.
+    """Apply LayerNorm without weights, then multiply by mods[1] (1 + scale) and add mods[0] (shift). x_BSD, both modulations
+    and the result are (batch, rows, hidden).
+
+    The blocks add their gated outputs in the same order of factors and terms, so that one compiled kernel serves both.
     """
     return mx.fast.layer_norm(x_BSD, None, None, EPS) * mods[1] + mods[0]
 
 
 def swiglu(x_BSF: mx.array) -> mx.array:
-    """Return silu(first half) * second half of the last axis: (batch, rows, 2 F) to (batch, rows, F)."""
+    """Return silu(first half) * second half, the halves of the last axis. x_BSF is (batch, rows, 2 F), the result (batch,
+    rows, F).
+    """
     gate, up = mx.split(x_BSF, 2, axis=-1)
-    return gated(gate, up)
+    return silu_times(gate, up)
 
 
-def gated(gate: mx.array, up: mx.array) -> mx.array:
-    """Return silu(gate) * up. The gradient computes the sigmoid again, which is cheaper than keeping it in memory."""
-    made: Any = _gated(gate, up)
+def silu_times(gate: mx.array, up: mx.array) -> mx.array:
+    """Return silu(gate) * up, element by element; both arrays have one shape. The gradient computes the sigmoid again, which
+    is cheaper than storing it.
+    """
+    made: Any = _silu_times(gate, up)
     y: mx.array = made
     return y
 
 
 @mx.custom_function
-def _gated(gate: mx.array, up: mx.array) -> mx.array:
+def _silu_times(gate: mx.array, up: mx.array) -> mx.array:
     return silu(gate) * up
 
 
-@_gated.vjp  # type: ignore[untyped-decorator, unused-ignore]
-def _gated_vjp(primals: Any, dy: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+@_silu_times.vjp  # type: ignore[untyped-decorator, unused-ignore]
+def _silu_times_vjp(primals: Any, dy: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
     # The dependencies on dy, and of one gradient on the other, keep the compiler from reusing the sigmoid of the forward
     # pass, which it would have to keep until here.
     gate, up = mx.depends(list(primals), [dy])
@@ -74,31 +84,33 @@ def _gated_vjp(primals: Any, dy: mx.array, _: mx.array) -> tuple[mx.array, mx.ar
     return dgate, silu(again) * dy
 
 
-def normed(x_BSHK: mx.array, weight_K: mx.array) -> mx.array:
-    """Apply RMSNorm to every head: x_BSHK is (batch, rows, heads, head width), weight_K (head width).
-    The weight is frozen. Its gradient is zero here, while MLX's own would be a sum over all rows.
+def rms_norm_heads(x_BSHK: mx.array, weight_K: mx.array) -> mx.array:
+    """Apply RMSNorm to each head. x_BSHK and the result are (batch, rows, heads, head width); weight_K is (head width,). The
+    weight is treated as frozen: its gradient is zero.
+
+    MLX's own gradient of the weight would be a sum over all rows.
     """
-    made: Any = _normed(x_BSHK, weight_K)
+    made: Any = _rms_norm_heads(x_BSHK, weight_K)
     y_BSHK: mx.array = made
     return y_BSHK
 
 
 @mx.custom_function
-def _normed(x_BSHK: mx.array, weight_K: mx.array) -> mx.array:
+def _rms_norm_heads(x_BSHK: mx.array, weight_K: mx.array) -> mx.array:
     return mx.fast.rms_norm(x_BSHK, weight_K, EPS)
 
 
-@_normed.vjp  # type: ignore[untyped-decorator, unused-ignore]
-def _normed_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+@_rms_norm_heads.vjp  # type: ignore[untyped-decorator, unused-ignore]
+def _rms_norm_heads_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
     x_BSHK, weight_K = primals
     back = mx.vjp(lambda x: mx.fast.rms_norm(x, None, EPS), [x_BSHK], [dy_BSHK * weight_K])[1]
     return back[0], mx.zeros_like(weight_K)
 
 
 def rotate(x_BSHK: mx.array, rope: Sequence[mx.array]) -> mx.array:
-    """Rotate each pair of neighbouring features by the angles of its row, in float32, and return the dtype of x.
-    x_BSHK: (batch, rows, heads, head width); `rope`: cosines and sines, (rows, 1, head width) each, every value twice.
-    (x0, x1) becomes cos (x0, x1) + sin (-x1, x0).
+    """Apply rotary position embedding: rotate each pair of neighbouring features by its row's angle. x_BSHK and the result are
+    (batch, rows, heads, head width), of one dtype; the rotation is float32. `rope` is (cosines, sines), each (rows, 1, head
+    width) with every value twice. A pair (x0, x1) becomes cos * (x0, x1) + sin * (-x1, x0).
     """
     made: Any = _rotated(x_BSHK, *rope)
     y_BSHK: mx.array = made
@@ -107,36 +119,46 @@ def rotate(x_BSHK: mx.array, rope: Sequence[mx.array]) -> mx.array:
 
 @mx.custom_function
 def _rotated(x_BSHK: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-    return _turned(x_BSHK, cos, sin, [[0, 1], [-1, 0]])
+    return _rotate_pairs(x_BSHK, cos, sin, [[0, 1], [-1, 0]])
 
 
 @_rotated.vjp  # type: ignore[untyped-decorator, unused-ignore]
 def _rotated_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     # Both features of a pair have one sine, so that the gradient is the same product with the inverse quarter turn.
     _, cos, sin = primals
-    return _turned(dy_BSHK, cos, sin, [[0, -1], [1, 0]]), mx.zeros_like(cos), mx.zeros_like(sin)
+    return _rotate_pairs(dy_BSHK, cos, sin, [[0, -1], [1, 0]]), mx.zeros_like(cos), mx.zeros_like(sin)
 
 
-def _turned(x_BSHK: mx.array, cos: mx.array, sin: mx.array, quarter: list[list[int]]) -> mx.array:
-    """Return cos * x + sin * (x with every pair turned by 90 degrees), the turn being the 2 x 2 matrix `quarter`.
+def _rotate_pairs(x_BSHK: mx.array, cos: mx.array, sin: mx.array, quarter: list[list[int]]) -> mx.array:
+    """Return cos * x + sin * (x with every pair of features turned by 90 degrees). x_BSHK: (batch, rows, heads, head width);
+    `cos` and `sin`: (rows, 1, head width). `quarter` is the 2 x 2 matrix of the quarter turn, which multiplies each pair from
+    the right.
+
     The turn is a product with a matrix of zeros and ones: exact, and much faster than splitting and joining the pairs.
     """
     quarter_KK = mx.array(np.kron(np.eye(x_BSHK.shape[-1] // 2), quarter), x_BSHK.dtype)
     return (x_BSHK * cos + (x_BSHK @ quarter_KK) * sin).astype(x_BSHK.dtype)
 
 
-def heads(x_BSD: mx.array, width: int) -> mx.array:
-    """Split the features into heads of `width`: (batch, rows, features) to (batch, rows, heads, width)."""
+def split_heads(x_BSD: mx.array, width: int) -> mx.array:
+    """Split the features into heads of `width` features. x_BSD is (batch, rows, features); the result is (batch, rows,
+    features / width, width).
+    """
     return x_BSD.reshape(*x_BSD.shape[:2], -1, width)
 
 
-def placed(x_BSHK: mx.array, norm_K: mx.array, rope: Sequence[mx.array]) -> mx.array:
-    """Prepare queries or keys for attention: RMSNorm with the weight norm_K, then the rotation `rope` by their positions."""
-    return rotate(normed(x_BSHK, norm_K), rope)
+def norm_and_rotate(x_BSHK: mx.array, norm_K: mx.array, rope: Sequence[mx.array]) -> mx.array:
+    """Prepare queries or keys for attention: apply RMSNorm to each head, then rotate the features by the row's position.
+    x_BSHK and the result are (batch, rows, heads, head width); norm_K is the norm's weight, (head width,). `rope` is (cosines,
+    sines), each (rows, 1, head width) with every value twice.
+    """
+    return rotate(rms_norm_heads(x_BSHK, norm_K), rope)
 
 
 def attend(q_BSHK: mx.array, k_BSHK: mx.array, v_BSHK: mx.array) -> mx.array:
-    """Attention of all rows over all rows: queries, keys, values (batch, rows, heads, width) to (batch, rows, heads * width)."""
+    """Compute full attention, every row to every row. Queries, keys and values are (batch, rows, heads, head width); the
+    result is (batch, rows, heads * head width).
+    """
     q_BHSK, k_BHSK, v_BHSK = (x.swapaxes(1, 2) for x in (q_BSHK, k_BSHK, v_BSHK))
     y_BHSK = attention(q_BHSK, k_BHSK, v_BHSK, q_BSHK.shape[-1] ** -0.5)
     return y_BHSK.swapaxes(1, 2).flatten(2)

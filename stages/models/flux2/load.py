@@ -18,23 +18,25 @@ from stages.models.folders import component_config
 
 
 def transformer_config(path: Path | None, family: Family) -> Flux2Config:
-    """Read the transformer's sizes from the config.json at `path`; from the family's record if there is none, or no path.
-    ValueError if the config is not that of a FLUX.2 transformer.
+    """Return the sizes of the transformer at `path`, a folder or a single file. They are read from the config.json at `path`.
+    If `path` is None or has no config.json, they come from the record of the model family. ValueError if the config is not
+    that of a FLUX.2 transformer.
     """
     return Flux2Config.from_dict(component_config(path, family.transformer) if path else family.transformer)
 
 
 def load_flux2(path: Path, family: Family, dtype: Any = None, arrange: Callable[[str, mx.array], Any] | None = None) -> Flux2:
-    """Load the transformer at `path`, a folder or a single file.
-    Each weight is cast to `dtype` (None: as stored) and replaced by `arrange(name, weight)`, which may pack it, so that one
-    weight is held in full at a time. ValueError if a weight is missing, damaged or of another size.
+    """Load the FLUX.2 transformer at `path`, a diffusers folder or a single file, and return it. `family` is the model
+    family's record, which gives the sizes if there is no config.json. Each weight is cast to `dtype` (None: as stored). It is
+    then replaced by `arrange(name, weight)`, which may pack (quantise) it; None keeps it. Only one weight at a time is in
+    memory before `arrange`. ValueError if a weight is missing, damaged or of another size.
     """
     config = transformer_config(path, family)
     foreign = key_maps.is_single_file(weights.read_keys(path))
     arrays = weights.load_component(
         path,
         config.shapes(),
-        convert=(lambda found: key_maps.transformer(found, path)) if foreign else None,
+        convert=(lambda found: key_maps.transformer_to_diffusers(found, path)) if foreign else None,
         dtype=dtype,
         arrange=arrange,
     )
@@ -42,14 +44,15 @@ def load_flux2(path: Path, family: Family, dtype: Any = None, arrange: Callable[
 
 
 def load_autoencoder(path: Path, family: Family, dtype: Any = None) -> autoencoder.Autoencoder:
-    """Load the autoencoder at `path`, a folder or a single file, cast to `dtype` (None: as stored).
-    The statistics of its latents are float32 in any case. ValueError if a weight is missing, damaged or of another size.
+    """Load FLUX.2's autoencoder at `path`, a diffusers folder or a single file, and return it. `family` is the model family's
+    record, which gives the sizes if there is no config.json. Weights are cast to `dtype` (None: as stored), except the
+    latent's statistics, which are float32. ValueError if a weight is missing, damaged or of another size.
     """
     config = AutoencoderConfig.from_dict(component_config(path, family.autoencoder))
     arrays = weights.load_component(
         path,
         config.shapes(),
-        convert=key_maps.autoencoder if key_maps.is_single_file(weights.read_keys(path)) else None,
+        convert=key_maps.autoencoder_to_diffusers if key_maps.is_single_file(weights.read_keys(path)) else None,
         dtype=lambda key: mx.float32 if key.startswith("bn.") else dtype,
         ignore=lambda key: key == "bn.num_batches_tracked",
         arrange=autoencoder.arrange,

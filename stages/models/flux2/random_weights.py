@@ -68,17 +68,18 @@ INDEX = {
 
 
 def write_random_weights(folder: Path, family: Family, seed: int) -> None:
-    """Write a complete model of the family's sizes into `folder`, in the diffusers layout, its weights random from `seed`.
-    model_index.json is written last: where it exists, the rest is complete.
+    """Write a complete model with random weights into `folder`, in the diffusers layout. `family` is the model family's
+    record, which gives the sizes; `seed` chooses the weights. The same seed gives the same bytes on every machine.
+    model_index.json is written last, so that a folder with this file is complete.
     """
     flux2 = Flux2Config.from_dict(family.transformer)
     autoencoder = AutoencoderConfig.from_dict(family.autoencoder)
     qwen3 = Qwen3Config.from_dict(family.text_encoder)
     text_shapes = {f"model.{name}": shape for name, shape in qwen3.shapes(qwen3.num_hidden_layers).items()}
     stem = "diffusion_pytorch_model"
-    _component(folder / "transformer", stem, _class(TRANSFORMER_CLASS, family.transformer), flux2.shapes(), seed)
-    _component(folder / "vae", stem, _class("AutoencoderKLFlux2", family.autoencoder), autoencoder.shapes(), seed)
-    _component(folder / "text_encoder", "model", {**family.text_encoder, **QWEN3}, text_shapes, seed)
+    _write_component(folder / "transformer", stem, _class(TRANSFORMER_CLASS, family.transformer), flux2.shapes(), seed)
+    _write_component(folder / "vae", stem, _class("AutoencoderKLFlux2", family.autoencoder), autoencoder.shapes(), seed)
+    _write_component(folder / "text_encoder", "model", {**family.text_encoder, **QWEN3}, text_shapes, seed)
     write_tokenizer(folder / "tokenizer", qwen3.vocab_size)
     write_json(folder / "scheduler" / "scheduler_config.json", SCHEDULER)
     write_json(folder / "model_index.json", INDEX)
@@ -88,8 +89,10 @@ def _class(name: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
     return {"_class_name": name, **sizes}
 
 
-def _component(folder: Path, stem: str, config: Mapping[str, Any], shapes: Shapes, seed: int) -> None:
-    """Write config.json and `stem`.safetensors of one component into `folder`."""
+def _write_component(folder: Path, stem: str, config: Mapping[str, Any], shapes: Shapes, seed: int) -> None:
+    """Write one component of a model into `folder`: `config` as config.json, and random weights as `stem`.safetensors.
+    `shapes` maps the name of each weight to its shape; `seed` chooses the weights.
+    """
     from safetensors.numpy import save_file
 
     write_json(folder / "config.json", config)
@@ -100,8 +103,8 @@ def _component(folder: Path, stem: str, config: Mapping[str, Any], shapes: Shape
 
 
 def weight(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return a random float32 tensor of `shape`. It depends on `name`, `shape` and `seed` alone.
-    `name` is "<folder>.<name of the tensor>", such as "transformer.proj_out.weight"; it decides the standard deviation.
+    """Return a random float32 array of `shape` that depends only on `name`, `shape` and `seed`. `name` is "<folder>.<name of
+    the weight>", such as "transformer.proj_out.weight"; it also decides the mean and the standard deviation.
     """
     if name.endswith("running_var"):
         return LATENT_VARIANCE + _uniform(name, shape, seed, BIAS)
@@ -116,8 +119,10 @@ def weight(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def _uniform(name: str, shape: tuple[int, ...], seed: int, std: float) -> np.ndarray:
-    """Draw from the uniform distribution about 0 with standard deviation `std`, from raw 24-bit words.
-    No random function of a library is used, as its rounding could change.
+    """Return a random float32 array of `shape`, drawn from a uniform distribution with mean 0 and standard deviation `std`. It
+    depends on `name` and `seed`.
+
+    The values come from raw 24-bit words: the rounding of a library's random function could change.
     """
     stream = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16], "little")
     raw = np.random.PCG64(stream).random_raw(int(np.prod(shape)))

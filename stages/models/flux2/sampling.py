@@ -38,22 +38,23 @@ def draw(
     negative_1TJ: mx.array | None = None,
     linear_for: Callable[[str], Linear] | None = None,
 ) -> Iterator[mx.array]:
-    """Draw one image: yield its latent (1, channels, height / 16, width / 16), float32, after every denoising step.
-    text_1TJ: the prompt's embedding, (1, text rows, features); negative_1TJ: that of the empty prompt, for classifier-free
-    guidance by the factor `guidance`; without it `guidance` is given to the model as an input. `height` and `width` are pixels,
-    multiples of 16. `seed` names the starting noise. `linear_for` maps a block's name to its Linear, to draw with an adapter.
-    ValueError for a size that is no multiple of 16, or for less than one step.
+    """Draw one image. Yield its latent after every denoising step: (1, channels, height / 16, width / 16), float32; the last
+    one is the image's. `height` and `width` are pixels, multiples of 16. text_1TJ: the prompt's embedding, (1, text rows,
+    features). negative_1TJ: the embedding of the empty prompt; given this, `guidance` is the factor of classifier-free
+    guidance. If negative_1TJ is None, `guidance` is an input of the model instead. `seed` chooses the starting noise; `steps`
+    is the number of denoising steps. `linear_for(block name)` returns the function that computes the block's Linears, to draw
+    with an adapter; None draws without one. ValueError if a size is no multiple of 16 or `steps` is less than 1.
     """
     for name, pixels in (("width", width), ("height", height)):
         if pixels < PIXELS or pixels % PIXELS:
             raise ValueError(f"{name} must be a multiple of {PIXELS} pixels, got {pixels}")
     size = (height // PIXELS, width // PIXELS)
-    velocity = velocity_of(model, size, text_1TJ, negative_1TJ, guidance, linear_for)
+    velocity = velocity_function(model, size, text_1TJ, negative_1TJ, guidance, linear_for)
     x_1Chw = noise(seed, (1, model.config.in_channels, *size))
     yield from euler(velocity, x_1Chw, sigmas(size[0] * size[1], steps))
 
 
-def velocity_of(
+def velocity_function(
     model: Flux2,
     size: tuple[int, int],
     text_1TJ: mx.array,
@@ -61,8 +62,12 @@ def velocity_of(
     guidance: float,
     linear_for: Callable[[str], Linear] | None = None,
 ) -> Velocity:
-    """Return the model as a function (x_1Chw, sigma) -> velocity_1Chw for one prompt. `size` is the latent's (height, width).
-    With negative_1TJ, the embedding of the empty prompt, the function runs the model twice and combines both by `guidance`.
+    """Return a function (x_1Chw, sigma) -> velocity that runs the model on one prompt. x_1Chw: the noisy latent, (1, channels,
+    height, width); sigma: its noise level, 0 (clean) to 1 (noise); the velocity has the shape of x_1Chw. `size` is the
+    latent's (height, width). text_1TJ and negative_1TJ are the embeddings of the prompt and of the empty prompt, (1, text
+    rows, features). If negative_1TJ is None, `guidance` is an input of the model; otherwise the model runs on both prompts,
+    and `guidance` is the factor of classifier-free guidance. `linear_for(block name)` returns the function that computes the
+    block's Linears; None: without an adapter.
     """
     ids_L4 = image_ids(*size)
 
@@ -80,15 +85,16 @@ def velocity_of(
             return predict(text_1TJ, x_1Chw, sigma)
         if ids_L4.shape[0] <= TOGETHER:
             v_BChw = predict(mx.concatenate([text_1TJ, negative_1TJ]), x_1Chw, sigma)
-            return guided(v_BChw[:1], v_BChw[1:], guidance)
-        return guided(predict(text_1TJ, x_1Chw, sigma), predict(negative_1TJ, x_1Chw, sigma), guidance)
+            return classifier_free_guidance(v_BChw[:1], v_BChw[1:], guidance)
+        return classifier_free_guidance(predict(text_1TJ, x_1Chw, sigma), predict(negative_1TJ, x_1Chw, sigma), guidance)
 
     return velocity
 
 
 def empirical_mu(tokens: int, steps: int) -> float:
-    """Return mu, by which the noise levels are shifted towards 1, for an image of `tokens` image tokens drawn in `steps` steps.
-    It is interpolated between the constants of 10 and of 200 steps, as in the FLUX.2 reference repository.
+    """Return mu, the strength of the shift of the noise levels towards 1 (see `sigmas`). `tokens` is the number of image
+    tokens (16 x 16 pixels each), `steps` the number of denoising steps. The value is interpolated between FLUX.2's constants
+    for 10 and for 200 steps.
     """
     at_10, at_200 = (slope * tokens + offset for slope, offset in (AT_10_STEPS, AT_200_STEPS))
     if tokens > LONG:
@@ -97,8 +103,9 @@ def empirical_mu(tokens: int, steps: int) -> float:
 
 
 def sigmas(tokens: int, steps: int) -> list[float]:
-    """Return the `steps` + 1 noise levels, from 1 down to 0, to draw an image of `tokens` image tokens.
-    Evenly spaced levels s are shifted to m / (m + 1 / s - 1) with m = exp(mu). ValueError for less than 1 step.
+    """Return the `steps` + 1 noise levels at which an image of `tokens` image tokens (16 x 16 pixels each) is drawn. They fall
+    from 1 (noise) to 0 (clean). Evenly spaced levels s are shifted to m / (m + 1 / s - 1) with m = exp(mu); `empirical_mu`
+    computes mu. ValueError if `steps` is less than 1.
     """
     if steps < 1:
         raise ValueError(f"steps must be >= 1, got {steps}")
@@ -107,14 +114,16 @@ def sigmas(tokens: int, steps: int) -> list[float]:
 
 
 def noise(seed: int, shape: Sequence[int]) -> mx.array:
-    """Return Gaussian noise of variance 1, float32. It depends on seed and shape alone, on every machine and backend."""
+    """Return Gaussian noise of mean 0 and variance 1 as a float32 array of `shape`. Equal `seed` and `shape` give equal noise
+    on every machine.
+    """
     generator = np.random.Generator(np.random.Philox(seed))
     return mx.array(generator.standard_normal(tuple(shape), np.float32))
 
 
 def euler(velocity: Velocity, x: mx.array, levels: Sequence[float]) -> Iterator[mx.array]:
-    """Integrate from the first noise level to the last by Euler steps, and yield x, evaluated float32, after every step.
-    `velocity(x, sigma)` returns dx/dsigma in the shape of x.
+    """Integrate `x` from the first noise level of `levels` to the last, one Euler step per pair of neighbours. Yield the new
+    x, float32 and evaluated, after every step. `velocity(x, sigma)` returns dx / dsigma in the shape of x.
     """
     x = x.astype(mx.float32)
     for sigma, following in pairwise(levels):
@@ -123,8 +132,8 @@ def euler(velocity: Velocity, x: mx.array, levels: Sequence[float]) -> Iterator[
         yield x
 
 
-def guided(with_prompt: mx.array, without: mx.array, guidance: float) -> mx.array:
-    """Combine two velocities by classifier-free guidance: without + guidance * (with_prompt - without).
-    `with_prompt` is predicted from the prompt, `without` from the empty prompt. A guidance of 1 returns `with_prompt`.
+def classifier_free_guidance(with_prompt: mx.array, without: mx.array, guidance: float) -> mx.array:
+    """Return `without` + `guidance` * (`with_prompt` - `without`). `with_prompt` is the velocity that the model predicts from
+    the prompt, `without` the velocity that it predicts from the empty prompt. A `guidance` of 1 gives `with_prompt`.
     """
     return without + guidance * (with_prompt - without)

@@ -23,8 +23,9 @@ AUTOENCODER: Mapping[str, Any] = {
 
 
 def transformer_sizes(double: int, single: int, heads: int, text_features: int, *, guidance: bool = False) -> dict[str, Any]:
-    """Return a transformer's config from what varies: numbers of double blocks, single blocks and heads, the width of a text row.
-    `guidance`: the transformer has a guidance embedding. The rest is the same in every released model.
+    """Return the content of a FLUX.2 transformer's config.json as a dict. `double` and `single` are the numbers of double and
+    single blocks, `heads` the number of attention heads, `text_features` the width of a text embedding. `guidance`: True if
+    the transformer takes a guidance value as an input. All other sizes are equal in every released model.
     """
     return {
         "in_channels": 128,

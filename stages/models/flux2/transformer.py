@@ -23,7 +23,9 @@ TABLES_KEPT = 32  # rotary tables in memory: one per image shape, 2.4 MB at 1024
 
 @dataclass(frozen=True)
 class Block:
-    """One block of the chain: its kind, its name, and its weights by their names within the block ("attn.to_q.weight")."""
+    """One block of the transformer. `kind` is "double" or "single", `name` is its full name, such as "transformer_blocks.0".
+    `weights` maps names within the block, such as "attn.to_q.weight", to arrays.
+    """
 
     kind: str  # double or single
     name: str  # transformer_blocks.0
@@ -31,12 +33,14 @@ class Block:
 
 
 class Flux2:
-    """The transformer. Calling it predicts the velocity; `enter`, the blocks in order and `leave` do it step by step."""
+    """The FLUX.2 transformer. Call it to predict the velocity (noise minus clean latent) in one go. Or call `enter`, then
+    `block(kind)` for each of `blocks`, then `leave`, to control how every block is computed.
+    """
 
     def __init__(self, config: Flux2Config, weights: Mapping[str, Any]) -> None:
-        """`weights` has the names of `config.shapes()`.
-        Within the blocks a weight may be anything that the caller's Linear accepts. Outside it is an array or has `dense()`;
-        that of x_embedder is an array.
+        """Build the transformer from its sizes and weights. `weights` maps every name in `config.shapes()` to an array. A
+        weight within a block may be any object that the `linear` function given to the blocks accepts. A weight outside the
+        blocks, except x_embedder's, may be an object with a method `dense()` that returns the array.
         """
         self.config = config
         self.top: dict[str, Any] = {}
@@ -54,18 +58,23 @@ class Flux2:
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The dtype that the transformer computes in."""
+        """The dtype in which the transformer computes."""
         found: mx.Dtype = self.top["x_embedder.weight"].dtype
         return found
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Return (outputs, inputs) of every Linear within a block, by its full name: "transformer_blocks.0.attn.to_out.0"."""
+        """Return a dict from the full name of every Linear within a block, such as "transformer_blocks.0.attn.to_out.0", to
+        (number of outputs, number of inputs).
+        """
         inside = {n.removesuffix(".weight"): s for n, s in self.config.shapes().items() if in_block(n)}
         return {name: (shape[0], shape[1]) for name, shape in inside.items() if len(shape) == 2}
 
     @staticmethod
     def block(kind: str) -> Callable[..., mx.array]:
-        """Return the function of a kind of block, "double" or "single": (weights, h_BSD, shared, linear) -> h_BSD."""
+        """Return the function that computes a block of this `kind`, "double" or "single". Call it as function(weights, h_BSD,
+        shared, linear). `weights` are the block's own; h_BSD, (batch, text rows then image rows, hidden), and `shared` come
+        from `enter`; `linear(name, weight, x)` computes each Linear. It returns the new h_BSD.
+        """
         return {"double": double_block, "single": single_block}[kind]
 
     def enter(
@@ -77,10 +86,12 @@ class Flux2:
         timesteps_B: mx.array,
         guidance_B: mx.array | None = None,
     ) -> tuple[mx.array, Shared]:
-        """Compute the input of the first block, (batch, text rows then image rows, hidden), and what all blocks share.
-        x_BLC: noisy latents (batch, image tokens, channels) at the positions x_ids_L4. ctx_BTJ: text embeddings (batch, text
-        rows, features) at the positions ctx_ids_T4. timesteps_B: sigma of each sample, 0 (clean) to 1 (noise). guidance_B:
-        guidance of each sample, such as 4.0; a model with a guidance embedding needs it (ValueError), other models ignore it.
+        """Return (h_BSD, shared): the input of the first block, (batch, text rows then image rows, hidden), and a dict of
+        arrays that every block receives. x_BLC: the noisy latents, (batch, image tokens, channels). ctx_BTJ: the text
+        embeddings, (batch, text rows, features). x_ids_L4 and ctx_ids_T4: the positions of the image tokens and of the text
+        rows, (tokens, 4) and (text rows, 4). timesteps_B: the noise level of each sample, 0 (clean) to 1 (noise). guidance_B:
+        the guidance of each sample, such as 4.0; models without a guidance input ignore it. ValueError if a model with a
+        guidance input gets None.
         """
         temb_BD = self._embed("timestep", timesteps_B)
         if self.config.guidance_embeds:
@@ -101,7 +112,9 @@ class Flux2:
         return mx.concatenate([h_BTD, h_BLD], axis=1), shared
 
     def leave(self, h_BSD: mx.array, shared: Shared) -> mx.array:
-        """Compute the velocity, noise - clean, from the output of the last block: (batch, image tokens, channels)."""
+        """Compute the velocity (noise minus clean latent) from the output of the last block. h_BSD is (batch, text rows then
+        image rows, hidden); `shared` is the dict that `enter` returned. Returns (batch, image tokens, channels).
+        """
         h_BLD = modulate(h_BSD[:, text_rows(shared) :], shared["out"])
         return self._linear("proj_out", h_BLD)
 
@@ -115,8 +128,11 @@ class Flux2:
         guidance_B: mx.array | None = None,
         linear_for: Callable[[str], Linear] | None = None,
     ) -> mx.array:
-        """Predict the velocity, noise - clean: (batch, image tokens, channels). The first six arguments are those of `enter`.
-        `linear_for` maps a block's name to the function that computes its Linears, to run the model with an adapter.
+        """Predict the velocity (noise minus clean latent): (batch, image tokens, channels). x_BLC: the noisy latents, (batch,
+        image tokens, channels). ctx_BTJ: the text embeddings, (batch, text rows, features). x_ids_L4 and ctx_ids_T4: their
+        positions, (tokens, 4) and (text rows, 4). timesteps_B: the noise level of each sample, 0 (clean) to 1 (noise).
+        guidance_B: the guidance of each sample; models without a guidance input ignore it. `linear_for(block name)` returns
+        the function that computes the block's Linears, to run with an adapter; None: without one.
         """
         h_BSD, shared = self.enter(x_BLC, x_ids_L4, ctx_BTJ, ctx_ids_T4, timesteps_B, guidance_B)
         for block in self.blocks:
@@ -125,9 +141,12 @@ class Flux2:
         return self.leave(h_BSD, shared)
 
     def _embed(self, kind: str, value_B: mx.array) -> mx.array:
-        """Embed sigma ("timestep") or guidance: (batch,) to (batch, hidden), through a sinusoid of 1000 times the value.
-        The sinusoid is float32, as bfloat16 would round 937 to 936. The exponents are rounded to float32 as in the reference
-        repository: the last bit of a frequency changes the angle a thousandfold.
+        """Embed one number per sample as a vector: value_B, (batch,), becomes (batch, hidden). `kind` is "timestep" (the
+        number is the noise level) or "guidance", and chooses the weights. The vector starts as sinusoids of 1000 times the
+        number.
+
+        The sinusoid is float32, as bfloat16 would round 937 to 936. The exponents are rounded to float32 as in Black Forest
+        Labs' code: the last bit of a frequency changes the angle a thousandfold.
         """
         half = self.config.timestep_guidance_channels // 2
         exponents = np.float32(-math.log(10000)) * np.arange(half, dtype=np.float32) / np.float32(half)
@@ -141,8 +160,10 @@ class Flux2:
         return plain_linear(name, self.top[f"{name}.weight"], x)
 
     def _rope(self, ids_S4: np.ndarray) -> list[mx.array]:
-        """Return cosines and sines for rows at the positions ids_S4: (rows, 1, head width) each, every value twice.
-        They are float32 values of float64 angles. The tables of the last TABLES_KEPT sets of positions are reused.
+        """Return [cosines, sines] of the rotary position embedding for rows at the positions ids_S4, (rows, 4). Each is a
+        float32 array (rows, 1, head width) with every value twice, once per feature of a pair.
+
+        Angles are computed in float64. The tables of the last TABLES_KEPT sets of positions are reused.
         """
         key = np.asarray(ids_S4, np.int64).tobytes()
         if key not in self._tables:
@@ -157,5 +178,7 @@ class Flux2:
 
 
 def meta_transformer(config: Flux2Config, dtype: mx.Dtype) -> Flux2:
-    """Build a transformer of arrays that are never computed: it has every name and shape and takes no memory."""
+    """Build a transformer whose weights are never computed. It has every name and shape, with weights of `dtype`, and takes no
+    memory: use it to estimate memory or to trace the computation.
+    """
     return Flux2(config, {name: mx.zeros(shape, dtype) for name, shape in config.shapes().items()})

@@ -115,7 +115,7 @@ def test_eight_bit_weights_are_refused_by_name(tmp_path):
 
 def test_scales_of_eight_bit_weights_are_refused_in_a_single_file(tmp_path):
     with pytest.raises(ValueError, match="scaled 8-bit weights"):
-        convert.transformer({"double_blocks.0.img_attn.proj.weight_scale": mx.ones(1)}, tmp_path)
+        convert.transformer_to_diffusers({"double_blocks.0.img_attn.proj.weight_scale": mx.ones(1)}, tmp_path)
 
 
 def test_casting_holds_no_more_than_one_tensor_twice(tmp_path):

@@ -86,5 +86,5 @@ def test_noise_depends_on_seed_and_shape_alone() -> None:
 
 def test_a_guidance_of_one_is_the_prompt_alone_and_more_extrapolates() -> None:
     with_prompt, without = mx.array([1.0, 2.0]), mx.array([0.0, 3.0])
-    assert sampling.guided(with_prompt, without, 1.0).tolist() == [1.0, 2.0]
-    assert sampling.guided(with_prompt, without, 4.0).tolist() == [4.0, -1.0]
+    assert sampling.classifier_free_guidance(with_prompt, without, 1.0).tolist() == [1.0, 2.0]
+    assert sampling.classifier_free_guidance(with_prompt, without, 4.0).tolist() == [4.0, -1.0]
