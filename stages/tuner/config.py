@@ -20,7 +20,9 @@ from stages.tuner.schedule import Schedule, Shape
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """[train.optimizer]. An unset number has the method's own default; a number that the method lacks is an error."""
+    """The settings [train.optimizer]. A number that is unset (None) takes the default of the chosen method. ValueError for a
+    number that the method does not have or that is out of range.
+    """
 
     kind: MethodName = setting(  # noqa: RUF009
         "adamw", "adamw8bit: a quarter of its memory; adafactor: almost none; lion: one moment; prodigy: finds its own rate"
@@ -37,14 +39,18 @@ class OptimizerConfig:
         self.method()
 
     def method(self) -> Method:
-        """Build the optimizer. ValueError for a number that the method does not have or that is out of range."""
+        """Build the optimizer of kind `kind` with the numbers that are set. ValueError for a number that this kind does not have
+        or that is out of range.
+        """
         numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "kind"}
         return make_optimizer(self.kind, **{name: value for name, value in numbers.items() if value is not None})
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """[train.schedule]: the learning rate over the steps. It does not depend on `steps`, so a longer run has the same past."""
+    """The settings [train.schedule]: the learning rate over the steps. The rate of a step does not depend on [train] steps, so a
+    run can be made longer later.
+    """
 
     shape: Shape = setting("constant", "after the warm-up: constant, or down to the floor")  # noqa: RUF009
     warmup_steps: int = setting(100, "steps in which the rate rises to lr; AdamW's second moments need about so many")
@@ -59,7 +65,9 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class EmaConfig:
-    """[train.ema]: also keep an average of the adapter over the steps, for runs whose checkpoints differ a lot."""
+    """The settings [train.ema]: keep a running average of the adapter over the steps. Useful if the checkpoints of a run differ a
+    lot.
+    """
 
     decay: float = setting(0.99, "0.99 averages over about 100 steps, right for a run of 1000; 0.999 suits 10,000")
 
@@ -69,7 +77,7 @@ class EmaConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """[train.validation]: when held-out samples are measured, and when a run ends early."""
+    """The settings [train.validation] of any training: when held-out samples are measured, and when a run ends early."""
 
     every: int = setting(100, "steps between two measurements; the first is before the first step")
     patience: int | None = selects(None, "end the run after so many measurements in a row without a better one; unset: never")
@@ -83,7 +91,7 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The settings of [train] that any training run has."""
+    """The settings [train] that every kind of training has. A pipeline's own [train] inherits from this class."""
 
     steps: int = selects(1500, "optimizer steps in all; raise it later and the run goes on from where it ended")
     seed: int = setting(0, "seed of every draw: order of rows, noise, the adapter's start")
@@ -161,19 +169,21 @@ class TrainingConfig:
             raise ValueError('rslora has no effect with variant = "lokr"; leave one of them out')
 
     def learning_rate(self) -> Schedule:
-        """Build the learning-rate schedule: `learning_rate().at(step)` is the rate of a step, counted from 1."""
+        """Build the learning-rate schedule. Its method `at(step)` returns the learning rate of a step; steps count from 1."""
         s = self.schedule
         return Schedule(self.lr, s.shape, s.warmup_steps, s.decay_steps, s.floor)
 
     @property
     def measured_at_once(self) -> int:
-        """Held-out samples that a measurement computes together: a function of the settings, not of free memory. The number
-        changes the last bits of a loss, and so could change which checkpoint is best. With micro_batch = "auto" it is 1, the
-        smallest micro-batch that training may reach.
+        """The number of held-out samples that a measurement computes together. It depends on the settings alone, not on free
+        memory, because it changes the last bits of a loss and so possibly the choice of the best checkpoint. It is 1 with
+        micro_batch = "auto".
         """
         return 1 if self.micro_batch == "auto" else min(self.batch_size, self.micro_batch or self.batch_size)
 
 
 def longest_first(patterns: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Sort patterns by length, the longest first, then by name: the order in which they are tried, whatever the file's order."""
+    """Return `patterns` sorted by length, the longest pattern first, and by name among patterns of equal length. The first
+    pattern that matches a name then applies. None gives an empty dict.
+    """
     return dict(sorted((patterns or {}).items(), key=lambda item: (-len(item[0]), item[0])))

@@ -33,9 +33,10 @@ from stages.tuner.validation import TRAIN, VALIDATION, Validation
 
 
 def train(ctx: TrainingContext, task: Task[Any, Any], control: Control) -> Iterator[pa.RecordBatch]:
-    """Train from the newest usable checkpoint to the last step, and publish the adapter. Yields rows, step by step. Writes
-    checkpoints and results by `ctx.write_artifact`. Does nothing if every row is stored and the result is published. Returns
-    early, after a checkpoint, if `control` says so. ValueError in one line for a run that cannot go on.
+    """Train from the newest usable checkpoint to the last step and publish the adapter. Yields the rows of the run's table as
+    record batches, step by step. `control` holds requests such as stop and pause; if it ends the run early, a checkpoint is
+    written first. Nothing is done if every row is stored and the result is published. ValueError, in one line, if the run cannot
+    continue.
     """
     validation = validation_of(task)
     validation.add_table(ctx.stored)
@@ -48,22 +49,26 @@ def train(ctx: TrainingContext, task: Task[Any, Any], control: Control) -> Itera
 
 
 def last_step(task: Task[Any, Any], stored: pa.Table) -> int:
-    """Return the last step of a run, given its stored rows: [train] steps, or fewer if validation ended the run early."""
+    """Return the number of the run's last step. This is [train] steps, or less if the measurements in the rows `stored` ended the
+    run early (early stopping).
+    """
     validation = validation_of(task)
     validation.add_table(stored)
     return validation.last_step
 
 
 def validation_of(task: Task[Any, Any]) -> Validation:
-    """Create the `Validation` of a run, with no measurements yet."""
+    """Create the `Validation` of a run, which decides when held-out samples are measured and when the run ends early. It has no
+    measurements yet.
+    """
     held_out = task.held_out
     return Validation(task.config.validation if held_out else None, held_out.count if held_out else 0, task.config.steps)
 
 
 def load_training(task: Task[Any, Any], start: Checkpoint | None, plan: MemoryPlan | None = None) -> TrainingStep:
-    """Load the model, and the adapter and optimizer state of a checkpoint; without one, those before the first step. Without a
-    memory plan, steps are computed as one graph. ValueError, before the model is loaded, for an initial adapter that does not
-    fit.
+    """Load the model and build the training step for `task`. The adapter and the optimizer's state come from the checkpoint
+    `start`; if `start` is None, training begins at step 0. If `plan` is None, every step is computed as one graph without a
+    memory limit. ValueError, before the model is loaded, if the adapter of [train] initial does not fit the model.
     """
     initial = None if start else task.initial_adapter()
     model = task.load_model()
@@ -77,7 +82,9 @@ def load_training(task: Task[Any, Any], start: Checkpoint | None, plan: MemoryPl
 
 
 class TrainingRun:
-    """One run of the loop, from `start` to the last step, with its measurements and the rows that no checkpoint holds yet."""
+    """One run of the training loop, from the checkpoint in `start` to the last step. It holds the measurements so far and the
+    rows that no checkpoint contains yet.
+    """
 
     def __init__(self, ctx: TrainingContext, task: Task[Any, Any], control: Control, start: Start) -> None:
         self.ctx, self.task, self.control, self.start = ctx, task, control, start
@@ -92,11 +99,13 @@ class TrainingRun:
 
     @property
     def finished(self) -> bool:
-        """Whether the checkpoint that the run starts from is that of the last step."""
+        """True if the run starts from the checkpoint of its last step, so that no step remains."""
         return self.start.checkpoint is not None and self.start.step >= self.validation.last_step
 
     def go(self) -> Iterator[pa.RecordBatch]:
-        """Take the remaining steps, if any, and publish the result."""
+        """Take the remaining steps, if there are any, and publish the trained adapter. Yields the rows of each step and each
+        measurement as record batches. Ends early if `control` asks for it.
+        """
         if not self.finished or self.unmeasured:
             self.prepare()
             if self.control.stop_requested():
@@ -111,7 +120,9 @@ class TrainingRun:
             yield from self.take_steps()
 
     def prepare(self) -> None:
-        """Choose the memory plan, load model, adapter and optimizer state, and print what is trained."""
+        """Choose the memory plan, load the model, the adapter and the optimizer's state, and print what is trained. Sets `plan`
+        and `training`.
+        """
         warn(self.ctx.say, self.task)
         limit_command_buffers()  # before anything asks MLX for an array
         self.plan = self.task.memory_plan(self.start.checkpoint)
@@ -120,11 +131,13 @@ class TrainingRun:
 
     @property
     def steps(self) -> range:
-        """The steps after the start, up to [train] steps."""
+        """The numbers of the steps that remain, from the step after the start to [train] steps."""
         return range(self.start.step + 1, self.task.config.steps + 1)
 
     def take_steps(self) -> Iterator[pa.RecordBatch]:
-        """Take step after step until the last one, or until `control` ends the run."""
+        """Take the remaining steps, write checkpoints when they are due, and yield the rows of each step as record batches. Ends
+        after the last step, or earlier if `control` asks for it.
+        """
         schedule = self.task.config.learning_rate()
         began = time.perf_counter()
         for step, batches, waited in Loader(self.task, self.steps):
@@ -147,8 +160,9 @@ class TrainingRun:
                 return
 
     def compute(self, batches: Sequence[MicroBatch], lr: float, ratio: bool) -> StepResult:
-        """Take one step. `ratio` also asks for the length of the update. With micro_batch = "auto", the peak memory of this step
-        decides the size of the next step's micro-batches.
+        """Take one optimizer step with the micro-batches `batches` at learning rate `lr`. If `ratio` is true, the result also
+        holds the length of the update relative to the adapter. With micro_batch = "auto", the step's peak memory decides how
+        large the micro-batches of the next step are.
         """
         training = self.training
         if training.max_tokens is None:
@@ -165,18 +179,22 @@ class TrainingRun:
 
     @property
     def peak(self) -> int:
-        """MLX's peak memory so far, bytes."""
+        """The peak memory of the run so far, in bytes, as MLX counts it."""
         return max(self.earlier_peak, mx.get_peak_memory())
 
     def step_rows(self, batches: Sequence[MicroBatch], result: StepResult, shared: Row) -> list[Row]:
-        """Build the rows of a step, one per sample. `shared` holds the columns that have one value for the whole step."""
+        """Return the table rows of one step, one per sample, and add them to `unsaved` for the next checkpoint. `shared` maps
+        columns to values that all samples of the step have in common.
+        """
         samples = [sample for batch in batches for sample in batch.samples]
         rows = sample_rows(self.task, samples, {"loss": result.losses, **result.terms}, shared | {"split": TRAIN})
         self.unsaved += rows
         return rows
 
     def first_measurement(self) -> list[Row]:
-        """Measure before the first step, or repeat the measurement that was interrupted. Returns its rows."""
+        """Measure the held-out samples before the first step and return the rows. For a resumed run, repeat the measurement that
+        was interrupted; return an empty list if there was none.
+        """
         if not self.start.checkpoint:
             return self.measure({"step": 0, "lr": 0.0, "grad_norm": 0.0, "peak_bytes": self.peak})
         if not self.unmeasured:
@@ -185,8 +203,8 @@ class TrainingRun:
         return self.measure({name: trained[name] for name in ("step", "lr", "grad_norm", "peak_bytes")})
 
     def measure(self, shared: Row) -> list[Row]:
-        """Measure the held-out samples if that is due, and return their rows; none if a stop interrupts it. `shared` holds the
-        columns step, lr, grad_norm and peak_bytes of these rows.
+        """Measure the held-out samples if a measurement is due, and return one row per sample. The list is empty if none is due
+        or if a stop interrupts the measurement. `shared` holds the columns step, lr, grad_norm and peak_bytes for all these rows.
         """
         held_out, step = self.task.held_out, shared["step"]
         if held_out is None or not self.validation.is_due(step):
@@ -208,13 +226,17 @@ class TrainingRun:
         return rows
 
     def saves_after(self, step: int) -> bool:
-        """Whether a checkpoint is written after a step. Removes the control file that asks for one."""
+        """Return True if a checkpoint must be written after step `step`. Deletes the control file with which the user requests a
+        checkpoint.
+        """
         asked = self.control.wants_checkpoint()
         due = step % self.task.config.checkpoint_every == 0 or step >= self.validation.last_step
         return asked or due or step == self.validation.best_step
 
     def save(self, step: int) -> None:
-        """Write the checkpoint of a step; after the last step, publish it."""
+        """Write the checkpoint of step `step` with all unsaved rows, and delete old optimizer states. After the last step, also
+        publish the adapter.
+        """
         ctx, training = self.ctx, self.training
         metadata = {**ctx.provenance, **self.task.metadata, **adapter_metadata(training.targets)}
         facts = {"skipped": self.skipped, "plan": training.plan, "max_tokens": training.max_tokens}
@@ -228,7 +250,9 @@ class TrainingRun:
             self.publish(saved)
 
     def publish(self, final: Checkpoint) -> None:
-        """Publish the adapter of the final checkpoint, and that of the best one beside it."""
+        """Publish the adapter of the last checkpoint `final` as the run's result, together with the adapter of the step with the
+        lowest validation loss.
+        """
         if self.task.config.validation and final.step < self.task.config.steps:
             patience = self.task.config.validation.patience
             self.ctx.say(

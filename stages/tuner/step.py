@@ -26,8 +26,9 @@ from stages.tuner.task import InitialAdapter, MicroBatch, Model, Objective, Term
 
 
 def choose_targets(linears: Mapping[str, tuple[int, int]], config: TrainingConfig) -> list[Target]:
-    """Choose the Linears that get an adapter, in the model's order, as [train] says. `linears` maps the full name of every Linear
-    of the blocks to (outputs, inputs). ValueError for a pattern that matches none.
+    """Choose the Linears that get an adapter, in the order of `linears`, as the [train] settings `config` say. `linears` maps the
+    full name of every Linear of the model's blocks to its shape (outputs, inputs). Each returned Target holds the name, rank and
+    alpha of one adapter. ValueError if a pattern in the settings matches no Linear.
     """
     for pattern in config.base_bits_for or {}:
         if not any(matches_pattern(name, pattern) for name in linears):
@@ -51,8 +52,9 @@ def choose_targets(linears: Mapping[str, tuple[int, int]], config: TrainingConfi
 def starting_adapter(
     model: Model, targets: Sequence[Target], config: TrainingConfig, start: InitialAdapter | None = None
 ) -> Arrays:
-    """Make the adapter before the first step, float32 arrays by name: one that changes nothing yet, or one that makes the same
-    change as the adapter `start`.
+    """Return the adapter that training starts from: float32 arrays by name. Without `start` the adapter does not change the model
+    yet. `start` is a loaded adapter (its arrays by name, and the scale of each Linear); the returned adapter then makes the same
+    change as `start`. ValueError if the adapter `start` does not fit `targets`.
     """
     weights = target_weights(model.blocks, targets) if config.variant == "dora" else None
     fresh = fresh_adapter(targets, config.seed, weights)
@@ -60,14 +62,18 @@ def starting_adapter(
 
 
 def build_optimizer(config: TrainingConfig) -> OptimizerStep:
-    """Build the optimizer of [train.optimizer], with the average of [train.ema] if there is one."""
+    """Build the optimizer that the section [train.optimizer] of `config` describes, with gradient clipping. With [train.ema], it
+    also keeps a running average of the adapter.
+    """
     method = config.optimizer.method()
     return OptimizerStep(ema.Averaged(method, config.ema.decay) if config.ema else method, config.clip)
 
 
 @dataclass
 class StepResult:
-    """What a step returns: losses and the state of its health. Lists have one entry per sample, in the order of the step."""
+    """The losses of one optimizer step, and numbers that show whether the step was sound. Every list has one entry per sample, in
+    the order of the step.
+    """
 
     losses: list[float]
     terms: dict[str, list[float | None]]  # further terms of the loss, by column; None: the sample has no such term
@@ -80,7 +86,10 @@ class StepResult:
 
 @dataclass
 class StepGradient:
-    """The gradient of a step, arrays by name, and the losses of its micro-batches. All arrays are lazy: not evaluated yet."""
+    """The gradient of one optimizer step, summed over its micro-batches (samples computed at once). `grads` maps the name of an
+    adapter array to its gradient. `terms` has one entry per micro-batch: a dict from the column of a loss term to (losses_B with
+    one loss per sample, flags that say which samples have the term, or None if all have). All arrays are lazy: not evaluated yet.
+    """
 
     grads: Arrays = field(default_factory=dict)
     terms: list[dict[str, tuple[mx.array, Sequence[bool] | None]]] = field(default_factory=list)  # by column
@@ -88,11 +97,15 @@ class StepGradient:
 
     @property
     def losses(self) -> mx.array:
-        """The losses of all samples of the step, in order, without further terms such as preservation."""
+        """The main loss of every sample of the step, in order, as one array. Further terms, such as the preservation loss, are
+        not included.
+        """
         return mx.concatenate([terms["loss"][0] for terms in self.terms])
 
     def values(self, column: str) -> list[float | None]:
-        """The values of one term for all samples, in order; None for samples that it does not apply to."""
+        """Return one value per sample, in the order of the step, for the loss term that is stored in the table column `column`.
+        The value is None for a sample that does not have this term.
+        """
         found: list[float | None] = []
         for terms in self.terms:
             losses_B, applies = terms.get(column, (None, None))
@@ -101,8 +114,9 @@ class StepGradient:
         return found
 
     def add(self, grads: Arrays, share: float) -> None:
-        """Add the gradient of one term of a micro-batch, times its share of the step's samples. `grads` is emptied. Both are
-        consumed array by array: a third copy of the gradient would be the peak of the step's memory.
+        """Add `share` times the gradients `grads` of one loss term to the sum. `share` is the micro-batch's share of the step's
+        samples, 0 to 1. The dict `grads` is consumed and must not be used afterwards, because a third copy of the gradient would
+        raise the peak of memory.
         """
         if share < 1 or self.grads:
             for name in grads:
@@ -112,9 +126,10 @@ class StepGradient:
 
 
 class TrainingStep:
-    """The model, the adapter and the optimizer's state; `step` updates them once. `plan`: which blocks are differentiated as one
-    graph. `live_bytes`: bytes that may be live before the next block waits for the device; None: no limit. `max_tokens`,
-    `max_samples`: the size of a micro-batch that is computed at once; None: a whole batch.
+    """A model with its adapter and optimizer state; every call of `step` updates adapter and state once. Four attributes may be
+    set after construction. `plan` says which blocks are differentiated as one graph: "whole", "blocks", or the number of last
+    blocks. `live_bytes` is how many bytes may be live before the next block waits for the device (None: no limit). `max_tokens`
+    and `max_samples` limit a micro-batch, the samples that are computed at once (None: a whole batch).
     """
 
     def __init__(
@@ -126,8 +141,9 @@ class TrainingStep:
         adapter: Arrays,
         state: Arrays | None = None,
     ) -> None:
-        """`adapter` are the float32 arrays to train, `state` the optimizer's state to go on from; None: the initial state.
-        ValueError if [train] micro_batch would divide the batches of an objective that is not separable.
+        """Create a step for the Linears `targets` of `model`. `adapter` maps names to the float32 arrays to train. `state` is the
+        optimizer's state to continue from; None creates the initial state. ValueError if [train] micro_batch is set but
+        `objective` needs whole batches.
         """
         if config.micro_batch is not None and not objective.separable:
             raise ValueError("[train] micro_batch must be unset: the loss compares all samples of a batch with each other")
@@ -144,18 +160,19 @@ class TrainingStep:
 
     @property
     def adapter(self) -> Arrays:
-        """The trained arrays by name, float32: views that are valid until the next step."""
+        """The trained adapter: float32 arrays by name. They are views that are valid only until the next step."""
         return self.masters.unstack()
 
     @property
     def average(self) -> Arrays | None:
-        """The average of the adapter over the steps, by name; None without [train.ema]."""
+        """The running average of the adapter over the steps: float32 arrays by name. None without [train.ema]."""
         return self.optimizer.average(self.masters, self.state) or None
 
     def step(self, batches: Sequence[MicroBatch], lr: float, ratio: bool = False, meter: Meter | None = None) -> StepResult:
-        """Update the adapter once, by the mean gradient over all samples of `batches`. Nothing is updated if a loss or the
-        gradient is not finite. `ratio` asks for the length of the update. The device is awaited once, at the end; with a `meter`,
-        after each of the phases batch, gradients and optimizer, which it measures.
+        """Update the adapter once with the mean gradient over all samples of `batches`, at learning rate `lr`, and return the
+        losses. The adapter stays unchanged if a loss or the gradient is not finite. If `ratio` is true, the result also holds the
+        length of the update divided by the length of the adapter. The call waits for the device once, at its end; with a `meter`
+        it waits after each phase (batch, gradients, optimizer), so that the meter can measure the phase.
         """
         with live_memory_limit(self.live_bytes):
             found = self.gradient(batches, meter)
@@ -181,7 +198,9 @@ class TrainingStep:
         )
 
     def gradient(self, batches: Sequence[MicroBatch], meter: Meter | None = None) -> StepGradient:
-        """Compute the gradient of the mean loss over all samples, the same for every size of micro-batches up to rounding."""
+        """Compute the gradient of the mean loss over all samples of `batches`, without an update. Up to rounding, the gradient
+        does not depend on the size of the micro-batches. The returned arrays are lazy unless a `meter` measures the phases.
+        """
         count = sum(len(batch.samples) for batch in batches)
         adapter = cast_adapter(self.masters, self.model.dtype, self.config)
         found = StepGradient()
@@ -199,7 +218,9 @@ class TrainingStep:
         return found
 
     def _terms(self, batch: MicroBatch, meter: Meter | None) -> Iterator[Term]:
-        """The terms of a micro-batch's loss. With a meter, the making of each is measured as the phase `batch`."""
+        """Yield the terms of the loss of micro-batch `batch`. If a `meter` is given, the inputs of every term are evaluated, and
+        their preparation is measured as a phase named "batch".
+        """
         if meter is None:
             yield from self.objective.terms(self.model, batch)
             return
@@ -215,7 +236,9 @@ class TrainingStep:
             yield term
 
     def split(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
-        """Divide the batches of a step into the micro-batches that are computed at once; whole batches if they must not be."""
+        """Yield the micro-batches (samples computed at once) of a step, in order. A batch is divided if it is larger than
+        `max_samples` or `max_tokens` allow. It stays whole if the loss compares its samples with each other.
+        """
         for batch in batches:
             count = len(batch.samples)
             most = min(self.max_samples or count, max(1, self.max_tokens // batch.tokens) if self.max_tokens else count)
@@ -225,7 +248,9 @@ class TrainingStep:
                 yield from (batch.select(start, min(start + most, count)) for start in range(0, count, most))
 
     def measure(self, batch: MicroBatch) -> list[float]:
-        """Compute the validation losses of held-out samples with the present adapter. Nothing is updated."""
+        """Return the validation loss of every sample of the held-out micro-batch `batch`, computed with the present adapter.
+        Nothing is updated.
+        """
         with live_memory_limit(self.live_bytes):
             term = self.objective.validation_term(self.model, batch)
             blocks = BlockwiseBackprop(self.model, self.adapter, self.scales)
@@ -239,8 +264,8 @@ class TrainingStep:
 
 
 def predict_base(model: Model, inputs: Mapping[str, Any]) -> mx.array:
-    """Return the prediction of the model without the adapter. `inputs` are the keyword arguments of `model.enter`. The array is
-    being computed when the function returns.
+    """Return the prediction of `model` without an adapter. `inputs` are the keyword arguments of `model.enter`. The function does
+    not wait for the device: the returned array may still be in computation.
     """
     h, shared = model.enter(**inputs)
     for block in model.blocks:
@@ -252,14 +277,17 @@ def predict_base(model: Model, inputs: Mapping[str, Any]) -> mx.array:
 
 
 def cast_adapter(masters: Stacks, dtype: mx.Dtype, config: TrainingConfig) -> Arrays:
-    """Return the adapter as the blocks read it: cast to `dtype` once per step, by name. With a packed base, memory matters more
-    than time: the arrays stay float32, and every Linear casts its own at each use.
+    """Return the adapter `masters` as arrays by name, in the dtype that the model's blocks read. With [train] base_bits = 16 the
+    arrays are cast to `dtype`. With a packed base (8 or 4 bits) they stay float32 to save memory, and every Linear casts its own
+    arrays at each use.
     """
     return (masters.cast(dtype) if config.base_bits == 16 else masters).unstack()
 
 
 def update_ratio(before: Arrays, after: Arrays) -> mx.array:
-    """Return the length of the difference between two adapters divided by the length of the first, a scalar."""
+    """Return the length of the update divided by the length of the adapter, as a scalar array: |after - before| / |before|.
+    `before` and `after` are one adapter before and after a step, arrays by name.
+    """
     change = global_norm({name: after[name] - before[name] for name in before})
     return change / mx.maximum(global_norm(before), 1e-30)
 

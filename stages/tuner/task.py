@@ -29,7 +29,7 @@ M_co = TypeVar("M_co", bound="MicroBatch", covariant=True)
 
 
 class MicroBatch(Protocol):
-    """Samples that can be computed together, in host memory."""
+    """Samples that are computed together in one pass. Their data are in host memory."""
 
     @property
     def samples(self) -> Sequence[Any]:
@@ -37,29 +37,31 @@ class MicroBatch(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Tokens of one sample, padding included. Memory plans measure micro-batches in tokens."""
+        """The number of tokens of one sample, padding included. All samples of a micro-batch have equally many."""
 
     def select(self, start: int, stop: int) -> Self:
-        """Return the samples start .. stop - 1 as a micro-batch of their own."""
+        """Return a new micro-batch with the samples from index `start` up to, but not including, index `stop`."""
 
 
 class Model(Chain, Protocol):
-    """A chain of blocks that an adapter can be trained on."""
+    """A model that is a chain of blocks, as adapter training needs it."""
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The dtype that the model computes in."""
+        """The MLX dtype that the model computes in."""
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(outputs, inputs) of every Linear within a block, by its full name: the Linears that can get an adapter."""
+        """Return the shape (outputs, inputs) of every Linear within the model's blocks, by the Linear's full name. These are the
+        Linears that can get an adapter.
+        """
 
 
 @dataclass(frozen=True)
 class Term:
-    """One term of a micro-batch's loss: the model's inputs, and the loss of the model's prediction. `loss(prediction)` returns
-    losses_B, one float32 value per sample; the mean over all samples of a step is minimised. Its arrays must be keywords of a
-    `functools.partial`, so that they become arguments of a compiled graph. `column` names the column of the rows that the values
-    are written to. `applies[n]` is False if sample n has no such term; None: all have.
+    """One term of the loss of a micro-batch. `inputs` are the keyword arguments of `model.enter`. `loss(prediction)` returns
+    losses_B, one float32 value per sample; training minimises the mean over all samples of a step. `column` is the table column
+    that stores the values. `applies[n]` is False if sample n does not have this term; None: all samples have it. The arrays of
+    `loss` must be keywords of a `functools.partial`, so that they become arguments of a compiled graph.
     """
 
     inputs: Mapping[str, Any]
@@ -69,48 +71,56 @@ class Term:
 
 
 class Objective(Protocol[M_contra]):
-    """The loss that training minimises. It is `separable` if the loss of a sample does not depend on the other samples of its
-    batch, so that a batch may be computed in several micro-batches. Contrastive losses are not separable.
-    """
+    """The interface of a loss that training minimises. Implementations turn a micro-batch into loss terms."""
 
     @property
     def separable(self) -> bool:
-        """Whether a batch may be computed in several micro-batches."""
+        """True if the loss of a sample does not depend on the other samples of its batch. Only then may a batch be divided into
+        micro-batches. Contrastive losses are not separable.
+        """
 
     def terms(self, model: Any, batch: M_contra) -> Iterator[Term]:
-        """Yield the terms of a micro-batch's loss, one at a time. The first is the loss itself, of every sample."""
+        """Yield the terms of the loss of micro-batch `batch`, one at a time. The first is the main loss and applies to every
+        sample.
+        """
 
     def validation_term(self, model: Any, batch: M_contra) -> Term:
-        """Return the loss that held-out samples are measured by. Nothing is trained by it."""
+        """Return the loss term that measures a micro-batch of held-out samples. Training does not minimise this term."""
 
 
 class Reader(Protocol[S, M_co]):
-    """Reads micro-batches from disk into host memory. It is called from a thread of its own."""
+    """A reader that copies micro-batches from disk into host memory. The loop calls it in a background thread."""
 
     def prefetch(self, samples: Iterable[S]) -> None:
-        """Start reading the samples of the next step from disk. Earlier samples are in host memory and may be dropped."""
+        """Start reading the data of `samples`, the samples of the next step, from disk in the background. Data of samples that
+        were announced earlier may be released.
+        """
 
     def read(self, step: int, samples: list[S]) -> M_co:
-        """Read the given samples of a step, counted from 1, into host memory."""
+        """Read the data of `samples` into host memory and return them as one micro-batch. `step` is the step that the samples
+        belong to, from 1.
+        """
 
 
 class HeldOut(Protocol[M_co]):
-    """Samples that are never trained on. Each measurement of a run uses all of them, in the same order."""
+    """Samples that are never trained on, for validation. Every measurement of a run uses all of them, in one fixed order."""
 
     @property
     def count(self) -> int:
-        """The number of samples of one measurement."""
+        """The number of held-out samples of one measurement."""
 
     def micro_batches(self) -> Iterator[M_co]:
-        """Read the samples of one measurement, micro-batch by micro-batch."""
+        """Read the held-out samples from disk and yield them as micro-batches, in order."""
 
 
 class Task(Protocol[S, M]):
-    """Everything that the training loop does not know of a run: its data, its model, its loss, its rows."""
+    """The interface between the training loop and one kind of training. An implementation supplies the data, the model, the loss
+    and the columns of the result rows. The loop supplies everything else. `S` is the type of a sample, `M` that of a micro-batch.
+    """
 
     @property
     def config(self) -> TrainingConfig:
-        """The settings [train] of the project."""
+        """The settings of the project's section [train]."""
 
     @property
     def objective(self) -> Objective[M]:
@@ -118,82 +128,100 @@ class Task(Protocol[S, M]):
 
     @property
     def held_out(self) -> HeldOut[M] | None:
-        """The held-out samples that the run is measured by; None without [train.validation]."""
+        """The held-out samples that measure the run. None without [train.validation]."""
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns of a row. The loop fills step, split, sample, loss, lr, grad_norm, seconds, read_seconds, peak_bytes."""
+        """The Arrow schema of the run's table, one row per sample. The loop fills the columns step, split, sample, loss, lr,
+        grad_norm, seconds, read_seconds and peak_bytes; `row` fills the others.
+        """
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """Entries for the headers of adapter files, beside provenance and adapter settings."""
+        """Text entries that the task adds to the header of every adapter file, by key. The loop adds provenance and adapter
+        settings itself.
+        """
 
     def sizes(self, step: int) -> list[int]:
-        """The number of samples of each batch of a step. Cheap: it is called for every step of the run."""
+        """Return the number of samples of each batch of step `step`. Must be cheap: the loop calls this for every step of the
+        run.
+        """
 
     def draw(self, step: int) -> list[list[S]]:
-        """Draw the samples of a step, batch by batch: a pure function of (seed, step). The batches make one optimizer step."""
+        """Draw the samples of step `step`, as one list per batch. All batches together make one optimizer step. The result must
+        depend on the seed and the step alone.
+        """
 
     def reader(self) -> Reader[S, M]:
-        """Return a new reader of micro-batches, with its files open."""
+        """Return a new reader of micro-batches, with its files already open."""
 
     def row(self, sample: S) -> Row:
-        """Return the task's own columns of the row of one sample, by name."""
+        """Return the task's own columns of the table row of `sample`: a dict from column to value. The loop adds its columns."""
 
     def warnings(self) -> Iterator[str]:
-        """Yield a line for the user for every setting that is valid but rarely intended."""
+        """Yield one line for the user for every setting that is valid but rarely intended."""
 
     def description(self) -> str:
-        """Return one line for the user that says what the run trains on."""
+        """Return one line for the user that says which data the run trains on."""
 
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
-        """Choose how steps are computed, for a run that goes on from `start`; None: from the beginning. `recorded`: take the plan
-        that `start` records if it fits, whatever [train] memory says. ValueError in one line, with a remedy, if nothing fits into
-        memory.
+        """Choose the memory plan (which blocks are differentiated as one graph, and the size of a micro-batch). `start` is the
+        checkpoint to continue from; None: step 0. With `recorded`, the plan stored in `start` is used if it fits, whatever
+        [train] memory says. ValueError, in one line with a remedy, if no plan fits into memory.
         """
 
     def initial_adapter(self) -> InitialAdapter | None:
-        """Read the adapter that [train] initial names; None without one. ValueError if it does not fit the model."""
+        """Read the adapter file that [train] initial names: its arrays by name, and the scale of each Linear. None if the setting
+        is empty. ValueError if the adapter does not fit the model.
+        """
 
     def load_model(self) -> Model:
-        """Load the frozen model, its weights packed as [train] base_bits says."""
+        """Load the frozen model. Its weights are packed (quantised) to the bits that [train] base_bits says."""
 
 
 class TrainingContext(Protocol):
-    """What the loop needs from the code that runs it. A StageContext of `stages.stage` has all of it."""
+    """The services that the training loop needs from the code that runs it: folder, stored rows, file writing and messages. A
+    StageContext of `stages.stage` provides all of them.
+    """
 
     @property
     def artifacts(self) -> Path:
-        """The folder of checkpoints, results and control files. The loop writes to it only by `write_artifact`."""
+        """The folder with the run's checkpoints, results and control files. The loop writes files here only through
+        `write_artifact`.
+        """
 
     @property
     def stored(self) -> pa.Table:
-        """The rows of the run that are stored already."""
+        """The rows of the run that are stored already, as an Arrow table."""
 
     @property
     def pending(self) -> pa.Table:
-        """(step, split, sample) of every row that is wanted and not stored."""
+        """The rows that are wanted but not stored yet, as an Arrow table with the columns step, split and sample."""
 
     @property
     def provenance(self) -> dict[str, str]:
-        """Recipe and versions, for the headers of adapter files."""
+        """Recipe (hash of settings, code version and weights) and program versions, as text by key. They go into the header of
+        every adapter file.
+        """
 
     @property
     def write_artifact(self) -> Callable[[str, Callable[[Path], None]], Path]:
-        """write_artifact(name, write) -> path: call write(path) so that the file `name` appears whole or not at all."""
+        """The function write_artifact(name, write) -> path, which creates the file `name` in `artifacts`. It calls write(path)
+        with the path to write to. Readers see the file whole or not at all. It returns the path of the finished file.
+        """
 
     @property
     def say(self) -> Callable[[str], None]:
-        """say(line): print one line for the user."""
+        """The function say(line), which prints one line for the user."""
 
     @property
     def progress(self) -> Callable[[int, int, str], None]:
-        """progress(done, total, unit): update the progress bar."""
+        """The function progress(done, total, unit), which updates the progress bar."""
 
     @property
     def stop(self) -> Callable[[], bool]:
-        """stop() -> True once the user has asked to stop."""
+        """The function stop(), which returns True once the user has requested a stop."""
 
     @property
     def pause(self) -> Callable[[str], None]:
-        """pause(reason): say why the run ends before its last step."""
+        """The function pause(reason), which reports to the user why the run ends before its last step."""

@@ -14,7 +14,9 @@ from stages.tuner.diffusion.weighting import WeightName
 
 @dataclass(frozen=True)
 class NoiseConfig:
-    """[train.noise]: which noise levels are trained. The shift raises them, because images of more pixels need more noise."""
+    """The settings [train.noise]: at which noise levels (sigma, 0 clean to 1 noise) samples are trained. The shift raises the
+    levels, because images of more pixels need more noise.
+    """
 
     base: Base = setting(  # noqa: RUF009
         "logit_normal", "before the shift; what most trainers of FLUX.2 use. high_noise: composition; low_noise: texture"
@@ -37,7 +39,7 @@ class NoiseConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """[train.loss]: the loss of a predicted velocity."""
+    """The settings [train.loss]: the loss of the velocity that the model predicts, and its weight by noise level."""
 
     kind: Literal["mse", "pseudo_huber"] = setting("mse", "pseudo_huber: large errors count less, for data with outliers")
     huber_c: float = setting(0.1, "pseudo_huber: the error above which it grows linearly")
@@ -51,8 +53,9 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class PreservationConfig:
-    """[train.preservation]: train the class word to keep its meaning, so that not every cat becomes this cat (DOP). Costs a
-    forward pass of the base model and a second gradient in every step that it applies to.
+    """The settings [train.preservation]: also train captions with the class word (such as "cat") to keep the base model's
+    predictions, so that not every cat becomes the trained cat. ai-toolkit calls this differential output preservation (DOP).
+    Every step that it applies to needs a forward pass of the base model and a second gradient.
     """
 
     weight: float = setting(1.0, "factor of the preservation loss beside the loss; ai-toolkit's")
@@ -65,7 +68,7 @@ class PreservationConfig:
 
 @dataclass(frozen=True)
 class TrainConfig(TrainingConfig):
-    """Section [train]: the settings that any training run has, and those that images need."""
+    """The settings [train] of a run on images: the settings that every training has, and the settings that images need."""
 
     caption_dropout: float = setting(0.05, "share of samples trained with the empty caption, which keeps guidance working")
     noise: NoiseConfig = setting(NoiseConfig(), "the noise levels")  # noqa: RUF009

@@ -22,7 +22,7 @@ PLACE = ("image_id", "width", "height", "crop_x", "crop_y", "crop_w", "crop_h") 
 
 @dataclass(frozen=True)
 class Crop:
-    """One latent that may be trained on, with the captions of its image."""
+    """One latent (an encoded crop of an image) that may be trained on, with the captions of its image."""
 
     latent_id: str
     image_id: str
@@ -36,17 +36,21 @@ class Crop:
 
     @property
     def tokens(self) -> int:
-        """Image tokens: one per place of the latent."""
+        """The number of image tokens: one per position of the latent."""
         return self.grid[0] * self.grid[1]
 
     def class_of(self, caption: int) -> str:
-        """The class caption that belongs to `captions[caption]`; "" if there is none."""
+        """Return the caption_id of the class caption that belongs to `captions[caption]`; "" if there is none. `caption` is an
+        index. A class caption has the class word (such as "cat") in place of the trigger word.
+        """
         return self.classes[caption] if self.classes else ""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """The rows that a run trains on, in an order that depends on their content alone."""
+    """The crops and captions that a run trains on, and the crops that it is measured by. The order depends only on the rows'
+    content.
+    """
 
     crops: tuple[Crop, ...]
     empty: str  # caption_id of what a dropped caption becomes, the empty caption or the trigger; "": no caption is dropped
@@ -56,12 +60,15 @@ class Dataset:
 
     @property
     def rates(self) -> list[float] | None:
-        """Occurrences of each crop per epoch; None if all are 1."""
+        """How often each crop of `crops` occurs per epoch, in order. None if every crop occurs once."""
         found = [crop.rate for crop in self.crops]
         return None if set(found) == {1.0} else found
 
     def pairs(self) -> list[tuple[str, str, str]]:
-        """Every (latent_id, image_id, caption_id) that the run may draw or measure: its result depends on all of them."""
+        """Return (latent_id, image_id, caption_id) for every pair of crop and caption that the run may draw or measure. The last
+        entries have empty ids for crop and image and hold the caption that replaces a dropped caption. The run's result depends
+        on all entries.
+        """
         crops = [*self.crops, *self.held]
         pairs = [(crop.latent_id, crop.image_id, caption) for crop in crops for caption in crop.captions]
         pairs += [(crop.latent_id, crop.image_id, caption) for crop in crops for caption in crop.classes if caption]
@@ -69,8 +76,9 @@ class Dataset:
 
 
 def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
-    """Find the crops that the current buckets name, that are encoded and have captions. ValueError, in one line, if there is
-    none, or if a table lacks rows that [train] needs.
+    """Read the tables and return the crops to train on: crops of the present buckets that are encoded and have a caption.
+    `config` holds the settings [train], which choose held-out images, repeats, masks and class captions. ValueError, in one line,
+    if no crop remains or if a table lacks rows that the settings need.
     """
     paths = usable_paths(ctx.rows(IMAGES))
     texts = _texts(ctx, config.data, bool(config.caption_dropout), config.preservation is not None)
@@ -94,7 +102,9 @@ def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
 
 
 def _latents(ctx: StageContext, paths: Container[str], texts: Texts) -> list[Row]:
-    """The rows of latents that can be trained on, by latent_id, each with the resolution of its bucket."""
+    """Return the rows of the table latents that can be trained on, sorted by latent_id. Each row also has the `resolution` of its
+    bucket. `paths` contains the ids of usable images. ValueError if a crop has no latent or if no row remains.
+    """
     buckets = [row for row in ctx.rows(BUCKETS).to_pylist() if row["rejected"] is None]
     places = {_place(row): row["resolution"] for row in buckets if row["image_id"] in paths}
     latents = [row for row in ctx.rows(LATENTS).to_pylist() if _place(row) in places]
@@ -112,7 +122,9 @@ def _latents(ctx: StageContext, paths: Container[str], texts: Texts) -> list[Row
 
 
 def _with_embeddings(ctx: StageContext, data: Dataset) -> Dataset:
-    """The dataset with the sizes of its embeddings. ValueError if a caption that may be drawn has none."""
+    """Return `data` with `text_rows` filled: the number of rows of each caption's embedding. ValueError if a caption that may be
+    drawn has no embedding.
+    """
     text_rows = {row["caption_id"]: row["shape"][0] for row in ctx.rows(EMBEDDINGS).to_pylist()}
     read = {caption for _, _, caption in data.pairs() if caption}
     if read - set(text_rows):
@@ -143,7 +155,7 @@ def _crop(row: Row, rate: float, texts: Texts, masked: bool) -> Crop:
 
 @dataclass(frozen=True)
 class Texts:
-    """The caption_ids that a run may draw, by image."""
+    """The caption_ids that a run may draw, by image, and the caption that replaces a dropped caption."""
 
     captions: dict[str, tuple[str, ...]]  # by image_id, in their order
     classes: dict[str, tuple[str, ...]]  # by image_id: the class caption of each caption, "" if there is none
@@ -152,7 +164,9 @@ class Texts:
 
 
 def _texts(ctx: StageContext, data: DataConfig, dropout: bool, with_classes: bool) -> Texts:
-    """Read the captions of a run. ValueError for a kind of caption that the settings need and the table lacks."""
+    """Read the captions of a run from the table captions. `dropout` says whether captions are dropped at random, `with_classes`
+    whether class captions are needed. ValueError if the table lacks a kind of caption that the settings need.
+    """
     by_role: dict[str, list[Row]] = {}
     for row in sorted(ctx.rows(CAPTIONS).to_pylist(), key=lambda row: (row["position"], row["caption_id"])):
         by_role.setdefault(row["role"], []).append(row)
@@ -175,7 +189,9 @@ def _texts(ctx: StageContext, data: DataConfig, dropout: bool, with_classes: boo
 
 
 def _dropped_caption(by_role: dict[str, list[Row]], data: DataConfig) -> str:
-    """The caption_id of what a dropped caption becomes. ValueError if the table has no such caption."""
+    """Return the caption_id that replaces a dropped caption: the empty caption or the trigger word, as `data.dropped` says.
+    `by_role` maps each role to its rows of the table captions. ValueError if there is no row.
+    """
     if data.dropped in by_role:
         caption: str = by_role[data.dropped][0]["caption_id"]
         return caption

@@ -36,8 +36,9 @@ LOWEST_RESOLUTION = 256  # pixels: no lower resolution is advised
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The size of a batch: samples, pixels of each image, rows of each embedding. `pixels_per_token`: pixels along one side of an
-    image token. `held`: the largest batch of held-out images, only measured.
+    """The size of a batch: number of samples, width and height of each image in pixels, and rows of each text embedding.
+    `pixels_per_token` is the side of an image token in pixels. `held` is the largest batch of held-out images, for which no
+    gradient is computed; None without validation.
     """
 
     samples: int
@@ -49,30 +50,32 @@ class BatchShape:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """(height, width) of a latent."""
+        """The (height, width) of a latent, in image tokens."""
         return self.height // self.pixels_per_token, self.width // self.pixels_per_token
 
     @property
     def tokens(self) -> int:
-        """All tokens of one sample: image tokens and text rows."""
+        """The number of tokens of one sample: image tokens and text rows."""
         return math.prod(self.grid) + self.text_rows
 
     @property
     def resolution(self) -> int:
-        """Pixels: the lowest resolution that allows images as large as the largest, held out or not."""
+        """The lowest resolution, in pixels, that allows all images of the batch and of the held-out batch."""
         own = self.pixels_per_token * (math.isqrt(math.prod(self.grid) - 1) + 1)
         return max(own, self.held.resolution if self.held else 0)
 
     def within(self, resolution: int) -> BatchShape:
-        """The same batch with images of at most resolution x resolution pixels."""
+        """Return a batch in which larger images are replaced by images of `resolution` x `resolution` pixels. The held-out batch
+        is limited too.
+        """
         fits = math.prod(self.grid) <= (resolution // self.pixels_per_token) ** 2
         small = self if fits else replace(self, width=resolution, height=resolution)
         return replace(small, held=self.held and self.held.within(resolution))
 
 
 def largest_batch(sampler: TrainingSampler, pixels_per_token: int) -> BatchShape:
-    """The batch with the most tokens that any epoch may have, with the largest batch of held-out images. A held-out image comes
-    at several noise levels, so that few of them fill a batch.
+    """Return the batch with the most tokens that can occur in any epoch of a run. Its `held` is the largest batch of held-out
+    images. `pixels_per_token` is the side of an image token in pixels.
     """
     text_rows = max(sampler.data.text_rows.values())
     most: Counter[tuple[int, int]] = Counter()  # crops of each shape in an epoch
@@ -89,10 +92,14 @@ def largest_batch(sampler: TrainingSampler, pixels_per_token: int) -> BatchShape
 
 
 class MemoryEstimator:
-    """Estimates the bytes that training with these settings needs, from the shapes of a transformer alone."""
+    """An estimator of the bytes that training with given settings needs. It uses the shapes of the transformer's weights only; no
+    weight is read.
+    """
 
     def __init__(self, config: TrainConfig, architecture: Architecture, sizes: TransformerConfig) -> None:
-        """`sizes` are those of the transformer, from `architecture.transformer_config`. No weight is read or allocated."""
+        """Prepare the estimates for the settings [train] `config`. `sizes` are the transformer's sizes, from
+        `architecture.transformer_config`. No weight is read or allocated.
+        """
         self.config, self.architecture, self.sizes = config, architecture, sizes
         self.dtype: Any = getattr(mx, config.precision)
         packed = {name: (shape, weight_bits(name, architecture, config)) for name, shape in sizes.shapes().items()}
@@ -108,7 +115,9 @@ class MemoryEstimator:
         self.state = sum(value.nbytes for value in optimizer.init(stacks).values())
 
     def estimate(self, batch: BatchShape, samples: int) -> Estimate:
-        """Estimate a run whose largest micro-batch is `samples` samples of `batch`."""
+        """Estimate the memory, in bytes, of a run whose largest batch is `batch`. `samples` of its samples are computed at once,
+        as one micro-batch.
+        """
         inputs = self.architecture.zero_inputs(self.sizes, samples, batch.grid, batch.text_rows)
         more = {"unpacked": self.unpacked, **self.attention_scores(samples, batch.tokens)}
         if batch.held:
@@ -119,11 +128,15 @@ class MemoryEstimator:
         return planner.estimate(self.meta_model, inputs, self.weights, self.targets, kept, optimizer_work=update, **more)
 
     def sums_gradients(self, batch: BatchShape, samples: int) -> bool:
-        """Whether a step adds up gradients: of several batches, of micro-batches, or of several terms of the loss."""
+        """Return True if a step adds up several gradients, which needs a second copy in memory. That is so with several batches
+        per step, with micro-batches of fewer samples than `batch`, or with a preservation loss.
+        """
         return self.config.accumulate > 1 or samples < batch.samples or self.config.preservation is not None
 
     def attention_scores(self, samples: int, tokens: int) -> dict[str, int]:
-        """Bytes of attention's score matrix: none if attention is fused, one chunk's if it is computed in chunks."""
+        """Return the bytes of attention's score matrices by name: "scores" during the computation, "saved_scores" kept for the
+        gradient. The dict is empty if attention is fused, which stores no scores. `tokens` is the number of tokens per sample.
+        """
         heads = self.sizes.num_attention_heads
         q_BHSK = mx.zeros((samples, heads, tokens, self.sizes.attention_head_dim), self.dtype)
         if attention.fused_gradient(q_BHSK):
@@ -133,11 +146,14 @@ class MemoryEstimator:
         return {"scores": min(whole, attention.CHUNK_BYTES), "saved_scores": 0 if chunked else whole}
 
     def best(self, batch: BatchShape, limit: int, begun: Plan | None = None) -> Candidate:
-        """Choose micro-batch and plan for a run whose largest batch is `batch`, as `best_candidate` does."""
+        """Choose the fastest micro-batch size and plan that need at most `limit` bytes for `batch`, the run's largest batch.
+        Settings that fix one of them are respected. `begun` is the plan of a resumed run and is kept if it fits; None for a new
+        run. If nothing fits, the candidate that needs the least memory is returned.
+        """
         return best_candidate(self.config, batch.samples, lambda samples: self.estimate(batch, samples), limit, begun)
 
     def with_config(self, config: TrainConfig) -> MemoryEstimator:
-        """The estimator of the same transformer with other settings."""
+        """Return an estimator for this transformer with the settings `config`."""
         return MemoryEstimator(config, self.architecture, self.sizes)
 
 
@@ -149,8 +165,9 @@ def choose(
     start: Checkpoint | None,
     say: Callable[[str], None],
 ) -> MemoryPlan:
-    """Choose the memory plan of a run before a weight is loaded, and print it. `weights` is where the transformer lies, `start`
-    the checkpoint that the run goes on from. ValueError in one line, with what would fit, if nothing does.
+    """Choose the memory plan of a run, and print it with `say`, before any weight is loaded. `weights` is the folder of the
+    transformer. `start` is the checkpoint to continue from; None: a new run. ValueError, in one line with settings that would
+    fit, if no plan fits into memory.
     """
     architecture = family.architecture
     estimator = MemoryEstimator(config, architecture, architecture.transformer_config(weights, family))
@@ -160,8 +177,9 @@ def choose(
 
 
 def require_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int, begun: Plan | None = None) -> Candidate:
-    """Choose micro-batch and plan for `batch`. ValueError, with what would fit, if that needs more than `limit` bytes. `begun` is
-    the plan that a resumed run began with.
+    """Choose the fastest micro-batch size and plan that need at most `limit` bytes for `batch`, the run's largest batch. `begun`
+    is the plan of a resumed run and is kept if it fits; None for a new run. ValueError, with settings that would fit, if nothing
+    fits.
     """
     found = estimator.best(batch, limit, begun)
     if found.needs > limit:
@@ -170,7 +188,9 @@ def require_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int, begun
 
 
 def cheapest_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int) -> Remedy:
-    """Find the fewest settings to change so that `batch` needs at most `limit` bytes; all that help if it never does."""
+    """Return the cheapest change of settings with which `batch` needs at most `limit` bytes. If no change suffices, return all
+    changes that save memory.
+    """
     samples = max(batch.samples, batch.held.samples if batch.held else 0)
 
     def candidate(config: TrainConfig) -> Candidate:
@@ -180,7 +200,9 @@ def cheapest_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int) -> R
 
 
 def refusal(estimator: MemoryEstimator, batch: BatchShape, candidate: Candidate, limit: int) -> str:
-    """Say in one line what does not fit, and which settings would: a lower resolution only if no other settings do."""
+    """Return the one-line message that says that `candidate` needs more than `limit` bytes, and which settings would fit. A lower
+    resolution is proposed only if no other settings suffice.
+    """
     advice, needs = _advice(estimator, batch, limit)
     would = f"{advice} would need {needs / GB:.3g} GB" if advice else "no setting would need less"
     also = f"{', too much as well' if advice else ''}; choose a smaller family, or train on a device with more memory"
@@ -191,7 +213,9 @@ def refusal(estimator: MemoryEstimator, batch: BatchShape, candidate: Candidate,
 
 
 def _advice(estimator: MemoryEstimator, batch: BatchShape, limit: int) -> tuple[str, int]:
-    """(settings to change, bytes that the run then needs): the cheapest that fit, else those that need least."""
+    """Return (settings to change, bytes that the run then needs) for the cheapest settings that fit into `limit` bytes. If none
+    fits, return those that need the least memory; the text is empty if no setting helps.
+    """
     remedy = cheapest_fit(estimator, batch, limit)
     resolutions = range(batch.resolution - batch.pixels_per_token, LOWEST_RESOLUTION - 1, -batch.pixels_per_token)
     if remedy.needs <= limit or not resolutions:

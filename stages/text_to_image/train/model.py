@@ -20,20 +20,26 @@ from stages.tuner.task import InitialAdapter
 
 
 def load_transformer(path: Path, family: Family, config: TrainConfig) -> Transformer:
-    """Load the transformer at `path`, each weight packed as soon as it is read."""
+    """Load the transformer of `family` from the folder `path`. Each weight is packed (quantised) right after it is read, if the
+    [train] settings `config` ask for it.
+    """
     arrange = packing(family.architecture, config)
     return family.architecture.load_transformer(path, family, getattr(mx, config.precision), arrange)
 
 
 def packing(architecture: Architecture, config: TrainConfig) -> Callable[[str, mx.array], Any] | None:
-    """Return the function (name, weight) -> packed weight that loading applies; None if no weight is packed."""
+    """Return a function (name, weight) -> weight that packs (quantises) a weight to the bits that the [train] settings `config`
+    say. The loader applies it to every weight. None if no weight is packed.
+    """
     if config.base_bits == 16 and not config.base_bits_for:
         return None
     return lambda name, weight: quantize.pack_if_possible(weight, weight_bits(name, architecture, config))
 
 
 def weight_bits(name: str, architecture: Architecture, config: TrainConfig) -> int:
-    """Return the bits per value of a weight: 16, 8 or 4. Weights outside the blocks keep at least `architecture.outside_bits`."""
+    """Return the bits per value of the weight `name`: 16, 8 or 4, as [train] base_bits and base_bits_for say. Weights outside the
+    blocks have at least `architecture.outside_bits`.
+    """
     if not architecture.in_block(name):
         return max(config.base_bits, architecture.outside_bits) if architecture.packs_outside(name) else 16
     linear = name.removesuffix(".weight")
@@ -42,8 +48,9 @@ def weight_bits(name: str, architecture: Architecture, config: TrainConfig) -> i
 
 
 def read_initial_adapter(file: Path, weights: Path, family: Family, config: TrainConfig) -> InitialAdapter:
-    """Read the adapter that a run starts from. ValueError if it does not fit the model, whose sizes `weights` records. No weight
-    of the model is read.
+    """Read the adapter `file` that a run starts from, and return (arrays by name, scale of each Linear). `weights` is the
+    transformer's folder; only its recorded sizes are read, not its weights. ValueError if the adapter does not fit the model or
+    the settings.
     """
     architecture = family.architecture
     meta = architecture.meta_transformer(architecture.transformer_config(weights, family), mx.float32)

@@ -28,7 +28,9 @@ Loss = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True)
 class FlowMatching:
-    """The velocity's loss, and with [train.preservation] the preservation loss of the class captions."""
+    """The objective of flow matching: the loss of the velocity that the model predicts. With [train.preservation] there is a
+    second term, the preservation loss of the class captions.
+    """
 
     architecture: Architecture
     loss: LossConfig
@@ -36,7 +38,9 @@ class FlowMatching:
     separable: bool = True
 
     def terms(self, model: Transformer, batch: MicroBatch) -> Iterator[Term]:
-        """Yield the loss of a micro-batch, then its preservation loss if it has class captions."""
+        """Yield the loss of a micro-batch. If samples have class captions, then also yield the preservation loss: how far the
+        adapter changes the model's prediction for the class captions.
+        """
         x_BLC, target_BLC = self.mix(batch)
         yield Term(self.inputs(batch, x_BLC, batch.ctx_BTJ), velocity_loss(batch, target_BLC, self.loss))
         if batch.class_BTJ is None or batch.class_B is None or self.preservation is None:
@@ -47,12 +51,16 @@ class FlowMatching:
         yield Term(inputs, preserved, "preservation", [bool(one) for one in batch.class_B])
 
     def validation_term(self, model: Transformer, batch: MicroBatch) -> Term:
-        """Return the plain mean squared error, whatever [train.loss] says, so that runs with other losses can be compared."""
+        """Return the loss for held-out samples: always the plain mean squared error, so that runs with different [train.loss]
+        settings can be compared.
+        """
         x_BLC, target_BLC = self.mix(batch)
         return Term(self.inputs(batch, x_BLC, batch.ctx_BTJ), velocity_loss(batch, target_BLC, LossConfig()))
 
     def mix(self, batch: MicroBatch) -> tuple[mx.array, mx.array]:
-        """Return the noisy latents and the target velocity of a micro-batch, float32: (batch, tokens, channels) each."""
+        """Return (noisy latents, target velocity) of a micro-batch: two float32 arrays (batch, tokens, channels). The noisy
+        latents are (1 - sigma) * clean + sigma * noise; the target is noise - clean.
+        """
         tokens = self.architecture.tokens
         x0_BLC = tokens(mx.array(batch.x0_BCHW).view(mx.bfloat16)).astype(mx.float32)
         noise_BLC = tokens(mx.array(batch.noise_BCHW))
@@ -60,20 +68,23 @@ class FlowMatching:
         return (1 - sigma_B11) * x0_BLC + sigma_B11 * noise_BLC, noise_BLC - x0_BLC
 
     def inputs(self, batch: MicroBatch, x_BLC: mx.array, words_BTJ: np.ndarray) -> dict[str, Any]:
-        """Return the model's inputs for noisy latents and embeddings, which are bfloat16 as 16-bit words."""
+        """Return the model's inputs as keyword arguments. `x_BLC` are the noisy latents (batch, tokens, channels). `words_BTJ`
+        are text embeddings (batch, text rows, features), bfloat16 stored as uint16 words.
+        """
         height, width = batch.x0_BCHW.shape[2:]
         text_BTJ = mx.array(words_BTJ).view(mx.bfloat16)
         return self.architecture.inputs(x_BLC, (height, width), text_BTJ, sigmas(batch), GUIDANCE)
 
 
 def sigmas(batch: MicroBatch) -> mx.array:
-    """Return the noise level of each sample, float32."""
+    """Return the noise level (sigma, 0 clean to 1 noise) of each sample, as a float32 array."""
     return mx.array([s.sigma for s in batch.samples], mx.float32)
 
 
 def velocity_loss(batch: MicroBatch, target_BLC: mx.array, config: LossConfig) -> Loss:
-    """Return the loss of a predicted velocity, as [train.loss] says: prediction -> losses_B. Its arrays are keywords of a
-    partial, so that it can be compiled with the model's last blocks.
+    """Return the loss function of a micro-batch, as the settings [train.loss] `config` say. It maps the predicted velocity to one
+    loss per sample. `target_BLC` is the true velocity: (batch, tokens, channels). The function is a partial whose arrays are
+    keywords, so that MLX can compile it with the model's last blocks.
     """
     arrays = {"target_BLC": target_BLC}
     if config.weight != "none":

@@ -26,8 +26,9 @@ from stages.tuner.step import TrainingStep, choose_targets, starting_adapter
 
 
 def profile_settings(method: Any = "adamw", **others: Any) -> TrainConfig:
-    """Return [train] with an optimizer at its usual learning rate, in float32 on a CPU, where bfloat16 is slow. `method` is a
-    value of [train.optimizer] kind; `others` are further settings of [train].
+    """Return [train] settings for a measurement of time and memory. `method` is a value of [train.optimizer] kind and gets its
+    usual learning rate. `others` are further settings of [train]. The precision is float32 on a CPU, where bfloat16 is slow, and
+    bfloat16 elsewhere.
     """
     precision = "bfloat16" if compiles() else "float32"
     usual: Any = {"optimizer": OptimizerConfig(kind=method), "lr": make_optimizer(method).usual_lr, "precision": precision}
@@ -35,7 +36,9 @@ def profile_settings(method: Any = "adamw", **others: Any) -> TrainConfig:
 
 
 def random_transformer(family: Family, config: TrainConfig) -> Transformer:
-    """Build the family's transformer with random weights, each packed as training packs it before the next is drawn."""
+    """Build the transformer of `family` with random weights of the true shapes. Each weight is packed (quantised) as training
+    would pack it.
+    """
     architecture = family.architecture
     sizes = architecture.transformer_config(None, family)
     pack, dtype = packing(architecture, config), getattr(mx, config.precision)
@@ -48,7 +51,9 @@ def random_transformer(family: Family, config: TrainConfig) -> Transformer:
 
 
 def random_training(family: Family, config: TrainConfig) -> TrainingStep:
-    """Build a training step on random weights. Its memory plan is "whole", without a limit; set `plan` and `live_bytes`."""
+    """Build a training step on random weights. Its memory plan is "whole" and has no limit; set the attributes `plan` and
+    `live_bytes` to change that.
+    """
     model = random_transformer(family, config)
     targets = choose_targets(model.linears(), config)
     objective = FlowMatching(family.architecture, config.loss, config.preservation)
@@ -56,12 +61,16 @@ def random_training(family: Family, config: TrainConfig) -> TrainingStep:
 
 
 def random_batch(family: Family, batch: BatchShape) -> MicroBatch:
-    """Draw a micro-batch of that shape, at noise level 0.5, for the family's transformer."""
+    """Return a micro-batch of random latents, noise and embeddings for the transformer of `family`. `batch` gives its size. All
+    samples have noise level 0.5.
+    """
     sizes: Any = family.architecture.transformer_config(None, family)
     draw = np.random.default_rng(0)
 
     def words(*shape: int) -> np.ndarray:
-        """Random bfloat16 values as 16-bit words: the upper halves of float32 values."""
+        """Return random bfloat16 values as uint16 words, an array (samples, *shape). The words are the upper halves of float32
+        values.
+        """
         values = draw.standard_normal((batch.samples, *shape), dtype=np.float32)
         return (values.view(np.uint32) >> 16).astype(np.uint16)
 

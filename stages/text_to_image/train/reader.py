@@ -19,9 +19,11 @@ from stages.text_to_image.train.sampler import Sample, TrainingSampler
 
 @dataclass
 class MicroBatch:
-    """Samples in host memory. Latents and embeddings are bfloat16, as 16-bit words. `mask_BL` weighs each token, float32; None if
-    no sample has a mask. `class_BTJ` are embeddings of the class captions, and of samples without one the own caption's;
-    `class_B` is 1.0 for samples with a class caption, else 0.0; both None if none has one.
+    """Samples that are computed at once, as arrays in host memory with one entry per sample. `x0_BCHW` are clean latents (batch,
+    channels, height, width) and `ctx_BTJ` text embeddings (batch, text rows, features), both bfloat16 as uint16 words.
+    `noise_BCHW` is float32 noise. `mask_BL` is the float32 weight of each image token; None if no sample has a mask. `class_BTJ`
+    are embeddings of the class captions, or of the sample's own caption if it has none. `class_B` is 1.0 for samples with a class
+    caption, else 0.0. Both are None if no sample has one.
     """
 
     samples: list[Sample]
@@ -34,30 +36,34 @@ class MicroBatch:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one sample: image tokens and text rows."""
+        """The number of tokens of one sample: image tokens and text rows."""
         return int(self.x0_BCHW.shape[2] * self.x0_BCHW.shape[3] + self.ctx_BTJ.shape[1])
 
     def select(self, start: int, stop: int) -> MicroBatch:
-        """Return the samples start .. stop - 1 as a micro-batch of their own."""
+        """Return a new micro-batch with the samples from index `start` up to, but not including, index `stop`."""
         return replace(self, **{name: value[start:stop] for name, value in vars(self).items() if value is not None})
 
 
 class BatchReader:
-    """Reads the micro-batches of a run from the tables latents and embeddings."""
+    """A reader that copies the micro-batches of a run from the tables latents and embeddings into host memory."""
 
     def __init__(self, ctx: StageContext, sampler: TrainingSampler, mask_floor: float) -> None:
-        """`mask_floor` is the least weight of a token, 0 to 1."""
+        """Open the tables latents and embeddings. `mask_floor` is the least weight of an image token under a mask, 0 to 1."""
         self.latents, self.embeddings = ctx.tensors(LATENTS), ctx.tensors(EMBEDDINGS)
         self.sampler, self.mask_floor = sampler, mask_floor
 
     def prefetch(self, samples: Iterable[Sample]) -> None:
-        """Announce the samples of the next step to both tables."""
+        """Start to read the latents and text embeddings of the next step's samples, `samples`, from disk in the background.
+        Arrays that were read earlier become invalid.
+        """
         coming = list(samples)
         self.latents.ahead([s.crop.latent_id for s in coming])
         self.embeddings.ahead([caption for s in coming for caption in (s.caption_id, s.class_id) if caption])
 
     def read(self, step: int, samples: list[Sample]) -> MicroBatch:
-        """Read one micro-batch of a step, and draw its noise."""
+        """Read the latents and embeddings of `samples` and draw their noise. Returns them as one micro-batch. `step` is the step
+        that the samples belong to, from 1.
+        """
         noise = functools.partial(self.sampler.noise_of, step)
         return read_batch(samples, self.latents, self.embeddings, noise, self.mask_floor)
 
@@ -69,7 +75,9 @@ def read_batch(
     noise: Callable[[Sample, tuple[int, ...]], np.ndarray],
     mask_floor: float,
 ) -> MicroBatch:
-    """Copy the rows of one micro-batch. `noise(sample, shape)` draws the noise of one sample, float32."""
+    """Read the latents and embeddings of `samples` and return them as one micro-batch. `noise(sample, shape)` returns the float32
+    noise of a sample. `mask_floor` is the least weight of an image token under a mask, 0 to 1.
+    """
     x0_BCHW = np.stack([latents.read(s.crop.latent_id) for s in samples])
     noise_BCHW = np.stack([noise(s, x0_BCHW.shape[1:]) for s in samples])
     ctx_BTJ = np.stack([embeddings.read(s.caption_id) for s in samples])
@@ -81,7 +89,9 @@ def read_batch(
 
 
 def token_weights(samples: Sequence[Sample], floor: float) -> np.ndarray | None:
-    """Return the masks of samples as token weights: (batch, tokens) float32, floor .. 1. None if no sample has a mask."""
+    """Return the weight of each image token, from the samples' masks: a float32 array (batch, tokens) with values from `floor` to
+    1. None if no sample has a mask.
+    """
     if not any(s.crop.mask for s in samples):
         return None
     masks = [np.frombuffer(s.crop.mask or b"\xff" * s.crop.tokens, np.uint8) for s in samples]

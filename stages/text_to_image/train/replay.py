@@ -8,7 +8,8 @@ from stages.tuner.replay import ReplayedSample, replay_step
 
 
 def replay(ctx: StageContext, step: int) -> list[ReplayedSample]:
-    """Compute the losses of a step again, from the newest checkpoint before it. Writes nothing. The `sample` of each result is a
-    `Sample`: crop, caption and noise level. ValueError for a step that the run does not have.
+    """Compute the losses of step `step` again, from the newest checkpoint before it, and return one result per sample. Writes
+    nothing. The attribute `sample` of a result is a `Sample` with crop, caption and noise level. ValueError if the run has no
+    such step.
     """
     return replay_step(ctx, ImageTask(ctx), step)

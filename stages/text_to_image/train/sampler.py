@@ -15,7 +15,7 @@ from stages.tuner.order import Order
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample of a step, before anything of it is read."""
+    """One sample of a step: which crop, which caption and which noise level. Its data are not read yet."""
 
     number: int  # 0-based place in the step
     epoch: int
@@ -28,7 +28,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class TrainingSampler:
-    """Draws the samples of every step: pure functions of the seed and the step."""
+    """A sampler that draws the samples of every step. What it draws depends only on the dataset, the settings, the seed and the
+    step.
+    """
 
     data: Dataset
     seed: int
@@ -39,11 +41,11 @@ class TrainingSampler:
     classes_every: int = 0  # samples get their class captions in every so many steps; 0: never
 
     def sizes(self, step: int) -> list[int]:
-        """The number of samples of each batch of a step."""
+        """Return the number of samples of each batch of step `step`. Draws nothing."""
         return [len(batch.rows) for batch in self.order.step(step)]
 
     def step(self, step: int) -> list[list[Sample]]:
-        """Draw the samples of a step, batch by batch."""
+        """Draw the samples of step `step` (from 1), as one list per batch."""
         batches: list[list[Sample]] = []
         number = 0
         for batch in self.order.step(step):
@@ -62,12 +64,14 @@ class TrainingSampler:
         return Sample(number, epoch, crop, caption, dropped, sigma, its_class if needs_class else "")
 
     def noise_of(self, step: int, sample: Sample, shape: tuple[int, ...]) -> np.ndarray:
-        """Draw the noise of one sample: a float32 array of that shape."""
+        """Draw the noise of `sample` in step `step`: a float32 array with shape `shape`. It depends only on seed, step and the
+        sample's number.
+        """
         return draws.normal(shape, self.seed, "noise", step, sample.number)
 
 
 def build_sampler(config: TrainConfig, data: Dataset) -> TrainingSampler:
-    """Build the sampler of a run from [train] and the rows to train on."""
+    """Build the sampler of a run from the [train] settings `config` and the dataset `data` to train on."""
     n = config.noise
     scale = {} if n.scale is None else {"scale": n.scale}
     return TrainingSampler(

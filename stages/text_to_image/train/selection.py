@@ -21,7 +21,7 @@ LEAST, MOST = 1e-3, 1e3  # of a rate in a setting: an epoch is a list in memory,
 
 @dataclass(frozen=True)
 class DataConfig:
-    """[train.data]: how often which crops are drawn, and what a dropped caption becomes."""
+    """The settings [train.data]: how often each crop is drawn, and what replaces a dropped caption."""
 
     resolutions: Mapping[str, float] | None = setting(
         None, "how often a crop of each resolution is drawn, relative to the others: {512 = 2, 768 = 1}; 0: never; unset: equally"
@@ -48,7 +48,9 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class MaskConfig:
-    """[train.mask]: train where the masks in the table latents are white. Needs [latents] mask = "alpha" or "file"."""
+    """The settings [train.mask]: give image tokens less weight if their mask in the table latents is dark. Needs [latents] mask =
+    "alpha" or "file".
+    """
 
     floor: float = setting(0.1, "the least weight of a token, where the mask is black: a little preserves the surroundings")
 
@@ -58,7 +60,9 @@ class MaskConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig(tuner.ValidationConfig):
-    """[train.validation]: images that are never trained on, measured regularly with the same noise at the same noise levels."""
+    """The settings [train.validation] of a run on images: which images are held out from training, and the noise levels at which
+    they are measured.
+    """
 
     share: float = setting(0.1, "share of the images that is held out, at least one image; the choice depends on content alone")
     most: int = setting(16, "most images that are held out: each costs a forward pass per level and crop")
@@ -77,8 +81,8 @@ class ValidationConfig(tuner.ValidationConfig):
 
 
 def rates(config: DataConfig, crops: Sequence[tuple[int, str]]) -> list[float]:
-    """Return the rate of each crop, given as (resolution, path of its image). ValueError for a resolution or folder in the
-    settings that no crop has.
+    """Return how often each crop occurs per epoch, in the order of `crops`. A crop is given as (resolution, path of its image).
+    ValueError if `config` names a resolution or folder that no crop has.
     """
     weights = _weights(config, {resolution for resolution, _ in crops})
     folders = {folder.strip("/").removeprefix("./"): count for folder, count in (config.repeats or {}).items()}
@@ -94,7 +98,9 @@ def rates(config: DataConfig, crops: Sequence[tuple[int, str]]) -> list[float]:
 
 
 def _weights(config: DataConfig, present: Iterable[int]) -> dict[int, float]:
-    """The weight of each resolution; the largest is 1."""
+    """Return the relative frequency of each resolution in `present`; the largest is 1. ValueError if [train.data] resolutions
+    names a resolution that is not present or omits one that is.
+    """
     resolutions = sorted(present)
     if config.resolutions is None:
         return dict.fromkeys(resolutions, 1.0)
@@ -110,9 +116,8 @@ def _weights(config: DataConfig, present: Iterable[int]) -> dict[int, float]:
 
 
 def held_out(config: ValidationConfig, paths: Mapping[str, Sequence[str]]) -> frozenset[str]:
-    """Choose the images to hold out. Takes the paths of each image by image_id; returns image_ids. Whether an image is held out
-    does not depend on the other images, except for the bounds: at least one, at most [train.validation] most. ValueError if
-    [train.validation] paths matches none.
+    """Return the ids of the images to hold out from training. `paths` maps each image_id to the paths of that image. ValueError
+    if the setting [train.validation] paths matches no image.
     """
     if config.paths:
         found = {i for i, own in paths.items() if any(fnmatchcase(path, p) for path in own for p in config.paths)}

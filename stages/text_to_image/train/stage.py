@@ -27,13 +27,16 @@ from stages.tuner.rows import wanted_rows
 
 
 def wanted_samples(ctx: StageContext) -> pa.Table:
-    """(step, split, sample) of every sample that the run draws or is measured by."""
+    """Return a table with the columns step, split and sample: one row for every sample that the run trains on or measures."""
     task = ImageTask(ctx)
     return wanted_rows(task, loop.last_step(task, ctx.stored))
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """What the whole run depends on: every pair of crop and caption that it may draw, how often, and the initial adapter."""
+    """Return a table of everything that the run depends on: all pairs of crop and caption that may be drawn, how often crops
+    occur, which crops are held out, and the hash of the initial adapter. The columns are latent_id, image_id and caption_id.
+    ValueError if the file of the initial adapter is missing.
+    """
     data = load_dataset(ctx, ctx.config)
     facts = [("", crop.latent_id, f"rate {crop.rate!r}") for crop in data.crops if crop.rate != 1]
     facts += [("", crop.latent_id, "held out") for crop in data.held]
@@ -47,7 +50,9 @@ def snapshot(ctx: StageContext) -> pa.Table:
 
 
 def train(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Train from the newest checkpoint to the last step. Yields rows, step by step, each after its checkpoint."""
+    """Train from the newest checkpoint to the last step, and yield the rows of each step as record batches. If a step gets a
+    checkpoint, the checkpoint is written before its rows are yielded.
+    """
     control = Control(ctx, ctx.config)  # first, so that a `stop` that appears while tables are read takes effect
     yield from loop.train(ctx, ImageTask(ctx), control)
 

@@ -24,10 +24,14 @@ from stages.tuner.task import InitialAdapter
 
 
 class ImageTask:
-    """A LoRA by flow matching, on latents and embeddings read from disk. See `stages.tuner.task.Task` for its methods."""
+    """The task of training a LoRA on images by flow matching, from latents and embeddings on disk. It implements
+    `stages.tuner.task.Task` for the training loop.
+    """
 
     def __init__(self, ctx: StageContext, data: Dataset | None = None) -> None:
-        """Find what the run trains on; `data` is given by callers that know it already. ValueError as `load_dataset`."""
+        """Prepare the run that `ctx` describes. `data` is the dataset if it is already loaded; None loads it. ValueError if the
+        tables or settings leave nothing to train on.
+        """
         config: TrainConfig = ctx.config
         self.ctx, self.config = ctx, config
         self.family = ctx.need("family")
@@ -41,34 +45,36 @@ class ImageTask:
 
     @property
     def objective(self) -> FlowMatching:
-        """Flow matching, with the losses of [train.loss] and [train.preservation]."""
+        """The loss of flow matching, as [train.loss] and [train.preservation] say."""
         return FlowMatching(self.family.architecture, self.config.loss, self.config.preservation)
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns of the table train."""
+        """The Arrow schema of the rows of the table train."""
         schema: pa.Schema = TRAIN.batch
         return schema
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """The model family, for the headers of adapter files."""
+        """The model family's name under the key "family", for the headers of adapter files."""
         return {"family": self.family.name}
 
     def sizes(self, step: int) -> list[int]:
-        """The number of samples of each batch of a step."""
+        """Return the number of samples of each batch of step `step`. Draws nothing."""
         return self.sampler.sizes(step)
 
     def draw(self, step: int) -> list[list[Sample]]:
-        """Draw the samples of a step, batch by batch."""
+        """Draw the samples of step `step` (from 1), as one list per batch."""
         return self.sampler.step(step)
 
     def reader(self) -> BatchReader:
-        """Open the tables latents and embeddings."""
+        """Return a new reader of micro-batches, with the tables latents and embeddings open."""
         return BatchReader(self.ctx, self.sampler, self.mask_floor)
 
     def row(self, sample: Sample) -> dict[str, Any]:
-        """The columns of one sample: image, crop, caption, noise level, tokens."""
+        """Return the columns of the table train that describe `sample`: image, crop, caption, noise level and number of tokens,
+        by column name. The loop adds loss, step and timing.
+        """
         crop = sample.crop
         return {
             "epoch": sample.epoch,
@@ -83,12 +89,12 @@ class ImageTask:
         }
 
     def warnings(self) -> Iterator[str]:
-        """Yield a line if the family is distilled."""
+        """Yield a line if the model family is distilled, because training such a model may fail."""
         if self.family.distilled:
             yield (f"{self.family.title}: train LoRAs on the base model and use them on this one; training on this one may fail")
 
     def description(self) -> str:
-        """Count the crops, images and shapes that the run trains on, and those that it holds out."""
+        """Return one line with the number of crops, images and shapes that the run trains on, and of images held out."""
         crops, held = self.data.crops, self.data.held
         images, shapes = {crop.image_id for crop in crops}, {crop.grid for crop in crops}
         line = f"{len(crops)} crops of {len(images)} images in {len(shapes)} shapes"
@@ -100,17 +106,22 @@ class ImageTask:
         return line
 
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
-        """Choose how steps are computed; `recorded`: by the plan that `start` records, whatever [train] memory says."""
+        """Choose the memory plan: which blocks are differentiated as one graph, and the size of a micro-batch. `start` is the
+        checkpoint to continue from; None: a new run. With `recorded`, the plan stored in `start` is used if it fits, whatever
+        [train] memory says. ValueError if no plan fits into memory.
+        """
         config = dataclasses.replace(self.config, memory="auto") if recorded else self.config
         return memory_plan.choose(config, self.family, self.ctx.need("transformer"), self.sampler, start, self.ctx.say)
 
     def initial_adapter(self) -> InitialAdapter | None:
-        """Read the adapter of [train] initial, if there is one. ValueError if it does not fit the model."""
+        """Read the adapter file that [train] initial names, and return (arrays by name, scale of each Linear). None if the
+        setting is empty. ValueError if the adapter does not fit the model.
+        """
         if not self.config.initial:
             return None
         file = self.ctx.root / self.config.initial
         return model.read_initial_adapter(file, self.ctx.need("transformer"), self.family, self.config)
 
     def load_model(self) -> Transformer:
-        """Load the transformer, packed as [train] base_bits says."""
+        """Load the frozen transformer. Its weights are packed (quantised) to the bits that [train] base_bits says."""
         return model.load_transformer(self.ctx.need("transformer"), self.family, self.config)

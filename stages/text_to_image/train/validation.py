@@ -17,39 +17,49 @@ from stages.tuner import draws
 
 
 class HeldOutImages:
-    """Every held-out crop with its first caption, at every noise level of [train.validation] sigmas."""
+    """The held-out images of a run: every held-out crop with its first caption, at every noise level of [train.validation]
+    sigmas. Each measurement uses the noise of the first one again.
+    """
 
     def __init__(
         self, ctx: StageContext, crops: Sequence[Crop], config: ValidationConfig, batch_size: int, mask_floor: float = 0.0
     ) -> None:
-        """`batch_size`: samples computed together. `mask_floor`: the least weight of a token, 0 to 1."""
+        """Arrange the held-out `crops` in batches of at most `batch_size` samples. `mask_floor` is the least weight of an image
+        token under a mask, 0 to 1.
+        """
         self.ctx, self.crops, self.config, self.mask_floor = ctx, crops, config, mask_floor
         self.batches = level_batches([crop.grid for crop in crops], config.sigmas, batch_size)
 
     @property
     def count(self) -> int:
-        """Samples of one measurement."""
+        """The number of samples of one measurement: crops times noise levels."""
         return len(self.crops) * len(self.config.sigmas)
 
     def samples(self) -> list[list[Sample]]:
-        """The samples of one measurement, micro-batch by micro-batch."""
+        """Return the samples of one measurement, as one list per micro-batch."""
         drawn = [(self.crops[row], float(np.float32(sigma))) for batch in self.batches for row, sigma in batch]
         samples = iter([Sample(n, 0, crop, crop.captions[0], False, sigma) for n, (crop, sigma) in enumerate(drawn)])
         return [[next(samples) for _ in batch] for batch in self.batches]
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """Read the samples of one measurement, by readers of its own: those of training release pages at their own pace."""
+        """Read the samples of one measurement from disk and yield them as micro-batches. The tables are opened separately from
+        the training's readers, which release memory at another pace.
+        """
         latents, embeddings = self.ctx.tensors(LATENTS), self.ctx.tensors(EMBEDDINGS)
         for samples in self.samples():
             yield read_batch(samples, latents, embeddings, self.noise_of, self.mask_floor)
 
     def noise_of(self, sample: Sample, shape: tuple[int, ...]) -> np.ndarray:
-        """Return the noise of a sample's crop, float32: the same at every level, whatever other crops there are."""
+        """Return the noise of `sample`: a float32 array with shape `shape`. It depends only on the validation seed and the crop,
+        so it is equal at every noise level.
+        """
         return crop_noise(shape, self.config.seed, sample.crop.latent_id)
 
 
 def level_batches(shapes: Sequence[Hashable], sigmas: Sequence[float], batch_size: int) -> list[list[tuple[int, float]]]:
-    """Return each crop at each noise level, as batches of (index of the crop, sigma) with one shape each."""
+    """Combine every crop with every noise level in `sigmas`, and return the combinations as batches of (crop index, sigma).
+    `shapes` holds the shape of each crop; all crops of a batch have one shape. A batch has at most `batch_size` entries.
+    """
     by_shape: dict[Hashable, list[tuple[int, float]]] = {}
     for row, shape in enumerate(shapes):
         by_shape.setdefault(shape, []).extend((row, sigma) for sigma in sigmas)
@@ -57,5 +67,5 @@ def level_batches(shapes: Sequence[Hashable], sigmas: Sequence[float], batch_siz
 
 
 def crop_noise(shape: tuple[int, ...], seed: int, latent_id: str) -> np.ndarray:
-    """Draw the validation noise of one crop: a float32 array of that shape, a function of the seed and the latent's id."""
+    """Draw the validation noise of one crop: a float32 array with shape `shape`. It depends only on `seed` and `latent_id`."""
     return draws.normal(shape, seed, f"validation {latent_id}")
