@@ -26,7 +26,9 @@ EXACT = (MAGNITUDE, DORA_SCALE, ALPHA)  # at most one number per row: always wri
 
 
 def linear_name(key: str) -> str:
-    """Return the name of the Linear that an array's key starts with. ValueError if the key has no known ending."""
+    """Return the name of the Linear that an array of an adapter belongs to: "a.to_q" for the key "a.to_q.lora_A.weight".
+    ValueError if the key has no known ending.
+    """
     for ending in (*ENDINGS, W1_A, W1_B):
         if key.endswith(ending):
             return key.removesuffix(ending)
@@ -34,8 +36,9 @@ def linear_name(key: str) -> str:
 
 
 def linears(arrays: Arrays) -> list[str]:
-    """Return the names of the Linears that an adapter adapts, sorted with block 2 before block 10.
-    ValueError if a Linear lacks an array of its kind of adapter, or if its arrays have shapes that do not fit together.
+    """Return the names of all Linears that an adapter changes, sorted with block 2 before block 10. `arrays` maps keys such as
+    "a.to_q.lora_A.weight" to arrays. ValueError if a Linear lacks an array, or if the shapes of its arrays do not fit
+    together.
     """
     found = sorted({linear_name(key) for key in arrays}, key=natural)
     for name in found:
@@ -44,7 +47,9 @@ def linears(arrays: Arrays) -> list[str]:
 
 
 def _check(name: str, own: Arrays) -> None:
-    """Raise ValueError if the arrays of one Linear, by their endings, are incomplete or do not fit together."""
+    """Raise ValueError if the arrays of the Linear `name` are incomplete or do not fit together. `own` maps endings such as
+    ".lora_A.weight" to arrays.
+    """
     for ending in _required(own):
         if ending not in own:
             raise ValueError(f"the adapter lacks {name}{ending}, though it has other arrays of {name}")
@@ -59,34 +64,42 @@ def _check(name: str, own: Arrays) -> None:
 
 
 def _required(own: Arrays) -> tuple[str, ...]:
-    """Return the endings that an adapter of the kind of `own` must have."""
+    """Return the endings, such as ".lora_A.weight", that an adapter of the kind of `own` must have. `own` maps the endings of
+    one Linear's arrays to the arrays.
+    """
     if W2 in own:
         return W1, W2
     return (W1, W2_A, W2_B) if {W1, W2_A, W2_B} & own.keys() else (A, B)
 
 
 def of_linear(arrays: Arrays, name: str) -> Arrays:
-    """Return the arrays of one Linear: for name "a.to_q" the key "a.to_q.lora_A.weight" becomes ".lora_A.weight"."""
+    """Return the arrays of one Linear: ending -> array. For the name "a.to_q", the array with the key "a.to_q.lora_A.weight"
+    gets the ending ".lora_A.weight".
+    """
     return {ending: arrays[name + ending] for ending in ENDINGS if name + ending in arrays}
 
 
 def variant(arrays: Arrays) -> str:
-    """Return the kind of an adapter, "lora", "dora" or "lokr", judged by which arrays it has."""
+    """Return the kind of an adapter, "lora", "dora" or "lokr". It follows from the endings of the arrays' keys."""
     if any(key.endswith(W1) for key in arrays):
         return "lokr"
     return "dora" if any(key.endswith(MAGNITUDE) for key in arrays) else "lora"
 
 
 def ranks(arrays: Arrays) -> dict[str, int]:
-    """Return the rank of each adapted Linear by its name. A LoKr of two full factors has no rank and is left out."""
+    """Return the rank of each Linear that an adapter changes: name of the Linear -> rank. A LoKr of two full factors has no
+    rank and is left out.
+    """
     return {key.removesuffix(end): value.shape[0] for end in (A, W2_B) for key, value in arrays.items() if key.endswith(end)}
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Sort key for names of Linears: numbers between dots count as numbers, so that block 2 comes before block 10."""
+    """Return a sort key for the name of a Linear. Numbers between dots are compared as numbers, so that block 2 comes before
+    block 10.
+    """
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def first_not_finite(arrays: Arrays) -> str:
-    """Return the key of the first array with a value that is not finite; "" if all values are finite."""
+    """Return the key of the first array that has a value that is infinite or NaN; "" if there is none."""
     return next((key for key, value in arrays.items() if not mx.isfinite(value).all().item()), "")

@@ -20,9 +20,10 @@ CHUNK_BYTES = 256 << 20  # of one chunk's (batch, heads, chunk rows, key rows) m
 
 
 def attention(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float, mask: mx.array | None = None) -> mx.array:
-    """Return softmax(scale q k^T) v. Queries (batch, heads, L, width), keys and values (batch, heads, S, width); result as q.
-    `mask` is added to the scores, or if boolean hides those where it is False; it broadcasts to (batch, heads, L, S). With a
-    mask, MLX's own gradient is used.
+    """Return softmax(scale q k^T) v, computed with little memory for the gradient. Queries have the shape (batch, heads, query
+    rows, width), keys and values (batch, heads, key rows, width), and the result has the shape of the queries. `mask`
+    broadcasts to (batch, heads, query rows, key rows). A boolean mask hides the scores at which it is False; any other mask is
+    added to the scores. With a mask, MLX's own gradient is used.
     """
     L = q_BHLK.shape[2]
     if mask is None and fused_gradient(q_BHLK):
@@ -36,7 +37,8 @@ def attention(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float
 
 
 def _one_layout(y_BHLK: mx.array) -> mx.array:
-    """Return y unchanged, with its gradient made contiguous in the layout (batch, L, heads, width).
+    """Return y unchanged. Its gradient is made contiguous in the layout (batch, query rows, heads, width).
+
     MLX 0.32 caches cuDNN's graph of the gradient by the shapes and strides of q, k and v alone. A later gradient in another
     layout, such as a view of a wider array, would be read in the layout of the first one, beyond its end.
     """
@@ -56,14 +58,17 @@ def _dense_gradient_vjp(_: mx.array, dx: mx.array, __: mx.array) -> mx.array:
 
 
 def fused_gradient(q_BHLK: mx.array) -> bool:
-    """Whether the backend has a fused gradient for queries like these: cuDNN does, in half precision, up to head width 128."""
+    """Return True if the device has a fused attention gradient for queries of this dtype and width. cuDNN has one, in half
+    precision, for a width of at most 128.
+    """
     on = mx.cuda.is_available() and mx.default_device() == mx.gpu and os.environ.get("MLX_CUDA_USE_CUDNN_SDPA", "1") != "0"
     return on and q_BHLK.dtype in (mx.bfloat16, mx.float16) and q_BHLK.shape[-1] <= 128 and q_BHLK.shape[-1] % 8 == 0
 
 
 def chunk_rows(q_BHLK: mx.array, k_BHSK: mx.array) -> int:
-    """Return how many query rows one chunk has: as many as have scores of at most CHUNK_BYTES, and at least 1.
-    q_BHLK: (batch, heads, query rows, width); k_BHSK: (batch, heads, key rows, width). A multiple of FUSED_ROWS, if larger.
+    """Return the number of query rows in one chunk of `chunked`: as many as have attention scores of at most CHUNK_BYTES, but
+    at least 1. A number above FUSED_ROWS is rounded down to a multiple of it. q_BHLK has the shape (batch, heads, query rows,
+    width), and k_BHSK (batch, heads, key rows, width).
     """
     B, H, _, _ = q_BHLK.shape
     rows = CHUNK_BYTES // (B * H * k_BHSK.shape[2] * q_BHLK.dtype.size)
@@ -71,9 +76,10 @@ def chunk_rows(q_BHLK: mx.array, k_BHSK: mx.array) -> int:
 
 
 def chunked(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float, rows: int | None = None) -> mx.array:
-    """Compute `attention` without mask in chunks of `rows` query rows, forward and in the gradient; equal up to rounding.
-    `rows` is by default that of `chunk_rows`. As softmax runs over the keys, a chunk of queries needs no running maximum and
-    no saved statistics.
+    """Compute `attention` without a mask in chunks of `rows` query rows, forward and in the gradient, so that only one chunk's
+    scores are in memory. The result is equal up to rounding. By default, `chunk_rows` chooses the number of rows.
+
+    As softmax runs over the keys, a chunk of queries needs no running maximum and no saved statistics.
     """
     L = q_BHLK.shape[2]
     C = rows or chunk_rows(q_BHLK, k_BHSK)
@@ -109,6 +115,8 @@ def chunked(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float, 
 
 
 def _after(x: mx.array, done: list[mx.array]) -> mx.array:
-    """Return x, to be computed after `done`. Without this MLX would start all chunks at once and hold them all in memory."""
+    """Return x, but make MLX compute it only after the arrays `done`. Otherwise MLX would start all chunks at once and hold
+    them all in memory.
+    """
     found: mx.array = mx.depends([x], done)[0] if done else x
     return found

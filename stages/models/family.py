@@ -21,9 +21,10 @@ FOLDERS = {"transformer": "transformer", "autoencoder": "vae", "text_encoder": "
 
 @dataclass(frozen=True)
 class Family:
-    """One model family as data, with its architecture's functions. It can be pickled.
-    `transformer`, `text_encoder` and `autoencoder` are the sizes of these components, with the names of the released config
-    files; a config.json beside weights takes precedence.
+    """A model family, such as FLUX.2 [klein] 4B, as plain data that can be pickled. `name` identifies it in project.toml, and
+    `title` and `licence` are for the user. `transformer`, `text_encoder` and `autoencoder` hold the sizes of these components,
+    with the field names of the released config files. A config.json beside the weights takes precedence. The functions of the
+    family are in `architecture`.
     """
 
     name: str
@@ -58,29 +59,37 @@ class Family:
 
     @property
     def architecture(self) -> Architecture:
-        """The functions of the family's architecture: loading, inputs, drawing, adapters. The first use imports MLX."""
+        """The functions of the family's architecture: loading, inputs, drawing, adapters. MLX is imported when this is first
+        read.
+        """
         module, _, attribute = self.code.partition(":")
         found: Architecture = getattr(import_module(module), attribute)
         return found
 
     def require(self, component: str) -> None:
-        """Raise ValueError, with the reason in one line, if the program cannot use this component of the family yet."""
+        """Raise ValueError if the program cannot use this component of the family yet; the message gives the reason in one
+        line. `component` is a key of FOLDERS, such as "text_encoder".
+        """
         if reason := self.unsupported.get(component):
             raise ValueError(reason)
 
     @property
     def source(self) -> str:
-        """Where the weights come from if a project names none, for the user: a hub id, a folder, or "made by the project"."""
+        """A description of where the weights come from if a project names none: a hub id, a folder of the checkout, or "made
+        by the project".
+        """
         return self.hub or (f"{self.bundled}, part of the checkout" if self.bundled else "made by the project")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What one architecture can do, as functions that a stage or a command calls through `family.architecture`.
-    The comment before each function gives its arguments and result. Letters in names of arrays: B batch, L image tokens,
-    T text rows, C latent channels, J text features, h and w latent height and width. `path` is what `locate` returned for a
-    component: a folder or a single file. A function that reads files raises ValueError, in one line, for weights that are
+    """The functions of one model architecture, which stages and commands call through `family.architecture`. The comment
+    before each field gives the function's arguments and result. `path` is a component's folder or file, as
+    `stages.models.folders.locate` returns it. A function that reads files raises ValueError, in one line, for weights that are
     missing, cut short or of another model.
+
+    Letters in names of arrays: B batch, L image tokens, T text rows, C latent channels, J text features, h and w latent height
+    and width.
     """
 
     # Sizes.

@@ -15,8 +15,8 @@ from stages.models.family import FOLDERS, Family
 
 
 def locate(root: Path, component: str, family: Family) -> Path:
-    """Return the path of a component's weights below the folder `root`: a subfolder, or a single file.
-    `component` is a key of FOLDERS, such as "transformer". ValueError, with the names looked for, if neither exists.
+    """Return the path of a component's weights in the folder `root`: a subfolder, or a single file. `component` is a key of
+    FOLDERS, such as "transformer". ValueError if neither exists; the message gives the names that were looked for.
     """
     assert component in FOLDERS, component
     folder = root / FOLDERS[component]
@@ -30,13 +30,15 @@ def locate(root: Path, component: str, family: Family) -> Path:
 
 
 def component_config(path: Path, default: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of the component at `path`: its config.json, or `default`, the family's record, if there is none."""
+    """Return the sizes of the component at `path` (a folder or a file): the content of its config.json. Return a copy of
+    `default`, the sizes in the family's record, if there is no config.json.
+    """
     return read_config(path) or dict(default)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read the config.json of a component: in the folder `path`, or beside the file `path`. Returns {} if there is none.
-    ValueError if it does not hold a JSON object.
+    """Return the content of a component's config.json as a dict; {} if there is no such file. The file is looked for in the
+    folder `path`, or beside the file `path`. ValueError if it does not hold a JSON object.
     """
     file = (path if path.is_dir() else path.parent) / "config.json"
     if not file.is_file():

@@ -13,24 +13,24 @@ Shape = tuple[int, ...]
 
 
 class TransformerConfig(Protocol):
-    """The sizes of a transformer, as the memory estimate needs them."""
+    """The sizes of a transformer that an estimate of its memory needs."""
 
     @property
     def num_attention_heads(self) -> int:
-        """Attention heads of every block."""
+        """The number of attention heads of every block."""
 
     @property
     def attention_head_dim(self) -> int:
-        """Width of one attention head."""
+        """The width of one attention head, in values."""
 
     def shapes(self) -> dict[str, Shape]:
         """Return the name and shape of every weight."""
 
 
 class Transformer(Protocol):
-    """A transformer as a chain of blocks: enter, every block in order, leave.
-    `h, shared = model.enter(**inputs)`, then `h = model.block(b.kind)(b.weights, h, shared, linear)` for each block b, then
-    `velocity_BLC = model.leave(h, shared)`. `model(**inputs, linear_for=...)` does all of it.
+    """A transformer as a chain of blocks. `model(**inputs, linear_for=...)` runs all of it and returns the velocity. Step by
+    step it is `h, shared = model.enter(**inputs)`, then `h = model.block(b.kind)(b.weights, h, shared, linear)` for each block
+    b, then `model.leave(h, shared)`. `inputs` come from `Architecture.inputs`.
     """
 
     @property
@@ -39,39 +39,51 @@ class Transformer(Protocol):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The dtype that the transformer computes in."""
+        """The dtype in which the transformer computes."""
 
     @property
     def blocks(self) -> Sequence[Any]:
-        """The blocks in order. Each has `kind`, `name` ("transformer_blocks.0") and `weights`, named within the block."""
+        """The blocks in the order of computation. Each has a `kind`, a `name` such as "transformer_blocks.0", and `weights`:
+        name within the block -> array.
+        """
 
     @property
     def enter(self) -> Callable[..., tuple[Any, Any]]:
-        """(**inputs) -> (h, shared): the input of the first block, and what all blocks share."""
+        """The function that starts a forward pass: enter(**inputs) returns (h, shared), the input of the first block and the
+        values that all blocks use.
+        """
 
     @property
     def leave(self) -> Callable[..., mx.array]:
-        """(h, shared) -> the velocity of the image tokens: (batch, tokens, channels)."""
+        """The function that ends a forward pass: leave(h, shared) returns the velocity of the image tokens, (batch, tokens,
+        channels). `h` is the output of the last block.
+        """
 
     def block(self, kind: str) -> Callable[..., Any]:
-        """The function (weights, h, shared, linear) -> h of one kind of block. It depends on its arguments alone."""
+        """Return the function that computes blocks of one kind: function(weights, h, shared, linear) -> h. Its result depends
+        on its arguments alone.
+        """
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(outputs, inputs) of every Linear within a block, by its full name: what an adapter can adapt."""
+        """Return the size of every Linear in the blocks, which an adapter can change: full name -> (outputs, inputs)."""
 
 
 class Autoencoder(Protocol):
-    """An autoencoder: it encodes images to latents and decodes latents to images."""
+    """A network that encodes images to latents and decodes latents to images."""
 
     def encode(self, images_BHWC: mx.array) -> mx.array:
-        """Encode images (batch, height, width, 3), -1 to 1, to float32 latents (batch, channels, height / 16, width / 16)."""
+        """Return the latents of images, float32, shape (batch, channels, height / 16, width / 16). images_BHWC has the shape
+        (batch, height, width, 3) and values from -1 to 1.
+        """
 
     def decode(self, latents_BChw: mx.array) -> mx.array:
-        """Decode latents to images (batch, height, width, 3), float32, about -1 to 1 but not clipped."""
+        """Return the images of latents, float32, shape (batch, height, width, 3). Values are about -1 to 1 but not clipped.
+        latents_BChw has the shape (batch, channels, height / 16, width / 16).
+        """
 
 
 class TextEncoder(Protocol):
-    """A text encoder: it turns texts into embeddings."""
+    """A network that turns texts into embeddings."""
 
     def encode(self, texts: list[str]) -> Iterator[Any]:
-        """Encode the texts one by one, in order. Yields `stages.models.text.encoder.Embedding`."""
+        """Encode the texts one by one and yield a `stages.models.text.encoder.Embedding` for each, in order."""

@@ -23,9 +23,9 @@ DTYPES = ("BF16", "F16", "F32", "I64", "I32", "U8", "BOOL")  # integers and U8 o
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the .safetensors files of a component. A file is itself; in a folder an index, if there is one, names the shards.
-    Of two copies in different precisions (model.safetensors, model.fp16.safetensors) the one with the plain name is returned.
-    ValueError if there is no file, or if a shard named by the index is missing.
+    """Return the paths of a component's safetensors files. `path` is one such file, or a folder. In a folder, the index file
+    is followed if there is one. Of two copies in different precisions (model.safetensors, model.fp16.safetensors), the one
+    with the plain name is returned. ValueError if there is no file, or if the index names a file that is missing.
     """
     if path.is_file():
         return [path]
@@ -45,10 +45,12 @@ def _without_variant(path: Path) -> str:
 
 
 def _plainest(candidates: list[Path]) -> Path:
+    """Return the path whose file name has the fewest dots."""
     return min(candidates, key=lambda p: (p.name.count("."), p.name))
 
 
 def _shards(index: Path) -> list[Path]:
+    """Return the paths of all files that a safetensors index names. ValueError if the index is damaged or a file is missing."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError):
@@ -60,8 +62,8 @@ def _shards(index: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Read the header of a safetensors file: key -> {"dtype", "shape", "data_offsets"}, without reading a tensor.
-    ValueError if the file is no safetensors file, or is shorter or longer than its header says.
+    """Return the header of a safetensors file without reading a tensor: tensor name -> dict of "dtype", "shape" and
+    "data_offsets". ValueError if the file is no safetensors file, or is shorter or longer than its header says.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -82,12 +84,16 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_keys(path: Path) -> set[str]:
-    """Return the names of all tensors in a component's files, without reading a tensor."""
+    """Return the names of all tensors in a component's files, without reading a tensor. `path` is a safetensors file or a
+    folder with such files.
+    """
     return {key for file in weight_files(path) for key in read_header(file)}
 
 
 def read_file(path: Path) -> tuple[Arrays, dict[str, str]]:
-    """Read one safetensors file: (lazy arrays by name, metadata). ValueError if the file is missing or damaged."""
+    """Read one safetensors file and return (arrays by name, metadata). MLX reads an array from disk when it is first
+    evaluated. ValueError if the file is missing or damaged.
+    """
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     read_header(path)
@@ -97,8 +103,9 @@ def read_file(path: Path) -> tuple[Arrays, dict[str, str]]:
 
 
 def read_tensors(path: Path) -> Arrays:
-    """Return all tensors of a component by name. They are lazy: MLX reads one from disk when it is evaluated.
-    ValueError if a file is damaged, if two files hold the same name, or if a tensor is quantised.
+    """Return all tensors of a component by name. `path` is a safetensors file or a folder with such files. MLX reads a tensor
+    from disk when it is first evaluated. ValueError if a file is damaged, if two files contain the same name, or if a tensor
+    is quantised.
     """
     arrays: Arrays = {}
     for file in weight_files(path):
@@ -122,11 +129,13 @@ def load_component(
     ignore: Callable[[str], bool] | None = None,
     arrange: Callable[[str, mx.array], mx.array] | None = None,
 ) -> Arrays:
-    """Load the weights of a component into memory and return exactly the tensors that `shapes` names, in these shapes.
-    `convert` first turns a foreign layout into ours, as lazy arrays; `rename` turns the name in a file into ours; tensors
-    whose name satisfies `ignore` are skipped. Then tensor by tensor, so that only one is held twice: cast to `dtype` (one for
-    all, or a function of the name; None keeps the dtype of the file) and replaced by `arrange(name, array)`.
-    ValueError for a damaged file, or for a missing tensor, an unknown tensor, or another shape.
+    """Load a component's weights into memory and return exactly the tensors that `shapes` names. All other arguments are
+    functions applied in this order. `convert(arrays)` turns a foreign layout into ours, `rename(name)` a file's tensor names
+    into ours, and tensors with `ignore(name)` True are skipped. Then each tensor is cast to `dtype`, and replaced by
+    `arrange(name, array)`. `dtype` is a dtype, a function from name to dtype, or None to keep the file's. ValueError if a file
+    is damaged, or if a tensor is missing, unknown or of another shape.
+
+    Casting goes tensor by tensor, so that only one is in memory twice.
     """
     arrays = read_tensors(path)
     if convert:
@@ -140,6 +149,9 @@ def load_component(
 
 
 def _check_shapes(arrays: Arrays, shapes: Shapes, where: Path) -> None:
+    """Raise ValueError if a tensor is missing, unknown, or of another shape than `shapes` says. `where` is the component's
+    path, for the message.
+    """
     missing = [k for k in shapes if k not in arrays]
     unexpected = sorted(k for k in arrays if k not in shapes)
     if missing:
@@ -156,7 +168,9 @@ def _check_shapes(arrays: Arrays, shapes: Shapes, where: Path) -> None:
 
 
 def _evaluate_each(arrays: Arrays, dtype: Any, arrange: Callable[[str, mx.array], mx.array] | None) -> Arrays:
-    """Read, cast and rearrange tensor by tensor. Empties `arrays`, so that the source of a cast is freed at once."""
+    """Read, cast and rearrange the tensors one by one, and return them by name. `arrays` is emptied, so that the source of a
+    cast is freed at once.
+    """
     done: Arrays = {}
     for key in list(arrays):
         value = arrays.pop(key)

@@ -23,7 +23,9 @@ PRECISIONS = {"bfloat16": mx.bfloat16, "float32": mx.float32}
 
 @dataclass(frozen=True)
 class Embedding:
-    """The embedding of one text: bfloat16 words (text rows, features) as uint16, its number of real tokens, and of cut ones."""
+    """The embedding of one text. `words` are its bfloat16 values as uint16 words, shape (text rows, features). `tokens` is the
+    number of tokens that are not padding, and `dropped` the number of tokens that were cut off because the text is too long.
+    """
 
     words: np.ndarray
     tokens: int
@@ -31,11 +33,14 @@ class Embedding:
 
 
 class TextEncoder:
-    """A family's text encoder with its tokenizer: only the layers that its hidden states need are in memory."""
+    """A model family's text encoder with its tokenizer: it turns texts into embeddings. Only the layers that the family's
+    embeddings need are in memory.
+    """
 
     def __init__(self, weights: Path, tokenizer: Path, family: Family, precision: str) -> None:
-        """Load the weights at `weights` and the tokenizer in `tokenizer`. It computes in `precision`: "bfloat16" or "float32".
-        ValueError if files are missing, damaged or of another model, or if the tokenizer does not belong to the weights.
+        """Load the weights at `weights` (a folder or a file) and the tokenizer in the folder `tokenizer`. `precision` is the
+        dtype to compute in: "bfloat16" or "float32". ValueError if files are missing, damaged or of another model, or if the
+        tokenizer does not belong to the weights.
         """
         self.prompts = PromptTokenizer(tokenizer, family)
         self.layers = family.text_layers
@@ -51,9 +56,10 @@ class TextEncoder:
         self.model = qwen3.Qwen3(config, loaded)
 
     def encode(self, texts: list[str]) -> Iterator[Embedding]:
-        """Encode the texts one by one, in order, and yield their embeddings.
-        Texts are not batched: rows of a wider matrix product differ in their last bits, so that an embedding would depend on
-        its neighbours. The rows of one text keep a device busy anyway.
+        """Encode the texts one by one and yield an embedding for each, in order.
+
+        Texts are not batched: rows of a wider matrix product differ in their last bits, so an embedding would depend on the
+        other texts of its batch. The rows of one text keep a device busy anyway.
         """
         for text in texts:
             prompt = self.prompts(text)
@@ -64,5 +70,5 @@ class TextEncoder:
 
 
 def widen(words: np.ndarray) -> np.ndarray:
-    """Convert bfloat16 numbers, given as uint16 words, to float32. The shape stays."""
+    """Convert bfloat16 values, given as an array of uint16 words, to a float32 array of the same shape."""
     return (words.astype(np.uint32) << 16).view(np.float32)

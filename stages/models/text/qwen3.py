@@ -31,7 +31,7 @@ SUPPORTED = {"attention_bias": False, "hidden_act": "silu", "use_sliding_window"
 
 @dataclass(frozen=True)
 class Qwen3Config:
-    """The sizes of a Qwen3 model, with the names of its config.json."""
+    """The sizes of a Qwen3 text encoder. The fields have the names of the model's config.json."""
 
     vocab_size: int
     hidden_size: int
@@ -45,8 +45,8 @@ class Qwen3Config:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Qwen3Config:
-        """Build the config from the content of a config.json, old (`rope_theta`) or new (`rope_parameters`).
-        ValueError for a missing field, or for a value that is not supported.
+        """Return the config for the content of a Qwen3 model's config.json. Both the older form (`rope_theta`) and the newer
+        one (`rope_parameters`) are read. ValueError if a field is missing or has a value that is not supported.
         """
         missing = [name for name in SIZES if name not in config]
         if missing:
@@ -64,9 +64,9 @@ class Qwen3Config:
         return cls(rope_theta=float(theta), **{name: config[name] for name in SIZES})
 
     def shapes(self, layers: int) -> dict[str, tuple[int, ...]]:
-        """Return the name and shape of every weight that hidden state `layers` needs.
-        These are the embedding, the first `layers` layers, and the final norm if these are all layers. ValueError if the model
-        has fewer layers.
+        """Return the name and shape of every weight that is needed to compute the hidden state after `layers` layers. These
+        are the token embedding and the first `layers` layers. The final norm is needed too if these are all layers of the
+        model. ValueError if the model has fewer layers.
         """
         D, K, inner = self.hidden_size, self.head_dim, self.intermediate_size
         query, shared = self.num_attention_heads * K, self.num_key_value_heads * K
@@ -91,13 +91,13 @@ class Qwen3Config:
 
 
 def rename(key: str) -> str:
-    """Return the name of a checkpoint's weight without its leading "model."."""
+    """Return the name of a weight in a Qwen3 checkpoint without its leading "model."."""
     return key.removeprefix("model.")
 
 
 def unneeded_beyond(layers: int, total: int) -> Callable[[str], bool]:
-    """Return a function that is True for names of weights that hidden state `layers` of `total` does not need.
-    These are the later layers, the final norm that follows them, and the output head.
+    """Return a function that takes a weight's name. It returns True if the weight is not needed to compute the hidden state
+    after `layers` layers of a model of `total` layers: later layers, the final norm after them, and the output head.
     """
 
     def unneeded(key: str) -> bool:
@@ -111,9 +111,11 @@ def unneeded_beyond(layers: int, total: int) -> Callable[[str], bool]:
 
 
 def mask(real_BT: mx.array) -> mx.array:
-    """Return the attention mask, boolean (batch, 1, tokens, tokens): True where a query row may attend to a key column.
-    real_BT is False for padding. No token attends to a later token or to padding; padding attends to the real tokens before
-    it. As padding is at the end, every row has a True.
+    """Return the attention mask of a batch, boolean, shape (batch, 1, tokens, tokens). It is True if the row's token may
+    attend to the column's token: neither a later token nor padding. real_BT, boolean (batch, tokens), is False for padding,
+    which must be at the end.
+
+    Padding attends to the real tokens before it, so every row has a True.
     """
     T = real_BT.shape[1]
     place_T = mx.arange(T)
@@ -122,15 +124,18 @@ def mask(real_BT: mx.array) -> mx.array:
 
 
 class Qwen3:
-    """The decoder. `weights` has at least the names of `config.shapes(k)` for the deepest hidden state k to be computed."""
+    """Qwen3's decoder, used as a text encoder. `weights` maps names to arrays. It must contain the names in
+    `config.shapes(k)`, where k is the largest number of layers after which a hidden state is asked for.
+    """
 
     def __init__(self, config: Qwen3Config, weights: Mapping[str, mx.array]) -> None:
         self.config = config
         self.weights = weights
 
     def encode(self, tokens_BT: mx.array, real_BT: mx.array, layers: Sequence[int]) -> mx.array:
-        """Compute the hidden states `layers` and concatenate them in that order: (batch, tokens, len(layers) * hidden).
-        tokens_BT: token ids (batch, tokens); real_BT: False for padding, which must be at the end.
+        """Return hidden states of a batch of texts, joined along the last axis: (batch, tokens, len(layers) * hidden size). A
+        number k in `layers` stands for the hidden state after k layers; the order is that of `layers`. tokens_BT are token
+        ids, (batch, tokens). real_BT, boolean (batch, tokens), is False for padding, which must be at the end.
         """
         h_BTD = self.weights["embed_tokens.weight"][tokens_BT]
         seen_B1TT = mask(real_BT)
@@ -153,7 +158,9 @@ class Qwen3:
         return self._linear(f"{name}.o_proj", out_BHTK.transpose(0, 2, 1, 3).reshape(*x_BTD.shape[:2], -1))
 
     def _heads(self, name: str, x_BTD: mx.array, heads: int) -> mx.array:
-        """Compute queries or keys: project, normalise each head, rotate by position (pairs are halves, not neighbours)."""
+        """Return the queries or keys of an attention, (batch, heads, tokens, head width): projected, normalised per head, and
+        rotated by position. `name` is the start of the weights' names, such as "layers.0.self_attn.q".
+        """
         c = self.config
         x_BTHK = self._linear(f"{name}_proj", x_BTD).reshape(*x_BTD.shape[:2], heads, c.head_dim)
         x_BHTK = self._norm(f"{name}_norm", x_BTHK).transpose(0, 2, 1, 3)

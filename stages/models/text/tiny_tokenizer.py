@@ -32,13 +32,15 @@ TEMPLATE = (
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content` as indented JSON with sorted keys to `path`. Missing folders are created."""
+    """Write `content` to `path` as indented JSON with sorted keys. Missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, with at most `size` tokens, into `folder`."""
+    """Write a tokenizer with at most `size` tokens into `folder`, in Qwen3's format: the files tokenizer.json,
+    tokenizer_config.json and chat_template.jinja. `size` includes the 256 bytes and the special tokens.
+    """
     merges = _merges(size - 256 - len(SPECIAL))
     tokens = [*_letters().values(), *("".join(pair) for pair in merges)]
     added = [_added(len(tokens) + i, name) for i, name in enumerate(SPECIAL)]
@@ -72,20 +74,24 @@ def write_tokenizer(folder: Path, size: int) -> None:
 
 
 def _added(number: int, token: str) -> dict[str, Any]:
+    """Return the entry of tokenizer.json for the special token `token` with the id `number`."""
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": number, "content": token, **plain, "special": token not in THINKING}
 
 
 def _letters() -> dict[int, str]:
-    """Map every byte to a visible letter, as byte-level tokenizers do: a printable byte to itself, another to one from 256 on."""
+    """Return a visible letter for every byte, as byte-level tokenizers use them: byte -> letter. A printable byte is its own
+    letter. The other bytes get the letters from code point 256 on, in order.
+    """
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = (b for b in range(256) if b not in shown)
     return {b: chr(b) for b in shown} | {b: chr(256 + i) for i, b in enumerate(hidden)}
 
 
 def _merges(most: int) -> list[tuple[str, str]]:
-    """Return at most `most` byte-pair merges for FRAME and WORDS: each merges the most frequent pair of the split words.
-    Of equally frequent pairs, the first in alphabetical order is merged. Merging ends early once every word is one token.
+    """Return at most `most` byte-pair merges, learned from FRAME and WORDS. Each merge joins the most frequent pair of
+    neighbouring tokens in the words; of equally frequent pairs, the alphabetically first. There are fewer merges once every
+    word is one token.
     """
     letters = _letters()
     words = [*FRAME, *(" " + word for word in WORDS.split())]
@@ -102,7 +108,7 @@ def _merges(most: int) -> list[tuple[str, str]]:
 
 
 def _join(word: list[str], pair: tuple[str, str]) -> list[str]:
-    """Merge every occurrence of `pair` in a split word."""
+    """Return the tokens of a word with every occurrence of the neighbours `pair` joined into one token."""
     joined: list[str] = []
     for token in word:
         if joined and (joined[-1], token) == pair:

@@ -14,7 +14,9 @@ from stages.models.family import Family
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """One prompt as token ids (text rows,), padded at the end; how many tokens are not padding; how many were cut off."""
+    """One prompt as token ids. `ids` has the shape (text rows,) and is padded at the end. `real` is the number of ids that are
+    not padding. `dropped` is the number of tokens that were cut off because the prompt is too long.
+    """
 
     ids: np.ndarray
     real: int
@@ -22,11 +24,13 @@ class TokenizedPrompt:
 
 
 class PromptTokenizer:
-    """Tokenizes prompts in Qwen3's chat form: one user turn, with thinking switched off."""
+    """A tokenizer for prompts of one model family: `tokenizer(text)` returns a TokenizedPrompt. The prompt becomes the user's
+    turn of a chat in Qwen3's form, with thinking switched off.
+    """
 
     def __init__(self, folder: Path, family: Family) -> None:
-        """Load the tokenizer in `folder`; `family.text_tokens` is the length of every tokenized prompt.
-        ValueError if the family's text encoder is not supported, or if the folder lacks a file or a setting.
+        """Load the tokenizer in `folder`. Every tokenized prompt has `family.text_tokens` token ids. ValueError if the
+        family's text encoder is not supported, or if the folder lacks a file or a setting.
         """
         family.require("text_encoder")
         self.length = family.text_tokens
@@ -37,13 +41,15 @@ class PromptTokenizer:
             raise ValueError(f"{folder} has no chat template: chat_template.jinja is missing")
 
     def apply_template(self, text: str) -> str:
-        """Return `text`, which may be empty, as the user turn of a chat, up to where the model would answer."""
+        """Return `text` in the form of a chat: as the user's turn, followed by the start of the model's answer. `text` may be
+        empty.
+        """
         turn = [{"role": "user", "content": text}]
         found: str = self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, enable_thinking=False)
         return found
 
     def __call__(self, text: str) -> TokenizedPrompt:
-        """Tokenize one prompt: cut at the end, or padded at the end, to `length` tokens."""
+        """Convert one prompt to token ids. A prompt that is too long is cut at its end; a shorter one is padded at its end."""
         ids = self.tokenizer(self.apply_template(text), truncation=False, verbose=False)["input_ids"]
         kept = ids[: self.length]
         ids_T = np.full(self.length, self.tokenizer.pad_token_id, np.int32)
@@ -52,7 +58,9 @@ class PromptTokenizer:
 
 
 def _load(folder: Path) -> Any:
-    """Load the transformers tokenizer in `folder`, without network. ValueError if there is none or it cannot be read."""
+    """Load the transformers tokenizer in `folder` without using the network. ValueError if the folder holds none or if it
+    cannot be read.
+    """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would advise to install torch, which is not needed
     from transformers import AutoTokenizer
 

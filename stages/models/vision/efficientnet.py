@@ -28,9 +28,9 @@ GROUPS = (
 
 
 def layers() -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """Return every convolution in order: name -> (name of its batch norm, shape of its weight, stride).
-
-    A weight's shape is (output channels, height, width, input channels), where depthwise convolutions have 1 input channel.
+    """Return every convolution of the network, in order: layer name -> (name of its batch norm, shape of its weight, stride).
+    The shape is (output channels, height, width, input channels). For a depthwise convolution the number of input channels is
+    1.
     """
     found: dict[str, tuple[str, tuple[int, ...], int]] = {"_conv_stem": ("_bn0", (32, 3, 3, 3), 2)}
     number = 0
@@ -48,10 +48,9 @@ def layers() -> dict[str, tuple[str, tuple[int, ...], int]]:
 
 
 class EfficientNet:
-    """EfficientNet-Lite0 as a function: `network(image_BHWC)` returns the features of a batch of images.
-
-    `weights` maps the name of every layer in `layers()` to its weight (out, height, width, in) and its bias (out,), float32,
-    with the batch norm folded in.
+    """The EfficientNet-Lite0 network without its classifier: `network(images)` returns 1280 features per image. `weights` maps
+    the name of each layer in `layers()` to (weight, bias). They are float32, with the batch norm folded in, and of the shapes
+    (output channels, height, width, input channels) and (output channels,).
     """
 
     def __init__(self, weights: Mapping[str, tuple[mx.array, mx.array]]) -> None:
@@ -61,10 +60,8 @@ class EfficientNet:
 
     @classmethod
     def load(cls, file: Path) -> EfficientNet:
-        """Read the network from safetensors: per layer a `NAME.weight`, a `NAME.bias` and, for int8 weights, a `NAME.scale`.
-
-        int8 weights are multiplied by the scale of their output channel; all others are floats. ValueError if the file is cut
-        short, or is not EfficientNet-Lite0.
+        """Read the network from a safetensors file with the keys `NAME.weight` and `NAME.bias` for each layer. An int8 weight
+        has a `NAME.scale` too: one factor per output channel. ValueError if the file is damaged or not EfficientNet-Lite0.
         """
         try:
             with safe_open(file, framework="numpy") as opened:
@@ -81,7 +78,9 @@ class EfficientNet:
         return cls(weights)
 
     def __call__(self, image_BHWC: mx.array) -> mx.array:
-        """Return the features (batch, 1280), float32, of RGB images (batch, SIDE, SIDE, 3) with values from 0 to 255."""
+        """Return the features of a batch of images, float32, shape (batch, 1280). image_BHWC holds RGB images (batch, 224,
+        224, 3) with values from 0 to 255.
+        """
         x_BHWC = self._conv("_conv_stem", (image_BHWC - MEAN) / SPREAD)
         number = 0
         for *_, count in GROUPS:
@@ -92,11 +91,17 @@ class EfficientNet:
         return self._conv("_conv_head", x_BHWC).mean(axis=(1, 2))
 
     def _block(self, name: str, x_BHWC: mx.array) -> mx.array:
+        """Apply one inverted residual block without its shortcut. `name` is the start of the block's layer names, such as
+        "_blocks.3.".
+        """
         if name + "_expand_conv" in self.weights:
             x_BHWC = self._conv(name + "_expand_conv", x_BHWC)
         return self._conv(name + "_project_conv", self._conv(name + "_depthwise_conv", x_BHWC), act=False)
 
     def _conv(self, name: str, x_BHWC: mx.array, act: bool = True) -> mx.array:
+        """Apply the convolution `name` with its bias, padded as TensorFlow's SAME. If `act`, values are then clipped to 0 ..
+        6.
+        """
         weight, bias = self.weights[name]
         kernel, stride = weight.shape[1], self.strides[name]
         edges = [(0, 0), *(same_padding(size, kernel, stride) for size in x_BHWC.shape[1:3]), (0, 0)]
@@ -110,7 +115,8 @@ class EfficientNet:
 
 
 def depthwise(x_BHWC: mx.array, weight: mx.array, stride: int) -> mx.array:
-    """Convolve each channel of x_BHWC with its own kernel, without padding. `weight` has the shape (channels, height, width, 1).
+    """Convolve each channel of x_BHWC (batch, height, width, channels) with a kernel of its own, without padding. `weight` has
+    the shape (channels, height, width, 1).
 
     A sum of shifted products is four times as fast as MLX's own grouped convolution on a CPU.
     """
@@ -123,12 +129,16 @@ def depthwise(x_BHWC: mx.array, weight: mx.array, stride: int) -> mx.array:
 
 
 def same_padding(size: int, kernel: int, stride: int) -> tuple[int, int]:
-    """Return the zeros before and after a row of `size` pixels, as TensorFlow's SAME pads: an odd one goes after."""
+    """Return how many zeros TensorFlow's SAME padding adds before and after `size` pixels: (before, after). `kernel` and
+    `stride` are those of the convolution along this axis. If the total is odd, the extra zero goes after.
+    """
     total = max(0, (-(-size // stride) - 1) * stride + kernel - size)
     return total // 2, total - total // 2
 
 
 def dequantise(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return a weight (out, height, width, in) times the scale (out,) of its output channel, as float32."""
+    """Return a quantised convolution weight as float32: `weight`, shape (output channels, height, width, input channels),
+    times `scale`, one factor per output channel.
+    """
     product: np.ndarray = weight.astype(np.float32) * scale.astype(np.float32)[:, None, None, None]
     return product

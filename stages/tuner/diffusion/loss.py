@@ -14,9 +14,10 @@ LEAST_MASS = 1e-6  # a mask whose values sum to less counts as empty
 
 
 def mse(v_BLC: mx.array, target_BLC: mx.array, weight_B: mx.array | None = None, mask_BL: mx.array | None = None) -> mx.array:
-    """Return the mean squared error of each sample, float32, shape (batch,). v_BLC is the prediction and target_BLC its target,
-    (batch, tokens, channels). `weight_B`, (batch,), multiplies each sample's loss. `mask_BL`, (batch, tokens) from 0 to 1,
-    weights tokens; the weighted sum is divided by the mask's sum.
+    """Return the mean squared error of each sample in a batch, float32, shape (batch,). v_BLC is the model's prediction and
+    target_BLC the value it should have; both have the shape (batch, tokens, channels). `weight_B`, shape (batch,), multiplies
+    each sample's loss. `mask_BL`, shape (batch, tokens) with values from 0 to 1, makes the mean over tokens a weighted one.
+    None leaves out the weights or the mask.
     """
     return _weighted_mean(mx.square(_difference(v_BLC, target_BLC)), weight_B, mask_BL)
 
@@ -28,10 +29,12 @@ def pseudo_huber(
     weight_B: mx.array | None = None,
     mask_BL: mx.array | None = None,
 ) -> mx.array:
-    """Return the mean over each sample of 2 c (sqrt(d^2 + c^2) - c), where d is prediction minus target: float32, shape
-    (batch,). `c` is a scalar array; the other arguments are those of `mse`.
+    """Return the pseudo-Huber loss of each sample in a batch, float32, shape (batch,): the mean of 2 c (sqrt(d^2 + c^2) - c),
+    where d is prediction minus target. `c`, a scalar array, is the error from which the loss grows linearly. v_BLC is the
+    prediction and target_BLC its target, both (batch, tokens, channels). `weight_B`, shape (batch,), multiplies each sample's
+    loss. `mask_BL`, shape (batch, tokens) with values from 0 to 1, weights the tokens.
 
-    The term is d^2 where |d| is far below c and 2 c |d| where it is far above, so that a learning rate means what it means for
+    The term is d^2 if |d| is far below c, and 2 c |d| if |d| is far above. A learning rate therefore means the same as for
     `mse`.
     """
     square = mx.square(_difference(v_BLC, target_BLC))
@@ -42,11 +45,13 @@ def pseudo_huber(
 def preservation(
     v_BLC: mx.array, base_BLC: mx.array, weight_B: mx.array | None = None, mask_BL: mx.array | None = None
 ) -> mx.array:
-    """Return the mean squared difference of each sample's prediction v_BLC from the base model's prediction base_BLC: float32,
-    shape (batch,). `base_BLC` takes no gradient; the other arguments are those of `mse`.
+    """Return the preservation loss of each sample in a batch, float32, shape (batch,). It is the mean squared difference
+    between the prediction v_BLC of the adapted model and the prediction base_BLC of the base model; both have the shape
+    (batch, tokens, channels). No gradient flows into `base_BLC`. `weight_B`, shape (batch,), multiplies each sample's loss.
+    `mask_BL`, shape (batch, tokens) with values from 0 to 1, weights the tokens.
 
-    Added to the loss, it holds the adapted model to the base: with the class word in place of the trigger it is differential
-    output preservation, with an inverted mask, 1 - mask_BL, it holds the background.
+    Added to the training loss, it keeps the adapted model close to the base model. With the class word in place of the trigger
+    word it is differential output preservation. With an inverted mask, 1 - mask_BL, it preserves the background.
     """
     return _weighted_mean(mx.square(_difference(v_BLC, base_BLC)), weight_B, mask_BL)
 
@@ -56,7 +61,9 @@ def _difference(v_BLC: mx.array, target_BLC: mx.array) -> mx.array:
 
 
 def _weighted_mean(each_BLC: mx.array, weight_B: mx.array | None, mask_BL: mx.array | None) -> mx.array:
-    """Return the mean over a sample's tokens and channels, tokens weighted by the mask, times the sample's weight: (batch,)."""
+    """Return the loss of each sample, shape (batch,): the mean of each_BLC (batch, tokens, channels) over tokens and channels,
+    times the sample's weight. `mask_BL` weights the tokens; None weights all alike.
+    """
     # Each value is divided before the sum: dividing the sum would be a kernel of its own, which a GPU compiles for seconds.
     share = 1 / (each_BLC.shape[1] * each_BLC.shape[2])
     losses_B = mx.sum(share * each_BLC, axis=(1, 2)) if mask_BL is None else _masked_mean(each_BLC, mask_BL)
@@ -64,8 +71,8 @@ def _weighted_mean(each_BLC: mx.array, weight_B: mx.array | None, mask_BL: mx.ar
 
 
 def _masked_mean(each_BLC: mx.array, mask_BL: mx.array) -> mx.array:
-    """Return the mean over channels and, weighted by the mask, over tokens: (batch,). An empty mask gives a loss and a gradient
-    of zero.
+    """Return the mean of each_BLC (batch, tokens, channels) over channels and tokens, shape (batch,). `mask_BL` weights the
+    tokens. An empty mask gives a loss and a gradient of zero.
     """
     each_BL = mx.mean(each_BLC, axis=2)
     return mx.sum(mask_BL * each_BL, axis=1) / mx.maximum(mx.sum(mask_BL, axis=1), LEAST_MASS)

@@ -17,12 +17,14 @@ from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 
 @dataclass(frozen=True)
 class Adafactor:
-    """Adafactor: the step is g / sqrt(v), where v is estimated from one moment per row and one per column, scaled down to a
-    root mean square of `clip_threshold`, times lr. It has almost no state: for the largest models and ranks.
+    """The Adafactor optimizer. It divides each gradient by the root of an estimated second moment, limits the result to a root
+    mean square of `clip_threshold`, and multiplies it by the learning rate. The moment is estimated from one value per row and
+    one per column, so the state takes almost no memory. It suits the largest models and ranks.
 
     It is a little less steady than AdamW, as it has no first moment unless `beta1` is set. As LoRA trainers use it, it takes
-    the schedule's lr for every array. The paper's own form has `scale_parameter` (lr times an array's root mean square, at
-    least `floor`; a B at zero then hardly starts) and `relative_step` (1 / sqrt(step), at most 0.01, instead of lr).
+    the schedule's learning rate for every array. The paper's own form has `scale_parameter` and `relative_step`.
+    `scale_parameter` multiplies the rate by an array's root mean square, at least `floor`; an array B at zero then hardly
+    starts. `relative_step` uses 1 / sqrt(step), at most 0.01, as the learning rate.
     """
 
     usual_lr: ClassVar[float] = 1e-4
@@ -38,7 +40,10 @@ class Adafactor:
     weight_decay: float = 0.0
 
     def init(self, params: Params) -> Arrays:
-        """Return all moments at zero, "<name>.row" and "<name>.column" or "<name>.v", and the number of updates, "step"."""
+        """Return the state before the first step, all zeros. `params` maps names to arrays. The keys are "step" (the number of
+        updates), "<name>.row" and "<name>.column" (second moments of a matrix) or "<name>.v" (of a vector or scalar), and
+        "<name>.m" if `beta1` is set.
+        """
         state = {"step": mx.zeros((), mx.int32)}
         for name, value in params.items():
             if value.ndim < 2:
@@ -53,8 +58,9 @@ class Adafactor:
     def update(
         self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
-        """Take one step: return (new arrays, new state). `params` and `grads` are arrays by name, `state` is from `init` or the
-        last step, `lr` is the learning rate. Where `apply` is false, values are returned unchanged.
+        """Take one step and return (new arrays, new state). `params` maps names to arrays, and `grads` the same names to
+        gradients. `state` is the result of `init` or of the step before. `lr` is the learning rate. If `apply` is false,
+        arrays and state are returned unchanged.
         """
         n = (state["step"] + 1).astype(mx.float32)
         base = mx.minimum(1e-2, mx.rsqrt(n)) if self.relative_step else lr
@@ -74,7 +80,9 @@ class Adafactor:
         return new_params, new_state
 
     def _normalized(self, name: str, grad: mx.array, state: Arrays, old: mx.array, new: mx.array) -> tuple[mx.array, Arrays]:
-        """Return (gradient / sqrt(second moment), new second moments). `old` and `new` are the weights of the running mean."""
+        """Return (gradient / sqrt(second moment), new second moments by key) for the array `name`. `old` and `new` are the
+        weights of the old moment and of the new squared gradient in the running mean.
+        """
         square = mx.square(grad) + self.eps
         if grad.ndim < 2:
             v = old * state[f"{name}.v"] + new * square
@@ -87,6 +95,6 @@ class Adafactor:
 
 
 def _rms(x: mx.array) -> mx.array:
-    """Return the root mean square over the last two axes, which stay as axes of length 1."""
+    """Return the root mean square of `x` over its last two axes, which remain as axes of length 1."""
     axes = tuple(range(x.ndim))[-2:]
     return mx.sqrt(mx.mean(mx.square(x), axis=axes, keepdims=True))

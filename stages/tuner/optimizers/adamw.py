@@ -14,9 +14,11 @@ from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW: p <- (1 - lr weight_decay) p - lr m / (sqrt(v) + eps), with the bias-corrected running means m of the gradient and
-    v of its square. The optimizer to begin with: published LoRA recipes are stated for it. Its state takes twice the adapter's
-    size.
+    """The AdamW optimizer: p <- (1 - lr weight_decay) p - lr m / (sqrt(v) + eps). Here m is the running mean of the gradient
+    and v that of its square, both corrected for their start at zero. `beta1` and `beta2` are the decay rates of m and v. The
+    state takes twice the memory of the trained arrays.
+
+    It is the optimizer to begin with: published LoRA recipes are stated for it.
     """
 
     usual_lr: ClassVar[float] = 1e-4
@@ -28,7 +30,9 @@ class AdamW:
     weight_decay: float = 0.0
 
     def init(self, params: Params) -> Arrays:
-        """Return both moments of every array at zero, "<name>.m" and "<name>.v", and the number of updates, "step"."""
+        """Return the state before the first step, all zeros. `params` maps names to arrays. The keys are "<name>.m" and
+        "<name>.v" (the two moments of each array) and "step" (the number of updates).
+        """
         state = {"step": mx.zeros((), mx.int32)}
         for name, value in params.items():
             state |= self._store(f"{name}.m", mx.zeros_like(value)) | self._store(f"{name}.v", mx.zeros_like(value))
@@ -37,8 +41,9 @@ class AdamW:
     def update(
         self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
-        """Take one step: return (new arrays, new state). `params` and `grads` are arrays by name, `state` is from `init` or the
-        last step, `lr` is the learning rate. Where `apply` is false, values are returned unchanged.
+        """Take one step and return (new arrays, new state). `params` maps names to arrays, and `grads` the same names to
+        gradients. `state` is the result of `init` or of the step before. `lr` is the learning rate. If `apply` is false,
+        arrays and state are returned unchanged.
         """
         step = state["step"] + 1
         rate, root = mx.where(apply, lr / bias_correction(self.beta1, step), 0.0), mx.sqrt(bias_correction(self.beta2, step))
@@ -55,9 +60,9 @@ class AdamW:
         return new_params, new_state
 
     def _store(self, key: str, moment: mx.array) -> Arrays:
-        """Return the entries of the state that hold a moment."""
+        """Return the entries of the state that store the array `moment` under `key`."""
         return {key: moment}
 
     def _load(self, state: Params, key: str, like: mx.array) -> mx.array:
-        """Return a moment from the state, in float32 and the shape of its array `like`."""
+        """Return the moment that the state stores under `key`, in float32 and the shape of `like`."""
         return state[key]

@@ -9,7 +9,8 @@ import mlx.core as mx
 
 
 def decayed(value: mx.array, share: mx.array) -> mx.array:
-    """Return (1 - share) value for a matrix or a stack of matrices; a vector or a scalar is returned unchanged.
+    """Return (1 - share) * value if `value` is a matrix or a stack of matrices. Return a vector or a scalar unchanged. `share`
+    is the part of the value that one step of weight decay removes, lr * weight_decay.
 
     An adapter's matrix is an offset, which may decay towards the base model; a DoRA magnitude must not decay to zero.
     """

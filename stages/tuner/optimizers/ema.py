@@ -19,11 +19,12 @@ PREFIX, COUNT = "ema.", "ema_updates"  # keys in the state: one array per traine
 
 @dataclass(frozen=True)
 class Averaged:
-    """An optimizer that also keeps an exponential moving average of the arrays it trains, as "ema.<name>" in its state.
-    `method` is the wrapped optimizer. `decay` 0.99 remembers some hundred steps, right for runs of a thousand; 0.999 suits runs
-    of ten thousand. ValueError for a decay outside 0 <= decay < 1.
+    """An optimizer that wraps another one, `method`, and adds an exponential moving average of the trained arrays to the
+    state. `decay` is the average's decay rate per step: 0.99 suits runs of a thousand steps, 0.999 runs of ten thousand.
+    ValueError if `decay` is not >= 0 and < 1. The function `averages` reads the average from the state.
 
-    Use it where samples swing from checkpoint to checkpoint: small data, batches of one. It takes the adapter's size in memory.
+    It helps if samples differ much from checkpoint to checkpoint: with few images, or batches of one. The average takes as
+    much memory as the trained arrays.
     """
 
     method: Optimizer
@@ -35,18 +36,21 @@ class Averaged:
 
     @property
     def coupled(self) -> bool:
-        """Whether the wrapped optimizer's update of one array depends on the gradients of the others."""
+        """True if the wrapped optimizer's update of one array depends on the gradients of the others."""
         return self.method.coupled
 
     def init(self, params: Params) -> Arrays:
-        """Return the wrapped optimizer's state and an average that equals `params`."""
+        """Return the state before the first step: the wrapped optimizer's state, and an average that equals `params` (arrays
+        by name).
+        """
         return self.method.init(params) | init_average(params)
 
     def update(
         self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
-        """Take one step of the wrapped optimizer, then move the average towards the new arrays: (new arrays, new state).
-        Arguments as in `Optimizer.update`.
+        """Take one step of the wrapped optimizer, then move the average towards the new arrays. Return (new arrays, new
+        state). `params` maps names to arrays, and `grads` the same names to gradients. `state` is the result of `init` or of
+        the step before. `lr` is the learning rate. If `apply` is false, arrays and state are returned unchanged.
         """
         inner = {name: value for name, value in state.items() if name != COUNT and not name.startswith(PREFIX)}
         new_params, new_state = self.method.update(params, grads, inner, lr, apply)
@@ -54,13 +58,16 @@ class Averaged:
 
 
 def init_average(params: Params) -> Arrays:
-    """Return the state of an average that starts at the arrays `params`: "ema.<name>" for each, and "ema_updates", 0."""
+    """Return the state of a moving average that starts at the arrays `params`: "ema.<name>" -> array for each name, and the
+    number of updates "ema_updates", 0.
+    """
     return {COUNT: mx.zeros((), mx.int32)} | {PREFIX + name: value for name, value in params.items()}
 
 
 def update_average(params: Params, state: Params, decay: float, apply: Flag = True) -> Arrays:
-    """Return the state of the average after one more update with the arrays `params`: "ema.<name>" for each, and the number of
-    updates. `state` holds the old average; its other entries are ignored. Where `apply` is false, the average is returned
+    """Move a running average towards the arrays `params` (by name) and return its new state: "ema.<name>" -> average for each
+    name, and the number of updates "ema_updates". `state` contains the old average; its other entries are ignored. `decay` is
+    the share of the old average that stays, less during the first steps. If `apply` is false, the average is returned
     unchanged.
     """
     n = state[COUNT].astype(mx.float32)
@@ -70,5 +77,7 @@ def update_average(params: Params, state: Params, decay: float, apply: Flag = Tr
 
 
 def averages(state: Params) -> Arrays:
-    """Return the averages in an optimizer's state by the arrays' own names, without "ema."; empty if the state has none."""
+    """Return the moving averages in an optimizer's state: name of the trained array, without "ema.", -> average. Return {} if
+    the state has none.
+    """
     return {name.removeprefix(PREFIX): value for name, value in state.items() if name.startswith(PREFIX)}

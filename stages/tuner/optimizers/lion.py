@@ -14,10 +14,9 @@ from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 
 @dataclass(frozen=True)
 class Lion:
-    """Lion: p <- (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g), then m <- beta2 m + (1 - beta2) g. It has half of
-    AdamW's state and suits larger batches; with one sample per step it is noisy.
-
-    A step is larger than AdamW's: the paper wants an lr 3 to 10 times smaller, and a weight_decay larger by that factor.
+    """The Lion optimizer: p <- (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g), then m <- beta2 m + (1 - beta2) g,
+    where g is the gradient. The state takes half as much memory as AdamW's. It suits larger batches; with one sample per step
+    it is noisy. Use a learning rate 3 to 10 times smaller than for AdamW, and a weight decay larger by that factor.
     """
 
     usual_lr: ClassVar[float] = 2e-5
@@ -28,14 +27,17 @@ class Lion:
     weight_decay: float = 0.0
 
     def init(self, params: Params) -> Arrays:
-        """Return the moment of every array at zero, "<name>.m"."""
+        """Return the state before the first step, all zeros: "<name>.m", the moment of each array. `params` maps names to
+        arrays.
+        """
         return {f"{name}.m": mx.zeros_like(value) for name, value in params.items()}
 
     def update(
         self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
-        """Take one step: return (new arrays, new state). `params` and `grads` are arrays by name, `state` is from `init` or the
-        last step, `lr` is the learning rate. Where `apply` is false, values are returned unchanged.
+        """Take one step and return (new arrays, new state). `params` maps names to arrays, and `grads` the same names to
+        gradients. `state` is the result of `init` or of the step before. `lr` is the learning rate. If `apply` is false,
+        arrays and state are returned unchanged.
         """
         rate, decay = mx.where(apply, lr, 0.0), mx.where(apply, lr * self.weight_decay, 0.0)
         old, new = mean_weights(self.beta2, apply)

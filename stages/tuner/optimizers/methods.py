@@ -33,9 +33,9 @@ LIMITS = {  # number -> (least value, value that it must stay below)
 
 
 def make_optimizer(name: str, **numbers: Any) -> Method:
-    """Return the optimizer called `name`, a key of METHODS. `numbers` are fields of its class, such as beta1 or weight_decay;
-    one that is left out has its default. ValueError if the name is unknown, the optimizer has no such number, or a number is
-    out of range.
+    """Return a new optimizer of the kind `name`, a key of METHODS such as "adamw". `numbers` are fields of the optimizer's
+    class, such as beta1=0.9; a field that is left out has its default. ValueError if the name or a field is unknown, or if a
+    number is out of range.
     """
     if name not in METHODS:
         raise ValueError(f"kind must be one of {', '.join(METHODS)}, got {name!r}{_nearest(name, METHODS)}")
@@ -48,6 +48,7 @@ def make_optimizer(name: str, **numbers: Any) -> Method:
 
 
 def _check_range(number: str, value: float | None) -> None:
+    """Raise ValueError if `value` is outside the range that LIMITS gives for the field `number`. None is always valid."""
     if number not in LIMITS or value is None:
         return
     low, high = LIMITS[number]
@@ -57,4 +58,5 @@ def _check_range(number: str, value: float | None) -> None:
 
 
 def _nearest(word: str, words: Iterable[str]) -> str:
+    """Return "; did you mean X?" if some X in `words` is similar to `word`, else ""."""
     return "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(word, words, n=1))

@@ -10,8 +10,8 @@ from stages.tuner.optimizers.protocol import Flag
 
 
 def mean_weights(beta: float | mx.array, apply: Flag) -> tuple[mx.array, mx.array]:
-    """Return the weights (old, new) of a running mean, mean <- old * mean + new * value: (beta, 1 - beta), or (1, 0) where
-    `apply` is false, so that the mean stays.
+    """Return the weights (old, new) of a running mean, to be used as mean <- old * mean + new * value. They are (beta, 1 -
+    beta), or (1, 0) if `apply` is false, so that the mean stays unchanged.
 
     As factors they cost nothing in the loop over the values; a choice between two results would keep both in memory.
     """
@@ -19,8 +19,10 @@ def mean_weights(beta: float | mx.array, apply: Flag) -> tuple[mx.array, mx.arra
 
 
 def bias_correction(beta: float, step: mx.array) -> mx.array:
-    """Return 1 - beta^step, by which a running mean that started at 0 is divided: a float32 scalar, exact to its last bits even
-    where beta^step is near 1. `step` counts from 1.
+    """Return 1 - beta^step, a float32 scalar. A running mean with decay rate `beta` that started at 0 is divided by it. `step`
+    is the number of updates, from 1.
+
+    The result is exact to its last bits even if beta^step is near 1.
     """
     if beta == 0:
         return mx.ones((), mx.float32)
@@ -28,5 +30,5 @@ def bias_correction(beta: float, step: mx.array) -> mx.array:
 
 
 def next_step(step: mx.array, apply: Flag) -> mx.array:
-    """Return the number of updates after this one: `step` + 1, or `step` where `apply` is false."""
+    """Return the number of updates after this one: `step` + 1, or `step` if `apply` is false."""
     return step + apply

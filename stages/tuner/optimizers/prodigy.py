@@ -19,12 +19,13 @@ from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 
 @dataclass(frozen=True)
 class Prodigy:
-    """Prodigy: AdamW's step at the rate lr * d, where d is estimated from how far the gradients point away from the start.
+    """The Prodigy optimizer: AdamW whose learning rate is lr * d, where d is estimated during training and only grows. Use it
+    if no learning rate is known: keep lr at 1 and steer with `d_coef` (0.5 is slower, 2 is faster). `d0` is the first value of
+    d. `growth_rate` is the largest factor by which d grows in one step. The state takes four times the memory of the trained
+    arrays.
 
-    For a first run on new data, when no learning rate is known: lr stays at 1, and `d_coef` steers (0.5 slower, 2 faster). Its
-    state takes four times the adapter's size. `safeguard_warmup` keeps a warm-up from inflating d, and `bias_correction` is
-    Adam's; both are on, as in trainers of diffusion models, where the authors' are off. `growth_rate` bounds the factor by which
-    d grows in a step: 1.02 is a warm-up of its own.
+    `safeguard_warmup` keeps a warm-up from inflating d, and `bias_correction` is Adam's. Both are on, as in trainers of
+    diffusion models; in the authors' code they are off. A `growth_rate` of 1.02 acts as a warm-up.
     """
 
     usual_lr: ClassVar[float] = 1.0
@@ -42,7 +43,10 @@ class Prodigy:
     weight_decay: float = 0.0
 
     def init(self, params: Params) -> Arrays:
-        """Return the arrays at their start, moments and sums at zero, d at `d0`, and the number of updates, "step"."""
+        """Return the state before the first step. `params` maps names to arrays. The keys are "<name>.start" (the arrays now),
+        the moments "<name>.m" and "<name>.v", the sums "<name>.s" and "numerator", "d" and "d_max" (both `d0`), and "step"
+        (the number of updates, 0).
+        """
         state = {"step": mx.zeros((), mx.int32), "numerator": mx.zeros((), mx.float32)}
         state["d"] = state["d_max"] = mx.array(self.d0, mx.float32)
         for name, value in params.items():
@@ -53,9 +57,9 @@ class Prodigy:
     def update(
         self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
-        """Take one step: return (new arrays, new state). `params` and `grads` are arrays by name, `state` is from `init` or the
-        last step. `lr` is a factor of the estimated learning rate, normally 1. Where `apply` is false, values are returned
-        unchanged.
+        """Take one step and return (new arrays, new state). `params` maps names to arrays, and `grads` the same names to
+        gradients. `state` is the result of `init` or of the step before. `lr` multiplies the estimated learning rate and is
+        normally 1. If `apply` is false, arrays and state are returned unchanged.
         """
         step, d = state["step"] + 1, state["d"]
         rate = d * lr
@@ -74,7 +78,10 @@ class Prodigy:
         return new_params, new_state
 
     def _estimate(self, params: Params, grads: Params, state: Arrays, rate: mx.array, apply: Flag) -> Arrays:
-        """Return the entries of the new state that belong to the estimate of d: "numerator", "<name>.s", "d_max" and "d"."""
+        """Return the new estimate of d with the sums that it is computed from, as entries of the new state: "d", "d_max",
+        "numerator" and "<name>.s". `rate` is this step's learning rate, d included. If `apply` is false, the entries are
+        unchanged.
+        """
         d = state["d"]
         decay = mx.where(apply, math.sqrt(self.beta2) if self.beta3 is None else self.beta3, 1.0)
         gain = d / self.d0 * (mx.where(apply, d, 0.0) if self.safeguard_warmup else rate)

@@ -16,21 +16,25 @@ Flag = bool | mx.array  # True or 1 to take a step, False or 0 to leave everythi
 
 
 class Optimizer(Protocol):
-    """An optimizer over a flat dict of float32 arrays, with an explicit state."""
+    """A method that updates float32 arrays by their gradients. It holds settings only; everything that changes from step to
+    step is in an explicit state, a flat dict of arrays.
+    """
 
     @property
     def coupled(self) -> bool:
-        """Whether the update of one array depends on the gradients of the others."""
+        """True if the update of one array depends on the gradients of the others, so that all arrays must be updated in one
+        call.
+        """
 
     def init(self, params: Params) -> Arrays:
-        """Return the state before the first step for these arrays by name."""
+        """Return the state before the first step for the arrays `params`, given by name."""
 
     def update(
         self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
-        """Take one step: return (new arrays, new state) with the names, shapes and dtypes of `params` and `state`. `grads` are
-        the gradients by the names of `params`, all finite; `state` is from `init` or the last step; `lr` is the learning rate.
-        Where `apply` is false, values are returned unchanged.
+        """Take one step and return (new arrays, new state), with the names, shapes and dtypes of `params` and `state`.
+        `params` maps names to arrays, and `grads` the same names to gradients, which must be finite. `state` is the result of
+        `init` or of the step before. `lr` is the learning rate. If `apply` is false, arrays and state are returned unchanged.
         """
 
 

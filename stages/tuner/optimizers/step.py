@@ -13,14 +13,14 @@ from stages.tuner.blockwise.device import compiles, dispatch
 from stages.tuner.optimizers import ema
 from stages.tuner.optimizers.protocol import Arrays, Optimizer
 
-WORK = 6  # stacks' worth of memory while one stack is updated: its gradient, old and new values, intermediate arrays
-WORK_COMPILED = 4  # the same where the update is compiled
+WORK = 6  # memory needed to update one stack, in sizes of the stack: its gradient, old and new values, intermediate arrays
+WORK_COMPILED = 4  # memory needed if the update is compiled, in the same unit
 
 
 class OptimizerStep:
-    """Updates an adapter by its gradients: global norm, clipping, the optimizer; no update where a value is not finite.
-    `method` is the optimizer and `max_norm` the largest global norm of a gradient, to which a larger one is scaled down; 0 is
-    no limit. On a GPU the update is compiled.
+    """A training step of an adapter: it clips the gradients and updates the arrays with an optimizer. `method` is the
+    optimizer. `max_norm` is the largest allowed global norm of the gradients, and larger gradients are scaled down; 0 means no
+    limit. If a loss or a gradient is not finite, nothing is updated. On a GPU the update is compiled.
     """
 
     def __init__(self, method: Optimizer, max_norm: float) -> None:
@@ -28,16 +28,19 @@ class OptimizerStep:
         self._update = mx.compile(self._clipped_update) if compiles() else self._clipped_update
 
     def init(self, params: Stacks) -> Arrays:
-        """Return the optimizer's state before the first step. Its keys begin with the names of the stacks."""
+        """Return the optimizer's state before the first step, a dict of arrays. `params` are the adapter's arrays as stacks
+        (arrays of equal shape, joined along a new first axis).
+        """
         return self.method.init(params.arrays)
 
     def __call__(
         self, params: Stacks, grads: Arrays, state: Arrays, lr: float, losses_finite: mx.array
     ) -> tuple[Stacks, Arrays, mx.array, mx.array]:
-        """Take one step: return (new params, new state, norm, updated), dispatched but not awaited. `grads` has the names of
-        the single arrays, in float32 or the dtype of the computation. `norm` is the gradients' global norm before clipping.
-        `updated` is false, and params and state are unchanged, if `losses_finite`, a boolean array of one value, is false or
-        the norm is not finite. The dicts `params.arrays`, `grads` and `state` are emptied, so that no array exists twice.
+        """Take one step and return (new params, new state, norm, updated). `params` are the adapter's stacks, `state` is the
+        optimizer's state, and `grads` maps the names of single arrays to gradients. `losses_finite` is a boolean array of one
+        value. `norm` is the global norm of the gradients before clipping. `updated` is false, and nothing changes, if
+        `losses_finite` is false or the norm is not finite. The dicts `params.arrays`, `grads` and `state` are emptied to save
+        memory. The results are scheduled on the device but may not be computed yet.
         """
         groups = params.groups
         gradients = stacks.stack(grads, groups)
@@ -68,8 +71,10 @@ class OptimizerStep:
         owners: Mapping[str, str | None],
         numbers: tuple[float, mx.array, mx.array],
     ) -> tuple[Arrays, Arrays]:
-        """Update the stacks `names` and return (new arrays, new state). Their entries are taken out of the dicts; entries of
-        the state that all stacks share stay. `numbers` are (learning rate, clip factor, whether to apply).
+        """Update the stacks called `names` and return (their new arrays, their new state). `owners` maps a key of the state to
+        the name of its stack, or None if all stacks share the entry. `numbers` are the learning rate, the clip factor and the
+        flag whether to apply the step. The stacks' own entries are removed from `params`, `gradients` and `state`, to save
+        memory.
         """
         lr, factor, apply = numbers
         own_state = {
@@ -82,15 +87,15 @@ class OptimizerStep:
         return updated
 
     def working_bytes(self, params: Stacks) -> int:
-        """Return the bytes that a step takes at its peak besides `params` and the optimizer's state: gradients and intermediate
-        arrays.
+        """Return how many bytes a step needs at its peak for gradients and intermediate arrays. `params` (the adapter's
+        stacks) and the optimizer's state are not included.
         """
         largest = max(value.nbytes for value in params.arrays.values())
         return params.nbytes + (WORK_COMPILED if compiles() else WORK) * (params.nbytes if self.method.coupled else largest)
 
     def average(self, params: Stacks, state: Arrays) -> Arrays:
-        """Return the moving average of the adapter, by array name, from the optimizer's state; empty if the optimizer keeps
-        none.
+        """Return the moving average of the adapter's arrays by name, read from the optimizer's `state`. Return {} if the
+        optimizer computes no average.
         """
         averages = ema.averages(state)
         return stacks.unstack(averages, params.groups) if averages else {}
@@ -98,12 +103,17 @@ class OptimizerStep:
     def _clipped_update(
         self, params: Arrays, grads: Arrays, state: Arrays, lr: mx.array, factor: mx.array, apply: mx.array
     ) -> tuple[Arrays, Arrays]:
+        """Return the optimizer's (new arrays, new state) for gradients multiplied by `factor`. If `apply` is 0, gradients that
+        are not finite are replaced by zeros and nothing changes.
+        """
         finite = {name: mx.where(apply, factor * grad.astype(mx.float32), 0.0) for name, grad in grads.items()}
         return self.method.update(params, finite, state, lr, apply)
 
 
 def _owner(key: str, groups: stacks.Groups) -> str | None:
-    """Return the stack that an entry of a state belongs to, such as "<stack>.m.scale"; None if all stacks share it."""
+    """Return the name of the stack that an entry of the optimizer's state belongs to, such as "<stack>" for "<stack>.m.scale".
+    Return None if all stacks share the entry.
+    """
     name = key.removeprefix(ema.PREFIX)
     while name and name not in groups:
         name = name.rpartition(".")[0]
@@ -111,7 +121,7 @@ def _owner(key: str, groups: stacks.Groups) -> str | None:
 
 
 def global_norm(arrays: Mapping[str, mx.array]) -> mx.array:
-    """Return the Euclidean norm of all arrays together: a float32 scalar, lazy.
+    """Return the Euclidean norm of all values of all arrays together, a float32 scalar that is not computed yet.
 
     Squares are added in the order of names: a dict from a file has another order, which would give other last bits.
     """
@@ -120,15 +130,15 @@ def global_norm(arrays: Mapping[str, mx.array]) -> mx.array:
 
 
 def clip_factor(norm: mx.array, max_norm: float) -> mx.array:
-    """Return the scalar by which gradients of global norm `norm` are multiplied so that it becomes at most `max_norm`: 1 if it
-    is smaller already, or if `max_norm` is 0.
+    """Return the scalar by which gradients of the global norm `norm` must be multiplied so that their norm is at most
+    `max_norm`. It is 1 if the norm is smaller already, or if `max_norm` is 0 (no limit).
     """
     return mx.minimum(1.0, max_norm / (norm + 1e-6)) if max_norm else mx.ones(())
 
 
 def is_finite(params: Mapping[str, mx.array], state: Mapping[str, mx.array]) -> mx.array:
-    """Whether an adapter and its optimizer's state are finite, judged by the global norm of `params` and the scalars of
-    `state`: a boolean scalar, lazy.
+    """Return a boolean scalar, not computed yet: True if the global norm of `params` and all scalars in the optimizer's
+    `state` are finite.
 
     An update can overflow although its gradient is finite: the learning rate, or Prodigy's estimate of it, may be too large.
     """
