@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import sys
@@ -78,7 +79,7 @@ def own_pipeline(arguments: Sequence[str]) -> str:
     The project is named by --project or -p in the arguments, by LATENTMILL_PROJECT, or is the current folder.
     """
     folder = os.environ.get(ENVIRONMENT) or "."
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=False):
+    for word, following in itertools.pairwise([*arguments, ""]):
         if word in ("-p", "--project"):
             folder = following
         elif word.startswith(("--project=", "-p")):

@@ -13,7 +13,7 @@ from tests import projects
 def through_make(target: str, name: str, variable: str, value: str) -> str:
     """Run make with `variable=value` and return the environment variable `name` as the command sees it. Nothing is installed."""
     words = ["make", "-s", "-o", ".venv/ready", target, f"LATENTMILL=printenv {name} #", f"{variable}={value}"]
-    done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout.removesuffix("\n")
 
