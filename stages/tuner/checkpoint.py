@@ -98,10 +98,10 @@ def save(
     facts: Mapping[str, Any],
     averaged: Arrays | None = None,
 ) -> Checkpoint:
-    """Write a checkpoint of `step` and return it. `write_artifact(name, write)` creates each file; `adapter`, `optimizer` (its
-    state) and `averaged` (the adapter's average over the steps; None if there is none) are arrays by name. `rows` are the rows
-    since the previous checkpoint. `metadata` goes into the headers of adapter files, and `facts` into state.json. ValueError if a
-    value is not finite.
+    """Write a checkpoint of `step` and return it. `adapter`, `optimizer` (its state) and `averaged` (the adapter's average over
+    the steps; None if there is none) are arrays by name. `rows` are the rows since the previous checkpoint. `metadata` goes into
+    the headers of adapter files, and `facts` are further entries of state.json. `write_artifact(name, write)` creates a file by
+    calling write(path). ValueError if a value is not finite.
     """
     inside = f"{FOLDER}/step-{step:06d}"
     header = {**metadata, "step": str(step)}
@@ -121,9 +121,9 @@ def save(
 
 def publish(write_artifact: WriteArtifact, final: Checkpoint, best: Checkpoint | None = None) -> None:
     """Copy the adapter of the checkpoint `final`, and its average if there is one, to the top of the artifacts folder: the result
-    of the run. `best` is the checkpoint with the lowest validation loss, whose adapter is copied to adapter_best.safetensors;
-    None if nothing was measured. `write_artifact(name, write)` creates each file. adapter.safetensors is written last: if it
-    exists, the result is complete.
+    of the run. `best` is the checkpoint with the lowest validation loss, and its adapter becomes adapter_best.safetensors; None
+    if nothing was measured. `write_artifact(name, write)` creates a file by calling write(path). adapter.safetensors is written
+    last: if it exists, the result is complete.
     """
     if best:
         write_artifact(BEST, functools.partial(_copy, best.folder / ADAPTER))
@@ -147,8 +147,8 @@ def published_step(artifacts: Path) -> int | None:
 
 def is_published(artifacts: Path, step: int, best: int | None = None) -> bool:
     """Return True if the adapters at the top of the folder `artifacts` are the result of step `step`. adapter_best.safetensors
-    must be the adapter of the step `best`; None: it is not checked. The sizes of the files must be those in the
-    checkpoints of these steps; a file without a checkpoint is not checked.
+    must be the adapter of the step `best`; None: it is not checked. The sizes of the files must be those in the checkpoints of
+    these steps; a file without a checkpoint is not checked.
     """
     recorded: dict[int | None, Mapping[str, Any]] = {saved.step: saved.state["files"] for saved in find_checkpoints(artifacts)}
     for name, source_step, source_name in ((ADAPTER, step, ADAPTER), (EMA, step, EMA), (BEST, best, ADAPTER)):

@@ -4,7 +4,7 @@
     checkpoint   write a checkpoint and go on
     pause        write a checkpoint and wait, with everything in memory, until the file is gone
 
-The files are looked for once per step, after it: a step is never left half done. `stop`, like an interrupt, is also looked for
+The program looks for the files after each step, so that no step is left half done. `stop`, like an interrupt, is also looked for
 before the first step and between the micro-batches of a measurement; the next command repeats that measurement. `stop` and
 `checkpoint` are removed once they have taken effect. A `stop` that exists when the command begins was meant for an earlier run
 and is removed without effect.
@@ -20,14 +20,14 @@ from stages.tuner.config import TrainingConfig
 from stages.tuner.task import TrainingContext
 
 STOP, CHECKPOINT, PAUSE = "stop", "checkpoint", "pause"
-POLL_SECONDS = 0.2  # between two looks for `pause`
+POLL_SECONDS = 0.2  # between two checks whether the file `pause` exists
 
 
 @dataclass
 class Control:
-    """Watches for requests to stop, pause or save a running training: control files in `ctx.artifacts`, interrupts, and the
-    limits stop_after_steps and stop_after_minutes of `config`. A file `stop` that exists when it is created is deleted without
-    effect. `clock()` returns seconds and `sleep(seconds)` waits; tests replace them.
+    """A watcher for requests to stop, pause or save a running training: control files in `ctx.artifacts`, interrupts, and the
+    limits stop_after_steps and stop_after_minutes of `config`. A file `stop` that exists when the object is created is deleted
+    without effect. `clock()` returns seconds and `sleep(seconds)` waits; tests replace them.
     """
 
     ctx: TrainingContext
@@ -36,7 +36,7 @@ class Control:
     sleep: Callable[[float], None] = time.sleep
     steps_done: int = 0
     ending: bool = False  # the run is to end before its last step
-    pausing: bool = False  # the file `pause` was there after the last step
+    pausing: bool = False  # the file `pause` existed after the last step
     began: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,8 +65,8 @@ class Control:
         return self._take(CHECKPOINT) or self.ending or self.pausing
 
     def stop_requested(self) -> bool:
-        """Return True if the run must end before its last step. Looks for an interrupt and for the file `stop`, which is deleted;
-        True as well if a limit was reached earlier.
+        """Return True if the run must end before its last step: after an interrupt, because the file `stop` exists (it is
+        deleted), or because a limit was reached earlier.
         """
         if self.ctx.stop():
             self.ending = True

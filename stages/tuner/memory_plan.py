@@ -21,15 +21,15 @@ C = TypeVar("C", bound=TrainingConfig)
 
 GB = 1e9
 GROWTH_LIMIT = 0.9  # share of the limit that a micro-batch twice as large must stay below
-AHEAD = 0.5  # share of one block's working memory that may be live beyond the estimate, for work dispatched ahead
+AHEAD = 0.5  # share of one block's working memory that work started ahead may use beyond the estimate
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a run computes its steps within its memory. `plan` is "whole", "blocks", or the number of last blocks whose activations
-    are kept until the backward pass. `max_tokens` bounds the tokens of a micro-batch (samples computed at once); None: its size
-    is fixed by the settings. `limit` is the bytes that training may take. Above `live_bytes` bytes in use, the next block waits
-    for the device.
+    """How a run computes its steps within its memory. `plan` is "whole", "blocks", or the number of last blocks that keep their
+    activations until the backward pass (the others are computed twice). `max_tokens` bounds the tokens of a micro-batch (samples
+    computed at once); None: the settings fix its size. `limit` is the bytes that training may take. While more than `live_bytes`
+    bytes are in use, the next block waits for the device.
     """
 
     plan: Plan
@@ -40,8 +40,9 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A possible way to compute the largest batch: `samples` per micro-batch (samples computed at once), the `plan` ("whole",
-    "blocks" or the number of last blocks that keep their activations), and the `estimate` of the memory.
+    """A possible way to compute the largest batch: `samples` per micro-batch (samples computed at once), `plan`, and `estimate`,
+    the memory estimate of such a micro-batch. `plan` is "whole", "blocks", or the number of last blocks that keep their
+    activations until the backward pass (the others are computed twice).
     """
 
     samples: int
@@ -61,10 +62,10 @@ def best_candidate(
     limit: int,
     begun: Plan | None = None,
 ) -> Candidate:
-    """Choose the micro-batch size (samples computed at once) and the plan (how many blocks keep their activations) for the
-    largest batch of a run, which has `batch_size` samples. Settings of `config` are obeyed; "auto" means the fastest choice that
-    needs at most `limit` bytes. `estimate(samples)` returns the memory estimate of a micro-batch of so many samples. `begun` is
-    the plan of a resumed run, which is kept if it fits; None for a new run. If nothing fits, the choice that needs least is
+    """Choose how to compute the largest batch of a run, which has `batch_size` samples: the micro-batch size (samples computed at
+    once) and the plan (how many blocks keep their activations). Settings of `config` are obeyed; "auto" means the fastest choice
+    that needs at most `limit` bytes. `estimate(samples)` returns the memory estimate of a micro-batch of so many samples. `begun`
+    is the plan of a resumed run, which is kept if it fits; None for a new run. If nothing fits, the choice that needs least is
     returned.
     """
     samples = min(config.micro_batch, batch_size) if isinstance(config.micro_batch, int) else batch_size
@@ -79,9 +80,10 @@ def best_candidate(
 
 
 def fastest_plan(estimate: Estimate, limit: int) -> Plan:
-    """Return the fastest plan that needs at most `limit` bytes: "whole" if all blocks can keep their activations until the
-    backward pass, else the number of last blocks that can. If at most one can, or nothing fits, return "blocks", the plan that
-    needs least memory.
+    """Return the fastest plan that needs at most `limit` bytes. A plan is faster if more of the last blocks keep their
+    activations until the backward pass, because the other blocks are computed twice. "whole" means that all blocks keep them, and
+    a number means so many. "blocks", which needs least memory, is returned if only one block can keep them or if nothing fits.
+    `estimate` is the memory estimate of a micro-batch.
     """
     blocks = estimate.blocks
     fits = [n for n in range(1, blocks + 1) if estimate.peak(n) <= limit]
@@ -179,9 +181,9 @@ def cheaper_settings(config: TrainingConfig, samples: int) -> Iterator[dict[str,
 
 
 def cheapest_remedy(config: C, samples: int, candidate: Callable[[C], Candidate], limit: int) -> Remedy:
-    """Return the fewest changes to `config` with which the run needs at most `limit` bytes; all possible changes if none suffice.
-    `samples` is the number of samples of the largest batch. `candidate(config)` returns the plan and the memory estimate of a run
-    with these settings.
+    """Return the smallest set of changes to `config` with which the run needs at most `limit` bytes. If no set suffices, return
+    all possible changes. `candidate(config)` returns the plan and the memory estimate of a run with the changed settings.
+    `samples` is the number of samples of the largest batch.
     """
 
     def remedy_with(settings: dict[str, Any]) -> Remedy:

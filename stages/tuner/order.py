@@ -80,8 +80,8 @@ class Order:
         rates: Sequence[float] | None = None,
     ) -> None:
         """Prepare the order. `shapes` has the shape of each training row; rows of one batch have equal shapes. `batch_size` is
-        the most rows of a batch, and `accumulate` the number of batches of a step. `rates` has the average number of occurrences
-        per epoch of each row; None means 1 for every row.
+        the largest number of rows in a batch, `accumulate` the number of batches in a step, and `seed` determines the shuffling.
+        `rates` has the average number of occurrences per epoch of each row; None means 1 for every row.
         """
         assert shapes, "there are no training rows"
         assert rates is None or (len(rates) == len(shapes) and min(rates) >= 0 and max(rates) > 0), rates
@@ -111,8 +111,9 @@ class Order:
 
 
 def _batch_count(shapes: Sequence[Hashable], batch_size: int, seed: int, epoch: int, rates: Sequence[float] | None) -> int:
-    """Return the number of batches of one epoch (counted from 0), without drawing their order. The arguments are as in
-    `epoch_batches`: the shape of each row, the most rows of a batch, and the occurrences per epoch of each row (None: 1).
+    """Return the number of batches of one epoch (counted from 0), without drawing their order. `shapes` has the shape of each
+    training row, and a batch has at most `batch_size` rows. `rates` has the average number of occurrences per epoch of each row;
+    None means 1 for every row.
     """
     times = occurrences(rates, seed, epoch) if rates is not None else [1] * len(shapes)
     rows: Counter[Hashable] = Counter()

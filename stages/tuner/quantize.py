@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 
 import mlx.core as mx
 
-Bits = Literal[16, 8, 4]  # of a weight; 16 is not packed
+Bits = Literal[16, 8, 4]  # bits per weight; 16 means not packed
 BITS: tuple[Bits, ...] = get_args(Bits)
 GROUP = 64  # weights of a row that share a scale and an offset
 CHUNK = 1 << 28  # bytes of a weight that are unpacked at once; FLUX.2 dev's largest Linear has 0.68 GB

@@ -35,7 +35,7 @@ def replay_step(ctx: TrainingContext, task: Task[Any, Any], step: int) -> list[R
     if not 1 <= step <= task.config.steps:
         raise ValueError(f"replay: the step must be 1 to {task.config.steps}, got {step}")
     start = checkpoint_before(checkpoints, step)
-    limit_command_buffers()  # before anything asks MLX for an array
+    limit_command_buffers()  # before the first MLX operation
     known = start or (checkpoints[-1] if checkpoints else None)
     plan = task.memory_plan(known, recorded=known is not None)
     if start:

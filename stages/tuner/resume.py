@@ -35,9 +35,9 @@ def row_key(row: Row) -> Key:
 
 
 def find_start(ctx: TrainingContext, last: int) -> Start:
-    """Return the point to resume from: the newest usable checkpoint of `ctx.artifacts` up to step `last`, or no checkpoint. A
-    checkpoint is usable if its files are intact and no row up to its step is lost, that is, each is in the run's table or in some
-    checkpoint. Tell the user if a newer checkpoint is damaged, or if the run must begin again.
+    """Return the point to resume from: the newest usable checkpoint of `ctx.artifacts` up to step `last`, or step 0 if there is
+    none. A checkpoint is usable if its files are intact and each row up to its step is in the run's table or in some checkpoint.
+    Tell the user if a newer checkpoint is damaged, or if the run must begin again.
     """
     pending = {row_key(row) for row in ctx.pending.to_pylist()}
     checkpoints = [saved for saved in find_checkpoints(ctx.artifacts) if saved.step <= last]

@@ -19,9 +19,9 @@ Row = dict[str, Any]
 
 
 class Validation:
-    """Collects the losses of held-out samples during a run. From them it derives the last step of the run, `last_step` (earlier
-    than `steps` with early stopping), and `best_step`, the step with the lowest mean loss. `count` is the number of held-out
-    samples per measurement. If `config` is None, nothing is measured.
+    """The losses of held-out samples that were measured during a run. They determine `last_step`, the last step of the run (below
+    `steps` after early stopping), and `best_step`, the step with the lowest mean loss. `count` is the number of held-out samples
+    per measurement. If `config` is None, nothing is measured.
 
     A measurement counts once the losses of all `count` samples are known.
     """
@@ -34,7 +34,7 @@ class Validation:
 
     def add(self, rows: Iterable[Row]) -> None:
         """Add rows of the run, dicts with the columns step, split and loss. Rows with the split "validation" are kept and all
-        others ignored; a measurement may be incomplete.
+        others ignored. The rows of one measurement may be added in several calls.
         """
         self._replace([*self.rows, *(row for row in rows if row["split"] == VALIDATION)])
 
@@ -63,7 +63,7 @@ class Validation:
         return mean_losses(((row["step"], row["loss"]) for row in self.rows), self.count)
 
     def _replace(self, rows: list[Row]) -> None:
-        """Set all measured rows, and compute `last_step` and `best_step` from them."""
+        """Set the measured rows (dicts with step, split and loss) and compute `last_step` and `best_step` from them."""
         self.rows = rows
         if self.config is None:
             return

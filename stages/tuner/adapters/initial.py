@@ -65,9 +65,10 @@ def start_from_adapter(
     weights: Mapping[str, quantize.Weight] | None = None,
 ) -> Arrays:
     """Return the arrays of an adapter for `targets` that changes the model as the adapter `source` does, up to rounding. `source`
-    maps "<linear><suffix>" to arrays, and `scales` maps "<linear>" to the factor of its change. `fresh` is a new adapter (see
-    `fresh_adapter`) for targets that the source lacks and for ranks it lacks. `weights` maps target names to frozen weights; it
-    is needed if a DoRA starts from a LoRA. ValueError if the source does not suit the targets.
+    maps "<linear><suffix>", such as "<linear>.lora_A.weight", to arrays; `scales` maps "<linear>" to the factor that multiplies
+    its change. `fresh` is a new adapter (from `fresh_adapter`) for `targets`: its arrays fill missing Linears and ranks.
+    `weights` maps target names to frozen weights; it is needed if a DoRA starts from a LoRA. ValueError if the source does not
+    suit the targets.
     """
     chosen = list(targets)
     check_initial(source, scales, chosen)
@@ -123,9 +124,9 @@ def _check_array(target: Target, suffix: str, shape: tuple[int, ...]) -> None:
 
 
 def _resized(target: Target, arrays: Arrays, scale: float, fresh: Arrays) -> Arrays:
-    """Return the arrays of one Linear (suffix -> array), adapted to `target`: `scale`, the factor of the old adapter's output, is
-    replaced by that of the target without changing the product. If the target has a larger rank, the array is extended with the
-    last rows or columns of `fresh`, arrays of the target's shapes.
+    """Return the arrays of one Linear (suffix -> array) with the scale and the rank of `target`. Arrays that start at zero are
+    multiplied by `scale` / target.scale, so that the effect of the adapter stays the same. If the target has a larger rank, the
+    arrays are extended with the last rows or columns of `fresh`.
     """
     resized = {}
     for suffix, value in arrays.items():

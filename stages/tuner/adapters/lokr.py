@@ -57,7 +57,7 @@ def output_change(x: mx.array, arrays: Mapping[str, mx.array]) -> mx.array:
     if W2 in arrays:
         w2_cd = arrays[W2].astype(x.dtype)
         c, d = w2_cd.shape
-        # The order with the smaller intermediate array.
+        # Multiply in the order that has the smaller intermediate array.
         y_ac = w1_ab @ (x_bd @ w2_cd.T) if b * c <= a * d else (w1_ab @ x_bd) @ w2_cd.T
     else:
         w2_cR, w2_Rd = arrays[W2_A].astype(x.dtype), arrays[W2_B].astype(x.dtype)

@@ -26,8 +26,8 @@ ZERO_AT_START = (B, lokr.W2, lokr.W2_B)  # arrays that start at zero, so that a 
 
 def adapted_linear(adapters: Mapping[str, mx.array], scales: Mapping[str, float]) -> Linear:
     """Return a function (name, weight, x) -> y that computes the Linears of one block with their adapters. `adapters` maps
-    "<linear><suffix>", such as "attn.to_q.lora_A.weight", to arrays. `scales` maps "<linear>" to the factor of the adapter's
-    change. All names are within the block. A Linear without an adapter is x W^T. y has the dtype of x.
+    "<linear><suffix>", such as "attn.to_q.lora_A.weight", to arrays. `scales` maps "<linear>" to the factor that multiplies the
+    adapter's change. All names are within the block. For a Linear without an adapter, y is x W^T. y has the dtype of x.
     """
 
     # The arrays are cast to the dtype of x here, inside the gradient: float32 arrays would widen all activations.
@@ -46,8 +46,8 @@ def adapted_linear(adapters: Mapping[str, mx.array], scales: Mapping[str, float]
 
 
 def arrays_of_linear(adapters: Mapping[str, mx.array], name: str) -> Arrays:
-    """Return the arrays that an adapter has for the Linear `name`, by suffix: {".lora_A.weight": array, ".lora_B.weight": array}
-    for LoRA. `adapters` maps "<linear><suffix>" to arrays. The result is empty if the Linear has no adapter.
+    """Return the arrays of an adapter that belong to the Linear `name`, by suffix: {".lora_A.weight": array, ".lora_B.weight":
+    array} for LoRA. `adapters` maps "<linear><suffix>" to arrays. The result is empty if the Linear has no adapter.
     """
     return {suffix: adapters[name + suffix] for suffix in SUFFIXES if name + suffix in adapters}
 

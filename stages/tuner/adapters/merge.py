@@ -14,9 +14,9 @@ from stages.tuner.adapters import dora, lokr, lora
 
 
 def merge(weight: quantize.Weight, arrays: Mapping[str, mx.array], scale: float) -> mx.array:
-    """Return the weight (outputs, inputs) of a Linear with its adapter merged in: it computes alone what both computed together.
-    `arrays` are the adapter's arrays of this Linear by suffix, such as ".lora_A.weight"; `scale` is the factor of the adapter's
-    change. The result is a plain array, also for a packed weight, in the dtype of the unpacked weight.
+    """Return the weight (outputs, inputs) of a Linear with its adapter merged in, so that the Linear needs no adapter. `arrays`
+    are the adapter's arrays of this Linear by suffix, such as ".lora_A.weight"; `scale` is the factor that multiplies the
+    adapter's change. The result is a plain array, also for a packed `weight`, in the dtype of the unpacked weight.
 
     It is computed in float32 and rounded once. Packing it again would lose a change as small as an adapter's.
     """

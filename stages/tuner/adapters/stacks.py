@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 Arrays = dict[str, mx.array]
-Groups = dict[str, list[str]]  # name of a stack, which is that of its first array -> names of all its arrays
+Groups = dict[str, list[str]]  # name of a stack (its first array's name) -> names of all its arrays
 
 LARGEST = 1 << 23  # values of a stack: 32 MiB in float32, which bounds the working memory of an optimizer step
 

@@ -37,8 +37,8 @@ class Target:
 
     @property
     def scale(self) -> float:
-        """The factor of the adapter's change: alpha / rank, or alpha / sqrt(rank) with rsLoRA. It is 1 for a LoKr whose second
-        matrix is not low-rank.
+        """The factor that multiplies the adapter's change of the weight: alpha / rank, or alpha / sqrt(rank) with rsLoRA. It is 1
+        for a LoKr whose second matrix is not low-rank.
         """
         if lokr.W2 in self.shapes:
             return 1.0
@@ -120,8 +120,7 @@ def matches_pattern(name: str, pattern: str) -> bool:
 
 def similar_names(pattern: str, names: Iterable[str]) -> str:
     """Return "; nearest: a, b" with up to three names similar to `pattern`, to append to an error message; "" if none is similar.
-    Besides each of `names`, its ends after any dot are candidates. "*" replaces block numbers, so that each Linear is listed
-    once.
+    Compared are `names` and their endings after a dot ("to_q" for "blocks.0.to_q"), with "*" instead of block numbers.
     """
     endings: dict[str, None] = {}
     for name in names:
@@ -132,13 +131,13 @@ def similar_names(pattern: str, names: Iterable[str]) -> str:
 
 
 def target_scales(targets: Iterable[Target]) -> dict[str, float]:
-    """Return the factor of the adapter's change for each target, as Linear's name -> factor."""
+    """Return the factor that multiplies each target's change of its weight, as Linear's name -> factor."""
     return {target.name: target.scale for target in targets}
 
 
 def adapter_metadata(targets: Iterable[Target]) -> dict[str, str]:
     """Return the metadata for the header of an adapter's file: "variant", "rank" and "alpha" of the first target, as strings.
-    "scales" (JSON: Linear's name -> factor of the adapter's change) is added if alpha / rank does not give every factor.
+    "scales" is added if alpha / rank is not the factor of every target's change; it is JSON that maps Linears' names to factors.
     """
     chosen = list(targets)
     first = chosen[0]

@@ -81,12 +81,12 @@ def loss_and_grads(
     loss: Loss,
     plan: Plan = "whole",
 ) -> tuple[mx.array, Arrays]:
-    """Compute (losses, gradients): one loss per sample, and the gradients of the mean loss by adapter name. The arrays are being
-    computed when the function returns. `adapters` maps names such as "<block>.<linear>.lora_A.weight" to arrays, `scales` maps
-    "<block>.<linear>" to the factor of the adapter's change. `inputs` are the keyword arguments of `chain.enter`; `loss` maps the
-    prediction to one loss per sample. `plan` is "whole", "blocks" or the number of last blocks that keep their activations;
-    gradients of all plans agree up to rounding. ValueError for any other plan, for no adapters, or for an adapter that belongs to
-    no block.
+    """Compute (losses, gradients): one loss per sample, and the gradients of the mean loss by adapter name. Does not wait for the
+    device, which may still be computing them. `adapters` maps names such as "<block>.<linear>.lora_A.weight" to arrays, `scales`
+    maps "<block>.<linear>" to the factor that multiplies the adapter's change. `inputs` are the keyword arguments of
+    `chain.enter`; `loss` maps the prediction to one loss per sample. `plan` is "whole", "blocks" or the number of last blocks
+    that keep their activations; gradients of all plans agree up to rounding. ValueError for any other plan, for no adapters, or
+    for an adapter that belongs to no block.
 
     Only a loss that is a `functools.partial(function, name=array, ...)` is compiled: its arrays become arguments of the graph,
     whereas an array captured by a closure would be frozen into the graph.
@@ -127,10 +127,10 @@ def kept_blocks(plan: Plan, blocks: int) -> int:
 
 
 class BlockwiseBackprop:
-    """Computes single blocks of a model forward and backward, with adapters added to their Linears. `adapters` maps names such as
-    "<block>.<linear>.lora_A.weight" to arrays, and `scales` maps "<block>.<linear>" to the factor of the adapter's change.
-    `first_trained` is the index of the first block with an adapter. ValueError if there is no adapter, or one belongs to no
-    block.
+    """A model that is computed block by block, forward and backward, with adapters added to its Linears. `adapters` maps names
+    such as "<block>.<linear>.lora_A.weight" to arrays, and `scales` maps "<block>.<linear>" to the factor that multiplies the
+    adapter's change. `first_trained` is the index of the first block with an adapter. ValueError if there is no adapter, or one
+    belongs to no block.
     """
 
     def __init__(self, chain: Chain, adapters: Arrays, scales: Mapping[str, float]) -> None:
@@ -220,8 +220,8 @@ def _tail(chain: Chain, kinds: tuple[str, ...], loss: Callable[..., mx.array]) -
 
 
 def _vjp(run: Callable[[Tree, Arrays], Tree], h: Tree, adapters: Arrays, cotangent: Tree) -> tuple[Tree, Arrays]:
-    """Return the gradients of run(h, adapters) with respect to h and to the adapters. `cotangent` is the gradient of the loss
-    with respect to the result of `run`.
+    """Return the gradients of run(h, adapters): (gradient with respect to h, in the structure of h; gradients by adapter name).
+    `cotangent` is the gradient of the loss with respect to the result of `run`.
     """
     leaves = [leaf for _, leaf in tree_flatten(h)]
 

@@ -45,8 +45,8 @@ def memory_budget(limit_gb: float | None = None) -> int:
 
 @contextmanager
 def live_memory_limit(limit: int | None) -> Iterator[None]:
-    """Limit the memory of work that MLX starts ahead of the device, within a `with` block. While `limit` bytes or more are in
-    use, MLX waits for running work to free memory before it starts the next operation. None keeps MLX's own limit. Results do not
+    """Context manager that limits the memory of work that MLX starts ahead of the device. While `limit` bytes or more are in use,
+    MLX waits for running work to free memory before it starts the next operation. None keeps MLX's own limit. Results do not
     change.
     """
     if limit is None:

@@ -14,17 +14,17 @@ import mlx.core as mx
 
 Item = TypeVar("Item")
 
-LEAK_BYTES = 1 << 14  # per time: the least growth that counts as a leak; a page of Metal's, to which allocations are rounded
+LEAK_BYTES = 1 << 14  # least growth per execution that counts as a leak: one page, to which Metal rounds allocations
 TEARDOWN = "end"
 BETWEEN = "between phases"
-LEAST_TIMES = 5  # a phase must have come so often before a leak can be told
+LEAST_TIMES = 5  # measurements of a phase that are needed to find a leak
 
 
 @dataclass
 class Meter:
-    """Measures the memory that MLX uses in each phase of a program. `rows` has a dict per phase: step, phase (its name), and in
-    bytes `before` and `active` (in use before and after), `peak` (the most in use within) and `cache`. Set `step` at the start of
-    each step.
+    """A meter that measures the memory MLX uses in each phase of a program. `rows` has a dict per phase: step, phase (its name),
+    and in bytes `before` and `active` (in use before and after), `peak` (the most in use within) and `cache`. Set `step` at the
+    start of each step.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Meter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the code within a `with` block as one phase called `name`, and append a row. This resets MLX's own peak;
+        """Context manager that measures the code inside as one phase called `name`, and appends a row. It resets MLX's own peak;
         `Meter.peak` is the largest of all phases.
         """
         mx.reset_peak_memory()
@@ -42,8 +42,8 @@ class Meter:
         self.rows.append({"step": self.step, "phase": name, "before": before, **sizes})
 
     def measure_each(self, items: Iterable[Item], name: str) -> Iterator[Item]:
-        """Yield the items of an iterable, and measure how each one is produced, as a phase called `name`. `step` is increased
-        after each item. The code that runs after the last item is measured as the phase "end".
+        """Yield the items of an iterable, and measure the memory used to produce each item, as a phase called `name`. `step` is
+        increased by 1 after each item. The code that runs after the last item is measured as the phase "end".
         """
         each = iter(items)
         while True:
@@ -85,7 +85,7 @@ class Meter:
         is subtracted from the latest allocation.
         """
         left: dict[str, list[int]] = {}
-        added: list[tuple[str, int]] = []  # (phase, which time)
+        added: list[tuple[str, int]] = []  # (phase, number of its execution)
         for name, change in self._changes():
             times = left.setdefault(name, [])
             times.append(max(change, 0))

@@ -21,17 +21,17 @@ from stages.tuner.quantize import CHUNK, GROUP, is_packable
 
 # Bytes per byte of a block's Linear inputs and outputs. Measured on a CPU, and on a GPU at full size (data/bench.jsonl).
 SAVED = {4: 1.3, 2: 1.65}  # kept for the gradient, by itemsize: in half precision some of it is float32
-BLOCK_WORK = 2.0  # alive while a block is computed and differentiated
-FORWARD_WORK = 1.05  # alive while a block is computed without a gradient, also per byte of attention scores
-SCORES_WORK = 2.5  # alive while a block is differentiated, per byte of its attention scores
+BLOCK_WORK = 2.0  # in use while a block is computed and differentiated
+FORWARD_WORK = 1.05  # in use while a block is computed without a gradient; also per byte of attention scores
+SCORES_WORK = 2.5  # in use while a block is differentiated, per byte of its attention scores
 UNPACKED = 2  # packed weights that exist unpacked at once while a block is computed
 FACTOR = 1.25  # a step's measured peak is within this factor of the estimate, either way
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimate of the memory that training needs for its largest batch, by purpose and in bytes. `peak(plan)` is the sum that
-    counts.
+    """An estimate of the memory that training needs for its largest batch: one field per purpose, in bytes. `peak(plan)` returns
+    the peak of the whole run.
     """
 
     weights: int  # frozen weights
@@ -41,11 +41,11 @@ class Estimate:
     linear_traffic: tuple[int, ...]  # per block: inputs and outputs of its Linears
     adapter_saved: tuple[int, ...]  # per block: kept by its adapters for their gradient, besides the Linears' inputs and outputs
     itemsize: int = 4  # bytes of one value of an activation
-    optimizer_work: int = 0  # taken by the optimizer's step beside weights, adapter and state
-    scores: int = 0  # the largest matrix of attention scores in a block; 0 where attention is fused
-    saved_scores: int = 0  # scores kept per block until the backward pass; 0 where they are built in chunks
-    unpacked: int = 0  # the largest packed weight of a block, or chunk of one, unpacked
-    validation: int = 0  # taken by a measurement on held-out images beside weights, adapter and state
+    optimizer_work: int = 0  # in use during the optimizer's step, besides weights, adapter and state
+    scores: int = 0  # the largest matrix of attention scores in a block; 0 if attention is fused
+    saved_scores: int = 0  # scores kept per block until the backward pass; 0 if they are built in chunks
+    unpacked: int = 0  # the largest packed weight of a block in unpacked form, or the largest chunk of it
+    validation: int = 0  # in use while held-out images are measured, besides weights, adapter and state
 
     def peak(self, plan: Plan) -> int:
         """Return the estimated peak memory of training in bytes, the largest of backward pass, optimizer step and validation.
@@ -61,7 +61,7 @@ class Estimate:
         tail = kept_blocks(plan, self.blocks)
         head = self.blocks - tail
         saved = [SAVED[self.itemsize] * traffic + own for traffic, own in self._per_block()]
-        kept = sum(saved[head + 1 :]) + self.saved_scores * (tail - 1)  # block_work has those of the block that is visited
+        kept = sum(saved[head + 1 :]) + self.saved_scores * (tail - 1)  # block_work includes the block that is computed
         at_tail = head * self.block_input + self.adapter * tail // self.blocks + kept
         at_first_block = self.block_input + self.adapter  # by then the inputs are freed and all gradients exist
         return max(at_tail, at_first_block)
@@ -98,10 +98,10 @@ class Estimate:
 def estimate(
     chain: Chain, inputs: Mapping[str, Any], weights: int, targets: Sequence[Target], optimizer_state: int, **parts: int
 ) -> Estimate:
-    """Estimate the memory for training adapters of `targets` on the largest batch, without computing anything. `inputs` are the
-    keyword arguments of `chain.enter` for this batch; like the weights of the chain, they may be arrays that were never computed.
-    `weights` and `optimizer_state` are bytes. `parts` are further fields of `Estimate` in bytes: optimizer_work, scores,
-    saved_scores, unpacked, validation.
+    """Estimate the memory for training adapters on the largest batch, without computing anything. `chain` is the model, `targets`
+    are the Linears with an adapter, and `inputs` are the keyword arguments of `chain.enter` for this batch (inputs and weights
+    may be arrays that were never computed). `weights` and `optimizer_state` are bytes. `parts` are further fields of `Estimate`
+    in bytes: optimizer_work, scores, saved_scores, unpacked, validation.
     """
     h, shared = chain.enter(**inputs)
     by_kind = {block.kind: block for block in chain.blocks}
@@ -132,10 +132,8 @@ def _trace_linears(chain: Chain, block: Any, h: Tree, shared: Tree) -> dict[str,
 
 
 def _saved_per_token(target: Target) -> int:
-    """Return how many values per token an adapter keeps for its gradient, besides the input and output of its Linear.
-
-    For LoRA this is x A^T, for DoRA also the output before its rows are rescaled, for LoKr the product with the first of its two
-    factors.
+    """Return how many values per token an adapter keeps for its gradient, besides the input and output of its Linear: x A^T for
+    LoRA, x A^T and the output before its rows are rescaled for DoRA, and the intermediate products of its factors for LoKr.
     """
     shapes = target.shapes
     if lokr.W1 not in shapes:
