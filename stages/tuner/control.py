@@ -59,8 +59,8 @@ class Control:
             self._end(f"stopped after {minutes:.1f} minutes, as [train] stop_after_minutes says")
 
     def wants_checkpoint(self) -> bool:
-        """Return True if a checkpoint is due after this step: the run ends early, pauses, or the file `checkpoint` exists.
-        Deletes that file.
+        """Return True if a checkpoint is due after this step: the run ends early, it is about to pause, or the file `checkpoint`
+        exists. The file is deleted.
         """
         return self._take(CHECKPOINT) or self.ending or self.pausing
 

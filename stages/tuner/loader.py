@@ -11,8 +11,8 @@ from stages.tuner.task import M, S, Task
 
 
 class Loader(Generic[S, M]):
-    """A data loader that yields (step, batches, seconds) for each step of `steps`. `batches` are the step's micro-batches in host
-    memory; `seconds` is how long the caller waited for them. A background thread reads one step ahead.
+    """A data loader that yields (step, batches, seconds) for each step of `steps`. `batches` are the batches of samples that the
+    step trains on, in host memory; `seconds` is how long the caller waited for them. A background thread reads one step ahead.
     """
 
     def __init__(self, task: Task[S, M], steps: range) -> None:
@@ -34,8 +34,8 @@ class Loader(Generic[S, M]):
                 yield step, batches, waited
 
     def read(self, step: int) -> list[M]:
-        """Return the micro-batches of a step, read into host memory. Then start to read the samples of the next step from disk in
-        the background.
+        """Return the batches of samples of a step, read into host memory. Then start to read the samples of the next step from
+        disk in the background.
         """
         batches = [self.reader.read(step, samples) for samples in self.task.draw(step)]
         if step + 1 in self.steps:

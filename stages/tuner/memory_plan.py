@@ -127,9 +127,10 @@ def saved_max_tokens(state: Any) -> int | None:
 
 
 def adjust_max_tokens(max_tokens: int, used: int, held: int, peak: int, limit: int) -> int:
-    """Return the most tokens per micro-batch for the next step, given the memory of the last one. Half of `used` if `peak` is
-    above `limit`; twice `used` if twice as many tokens fit for certain; otherwise `max_tokens`, the present value. `used` is the
-    tokens of the step's largest micro-batch. `held` (in use between steps), `peak` and `limit` are bytes.
+    """Return the most tokens per micro-batch (samples computed at once) for the next step, given the memory of the last one. The
+    result is half of `used` if `peak` is above `limit`, at least twice `used` if twice as many tokens surely fit, and otherwise
+    `max_tokens`, the present value. `used` is the tokens of the step's largest micro-batch. `held` (in use between steps), `peak`
+    and `limit` are bytes.
     """
     if peak > limit:
         return max(1, used // 2)

@@ -22,8 +22,9 @@ CHUNK = 1 << 24  # values of a weight that exist in float32 at once: 64 MB
 
 
 def row_norms(weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale: float) -> mx.array:
-    """Return the Euclidean norm of each row of W + scale B A, as a float32 array (outputs,). `weight` is W, the frozen weight
-    (outputs, inputs), an array or packed in 8 or 4 bits. `down_RI` is A, (rank, inputs), and `up_OR` is B, (outputs, rank).
+    """Return the Euclidean norm of each row of the adapted weight W + scale B A, as a float32 array (outputs,). `weight` is W,
+    the frozen weight (outputs, inputs), an array or packed in 8 or 4 bits. `down_RI` is A, (rank, inputs), and `up_OR` is B,
+    (outputs, rank); these are the low-rank arrays of the adapter.
 
     W is unpacked and converted to float32 in chunks of rows.
     """

@@ -131,7 +131,9 @@ def similar_names(pattern: str, names: Iterable[str]) -> str:
 
 
 def target_scales(targets: Iterable[Target]) -> dict[str, float]:
-    """Return the factor that multiplies each target's change of its weight, as Linear's name -> factor."""
+    """Return the scale of each target's adapter, as Linear's name -> scale. The adapter's change of the weight is multiplied by
+    it.
+    """
     return {target.name: target.scale for target in targets}
 
 

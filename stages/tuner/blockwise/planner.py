@@ -81,7 +81,7 @@ class Estimate:
 
     @property
     def unpacked_work(self) -> int:
-        """The bytes of packed weights that exist in unpacked form while one block is computed."""
+        """The bytes in use for unpacked copies of packed weights (in 8 or 4 bits) while one block is computed."""
         return UNPACKED * self.unpacked
 
     @property
