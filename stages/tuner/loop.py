@@ -1,10 +1,10 @@
-"""The training loop. It owns the order of things; what is trained, on what data and by what loss, is the task's (task.py).
+"""The training loop: the order of steps, measurements and checkpoints. A task (task.py) supplies model, data and loss.
 
-What a step draws is a function of (seed, step) alone, and a checkpoint holds all else. So a run that is stopped, killed or made
-longer ends with the same bits as a run that never was.
+The samples of a step depend on (seed, step) alone, and a checkpoint holds all other state. So a run that is stopped, killed or
+made longer ends with the same bits as an uninterrupted run.
 
-When a step ends, its rows are made, its health is checked, held-out samples are measured if that is due, a checkpoint is written
-if one is due, and then the rows are yielded. Rows come after their checkpoint, so that stored rows imply a result.
+After each step, the loop builds the step's rows, checks its health, measures held-out samples if that is due, writes a checkpoint
+if one is due, and then yields the rows. Rows come after their checkpoint, so that stored rows imply a result.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from stages.tuner.validation import TRAIN, VALIDATION, Validation
 
 def train(ctx: TrainingContext, task: Task[Any, Any], control: Control) -> Iterator[pa.RecordBatch]:
     """Train from the newest usable checkpoint to the last step and publish the adapter. Yields the rows of the run's table as
-    record batches, step by step. `control` holds requests such as stop and pause; if it ends the run early, a checkpoint is
-    written first. Nothing is done if every row is stored and the result is published. ValueError, in one line, if the run cannot
-    continue.
+    record batches, step by step. `ctx` gives the run's folder and stored rows, `task` the data, the model and the loss. `control`
+    holds requests such as stop and pause; if a request ends the run early, a checkpoint is written first. Nothing is done if
+    every row is stored and the result is published. ValueError, in one line, if the run cannot continue.
     """
     validation = validation_of(task)
     validation.add_table(ctx.stored)
@@ -67,8 +67,8 @@ def validation_of(task: Task[Any, Any]) -> Validation:
 
 def load_training(task: Task[Any, Any], start: Checkpoint | None, plan: MemoryPlan | None = None) -> TrainingStep:
     """Load the model and build the training step for `task`. The adapter and the optimizer's state come from the checkpoint
-    `start`; if `start` is None, training begins at step 0. If `plan` is None, every step is computed as one graph without a
-    memory limit. ValueError, before the model is loaded, if the adapter of [train] initial does not fit the model.
+    `start`; if `start` is None, training begins at step 0. `plan` is the memory plan; None computes every step as one graph,
+    without a memory limit. ValueError, before the model is loaded, if the adapter of [train] initial does not fit the model.
     """
     initial = None if start else task.initial_adapter()
     model = task.load_model()
@@ -82,8 +82,8 @@ def load_training(task: Task[Any, Any], start: Checkpoint | None, plan: MemoryPl
 
 
 class TrainingRun:
-    """One run of the training loop, from the checkpoint in `start` to the last step. It holds the measurements so far and the
-    rows that no checkpoint contains yet.
+    """One run of the training loop, from the point `start` to the last step. `start` is a checkpoint (or step 0) with the rows
+    that are not stored yet. Call `go` to run the loop.
     """
 
     def __init__(self, ctx: TrainingContext, task: Task[Any, Any], control: Control, start: Start) -> None:
@@ -91,7 +91,7 @@ class TrainingRun:
         self.past = [row for row in ctx.stored.to_pylist() if row["step"] <= start.step and start.checkpoint] + start.recovered
         self.validation = validation_of(task)
         self.validation.add(self.past)
-        # The measurement after the step that the run goes on from may have been interrupted; then it is repeated.
+        # The measurement after the start's step may have been interrupted; then it is repeated.
         self.unmeasured = bool(start.checkpoint) and self.validation.discard_incomplete(start.step)
         self.skipped: int = start.checkpoint.state["skipped"] if start.checkpoint else 0  # steps in a row that were not finite
         self.unsaved: list[Row] = []  # rows that no checkpoint holds yet
@@ -124,7 +124,7 @@ class TrainingRun:
         and `training`.
         """
         warn(self.ctx.say, self.task)
-        limit_command_buffers()  # before anything asks MLX for an array
+        limit_command_buffers()  # must come before the first MLX array
         self.plan = self.task.memory_plan(self.start.checkpoint)
         self.training = load_training(self.task, self.start.checkpoint, self.plan)
         announce(self.ctx, self.task, self.training, self.steps)
@@ -160,9 +160,9 @@ class TrainingRun:
                 return
 
     def compute(self, batches: Sequence[MicroBatch], lr: float, ratio: bool) -> StepResult:
-        """Take one optimizer step with the micro-batches `batches` at learning rate `lr`. If `ratio` is true, the result also
-        holds the length of the update relative to the adapter. With micro_batch = "auto", the step's peak memory decides how
-        large the micro-batches of the next step are.
+        """Take one optimizer step with `batches`, all samples of the step, at learning rate `lr`. If `ratio` is true, the result
+        also holds the length of the update relative to the adapter. With micro_batch = "auto", the step's peak memory decides the
+        size of the next step's micro-batches.
         """
         training = self.training
         if training.max_tokens is None:
@@ -183,8 +183,8 @@ class TrainingRun:
         return max(self.earlier_peak, mx.get_peak_memory())
 
     def step_rows(self, batches: Sequence[MicroBatch], result: StepResult, shared: Row) -> list[Row]:
-        """Return the table rows of one step, one per sample, and add them to `unsaved` for the next checkpoint. `shared` maps
-        columns to values that all samples of the step have in common.
+        """Return the table rows of one step, one per sample, and add them to `unsaved` for the next checkpoint. `batches` and
+        `result` are the step's samples and losses. `shared` maps columns to values that all samples of the step have in common.
         """
         samples = [sample for batch in batches for sample in batch.samples]
         rows = sample_rows(self.task, samples, {"loss": result.losses, **result.terms}, shared | {"split": TRAIN})

@@ -1,6 +1,6 @@
-"""One optimizer step on a chain of blocks: gradients of micro-batches, clipping, the optimizer, its average.
+"""One optimizer step on a chain of blocks: gradients of micro-batches, clipping, the optimizer, the adapter's running average.
 
-It is built from a model, its targets and settings, and needs no project: training, `latentmill memory` and benchmarks run it.
+A step needs a model, its targets and settings, but no project. Training, `latentmill memory` and benchmarks use this code.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def starting_adapter(
 
 
 def build_optimizer(config: TrainingConfig) -> OptimizerStep:
-    """Build the optimizer that the section [train.optimizer] of `config` describes, with gradient clipping. With [train.ema], it
-    also keeps a running average of the adapter.
+    """Build the optimizer that the section [train.optimizer] of `config` describes, with gradient clipping. With [train.ema], the
+    optimizer also keeps a running average of the adapter.
     """
     method = config.optimizer.method()
     return OptimizerStep(ema.Averaged(method, config.ema.decay) if config.ema else method, config.clip)
@@ -71,8 +71,11 @@ def build_optimizer(config: TrainingConfig) -> OptimizerStep:
 
 @dataclass
 class StepResult:
-    """The losses of one optimizer step, and numbers that show whether the step was sound. Every list has one entry per sample, in
-    the order of the step.
+    """The losses of one optimizer step and the state of the adapter after it. `losses` has one loss per sample, in order; `terms`
+    has further losses by table column. `grad_norm` is the gradient's global norm before clipping. `finite` is False if a loss or
+    the gradient is not finite; then nothing was updated. `bounded` is False if the update made the adapter or the optimizer's
+    state infinite. `update_ratio` is the length of the update divided by the adapter's, or None if not requested.
+    `largest_tokens` is the number of tokens of the largest micro-batch.
     """
 
     losses: list[float]
@@ -80,7 +83,7 @@ class StepResult:
     grad_norm: float  # global norm of the gradient before clipping
     finite: bool  # False: a loss or the gradient is not finite, and nothing was updated
     bounded: bool  # False: the update made the adapter or the optimizer's state infinite
-    update_ratio: float | None  # length of the update divided by the adapter's; None where it was not asked for
+    update_ratio: float | None  # length of the update divided by the adapter's; None if not requested
     largest_tokens: int  # tokens of the largest micro-batch that was computed at once
 
 
@@ -92,7 +95,7 @@ class StepGradient:
     """
 
     grads: Arrays = field(default_factory=dict)
-    terms: list[dict[str, tuple[mx.array, Sequence[bool] | None]]] = field(default_factory=list)  # by column
+    terms: list[dict[str, tuple[mx.array, Sequence[bool] | None]]] = field(default_factory=list)  # per micro-batch, by column
     largest_tokens: int = 0
 
     @property
@@ -160,7 +163,7 @@ class TrainingStep:
 
     @property
     def adapter(self) -> Arrays:
-        """The trained adapter: float32 arrays by name. They are views that are valid only until the next step."""
+        """The trained adapter: float32 arrays by name. The arrays are views and valid only until the next step."""
         return self.masters.unstack()
 
     @property
@@ -169,10 +172,11 @@ class TrainingStep:
         return self.optimizer.average(self.masters, self.state) or None
 
     def step(self, batches: Sequence[MicroBatch], lr: float, ratio: bool = False, meter: Meter | None = None) -> StepResult:
-        """Update the adapter once with the mean gradient over all samples of `batches`, at learning rate `lr`, and return the
-        losses. The adapter stays unchanged if a loss or the gradient is not finite. If `ratio` is true, the result also holds the
-        length of the update divided by the length of the adapter. The call waits for the device once, at its end; with a `meter`
-        it waits after each phase (batch, gradients, optimizer), so that the meter can measure the phase.
+        """Update the adapter once with the mean gradient over all samples of `batches`, at learning rate `lr`. Returns the losses
+        and further results of the step. The adapter stays unchanged if a loss or the gradient is not finite. If `ratio` is true,
+        the result also holds the length of the update divided by the length of the adapter. The call waits for the device once,
+        at its end. With a `meter`, the call waits after each phase (batch, gradients, optimizer), so that the meter can measure
+        the phase.
         """
         with live_memory_limit(self.live_bytes):
             found = self.gradient(batches, meter)
@@ -214,7 +218,7 @@ class TrainingStep:
                     found.terms[-1][term.column] = losses_B, term.applies
                     if meter:
                         mx.eval(losses_B, found.grads)
-                del grads, term  # before the next term is made
+                del grads, term  # frees memory before the next term is built
         return found
 
     def _terms(self, batch: MicroBatch, meter: Meter | None) -> Iterator[Term]:

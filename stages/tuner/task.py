@@ -1,4 +1,4 @@
-"""What the training loop asks of a task, as protocols: how a batch is drawn and read, its loss, and what a row says.
+"""The protocols that a kind of training implements for the training loop: samples, micro-batches, loss, model, rows.
 
 The loop (loop.py) owns everything else: order of steps, micro-batches, clipping, optimizer, averages, checkpoints, resuming,
 health. A task knows its tables and its model; the loop knows neither.
@@ -44,7 +44,7 @@ class MicroBatch(Protocol):
 
 
 class Model(Chain, Protocol):
-    """A model that is a chain of blocks, as adapter training needs it."""
+    """A model that is a chain of blocks and whose Linears can be trained by adapters."""
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -71,7 +71,9 @@ class Term:
 
 
 class Objective(Protocol[M_contra]):
-    """The interface of a loss that training minimises. Implementations turn a micro-batch into loss terms."""
+    """The interface of a loss that training minimises. An implementation turns a micro-batch (samples computed at once) into loss
+    terms.
+    """
 
     @property
     def separable(self) -> bool:
@@ -138,8 +140,8 @@ class Task(Protocol[S, M]):
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """Text entries that the task adds to the header of every adapter file, by key. The loop adds provenance and adapter
-        settings itself.
+        """Text entries that the task adds to the header of every adapter file: key -> text. The loop adds provenance and adapter
+        settings.
         """
 
     def sizes(self, step: int) -> list[int]:
@@ -200,14 +202,15 @@ class TrainingContext(Protocol):
 
     @property
     def provenance(self) -> dict[str, str]:
-        """Recipe (hash of settings, code version and weights) and program versions, as text by key. They go into the header of
-        every adapter file.
+        """Texts for the header of every adapter file: key -> text. They hold the recipe (hash of settings, code version and
+        weights) and the versions of the program.
         """
 
     @property
     def write_artifact(self) -> Callable[[str, Callable[[Path], None]], Path]:
-        """The function write_artifact(name, write) -> path, which creates the file `name` in `artifacts`. It calls write(path)
-        with the path to write to. Readers see the file whole or not at all. It returns the path of the finished file.
+        """The function write_artifact(name, write) -> path, which creates the file `name` in the folder `artifacts`. The function
+        calls write(path) to write the content to `path`. Readers see the whole file or no file. The returned path is that of the
+        finished file.
         """
 
     @property
@@ -216,7 +219,9 @@ class TrainingContext(Protocol):
 
     @property
     def progress(self) -> Callable[[int, int, str], None]:
-        """The function progress(done, total, unit), which updates the progress bar."""
+        """The function progress(done, total, unit), which updates the progress bar. `done` and `total` count units, such as
+        steps; `unit` is their name.
+        """
 
     @property
     def stop(self) -> Callable[[], bool]:

@@ -1,6 +1,6 @@
-"""The stage train: which rows it trains on, what a step draws and reads, its loss, its memory plan.
+"""The stage train: the rows to train on, the samples of each step, the loss and the memory plan.
 
-`stage.py` is what the runner calls, `task.py` what the training loop in `stages.tuner` is given. A file here imports
+The runner calls `stage.py`; the training loop in `stages.tuner` uses `task.py`. A file here imports
 `stages.tuner`, `stages.models.family` and `schemas`, but no other stage.
 """
 

@@ -22,7 +22,11 @@ PLACE = ("image_id", "width", "height", "crop_x", "crop_y", "crop_w", "crop_h") 
 
 @dataclass(frozen=True)
 class Crop:
-    """One latent (an encoded crop of an image) that may be trained on, with the captions of its image."""
+    """One latent (an encoded crop of an image) that may be trained on, with the captions of its image. `width` and `height` are
+    in pixels; `grid` is the latent's (height, width). `captions` and `classes` are caption_ids; `classes` holds the class caption
+    of each caption. `rate` is the number of occurrences per epoch. `mask` has one byte per image token, its weight; None: all
+    tokens count in full.
+    """
 
     latent_id: str
     image_id: str
@@ -30,7 +34,7 @@ class Crop:
     height: int
     grid: tuple[int, int]  # (height, width) of the latent
     captions: tuple[str, ...]
-    classes: tuple[str, ...] = ()  # for each caption, the caption with the class word in place of the trigger; "": there is none
+    classes: tuple[str, ...] = ()  # for each caption, its class caption; "": it has none
     rate: float = 1.0  # occurrences per epoch
     mask: bytes | None = None  # the weight of each token, one byte each; None: all count in full
 
@@ -48,8 +52,9 @@ class Crop:
 
 @dataclass(frozen=True)
 class Dataset:
-    """The crops and captions that a run trains on, and the crops that it is measured by. The order depends only on the rows'
-    content.
+    """The crops and captions that a run trains on, in an order that depends only on their content. `held` are crops that only
+    measure the run. `empty` is the caption_id that replaces a dropped caption ("": captions are never dropped), and `empty_class`
+    its class caption. `text_rows` maps each caption_id to the number of rows of its embedding.
     """
 
     crops: tuple[Crop, ...]
@@ -155,7 +160,10 @@ def _crop(row: Row, rate: float, texts: Texts, masked: bool) -> Crop:
 
 @dataclass(frozen=True)
 class Texts:
-    """The caption_ids that a run may draw, by image, and the caption that replaces a dropped caption."""
+    """The caption_ids that a run may draw. `captions` maps an image_id to the captions of that image, in order. `classes` maps an
+    image_id to the class caption of each caption ("" if there is none). `empty` replaces a dropped caption; `empty_class` is its
+    class caption.
+    """
 
     captions: dict[str, tuple[str, ...]]  # by image_id, in their order
     classes: dict[str, tuple[str, ...]]  # by image_id: the class caption of each caption, "" if there is none

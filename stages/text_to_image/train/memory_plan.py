@@ -1,4 +1,4 @@
-"""The memory plan of a run on images: estimates of its bytes from shapes alone, and the refusal of what cannot fit.
+"""The memory plan of a run on images: estimate bytes from shapes alone, and refuse a run that cannot fit.
 
 The choice among plans and the remedies that suit any training are in `stages.tuner.memory_plan`. Here are the sizes of images,
 the shapes of the transformer, and lower resolutions as the last remedy.
@@ -146,9 +146,9 @@ class MemoryEstimator:
         return {"scores": min(whole, attention.CHUNK_BYTES), "saved_scores": 0 if chunked else whole}
 
     def best(self, batch: BatchShape, limit: int, begun: Plan | None = None) -> Candidate:
-        """Choose the fastest micro-batch size and plan that need at most `limit` bytes for `batch`, the run's largest batch.
-        Settings that fix one of them are respected. `begun` is the plan of a resumed run and is kept if it fits; None for a new
-        run. If nothing fits, the candidate that needs the least memory is returned.
+        """Choose the fastest micro-batch size (samples computed at once) and plan that need at most `limit` bytes. `batch` is the
+        run's largest batch. Sizes and plans that [train] fixes are respected. `begun` is the plan of a resumed run and is kept if
+        it fits; None for a new run. If nothing fits, the candidate that needs the least memory is returned.
         """
         return best_candidate(self.config, batch.samples, lambda samples: self.estimate(batch, samples), limit, begun)
 
@@ -165,9 +165,9 @@ def choose(
     start: Checkpoint | None,
     say: Callable[[str], None],
 ) -> MemoryPlan:
-    """Choose the memory plan of a run, and print it with `say`, before any weight is loaded. `weights` is the folder of the
-    transformer. `start` is the checkpoint to continue from; None: a new run. ValueError, in one line with settings that would
-    fit, if no plan fits into memory.
+    """Choose the memory plan of a run (micro-batch size, and which blocks are differentiated as one graph), and print it with
+    `say`. No weight is loaded. `weights` is the folder of the transformer. `start` is the checkpoint to continue from; None: a
+    new run. ValueError, in one line with settings that would fit, if no plan fits into memory.
     """
     architecture = family.architecture
     estimator = MemoryEstimator(config, architecture, architecture.transformer_config(weights, family))
@@ -177,9 +177,9 @@ def choose(
 
 
 def require_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int, begun: Plan | None = None) -> Candidate:
-    """Choose the fastest micro-batch size and plan that need at most `limit` bytes for `batch`, the run's largest batch. `begun`
-    is the plan of a resumed run and is kept if it fits; None for a new run. ValueError, with settings that would fit, if nothing
-    fits.
+    """Choose the fastest micro-batch size (samples computed at once) and plan that need at most `limit` bytes. `batch` is the
+    run's largest batch. `begun` is the plan of a resumed run and is kept if it fits; None for a new run. ValueError, with
+    settings that would fit, if nothing fits.
     """
     found = estimator.best(batch, limit, begun)
     if found.needs > limit:
@@ -188,8 +188,8 @@ def require_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int, begun
 
 
 def cheapest_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int) -> Remedy:
-    """Return the cheapest change of settings with which `batch` needs at most `limit` bytes. If no change suffices, return all
-    changes that save memory.
+    """Return the cheapest change of settings with which training on `batch` needs at most `limit` bytes. If no change suffices,
+    return all changes that save memory.
     """
     samples = max(batch.samples, batch.held.samples if batch.held else 0)
 

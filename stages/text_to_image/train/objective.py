@@ -28,8 +28,9 @@ Loss = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True)
 class FlowMatching:
-    """The objective of flow matching: the loss of the velocity that the model predicts. With [train.preservation] there is a
-    second term, the preservation loss of the class captions.
+    """The objective of flow matching: the loss of the velocity (noise - clean) that the model predicts. `loss` holds the settings
+    [train.loss]. With the settings `preservation`, a second term keeps the base model's predictions for class captions.
+    `separable`: a batch may be divided.
     """
 
     architecture: Architecture
@@ -82,9 +83,9 @@ def sigmas(batch: MicroBatch) -> mx.array:
 
 
 def velocity_loss(batch: MicroBatch, target_BLC: mx.array, config: LossConfig) -> Loss:
-    """Return the loss function of a micro-batch, as the settings [train.loss] `config` say. It maps the predicted velocity to one
-    loss per sample. `target_BLC` is the true velocity: (batch, tokens, channels). The function is a partial whose arrays are
-    keywords, so that MLX can compile it with the model's last blocks.
+    """Return the loss function of a micro-batch, as the settings [train.loss] `config` say. The function maps the predicted
+    velocity to one loss per sample. `target_BLC` is the true velocity (noise - clean): (batch, tokens, channels). The arrays are
+    keywords of a partial, so that MLX can compile the function with the model's last blocks.
     """
     arrays = {"target_BLC": target_BLC}
     if config.weight != "none":

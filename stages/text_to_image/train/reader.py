@@ -1,4 +1,4 @@
-"""How a batch is read: latents, embeddings and masks of its samples, copied from disk into host memory.
+"""Read micro-batches: the latents, embeddings and masks of samples, copied from disk into host memory.
 
 Letters in names: B batch, C latent channels, H W latent height and width, L = H W image tokens, T text rows, J text features.
 """
@@ -53,9 +53,7 @@ class BatchReader:
         self.sampler, self.mask_floor = sampler, mask_floor
 
     def prefetch(self, samples: Iterable[Sample]) -> None:
-        """Start to read the latents and text embeddings of the next step's samples, `samples`, from disk in the background.
-        Arrays that were read earlier become invalid.
-        """
+        """Start to read the latents and text embeddings of the next step's samples, `samples`, from disk in the background."""
         coming = list(samples)
         self.latents.ahead([s.crop.latent_id for s in coming])
         self.embeddings.ahead([caption for s in coming for caption in (s.caption_id, s.class_id) if caption])

@@ -1,4 +1,4 @@
-"""A step of a run computed again: what did it train on, and why was its loss what it was?"""
+"""Compute a step of a run again, to see its samples and explain its losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each step of a run draws: rows in order, a caption, a noise level and the noise, all from (seed, step, sample)."""
+"""Draw the samples of each step: crop, caption, noise level and noise, all determined by (seed, step, sample)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from stages.tuner.order import Order
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample of a step: which crop, which caption and which noise level. Its data are not read yet."""
+    """One sample of a step, before its data are read. `number` is its index in the step, from 0. `caption_id` is the caption to
+    read; `dropped` says that this caption replaces the drawn one. `sigma` is the noise level, 0 clean to 1 noise. `class_id` is
+    the class caption; "" if there is none or the step needs none.
+    """
 
     number: int  # 0-based place in the step
     epoch: int
@@ -23,13 +26,14 @@ class Sample:
     caption_id: str
     dropped: bool
     sigma: float
-    class_id: str = ""  # the caption with the class word in place of the trigger; "" if the step needs none, or none exists
+    class_id: str = ""  # the class caption: the class word replaces the trigger; "" if the step needs none, or none exists
 
 
 @dataclass(frozen=True)
 class TrainingSampler:
-    """A sampler that draws the samples of every step. What it draws depends only on the dataset, the settings, the seed and the
-    step.
+    """A sampler that draws the samples of every step from the dataset, the seed and the step's number alone. `order` gives the
+    crops of each batch, `noise` the distribution of noise levels. `caption_dropout` is the probability that a caption is dropped.
+    Noise levels are spread evenly over `strata` steps. Samples have class captions in every `classes_every`-th step; 0: never.
     """
 
     data: Dataset
@@ -37,8 +41,8 @@ class TrainingSampler:
     order: Order
     noise: SigmaDistribution
     caption_dropout: float
-    strata: int = 1  # of the noise levels
-    classes_every: int = 0  # samples get their class captions in every so many steps; 0: never
+    strata: int = 1  # steps in a row that cover the noise levels evenly
+    classes_every: int = 0  # class captions are used in every n-th step; 0: never
 
     def sizes(self, step: int) -> list[int]:
         """Return the number of samples of each batch of step `step`. Draws nothing."""

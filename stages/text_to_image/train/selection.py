@@ -1,4 +1,4 @@
-"""Which rows a run trains on, how often, and which are held out to measure it: settings, and functions of them.
+"""Settings and functions that choose which rows a run trains on, how often, and which images are held out.
 
 A rate is how often a crop occurs per epoch: 1 without settings.
 """
@@ -81,8 +81,8 @@ class ValidationConfig(tuner.ValidationConfig):
 
 
 def rates(config: DataConfig, crops: Sequence[tuple[int, str]]) -> list[float]:
-    """Return how often each crop occurs per epoch, in the order of `crops`. A crop is given as (resolution, path of its image).
-    ValueError if `config` names a resolution or folder that no crop has.
+    """Return the average number of occurrences per epoch of each crop, in the order of `crops`. Each crop is given as
+    (resolution, path of its image). ValueError if `config` names a resolution or folder that no crop has.
     """
     weights = _weights(config, {resolution for resolution, _ in crops})
     folders = {folder.strip("/").removeprefix("./"): count for folder, count in (config.repeats or {}).items()}
@@ -116,8 +116,9 @@ def _weights(config: DataConfig, present: Iterable[int]) -> dict[int, float]:
 
 
 def held_out(config: ValidationConfig, paths: Mapping[str, Sequence[str]]) -> frozenset[str]:
-    """Return the ids of the images to hold out from training. `paths` maps each image_id to the paths of that image. ValueError
-    if the setting [train.validation] paths matches no image.
+    """Choose the images to hold out from training, and return their image_ids. `paths` maps each image_id to all paths of that
+    image. The choice depends on the image's content and the seed: `share` of the images, at least one and at most `most`; or the
+    images that the setting `paths` matches. ValueError if that setting matches no image.
     """
     if config.paths:
         found = {i for i, own in paths.items() if any(fnmatchcase(path, p) for path in own for p in config.paths)}

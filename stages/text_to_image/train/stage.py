@@ -1,6 +1,6 @@
 """The stage train: a LoRA by flow matching, on latents and embeddings read from disk. One row per sample drawn or measured.
 
-The training loop is `stages.tuner.loop`; the task that it is given is `task.ImageTask`.
+The training loop is `stages.tuner.loop`; its task is `task.ImageTask`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from stages.tuner.rows import wanted_rows
 
 
 def wanted_samples(ctx: StageContext) -> pa.Table:
-    """Return a table with the columns step, split and sample: one row for every sample that the run trains on or measures."""
+    """Return a table with the columns step, split ("train" or "validation") and sample (index in the step): one row for every
+    sample that the run trains on or measures.
+    """
     task = ImageTask(ctx)
     return wanted_rows(task, loop.last_step(task, ctx.stored))
 

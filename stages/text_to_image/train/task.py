@@ -1,4 +1,4 @@
-"""The task of training on images: what the loop in `stages.tuner` is given."""
+"""The task of training on images, which the training loop in `stages.tuner` runs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ImageTask:
         return self.sampler.sizes(step)
 
     def draw(self, step: int) -> list[list[Sample]]:
-        """Draw the samples of step `step` (from 1), as one list per batch."""
+        """Draw the samples of step `step` (from 1), as one list per batch. All batches together make one optimizer step."""
         return self.sampler.step(step)
 
     def reader(self) -> BatchReader:
