@@ -16,9 +16,9 @@ CHUNK = 1 << 28  # bytes of a weight that are unpacked at once; FLUX.2 dev's lar
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight matrix (outputs, inputs) packed in 8 or 4 bits: a named tuple of three arrays. `packed` is uint32, (outputs,
-    inputs * bits / 32). `scales` and `offsets` are (outputs, inputs / 64), because each 64 weights of a row share one scale and
-    one offset. mx.compile accepts it as an argument.
+    """A weight matrix (outputs, inputs) that is packed (quantised to 8 or 4 bits), as a named tuple of three arrays. `packed` is
+    uint32, (outputs, inputs * bits / 32). `scales` and `offsets` are (outputs, inputs / 64), because each 64 weights of a row
+    share one scale and one offset. mx.compile accepts it as an argument.
     """
 
     packed: mx.array
@@ -44,9 +44,9 @@ Weight = mx.array | QuantizedWeight
 
 
 def pack(weight: mx.array, bits: int) -> QuantizedWeight:
-    """Pack a weight matrix (outputs, inputs) in `bits` bits, 8 or 4, and return the packed weight. The result is computed at
-    once, so that the caller can free the original. ValueError for other `bits`, or if `weight` is not a matrix with `inputs` a
-    multiple of 64.
+    """Pack (quantise) a weight matrix (outputs, inputs) to `bits` bits, 8 or 4, and return the packed weight. The result is
+    computed at once, so that the caller can free the original. ValueError for other `bits`, or if `weight` is not a matrix with
+    `inputs` a multiple of 64.
     """
     if bits == 16 or bits not in BITS:
         raise ValueError(f"base_bits must be 16 (not packed), 8 or 4, got {bits}")
@@ -58,8 +58,8 @@ def pack(weight: mx.array, bits: int) -> QuantizedWeight:
 
 
 def pack_if_possible(weight: mx.array, bits: int) -> Weight:
-    """Return the weight packed in `bits` bits, 8 or 4. Return it unchanged if `bits` is 16, or if it is not a matrix with rows a
-    multiple of 64 wide (the scale of a norm, for example).
+    """Return the weight packed (quantised) to `bits` bits, 8 or 4. It is returned unchanged if `bits` is 16, or if the weight is
+    not a matrix (outputs, inputs) with `inputs` a multiple of 64.
 
     If the weights are packed one after another while they are loaded, memory peaks at the packed size plus one weight.
     """
@@ -67,7 +67,7 @@ def pack_if_possible(weight: mx.array, bits: int) -> Weight:
 
 
 def is_packable(shape: tuple[int, ...]) -> bool:
-    """Return True if a weight of this shape can be packed: a matrix (outputs, inputs) with `inputs` a multiple of 64."""
+    """Return True if a weight of this shape can be packed (quantised): a matrix (outputs, inputs), `inputs` a multiple of 64."""
     return len(shape) == 2 and shape[-1] % GROUP == 0
 
 
@@ -86,8 +86,8 @@ def select_rows(weight: Weight, rows: slice) -> Weight:
 
 
 def row_chunks(weight: Weight) -> list[slice]:
-    """Return slices of rows that together cover a packed weight, in order. Each chunk has at most 256 MiB when unpacked. If the
-    weight is small, or is an array, the list is `[slice(None)]`, one slice of all rows.
+    """Return slices of rows that together cover a weight, in order. For a packed (quantised) weight, each chunk has at most 256
+    MiB when unpacked. If the weight is small, or is a plain array, the result is `[slice(None)]`, one slice of all rows.
     """
     if isinstance(weight, mx.array):
         return [slice(None)]

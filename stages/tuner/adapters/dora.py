@@ -42,7 +42,9 @@ def row_norms(weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale
 
 def initial_magnitude(weight: quantize.Weight, outputs: int, inputs: int) -> mx.array:
     """Return the magnitudes with which DoRA starts: the Euclidean norm of each row of a frozen weight (outputs, inputs), as a
-    float32 array (outputs,). They equal `row_norms` to the bit while B is zero, so that a fresh adapter changes nothing.
+    float32 array (outputs,). `weight` is an array or packed (quantised to 8 or 4 bits).
+
+    The magnitudes equal `row_norms` to the bit while B is zero, so that a fresh adapter changes nothing.
     """
     return row_norms(weight, mx.zeros((1, inputs)), mx.zeros((outputs, 1)), 0.0)
 
@@ -70,8 +72,10 @@ def _add_gain(y: mx.array, gain_O: mx.array) -> mx.array:
 
 @_add_gain.vjp  # type: ignore[untyped-decorator, unused-ignore]
 def _add_gain_vjp(primals: Any, dz: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the gradients of `_add_gain` with respect to y and the gain; `dz` is the gradient of its result. The sum over tokens
-    is a matrix product, which adds in float32 on every backend, as a half-precision sum does not.
+    """Return the gradients of z = y + gain_O y: (gradient with respect to y, gradient with respect to gain_O). `primals` is (y,
+    gain_O), and `dz` is the gradient of the loss with respect to z.
+
+    The sum over tokens is a matrix product, which adds in float32 on every backend, as a half-precision sum does not.
     """
     y, gain_O = primals
     flat_NO = (dz * y).reshape(-1, y.shape[-1])

@@ -23,8 +23,9 @@ RANK_AXIS = {lora.A: 0, lora.B: 1, lokr.W2_A: 1, lokr.W2_B: 0}  # the axis of le
 
 
 def target_weights(blocks: Iterable[Any], targets: Iterable[Target]) -> dict[str, quantize.Weight]:
-    """Return the frozen weight of each target (a Linear that gets an adapter), as target name -> weight. Each of `blocks` has a
-    `name` and a dict `weights` from "<linear>.weight", named within the block, to the weight.
+    """Return the frozen weight of each target (a Linear that gets an adapter), as target name -> weight. `blocks` are the model's
+    blocks, each with a `name` and a dict `weights`. The keys of `weights` are "<linear>.weight", with the Linear's name within
+    the block.
     """
     every = {f"{block.name}.{name}": weight for block in blocks for name, weight in block.weights.items()}
     return {target.name: every[f"{target.name}.weight"] for target in targets}

@@ -146,8 +146,9 @@ def _saved_per_token(target: Target) -> int:
 
 
 def weight_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> int:
-    """Return the bytes of all weights together. `shapes` yields (shape, bits) for each weight; 16 bits means not packed.
-    `itemsize` is the bytes of one unpacked value, and of one scale or offset of a packed weight.
+    """Return the bytes of all weights together. `shapes` yields (shape, bits) for each weight: 8 or 4 bits if it is packed
+    (quantised), 16 if not. `itemsize` is the bytes of one value that is not packed, and of one scale or offset of a packed
+    weight.
     """
     total = 0
     for shape, bits in shapes:
@@ -157,9 +158,9 @@ def weight_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -
 
 
 def unpacked_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> int:
-    """Return the bytes of the largest packed weight in unpacked form; 0 if none is packed. Large weights are unpacked in chunks,
-    so the result is at most 256 MiB. `shapes` yields (shape, bits) for each weight (16 bits: not packed); `itemsize` is the bytes
-    of one unpacked value.
+    """Return the bytes of the largest packed (quantised) weight in unpacked form; 0 if none is packed. Large weights are unpacked
+    in chunks, so the result is at most 256 MiB. `shapes` yields (shape, bits) for each weight: 8 or 4 bits if it is packed, 16 if
+    not. `itemsize` is the bytes of one unpacked value.
     """
     return max((min(math.prod(shape) * itemsize, CHUNK) for shape, bits in shapes if _is_packed(shape, bits)), default=0)
 
