@@ -38,8 +38,8 @@ def silent(line: str) -> None:
 
 def file_name(project: str, step: int | str, style: str, which: str = "last") -> str:
     """Return the name of an exported file, such as "cats-001000.safetensors" or "cats-001000-average-comfyui.safetensors".
-    `project` is the project's name, `step` the training step. `style` and `which` (the kind of adapter) are part of the name
-    unless they are "diffusers" and "last".
+    `project` is the project's name, `step` the training step. `which` is the kind of adapter ("last", "average" or "best");
+    `style` is "diffusers", "comfyui" or "merged". The usual values "last" and "diffusers" are left out of the name.
     """
     safe = re.sub(r"[^\w.-]+", "-", project).strip("-.") or "adapter"
     kind = "".join(f"-{word}" for word, usual in ((which, "last"), (style, "diffusers")) if word != usual)

@@ -116,8 +116,8 @@ def comparisons(name: str, base: list[Row], adapter: list[Row]) -> Iterator[str]
 
 
 def pair_by_prompt(base: list[Row], adapter: list[Row], column: str) -> Pairs:
-    """Return one pair (values of the base, values of the adapter) of arrays for each prompt that both have drawn. `base` and
-    `adapter` are rows of the table scores; the values are those of `column`, without None.
+    """Return a list of (values of the base, values of the adapter), one pair of float64 arrays for each prompt that both have
+    drawn. `base` and `adapter` are rows of the table scores, one per picture. The values are those of `column`, without None.
     """
     prompts: tuple[dict[str, list[Row]], dict[str, list[Row]]] = (defaultdict(list), defaultdict(list))
     for side, rows in zip(prompts, (base, adapter), strict=True):
@@ -128,8 +128,8 @@ def pair_by_prompt(base: list[Row], adapter: list[Row], column: str) -> Pairs:
 
 
 def auc(base: np.ndarray, adapter: np.ndarray) -> float:
-    """Return the probability that a random value of `adapter` is larger than a random value of `base`; equal values count
-    half.
+    """Return the probability that a random value of `adapter` is larger than a random value of `base`. Both are arrays of
+    scores; equal values count half.
     """
     above, equal = adapter[:, None] > base[None], adapter[:, None] == base[None]
     return float(np.mean(above + 0.5 * equal))

@@ -109,8 +109,8 @@ def adapter_of(project: Project, step: int | None, say: Say, which: str = "last"
 
 
 def _last_adapter(project: Project, artifacts: Path, step: int | None) -> Path:
-    """Return the path of the adapter as trained in the folder `artifacts` of a run: of the checkpoint at `step`, or the result
-    if `step` is None. ValueError, which lists the checkpoints, if there is no such file.
+    """Return the path of the adapter file that training wrote at `step`, a checkpoint, or at the end of the run if `step` is
+    None. `artifacts` is the folder with the run's files. ValueError, which lists the checkpoints, if there is no such file.
     """
     checkpoints = {int(p.parent.name.split("-")[1]): p for p in artifacts.glob("checkpoints/step-*/adapter.safetensors")}
     found = artifacts / project.stage("train").result if step is None else checkpoints.get(step)

@@ -24,8 +24,9 @@ def header(about: dict[str, str], style: str, dtype: str, ranks: dict[str, int],
 
 
 def _own_fields(about: dict[str, str], style: str, dtype: str) -> dict[str, str]:
-    """Return the metadata in this program's words: the facts in `about`, and the `style` and `dtype` of the export. Facts that
-    describe the layout of the trained file, such as "scales", are left out.
+    """Return this program's own fields of the metadata: the facts in `about`, and how the file is written. `style` is
+    "diffusers" or "comfyui"; `dtype` is the dtype of the matrices. Facts that describe only the trained file, such as
+    "scales", are left out.
     """
     kept = {key: str(value) for key, value in about.items() if key not in ("format", "lora_adapter_metadata", "scales")}
     written = {"export_style": style, "export_dtype": dtype, "scale": "folded into the arrays", "software": _software()}

@@ -1,6 +1,6 @@
-"""The names under which files keep adapters of FLUX.2: diffusers', the reference repository's, kohya's and LyCORIS'.
+"""Translate the names of Linears in adapter files of FLUX.2: diffusers', Black Forest Labs', kohya's and LyCORIS'.
 
-Inside this program a Linear has diffusers' name. The reference repository stacks q, k and v in one Linear.
+This program uses diffusers' names. Black Forest Labs' code (the FLUX.2 reference repository) fuses q, k and v into one Linear.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ HALVES_SWAPPED = "final_layer.adaLN_modulation.1"  # its rows are shift, scale; 
 
 
 def _reference_linears() -> dict[str, tuple[str, ...]]:
-    """Return a dict from each Linear of Black Forest Labs' code to the diffusers Linears whose rows it holds, in order. Names
-    contain "{}" instead of the block's number: "double_blocks.{}.img_attn.qkv" -> ("transformer_blocks.{}.attn.to_q", ...to_k,
-    ...to_v).
+    """Return a dict from the name of each Linear in Black Forest Labs' code to the diffusers names of the Linears that it
+    stacks, in order. "{}" stands for the block's number. For example "double_blocks.{}.img_attn.proj" ->
+    ("transformer_blocks.{}.attn.to_out.0",).
     """
     double, single = "transformer_blocks.{}.", "single_transformer_blocks.{}."
     found: dict[str, tuple[str, ...]] = {name: (ours,) for name, ours in key_maps.TRANSFORMER.items()}
@@ -29,7 +29,7 @@ def _reference_linears() -> dict[str, tuple[str, ...]]:
 FUSED = _reference_linears()
 FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
 PREFIXES = ("base_model.model.", "diffusion_model.", "transformer.")
-_UNDERSCORED = {  # underscores for dots: kohya writes the reference's names so, LyCORIS diffusers' names
+_UNDERSCORED = {  # underscores for dots: kohya writes Black Forest Labs' names so, LyCORIS diffusers' names
     "lora_unet_": {fused.replace(".", "_"): fused for fused in FUSED},
     "lycoris_": {part.replace(".", "_"): part for part in FUSED_OF},
 }
@@ -81,17 +81,18 @@ def lycoris_name(name: str) -> str:
 
 
 def diffusers_names(name: str) -> list[str]:
-    """Return the diffusers names of the Linears that are stacked in the Linear `name` of Black Forest Labs' code, in the order
-    of their rows. A fused q, k, v gives three names; other Linears give one. [`name`] is returned if that code has no such
-    Linear.
+    """Return the diffusers names of the Linears that are stacked in the Linear that Black Forest Labs' code calls `name`, in
+    the order of the rows. "double_blocks.3.img_attn.qkv" gives three names (q, k and v); most Linears give one. A name that
+    this code does not use gives [`name`].
     """
     pattern, block = _split_number(name)
     return [part.replace("{}", block) for part in FUSED.get(pattern, (name,))]
 
 
 def reference_name(name: str) -> str:
-    """Return the name in Black Forest Labs' code of the Linear that holds the rows of the diffusers Linear `name`. For
-    example, to_q, to_k and to_v of a block all give its "img_attn.qkv". ValueError if that code has no such Linear.
+    """Return Black Forest Labs' name of the Linear that holds the rows of the diffusers Linear `name`:
+    "transformer_blocks.3.attn.to_q" -> "double_blocks.3.img_attn.qkv". That Linear may stack the rows of several diffusers
+    Linears. ValueError if there is none.
     """
     pattern, block = _split_number(name)
     if pattern not in FUSED_OF:
@@ -100,8 +101,8 @@ def reference_name(name: str) -> str:
 
 
 def _split_number(name: str) -> tuple[str, str]:
-    """Take the block's number, the first number between dots, out of a name: "a.3.b" -> ("a.{}.b", "3"). A name without a
-    number gives (`name`, "").
+    """Return (name with "{}" for the block's number, the number): "a.3.b" -> ("a.{}.b", "3"). The number is the first one
+    between dots. A name without a number gives (`name`, "").
     """
     found = re.search(r"\.(\d+)\.", name)
     return re.sub(r"\.(\d+)\.", ".{}.", name, count=1), found[1] if found else ""

@@ -63,8 +63,8 @@ def read_adapter(path: Path) -> tuple[Arrays, Scales]:
 
 
 def _as_vector(key: str, magnitude: mx.array) -> mx.array:
-    """Return a DoRA's magnitude, of shape (outputs,) or (outputs, 1), in the shape (outputs,). `key` is its name in the file,
-    for the message. ValueError for any other shape.
+    """Return the magnitude of a DoRA (one number per output) in the shape (outputs,). It may have the shape (outputs,) or
+    (outputs, 1); ValueError for any other shape. `key` is its name in the file, for the message.
     """
     if magnitude.ndim > 2 or (magnitude.ndim == 2 and magnitude.shape[1] != 1):
         raise ValueError(f"{key} of shape {magnitude.shape} sets the lengths of columns; only a DoRA of rows is read")
@@ -72,8 +72,8 @@ def _as_vector(key: str, magnitude: mx.array) -> mx.array:
 
 
 def _multiply_w1(arrays: Arrays) -> Arrays:
-    """Multiply the two low-rank matrices in which some files store the first LoKr factor. Return `arrays` with their product,
-    under the ending ".lokr_w1", in place of every such pair.
+    """Return `arrays` with a full first factor for every LoKr (a Kronecker product of two factors). Some files store this
+    factor as two low-rank matrices, ".lokr_w1_a" and ".lokr_w1_b". Their product replaces them, under the ending ".lokr_w1".
     """
     pairs = [key.removesuffix(W1_A) for key in arrays if key.endswith(W1_A) and key.removesuffix(W1_A) + W1_B in arrays]
     products = {name + W1: arrays[name + W1_A] @ arrays[name + W1_B] for name in pairs}
@@ -81,8 +81,9 @@ def _multiply_w1(arrays: Arrays) -> Arrays:
 
 
 def _ranks(arrays: Arrays) -> dict[str, int | None]:
-    """Return a dict from the name of each Linear in `arrays` to the rank of its adapter; None for a LoKr without low-rank
-    factors.
+    """Return a dict from the name of each Linear in `arrays` to the rank of its adapter. `arrays` maps "<name of a
+    Linear><ending>" to arrays. The rank is None for a LoKr (a Kronecker product of two factors) whose factors are both full
+    matrices.
     """
     ranks: dict[str, int | None] = {linear_name(key): None for key in arrays}
     for ending in (W1_B, W2_B, A):  # a later ending replaces the rank of an earlier one
@@ -131,9 +132,9 @@ def _by_pattern(config: dict[str, Any], key: str, name: str, otherwise: Any) -> 
 
 
 def _unfuse(arrays: Arrays, scales: Scales) -> tuple[Arrays, Scales]:
-    """Rename the Linears of an adapter to diffusers' names, and split an adapter of a fused Linear into one for each of its
-    parts. `arrays` maps "<name><ending>" to arrays, `scales` maps names to scales. Returns new (arrays, scales). Linears that
-    have diffusers' names already stay as they are.
+    """Rename the Linears of an adapter to diffusers' names. The adapter of a Linear that fuses q, k and v is split into three.
+    `arrays` maps "<name of a Linear><ending>" to arrays, `scales` maps the name of each Linear to the factor of its update.
+    Returns new (arrays, scales).
     """
     split: Arrays = {}
     own_scales: Scales = {}
@@ -148,8 +149,8 @@ def _unfuse(arrays: Arrays, scales: Scales) -> tuple[Arrays, Scales]:
 
 
 def _split_linear(name: str, own: Arrays, count: int) -> list[Arrays]:
-    """Split the adapter of one Linear into adapters of `count` Linears, each with an equal share of the rows, in order. `own`
-    maps endings, such as ".lora_A.weight", to the Linear's arrays, as does each dict in the returned list. `name` is for the
+    """Split the adapter of one Linear into a list of adapters for `count` Linears. Each takes an equal share of the rows, in
+    order. `own` and each returned dict map endings, such as ".lora_A.weight", to arrays. `name` is the Linear's name, for the
     message. ValueError for a LoKr that cannot be split exactly.
     """
     if count == 1:

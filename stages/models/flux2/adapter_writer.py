@@ -60,9 +60,10 @@ def _fuse(fused: str, arrays: Arrays, scales: Scales) -> Arrays:
 
 
 def _to_lycoris(arrays: Arrays, scales: Scales) -> Arrays:
-    """Rename the arrays of a LoKr to the keys that LyCORIS uses: "lycoris_<Linear with underscores><ending>". `scales` maps
-    each Linear to the factor of its update. If the second factor of a Linear is a low-rank product, the scale is stored as
-    ".alpha"; otherwise it is multiplied into the first factor.
+    """Return a LoKr (a Kronecker product of two factors) under the keys that LyCORIS loads: "lycoris_<Linear with
+    underscores><ending>". `arrays` maps "<diffusers Linear><ending>" to arrays, `scales` maps each Linear to the factor of its
+    update. If the second factor is stored as two low-rank matrices, the scale is written as ".alpha". Otherwise it is
+    multiplied into the first factor.
     """
     out: Arrays = {}
     for name in linears(arrays):
@@ -76,8 +77,9 @@ def _to_lycoris(arrays: Arrays, scales: Scales) -> Arrays:
 
 
 def _scaled(arrays: Arrays, scales: Scales, name: str) -> Arrays:
-    """Return the arrays of the Linear `name` by their endings (".lora_A.weight" ...), with scales[name] multiplied into one of
-    them. That array is the first factor of a LoKr, or B of a LoRA or DoRA.
+    """Return the arrays of the Linear `name` by their endings, such as ".lora_A.weight", with scales[name] multiplied into one
+    of them. That array is the first factor of a LoKr, or the matrix B of a LoRA or DoRA. `arrays` maps "<Linear><ending>" to
+    arrays.
     """
     own = of_linear(arrays, name)
     target = W1 if W1 in own else B
@@ -85,8 +87,9 @@ def _scaled(arrays: Arrays, scales: Scales, name: str) -> Arrays:
 
 
 def _dora_scale(fused: str, magnitudes: list[mx.array | None]) -> mx.array:
-    """Join the magnitudes of the Linears in the fused Linear `fused` into one column (outputs, 1). ValueError if one of
-    `magnitudes` is None: that Linear has no DoRA.
+    """Join DoRA magnitudes (one number per output) into one column (outputs, 1) for the Linear `fused`. `magnitudes` has one
+    array for each Linear that `fused` stacks (q, k and v, say), in order. ValueError if one is None, as that Linear has no
+    DoRA.
 
     The shape is a column, because ComfyUI would lay a plain vector along the inputs.
     """

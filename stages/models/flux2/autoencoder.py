@@ -99,8 +99,8 @@ class Autoencoder:
         return x_BHWC.astype(mx.float32)
 
     def _statistics(self) -> tuple[mx.array, mx.array]:
-        """Return (mean, standard deviation) of the latent's channels, each an array (channels, 1, 1), float32. They are part
-        of the weights and normalise the latents.
+        """Return (mean, standard deviation) of the latent's channels, each an array (channels, 1, 1), float32. They are read
+        from the weights and serve to normalise the latents.
         """
         mean_C = self.weights["bn.running_mean"].astype(mx.float32)
         var_C = self.weights["bn.running_var"].astype(mx.float32)

@@ -45,7 +45,7 @@ class AutoencoderConfig:
 
     @property
     def decoder_channels(self) -> tuple[int, ...]:
-        """The number of channels at each level of the decoder, the level of the highest resolution first."""
+        """The number of channels at each level of the decoder, from the highest resolution to the lowest."""
         return self.decoder_block_out_channels or self.block_out_channels
 
     @property

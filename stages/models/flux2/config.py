@@ -114,8 +114,8 @@ def in_block(name: str) -> bool:
 
 
 def packs_outside(name: str) -> bool:
-    """Return True if a weight outside the blocks is large enough to be worth packing (quantising to 8 bits). `name` is its
-    full name, such as "norm_out.linear.weight".
+    """Return True if the weight `name`, such as "norm_out.linear.weight", is large enough to be worth packing (quantising to 8
+    bits). `name` is the full name of a weight outside the blocks.
 
     FLUX.2 dev has 1.6 GB of weights outside the blocks. All but a few MB are in weights for which this is True.
     """

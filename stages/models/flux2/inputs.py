@@ -53,9 +53,9 @@ def inputs(
 
 
 def zero_inputs(config: Flux2Config, samples: int, size: tuple[int, int], text_rows: int) -> dict[str, Any]:
-    """Return the keyword arguments of `Flux2.enter`, as a dict, with zeros for all values, to estimate memory. The arrays are
-    lazy: they take no memory until they are computed. `samples` is the batch size, `size` the (height, width) of the latents,
-    `text_rows` the number of rows of one text embedding.
+    """Return the keyword arguments of `Flux2.enter`, as a dict with arrays of zeros, to estimate memory. The arrays are lazy:
+    they take no memory until they are computed. `config` has the transformer's sizes. `samples` is the batch size, `size` the
+    (height, width) of the latents, `text_rows` the number of rows of one text embedding.
     """
     height, width = size
     x_BLC = mx.zeros((samples, height * width, config.in_channels))

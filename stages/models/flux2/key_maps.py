@@ -1,4 +1,4 @@
-"""Rename the weights of the model makers' single files, which are named as in the reference repository, to the diffusers layout.
+"""Rename the weights of Black Forest Labs' single files, which have the names of its reference repository, to diffusers' names.
 
 The arrays may be lazy: no function here evaluates them. Source of the tables: model.py and autoencoder.py of the reference
 repository beside the released diffusers folders; tests compare them in both directions at tiny sizes.
@@ -15,7 +15,7 @@ import mlx.core as mx
 PREFIXES = ("model.diffusion_model.", "diffusion_model.")  # some single files put one of them before every key
 QUANTISED = (".input_scale", ".weight_scale", ".weight_scale_2", ".scale_weight", ".scale_input", "scaled_fp8")
 
-# The reference repository's name -> diffusers' name. Outside the blocks; then within a double, and within a single block.
+# Black Forest Labs' name -> diffusers' name. Outside the blocks; then within a double, and within a single block.
 TRANSFORMER = {
     "img_in": "x_embedder",
     "txt_in": "context_embedder",
@@ -46,7 +46,7 @@ SINGLE = {
     "norm.query_norm": "attn.norm_q",
     "norm.key_norm": "attn.norm_k",
 }
-FUSED = {  # one matrix in the reference repository holds the rows of three in diffusers, in this order
+FUSED = {  # one matrix in Black Forest Labs' files holds the rows of three in diffusers, in this order
     "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
     "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
 }

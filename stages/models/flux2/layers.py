@@ -43,8 +43,8 @@ def spread(parts: Sequence[mx.array], rows: int) -> list[mx.array]:
 
 
 def modulate(x_BSD: mx.array, mods: list[mx.array]) -> mx.array:
-    """Apply LayerNorm without weights, then multiply by mods[1] (1 + scale) and add mods[0] (shift). x_BSD, both modulations
-    and the result are (batch, rows, hidden).
+    """Apply LayerNorm without weights, then multiply by mods[1] (1 + scale) and add mods[0] (shift). x_BSD, these two arrays
+    and the result are (batch, rows, hidden). Any further arrays in `mods` are ignored.
 
     The blocks add their gated outputs in the same order of factors and terms, so that one compiled kernel serves both.
     """
@@ -60,8 +60,9 @@ def swiglu(x_BSF: mx.array) -> mx.array:
 
 
 def silu_times(gate: mx.array, up: mx.array) -> mx.array:
-    """Return silu(gate) * up, element by element; both arrays have one shape. The gradient computes the sigmoid again, which
-    is cheaper than storing it.
+    """Return silu(gate) * up, element by element, for two arrays of the same shape. silu(x) is x * sigmoid(x).
+
+    The gradient computes the sigmoid again, which is cheaper than storing it.
     """
     made: Any = _silu_times(gate, up)
     y: mx.array = made

@@ -19,8 +19,8 @@ from stages.models.folders import component_config
 
 def transformer_config(path: Path | None, family: Family) -> Flux2Config:
     """Return the sizes of the transformer at `path`, a folder or a single file. They are read from the config.json at `path`.
-    If `path` is None or has no config.json, they come from the record of the model family. ValueError if the config is not
-    that of a FLUX.2 transformer.
+    If `path` is None or has no config.json, they come from `family`, the record of the model family. ValueError if the config
+    is not that of a FLUX.2 transformer.
     """
     return Flux2Config.from_dict(component_config(path, family.transformer) if path else family.transformer)
 

@@ -18,12 +18,12 @@ from stages.models.flux2.transformer import Flux2
 
 Velocity = Callable[[mx.array, float], mx.array]  # (x, sigma) -> dx/dsigma, of x's shape
 
-# (slope, offset) of mu over the number of image tokens, at 10 and at 200 steps: constants of the FLUX.2 reference repository.
+# (slope, offset) of mu as a line over the number of image tokens, for 10 and for 200 steps: constants of FLUX.2.
 AT_10_STEPS = (8.73809524e-05, 1.89833333)
 AT_200_STEPS = (0.00016927, 0.45666666)
 PIXELS = 16  # per image token and latent position, along one side
-TOGETHER = 1024  # image tokens up to which guidance's two passes are one batch: faster, and their memory is small there
-LONG = 4300  # image tokens beyond which mu is that of 200 steps for any number of steps
+TOGETHER = 1024  # up to so many image tokens, both passes of guidance run as one batch: faster, and small enough for memory
+LONG = 4300  # above so many image tokens, mu is the value for 200 steps, whatever the number of steps
 
 
 def draw(

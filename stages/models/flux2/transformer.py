@@ -178,7 +178,7 @@ class Flux2:
 
 
 def meta_transformer(config: Flux2Config, dtype: mx.Dtype) -> Flux2:
-    """Build a transformer whose weights are never computed. It has every name and shape, with weights of `dtype`, and takes no
-    memory: use it to estimate memory or to trace the computation.
+    """Build a transformer of the sizes in `config` whose weights are lazy zeros of `dtype`. It has every name and shape and
+    takes no memory while the weights are not computed. Use it to estimate memory.
     """
     return Flux2(config, {name: mx.zeros(shape, dtype) for name, shape in config.shapes().items()})
