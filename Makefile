@@ -14,14 +14,15 @@ export LATENTMILL_PROJECT := $(value PROJECT)
 export LATENTMILL_SET := $(value SET)
 export LATENTMILL_SQL := $(value SQL)
 export LATENTMILL_WHAT := $(value WHAT)
+export LATENTMILL_NAME := $(value NAME)
 export LATENTMILL_IMAGES := $(value IMAGES)
 export LATENTMILL_FAMILY := $(value FAMILY)
 export LATENTMILL_TRIGGER := $(value TRIGGER)
-unexport PROJECT SET SQL WHAT IMAGES FAMILY TRIGGER
+unexport PROJECT SET SQL WHAT NAME IMAGES FAMILY TRIGGER
 
 # One stage at a time, also under `make -j`, so that no two models are in memory together.
 .NOTPARALLEL:
-.PHONY: init images captions ingest buckets latents embeddings train samples segments status query follow memory export clean
+.PHONY: init images captions ingest buckets latents embeddings train samples segments status query panel follow memory export clean
 .PHONY: scores evaluate
 .PHONY: test prove check format bench pages dictionary recipe figures experiments
 .DEFAULT_GOAL := train
@@ -75,6 +76,10 @@ status: .venv/ready
 query: .venv/ready
 	@$(LATENTMILL) query
 
+# A stored query of the pipeline: make panel NAME=loss; without NAME, the list.
+panel: .venv/ready
+	@$(LATENTMILL) panel
+
 follow: .venv/ready
 	@$(LATENTMILL) follow
 
@@ -90,7 +95,7 @@ clean: .venv/ready
 # Development
 
 # Tests must not see the variables that were set for a project.
-PYTEST = env $(foreach name,PROJECT SET SQL WHAT IMAGES FAMILY TRIGGER,-u LATENTMILL_$(name)) .venv/bin/python -m pytest
+PYTEST = env $(foreach name,PROJECT SET SQL WHAT NAME IMAGES FAMILY TRIGGER,-u LATENTMILL_$(name)) .venv/bin/python -m pytest
 
 # All tests in WORKERS processes; with FAST=1 those that take less than a minute together.
 test: .venv/test

@@ -15,7 +15,9 @@ __all__ = ["Project"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `Project` when it is first asked for, so that the console command starts without pyarrow."""
+    """Return the class `Project`, imported at its first use so that the console command starts without pyarrow. AttributeError
+    if `name` is not "Project".
+    """
     if name == "Project":
         from pipeline.api import Project
 

@@ -1,4 +1,4 @@
-"""`python -m pipeline` is the console command."""
+"""Run the console command: `python -m pipeline` does what `latentmill` does."""
 
 from pipeline.cli import main
 

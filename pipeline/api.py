@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class Project(project.Project):
-    """A project: a folder with project.toml, the input files, and the tables that the stages of its pipeline write.
-
-    `p = Project("data/cats", {"train.steps": 200})` opens the folder with some settings replaced; p.run("train") runs a stage,
-    p["train"] is its table. ValueError, in one line, if the folder holds no project or a setting is wrong.
+    """A training project, opened for use from Python: a folder with project.toml, the input files, and one table per stage.
+    `p = Project("data/cats", {"train.steps": 200})` opens the folder data/cats and replaces one setting of project.toml.
+    `p.run("train")` runs a stage, and `p["train"]` returns its table. ValueError, in one line, if the folder holds no project
+    or a setting is wrong.
     """
 
     def run(self, name: str, *, upstream: bool = False, progress: ProgressCallback | bool = True) -> Outcome:
-        """Bring the table `name` up to date, with `upstream` after every table that it depends on. Returns what the stage did.
-
-        `progress`: True shows a bar and messages on standard error; False shows nothing; a function is called with
-        (stage, done, total, unit) instead. ValueError, in one line, for what the user can correct; Stopped on an interrupt.
+        """Run the stage `name`, which brings the table of that name up to date. Return the `Outcome`: rows written and removed,
+        seconds, memory. If `upstream` is True, all stages that it depends on are run first. `progress`: True shows a bar and
+        messages on standard error, False shows nothing, and a function is called with (stage, done, total, unit).
+        ValueError, in one line, for a mistake that the user can correct; Stopped if the user interrupts the run.
         """
         from pipeline import runner
         from pipeline.terminal import console_for
@@ -42,21 +42,27 @@ class Project(project.Project):
         return outcome
 
     def __getitem__(self, name: str) -> Table:
-        """Return the table `name` as the last finished run left it, with rows and tensors. ValueError if it is not built."""
+        """Return the table that the stage `name` writes, as its last finished run left it: rows and tensors. ValueError if there
+        is no such stage, or if no run of it has finished.
+        """
         from pipeline.project.tables import Table
 
         self.refresh()
         return Table(self.folder(self.stage(name).name))
 
     def sql(self, query: str) -> pa.Table:
-        """Return the answer to an SQL query (DuckDB) over all tables and views as an Arrow table. ValueError for wrong SQL."""
+        """Run an SQL query (DuckDB) over the project's tables and views, and return the rows as an Arrow table. ValueError, in
+        one line, for a mistake in the SQL, or if the query names a table that is not built.
+        """
         from pipeline.commands.query import answer
 
         self.refresh()
         return answer(self, query)
 
     def panel(self, name: str) -> pa.Table:
-        """Return the answer of a panel of the pipeline as an Arrow table. ValueError, with the nearest name, if there is none."""
+        """Run a panel (a stored query of the project's pipeline) by name, and return the rows as an Arrow table. ValueError, with
+        the nearest name, if the pipeline has no such panel.
+        """
         from pipeline.commands.panel import answer_panel
 
         self.refresh()
@@ -72,18 +78,22 @@ class Project(project.Project):
         return lancedb.connect(self.path / "tables")
 
     def status(self) -> list[TableState]:
-        """Return the state of every table: rows, size, and what is missing. `str(state)` tells it in words."""
+        """Return the state of every table, in the order of the stages: rows, bytes, and how many rows are missing. `str(state)`
+        is a line of text such as "images: 24 rows, up to date".
+        """
         from pipeline.commands.status import states
 
         self.refresh()
         return states(self)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method that the project's pipeline adds (`Pipeline.methods`). AttributeError for another name."""
+        """Return the method `name` that the project's pipeline adds (`Pipeline.methods`), bound to this project. AttributeError
+        if the pipeline adds no such method.
+        """
         if name.startswith("_") or name == "pipeline" or name not in self.pipeline.methods:
             raise AttributeError(f"Project has no attribute {name!r}")
         return functools.partial(load(self.pipeline.methods[name]), self)
 
     def __dir__(self) -> list[str]:
-        """Return the names of all attributes, with the methods that the pipeline adds."""
+        """Return the names of all attributes, including the methods that the project's pipeline adds."""
         return [*super().__dir__(), *self.pipeline.methods]

@@ -23,10 +23,14 @@ GENERIC = {
 
 
 class Commands(click.Group):
-    """The commands of every project, those of all known pipelines, and those of the present project's own pipeline."""
+    """A click group of three kinds of commands: commands for every project, commands of the built-in pipelines, and commands of
+    the pipeline of the project that the command line names. A command is imported when it is called.
+    """
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that the arguments name. A name that does not exist is an error with the nearest one."""
+        """Return the name of the command that `args` begins with, the command, and the remaining arguments. An unknown name ends
+        with a usage error that suggests the nearest name.
+        """
         from pipeline.project.parse import nearest
 
         ctx.meta["arguments"] = args
@@ -36,7 +40,7 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the command of that name; None if there is none."""
+        """Import and return the command called `cmd_name`; None if there is no such command."""
         from stages.stage import load
 
         for _, commands in command_groups(ctx.meta.get("arguments", ())):
@@ -46,20 +50,20 @@ class Commands(click.Group):
         return None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands."""
+        """Return the names of all commands, group by group."""
         return [name for _, commands in command_groups(ctx.meta.get("arguments", ())) for name in commands]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands for --help, without importing them."""
+        """Write the list of commands for --help into `formatter`, with a one-line summary each. No command is imported."""
         for title, commands in command_groups(ctx.meta.get("arguments", ())):
             with formatter.section(title):
                 formatter.write_dl([(name, summary(reference)) for name, reference in commands.items()])
 
 
 def command_groups(arguments: Sequence[str]) -> Iterator[tuple[str, Mapping[str, str]]]:
-    """Yield groups of commands: a title, and "module:attribute" by command name.
-
-    `arguments` are those of the command line; they may name the project whose pipeline has commands of its own.
+    """Yield groups of commands as (title, commands). `commands` maps the name of a command to the "module:attribute" that holds
+    it. `arguments` is the command line: if it names a project with a pipeline that is not built in, the pipeline's commands are
+    the last group.
     """
     import stages
 
@@ -74,9 +78,8 @@ def command_groups(arguments: Sequence[str]) -> Iterator[tuple[str, Mapping[str,
 
 
 def own_pipeline(arguments: Sequence[str]) -> str:
-    """Return the pipeline that the present project names; empty if there is no project, or none that can be read.
-
-    The project is named by --project or -p in the arguments, by LATENTMILL_PROJECT, or is the current folder.
+    """Return the name of the pipeline that a project's project.toml chooses; "" if there is no project or it cannot be read. The
+    project's folder is given by --project or -p in `arguments`, else by LATENTMILL_PROJECT, else it is the current folder.
     """
     folder = os.environ.get(ENVIRONMENT) or "."
     for word, following in itertools.pairwise([*arguments, ""]):
@@ -94,7 +97,9 @@ def own_pipeline(arguments: Sequence[str]) -> str:
 
 
 def summary(reference: str) -> str:
-    """Return the first sentence of a command's docstring, read from its source file without importing the module."""
+    """Return the first sentence of a command's docstring, without its full stop. `reference` is the command's "module:attribute".
+    The source file is parsed, not imported, so that --help starts quickly.
+    """
     import ast
     from importlib.util import find_spec
 
@@ -111,12 +116,13 @@ def summary(reference: str) -> str:
 def cli() -> None:
     """Run training pipelines stage by stage; every stage writes a table that you can query.
 
-    `latentmill COMMAND --help` explains a command.
+    `latentmill COMMAND --help` explains a command and its options.
     """
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the console command and end the process. A user's mistake is one line and exit code 2; an interrupt ends with 130.
+    """Run the console command and end the process with its exit code. `arguments` None: those of the process. A user's mistake
+    is reported in one line and ends with exit code 2, an interrupt with 130.
 
     The interpreter is not finalised: all files are written by then, and native threads of MLX, Lance and DuckDB can block it.
     """
@@ -128,7 +134,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def exit_code(command: Callable[[], Any]) -> int:
-    """Call a command and return its exit code. An error that the user can correct is printed as one line on standard error."""
+    """Call `command` and return the exit code of the process: the integer that `command` returns, else 0. An error that the user
+    can correct is printed as one line on standard error and gives 2; an interrupt gives 130.
+    """
     from pipeline.errors import Stopped
 
     try:
@@ -156,7 +164,9 @@ def exit_code(command: Callable[[], Any]) -> int:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's message without line breaks, or the name of its class if it has no message."""
+    """Return the message of `error` on one line. An OSError about a file becomes "file: reason"; an error without a message
+    becomes the name of its class.
+    """
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror.lower()}"
     return " ".join(str(error).split()) or type(error).__name__

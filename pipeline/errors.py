@@ -2,4 +2,4 @@
 
 
 class Stopped(Exception):  # noqa: N818  (not an error: the user asked for it)
-    """The user interrupted a run. The message says how many rows are kept and how to go on."""
+    """Raised when the user interrupts a run. The message tells how many rows are kept and how to continue."""

@@ -15,19 +15,21 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = "LATENTMILL_PROJECT"
 PROJECT = click.option(
-    "--project", "-p", "path", default=".", envvar=ENVIRONMENT, show_default="this folder", help="The project's folder."
+    "--project", "-p", "path", default=".", envvar=ENVIRONMENT, show_default="the current folder", help="The project's folder."
 )
 SET = click.option(
     "--set",
     "overrides",
     multiple=True,
     metavar="SECTION.KEY=VALUE",
-    help="Override a setting, for instance train.steps=500; may be repeated. `make` passes SET on in LATENTMILL_SET.",
+    help="Override a setting of project.toml, such as train.steps=500. May be repeated. With make: SET='...'.",
 )
 
 
 def with_project(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the function of a click command: add --project and --set, and pass the opened project as `project`."""
+    """Decorate the function of a click command: add the options --project and --set to the command. `function` gets the opened
+    `Project` as the keyword argument `project`, and the command's other options unchanged.
+    """
 
     @PROJECT
     @SET
@@ -39,17 +41,21 @@ def with_project(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def open_project(path: str, overrides: tuple[str, ...] = ()) -> Project:
-    """Open the project in a folder. Without overrides, those in the environment variable LATENTMILL_SET apply."""
+    """Open and return the project in the folder `path`. `overrides` are texts such as "train.steps=500" that replace settings; if
+    empty, the environment variable LATENTMILL_SET is used. ValueError, in one line, if there is no project or a setting is wrong.
+    """
     from pipeline.project.project import Project
 
     return Project(path, overrides or overrides_from_environment())
 
 
 def overrides_from_environment() -> tuple[str, ...]:
-    """Return the overrides that `make SET=...` passed on, such as ("train.steps=500",)."""
+    """Return the overrides in the environment variable LATENTMILL_SET, such as ("train.steps=500",). `make SET=...` sets it."""
     return split_overrides(os.environ.get("LATENTMILL_SET", ""))
 
 
 def split_overrides(text: str) -> tuple[str, ...]:
-    """Split "a.b=1 c.d=[64, 96]" into its overrides. Each begins at a section.key=, so that values may contain spaces."""
+    """Split a text with several overrides: "a.b=1 c.d=[64, 96]" becomes ("a.b=1", "c.d=[64, 96]"). A new override begins at each
+    `section.key=`, so values may contain spaces. An empty text gives an empty tuple.
+    """
     return tuple(re.split(r"\s+(?=[A-Za-z_]\w*(?:\.\w+)+\s*=)", text.strip())) if text.strip() else ()

@@ -1,4 +1,4 @@
-"""What a person sees on the terminal: the progress of a stage, tables, and numbers with units."""
+"""Text for the terminal: the progress of a stage, aligned tables, and numbers with units."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ ProgressCallback = Callable[[str, int, int, str], None]  # (stage, done, total, 
 
 
 class Rate(ProgressColumn):
-    """The column of the progress bar that shows units per second, or seconds per unit when slow."""
+    """A column of the progress bar that shows the speed: units per second, or seconds per unit below one unit per second."""
 
     def render(self, task: Task) -> Text:
-        """Return the rate as text; empty before the first unit."""
+        """Return the speed of `task` as text, such as "3.2 images/s"; empty before the first unit is done."""
         speed = task.finished_speed or task.speed
         unit = str(task.fields.get("unit", "row"))
         return Text(format_rate(speed, unit) if speed else "")
 
 
 class Terminal:
-    """Shows a stage's messages and progress on standard error; standard output is for results only.
-
-    A context manager: the progress bar is shown while the context is open. Without a terminal, progress is a line every
-    QUIET_SECONDS seconds.
+    """A console that shows the messages and progress of the stage `stage_name` on standard error. It is a context manager, and
+    the progress bar is shown while the context is open. If standard error is not a terminal, progress is a line of text every
+    QUIET_SECONDS seconds. Standard output is left to results.
     """
 
     def __init__(self, stage_name: str) -> None:
@@ -69,11 +68,11 @@ class Terminal:
             self.bar.update(self.task, visible=True)
 
     def say(self, line: str) -> None:
-        """Show a message of one line, preceded by the stage's name."""
+        """Show the message `line`, preceded by the stage's name."""
         self.console.print(f"{self.stage_name}: {line}", markup=False)
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        """Show that `done` of `total` units are done. `unit` is what is counted, such as "image" or "images"."""
+        """Show that `done` of `total` units are finished. `unit` names what is counted, such as "image" or "images"."""
         unit = unit.removesuffix("s")
         if self.bar and self.task is not None:
             self.bar.update(self.task, completed=done, total=total, visible=True, unit=unit)
@@ -89,7 +88,9 @@ class Terminal:
 
 
 class Quiet:
-    """A console that shows nothing. `report`, if given, is called with the progress: (stage, done, total, unit)."""
+    """A console for the stage `stage_name` that shows nothing. If `report` is given, it is called at every progress with (stage
+    name, units done, units in total, name of a unit).
+    """
 
     def __init__(self, stage_name: str, report: ProgressCallback | None = None) -> None:
         self.stage_name, self.report = stage_name, report
@@ -101,27 +102,27 @@ class Quiet:
         pass
 
     def say(self, line: str) -> None:
-        """Drop a message."""
+        """Discard the message `line`."""
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        """Pass progress on to `report`."""
+        """Call `report`, if there is one, with the stage's name and the arguments: `done` of `total` units are finished."""
         if self.report:
             self.report(self.stage_name, done, total, unit)
 
 
 def console_for(stage_name: str, progress: ProgressCallback | bool) -> Terminal | Quiet:
-    """Return the console of a stage: the terminal for True, a silent one for False, or one that calls a function."""
+    """Return the console that shows the progress of the stage `stage_name`. `progress`: True gives the terminal, False a console
+    that shows nothing, and a function a console that calls it with (stage, done, total, unit).
+    """
     if progress is True:
         return Terminal(stage_name)
     return Quiet(stage_name, progress or None)
 
 
 def format_table(names: Sequence[str], rows: Iterable[Sequence[Any]], right: Collection[str] = (), null: str = "-") -> str:
-    """Format rows as lines of text, the columns aligned below their names.
-
-    Columns of numbers are aligned to the right, and so are the columns named in `right`. None is shown as `null`, a float
-    with 6 digits, every other value as text on one line. On a terminal, text columns are folded where the table would be
-    wider than the terminal; elsewhere every row is one line.
+    """Format `rows` as lines of text below a line with the column `names`. Columns of numbers and the columns named in `right`
+    are aligned to the right. None is shown as `null`, a float with 6 digits, any other value as text on one line. If standard
+    output is a terminal, text columns are folded to its width; otherwise every row is one line.
     """
     cells = [list(row) for row in rows]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
@@ -145,7 +146,9 @@ def format_table(names: Sequence[str], rows: Iterable[Sequence[Any]], right: Col
 
 
 def format_cell(value: Any, null: str = "-") -> str:
-    """Format a value on one line: None as `null`, a float with 6 digits; characters that cannot be printed become "?"."""
+    """Return `value` as text on one line. None becomes `null`, a float has 6 digits, and a character that cannot be printed
+    becomes "?".
+    """
     if value is None:
         return null
     text = f"{value:.6g}" if isinstance(value, float) else " ".join(str(value).split())
@@ -153,12 +156,14 @@ def format_cell(value: Any, null: str = "-") -> str:
 
 
 def format_rate(speed: float, unit: str) -> str:
-    """Format units per second as "12.3 images/s", or below 1 as "4.5 s/image"."""
+    """Format a speed in units per second. `unit` is the singular: 12.3 and "image" give "12.3 images/s". A speed below 1 is
+    inverted: 0.2 and "image" give "5.0 s/image".
+    """
     return f"{speed:.1f} {unit}s/s" if speed >= 1 else f"{1 / speed:.1f} s/{unit}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration as "0.4 s", "12 s", "3 min 20 s" or "2 h 5 min"."""
+    """Format a duration in seconds as "0.4 s", "12 s", "3 min 20 s" or "2 h 5 min"."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,5 +1,5 @@
-"""One file per command: the click command, an object named `command`, and the functions that do its work.
+"""One file per command of `latentmill`: the click command, an object named `command`, and the functions that do the work.
 
-A command imports what it needs when it is called. It may import all of `pipeline` but `cli`, and `stages`. The commands of
-one pipeline only are listed in that pipeline's `commands`; all others are listed in `pipeline.cli`.
+A command may import `stages` and all of `pipeline` except `cli`. Heavy imports happen inside functions. Commands of a single
+pipeline are listed in `Pipeline.commands`, all others in `pipeline.cli`.
 """

@@ -1,4 +1,4 @@
-"""Write a trained adapter as a file that other programs load."""
+"""Writes a trained adapter as a file that other programs load."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _check_replaced(target: Path, metadata: dict[str, str], say: Say) -> None:
     purpose = ("project", "export_style", "family")
     if "export_style" not in found or any(found.get(key) != metadata.get(key) for key in purpose):
         kind = f"{metadata['export_style']} export of this project"
-        raise ValueError(f"{target} exists and is no {kind}; move it away or give another name")
+        raise ValueError(f"{target} exists and is not a {kind}; move it away or choose another name")
     say(f"replaced {target} (it held step {found.get('step', '?')})")
 
 

@@ -1,4 +1,4 @@
-"""`latentmill clean`: delete rows and tables that the present settings do not use. Results are deleted only with --runs."""
+"""`latentmill clean`: deletes rows and tables that the present settings do not use. Results are deleted only with --runs."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ if TYPE_CHECKING:
 
 @click.command("clean")
 @click.option(
-    "--runs", is_flag=True, help="Delete old results too, such as trained adapters, where the present settings have theirs."
+    "--runs",
+    is_flag=True,
+    help="Also delete results of other settings, such as trained adapters, if the present settings have a result.",
 )
-@click.option("--dry-run", is_flag=True, help="Only list what would be deleted.")
+@click.option("--dry-run", is_flag=True, help="List what would be deleted, and delete nothing.")
 @with_project
 def command(runs: bool, dry_run: bool, project: Project) -> None:
     """Free disk space: delete rows and tables that the present settings do not use.
 
-    A table of other settings is deleted only if the present settings have one in its place. Trained results are kept.
+    A table of other settings is deleted only if the table of the present settings is built. Trained results are kept.
     """
     for line in clean(project, runs=runs, dry_run=dry_run):
         click.echo(line)
 
 
 def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
-    """Delete the rows and tables that the present settings do not use, and yield a line for each, then the bytes freed.
-
-    `runs`: also delete old tables that the pipeline lists in `results`. `dry_run`: delete nothing, only tell what would be
-    deleted. ValueError while a stage is running.
+    """Delete the rows and tables of `project` that its present settings do not use. Yield a line of text per table and reason,
+    and at last the bytes freed. `runs`: also delete results of other settings, such as trained adapters. `dry_run`: delete
+    nothing, only yield what would be deleted. ValueError if a stage is running.
     """
     if not dry_run:
         for lock in (project.path / "tables").glob("*/*/lock"):  # a running stage holds the lock of the table that it writes
@@ -53,12 +54,14 @@ def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
 
 
 def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """Yield a line and the bytes freed for everything of one table that is deleted, or left alone for a reason."""
+    """Clean the table `name`. Yield (line for the user, bytes freed) for everything that is deleted, and for what is kept for a
+    reason. `delete`: delete tables of other settings and unused rows; otherwise only report them. `dry_run`: delete nothing.
+    """
     try:
         current = project.current(name)
     except ValueError as error:
         if (project.path / "tables" / name).is_dir():
-            yield f"{name}: left alone, since its recipe is unknown: {error}", 0
+            yield f"{name}: kept, because its recipe is unknown: {error}", 0
         return
     yield from _clean_others(name, current, delete, dry_run)
     if delete and current.exists and (dead := current.usage()["dead"]):
@@ -67,14 +70,16 @@ def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> It
 
 
 def _clean_others(name: str, current: TableFolder, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """Delete the tables of other recipes. Yields a line and the bytes freed for each, or one line for all that are left alone."""
+    """Delete the tables of the stage `name` that were built with other settings than `current`. Yield (line for the user, bytes
+    freed) per table. They are all kept, with one line, if `delete` is False or if `current` is not built yet.
+    """
     from pipeline.store.catalog import link_table
 
     others = _other_folders(current.folder)
-    if others and not current.exists:  # a slip in project.toml makes every table one of other settings
-        yield f"{name}: {_describe(others)} left alone, since the present one has no table yet", 0
+    if others and not current.exists:  # a typing error in project.toml makes all tables those of other settings
+        yield f"{name}: {_describe(others)} kept, because the table of the present settings is not built yet", 0
     elif others and not delete:
-        yield f"{name}: {_describe(others)} left alone; --runs deletes results of other configurations", 0
+        yield f"{name}: {_describe(others)} kept; --runs deletes results of other configurations", 0
     else:
         for folder in others:
             size = size_of(folder)
@@ -86,7 +91,7 @@ def _clean_others(name: str, current: TableFolder, delete: bool, dry_run: bool) 
 
 
 def _other_folders(current: Path) -> list[Path]:
-    """The tables of other recipes beside the current one."""
+    """Return the folders of the tables of other recipes. `current` is the folder for the present settings, beside them."""
     if not current.parent.is_dir():
         return []
     return sorted(path for path in current.parent.iterdir() if path.is_dir() and path.name != current.name)
@@ -98,7 +103,9 @@ def _describe(folders: list[Path]) -> str:
 
 
 def _delete_table(folder: Path) -> None:
-    """Delete a table. It is hidden from readers first, so that a kill leaves no table that can be read in part."""
+    """Delete the table in `folder`. The folder is renamed and its manifest removed first, so that readers never find an
+    incomplete table, even if this process is killed. ValueError if a process is writing the table.
+    """
     with Lock(folder / "lock"):
         hidden = folder if folder.name.startswith(TEMPORARY) else folder.with_name(f"{TEMPORARY}{folder.name}")
         (folder / "manifest.json").unlink(missing_ok=True)
@@ -107,7 +114,9 @@ def _delete_table(folder: Path) -> None:
 
 
 def _collect(table: TableFolder, recipe: dict[str, object]) -> int:
-    """Delete the dead rows of a table, and return the number of bytes that this freed."""
+    """Delete the dead rows of `table` (rows that no setting wants any more) and return the bytes freed. `recipe` is that of
+    the table.
+    """
     from pipeline.store.writer import Writer
 
     with Writer(table, recipe) as writer:

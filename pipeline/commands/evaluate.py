@@ -1,4 +1,4 @@
-"""The command evaluate: the scores of the base, of each adapter and of real pictures side by side, with confidence intervals."""
+"""`latentmill evaluate`: compares the scores of the base, each adapter and real pictures, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECALLS = (1, 10)  # R@k: share of the pictures whose own text is among the k ne
 HEAD = ("", "pictures", "style", "real", "agreement", "median rank", *(f"R@{k}" for k in RECALLS))
 
 Row = dict[str, Any]
-Groups = dict[str, list[Row]]  # heading of a line -> the rows of scores that it summarises
+Groups = dict[str, list[Row]]  # name of a group of pictures, such as "base" -> their rows in the table scores
 Pairs = list[tuple[np.ndarray, np.ndarray]]  # per prompt: values of the base's pictures, values of the adapter's
 
 
@@ -146,10 +146,10 @@ def bootstrap_interval(pairs: Pairs, measure: Callable[[np.ndarray, np.ndarray],
     the pictures of one prompt depend on each other. The random seed is 0.
     """
 
-    def over(chosen: Any) -> float:
+    def measure_prompts(chosen: Any) -> float:
         return measure(*(np.concatenate([pairs[place][side] for place in chosen]) for side in (0, 1)))
 
     draw = np.random.default_rng(0)
-    resampled = [over(draw.integers(0, len(pairs), len(pairs))) for _ in range(RESAMPLES)]
+    resampled = [measure_prompts(draw.integers(0, len(pairs), len(pairs))) for _ in range(RESAMPLES)]
     low, high = np.percentile(resampled, PERCENTILES)
-    return over(range(len(pairs))), float(low), float(high)
+    return measure_prompts(range(len(pairs))), float(low), float(high)

@@ -1,4 +1,4 @@
-"""Export a trained adapter as a file that other programs load, or merged into the transformer's weights."""
+"""`latentmill export`: writes a trained adapter for other programs, as a file or merged into the transformer's weights."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ SECTIONS = {"average": "train.ema", "best": "train.validation"}  # the settings 
 @click.command("export")
 @click.argument("out", required=False, type=click.Path(path_type=Path))
 @click.option(
-    "--style", type=click.Choice(list(STYLES)), default="diffusers", show_default=True, help="Whose names the tensors have."
+    "--style",
+    type=click.Choice(list(STYLES)),
+    default="diffusers",
+    show_default=True,
+    help="The program whose tensor names are used.",
 )
-@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
-@click.option("--step", type=int, help="The step of a checkpoint; without it, the end of the run.")
+@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="The type of the matrices.")
+@click.option("--step", type=int, help="Export the checkpoint of this step.  [default: the end of the run]")
 @click.option(
     "--which",
     type=click.Choice(list(WHICH)),
     default="last",
     show_default=True,
-    help="The adapter as trained, its average ([train.ema]), or the best by validation loss ([train.validation]).",
+    help="last: as trained; average: the moving average ([train.ema]); best: lowest validation loss ([train.validation]).",
 )
 @click.option("--merged", is_flag=True, help="Write the whole transformer with the adapter merged into its weights.")
 @with_project
@@ -42,7 +46,7 @@ def command(out: Path | None, style: str, dtype: str, step: int | None, which: s
         click.echo(line, err=True)
 
     if merged and style != "diffusers":
-        raise ValueError(f"export: --merged writes diffusers' layout; leave out --style {style}")
+        raise ValueError(f"--merged writes the diffusers layout; leave out --style {style}")
     if merged:
         click.echo(f"wrote {merge_run(project, out, dtype=dtype, step=step, which=which, say=say)}")
     else:
@@ -97,14 +101,16 @@ def adapter_of(project: Project, step: int | None, say: Say, which: str = "last"
     """
     check_choice("adapter", which, WHICH)
     if which == "best" and step is not None:
-        raise ValueError(f"the best adapter has a step of its own: leave out step {step}, or leave out the choice of the best")
+        raise ValueError(
+            f"the best adapter is not one of step {step}: leave out the step, or choose the last or the average adapter"
+        )
     table = project.folder("train").folder
     last = _last_adapter(project, table / "artifacts", step)
     adapter = last.with_name(WHICH[which] + last.suffix)
     if not adapter.is_file():
         raise ValueError(f"{project.name} has no {which} adapter to export: it was trained without [{SECTIONS[which]}]")
     if table.name != _current_recipe(project):
-        say(f"the project has changed since it was trained: this is the run of recipe {table.name}")
+        say(f"note: the project has changed since training; this adapter is from the run with recipe {table.name}")
     return adapter
 
 

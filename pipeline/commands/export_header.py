@@ -1,4 +1,4 @@
-"""The metadata of an exported adapter, in the words of this program, of PEFT, of kohya and of Stability's modelspec."""
+"""The metadata of an exported adapter, with the keys of this program, of PEFT, of kohya and of Stability's modelspec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`latentmill families`: list the model families."""
+"""`latentmill families`: lists the model families."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 @click.command("families")
 def command() -> None:
     """List the model families, their licences and where their weights come from."""
-    click.echo(format_table(("family", "model", "licence", "weights"), rows()))
+    click.echo(format_table(("family", "model", "licence", "weights"), family_rows()))
 
 
-def rows() -> Iterator[tuple[Any, ...]]:
-    """Yield name, title, licence and source of the weights of every family of every known pipeline."""
+def family_rows() -> Iterator[tuple[Any, ...]]:
+    """Yield (name, title, licence, source of the weights) for every model family of every built-in pipeline."""
     for name in stages.PIPELINES:
         pipeline = stages.pipeline(name)
         families: Mapping[str, Family] = load(pipeline.families) if pipeline.families else {}

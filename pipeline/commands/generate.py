@@ -1,4 +1,4 @@
-"""The Python API's `project.adapter()`: a trained adapter, and images drawn with it."""
+"""`project.adapter()` of the Python API: a trained adapter, and images drawn with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`latentmill init`: make a new project. Its options are those of the pipeline's Template."""
+"""`latentmill init`: makes a new project. The pipeline's `Template` lists the options."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ DEFAULT = next(iter(stages.PIPELINES))
 
 
 class Init(click.Command):
-    """A command whose options depend on the value of --pipeline."""
+    """A click command whose options depend on the value of its option --pipeline."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Add the options of the pipeline that the arguments name, then parse them."""
+        """Add the options of the pipeline that `args` names with --pipeline, or of the default one. Then parse `args` and return
+        the arguments that are left, as click does.
+        """
         from pipeline.project.init import template_of
 
         named = [after for word, after in pairwise(args) if word == "--pipeline"]
@@ -41,9 +43,11 @@ def _click_option(option: Option) -> click.Option:
 
 @click.command("init", cls=Init)
 @click.argument("folder", type=click.Path(path_type=Path), envvar=ENVIRONMENT)
-@click.option("--pipeline", default=DEFAULT, show_default=True, help="The pipeline; the other options depend on it.")
+@click.option(
+    "--pipeline", default=DEFAULT, show_default=True, help="The pipeline of the project. The other options depend on it."
+)
 def command(folder: Path, pipeline: str, **options: str) -> None:
-    """Make a new project in FOLDER."""
+    """Make a new project: write FOLDER/project.toml, and tell what to do next."""
     from pipeline.project.init import new_project
 
     for line in new_project(folder, options, pipeline):

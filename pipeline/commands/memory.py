@@ -1,7 +1,7 @@
-"""`latentmill memory`: the memory of training, measured by phase, as a table, a plot and advice.
+"""`latentmill memory`: measures the memory of training by phase; writes a table and a plot, and gives advice.
 
-It takes the real training steps on random weights in a family's true shape, since memory depends on shapes alone. Nothing is
-read from disk but settings. `latentmill run STAGE --memory` reports any stage's memory with `stage_report`.
+The command takes real training steps on random weights of a family's true shapes, because memory depends on shapes alone. Only
+settings are read from disk. `latentmill run STAGE --memory` reports the memory of any stage with `stage_report`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline.commands.plots import Curve, Panel
 from pipeline.options import open_project
 from pipeline.terminal import format_bytes, format_table
 from stages.models.family import Family
-from stages.text_to_image.families import family
+from stages.text_to_image.families import FAMILIES, family
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.memory_plan import BatchShape, MemoryEstimator, cheapest_fit, require_fit
 from stages.text_to_image.train.profile import profile_settings, random_batch, random_training
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
 
 ROWS, PICTURE = "memory.parquet", "memory.png"
-SIDES = (512, 768, 1024)  # pixels: the image sizes that advice is given on
+SIDES = (512, 768, 1024)  # pixels: the image sizes for which advice is given
 COLORS = {"batch": plots.GREEN, "gradients": plots.BLUE, "optimizer": plots.ORANGE}
 PANELS = (("Peak memory in the phase", "peak"), ("Active memory after the phase", "active"))  # title, column
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))  # of the plot's axis
@@ -44,7 +44,9 @@ UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))  # of the plot's axis
 
 @dataclass(frozen=True)
 class Profile:
-    """What is measured: a family, the settings [train], images of `pixels` x `pixels`, and how many steps."""
+    """A memory measurement to be made: `steps` training steps of the model `family` with the settings `train` ([train]), on
+    images of `pixels` x `pixels`.
+    """
 
     family: Family
     train: TrainConfig
@@ -53,24 +55,25 @@ class Profile:
 
     @property
     def limit(self) -> int:
-        """Bytes that training may take."""
+        """The memory that training may take, in bytes."""
         return memory_budget(self.train.memory_gb)
 
     @property
     def estimator(self) -> MemoryEstimator:
-        """The estimator that training would use."""
+        """The estimator of memory use that training with these settings would use."""
         architecture = self.family.architecture
         return MemoryEstimator(self.train, architecture, architecture.transformer_config(None, self.family))
 
     def batch(self, side: int) -> BatchShape:
-        """A whole batch of images of side x side pixels."""
+        """Return the shape of a whole batch of images of `side` x `side` pixels."""
         pixels_per_token = self.family.architecture.pixels_per_token
         return BatchShape(self.train.batch_size, side, side, self.family.text_tokens, pixels_per_token)
 
 
 def parse_options(project: Project | None, options: dict[str, Any]) -> Profile:
-    """Combine a project's settings, or a family's without a project, with the options of the command; None is not given.
-    `options` has family, pixels, bits, plan, rank and steps. ValueError for a value that cannot be measured.
+    """Return the measurement that the options of the command ask for. `options` has the keys family, pixels, bits, plan, rank and
+    steps. An option that is None has the value of `project`; without a project, the family is the pipeline's first and settings
+    have their defaults. ValueError for a value that cannot be measured.
     """
     if project:
         train, own_pixels = project.config.sections["train"], max(project.config.sections["buckets"].resolutions)
@@ -79,7 +82,8 @@ def parse_options(project: Project | None, options: dict[str, Any]) -> Profile:
     plan = options["plan"] and (int(options["plan"]) if options["plan"].isdigit() else options["plan"])
     changes = {"base_bits": options["bits"] and int(options["bits"]), "rank": options["rank"], "memory": plan}
     train = replace(train, **{name: value for name, value in changes.items() if value is not None})
-    chosen = project.family if project and not options["family"] else family(options["family"] or "klein-base-4b")
+    default = project.family if project else next(iter(FAMILIES.values()))
+    chosen = family(options["family"]) if options["family"] else default
     pixels, per_token = options["pixels"] or own_pixels, chosen.architecture.pixels_per_token
     if pixels < 2 * per_token or pixels % per_token:
         raise ValueError(f"--pixels must be a multiple of {per_token}, {2 * per_token} or more, got {pixels}")
@@ -89,27 +93,31 @@ def parse_options(project: Project | None, options: dict[str, Any]) -> Profile:
 
 
 @click.command("memory")
-@click.option("--project", "-p", "path", help="The project whose settings are used; without it, --family.")
-@click.option("--family", help="A model family; its true shape is measured, with random weights.")
-@click.option("--pixels", type=int, help="Side of the images, pixels; default: a project's largest resolution.")
-@click.option("--bits", type=click.Choice(["16", "8", "4"]), help="Bits per weight of the base.")
-@click.option("--plan", help="whole, blocks, a number of blocks that keep their activations, or auto.")
-@click.option("--rank", type=int, help="Rank of the adapter.")
+@click.option("--project", "-p", "path", help="The folder of the project whose settings are measured.")
+@click.option("--family", help="A model family, measured with random weights.  [default: the project's]")
+@click.option("--pixels", type=int, help="Side of the images in pixels.  [default: the project's largest resolution]")
+@click.option(
+    "--bits", type=click.Choice(["16", "8", "4"]), help="Bits per weight of the base model's blocks ([train] base_bits)."
+)
+@click.option("--plan", help="Memory plan: whole, blocks, auto, or the number of blocks that keep their activations.")
+@click.option("--rank", type=int, help="Rank of the adapter ([train] rank).")
 @click.option("--steps", type=int, default=6, show_default=True, help="Number of steps to measure.")
 def command(path: str | None, **options: Any) -> None:
-    """Measure the memory that training takes, phase by phase, and tell what would fit."""
+    """Measure the memory that training takes, phase by phase, and tell which image sizes would fit."""
     project = open_project(path) if path else None
     for line in report(parse_options(project, options), results_folder(project)):
         click.echo(line)
 
 
 def results_folder(project: Project | None) -> Path:
-    """The folder of rows and plots: the project's tables/memory; without a project, ./memory."""
+    """Return the folder for measured rows and plots: tables/memory in `project`, or ./memory if there is no project."""
     return project.path / "tables" / "memory" if project else Path("memory")
 
 
 def stage_report(meter: Meter, project: Project, stage_name: str) -> Iterator[str]:
-    """Report the memory of a stage's run, batch by batch: write the rows into the project's tables/memory, yield a summary."""
+    """Write the memory measurements of a stage's run to tables/memory/STAGE.parquet in `project`, a row per batch. Yield a
+    summary as lines of text. `meter` has recorded the run of the stage `stage_name`.
+    """
     batches = [row for row in meter.rows if row["phase"] == stage_name]
     if not batches:
         yield f"memory: {stage_name} computed no batch, so nothing was measured"
@@ -124,7 +132,9 @@ def stage_report(meter: Meter, project: Project, stage_name: str) -> Iterator[st
 
 
 def measure_steps(training: TrainingStep, batch: MicroBatch, steps: int) -> Meter:
-    """Take training steps on one batch, and measure the memory of each phase. The first step also fills caches."""
+    """Take `steps` training steps, all on `batch`, and return the meter with the memory of each phase of each step. The first
+    step takes more than the others, because it fills caches. ValueError if a gradient is not finite.
+    """
     meter = Meter()
     for number in range(1, steps + 1):
         meter.step = number
@@ -135,8 +145,8 @@ def measure_steps(training: TrainingStep, batch: MicroBatch, steps: int) -> Mete
 
 
 def report(profile: Profile, folder: Path) -> Iterator[str]:
-    """Measure training steps, write rows and a plot into `folder`, and yield the report line by line. ValueError in one line,
-    with what would fit, if the run does not fit into memory.
+    """Measure the training steps of `profile`, write the rows and a plot into `folder`, and yield the report as lines of text.
+    ValueError, in one line with settings that would fit, if the run does not fit into memory.
     """
     limit_command_buffers()  # as training does, before anything asks MLX for an array
     c, batch = profile.train, profile.batch(profile.pixels)
@@ -166,14 +176,18 @@ def report(profile: Profile, folder: Path) -> Iterator[str]:
 
 
 def meter_table(meter: Meter) -> list[str]:
-    """Format a meter's rows as a table: MLX's memory before and after each phase of each step, its peak and its cache."""
+    """Return the measurements of `meter` as lines of an aligned table: a line per phase of each step, with MLX's memory before
+    the phase and after it, the peak, and the size of MLX's cache.
+    """
     columns = {"before": "before", "after": "active", "peak": "peak", "cache": "cache"}
     rows = [(row["step"], row["phase"], *(format_bytes(row[name]) for name in columns.values())) for row in meter.rows]
     return format_table(("step", "phase", *columns), rows, right=tuple(columns)).splitlines()
 
 
 def leak_lines(meter: Meter) -> Iterator[str]:
-    """Yield a line per phase that retains more memory with every step; else, from what size on a leak would have been seen."""
+    """Yield a line of text per phase that leaks: that retains more memory with every step. If none does, yield one line that
+    tells which leaks would have been found, or that too few steps were measured.
+    """
     found = meter.leaks()
     for phase, count in found.items():
         yield f"LEAK: {phase} retains {format_bytes(count)} more every step"
@@ -184,7 +198,9 @@ def leak_lines(meter: Meter) -> Iterator[str]:
 
 
 def panels(meter: Meter) -> list[Panel]:
-    """The plot's panels: each phase's peak, and the active memory after each phase, over the steps."""
+    """Return the panels of the plot, with a curve per phase over the steps: peak memory during the phase, and active memory after
+    the phase.
+    """
     unit, scale = next((pair for pair in UNITS if meter.peak >= pair[1]), UNITS[-1])
     phases = list(dict.fromkeys(row["phase"] for row in meter.rows))
     top = (0.0, 1.1 * meter.peak / scale)
@@ -201,7 +217,9 @@ def _curves(meter: Meter, phases: list[str], column: str, scale: float) -> list[
 
 
 def advice(profile: Profile) -> Iterator[str]:
-    """Yield what one image would need at several sizes and base_bits, and the settings with which each size would fit."""
+    """Yield lines of text with the estimated memory for one image at the sizes SIDES and several `base_bits`. Then yield, for
+    each size, the settings of [train] with which it would fit into memory.
+    """
     train = replace(profile.train, memory="auto", micro_batch=1)
     estimators = [profile.estimator.with_config(replace(train, base_bits=bits)) for bits in BITS]
     yield f"one image may take {format_bytes(profile.limit)} and needs, with plan blocks / plan whole:"

@@ -1,4 +1,4 @@
-"""Write a transformer with a trained adapter merged into its weights, as a folder in the diffusers layout."""
+"""Writes a transformer with a trained adapter merged into its weights, as a folder in the diffusers layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stages.models.folders import component_config
 from stages.tuner.adapters import merge
 
 STEM = "diffusion_pytorch_model"  # of the weight files' names, as diffusers expects them
-SHARD = 4 << 30  # bytes per file; so much is held in memory at once
+SHARD = 4 << 30  # the largest size of a weight file, bytes; as much is held in memory
 
 
 def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype: str) -> Path:
@@ -26,7 +26,7 @@ def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype:
     ValueError if `out` exists, if the adapter belongs to another model, or if weights are missing.
     """
     if out.exists():
-        raise ValueError(f"{out} exists; move it away or give another name")
+        raise ValueError(f"{out} exists; move it away or choose another name")
     architecture = family.architecture
     config = {"_class_name": architecture.transformer_class, **component_config(base, family.transformer)}
     arrays, scales = architecture.read_adapter(adapter)

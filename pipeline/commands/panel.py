@@ -1,4 +1,4 @@
-"""`latentmill panel`: the answers to questions that are asked often, named by the pipeline."""
+"""`latentmill panel`: runs a stored query of the project's pipeline by name."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 @click.command("panel")
-@click.argument("name", required=False)
-@click.option("--format", "style", type=click.Choice(STYLES), default="table", show_default=True)
+@click.argument("name", required=False, envvar="LATENTMILL_NAME")
+@click.option("--format", "style", type=click.Choice(STYLES), default="table", show_default=True, help="Format of the answer.")
 @with_project
 def command(name: str | None, style: str, project: Project) -> None:
-    """Show a panel: the answer to a question that is asked often. Without NAME, list the panels.
+    """Show a panel: the answer to a stored query of the pipeline, such as the loss over the steps.
 
-    Panels belong to the project's pipeline.
+    NAME is the panel; without NAME, all panels of the project's pipeline are listed.
     """
     if name:
         rows = answer_panel(project, name)
@@ -34,7 +34,9 @@ def command(name: str | None, style: str, project: Project) -> None:
 
 
 def answer_panel(project: Project, name: str) -> pa.Table:
-    """Return the answer of a panel of the project's pipeline. ValueError, with the nearest name, if there is no such panel."""
+    """Run the panel `name` (a stored query of the project's pipeline) and return the rows as an Arrow table. ValueError, with the
+    nearest name, if there is no such panel; NotBuilt if the panel needs a table that is not built.
+    """
     panels = {panel.name: panel for panel in project.pipeline.panels}
     if name not in panels:
         raise ValueError(f"there is no panel {name!r}{nearest(name, panels)}; there are {', '.join(panels) or 'none'}")

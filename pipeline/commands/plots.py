@@ -1,6 +1,6 @@
-"""Charts as PNG files, drawn with matplotlib (the extra `plots`): panels of curves, described as plain data.
+"""Draws charts as PNG files with matplotlib (the extra `plots`). A chart is described by plain data: panels of curves.
 
-`latentmill memory` and the pages below data/ use it. matplotlib is imported when the first chart is drawn.
+`latentmill memory` and the pages in data/ use this module. matplotlib is imported when the first chart is drawn.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# The palette of Okabe and Ito. Readers who cannot tell the colours apart have the line style and the marker.
+# The palette of Okabe and Ito. Line styles and markers differ too, for readers who cannot tell the colours apart.
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072b2", "#d55e00", "#009e73", "#aa4499", "#707070"
 LINE_STYLES = {BLUE: "-", ORANGE: "--", GREEN: "-.", PURPLE: (0, (5, 1, 1, 1, 1, 1)), GREY: ":"}
 MARKERS = {BLUE: "o", ORANGE: "s", GREEN: "^", PURPLE: "D", GREY: "v"}
@@ -23,8 +23,8 @@ PALETTE = 64  # colours of the PNG: the curves' and the shades at their edges
 TEXT_CHUNK = "plotted"  # the PNG's text chunk that holds the plotted numbers as JSON
 
 
-class MatplotlibMissing(ValueError):  # noqa: N818  (a state that the user can change, said in one line)
-    """matplotlib is not installed; the message says how to install it."""
+class MatplotlibMissing(ValueError):  # noqa: N818  (a state that the user can change, described in one line)
+    """Raised if matplotlib is not installed. The message tells how to install it."""
 
     def __init__(self) -> None:
         super().__init__("plots need matplotlib, which is not installed: pip install 'latentmill[plots]'")
@@ -32,10 +32,9 @@ class MatplotlibMissing(ValueError):  # noqa: N818  (a state that the user can c
 
 @dataclass(frozen=True)
 class Curve:
-    """One series of a panel: `y` over `x`, with error bars of half-length `errors` if there are any.
-
-    `joined` draws a line through the points, `marked` a marker at each. `note` is a short text, printed above the panel
-    in the curve's colour.
+    """A curve of a panel: the values `y` over `x`. `errors` are half-lengths of error bars, one per point; empty draws none.
+    `joined` draws a line through the points, `marked` a marker at each point. `color` is one of this module's colours, such as
+    BLUE. `note` is a short text above the panel in that colour.
     """
 
     name: str
@@ -50,7 +49,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes. `y_range` fixes the y axis; `ticks` maps places on the x axis to labels; both are automatic if empty."""
+    """A panel of a chart: one pair of axes with curves. `y_range` is (lowest, highest) of the y axis; None chooses automatically.
+    `ticks` maps x values to labels; empty chooses automatically.
+    """
 
     title: str
     x_label: str
@@ -61,10 +62,11 @@ class Panel:
 
 
 def draw(panels: Sequence[Panel], *, title: str = "", columns: int = 2, panel_inches: tuple[float, float] = (3.6, 2.6)) -> Any:
-    """Draw panels in a grid of `columns` and return the matplotlib Figure. MatplotlibMissing if it is not installed.
+    """Draw `panels` in a grid with `columns` columns and return the matplotlib Figure. `title` stands above the grid.
+    `panel_inches` is (width, height) of one panel. MatplotlibMissing if matplotlib is not installed.
 
-    `panel_inches` is (width, height) of one panel. The panels share one legend below the grid, unless a colour means
-    different curves in different panels: then each panel has its own.
+    The panels share one legend below the grid. If a colour names different curves in different panels, each panel has its own
+    legend.
     """
     try:
         from matplotlib.figure import Figure
@@ -91,7 +93,9 @@ def draw(panels: Sequence[Panel], *, title: str = "", columns: int = 2, panel_in
 
 
 def save(panels: Sequence[Panel], file: Path, **options: Any) -> None:
-    """Draw panels (`options` as for `draw`) into a PNG that also carries the plotted numbers in a text chunk."""
+    """Draw `panels` into the PNG `file`. `options` are keyword arguments of `draw`. The PNG also stores the plotted numbers as
+    JSON in the text chunk TEXT_CHUNK. MatplotlibMissing if matplotlib is not installed.
+    """
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
@@ -104,7 +108,7 @@ def save(panels: Sequence[Panel], file: Path, **options: Any) -> None:
 
 
 def plotted(panels: Sequence[Panel]) -> dict[str, Any]:
-    """The plotted numbers, rounded to 4 digits: panel title -> curve name -> [x, y, errors]."""
+    """Return the numbers of all curves, rounded to 4 digits: panel title -> curve name -> [x values, y values, errors]."""
     return {
         panel.title: {
             curve.name: [[float(f"{value:.4g}") for value in values] for values in (curve.x, curve.y, curve.errors)]

@@ -1,8 +1,8 @@
-"""`latentmill query`: ask the tables of a project in SQL.
+"""`latentmill query`: answers SQL queries over the tables of a project.
 
-`open_catalog` returns a DuckDB connection in which every table of a project has its name. Beside them are `tables` (what is
-built, and how large), `columns` (what every column holds), the views of the pipeline, and the function bf16(word), the value
-of a stored bfloat16 word.
+`open_catalog` returns a DuckDB connection in which every table of a project has its name. It also has the tables `tables` (what
+is built, and how large) and `columns` (what every column holds), the views of the pipeline, and the function bf16(word): the
+value of a bfloat16 number that is stored as a 16-bit word.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from pipeline.project.project import Project
 
-ROWS_SHOWN = 1000  # rows of an answer printed as a table; csv and json have all
+ROWS_SHOWN = 1000  # rows of an answer printed as a table; csv and json have all rows
 CELL_WIDTH = 80  # characters; longer text is cut in a table, a sha256 (64) is not
 STYLES = ("table", "csv", "json")
 
@@ -46,18 +46,18 @@ create or replace temp macro bf16(u) as (case
 
 @click.command("query")
 @click.argument("sql", required=False, envvar="LATENTMILL_SQL")
-@click.option("--format", "style", type=click.Choice(STYLES), default="table", show_default=True)
+@click.option("--format", "style", type=click.Choice(STYLES), default="table", show_default=True, help="Format of the answer.")
 @click.option(
     "--parquet",
     type=click.Path(path_type=Path),
-    help="Instead of a query: write every table as Parquet to this folder, with a catalog for DuckDB's own shell.",
+    help="Answer no query; write every table to this folder as a Parquet file, with a database for DuckDB's own shell.",
 )
 @with_project
 def command(sql: str | None, style: str, parquet: Path | None, project: Project) -> None:
-    """Ask the tables in SQL (DuckDB).
+    """Answer an SQL query (DuckDB) over the tables of a project.
 
-    Every table has the name that `latentmill status` shows. `select * from tables` and `select * from columns` list the
-    tables, the pipeline's views and all columns.
+    Every table has the name that `latentmill status` shows. `select * from tables` lists the tables, `select * from columns`
+    all columns with a description.
     """
     if parquet:
         export_parquet(project, parquet)
@@ -69,10 +69,9 @@ def command(sql: str | None, style: str, parquet: Path | None, project: Project)
 
 
 def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConnection | None = None) -> duckdb.DuckDBPyConnection:
-    """Return a DuckDB connection that knows the tables of a project by name, with the rows that readers see.
-
-    `project` is its folder or an opened Project; `connection` is extended if it is given. The tables are copied into memory
-    as Arrow without their tensors; a table that is not built has its columns and no rows.
+    """Return a DuckDB connection in which every table and view of a project has its name. `project` is the project's folder or an
+    opened `Project`. The tables are added to `connection` if it is given, else to a new in-memory database. Tables are held
+    in memory as Arrow, without their tensors; a table that is not built has columns and no rows.
     """
     import duckdb
 
@@ -93,10 +92,8 @@ def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConne
 
 
 def answer(project: Project, sql: str) -> pa.Table:
-    """Return the answer to an SQL query over the tables of a project as an Arrow table.
-
-    ValueError, in one line, for a mistake in the SQL, with the names that exist; NotBuilt if a table that the query names is
-    not built.
+    """Run an SQL query over the tables of `project` and return the rows as an Arrow table. ValueError, in one line with the names
+    that exist, for a mistake in the SQL. NotBuilt if the query names a table that is not built.
     """
     with _catalog_for(project, sql) as catalog:
         result: Any = catalog.sql(sql)
@@ -107,7 +104,9 @@ def answer(project: Project, sql: str) -> pa.Table:
 
 
 def run_query(project: Project, sql: str, style: str = "table") -> str:
-    """Answer an SQL query as text: an aligned "table", "csv" or "json". The errors are those of `answer`."""
+    """Run an SQL query over the tables of `project` and return the rows as text. `style` is "table" (aligned columns), "csv" or
+    "json". ValueError, in one line, for a mistake in the SQL; NotBuilt if the query names a table that is not built.
+    """
     if style not in STYLES:
         raise ValueError(f"the style must be one of {', '.join(STYLES)}, got {style!r}")
     with _catalog_for(project, sql) as catalog:
@@ -119,7 +118,9 @@ def run_query(project: Project, sql: str, style: str = "table") -> str:
 
 @contextmanager
 def _catalog_for(project: Project, sql: str) -> Iterator[duckdb.DuckDBPyConnection]:
-    """A catalog in which a query runs. NotBuilt if it names a table that is not built; DuckDB's errors become one line."""
+    """Open a DuckDB connection to the tables of `project` for running the query `sql` in a `with` block. NotBuilt if the query
+    names a table that is not built. An error of DuckDB inside the block becomes a ValueError of one line.
+    """
     import duckdb
 
     from pipeline.project.project import NotBuilt
@@ -139,7 +140,9 @@ def _catalog_for(project: Project, sql: str) -> Iterator[duckdb.DuckDBPyConnecti
 
 
 def format_answer(names: Sequence[str], rows: Sequence[tuple[Any, ...]], style: str) -> str:
-    """Format the columns' names and the rows of an answer as "csv", "json" or an aligned "table" of at most ROWS_SHOWN rows."""
+    """Format the `rows` of an answer with the column `names` as text. `style` is "csv", "json" or "table": aligned columns with
+    at most ROWS_SHOWN rows and a line that counts the others.
+    """
     if style == "csv":
         return _csv(names, rows)
     if style == "json":
@@ -150,9 +153,10 @@ def format_answer(names: Sequence[str], rows: Sequence[tuple[Any, ...]], style: 
 
 
 def export_parquet(project: Project, out: Path) -> list[Path]:
-    """Write every table as `<name>.parquet` into the folder `out`, and all of them into `catalog.duckdb`. Returns the files.
+    """Write every table of `project` as NAME.parquet into the folder `out`, and all tables into out/catalog.duckdb, a DuckDB
+    database. Return the paths of the files. Files of an earlier export are replaced.
 
-    The catalog has the format of DuckDB 1.0, which all later versions read. Files of an earlier export are replaced.
+    The database has the format of DuckDB 1.0, which all later versions read.
     """
     catalog = open_catalog(project)
     names = [*project.stage_names, "tables", "columns"]
@@ -174,7 +178,9 @@ def export_parquet(project: Project, out: Path) -> list[Path]:
 
 
 def _tables(project: Project) -> pa.Table:
-    """One row per table: which recipe is shown, how much it holds, what a row is."""
+    """Return the Arrow table `tables` of the catalog, with a row per table of the project: whether it is built, its recipe,
+    numbers of rows and bytes, its folder, and what a row is.
+    """
     import pyarrow as pa
 
     rows = []
@@ -190,7 +196,9 @@ def _tables(project: Project) -> pa.Table:
 
 
 def _columns(project: Project) -> pa.Table:
-    """One row per column of every table: its type, whether it is part of the key, what it holds."""
+    """Return the Arrow table `columns` of the catalog, with a row per column of every table: name, type, whether the column is
+    part of the key, and a description.
+    """
     import pyarrow as pa
 
     rows = []
@@ -233,7 +241,7 @@ def _csv(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> str:
 
 
 def _json(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> str:
-    """A JSON array, one row a line; a value that JSON cannot hold (NaN, infinity) is null."""
+    """Return the rows as a JSON array of objects, one object per line. NaN and infinity, which JSON lacks, become null."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, float | Decimal):
@@ -245,7 +253,7 @@ def _json(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> str:
 
 
 def _short(value: Any) -> Any:
-    """A number or None unchanged; any other value as text of at most CELL_WIDTH characters."""
+    """Return a number or None unchanged, and any other value as text of at most CELL_WIDTH characters."""
     if value is None or isinstance(value, int | float | Decimal):
         return value
     text = format_cell(value)

@@ -1,4 +1,4 @@
-"""`latentmill replay`: a training step computed again, beside the losses in the table train."""
+"""`latentmill replay`: computes a training step again and compares the losses with the table train."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from pipeline.terminal import Terminal
 @click.argument("step", type=int)
 @with_project
 def command(step: int, project: Project) -> None:
-    """Compute one step of the training run again, and compare its losses with the table train."""
+    """Compute one step of the training run again, and compare its losses with the table train.
+
+    STEP is the number of the step, from 1.
+    """
     with Terminal("replay") as terminal:
         lines = list(replay_run(project, step, terminal.progress))
     for line in lines:
@@ -23,8 +26,8 @@ def command(step: int, project: Project) -> None:
 
 
 def replay_run(project: Project, step: int, progress: Callable[[int, int, str], None]) -> Iterator[str]:
-    """Yield one line per sample of the step, with its loss now and its logged loss, then whether all agree to the bit. ValueError
-    for a step that the run does not have.
+    """Compute a training step again and yield lines of text: for every sample the new and the logged loss, then whether all agree
+    to the bit. `step` counts from 1. `progress` is called with (done, total, unit). ValueError if the run has no such step.
     """
     from stages.text_to_image.train.replay import replay
 
@@ -38,4 +41,4 @@ def replay_run(project: Project, step: int, progress: Callable[[int, int, str], 
         image, sigma = one.sample.crop.image_id[:12], one.sample.sigma
         yield f"sample {one.number}: image {image}, sigma {sigma:.4f}, loss {one.loss:.9g}, {logged}"
     same = all(one.loss == one.logged for one in replayed)
-    yield f"step {step}: {'the same to the bit' if same else 'not to the bit: another machine, plan or version wrote it'}"
+    yield f"step {step}: {'the same to the bit' if same else 'not the same: another machine, memory plan or version was used'}"

@@ -1,4 +1,4 @@
-"""`latentmill run`: bring the table of one stage up to date."""
+"""`latentmill run`: runs one stage, which brings its table up to date."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 
 @click.command("run")
 @click.argument("stage")
-@click.option("--memory", "measured", is_flag=True, help="Also measure MLX's memory batch by batch, into tables/memory.")
+@click.option(
+    "--memory", "measured", is_flag=True, help="Also measure MLX's memory batch by batch, and write the figures to tables/memory."
+)
 @with_project
 def command(stage: str, measured: bool, project: Project) -> None:
-    """Bring the table of a stage up to date.
+    """Run one stage, which brings its table up to date.
 
-    STAGE is the name of a table; `latentmill status` lists them. Tables that the stage reads are used as they are;
-    `make STAGE` brings them up to date first.
+    STAGE is the name of a table in `latentmill status`. The tables that the stage reads are used as they are; `make STAGE`
+    brings them up to date first.
     """
     from pipeline import runner
 
@@ -43,7 +45,9 @@ def command(stage: str, measured: bool, project: Project) -> None:
 
 
 def summary(outcome: Outcome) -> str:
-    """Describe in one line what a run did: rows written and removed, time, memory, and how to go on if rows are left."""
+    """Return one line of text about a finished run: rows written and removed, time, peak memory. If rows are left to compute, the
+    line tells why and how to go on.
+    """
     if outcome.up_to_date:
         return f"{outcome.stage_name}: up to date, {outcome.rows} rows"
     if outcome.left:
@@ -57,7 +61,9 @@ def summary(outcome: Outcome) -> str:
 
 
 def results(project: Project, stage_name: str) -> list[str]:
-    """Return a line with the path of each result file (`Stage.result`) of a stage and of the stages that it reads."""
+    """Return lines such as "adapter: PATH" for the user: one per result file (`Stage.result`) that exists, of the stage
+    `stage_name` and of the stages whose tables it reads. Empty if the stage has no result file.
+    """
     stage = project.stage(stage_name)
     lines = []
     for name in [*(read.name for read in stage.reads), stage_name] if stage.result else []:

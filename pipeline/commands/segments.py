@@ -1,7 +1,7 @@
-"""`latentmill segments`: train some steps, draw previews, go on, each as a process of its own.
+"""`latentmill segments`: trains some steps, draws previews, and repeats; each part runs in a process of its own.
 
-The training process has ended while previews are drawn, so they cost it no memory, and a run in segments ends with the same bits
-as an unbroken one. Short segments are also the known remedy where macOS ends long GPU work while the display is on.
+No training process runs while previews are drawn, so both have all memory. A run in segments ends with the same bits as an
+unbroken run. Short segments also help if macOS ends long GPU work while the display is on.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from pipeline.project.project import Project
 
 
 @click.command("segments")
-@click.option(
-    "--every", type=click.IntRange(1), default=250, show_default=True, help="Training steps from one preview to the next."
-)
+@click.option("--every", type=click.IntRange(1), default=250, show_default=True, help="Training steps between two previews.")
 @PROJECT
 @SET
 def command(every: int, path: str, overrides: tuple[str, ...]) -> int:
-    """Train in segments, each a process of its own, and draw previews after each."""
+    """Train in segments, each in a process of its own, and draw previews after each segment."""
     return segments(path, every, overrides or overrides_from_environment())
 
 
 def run_stage(stage: str, *arguments: str) -> int:
-    """Run `latentmill run STAGE ARGUMENTS` as a process on the same terminal. Returns its exit code."""
+    """Run `latentmill run STAGE ARGUMENTS` as a subprocess on the same terminal, and return its exit code."""
     return subprocess.run([sys.executable, "-m", "pipeline", "run", stage, *arguments], check=False).returncode
 
 
 def segments(path: str, every: int, overrides: Iterable[str] = (), run: Callable[..., int] = run_stage) -> int:
-    """Alternate `every` steps of training with previews until the run is complete. Returns the first exit code that is not 0.
-    `path` is the project's folder, `overrides` are settings as section.key=value; `run` runs one stage, for tests.
+    """Train `every` steps, draw previews, and repeat until the training run is complete. Return 0, or the first exit code of a
+    stage that is not 0. `path` is the project's folder. `overrides` are texts such as "train.steps=500". `run(stage,
+    *arguments)` runs one stage and returns its exit code; tests pass another function.
     """
     given = ["--project", path, *(word for override in overrides for word in ("--set", override))]
     while True:

@@ -1,4 +1,4 @@
-"""`latentmill status`: what is built, and what the next run would do."""
+"""`latentmill status`: shows which tables are built, and what the next run would do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def command(project: Project) -> None:
 
 @dataclass
 class TableState:
-    """The state of one table under the present settings."""
+    """The state of one table for the present settings of a project: numbers of rows that are stored, missing, unwanted or deleted
+    by `clean`, bytes, and what the next run would do. `str(state)` describes it in one line.
+    """
 
     stage_name: str
     recipe: str = "-"  # 12 hex digits
@@ -41,12 +43,12 @@ class TableState:
     stale_inputs: list[str] = field(default_factory=list)  # tables that it depends on and that are not up to date
 
     def __str__(self) -> str:
-        """Return name, rows and state in words, such as "images: 24 rows, up to date"."""
+        """Return the table's name, number of rows and state as one line, such as "images: 24 rows, up to date"."""
         return f"{self.stage_name}: {_count(self.rows)}, {describe(self)}"
 
 
 def states(project: Project) -> list[TableState]:
-    """Return the state of every table of a project, in the order of the chain."""
+    """Return the state of every table of `project`, in the order in which the stages run. Nothing is written."""
     stale: dict[str, list[str]] = {}  # table -> the tables among itself and its inputs that are not up to date
     found = [state(project, name) for name in project.stage_names]
     for each in found:
@@ -57,7 +59,9 @@ def states(project: Project) -> list[TableState]:
 
 
 def state(project: Project, stage_name: str) -> TableState:
-    """Return the state of one table, without its `stale_inputs`. No weights are loaded and nothing is written."""
+    """Return the state of the table `stage_name`, without `stale_inputs`, which `states` fills in. No weights are loaded and
+    nothing is written. If the state cannot be determined, `note` tells why.
+    """
     from pipeline.project.hub import NotFetched
     from pipeline.project.project import NotBuilt
 
@@ -67,14 +71,16 @@ def state(project: Project, stage_name: str) -> TableState:
     except NotBuilt as error:
         found.note = f"waits for {error.table}"
     except NotFetched:
-        found.note = f"not built; its weights come with it: make {stage_name}"
+        found.note = f"not built; weights are not on this machine yet: make {stage_name}"
     except ValueError as error:
         found.note = str(error)
     return found
 
 
 def _examine(project: Project, found: TableState) -> None:
-    """Fill in a state from the table on disk and from the rows that its stage wants."""
+    """Fill in the fields of `found`, whose `stage_name` is set, from the table on disk and the rows that the stage wants.
+    NotBuilt or another ValueError if an input table or weights are missing.
+    """
     from pipeline.project.recipe import recipe_id
     from pipeline.store.lock import lock_holder
     from pipeline.store.rows import missing
@@ -98,7 +104,7 @@ def _examine(project: Project, found: TableState) -> None:
 
 
 def describe(found: TableState) -> str:
-    """Describe a state in words, such as "up to date" or "3 rows missing: make latents"."""
+    """Return the state of a table in words, such as "up to date" or "3 rows missing: make latents"."""
     missing = found.missing or 0
     stored = f"{found.unpublished} of {found.unpublished + missing} rows are there"
     if found.writer:
@@ -129,7 +135,7 @@ def _count(rows: int) -> str:
 
 
 def render(project: Project) -> str:
-    """Format the states of all tables as text: a line about the project, the names of the columns, and a line per table."""
+    """Return the output of `latentmill status` as text: a line about the project, then a table with a line per stage's table."""
     family = f"family {project.family.name}, " if project.pipeline.families else ""
     rows = [
         (

@@ -1,5 +1,5 @@
-"""What a project is: its settings, recipes, weights and the places of its tables.
+"""What a project is: its settings, recipes (which name the folders of tables), weights and tables.
 
-`config` and `parse` read project.toml, `recipe` names tables, `hub` finds weights, `init` writes new projects, `project` holds
-all of it, `tables` reads a finished table. Imports `pipeline.store`, `stages` and `schemas`.
+`config` and `parse` read project.toml, `recipe` hashes what decides a table's rows, `hub` finds weights, `init` writes new
+projects, `project` combines them, `tables` reads a finished table. Imports `pipeline.store`, `stages` and `schemas`.
 """

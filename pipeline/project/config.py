@@ -1,4 +1,4 @@
-"""Reads project.toml: one section per stage, each a frozen dataclass that is defined beside the code that uses it."""
+"""Reads project.toml: [project], and one section per stage, each a frozen dataclass defined beside the stage that uses it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Overrides = Mapping[str, Any] | Iterable[str]
 
 @dataclasses.dataclass(frozen=True)
 class ProjectConfig:
-    """[project]: which pipeline runs, and which model family with which weights."""
+    """The section [project] of project.toml: the pipeline, the model family, and where the model's weights are."""
 
     family: str = selects("", "the model family; `latentmill families` lists them; empty: the pipeline's first")
     weights: str = selects("", "a folder or a hub id; empty: the family's own")
@@ -32,17 +32,18 @@ class ProjectConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """All settings of a project: [project], and one section per stage, by the stage's name."""
+    """All settings of a project. `project` is the section [project]; `sections` maps the name of a stage to the stage's config
+    dataclass.
+    """
 
     project: ProjectConfig
     sections: Mapping[str, Any]
 
 
 def load(file: Path, overrides: Overrides = ()) -> Config:
-    """Read a project file and apply overrides: a mapping such as {"train.steps": 200}, or texts such as "train.steps=200".
-
-    ValueError, in one line, for a file that cannot be read, an unknown section or setting, or a wrong value. It names the
-    setting, the value, what would be right, and where the value was set: the file's section or the override.
+    """Read the project file `file`, replace settings by `overrides`, and return all settings. `overrides` is a mapping such as
+    {"train.steps": 200} or a sequence of texts such as "train.steps=200". ValueError, in one line, if the file cannot be read, a
+    section or setting is unknown, or a value is wrong. The message names the setting, the remedy, and where it was set.
     """
     raw = read(file)
     origins = _apply(raw, overrides)
@@ -68,11 +69,13 @@ def load(file: Path, overrides: Overrides = ()) -> Config:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Read a project file as nested dictionaries. ValueError, in one line, if it is missing or not TOML."""
+    """Parse the project file `file` and return its sections: name -> settings by key, unchecked. ValueError, in one line, if the
+    file is missing, cannot be read or is not TOML.
+    """
     try:
         return tomllib.loads(file.read_text(encoding="utf-8-sig"))  # some editors write a byte order mark
     except FileNotFoundError:
-        raise ValueError(f"{file.parent}: no {FILE} here; `latentmill init --help` tells how to make one") from None
+        raise ValueError(f"{file.parent}: no {FILE} here; `latentmill init --help` explains how to make one") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: not valid TOML: {error}") from None
     except OSError as error:
@@ -80,7 +83,9 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def pipeline_name(raw: Mapping[str, Any]) -> str:
-    """Return the name of the pipeline that a parsed project file names, or the default. Names of earlier versions are mapped."""
+    """Return the name of the pipeline that a project chooses in [project], or the default. `raw` is the parsed project file (see
+    `read`). A name from an earlier version becomes the present name.
+    """
     head = raw.get("project")
     name = head.get("pipeline") if isinstance(head, dict) else None
     if not isinstance(name, str):
@@ -89,7 +94,9 @@ def pipeline_name(raw: Mapping[str, Any]) -> str:
 
 
 def _apply(raw: dict[str, Any], overrides: Overrides) -> dict[str, str]:
-    """Set the overridden values in `raw`. Returns for each overridden key how an error names its origin."""
+    """Replace settings in `raw`, the parsed project file, by `overrides`. Return a dict from each replaced key, such as
+    "train.steps", to a phrase for errors: "--set train.steps=0". ValueError if an override is not of the form section.key=value.
+    """
     origins = {}
     for override in overrides.items() if isinstance(overrides, Mapping) else overrides:
         if isinstance(override, str):

@@ -18,14 +18,14 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class NotFetched(ValueError):  # noqa: N818  (no mistake of the user: the first stage that needs the weights fetches them)
-    """Weights are not on this machine yet, and downloading or generating them was not allowed."""
+    """Raised if weights are not on this machine yet, and downloading or generating them was not allowed."""
 
 
 def resolve(spec: str, project: Path, family: Family, components: Iterable[str] = tuple(FOLDERS), *, fetch: bool = True) -> Path:
-    """Return the folder with a family's weights, downloading or generating them if `fetch` allows it.
-    `spec` is the setting weights: a folder (absolute, from ~, or relative to the folder `project`), a hub id "org/name", or ""
-    for the family's own weights. Only `components`, such as "transformer", are downloaded or checked. NotFetched if weights
-    are missing and `fetch` is False; ValueError, with the remedy, if they cannot be found, fetched or read.
+    """Return the folder that holds the weights of a model family. Missing weights are downloaded or generated if `fetch` is True.
+    `spec` is the setting weights: a folder (absolute, from ~, or relative to the project's folder `project`), a hub id
+    "org/name", or "" for the family's own weights. Only `components`, such as "transformer", are downloaded or checked.
+    NotFetched if weights are missing and `fetch` is False. ValueError, with the remedy, if they cannot be found or read.
     """
     if not spec and family.bundled:
         return _bundled(family, components)
@@ -47,7 +47,9 @@ def resolve(spec: str, project: Path, family: Family, components: Iterable[str] 
 
 
 def _bundled(family: Family, components: Iterable[str]) -> Path:
-    """Return the family's folder in the checkout. ValueError if a file of `components` is missing or damaged."""
+    """Return the folder with the weights of a family that is part of the source checkout. ValueError if a file of one of the
+    `components`, such as "transformer", is missing or damaged.
+    """
     folder = CHECKOUT / family.bundled
     for component in components:
         try:
@@ -60,7 +62,7 @@ def _bundled(family: Family, components: Iterable[str]) -> Path:
 
 
 def _check_component(folder: Path) -> None:
-    """Raise ValueError if a file of a component's folder is missing or cut short."""
+    """Raise ValueError if a file in `folder`, the folder of one component such as the autoencoder, is missing or cut short."""
     is_tokenizer = folder.name == FOLDERS["tokenizer"]
     for name in TOKENIZER if is_tokenizer else ("config.json",):
         if not (folder / name).is_file():
@@ -69,7 +71,7 @@ def _check_component(folder: Path) -> None:
         try:
             json.loads(file.read_bytes())
         except ValueError:
-            raise ValueError(f"{file} is not whole") from None
+            raise ValueError(f"{file} is damaged: not valid JSON") from None
     for file in () if is_tokenizer else weight_files(folder):
         read_header(file)
 
@@ -78,11 +80,13 @@ def _check_component(folder: Path) -> None:
 
 
 def _generated(folder: Path, family: Family, seed: int, allowed: bool) -> Path:
-    """Return `folder` with random weights from `seed`, which are written once, complete or not at all."""
+    """Return `folder`, which holds random weights of `family` drawn from `seed`. They are written if `folder` does not exist:
+    complete or not at all. NotFetched if they are missing and `allowed` is False.
+    """
     if folder.is_dir():
         return folder
     if not allowed:
-        raise NotFetched(f"{folder} is not generated yet; a stage that needs it generates it")
+        raise NotFetched(f"{folder} is not generated yet; the first stage that needs it generates it")
     try:
         with atomic_folder(folder) as temporary:
             family.architecture.write_random_weights(temporary, family, seed)
@@ -96,7 +100,9 @@ def _generated(folder: Path, family: Family, seed: int, allowed: bool) -> Path:
 
 
 def _downloaded(hub: str, components: list[str], family: Family, fetch: bool) -> Path:
-    """Return the cached copy of the hub repository `hub`. The network is used only if the cache lacks one of `components`."""
+    """Return the folder of the cached copy of the hub repository `hub` ("org/name"). It is downloaded if the cache lacks one of
+    `components` and `fetch` is True. NotFetched if `fetch` is False; ValueError, with the remedy, if the download fails.
+    """
     from huggingface_hub import errors, snapshot_download
 
     folders = [FOLDERS[component] for component in components]
@@ -106,13 +112,13 @@ def _downloaded(hub: str, components: list[str], family: Family, fetch: bool) ->
         if not _incomplete(cached, folders):
             return cached
     if not fetch:
-        raise NotFetched(f"{', '.join(folders)} of {hub} is not fetched yet; a stage that needs it fetches it")
+        raise NotFetched(f"{', '.join(folders)} of {hub} is not downloaded yet; the first stage that needs it downloads it")
     try:
         copy = Path(snapshot_download(hub, allow_patterns=patterns))
     except (errors.HTTPError, OSError, ValueError) as error:
         raise ValueError(_explain(hub, family, error)) from None
-    if missing := _incomplete(copy, folders):  # without network, too, the client returns what the cache has
-        raise ValueError(f"{hub} returned no {', '.join(missing)}: {_manual_download(hub)}")
+    if missing := _incomplete(copy, folders):  # without a network the client returns an incomplete cache
+        raise ValueError(f"the download of {hub} lacks {', '.join(missing)}: {_manual_download(hub)}")
     return copy
 
 
@@ -121,7 +127,9 @@ def _incomplete(copy: Path, folders: list[str]) -> list[str]:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether the download of a component's folder has finished. The client renames a file when all its bytes have arrived."""
+    """Return True if all files of a component's `folder` in the hub cache are downloaded. The hub client gives a file its final
+    name only when all its bytes have arrived, so only names are checked.
+    """
     if folder.name == FOLDERS["tokenizer"]:
         return any((folder / name).is_file() for name in ("tokenizer.json", "merges.txt"))
     try:
@@ -133,28 +141,33 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _manual_download(hub: str) -> str:
-    """Tell how to download a repository on another machine. All components are named: a folder must serve every stage."""
+    """Return a sentence that tells the user how to download the hub repository `hub` ("org/name") on another machine.
+
+    All components are listed, because one folder must serve every stage.
+    """
     patterns = " ".join(f"--include '{name}/*'" for name in FOLDERS.values())
     return (
-        f"where there is a network, run `hf download {hub} {patterns} --local-dir FOLDER`, "
+        f"on a machine with a network, run `hf download {hub} {patterns} --local-dir FOLDER`, "
         'then set weights = "FOLDER" in project.toml'
     )
 
 
 def _explain(hub: str, family: Family, error: Exception) -> str:
-    """Turn an exception of the hub's client into one line: what failed, and what the user can do."""
+    """Return a one-line message for an `error` of the hub client while it downloads `hub` ("org/name"): what failed, and what the
+    user can do.
+    """
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{hub}"
     if isinstance(error, errors.GatedRepoError) or (family.gated and _status_code(error) in (401, 403)):
         return f"{hub} is gated ({family.licence} licence): accept the licence at {page}, then run `hf auth login` and try again"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"the hub has no {hub}, or it is private: check weights in project.toml, or give a folder that exists"
+        return f"the hub has no repository {hub}, or it is private: check [project] weights, or give a folder that exists"
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
         return f"{hub} cannot be written to {constants.HF_HUB_CACHE}: {error.strerror}; free space there, or set HF_HOME"
     return f"{hub} cannot be reached: {_manual_download(hub)}"
 
 
 def _status_code(error: Exception) -> int:
-    """Return the HTTP status of a response that the client raised as an error; 0 if there was no response."""
+    """Return the HTTP status, such as 404, of the response behind an error of the hub client; 0 if there was no response."""
     return int(getattr(getattr(error, "response", None), "status_code", 0))

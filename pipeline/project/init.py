@@ -1,4 +1,4 @@
-"""Makes new projects: a folder with a project.toml. The pipeline's Template asks for the options and writes the text."""
+"""Makes new projects: a folder with a project.toml. The pipeline's Template lists the options and writes the text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from stages.stage import Template, load
 
 
 def template_of(pipeline: str) -> Template:
-    """Return the Template of a pipeline by name. ValueError if there is no such pipeline, or if it has no template."""
+    """Return the `Template` for new projects of the pipeline called `pipeline`: its options and the text of project.toml.
+    ValueError if there is no such pipeline, or if it has no template.
+    """
     found = stages.pipeline(pipeline)
     if not found.template:
         raise ValueError(f"the pipeline {pipeline} has no template; write {config.FILE} by hand")
@@ -23,9 +25,9 @@ def template_of(pipeline: str) -> Template:
 
 
 def new_project(folder: Path, options: Mapping[str, str], pipeline: str = config.ProjectConfig.pipeline) -> list[str]:
-    """Write FOLDER/project.toml for the options of the pipeline's Template, and return lines that tell the user what to do next.
-
-    Options that are left out have their defaults. ValueError if the project exists already or an option is wrong.
+    """Write project.toml into `folder`, which is made if needed, and return lines that tell the user what to do next. `options`
+    maps option names of the pipeline's `Template` to values; an option that is left out has its default. ValueError if
+    `folder` holds a project already, or an option is missing or wrong.
     """
     folder = from_home(folder)
     file = folder / config.FILE
@@ -56,6 +58,8 @@ def new_project(folder: Path, options: Mapping[str, str], pipeline: str = config
 
 
 def relative(path: Path, folder: Path) -> str:
-    """Return a path relative to a project's folder if it lies in it or beside it, so that both can be moved; else absolute."""
+    """Return `path` as text for a setting of the project in `folder`. The text is relative to `folder` if `path` is inside it or
+    beside it, so that both can be moved together; otherwise it is absolute.
+    """
     found = Path(os.path.relpath(path.resolve(), folder.resolve()))
     return str(path.resolve()) if found.parts[:2] == ("..", "..") else found.as_posix()

@@ -1,4 +1,4 @@
-"""Builds the dataclasses of settings from parsed TOML. Every mistake is a ValueError of one line.
+"""Builds the config dataclasses from parsed TOML. Every mistake is a ValueError of one line.
 
 Why the types are checked here: msgspec 0.22 would replace only `_convert` (it passes unknown keys, inf and nan, and names
 neither the value nor a mapping's key), and pydantic 2.14 needs dataclasses of its own and 0.12 s more CPU time at every start.
@@ -25,10 +25,9 @@ NAMES = {  # type -> its name in an error, singular and plural
 
 
 class Parser:
-    """Parses the sections of a project file.
-
-    `sections` maps a section's name to its dataclass. `place` tells where a key such as "train.steps" was set, for errors:
-    "project.toml [train]" or "--set train.steps=0".
+    """A parser that builds config dataclasses from the sections of a parsed project file. `sections` maps the name of a section
+    to its dataclass. `place(key)` returns where a key such as "train.steps" was set, for error messages: "project.toml [train]"
+    or "--set train.steps=0".
     """
 
     def __init__(self, sections: Mapping[str, type], place: Callable[[str], str]) -> None:
@@ -36,7 +35,9 @@ class Parser:
         self.sections = dict(_nested(sections))  # with the sections inside sections, such as train.ema
 
     def section(self, name: str, raw: Any) -> Any:
-        """Build the dataclass of one section from a TOML table. ValueError for a wrong key, type or value."""
+        """Build and return the dataclass of the section `name`, such as "train" or "train.ema". `raw` is its parsed TOML table:
+        key -> value. ValueError, in one line, if a key is unknown or a value has the wrong type or range.
+        """
         if not isinstance(raw, Mapping):
             raise ValueError(
                 f"{name} must be a section: write its settings below a line [{name}], got {raw!r} ({self.place(name)})"
@@ -73,13 +74,17 @@ class Parser:
 
 
 def nearest(word: Any, words: Iterable[str]) -> str:
-    """Return "; did you mean X?" with the most similar of `words`, or "" if none is similar."""
+    """Return the end of an error message about the unknown name `word`: "; did you mean X?", X being the most similar of the
+    valid names `words`. Return "" if no name is similar.
+    """
     found = difflib.get_close_matches(str(word), list(words), n=1, cutoff=0.6)
     return f"; did you mean {found[0]}?" if found else ""
 
 
 def _nested(sections: Mapping[str, type]) -> Iterable[tuple[str, type]]:
-    """Yield every section and the sections inside it, by dotted name."""
+    """Yield (dotted name, dataclass) for every section and for the sections inside it, such as ("train.ema", EMAConfig).
+    `sections` maps names to dataclasses.
+    """
     for name, kind in sections.items():
         yield name, kind
         for key, hint in typing.get_type_hints(kind).items():
@@ -95,13 +100,15 @@ def _names(kind: Any) -> list[str]:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """The types of a union, or the one type."""
+    """Return the member types of the annotation `hint`: those of a union, or `hint` itself alone."""
     is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if is_union else (hint,)
 
 
 def _convert(hint: Any, value: Any) -> Any:
-    """Return the value as the annotated type. TypeError if it is of another type, or not finite."""
+    """Return `value` (parsed TOML) as the annotated type `hint`: a list becomes a tuple, an integer a float if `hint` wants one.
+    TypeError if the value has another type, or is infinite or NaN.
+    """
     for kind in _members(hint):
         origin, args = typing.get_origin(kind), typing.get_args(kind)
         if origin is typing.Literal and any(value == each and type(value) is type(each) for each in args):
@@ -120,7 +127,7 @@ def _convert(hint: Any, value: Any) -> Any:
 
 
 def _describe(hint: Any) -> str:
-    """Name a type as a user would: "a whole number", "a list of strings", "'lora', 'dora' or 'lokr'"."""
+    """Return the annotated type `hint` in words for an error message: "a whole number", "a list of strings", "'a' or 'b'"."""
     words: list[str] = []
     for kind in _members(hint):
         origin, args = typing.get_origin(kind), typing.get_args(kind)
@@ -136,7 +143,7 @@ def _describe(hint: Any) -> str:
 
 
 def _example(hint: Any, value: Any) -> str:
-    """Return ", such as [512]" where a list of the one value would be right."""
+    """Return ", such as [512]" if `hint` wants a list and `value`, such as 512, would be a valid item; else ""."""
     try:
         return f", such as {[value]!r}" if _convert(hint, [value]) else ""
     except TypeError:

@@ -1,6 +1,6 @@
-"""A project: its folder, its settings, its resources, and where its tables lie. `pipeline.api` adds the methods for users.
+"""A project: its folder, settings, resources and the folders of its tables. `pipeline.api` adds the methods for users.
 
-Importing this module takes pyarrow and little else; what reads tables is imported by the methods that need it.
+This module imports pyarrow and little else; the code that reads tables is imported by the methods that need it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from stages.models.family import Family
 
 
-class NotBuilt(ValueError):  # noqa: N818  (a state that the user can change, told in one line)
-    """A table that is needed does not exist for the present settings; `table` is its name."""
+class NotBuilt(ValueError):  # noqa: N818  (a state that the user can change, described in one line)
+    """Raised if a table that is needed does not exist for the present settings. `table` is the name of the table."""
 
     def __init__(self, message: str, table: str) -> None:
         super().__init__(message)
@@ -37,21 +37,19 @@ class NotBuilt(ValueError):  # noqa: N818  (a state that the user can change, to
 
 
 class Project:
-    """A project: the folder with project.toml, the input files and `tables/`.
+    """A project: the folder `path` with project.toml, input files and the folder tables/. `overrides` replace settings: a mapping
+    such as {"train.steps": 200}, or texts such as "train.steps=200". `fetch` allows downloads of weights that are not on this
+    machine. ValueError, in one line, if the folder holds no project or a setting is wrong.
 
-    `overrides` replace settings: a mapping such as {"train.steps": 200}, or texts such as "train.steps=200".
-    `fetch` allows downloads of weights that are not on this machine.
-    ValueError, in one line, if the folder holds no project or a setting is wrong.
-
-    Tables are read when they are first needed and kept until `refresh` finds that a stage has run, in this process or
-    another: between two runs all methods see the same state of the tables.
+    Tables are read at their first use and cached until `refresh` finds that a stage has run, in this or another process.
+    Between two runs all methods therefore see the same state of the tables.
     """
 
     def __init__(self, path: str | Path, overrides: Overrides = (), *, fetch: bool = False) -> None:
         folder = from_home(path)
         if not folder.is_dir():
             what = "is a file, not a project's folder" if folder.exists() else "no such folder"
-            raise ValueError(f"{folder}: {what}; `latentmill init --help` tells how to make a project")
+            raise ValueError(f"{folder}: {what}; `latentmill init --help` explains how to make a project")
         self.path = folder
         self.fetch = fetch
         self.config = configuration.load(folder / configuration.FILE, overrides)
@@ -64,7 +62,7 @@ class Project:
             _ = self.family  # an unknown family is an error before anything is written
 
     def refresh(self) -> None:
-        """Forget the rows and recipes that were read if a stage has finished since then."""
+        """Discard cached rows and recipes if a stage has finished a run since they were read, in this process or another."""
         found = self._manifests()
         if found != self._seen:
             self._seen = found
@@ -72,7 +70,7 @@ class Project:
             self._rows.clear()
 
     def _manifests(self) -> frozenset[tuple[str, int, int]]:
-        """Return path, time of change and inode of every manifest; they change when a stage finishes."""
+        """Return (path, modification time in ns, inode) of every table's manifest. They change when a stage finishes a run."""
         paths = self.path.glob("tables/*/*/manifest.json")
         return frozenset((str(p), (stat := p.stat()).st_mtime_ns, stat.st_ino) for p in paths)
 
@@ -80,17 +78,19 @@ class Project:
 
     @property
     def name(self) -> str:
-        """The name of the project's folder."""
+        """The name of the project: the last part of its folder's path."""
         return self.path.resolve().name
 
     @property
     def stage_names(self) -> tuple[str, ...]:
-        """The names of the pipeline's stages, in the order of the chain."""
+        """The names of the pipeline's stages, in the order in which they run."""
         return tuple(self.pipeline.stages)
 
     @functools.cached_property
     def family(self) -> Family:
-        """The record of the project's model family. ValueError, with the nearest name, if the pipeline has no such family."""
+        """The record of the project's model family: the one that [project] names, or the pipeline's first. ValueError, with the
+        nearest name, if the pipeline has no such family.
+        """
         families: Mapping[str, Family] = load(self.pipeline.families)
         name = self.config.project.family or next(iter(families))
         if name not in families:
@@ -99,30 +99,33 @@ class Project:
         return families[name]
 
     def stage(self, name: str) -> Stage:
-        """Return the stage that writes the table `name`. ValueError, with the nearest name, if there is none."""
+        """Return the stage called `name`, which writes the table of that name. ValueError, with the nearest name, if there is
+        none.
+        """
         if name not in self.pipeline.stages:
             near = nearest(name, self.stage_names)
             raise ValueError(f"{name}: no such stage{near}; there are {', '.join(self.stage_names)}")
         return self.pipeline.stage(name)
 
     def allow_downloads(self) -> Project:
-        """Allow downloads of weights from now on, and return this project."""
+        """Allow this project to download missing weights from now on. Return the project itself."""
         self.fetch = True
         return self
 
     # Resources
 
     def resource(self, name: str) -> Any:
-        """Return the value of a resource of the pipeline by name: the path of a folder or of weights, or the family's record."""
+        """Return the value of a resource that the pipeline declares under `name`: the path of a folder, the path of weights, or
+        the record of the model family. Missing weights are downloaded or generated. KeyError if there is no such resource.
+        """
         found = self.pipeline.resources[name]
         if isinstance(found, Folder):
             return self.path / from_home(getattr(self.config.sections[found.section], found.key))
         return self.family if isinstance(found, FamilyRecord) else self.component(name)
 
     def component(self, name: str, *, fetch: bool = True) -> Path:
-        """Return the path of a component's weights, a folder or a file. With `fetch` they are downloaded or made if missing.
-
-        ValueError, in one line, if they are missing or incomplete.
+        """Return the path (a folder or a file) of the weights of a component of the model, such as "transformer". If they are
+        missing, they are downloaded or generated if `fetch` is True. ValueError, in one line, if they are missing or incomplete.
         """
         from pipeline.project import hub
         from stages.models.folders import locate
@@ -131,9 +134,9 @@ class Project:
         return locate(root, name, self.family)
 
     def weight_recipe(self, name: str) -> dict[str, Any]:
-        """Return a component's entry in a recipe: the sha256 of its files, and the family's fields that decide how it is used.
-
-        The hash of weights that were deleted is remembered, so only weights that were never here are downloaded.
+        """Return the recipe entry of a component of the model, such as "transformer": "sha256" of its files, and the fields of
+        the family's record that change what the component computes. Weights that were never on this machine are downloaded
+        if the project allows it; for deleted weights the remembered hash is used. ValueError if they cannot be found.
         """
         self.family.require(name)  # before gigabytes are downloaded for nothing
         label = f"{self.family.name} {self.config.project.weights} {name}"
@@ -148,7 +151,9 @@ class Project:
     # Tables
 
     def recipe(self, name: str) -> dict[str, Any]:
-        """Return the recipe of a table with the present settings. NotBuilt if it depends on a table that is missing."""
+        """Return the recipe of the table `name` for the present settings: plain data whose hash names the table's folder.
+        NotBuilt if the recipe depends on a table that is missing.
+        """
         if name not in self._recipes:
             stage = self.stage(name)
             weights = [need for need in stage.needs if isinstance(self.pipeline.resources[need], Weights)]
@@ -162,13 +167,17 @@ class Project:
         return self._recipes[name]
 
     def current(self, name: str) -> TableFolder:
-        """Return the folder of a table with the present settings, whether it is built or not."""
+        """Return the folder of the table `name` for the present settings, even if the table is not built. NotBuilt or another
+        ValueError if the recipe is unknown because an input table or weights are missing.
+        """
         from pipeline.store.table import TableFolder
 
         return TableFolder(self.path / "tables" / name / recipes.recipe_id(self.recipe(name)), self.stage(name).writes)
 
     def folder(self, name: str) -> TableFolder:
-        """Return the folder to show for a table: that of the present settings, or the newest one if that is not built."""
+        """Return the folder of the table `name` that readers are shown: the one for the present settings if it is built,
+        otherwise the newest one of other settings. If there is none, the returned folder does not exist (`exists` is False).
+        """
         from pipeline.store.table import TableFolder
 
         schema = self.stage(name).writes
@@ -183,7 +192,9 @@ class Project:
         return TableFolder(manifests[-1].parent, schema) if manifests else found
 
     def built(self, schema: TableSchema, reader: str) -> TableFolder:
-        """Return the folder of a table that `reader` reads. NotBuilt, with the command that builds it, if it is missing."""
+        """Return the folder of the table with this `schema` for the present settings. NotBuilt, with the command that builds the
+        table, if it is missing. `reader` is the stage or command that reads it, named in that message.
+        """
         found = self.current(schema.name)
         if not found.exists:
             raise NotBuilt(
@@ -194,14 +205,15 @@ class Project:
         return found
 
     def inputs(self, name: str) -> dict[str, Input]:
-        """Return folder and version of every table that a stage reads, by table. NotBuilt if one is missing."""
+        """Return the inputs of the stage `name`: for every table that it reads, table name -> folder and version. NotBuilt if a
+        table is missing.
+        """
         folders = {read.name: self.built(read, name) for read in self.stage(name).reads}
         return {read: Input(folder.folder, folder.manifest()["lance_version"]) for read, folder in folders.items()}
 
-    def context(self, stage: Stage, **given: Any) -> StageContext:
-        """Return a StageContext over the tables on disk, with no stored rows, and functions that report nothing.
-
-        `given` replaces fields of the context by name; the runner passes those of a running stage.
+    def context(self, stage: Stage, **replaced: Any) -> StageContext:
+        """Return a `StageContext` for calling functions of `stage`: it reads the tables on disk, has no stored and no pending
+        rows, writes nothing and reports nothing. `replaced` holds fields of the context, by name, that get other values.
         """
         empty = pa.table({f.name: pa.array([], f.type) for f in stage.writes.stored})
         nothing: Callable[..., Any] = lambda *arguments: None  # noqa: E731
@@ -220,7 +232,7 @@ class Project:
             "stop": lambda: False,
             "root": self.path,
         }
-        return StageContext(**(fields | given))
+        return StageContext(**(fields | replaced))
 
     def _read(self, schema: TableSchema, reader: str) -> pa.Table:
         if schema.name not in self._rows:
@@ -228,7 +240,9 @@ class Project:
         return self._rows[schema.name]
 
     def _tensors(self, schema: TableSchema, reader: str) -> ShardReader:
-        """A reader of the tensors of the very rows that `_read` returns, although a stage may have run since."""
+        """Return a reader for the tensors of exactly the rows that `_read` returns, even if a stage has run since they were read.
+        `reader` is the stage that reads the table, for errors.
+        """
         from pipeline.store.reader import ShardReader
 
         return ShardReader(self.built(schema, reader).folder, self._read(schema, reader), schema)
@@ -239,6 +253,8 @@ class Project:
 
 
 def shell_path(folder: Path) -> str:
-    """Return a project's folder for a `make` command line in the checkout: relative if it can be, quoted for the shell."""
+    """Return the folder of a project as a word of a `make` command line that is run in the source checkout. It is quoted for the
+    shell, and absolute if a relative path would not lead there.
+    """
     usable = folder.is_absolute() or (CHECKOUT / folder).resolve() == folder.resolve()
     return shlex.quote(str(folder if usable else folder.resolve()))

@@ -1,4 +1,4 @@
-"""Recipes: everything that decides what a stage computes, as plain data, and the hash of it that names the table's folder."""
+"""Recipes: all that decides what a stage computes, as plain data. The hash of a recipe names the table's folder."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt")  # files of a comp
 
 
 def significant_settings(config: Any) -> dict[str, Any]:
-    """The settings of a section that change the value of a row, by name, nested as the section is.
-
+    """Return the settings of a config dataclass that change what a row holds: name -> value, a nested section as a nested dict.
     Settings that only choose rows (`selects`) or change speed (`runtime`) are left out.
     """
     found: dict[str, Any] = {}
@@ -32,11 +31,12 @@ def significant_settings(config: Any) -> dict[str, Any]:
 
 
 def recipe(stage: Stage, config: Any, weights: dict[str, Any], tensors: dict[str, str], rows: pa.Table | None) -> dict[str, Any]:
-    """Build the recipe of a stage as plain JSON data: name, version, significant settings, columns, weights, inputs.
+    """Build the recipe of a stage: everything that decides what the stage computes, as plain JSON data. `config` is the stage's
+    config dataclass. `weights` maps each needed component, such as "transformer", to its recipe entry (hash and fields).
+    `tensors` maps each table whose tensors the stage reads to the table's recipe id. `rows` are the input rows of a stage
+    whose rows depend on each other, such as train, or None.
 
-    `weights` maps each component that the stage needs to its hash. `tensors` maps each table whose tensors the stage reads
-    to its recipe id: a row's key says what a tensor was computed from, but not how. `rows` is the snapshot of a stage whose
-    rows depend on each other, or None.
+    The recipe ids of tensor tables are needed because a row's key says what a tensor was computed from, but not how.
     """
     made: dict[str, Any] = {
         "stage": stage.name,
@@ -54,23 +54,25 @@ def recipe(stage: Stage, config: Any, weights: dict[str, Any], tensors: dict[str
     return plain
 
 
-def recipe_id(made: dict[str, Any]) -> str:
-    """The first 12 hex digits of the sha256 of a recipe's canonical JSON. A table's folder has this name."""
-    text = json.dumps(made, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+def recipe_id(recipe_data: dict[str, Any]) -> str:
+    """Return the name of a table's folder for a recipe, given as plain data: the first 12 hex digits of the sha256 of its
+    canonical JSON.
+    """
+    text = json.dumps(recipe_data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def rows_sha256(rows: pa.Table) -> str:
-    """sha256 (hex) of the column names and rows of a table, independent of the order of the rows."""
+    """Return the sha256 (hex) of the column names and rows of a table. The order of the rows does not matter."""
     lines = sorted(json.dumps(row, sort_keys=True, default=str) for row in rows.to_pylist())
     return hashlib.sha256("\n".join([*rows.column_names, *lines]).encode()).hexdigest()
 
 
 class FileHashes:
-    """A cache of the sha256 of weight files in the JSON file `file`, so that a command need not read gigabytes to start.
+    """A cache of the sha256 hashes of weight files, stored in the JSON file `file`. A weight file is hashed again only if its
+    size, modification time or inode has changed. The last hash of each component is remembered even if its files are deleted.
 
-    A file is hashed again if its size, time of change or inode has changed. The last hash of each component is kept too, so
-    that a table is known to be up to date after its weights were deleted to save disk.
+    So a command need not read gigabytes to start, and a table whose weights were deleted is still known to be up to date.
     """
 
     def __init__(self, file: Path) -> None:
@@ -80,7 +82,9 @@ class FileHashes:
             self.known |= json.loads(file.read_text())
 
     def component(self, name: str, path: Path) -> str:
-        """The hash of a component, a file or a folder with weight and config files, and remember it as the hash of `name`."""
+        """Return the sha256 (hex) over the weight and config files of a component, and remember it under `name`. `path` is the
+        component's only file or its folder.
+        """
         files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in WEIGHT_SUFFIXES and p.is_file())
         lines = [f"{p.name if path.is_dir() else 'file'} {self.of_file(p)}" for p in files]
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -88,12 +92,12 @@ class FileHashes:
         return digest
 
     def last_known(self, name: str) -> str | None:
-        """The hash that `component` last returned for this name, also if its files are gone; None if it was never called."""
+        """Return the hash that `component` last returned for `name`, even if the files are gone; None if there is none."""
         found: str | None = self.known["components"].get(name)
         return found
 
     def of_file(self, path: Path) -> str:
-        """The sha256 (hex) of a file's bytes, from the cache if the file is unchanged."""
+        """Return the sha256 (hex) of the bytes of the file `path`, from the cache if the file is unchanged."""
         stat = path.stat()
         stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
         entry = self.known["files"].get(str(path.resolve()))

@@ -17,9 +17,9 @@ AS_FLOATS = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.fl
 
 
 class Table:
-    """One table of a project as the last finished run left it; later runs do not change it. ValueError if no run has finished.
-
-    `table.to_arrow()` has the rows, `table[key]` the tensor of one row, `table.folder / "artifacts"` the files.
+    """A read-only snapshot of one table of a project, as the last finished run left it; later runs do not change it.
+    `table.to_arrow()` returns the rows, `table[key]` the tensor of one row, and `table.folder / "artifacts"` is the folder of
+    the files that rows name. ValueError if no run of the stage has finished.
     """
 
     def __init__(self, folder: TableFolder) -> None:
@@ -32,7 +32,7 @@ class Table:
         return int(self._rows.num_rows)
 
     def __repr__(self) -> str:
-        """Return the table's name, the number of rows and what a row is."""
+        """Return the table's name, the number of rows and a description of a row, as one line."""
         return f"<{self.schema.name}: {len(self)} rows. {self.schema.doc}>"
 
     def to_arrow(self) -> pa.Table:
@@ -40,10 +40,9 @@ class Table:
         return self._rows
 
     def __getitem__(self, key: str) -> Any:
-        """Return the tensor of the row with that key: a read-only NumPy array over the memory-mapped file.
-
-        `mx.array(array)` makes an MLX array of it. A row with several tensors is a dict of arrays by name.
-        KeyError for a key that the table does not have; TypeError if the table has no tensors.
+        """Return the tensor of the row whose key is `key`, as a read-only NumPy array over the memory-mapped file. If rows of the
+        table have several tensors, return a dict: tensor name -> array. KeyError if no row has this key; TypeError if the
+        table has no tensors. `mx.array(array)` copies an array into MLX.
         """
         if not self.schema.tensors:
             raise TypeError(f"the rows of {self.schema.name} have no tensors; use to_arrow()")

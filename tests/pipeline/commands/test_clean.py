@@ -51,7 +51,7 @@ def test_a_table_of_other_settings_is_kept_while_the_present_one_has_none(projec
     background(project)
     before = files(project)
     said = cleaned(project, runs=True)
-    assert any(line.startswith("latents: 1 other configuration (") and "left alone" in line for line in said)
+    assert any(line.startswith("latents: 1 other configuration (") and " kept, because" in line for line in said)
     assert said[-1] == "freed 0 B"
     assert files(project) == before
 

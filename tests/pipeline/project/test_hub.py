@@ -102,7 +102,7 @@ def test_an_interrupted_download_is_not_taken_for_complete(tmp_path, cache, ther
         file.unlink()
     for name, text in there.items():
         (folder / name).write_text(text)
-    with pytest.raises(ValueError, match="not fetched yet"):
+    with pytest.raises(ValueError, match="not downloaded yet"):
         hub.resolve("", tmp_path, family("klein-base-4b"), ["text_encoder"], fetch=False)
     for name, text in {"config.json": "{}", SHARDS[0]: "", SHARDS[1]: "", "model.safetensors.index.json": INDEX}.items():
         (folder / name).write_text(text)
@@ -111,7 +111,7 @@ def test_an_interrupted_download_is_not_taken_for_complete(tmp_path, cache, ther
 
 
 def test_a_missing_repository_is_an_error_at_once_if_fetching_is_not_allowed(tmp_path):
-    with pytest.raises(ValueError, match="is not fetched yet"):
+    with pytest.raises(ValueError, match="is not downloaded yet"):
         hub.resolve("", tmp_path, family("klein-base-4b"), fetch=False)
 
 
@@ -136,7 +136,7 @@ def test_a_gated_repository_names_its_licence_page(tmp_path, monkeypatch, error)
 
 def test_a_repository_that_does_not_exist_is_reported_as_such(tmp_path, monkeypatch):
     raise_on_download(monkeypatch, errors.RepositoryNotFoundError("no", response=Response(404)))
-    with pytest.raises(ValueError, match="the hub has no someone/nothing"):
+    with pytest.raises(ValueError, match="the hub has no repository someone/nothing"):
         hub.resolve("someone/nothing", tmp_path, family("klein-base-4b"))
 
 
@@ -210,8 +210,8 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
         ("transformer", f"transformer/{WEIGHTS}", None, "there are no weights in data/small/transformer"),
         ("transformer", f"transformer/{WEIGHTS}", 10_000, f"data/small/transformer/{WEIGHTS} is cut short: 10,000 bytes"),
         ("autoencoder", "vae/config.json", None, "data/small/vae/config.json is missing"),
-        ("text_encoder", "text_encoder/config.json", 20, "data/small/text_encoder/config.json is not whole"),
-        ("tokenizer", "tokenizer/tokenizer.json", 20_000, "data/small/tokenizer/tokenizer.json is not whole"),
+        ("text_encoder", "text_encoder/config.json", 20, "data/small/text_encoder/config.json is damaged: not valid JSON"),
+        ("tokenizer", "tokenizer/tokenizer.json", 20_000, "data/small/tokenizer/tokenizer.json is damaged: not valid JSON"),
         ("tokenizer", "tokenizer/chat_template.jinja", None, "data/small/tokenizer/chat_template.jinja is missing"),
     ],
 )
