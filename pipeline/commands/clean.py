@@ -55,7 +55,8 @@ def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
 
 def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
     """Clean the table `name`. Yield (line for the user, bytes freed) for everything that is deleted, and for what is kept for a
-    reason. `delete`: delete tables of other settings and unused rows; otherwise only report them. `dry_run`: delete nothing.
+    reason. If `delete` is False, everything is kept and tables of other settings are reported. `dry_run`: delete nothing, only
+    yield what would be deleted.
     """
     try:
         current = project.current(name)

@@ -205,8 +205,8 @@ class Project:
         return found
 
     def inputs(self, name: str) -> dict[str, Input]:
-        """Return the inputs of the stage `name`: for every table that it reads, table name -> folder and version. NotBuilt if a
-        table is missing.
+        """Return the inputs of the stage `name`: for every table that it reads, table name -> the table's folder and the version
+        of its rows. NotBuilt if a table is missing.
         """
         folders = {read.name: self.built(read, name) for read in self.stage(name).reads}
         return {read: Input(folder.folder, folder.manifest()["lance_version"]) for read, folder in folders.items()}

@@ -87,7 +87,7 @@ def test_a_duplicate_can_be_followed_by_its_own_path(project: FakeProject) -> No
 
 def test_a_text_that_matches_several_images_or_none_is_one_line_with_similar_names(project: FakeProject) -> None:
     cases = {
-        ".png": r"matches 4 rows of images: late.png, mute.png, sub/b.png, thin.png; give more",
+        ".png": r"matches 4 rows of images: late.png, mute.png, sub/b.png, thin.png; give a longer text",
         "brokn.jpeg": r"is not a path, the start of .*, or part of a path or caption of this project; the nearest: broken.jpg",
         "zzzzzz": r"part of a path or caption of this project$",
     }
