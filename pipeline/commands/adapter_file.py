@@ -88,11 +88,11 @@ def write_adapter(
 
 
 def check_choice(setting: str, value: str, choices: Iterable[str]) -> None:
-    """Raise ValueError, with a list of `choices`, if `value` is none of `choices`. `setting` is what the message calls the
-    value, such as "style".
+    """Raise ValueError, which lists `choices`, if `value` is not one of `choices`. `setting` names the value in the message, such
+    as "style".
     """
     if value not in choices:
-        raise ValueError(f"unknown {setting} {value!r}; there are {', '.join(choices)}")
+        raise ValueError(f"{setting} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def _check_replaced(target: Path, metadata: dict[str, str], say: Say) -> None:

@@ -38,8 +38,10 @@ SECTIONS = {"average": "train.ema", "best": "train.validation"}  # the settings 
 @click.option("--merged", is_flag=True, help="Write the whole transformer with the adapter merged into its weights.")
 @with_project
 def command(out: Path | None, style: str, dtype: str, step: int | None, which: str, merged: bool, project: Project) -> None:
-    """Write the trained adapter as a file for other programs. OUT is a file ending in .safetensors, or a folder; without OUT,
-    the file is written to exports/ in the project. With --merged, OUT is a new folder that receives the whole transformer.
+    """Write the trained adapter as a file for other programs.
+
+    OUT is a file ending in .safetensors, or a folder; without OUT, the file is written to exports/ in the project. With
+    --merged, OUT is a new folder that receives the whole transformer.
     """
 
     def say(line: str) -> None:
@@ -102,7 +104,7 @@ def adapter_of(project: Project, step: int | None, say: Say, which: str = "last"
     check_choice("adapter", which, WHICH)
     if which == "best" and step is not None:
         raise ValueError(
-            f"the best adapter is not one of step {step}: leave out the step, or choose the last or the average adapter"
+            f"the best adapter has a step of its own: leave out step {step}, or choose the last or the average adapter"
         )
     table = project.folder("train").folder
     last = _last_adapter(project, table / "artifacts", step)
