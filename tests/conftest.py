@@ -1,6 +1,6 @@
 """What all tests share: the BLAS before MLX, no network, tiny weights, and the two sizes of a test.
 
-A test is fast unless it or its module is marked `slow`; `pytest -m fast` runs in less than a minute. A test marked
+A test is fast unless it is marked `slow` or lies in one of SLOW; `pytest -m fast` runs in less than a minute. A test marked
 `proof("what it proves")` asks the fixture `cases` how many cases to try: few in `make test`, many under `make prove`
 (`pytest -m proof --prove`), which adds a row per test to data/proofs.jsonl.
 """
@@ -24,6 +24,30 @@ import stages  # noqa: F401  (before mlx.core)
 
 ROOT = Path(__file__).parents[1]
 PROOFS = ROOT / "data" / "proofs.jsonl"
+SLOW = (  # files and folders whose tests train, draw, start processes, or compare with diffusers
+    "tests/bench",
+    "tests/data",
+    "tests/pipeline/commands",
+    "tests/pipeline/store/test_catalog",
+    "tests/pipeline/store/test_disk_errors",
+    "tests/pipeline/test_",
+    "tests/stages/models/flux2",
+    "tests/stages/models/test_attention",
+    "tests/stages/models/text",
+    "tests/stages/text_to_image/latents",
+    "tests/stages/text_to_image/samples",
+    "tests/stages/text_to_image/scores",
+    "tests/stages/text_to_image/test_embeddings",
+    "tests/stages/text_to_image/train",
+    "tests/stages/tuner/adapters",
+    "tests/stages/tuner/blockwise",
+    "tests/stages/tuner/test_loop",
+    "tests/test_contracts",
+    "tests/test_end_to_end",
+    "tests/test_laws",
+    "tests/test_readme",
+    "tests/test_toy",
+)
 
 
 @pytest.fixture(scope="session")
@@ -55,9 +79,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test fast that is not marked slow."""
+    """Mark every test fast that is not slow."""
     for item in items:
-        if not item.get_closest_marker("slow"):
+        if not item.get_closest_marker("slow") and not item.nodeid.startswith(SLOW):
             item.add_marker("fast")
 
 
