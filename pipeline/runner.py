@@ -49,8 +49,8 @@ Computed = Iterator[pa.RecordBatch | Artifact]  # batches of the stage's table, 
 
 @dataclass
 class Outcome:
-    """A report of one run of a stage: how many rows were written, removed and left, how long the run took, and how much memory
-    it took. `stage_name` is the name of the stage and of its table.
+    """A report of one run of a stage. It counts the rows written, removed (no longer wanted) and left to compute, and holds
+    the duration in seconds and the peak memory in bytes. `stage_name` is the name of the stage and of its table.
     """
 
     stage_name: str
@@ -137,8 +137,8 @@ def _context(
 
 
 def pending_rows(stage: Stage, ctx: StageContext, wanted: pa.Table) -> pa.Table:
-    """Return the rows of `wanted` that must be computed now. These are the rows that `ctx.stored` lacks, and then the stored
-    rows that `stage.redo` wants to compute again.
+    """Return the rows of `wanted` that must be computed now. These are the rows that the stage's table (`ctx.stored`) lacks,
+    and then the stored rows that `stage.redo` asks to compute again.
     """
     absent = missing(wanted, ctx.stored)
     if stage.redo is None:

@@ -31,9 +31,9 @@ class _Locators:
 
 
 class ShardReader:
-    """A reader of tensors from the shards (Arrow files) of one table, by memory map. `table` is the table's folder. `rows` are
-    the rows whose tensors can be read, in the columns `schema.stored`. ValueError in one line if a shard that a row needs is
-    missing or too short.
+    """A reader of tensors from the shards (Arrow files with tensors) of one table, by memory map. `table` is the table's
+    folder. `rows` are the rows whose tensors can be read, as `TableFolder.rows` returns them. ValueError in one line if a
+    shard that a row needs is missing or too short.
 
     A page of a file is read from disk when its values are first used. `ahead` releases pages.
     """

@@ -23,9 +23,9 @@ from schemas.table import TableSchema
 
 
 def reconcile(rows: pa.Table, shards: Path, schema: TableSchema) -> pa.Table:
-    """Make the rows of the index and the shards (Arrow files with tensors) in the folder `shards` agree. Damaged shards are
-    deleted. Return `rows` without the rows of damaged or missing shards, and with the rows of shards that the index did not
-    know. Return `rows` itself if nothing differs.
+    """Make a table's index (its rows without tensors) and its shards (Arrow files with the rows and their tensors) agree.
+    `rows` is the index and `shards` the folder of the shards. Return the index without rows whose shard is damaged or missing,
+    and with the rows of shards that it did not know. Damaged shards are deleted. Return `rows` itself if nothing differs.
     """
     ends = rows.select(["shard"]).append_column("end", tensor_ends(rows, schema))
     known = {row["shard"]: row["end_max"] for row in ends.group_by("shard").aggregate([("end", "max")]).to_pylist()}
@@ -41,9 +41,10 @@ def reconcile(rows: pa.Table, shards: Path, schema: TableSchema) -> pa.Table:
 
 
 def repack(rows: pa.Table, shards: Path, schema: TableSchema, shard_bytes: int) -> tuple[pa.Table, list[Path]]:
-    """Copy the rows of sparse shards (see `_sparse_shards`) to new shards of about `shard_bytes` bytes in the folder `shards`.
-    Return (rows, old shards): all rows with their new locations, and the paths of the shards that are no longer needed. The
-    caller must commit the rows first and then delete the old shards.
+    """Copy the rows of mostly unused shards (Arrow files with tensors) to new shards of about `shard_bytes` bytes. `rows` are
+    all rows of the table's index, and `shards` is the folder of the shards. Return (rows, old shards): all rows with their new
+    locations, and the paths of the shards that are no longer needed. The caller must commit the rows first and then delete the
+    old shards.
 
     While a run is unfinished (`live` is null in some row), a key may have two rows. Copying the older row would make it the
     newer one, so no row is copied then.
@@ -63,16 +64,17 @@ def repack(rows: pa.Table, shards: Path, schema: TableSchema, shard_bytes: int) 
 
 
 def reclaimable_bytes(rows: pa.Table, shards: Path, schema: TableSchema) -> int:
-    """Return how many bytes `repack` would free: the size of the sparse shards (mostly unused) in the folder `shards`, less
-    the tensors that would be copied from them. `rows` are the rows that would be left.
+    """Return how many bytes `repack` would free: the size of the mostly unused shards in the folder `shards`, less the tensors
+    that would be copied from them. `rows` are all rows of the table's index.
     """
     used = _used_bytes(rows, schema)
     return sum(path.stat().st_size - used.get(path.name, 0) for path in _sparse_shards(rows, shards, schema))
 
 
 def _sparse_shards(rows: pa.Table, shards: Path, schema: TableSchema) -> list[Path]:
-    """Return the paths of the shards that are worth rewriting. A shard is one of them if no row uses it. If no run is
-    unfinished, so is a shard whose used tensors take less than half of its size and of its tensor bytes.
+    """Return the paths of the mostly unused shards in the folder `shards`. A shard is unused if no row of `rows` names it. If
+    no run is unfinished, a shard also counts if its used tensors take less than half of its size, and less than half of its
+    tensor bytes.
     """
     used = _used_bytes(rows, schema)
     finished = not rows["live"].null_count
@@ -104,7 +106,7 @@ def _newer_rows(rows: pa.Table, unknown: list[Path], schema: TableSchema) -> Ite
 
 def _groups_to_move(sparse: list[Path], moving: pa.Table, schema: TableSchema, shard_bytes: int) -> Iterator[pa.Table]:
     """Yield the rows of `moving` with their tensors, read from the shards `sparse`, in tables of about `shard_bytes` bytes.
-    The columns are those of `schema.batch`.
+    The columns are those that a stage yields (`schema.batch`).
     """
     key, group = schema.key[0], list[pa.Table]()
     for path in sparse:

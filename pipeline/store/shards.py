@@ -47,9 +47,9 @@ def next_shard_number(folder: Path) -> int:
 
 
 def write_shard(folder: Path, number: int, rows: pa.Table, schema: TableSchema) -> pa.Table:
-    """Write rows to a new shard (an Arrow file with tensors) in `folder`. `rows` have the columns `schema.batch`, tensors
-    included, and `number` becomes the start of the file name. Return the rows in the columns `schema.stored`: without tensors,
-    but with the shard's name and the position of each tensor.
+    """Write rows with their tensors to a new shard (an Arrow file with tensors) in `folder`. `rows` have the columns that a
+    stage yields (`schema.batch`), and `number` becomes the start of the file name. Return the rows as they are stored in the
+    index (`schema.stored`): without tensors, but with the shard's name and the position of each tensor.
     """
     path = folder / f"{number:08d}-{secrets.token_hex(4)}.arrow"  # a new name: readers may still have an old file open
     with atomic_write(path) as temporary:
@@ -62,8 +62,9 @@ def write_shard(folder: Path, number: int, rows: pa.Table, schema: TableSchema) 
 
 
 def read_shard_index(path: Path, schema: TableSchema) -> pa.Table:
-    """Return the rows of a shard in the columns `schema.stored`: with the position of each tensor, but without the tensors,
-    which are not read. The table does not keep the file open. ValueError if the file has other columns than `schema.batch`.
+    """Return the rows of a shard as they are stored in the index (`schema.stored`): with the position of each tensor in the
+    shard, but without the tensors, which are not read. The table does not keep the file open. ValueError if the file belongs
+    to another table, judged by its columns.
     """
     address, batches = _map_batches(path)
     for batch in batches:
@@ -100,15 +101,15 @@ def shard_damage(path: Path, needed: int) -> str:
 
 
 def tensor_bytes(rows: pa.Table, schema: TableSchema) -> pa.ChunkedArray:
-    """Return the size in bytes of all tensors of each row, as an array with one number per row. `rows` have the columns
-    `schema.stored`.
+    """Return the size in bytes of all tensors of each row, as an array with one number per row. `rows` are rows of the index
+    (`schema.stored`), which have the position and size of each tensor.
     """
     return functools.reduce(pc.add, (rows[tensor.nbytes] for tensor in schema.tensors))
 
 
 def tensor_ends(rows: pa.Table, schema: TableSchema) -> pa.ChunkedArray:
     """Return the position in bytes at which the last tensor of each row ends in its shard, as an array with one number per
-    row. `rows` have the columns `schema.stored`.
+    row. `rows` are rows of the index (`schema.stored`), which have the position and size of each tensor.
     """
     ends = [pc.add(rows[tensor.offset], rows[tensor.nbytes]) for tensor in schema.tensors]
     return ends[0] if len(ends) == 1 else pc.max_element_wise(*ends)
@@ -153,8 +154,8 @@ def _copy(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _with_locators(rows: pa.Table, shard: str, locators: dict[str, np.ndarray], schema: TableSchema) -> pa.Table:
-    """Add the column `shard` and the columns that locate each tensor to `rows`. `locators` are from `_locators`. Return the
-    rows in the columns `schema.stored`.
+    """Add the column `shard` and the columns that locate each tensor to `rows`. `shard` is the shard's file name, and
+    `locators` are from `_locators`. Return the rows as they are stored in the index (`schema.stored`).
     """
     columns = [pa.array([shard] * rows.num_rows, pa.string())]
     columns += [pa.array(locators[tensor.name][:, side]) for tensor in schema.tensors for side in (0, 1)]

@@ -27,8 +27,8 @@ from schemas.table import TableSchema
 
 
 class TableFolder:
-    """The table of one stage and one recipe, for reading. `folder` is the table's own folder, which need not exist yet, and
-    `schema` describes the columns. `Writer` changes a table.
+    """The table of one stage and one recipe (hash of the settings and inputs that the rows depend on), for reading. `folder`
+    is the table's own folder, which need not exist yet, and `schema` describes the columns. `Writer` changes a table.
     """
 
     def __init__(self, folder: Path, schema: TableSchema) -> None:
@@ -85,9 +85,10 @@ class TableFolder:
         return found
 
     def rows(self, version: int | None = None) -> pa.Table:
-        """Return the rows that readers see, in the columns `schema.stored`. They are those of the last finished run, or of the
-        Lance version `version` if given. Rows of a run that is in progress or was killed are left out. ValueError if no run
-        has finished or the last run's rows are damaged; DamageError if `version` cannot be read.
+        """Return the rows that readers see, without tensors but with the position of each tensor (`schema.stored`). They are
+        those of the last finished run, or of the Lance version `version` if given. Rows of a run that is in progress or was
+        killed are left out. ValueError if no run has finished or the last run's rows are damaged; DamageError if `version`
+        cannot be read.
         """
         if version is not None:
             return self._live_rows(self.index.read(version))
@@ -104,8 +105,9 @@ class TableFolder:
         return rows.filter(rows["live"]).select(self.schema.stored.names).cast(self.schema.stored)
 
     def committed(self) -> pa.Table:
-        """Return every committed row in the columns `schema.stored` and `live`, also of a run that has not finished. If a key
-        has several rows, only the newest is returned.
+        """Return every committed row, also of a run that has not finished, with the columns of `rows()` and `live`. `live` is
+        True for rows that readers see, False for rows no longer wanted, and null for rows written since the last finished run.
+        If a key has several rows, only the newest is returned.
         """
         return newest_per_key(self.index.read_newest(), self.schema.key)
 

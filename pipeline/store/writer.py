@@ -37,9 +37,9 @@ COMMITS = 64  # after this many commits the index is rewritten in one: Lance's m
 
 class Writer:
     """The only writer of one table: `with Writer(table, recipe) as writer:` locks the table, repairs what killed writers left,
-    and lets the block change it. `recipe` says what the rows are computed from and is written to the manifest. Appended rows
-    are committed together once their tensors fill `shard_bytes` bytes, or once `flush_seconds` have passed. ValueError if
-    another process is writing the table.
+    and lets the block change it. `recipe` (settings, code version and weights that the rows depend on) is written to the
+    manifest. Appended rows are committed together once their tensors fill `shard_bytes` bytes, or once `flush_seconds` have
+    passed. ValueError if another process is writing the table.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Writer:
 
     @property
     def stored(self) -> pa.Table:
-        """Every committed row in the columns `schema.stored`. Rows of killed runs and rows that are no longer wanted are
-        included. If a key has several rows, only the newest is.
+        """Every committed row, without tensors but with the position of each tensor (`schema.stored`). Rows of killed runs and
+        rows that are no longer wanted are included. If a key has several rows, only the newest is.
         """
         return newest_per_key(self._rows, self.schema.key).select(self.schema.stored.names).cast(self.schema.stored)
 
@@ -99,8 +99,9 @@ class Writer:
         return int(newest_per_key(pa.concat_tables(self._written_keys), self.schema.key).num_rows)
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Take a batch of rows in the columns `schema.batch`, to be committed later together with others. A row replaces an
-        older row with the same key. ValueError if the batch does not fit the schema. Call `flush` to commit at once.
+        """Take a batch of rows from a stage, to be committed later together with others. The columns are those of
+        `schema.batch`, tensors included. A row replaces an older row with the same key. ValueError if the batch does not fit
+        the schema. Call `flush` to commit at once.
         """
         batch = conform(batch, self.schema)
         if not batch.num_rows:
@@ -205,7 +206,9 @@ class Writer:
         return max(1, int(np.searchsorted(ends, self._shard_bytes, "right")))
 
     def _write_tensors(self, rows: pa.Table) -> pa.Table:
-        """Write the rows to a new shard if the table has tensors. Return them in the columns `schema.stored`."""
+        """Write the rows to a new shard if the table has tensors. Return them as they are stored in the index
+        (`schema.stored`).
+        """
         if not self.schema.tensors:
             return rows
         return write_shard(self.table.shards, next_shard_number(self.table.shards), rows, self.schema)

@@ -32,7 +32,7 @@ def linear_name(key: str) -> str:
     for ending in (*ENDINGS, W1_A, W1_B):
         if key.endswith(ending):
             return key.removesuffix(ending)
-    raise ValueError(f"{key} is no part of a LoRA, DoRA or LoKr")
+    raise ValueError(f"{key} is no part of a LoRA, DoRA or LoKr: its ending is unknown")
 
 
 def linears(arrays: Arrays) -> list[str]:

@@ -69,7 +69,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER):
-            raise ValueError(f"{path} is not a whole safetensors file: {size:,} bytes, too few for its header")
+            raise ValueError(f"{path} is not a whole safetensors file: {size:,} bytes, too few for its header; fetch it again")
         try:
             found = json.loads(file.read(length))
             tensors = {k: v for k, v in found.items() if k != "__metadata__"}
@@ -129,9 +129,9 @@ def load_component(
     ignore: Callable[[str], bool] | None = None,
     arrange: Callable[[str, mx.array], mx.array] | None = None,
 ) -> Arrays:
-    """Load a component's weights into memory and return exactly the tensors that `shapes` names. All other arguments are
-    functions applied in this order. `convert(arrays)` turns a foreign layout into ours, `rename(name)` a file's tensor names
-    into ours, and tensors with `ignore(name)` True are skipped. Then each tensor is cast to `dtype`, and replaced by
+    """Load a component's weights into memory and return exactly the tensors that `shapes` names. The other arguments are
+    optional and applied in this order. `convert(arrays)` turns a foreign layout into ours, and `rename(name)` a file's tensor
+    names into ours. Tensors with `ignore(name)` True are skipped. Then each tensor is cast to `dtype` and replaced by
     `arrange(name, array)`. `dtype` is a dtype, a function from name to dtype, or None to keep the file's. ValueError if a file
     is damaged, or if a tensor is missing, unknown or of another shape.
 
@@ -162,7 +162,9 @@ def _check_shapes(arrays: Arrays, shapes: Shapes, where: Path) -> None:
         near = get_close_matches(unexpected[0], shapes, n=1, cutoff=0.8)
         hint = f"; the nearest known is {near[0]}" if near else ""
         raise ValueError(f"{where} holds {_first(unexpected)}, which the architecture does not have{hint}")
-    wrong = [f"{k} is {tuple(arrays[k].shape)}, not {tuple(s)}" for k, s in shapes.items() if tuple(arrays[k].shape) != tuple(s)]
+    wrong = [
+        f"{k} must be {tuple(s)}, got {tuple(arrays[k].shape)}" for k, s in shapes.items() if tuple(arrays[k].shape) != tuple(s)
+    ]
     if wrong:
         raise ValueError(f"{where} is of another size: {_first(wrong)}")
 

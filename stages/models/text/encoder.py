@@ -23,8 +23,9 @@ PRECISIONS = {"bfloat16": mx.bfloat16, "float32": mx.float32}
 
 @dataclass(frozen=True)
 class Embedding:
-    """The embedding of one text. `words` are its bfloat16 values as uint16 words, shape (text rows, features). `tokens` is the
-    number of tokens that are not padding, and `dropped` the number of tokens that were cut off because the text is too long.
+    """The embedding of one text. `words` are its bfloat16 values as uint16 words, shape (tokens with padding, features).
+    `tokens` is the number of tokens that are not padding, and `dropped` the number of tokens that were cut off because the
+    text is too long.
     """
 
     words: np.ndarray
@@ -47,7 +48,10 @@ class TextEncoder:
         config = qwen3.Qwen3Config.from_dict(component_config(weights, family.text_encoder))
         known = len(self.prompts.tokenizer)
         if known > config.vocab_size:  # MLX reads garbage, without an error, for an index beyond a table
-            raise ValueError(f"{tokenizer} has {known} tokens, {weights} knows {config.vocab_size}: they do not belong together")
+            raise ValueError(
+                f"the tokenizer in {tokenizer} has {known} tokens, but the text encoder in {weights} has {config.vocab_size}: "
+                "they do not belong together"
+            )
         deepest = max(self.layers)
         unneeded = qwen3.unneeded_beyond(deepest, config.num_hidden_layers)
         loaded = load_component(

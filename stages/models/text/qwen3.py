@@ -84,7 +84,9 @@ class Qwen3Config:
             "mlp.down_proj": (D, inner),
         }
         if layers > self.num_hidden_layers:
-            raise ValueError(f"the hidden state must be <= {self.num_hidden_layers}, the text encoder's layers, got {layers}")
+            raise ValueError(
+                f"the hidden state must be <= {self.num_hidden_layers}, the text encoder's number of layers, got {layers}"
+            )
         named = {f"layers.{i}.{name}.weight": shape for i in range(layers) for name, shape in layer.items()}
         final = {"norm.weight": (D,)} if layers == self.num_hidden_layers else {}
         return {"embed_tokens.weight": (self.vocab_size, D), **named, **final}

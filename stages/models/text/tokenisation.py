@@ -14,8 +14,8 @@ from stages.models.family import Family
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """One prompt as token ids. `ids` has the shape (text rows,) and is padded at the end. `real` is the number of ids that are
-    not padding. `dropped` is the number of tokens that were cut off because the prompt is too long.
+    """One prompt as token ids. `ids` is an int32 array of fixed length, padded at the end. `real` is the number of ids that
+    are not padding. `dropped` is the number of tokens that were cut off because the prompt is too long.
     """
 
     ids: np.ndarray

@@ -47,8 +47,8 @@ def preservation(
 ) -> mx.array:
     """Return the preservation loss of each sample in a batch, float32, shape (batch,). It is the mean squared difference
     between the prediction v_BLC of the adapted model and the prediction base_BLC of the base model; both have the shape
-    (batch, tokens, channels). No gradient flows into `base_BLC`. `weight_B`, shape (batch,), multiplies each sample's loss.
-    `mask_BL`, shape (batch, tokens) with values from 0 to 1, weights the tokens.
+    (batch, tokens, channels). base_BLC is computed beforehand and is a constant here. `weight_B`, shape (batch,), multiplies
+    each sample's loss. `mask_BL`, shape (batch, tokens) with values from 0 to 1, weights the tokens.
 
     Added to the training loss, it keeps the adapted model close to the base model. With the class word in place of the trigger
     word it is differential output preservation. With an inverted mask, 1 - mask_BL, it preserves the background.

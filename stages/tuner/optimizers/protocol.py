@@ -27,14 +27,17 @@ class Optimizer(Protocol):
         """
 
     def init(self, params: Params) -> Arrays:
-        """Return the state before the first step for the arrays `params`, given by name."""
+        """Return the state before the first step, a flat dict of arrays. `params` maps the names of the arrays that will be
+        trained to their values.
+        """
 
     def update(
         self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
         """Take one step and return (new arrays, new state), with the names, shapes and dtypes of `params` and `state`.
         `params` maps names to arrays, and `grads` the same names to gradients, which must be finite. `state` is the result of
-        `init` or of the step before. `lr` is the learning rate. If `apply` is false, arrays and state are returned unchanged.
+        `init` or of the step before. `lr` is the learning rate. If `apply` (a bool, or an array to decide later) is false,
+        arrays and state are returned unchanged.
         """
 
 

@@ -48,5 +48,5 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tiny_weights: Path, tmp_pa
 
 def test_hidden_states_beyond_the_model_are_refused(tiny_weights: Path) -> None:
     deeper = dataclasses.replace(TINY, text_layers=(1, 2, 9))
-    with pytest.raises(ValueError, match="hidden state must be <= 4, the text encoder's layers, got 9"):
+    with pytest.raises(ValueError, match="hidden state must be <= 4, the text encoder's number of layers, got 9"):
         TextEncoder(tiny_weights / "text_encoder", tiny_weights / "tokenizer", deeper, "float32")
