@@ -114,9 +114,8 @@ def summary(reference: str) -> str:
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="latentmill")
 def cli() -> None:
-    """Run training pipelines stage by stage; every stage writes a table that you can query.
-
-    `latentmill COMMAND --help` explains a command and its options.
+    """Run training pipelines stage by stage; every stage writes a table that you can query. `latentmill COMMAND --help` explains
+    a command and its options.
     """
 
 

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="List what would be deleted, and delete nothing.")
 @with_project
 def command(runs: bool, dry_run: bool, project: Project) -> None:
-    """Free disk space: delete rows and tables that the present settings do not use.
-
-    A table of other settings is deleted only if the table of the present settings is built. Trained results are kept.
+    """Delete rows and tables that settings no longer use. A table of other settings is deleted only if the table of the present
+    settings is built. Trained results are kept.
     """
     for line in clean(project, runs=runs, dry_run=dry_run):
         click.echo(line)

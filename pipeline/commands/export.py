@@ -38,10 +38,8 @@ SECTIONS = {"average": "train.ema", "best": "train.validation"}  # the settings 
 @click.option("--merged", is_flag=True, help="Write the whole transformer with the adapter merged into its weights.")
 @with_project
 def command(out: Path | None, style: str, dtype: str, step: int | None, which: str, merged: bool, project: Project) -> None:
-    """Write the trained adapter as a file for other programs.
-
-    OUT is a file ending in .safetensors, or a folder; without OUT, the file is written to exports/ in the project. With
-    --merged, OUT is a new folder that receives the whole transformer.
+    """Write the trained adapter as a file for other programs. OUT is a file ending in .safetensors, or a folder; without OUT, the
+    file is written to exports/ in the project. With --merged, OUT is a new folder that receives the whole transformer.
     """
 
     def say(line: str) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.command("families")
 def command() -> None:
-    """List the model families, their licences and where their weights come from."""
+    """List the model families, their licences and weights."""
     click.echo(format_table(("family", "model", "licence", "weights"), family_rows()))
 
 

@@ -21,9 +21,8 @@ NAMED = 5  # rows that are named if a text matches several
 @click.argument("text", required=False, envvar="LATENTMILL_WHAT")
 @with_project
 def command(text: str | None, project: Project) -> None:
-    """Trace one input through every table: what each stage computed from it.
-
-    TEXT names the input, for instance by its path or a part of the path; the pipeline decides what else TEXT may be.
+    """Show what every stage computed from one input. TEXT names the input, for instance by its path or a part of the path; the
+    pipeline decides what else TEXT may be.
     """
     if not text:
         chain = chain_of(project)

@@ -47,7 +47,7 @@ def _click_option(option: Option) -> click.Option:
     "--pipeline", default=DEFAULT, show_default=True, help="The pipeline of the project. The other options depend on it."
 )
 def command(folder: Path, pipeline: str, **options: str) -> None:
-    """Make a new project: write FOLDER/project.toml, and tell what to do next."""
+    """Make a new project in FOLDER. Writes FOLDER/project.toml and tells what to do next. The options depend on the pipeline."""
     from pipeline.project.init import new_project
 
     for line in new_project(folder, options, pipeline):

@@ -103,7 +103,9 @@ def parse_options(project: Project | None, options: dict[str, Any]) -> Profile:
 @click.option("--rank", type=int, help="Rank of the adapter ([train] rank).")
 @click.option("--steps", type=int, default=6, show_default=True, help="Number of steps to measure.")
 def command(path: str | None, **options: Any) -> None:
-    """Measure the memory that training takes, phase by phase, and tell which image sizes would fit."""
+    """Measure the memory of training and show what would fit. Real steps are taken on random weights. The measured rows and a
+    plot are written to tables/memory in the project, or to ./memory without a project.
+    """
     project = open_project(path) if path else None
     for line in report(parse_options(project, options), results_folder(project)):
         click.echo(line)

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 @click.option("--format", "style", type=click.Choice(STYLES), default="table", show_default=True, help="Format of the answer.")
 @with_project
 def command(name: str | None, style: str, project: Project) -> None:
-    """Show a panel: the answer to a stored query of the pipeline, such as the loss over the steps.
-
-    NAME is the panel; without NAME, all panels of the project's pipeline are listed.
+    """Show the answer to a stored query of the pipeline. NAME is the panel, such as loss; without NAME, all panels of the
+    project's pipeline are listed.
     """
     if name:
         rows = answer_panel(project, name)

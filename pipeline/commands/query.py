@@ -54,10 +54,8 @@ create or replace temp macro bf16(u) as (case
 )
 @with_project
 def command(sql: str | None, style: str, parquet: Path | None, project: Project) -> None:
-    """Answer an SQL query (DuckDB) over the tables of a project.
-
-    Every table has the name that `latentmill status` shows. `select * from tables` lists the tables, `select * from columns`
-    all columns with a description.
+    """Answer an SQL query (DuckDB) over the tables of a project. Every table has the name that `latentmill status` shows. `select
+    * from tables` lists the tables, `select * from columns` all columns with a description.
     """
     if parquet:
         export_parquet(project, parquet)

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 )
 @with_project
 def command(stage: str, measured: bool, project: Project) -> None:
-    """Run one stage, which brings its table up to date.
-
-    STAGE is the name of a table in `latentmill status`. The tables that the stage reads are used as they are; `make STAGE`
-    brings them up to date first.
+    """Run one stage, which brings its table up to date. STAGE is the name of a table in `latentmill status`. The tables that the
+    stage reads are used as they are; `make STAGE` brings them up to date first.
     """
     from pipeline import runner
 

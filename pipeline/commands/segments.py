@@ -22,7 +22,7 @@ from pipeline.project.project import Project
 @PROJECT
 @SET
 def command(every: int, path: str, overrides: tuple[str, ...]) -> int:
-    """Train in segments, each in a process of its own, and draw previews after each segment."""
+    """Train in segments and draw previews after each one. Every segment is a process of its own."""
     return segments(path, every, overrides or overrides_from_environment())
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.command("status")
 @with_project
 def command(project: Project) -> None:
-    """Show every table with its recipe, rows and bytes, and what the next run would do. Nothing is written."""
+    """Show every table and what the next run would do. The list has recipe, rows and size of each table. Nothing is written."""
     click.echo(render(project))
 
 
