@@ -23,8 +23,8 @@ CHUNK = 1 << 24  # values of a weight that exist in float32 at once: 64 MB
 
 def row_norms(weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale: float) -> mx.array:
     """Return the Euclidean norm of each row of the adapted weight W + scale B A, as a float32 array (outputs,). `weight` is W,
-    the frozen weight (outputs, inputs), an array or packed in 8 or 4 bits. `down_RI` is A, (rank, inputs), and `up_OR` is B,
-    (outputs, rank); these are the low-rank arrays of the adapter.
+    the frozen weight (outputs, inputs). It may be an array or packed in 8 or 4 bits. `down_RI` is A, the adapter's array (rank,
+    inputs). `up_OR` is B, the adapter's array (outputs, rank). `scale` multiplies B A.
 
     W is unpacked and converted to float32 in chunks of rows.
     """
@@ -41,10 +41,11 @@ def row_norms(weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale
 
 
 def initial_magnitude(weight: quantize.Weight, outputs: int, inputs: int) -> mx.array:
-    """Return the magnitudes with which DoRA starts: the Euclidean norm of each row of a frozen weight (outputs, inputs), as a
-    float32 array (outputs,). `weight` is an array or packed (quantised to 8 or 4 bits).
+    """Return the magnitudes with which DoRA starts, as a float32 array (outputs,). A magnitude is the Euclidean norm of one row
+    of the frozen weight. `weight` is an array (outputs, inputs), or packed in 8 or 4 bits. `outputs` and `inputs` are its numbers
+    of rows and columns.
 
-    The magnitudes equal `row_norms` to the bit while B is zero, so that a fresh adapter changes nothing.
+    The magnitudes equal `row_norms` to the bit while B is zero. A fresh adapter therefore changes nothing.
     """
     return row_norms(weight, mx.zeros((1, inputs)), mx.zeros((outputs, 1)), 0.0)
 
@@ -52,9 +53,10 @@ def initial_magnitude(weight: quantize.Weight, outputs: int, inputs: int) -> mx.
 def rescale_rows(
     y: mx.array, magnitude_O: mx.array, weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale: float
 ) -> mx.array:
-    """Turn the output y of a Linear with LoRA into that of DoRA: multiply each output channel by its magnitude divided by the
-    norm of its row of W + scale B A. `y` is (..., outputs), `magnitude_O` (outputs,), `weight` is W, (outputs, inputs), `down_RI`
-    is A, (rank, inputs), and `up_OR` is B, (outputs, rank). Returns an array like y. The norms take no gradient.
+    """Turn the output `y` of a Linear with LoRA into the output of DoRA. Each output channel is multiplied by its magnitude and
+    divided by the norm of its row of W + scale B A. `y` is (..., outputs), and so is the result. `magnitude_O` is (outputs,).
+    `weight` is W, (outputs, inputs). `down_RI` is A, (rank, inputs). `up_OR` is B, (outputs, rank). `scale` multiplies B A. The
+    norms take no gradient.
     """
     norm_O = mx.stop_gradient(row_norms(weight, down_RI, up_OR, scale))
     add_gain: Any = _add_gain
@@ -64,18 +66,19 @@ def rescale_rows(
 
 @mx.custom_function
 def _add_gain(y: mx.array, gain_O: mx.array) -> mx.array:
-    """Return y + gain_O y: y is (..., outputs), and `gain_O` (outputs,) is the small change of each output channel. The sum 1 +
-    gain_O is never formed, because half precision would lose most bits of the gain.
+    """Return y + gain_O y. `y` is (..., outputs). `gain_O` is (outputs,), the small change of each output channel.
+
+    The sum 1 + gain_O is never formed, because half precision would lose most bits of the gain.
     """
     return y + gain_O.astype(y.dtype) * y
 
 
 @_add_gain.vjp  # type: ignore[untyped-decorator, unused-ignore]
 def _add_gain_vjp(primals: Any, dz: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the gradients of z = y + gain_O y: (gradient with respect to y, gradient with respect to gain_O). `primals` is (y,
-    gain_O), and `dz` is the gradient of the loss with respect to z.
+    """Return the gradients of z = y + gain_O y as a pair: for `y`, then for `gain_O`. `primals` is (y, gain_O). `dz` is the
+    gradient of the loss with respect to z.
 
-    The sum over tokens is a matrix product, which adds in float32 on every backend, as a half-precision sum does not.
+    The sum over tokens is a matrix product. It adds in float32 on every backend; a half-precision sum does not.
     """
     y, gain_O = primals
     flat_NO = (dz * y).reshape(-1, y.shape[-1])

@@ -1,7 +1,7 @@
 """How an adapter starts: fresh, so that it changes nothing, or with the arrays of another adapter.
 
-A smaller rank of the other adapter is filled up with fresh rows and columns that change nothing yet. A larger rank is refused:
-cutting it by singular values would give another adapter than the one that was named.
+If the other adapter has a smaller rank, fresh rows and columns that change nothing yet fill it up. A larger rank is refused.
+Cutting it by singular values would give another adapter than the one that was named.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ RANK_AXIS = {lora.A: 0, lora.B: 1, lokr.W2_A: 1, lokr.W2_B: 0}  # the axis of le
 
 
 def target_weights(blocks: Iterable[Any], targets: Iterable[Target]) -> dict[str, quantize.Weight]:
-    """Return the frozen weight of each target (a Linear that gets an adapter), as target name -> weight. `blocks` are the model's
-    blocks, each with a `name` and a dict `weights`. The keys of `weights` are "<linear>.weight", with the Linear's name within
-    the block.
+    """Return the frozen weight of each target, as target name -> weight. A target is a Linear that gets an adapter. `blocks` are
+    the model's blocks. Each block has a `name` and a dict `weights` with keys "<linear>.weight". In these keys, "<linear>" is the
+    name of a Linear within the block.
     """
     every = {f"{block.name}.{name}": weight for block in blocks for name, weight in block.weights.items()}
     return {target.name: every[f"{target.name}.weight"] for target in targets}
 
 
 def fresh_adapter(targets: Iterable[Target], seed: int, weights: Mapping[str, quantize.Weight] | None = None) -> Arrays:
-    """Return the float32 arrays of a new adapter that does not change the model yet. Keys are "<linear><suffix>", such as
-    "<linear>.lora_A.weight". Random values depend only on `seed` and the keys. `weights` maps target names to frozen weights;
-    only DoRA needs it.
+    """Return the float32 arrays of a new adapter for `targets`. It does not change the model yet. Keys are "<linear><suffix>",
+    such as "<linear>.lora_A.weight". Random values depend only on `seed` and the keys. `weights` maps target names to frozen
+    weights. Only DoRA needs `weights`.
 
-    Random values are uniform within 1 / sqrt(columns): Kaiming's bound with a = sqrt(5), as in PEFT and LyCORIS.
+    Random values are uniform within 1 / sqrt(columns). This is Kaiming's bound with a = sqrt(5), as in PEFT and LyCORIS.
     """
     arrays: Arrays = {}
     for target in targets:
@@ -65,11 +65,11 @@ def start_from_adapter(
     fresh: Mapping[str, mx.array],
     weights: Mapping[str, quantize.Weight] | None = None,
 ) -> Arrays:
-    """Return the arrays of an adapter for `targets` that changes the model as the adapter `source` does, up to rounding. `source`
-    maps "<linear><suffix>", such as "<linear>.lora_A.weight", to arrays; `scales` maps "<linear>" to the factor that multiplies
-    its change. `fresh` is a new adapter (from `fresh_adapter`) for `targets`: its arrays fill missing Linears and ranks.
-    `weights` maps target names to frozen weights; it is needed if a DoRA starts from a LoRA. ValueError if the source does not
-    suit the targets.
+    """Return the arrays of a new adapter that changes the model as the adapter `source` does, up to rounding. `source` maps
+    "<linear><suffix>", such as "<linear>.lora_A.weight", to arrays. `scales` maps "<linear>" to the factor that multiplies the
+    change by `source`. `targets` are the Linears of the new adapter. `fresh` is the result of `fresh_adapter` for `targets`. Its
+    arrays fill missing Linears and ranks. `weights` maps target names to frozen weights. It is needed if a DoRA starts from a
+    LoRA. Raises ValueError if `source` does not suit `targets`.
     """
     chosen = list(targets)
     check_initial(source, scales, chosen)
@@ -87,9 +87,9 @@ def start_from_adapter(
 
 
 def check_initial(source: Mapping[str, mx.array], scales: Mapping[str, float], targets: Iterable[Target]) -> None:
-    """Raise ValueError if the adapter `source` cannot start an adapter of `targets`: one of its Linears is no target, its variant
-    or shape differs, its rank is larger, or a value is not finite. `source` maps "<linear><suffix>" to arrays; `scales` has a key
-    "<linear>" for each of its Linears.
+    """Raise ValueError if the adapter `source` cannot start an adapter for `targets`. Every Linear of `source` must be a target,
+    with the same variant and shape. Its rank must not be larger than the target's. All values must be finite. `source` maps
+    "<linear><suffix>" to arrays. `scales` has a key "<linear>" for each Linear of `source`.
     """
     chosen = {target.name: target for target in targets}
     for name in scales:
@@ -125,9 +125,9 @@ def _check_array(target: Target, suffix: str, shape: tuple[int, ...]) -> None:
 
 
 def _resized(target: Target, arrays: Arrays, scale: float, fresh: Arrays) -> Arrays:
-    """Return the arrays of one Linear (suffix -> array) with the scale and the rank of `target`. Arrays that start at zero are
-    multiplied by `scale` / target.scale, so that the effect of the adapter stays the same. If the target has a larger rank, the
-    arrays are extended with the last rows or columns of `fresh`.
+    """Return the arrays of one Linear with the scale and the rank of `target`, as suffix -> array. `arrays` are the given arrays
+    by suffix, and `scale` is their scale. Arrays that start at zero are multiplied by `scale` / target.scale. The effect of the
+    adapter thus stays the same. If the target has a larger rank, the last rows or columns of `fresh` are appended.
     """
     resized = {}
     for suffix, value in arrays.items():
@@ -137,8 +137,8 @@ def _resized(target: Target, arrays: Arrays, scale: float, fresh: Arrays) -> Arr
 
 
 def _filled_up(suffix: str, value: mx.array, fresh: mx.array) -> mx.array:
-    """Return `value`, extended along its rank axis to the rank of `fresh` with the last rows or columns of `fresh`. `suffix`,
-    such as ".lora_A.weight", says which axis that is.
+    """Return `value`, extended along its rank axis to the rank of `fresh`. The last rows or columns of `fresh` are appended.
+    `suffix`, such as ".lora_A.weight", determines the rank axis.
     """
     axis = RANK_AXIS.get(suffix)
     if axis is None or value.shape[axis] == fresh.shape[axis]:

@@ -18,7 +18,7 @@ W1, W2, W2_A, W2_B = ".lokr_w1", ".lokr_w2", ".lokr_w2_a", ".lokr_w2_b"
 
 def factorize(dimension: int, factor: int | None) -> tuple[int, int]:
     """Return (m, n) with m * n = dimension and m <= n. m is the largest divisor of `dimension` that is at most sqrt(dimension)
-    and at most `factor`; None is no further bound.
+    and at most `factor`. If `factor` is None, only sqrt(dimension) bounds m.
 
     PEFT and LyCORIS give the same result for any factor up to sqrt(dimension).
     """
@@ -28,9 +28,10 @@ def factorize(dimension: int, factor: int | None) -> tuple[int, int]:
 
 
 def array_shapes(outputs: int, inputs: int, rank: int, factor: int | None) -> dict[str, tuple[int, int]]:
-    """Return the shapes of the arrays of a LoKr adapter for a Linear (outputs, inputs), by suffix: {".lokr_w1": (a, b),
-    ".lokr_w2": (c, d)} with a c = outputs and b d = inputs. If `rank` is below half of max(c, d), w2 is low-rank: ".lokr_w2_a":
-    (c, rank) and ".lokr_w2_b": (rank, d) replace it. `factor` is the largest a and b allowed; None: no bound.
+    """Return the shapes of the arrays of a LoKr adapter for a Linear (outputs, inputs), as suffix -> shape. ".lokr_w1" is (a, b)
+    and ".lokr_w2" is (c, d), with a c = outputs and b d = inputs. If `rank` is below half of max(c, d), two low-rank arrays
+    replace ".lokr_w2". These are ".lokr_w2_a", (c, rank), and ".lokr_w2_b", (rank, d). a and b are at most `factor`. If `factor`
+    is None, they have no such bound.
     """
     (a, c), (b, d) = factorize(outputs, factor), factorize(inputs, factor)
     if rank < max(c, d) / 2:
@@ -39,17 +40,17 @@ def array_shapes(outputs: int, inputs: int, rank: int, factor: int | None) -> di
 
 
 def second_factor_shape(arrays: Mapping[str, mx.array]) -> tuple[int, int]:
-    """Return the shape (c, d) of w2, the second factor of a LoKr adapter's Kronecker product. `arrays` are the arrays of one
-    Linear by suffix: ".lokr_w2" or the low-rank pair ".lokr_w2_a" (c, rank) and ".lokr_w2_b" (rank, d).
+    """Return the shape (c, d) of w2, the second factor of a LoKr adapter's Kronecker product. `arrays` maps suffixes to the
+    arrays of one Linear. It contains either ".lokr_w2" or the low-rank pair ".lokr_w2_a" (c, rank) and ".lokr_w2_b" (rank, d).
     """
     first, last = (arrays[W2], arrays[W2]) if W2 in arrays else (arrays[W2_A], arrays[W2_B])
     return first.shape[0], last.shape[1]
 
 
 def output_change(x: mx.array, arrays: Mapping[str, mx.array]) -> mx.array:
-    """Return what a LoKr adapter adds to the output of its Linear, before the adapter's scale: x times the transposed Kronecker
-    product of w1 and w2. `x` is (..., inputs); the result is (..., outputs) in the dtype of x. `arrays` are the arrays of this
-    Linear by suffix, such as ".lokr_w1".
+    """Return what a LoKr adapter adds to the output of its Linear, before it is scaled. This is x times the transposed Kronecker
+    product of w1 and w2. `x` is (..., inputs). `arrays` maps suffixes, such as ".lokr_w1", to the arrays of this Linear. The
+    result is (..., outputs) in the dtype of `x`.
     """
     w1_ab = arrays[W1].astype(x.dtype)
     a, b = w1_ab.shape
@@ -66,8 +67,8 @@ def output_change(x: mx.array, arrays: Mapping[str, mx.array]) -> mx.array:
 
 
 def kronecker(arrays: Mapping[str, mx.array]) -> mx.array:
-    """Return the change of a Linear's weight by a LoKr adapter, before the adapter's scale: the Kronecker product of w1 and w2, a
-    float32 matrix (outputs, inputs). `arrays` are the arrays of this Linear by suffix, such as ".lokr_w1".
+    """Return the change of a Linear's weight by a LoKr adapter, before it is scaled. This is the Kronecker product of w1 and w2,
+    a float32 matrix (outputs, inputs). `arrays` maps suffixes, such as ".lokr_w1", to the arrays of this Linear.
     """
     w2_cd = arrays[W2] if W2 in arrays else arrays[W2_A].astype(mx.float32) @ arrays[W2_B].astype(mx.float32)
     return mx.kron(arrays[W1].astype(mx.float32), w2_cd.astype(mx.float32))

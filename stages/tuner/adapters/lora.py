@@ -27,7 +27,8 @@ ZERO_AT_START = (B, lokr.W2, lokr.W2_B)  # arrays that start at zero, so that a 
 def adapted_linear(adapters: Mapping[str, mx.array], scales: Mapping[str, float]) -> Linear:
     """Return a function (name, weight, x) -> y that computes the Linears of one block with their adapters. `adapters` maps
     "<linear><suffix>", such as "attn.to_q.lora_A.weight", to arrays. `scales` maps "<linear>" to the factor that multiplies the
-    adapter's change. All names are within the block. For a Linear without an adapter, y is x W^T. y has the dtype of x.
+    adapter's change. All names are within the block. y has the dtype of x. For a Linear without an adapter, y is x W^T, where W
+    is `weight`.
     """
 
     # The arrays are cast to the dtype of x here, inside the gradient: float32 arrays would widen all activations.
@@ -46,15 +47,15 @@ def adapted_linear(adapters: Mapping[str, mx.array], scales: Mapping[str, float]
 
 
 def arrays_of_linear(adapters: Mapping[str, mx.array], name: str) -> Arrays:
-    """Return the arrays of an adapter that belong to the Linear `name`, by suffix: {".lora_A.weight": array, ".lora_B.weight":
-    array} for LoRA. `adapters` maps "<linear><suffix>" to arrays. The result is empty if the Linear has no adapter.
+    """Return the adapter's arrays for the Linear `name`, as suffix -> array. The keys for LoRA are ".lora_A.weight" and
+    ".lora_B.weight". `adapters` maps "<linear><suffix>" to arrays. The result is empty if the Linear has no adapter.
     """
     return {suffix: adapters[name + suffix] for suffix in SUFFIXES if name + suffix in adapters}
 
 
 def linear_shape(arrays: Mapping[str, mx.array]) -> tuple[int, int]:
-    """Return the shape (outputs, inputs) of the Linear that an adapter's arrays are made for. `arrays` are the arrays of this
-    Linear by suffix, such as ".lora_A.weight".
+    """Return the shape (outputs, inputs) of the Linear that an adapter's arrays belong to. `arrays` maps suffixes, such as
+    ".lora_A.weight", to the arrays of this Linear.
     """
     if A in arrays:
         return arrays[B].shape[0], arrays[A].shape[1]
@@ -63,8 +64,8 @@ def linear_shape(arrays: Mapping[str, mx.array]) -> tuple[int, int]:
 
 
 def largest_change(adapters: Mapping[str, mx.array]) -> mx.array:
-    """Return the largest absolute value in the arrays of an adapter that start at zero (LoRA's B, LoKr's w2), as a scalar array
-    that is not computed yet. It is 0 until training changes the adapter. `adapters` maps names that end in the array's suffix to
-    arrays.
+    """Return the largest absolute value in those arrays of an adapter that start at zero (LoRA's B, LoKr's w2). It is 0 until
+    training changes the adapter. `adapters` maps "<linear><suffix>" to arrays. The result is a scalar array that is not computed
+    yet.
     """
     return mx.max(mx.stack([mx.max(mx.abs(value)) for name, value in adapters.items() if name.endswith(ZERO_AT_START)]))

@@ -14,9 +14,9 @@ from stages.tuner.adapters import dora, lokr, lora
 
 
 def merge(weight: quantize.Weight, arrays: Mapping[str, mx.array], scale: float) -> mx.array:
-    """Return the weight (outputs, inputs) of a Linear with its adapter merged in, so that the Linear needs no adapter. `arrays`
-    are the adapter's arrays of this Linear by suffix, such as ".lora_A.weight"; `scale` is the factor that multiplies the
-    adapter's change. The result is a plain array, also for a packed `weight`, in the dtype of the unpacked weight.
+    """Return the weight (outputs, inputs) of a Linear with its adapter merged in. `weight` is an array or packed. `arrays` maps
+    suffixes, such as ".lora_A.weight", to the adapter's arrays for this Linear. `scale` is the factor that multiplies the
+    adapter's change. The result is a plain array in the dtype of the unpacked weight.
 
     It is computed in float32 and rounded once. Packing it again would lose a change as small as an adapter's.
     """
@@ -33,9 +33,9 @@ def merge(weight: quantize.Weight, arrays: Mapping[str, mx.array], scale: float)
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], adapters: Mapping[str, mx.array], scales: Mapping[str, float]) -> None:
-    """Raise ValueError if an adapter has a Linear that the model lacks, or one with another shape. `shapes` maps
-    "<linear>.weight" of the model to (outputs, inputs). `adapters` maps "<linear><suffix>", such as "<linear>.lora_A.weight", to
-    arrays; `scales` has a key "<linear>" for each of the adapter's Linears.
+    """Raise ValueError if an adapter has a Linear that the model lacks, or a Linear with another shape. `shapes` maps the model's
+    "<linear>.weight" to (outputs, inputs). `adapters` maps "<linear><suffix>", such as "<linear>.lora_A.weight", to arrays.
+    `scales` has a key "<linear>" for each of the adapter's Linears.
     """
     for name in scales:
         shape, expected = lora.linear_shape(lora.arrays_of_linear(adapters, name)), shapes.get(f"{name}.weight")

@@ -21,9 +21,10 @@ Pair = tuple[mx.array, mx.array]  # A (rank, inputs) and B (outputs, rank), in t
 
 
 def product(x: mx.array, weight: quantize.Weight, pair: Pair | None = None, scale: float = 1.0) -> mx.array:
-    """Compute a Linear with an optional low-rank change: return x W^T + scale (x A^T) B^T, or x W^T if `pair` is None. `x` is
-    (..., inputs), the result (..., outputs). `weight` is W, (outputs, inputs), an array or packed in 8 or 4 bits. `pair` is A,
-    (rank, inputs), and B, (outputs, rank), in the dtype of x. x, A and B take a gradient, W takes none.
+    """Compute a Linear with an optional low-rank change. Return x W^T + scale (x A^T) B^T, or x W^T if `pair` is None. `x` is
+    (..., inputs), and the result is (..., outputs). `weight` is W, (outputs, inputs). It may be an array or packed in 8 or 4
+    bits. `pair` is A, (rank, inputs), and B, (outputs, rank), in the dtype of `x`. `scale` multiplies the low-rank change. x, A
+    and B take a gradient. W takes none.
     """
     chunks = quantize.row_chunks(weight)
 
@@ -67,8 +68,8 @@ def scaled(x: mx.array, scale: float) -> mx.array:
 
 
 def _dense_rows(weight: quantize.Weight, rows: slice, after: mx.array) -> mx.array:
-    """Return the rows of a weight that the slice `rows` selects, as an array. Rows of a packed weight are not unpacked before the
-    array `after` is computed, so that only one unpacked chunk exists at a time.
+    """Return some rows of a weight as an array. The slice `rows` selects them. Rows of a packed weight are unpacked only after
+    the array `after` is computed. Only one unpacked chunk exists at a time for this reason.
     """
     own = quantize.select_rows(weight, rows)
     return own if isinstance(own, mx.array) else quantize.unpack_after(own, after).dense()

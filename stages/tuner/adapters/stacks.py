@@ -19,9 +19,9 @@ LARGEST = 1 << 23  # values of a stack: 32 MiB in float32, which bounds the work
 
 @dataclass(frozen=True)
 class Stacks:
-    """Named arrays, stored in stacks so that an optimizer needs few operations. Matrices (rows, columns) of one shape are stacked
-    into one array (N, rows, columns), even if N is 1; any other array is stored alone. `arrays` maps the name of each stack to
-    its array, and `groups` to the names of the stacked matrices in order. A stack has the name of its first matrix.
+    """Named arrays, stored in stacks so that an optimizer needs few operations. N matrices of one shape (rows, columns) become
+    one array (N, rows, columns), even if N is 1. Any other array is stored alone. `arrays` maps the name of each stack to its
+    array. `groups` maps the name of each stack to the names of its matrices, in order. A stack has the name of its first matrix.
     """
 
     groups: Groups
@@ -48,9 +48,9 @@ class Stacks:
 
 
 def group_by_shape(arrays: Mapping[str, mx.array]) -> Groups:
-    """Return which arrays are stacked together, as name of the first array -> names of all arrays of the stack, sorted. Matrices
-    of one shape are stacked, up to 2^23 values per stack; any other array is alone. The result depends only on the names and
-    shapes.
+    """Return which arrays are stacked together. The result maps the first name of each stack to all names in the stack, sorted.
+    Matrices of one shape are stacked, up to 2^23 values per stack. Any other array is alone. The result depends only on the names
+    and shapes in `arrays`.
     """
     groups: Groups = {}
     latest: dict[tuple[int, ...], str] = {}
@@ -65,9 +65,9 @@ def group_by_shape(arrays: Mapping[str, mx.array]) -> Groups:
 
 
 def stack(arrays: Mapping[str, mx.array], groups: Groups) -> Arrays:
-    """Return the named arrays as stacks: the matrices (rows, columns) of one group become one array (N, rows, columns). `groups`
-    maps the name of each stack to the names of its arrays in order, as `group_by_shape` returns it. The result maps the name of
-    each stack to its array.
+    """Return named arrays as stacks, as name of the stack -> array. The matrices (rows, columns) of one group become one array
+    (N, rows, columns). `arrays` maps names to arrays. `groups` is the result of `group_by_shape`. It maps the name of each stack
+    to the names of its arrays, in order.
     """
     return {
         name: mx.stack([arrays[each] for each in names]) if arrays[name].ndim == 2 else arrays[name]
@@ -76,7 +76,7 @@ def stack(arrays: Mapping[str, mx.array], groups: Groups) -> Arrays:
 
 
 def unstack(stacks: Mapping[str, mx.array], groups: Groups) -> Arrays:
-    """Return the single arrays of `stacks` by name, as views. `groups` maps the name of each stack to the names of its arrays in
+    """Return the single arrays of `stacks` by name, as views. `groups` maps the name of each stack to the names of its arrays, in
     order.
     """
     return {
@@ -87,5 +87,5 @@ def unstack(stacks: Mapping[str, mx.array], groups: Groups) -> Arrays:
 
 
 def _split(stack: mx.array) -> list[mx.array]:
-    """Return a stack (N, rows, columns) as N views (1, rows, columns). Any other array is returned alone, in a list."""
+    """Return a stack (N, rows, columns) as N views (1, rows, columns). An array of another shape is returned alone, in a list."""
     return list(mx.split(stack, stack.shape[0], axis=0)) if stack.ndim == 3 else [stack]

@@ -19,9 +19,9 @@ Shapes = Mapping[str, tuple[int, int]]  # name of a Linear -> (outputs, inputs)
 
 @dataclass(frozen=True)
 class Target:
-    """A Linear that gets an adapter: its name, the `outputs` and `inputs` of its weight, and the adapter's variant, rank and
-    alpha (the adapter's change is scaled by alpha / rank). With `rslora`, alpha is divided by sqrt(rank) instead. `factor` bounds
-    both sides of the first matrix of a LoKr; None: no bound.
+    """A Linear that gets an adapter. It has a `name`, and its weight is (`outputs`, `inputs`). The adapter has a `variant`, a
+    `rank` and an `alpha`. The adapter's change is scaled by alpha / rank. With `rslora`, it is scaled by alpha / sqrt(rank)
+    instead. `factor` bounds both sides of the first matrix of a LoKr. None means no bound.
 
     rsLoRA: Kalajdzievski 2023, arXiv 2312.03732. `lokr.factorize` applies `factor`.
     """
@@ -37,8 +37,8 @@ class Target:
 
     @property
     def scale(self) -> float:
-        """The factor that multiplies the adapter's change of the weight: alpha / rank, or alpha / sqrt(rank) with rsLoRA. It is 1
-        for a LoKr whose second matrix is not low-rank.
+        """The factor that multiplies the adapter's change of the weight. It is alpha / rank, or alpha / sqrt(rank) with rsLoRA.
+        If the second matrix of a LoKr is not low-rank, it is 1.
         """
         if lokr.W2 in self.shapes:
             return 1.0
@@ -46,8 +46,8 @@ class Target:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each of the adapter's arrays by suffix, such as {".lora_A.weight": (rank, inputs), ".lora_B.weight":
-        (outputs, rank)}.
+        """The shapes of the adapter's arrays, as suffix -> shape. For LoRA, ".lora_A.weight" is (rank, inputs) and
+        ".lora_B.weight" is (outputs, rank).
         """
         if self.variant == "lokr":
             return dict(lokr.array_shapes(self.outputs, self.inputs, self.rank, self.factor))
@@ -67,10 +67,11 @@ def select_targets(
     rslora: bool = False,
     factor: int | None = None,
 ) -> list[Target]:
-    """Return a Target for each Linear whose name matches one of `patterns`, such as "attn.to_q" or "*". `linears` maps names to
-    (outputs, inputs); its order is kept. `alpha` None means alpha = rank. `ranks` and `alphas` map patterns to values that
-    replace `rank` and `alpha`: the first matching pattern counts, and rank 0 leaves a Linear out. `variant`, `rslora` and
-    `factor` apply to all targets. ValueError if a pattern matches nothing, a value is out of range, or no target remains.
+    """Return a Target for each Linear whose name matches one of `patterns`. `linears` maps names to (outputs, inputs); its order
+    is kept. A pattern is a name with wildcards, such as "attn.to_q" or "*". `rank` is the rank of the adapters. `alpha` is their
+    alpha; None means the rank. `ranks` and `alphas` map patterns to values that replace `rank` and `alpha`. The first matching
+    pattern counts. Rank 0 leaves a Linear out. `variant`, `rslora` and `factor` apply to all targets. Raises ValueError if a
+    pattern matches nothing, a value is out of range, or no target remains.
     """
     chosen = _matching_linears(linears, list(patterns))
     _check_overrides("rank_for", ranks or {}, chosen, zero_allowed=True)
@@ -112,15 +113,17 @@ def _first_match(name: str, values: Mapping[str, float] | None, default: float) 
 
 
 def matches_pattern(name: str, pattern: str) -> bool:
-    """Return True if `pattern`, with shell wildcards, matches the whole name of a Linear or its end after any dot. "*" matches
-    every name, "attn.to_q" matches this Linear in every block, and "single_transformer_blocks.*" every Linear of these blocks.
+    """Return True if `pattern` matches the name of a Linear. `pattern` may have shell wildcards. It must match the whole name, or
+    the end of the name after any dot. "*" matches every name. "attn.to_q" matches this Linear in every block.
+    "single_transformer_blocks.*" matches every Linear of these blocks.
     """
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def similar_names(pattern: str, names: Iterable[str]) -> str:
-    """Return "; nearest: a, b" with up to three names similar to `pattern`, to append to an error message; "" if none is similar.
-    Compared are `names` and their endings after a dot ("to_q" for "blocks.0.to_q"), with "*" instead of block numbers.
+    """Return text for an error message that suggests up to three names similar to `pattern`, such as "; nearest: a, b". Return ""
+    if no name is similar. `names` are the names of all Linears. Their endings after a dot are compared too, such as "to_q" for
+    "blocks.0.to_q". Block numbers are replaced by "*".
     """
     endings: dict[str, None] = {}
     for name in names:
@@ -131,15 +134,16 @@ def similar_names(pattern: str, names: Iterable[str]) -> str:
 
 
 def target_scales(targets: Iterable[Target]) -> dict[str, float]:
-    """Return the scale of each target's adapter, as Linear's name -> scale. The adapter's change of the weight is multiplied by
-    it.
+    """Return the scale of each target's adapter, as name of the Linear -> scale. The adapter's change of the weight is multiplied
+    by the scale.
     """
     return {target.name: target.scale for target in targets}
 
 
 def adapter_metadata(targets: Iterable[Target]) -> dict[str, str]:
-    """Return the metadata for the header of an adapter's file: "variant", "rank" and "alpha" of the first target, as strings.
-    "scales" is added if alpha / rank is not the factor of every target's change; it is JSON that maps Linears' names to factors.
+    """Return the metadata for the header of an adapter's file, as strings. "variant", "rank" and "alpha" are those of the first
+    target. If this alpha divided by the rank of a target is not the target's scale, "scales" is added. "scales" is JSON that maps
+    names of Linears to scales.
     """
     chosen = list(targets)
     first = chosen[0]

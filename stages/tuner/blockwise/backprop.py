@@ -31,8 +31,8 @@ Plan = str | int  # "whole", "blocks", or how many of the last blocks keep their
 
 
 class Block(Protocol):
-    """One block of a model, such as a transformer block. `name` is the prefix of its adapters' names. `kind` says which function
-    computes it: blocks of one kind share it. `weights` maps names within the block to weights.
+    """One block of a model, such as a transformer block. `name` is the prefix of its adapters' names. `kind` names the function
+    that computes the block. Blocks of one kind share this function. `weights` maps names within the block to weights.
     """
 
     @property
@@ -47,8 +47,8 @@ class Block(Protocol):
 
 class Chain(Protocol):
     """A model as a sequence of blocks, for training with little memory. Each block maps its input h to the input of the next
-    block. `shared` is what all blocks read besides, such as rotary tables; it takes no gradient. Arrays may be nested in tuples,
-    lists and dicts.
+    block. All blocks also read `shared`, such as rotary tables. `shared` takes no gradient. Both h and `shared` may be arrays
+    nested in tuples, lists and dicts.
     """
 
     @property
@@ -57,19 +57,19 @@ class Chain(Protocol):
 
     @property
     def enter(self) -> Callable[..., tuple[Tree, Tree]]:
-        """The function that starts the forward pass: it takes the model's inputs as keyword arguments and returns (h, shared). h
-        is the input of the first block; `shared` is read by all blocks.
+        """The function that starts the forward pass. It takes the model's inputs as keyword arguments and returns (h, shared). h
+        is the input of the first block. `shared` is read by all blocks.
         """
 
     def block(self, kind: str) -> BlockFunction:
-        """Return the function that computes blocks of this kind: (weights, h, shared, linear) -> output. It calls linear(name,
-        weight, x) for each of its Linears, and must depend on its arguments alone.
+        """Return the function that computes blocks of this `kind`: (weights, h, shared, linear) -> output. It calls linear(name,
+        weight, x) for each of its Linears. Its result must depend only on its arguments.
         """
 
     @property
     def leave(self) -> Callable[[Tree, Tree], mx.array]:
-        """The function that ends the forward pass: it takes (h, shared), with h the output of the last block, and returns the
-        model's prediction.
+        """The function that ends the forward pass. It takes (h, shared) and returns the model's prediction. h is the output of
+        the last block.
         """
 
 
@@ -81,15 +81,15 @@ def loss_and_grads(
     loss: Loss,
     plan: Plan = "whole",
 ) -> tuple[mx.array, Arrays]:
-    """Compute (losses, gradients): one loss per sample, and the gradients of the mean loss by adapter name. Does not wait for the
-    device, which may still be computing them. `adapters` maps names such as "<block>.<linear>.lora_A.weight" to arrays, `scales`
-    maps "<block>.<linear>" to the factor that multiplies the adapter's change. `inputs` are the keyword arguments of
-    `chain.enter`; `loss` maps the prediction to one loss per sample. `plan` is "whole", "blocks" or the number of last blocks
-    that keep their activations; gradients of all plans agree up to rounding. ValueError for any other plan, for no adapters, or
-    for an adapter that belongs to no block.
+    """Compute (losses, gradients): one loss per sample, and the gradients of the mean loss by adapter name. `chain` is the model.
+    `adapters` maps names such as "<block>.<linear>.lora_A.weight" to arrays. `scales` maps "<block>.<linear>" to the factor that
+    multiplies the adapter's change. `inputs` are the keyword arguments of `chain.enter`. `loss` maps the prediction to one loss
+    per sample. `plan` says how many of the last blocks keep their activations: "whole" (all), "blocks" (one) or a number. All
+    plans give the same gradients up to rounding. Raises ValueError if `plan` is anything else, if there are no adapters, or if an
+    adapter belongs to no block.
 
-    Only a loss that is a `functools.partial(function, name=array, ...)` is compiled: its arrays become arguments of the graph,
-    whereas an array captured by a closure would be frozen into the graph.
+    The results may not be computed yet on return. Only a loss that is a `functools.partial(function, name=array, ...)` is
+    compiled. Its arrays become arguments of the graph. An array captured by a closure would be frozen into the graph.
     """
     backprop = BlockwiseBackprop(chain, adapters, scales)
     head = len(chain.blocks) - kept_blocks(plan, len(chain.blocks))
@@ -113,9 +113,9 @@ def loss_and_grads(
 
 
 def kept_blocks(plan: Plan, blocks: int) -> int:
-    """Return how many of the last blocks keep their activations until the backward pass under `plan`: all for "whole", 1 for
-    "blocks", or the given number. The result is at least 1 and at most `blocks`, the number of blocks of the model. ValueError
-    for any other plan.
+    """Return how many of the last blocks keep their activations until the backward pass. `plan` is "whole" (all blocks), "blocks"
+    (1 block) or a number. `blocks` is the number of blocks of the model. The result is at least 1 and at most `blocks`. Raises
+    ValueError for any other plan.
 
     The last block costs nothing, because the backward pass begins with it.
     """
@@ -127,10 +127,10 @@ def kept_blocks(plan: Plan, blocks: int) -> int:
 
 
 class BlockwiseBackprop:
-    """A model that is computed block by block, forward and backward, with adapters added to its Linears. `adapters` maps names
-    such as "<block>.<linear>.lora_A.weight" to arrays, and `scales` maps "<block>.<linear>" to the factor that multiplies the
-    adapter's change. `first_trained` is the index of the first block with an adapter. ValueError if there is no adapter, or one
-    belongs to no block.
+    """A model with adapters that is computed block by block, forward and backward. `adapters` maps names such as
+    "<block>.<linear>.lora_A.weight" to arrays. `scales` maps "<block>.<linear>" to the factor that multiplies the adapter's
+    change. `first_trained` is the index of the first block with an adapter. Raises ValueError if there is no adapter, or if an
+    adapter belongs to no block.
     """
 
     def __init__(self, chain: Chain, adapters: Arrays, scales: Mapping[str, float]) -> None:
@@ -146,15 +146,15 @@ class BlockwiseBackprop:
         self.first_trained = min(n for n, own in enumerate(self.adapters) if own)
 
     def forward(self, n: int, h: Tree, shared: Tree) -> Tree:
-        """Return the output of the block with index `n` for its input `h`. `shared` is what all blocks read, as returned by
-        `chain.enter`.
+        """Return the output of the block with index `n` for its input `h`. `shared` is the value that `chain.enter` returned for
+        all blocks.
         """
         block = self.chain.blocks[n]
         return self.compiled(_forward, block.kind)(self.adapters[n], block.weights, h, shared, self.scales[n])
 
     def backward(self, n: int, h: Tree, shared: Tree, cotangent: Tree) -> tuple[Tree, Arrays]:
-        """Compute the block with index `n` again from its input `h`, and differentiate it. `cotangent` is the gradient of the
-        loss with respect to the block's output; `shared` is what all blocks read. Returns (gradient with respect to h, gradients
+        """Compute the block with index `n` again from its input `h`, and differentiate it. `shared` is what all blocks read.
+        `cotangent` is the gradient of the loss with respect to the block's output. Returns (gradient with respect to h, gradients
         by adapter name).
         """
         block = self.chain.blocks[n]
@@ -164,8 +164,8 @@ class BlockwiseBackprop:
 
     def tail(self, head: int, h: Tree, shared: Tree, loss: Loss) -> tuple[mx.array, Tree, Arrays]:
         """Compute the blocks from index `head` to the last and the loss, and differentiate them as one graph. `h` is the input of
-        block `head`, `shared` is what all blocks read, and `loss` maps the prediction to one loss per sample. Returns (losses;
-        gradient of their mean with respect to h; gradients by adapter name).
+        block `head`. `shared` is what all blocks read. `loss` maps the prediction to one loss per sample. Returns the losses, the
+        gradient of their mean with respect to `h`, and the gradients by adapter name.
         """
         blocks = self.chain.blocks[head:]
         kinds = tuple(b.kind for b in blocks)
@@ -220,8 +220,8 @@ def _tail(chain: Chain, kinds: tuple[str, ...], loss: Callable[..., mx.array]) -
 
 
 def _vjp(run: Callable[[Tree, Arrays], Tree], h: Tree, adapters: Arrays, cotangent: Tree) -> tuple[Tree, Arrays]:
-    """Return the gradients of run(h, adapters): (gradient with respect to h, in the structure of h; gradients by adapter name).
-    `cotangent` is the gradient of the loss with respect to the result of `run`.
+    """Return two gradients of run(h, adapters). The first is for `h`, in the structure of `h`. The second is for `adapters`, by
+    name. `cotangent` is the gradient of the loss with respect to the result of `run`.
     """
     leaves = [leaf for _, leaf in tree_flatten(h)]
 
@@ -234,9 +234,7 @@ def _vjp(run: Callable[[Tree, Arrays], Tree], h: Tree, adapters: Arrays, cotange
 
 
 def _arranged_like(tree: Tree, leaves: Sequence[mx.array]) -> Tree:
-    """Return a tree with the structure of `tree` whose leaves are taken from the start of `leaves`, in order. Further leaves are
-    ignored.
-    """
+    """Return a tree with the structure of `tree` and the values of `leaves`, in order. Surplus leaves are ignored."""
     each = iter(leaves)
     return tree_map(lambda _: next(each), tree)
 
@@ -248,7 +246,7 @@ def _within_block(block: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _CompiledFunctions:
-    """A cache of the compiled functions of one model. It refers to the model weakly, so that dropping the model frees its
+    """A cache of the compiled functions of one model. It refers to the model weakly. Dropping the model therefore frees its
     weights.
     """
 

@@ -19,15 +19,15 @@ dispatch: Callable[..., None] = mx.async_eval  # start computing these arrays wi
 
 
 def compiles() -> bool:
-    """Return True if functions are to be compiled with mx.compile on the default device. It is False on a CPU, because
+    """Return True if functions should be compiled with mx.compile on the default device. On a CPU the result is False, because
     compilation takes minutes there.
     """
     return mx.default_device() != mx.cpu
 
 
 def device_bytes() -> int:
-    """Return the bytes of memory that MLX may use: Metal's recommended working set, the memory of a CUDA GPU, or the machine's
-    memory.
+    """Return the bytes of memory that MLX may use. On Metal this is the recommended working set. On CUDA it is the memory of the
+    GPU. Otherwise it is the memory of the machine.
     """
     info: Mapping[str, Any] = mx.device_info()
     for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
@@ -37,17 +37,16 @@ def device_bytes() -> int:
 
 
 def memory_budget(limit_gb: float | None = None) -> int:
-    """Return the bytes that training may take: `limit_gb` gigabytes (10^9 bytes each), or, if it is None, 85 % of the device's
-    memory.
+    """Return the bytes that training may take. `limit_gb` is in gigabytes (10^9 bytes). If it is None, the result is 85 % of the
+    device's memory.
     """
     return int(limit_gb * GB if limit_gb else device_bytes() * (1 - HEADROOM))
 
 
 @contextmanager
 def live_memory_limit(limit: int | None) -> Iterator[None]:
-    """Context manager that limits the memory of work that MLX starts ahead of the device. While `limit` bytes or more are in use,
-    MLX waits for running work to free memory before it starts the next operation. None keeps MLX's own limit. Results do not
-    change.
+    """Limit the memory of work that MLX starts ahead of the device, as a context manager. While `limit` bytes or more are in use,
+    MLX starts no further operation. It waits until running work frees memory. None keeps MLX's own limit. Results do not change.
     """
     if limit is None:
         yield
@@ -60,8 +59,8 @@ def live_memory_limit(limit: int | None) -> Iterator[None]:
 
 
 def gathers_large_command_buffers() -> bool:
-    """Return True if the default device is a large CUDA GPU, on which MLX collects more operations before it submits them (400 or
-    1000 MB of inputs, instead of 200).
+    """Return True if the default device is a large CUDA GPU. On such a GPU, MLX collects operations that read 400 or 1000 MB
+    before it submits them. The usual size is 200 MB.
     """
     if not mx.cuda.is_available() or mx.default_device() != mx.gpu:
         return False
@@ -70,11 +69,11 @@ def gathers_large_command_buffers() -> bool:
 
 
 def limit_command_buffers() -> None:
-    """On large CUDA GPUs, make MLX submit its work after operations that read 200 MB; this lowers peak memory. Does nothing if
-    the user has set MLX_MAX_MB_PER_BUFFER. Call it before the first MLX operation of the process, because MLX reads the variable
-    only once.
+    """On large CUDA GPUs, make MLX submit its work after operations that read 200 MB. This lowers peak memory. It does nothing if
+    the user has set `MLX_MAX_MB_PER_BUFFER`. Call it before the first MLX operation of the process. MLX reads the variable only
+    once.
 
-    All arrays of a command buffer are alive until it is done; data/bench.md compares the peaks.
+    All arrays of a command buffer are alive until it is done. data/bench.md compares the peaks.
     """
     if gathers_large_command_buffers():
         os.environ.setdefault(BUFFER_VARIABLE, BUFFER_MB)

@@ -22,9 +22,10 @@ LEAST_TIMES = 5  # measurements of a phase that are needed to find a leak
 
 @dataclass
 class Meter:
-    """A meter that measures the memory MLX uses in each phase of a program. `rows` has a dict per phase: step, phase (its name),
-    and in bytes `before` and `active` (in use before and after), `peak` (the most in use within) and `cache`. Set `step` at the
-    start of each step.
+    """A meter that measures the memory MLX uses in each phase of a program. `rows` has one dict per measured phase. The keys are
+    "step", "phase" (its name), "before", "active", "peak" and "cache". "before" and "active" are the bytes in use before and
+    after the phase. "peak" is the most in use during it, and "cache" the bytes in MLX's cache. Set `step` at the start of each
+    step.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -32,8 +33,8 @@ class Meter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Context manager that measures the code inside as one phase called `name`, and appends a row. It resets MLX's own peak;
-        `Meter.peak` is the largest of all phases.
+        """Measure the code inside a `with` statement as one phase called `name`, and append a row. This resets MLX's own peak.
+        `Meter.peak` is the largest peak of all phases.
         """
         mx.reset_peak_memory()
         before = mx.get_active_memory()
@@ -42,8 +43,8 @@ class Meter:
         self.rows.append({"step": self.step, "phase": name, "before": before, **sizes})
 
     def measure_each(self, items: Iterable[Item], name: str) -> Iterator[Item]:
-        """Yield the items of an iterable, and measure the memory used to produce each item, as a phase called `name`. `step` is
-        increased by 1 after each item. The code that runs after the last item is measured as the phase "end".
+        """Yield the items of an iterable, and measure the memory used to produce each item. The measured phase is called `name`.
+        After each item, `step` is increased by 1. Code that runs after the last item is measured as the phase "end".
         """
         each = iter(items)
         while True:
@@ -66,11 +67,12 @@ class Meter:
         return any(count >= LEAST_TIMES for count in Counter(row["phase"] for row in self.rows).values())
 
     def leaks(self, least: int = LEAK_BYTES) -> dict[str, int]:
-        """Return the phases that leak memory, as phase -> bytes per execution. A phase leaks if it was measured at least 5 times
-        and leaves at least `least` bytes in use each time. The first and the last time are not counted.
+        """Return the phases that leak memory, as phase -> bytes per execution. A phase leaks if it leaves at least `least` bytes
+        in use each time. It must be measured at least 5 times. The first and the last time are not counted.
 
-        The first time may fill caches, and what the last leaves may still be freed. Of the other times, each third must leave
-        `least` bytes per time, so that a cache that grows once is no leak. The result is the slope of a line fitted to the sums.
+        The first time may fill caches, and what the last leaves may still be freed. The other times are divided into thirds. In
+        each third, at least `least` bytes per time must remain; a cache that grows once is thus no leak. The result is the slope
+        of a line fitted to the sums.
         """
         leaking = {}
         for name, left in self._left().items():
@@ -81,8 +83,8 @@ class Meter:
         return leaking
 
     def _left(self) -> dict[str, list[int]]:
-        """Return the bytes that each phase allocated and that were never freed, as phase -> bytes of each execution. Freed memory
-        is subtracted from the latest allocation.
+        """Return the bytes that each phase allocated and that were never freed. The result maps each phase to a list with one
+        number per execution. Freed memory is subtracted from the latest allocation.
         """
         left: dict[str, list[int]] = {}
         added: list[tuple[str, int]] = []  # (phase, number of its execution)
@@ -100,9 +102,9 @@ class Meter:
         return left
 
     def _changes(self) -> Iterator[tuple[str, int]]:
-        """Yield (phase, change of the memory in use in bytes) for each phase in order. The change between two phases, when
-        functions return and free their locals, is yielded as "between phases". The phase "end" is left out: freeing the weights
-        would hide a leak.
+        """Yield (phase, change of the memory in use in bytes) for each phase in order. Between two phases, functions return and
+        free their locals. This change is yielded under the name "between phases". The phase "end" is left out, because freeing
+        the weights would hide a leak.
         """
         active = None
         for row in (row for row in self.rows if row["phase"] != TEARDOWN):

@@ -1,8 +1,8 @@
 """An estimate of training's peak memory from shapes alone, before any weight is loaded.
 
-With it a run that cannot fit ends at once and names the setting that would make it fit. Tests compare the estimate with the
-measured peaks of steps, small and at full size. Blocks are traced on arrays that are never computed: what passes through their
-Linears determines how much a block keeps for its gradient. The constants are measured on FLUX.2's blocks.
+A run that cannot fit thus ends at once. It names the setting that would make it fit. Tests compare the estimate with the measured
+peaks of steps, small and at full size. Blocks are traced on arrays that are never computed. What passes through the Linears of a
+block determines how much it keeps for its gradient. The constants are measured on FLUX.2's blocks.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ FACTOR = 1.25  # a step's measured peak is within this factor of the estimate, e
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimate of the memory that training needs for its largest batch: one field per purpose, in bytes. `peak(plan)` returns
-    the peak of the whole run.
+    """An estimate of the memory that training needs for its largest batch. Each field is the bytes for one purpose. `peak(plan)`
+    returns the peak of the whole run.
     """
 
     weights: int  # frozen weights
@@ -48,15 +48,16 @@ class Estimate:
     validation: int = 0  # in use while held-out images are measured, besides weights, adapter and state
 
     def peak(self, plan: Plan) -> int:
-        """Return the estimated peak memory of training in bytes, the largest of backward pass, optimizer step and validation.
-        `plan` is "whole", "blocks" or the number of last blocks that keep their activations until the backward pass.
+        """Return the estimated peak memory of training in bytes. It is the largest of backward pass, optimizer step and
+        validation. `plan` is "whole", "blocks" or a number. It says how many of the last blocks keep their activations until the
+        backward pass.
         """
         backward = self._kept_activations(plan) + self.block_work + self.unpacked_work
         return self.held + int(max(backward, self.optimizer_work, self.validation))
 
     def _kept_activations(self, plan: Plan) -> float:
-        """Return the bytes of block inputs, kept activations and gradients at the moment of the backward pass when they are
-        largest. `plan` is "whole", "blocks" or the number of last blocks that keep their activations.
+        """Return the largest size of block inputs, kept activations and gradients during the backward pass, in bytes. `plan` is
+        "whole", "blocks" or a number. It says how many of the last blocks keep their activations.
         """
         tail = kept_blocks(plan, self.blocks)
         head = self.blocks - tail
@@ -98,10 +99,12 @@ class Estimate:
 def estimate(
     chain: Chain, inputs: Mapping[str, Any], weights: int, targets: Sequence[Target], optimizer_state: int, **parts: int
 ) -> Estimate:
-    """Estimate the memory for training adapters on the largest batch, without computing anything. `chain` is the model, `targets`
-    are the Linears with an adapter, and `inputs` are the keyword arguments of `chain.enter` for this batch (inputs and weights
-    may be arrays that were never computed). `weights` and `optimizer_state` are bytes. `parts` are further fields of `Estimate`
-    in bytes: optimizer_work, scores, saved_scores, unpacked, validation.
+    """Estimate the memory for training adapters on the largest batch, without computing anything. `chain` is the model. `inputs`
+    are the keyword arguments of `chain.enter` for this batch. `weights` is the bytes of all weights. `targets` are the Linears
+    with an adapter. `optimizer_state` is the bytes of the optimizer's state. `parts` are further fields of `Estimate` in bytes:
+    `optimizer_work`, `scores`, `saved_scores`, `unpacked`, `validation`.
+
+    The arrays in `chain` and `inputs` need not be computed.
     """
     h, shared = chain.enter(**inputs)
     by_kind = {block.kind: block for block in chain.blocks}
@@ -118,8 +121,8 @@ def estimate(
 
 
 def _trace_linears(chain: Chain, block: Any, h: Tree, shared: Tree) -> dict[str, tuple[mx.array, mx.array]]:
-    """Return the input and output of each Linear of a block, as name within the block -> (x, y). The arrays have the right shapes
-    but are never computed. `h` is the block's input, and `shared` is what all blocks read.
+    """Return the input x and output y of each Linear of a block, as name within the block -> (x, y). The arrays have the right
+    shapes but are never computed. `h` is the block's input. `shared` is what all blocks of `chain` read.
     """
     seen = {}
 
@@ -132,8 +135,9 @@ def _trace_linears(chain: Chain, block: Any, h: Tree, shared: Tree) -> dict[str,
 
 
 def _saved_per_token(target: Target) -> int:
-    """Return how many values per token an adapter keeps for its gradient, besides the input and output of its Linear: x A^T for
-    LoRA, x A^T and the output before its rows are rescaled for DoRA, and the intermediate products of its factors for LoKr.
+    """Return how many values per token an adapter keeps for its gradient. The input and output of its Linear are not counted.
+    LoRA keeps x A^T. DoRA keeps x A^T and the output before its rows are rescaled. LoKr keeps the intermediate products of its
+    factors.
     """
     shapes = target.shapes
     if lokr.W1 not in shapes:
@@ -146,9 +150,9 @@ def _saved_per_token(target: Target) -> int:
 
 
 def weight_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> int:
-    """Return the bytes of all weights together. `shapes` yields (shape, bits) for each weight: 8 or 4 bits if it is packed
-    (quantised), 16 if not. `itemsize` is the bytes of one value that is not packed, and of one scale or offset of a packed
-    weight.
+    """Return the bytes of all weights together. `shapes` yields (shape, bits) for each weight. bits is 8 or 4 for a packed
+    (quantised) weight, and 16 for any other. `itemsize` is the bytes of one unpacked value. A scale or offset of a packed weight
+    also takes `itemsize` bytes.
     """
     total = 0
     for shape, bits in shapes:
@@ -158,9 +162,9 @@ def weight_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -
 
 
 def unpacked_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> int:
-    """Return the bytes of the largest packed (quantised) weight in unpacked form; 0 if none is packed. Large weights are unpacked
-    in chunks, so the result is at most 256 MiB. `shapes` yields (shape, bits) for each weight: 8 or 4 bits if it is packed, 16 if
-    not. `itemsize` is the bytes of one unpacked value.
+    """Return the bytes of the largest packed (quantised) weight in unpacked form. Return 0 if none is packed. The result is at
+    most 256 MiB, because large weights are unpacked in chunks. `shapes` yields (shape, bits) for each weight. bits is 8 or 4 for
+    a packed weight, and 16 for any other. `itemsize` is the bytes of one unpacked value.
     """
     return max((min(math.prod(shape) * itemsize, CHUNK) for shape, bits in shapes if _is_packed(shape, bits)), default=0)
 
