@@ -15,8 +15,8 @@ __all__ = ["Project"]
 
 
 def __getattr__(name: str) -> Any:
-    """Return the class `Project`, imported at its first use so that the console command starts without pyarrow. AttributeError
-    if `name` is not "Project".
+    """Return the class `Project`, imported at its first use so that the console command starts without pyarrow. Raises
+    AttributeError if `name` is not "Project".
     """
     if name == "Project":
         from pipeline.api import Project

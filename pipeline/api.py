@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class Project(project.Project):
-    """A training project, opened for use from Python: a folder with project.toml, the input files, and one table per stage.
-    `p = Project("data/cats", {"train.steps": 200})` opens the folder data/cats and replaces one setting of project.toml.
-    `p.run("train")` runs a stage, and `p["train"]` returns its table. ValueError, in one line, if the folder holds no project
-    or a setting is wrong.
+    """A training project, opened for use from Python. It is a folder with project.toml, the input files, and one table per
+    stage. `p = Project("data/cats", {"train.steps": 200})` opens the folder data/cats and replaces one setting of project.toml.
+    `p.run("train")` runs a stage, and `p["train"]` returns its table. Raises ValueError if the folder holds no project or a
+    setting is wrong.
     """
 
     def run(self, name: str, *, upstream: bool = False, progress: ProgressCallback | bool = True) -> Outcome:
-        """Run the stage `name`, which brings the table of that name up to date. Return the `Outcome`: rows written and removed,
-        seconds, memory. If `upstream` is True, all stages that it depends on are run first. `progress`: True shows a bar and
-        messages on standard error, False shows nothing, and a function is called with (stage, done, total, unit).
-        ValueError, in one line, for a mistake that the user can correct; Stopped if the user interrupts the run.
+        """Run the stage `name`. This brings the table of that name up to date. Return an `Outcome`: rows written and removed,
+        seconds, memory. If `upstream` is True, all earlier stages that it needs are run first. If `progress` is True, a bar and
+        messages are shown on standard error; if False, nothing. If `progress` is a function, it is called with (stage, done,
+        total, unit). Raises ValueError for a mistake that the user can correct. Raises Stopped if the user interrupts the run.
         """
         from pipeline import runner
         from pipeline.terminal import console_for
@@ -42,8 +42,8 @@ class Project(project.Project):
         return outcome
 
     def __getitem__(self, name: str) -> Table:
-        """Return the table that the stage `name` writes, as its last finished run left it: rows and tensors. ValueError if there
-        is no such stage, or if no run of it has finished.
+        """Return the table of the stage `name`: rows and tensors, as its last finished run left them. Raises ValueError if
+        there is no such stage, or if no run of it has finished.
         """
         from pipeline.project.tables import Table
 
@@ -51,8 +51,8 @@ class Project(project.Project):
         return Table(self.folder(self.stage(name).name))
 
     def sql(self, query: str) -> pa.Table:
-        """Run an SQL query (DuckDB) over the project's tables and views, and return the rows as an Arrow table. ValueError, in
-        one line, for a mistake in the SQL, or if the query names a table that is not built.
+        """Run an SQL query (DuckDB) over the project's tables and views, and return the rows as an Arrow table. Raises
+        ValueError for a mistake in the SQL, or if the query names a table that is not built.
         """
         from pipeline.commands.query import answer
 
@@ -60,8 +60,8 @@ class Project(project.Project):
         return answer(self, query)
 
     def panel(self, name: str) -> pa.Table:
-        """Run a panel (a stored query of the project's pipeline) by name, and return the rows as an Arrow table. ValueError, with
-        the nearest name, if the pipeline has no such panel.
+        """Run a panel by name, and return the rows as an Arrow table. A panel is a stored query of the project's pipeline.
+        Raises ValueError, with the nearest name, if the pipeline has no such panel.
         """
         from pipeline.commands.panel import answer_panel
 
@@ -87,8 +87,8 @@ class Project(project.Project):
         return states(self)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the method `name` that the project's pipeline adds (`Pipeline.methods`), bound to this project. AttributeError
-        if the pipeline adds no such method.
+        """Return the method `name` that the project's pipeline adds (`Pipeline.methods`), bound to this project. Raises
+        AttributeError if the pipeline adds no such method.
         """
         if name.startswith("_") or name == "pipeline" or name not in self.pipeline.methods:
             raise AttributeError(f"Project has no attribute {name!r}")

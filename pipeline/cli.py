@@ -23,8 +23,8 @@ GENERIC = {
 
 
 class Commands(click.Group):
-    """A click group of three kinds of commands: commands for every project, commands of the built-in pipelines, and commands of
-    the pipeline of the project that the command line names. A command is imported when it is called.
+    """A click group with the commands of `latentmill`. They are general commands, commands of the built-in pipelines, and
+    commands of the pipeline of the user's project. A command is imported when it is called.
     """
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
@@ -61,9 +61,9 @@ class Commands(click.Group):
 
 
 def command_groups(arguments: Sequence[str]) -> Iterator[tuple[str, Mapping[str, str]]]:
-    """Yield groups of commands as (title, commands). `commands` maps the name of a command to the "module:attribute" that holds
-    it. `arguments` is the command line: if it names a project with a pipeline that is not built in, the pipeline's commands are
-    the last group.
+    """Yield groups of commands as (title, commands). `commands` maps the name of a command to its "module:attribute".
+    `arguments` is the command line. If it names a project whose pipeline is not built in, that pipeline's commands are the last
+    group.
     """
     import stages
 
@@ -78,8 +78,9 @@ def command_groups(arguments: Sequence[str]) -> Iterator[tuple[str, Mapping[str,
 
 
 def own_pipeline(arguments: Sequence[str]) -> str:
-    """Return the name of the pipeline that a project's project.toml chooses; "" if there is no project or it cannot be read. The
-    project's folder is given by --project or -p in `arguments`, else by LATENTMILL_PROJECT, else it is the current folder.
+    """Return the name of the pipeline that a project's project.toml chooses. Return "" if there is no project or it cannot be
+    read. `arguments` is the command line; its option --project or -p gives the project's folder. Without the option, the folder
+    is LATENTMILL_PROJECT from the environment, or else the current folder.
     """
     folder = os.environ.get(ENVIRONMENT) or "."
     for word, following in itertools.pairwise([*arguments, ""]):
@@ -120,8 +121,8 @@ def cli() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the console command and end the process with its exit code. `arguments` None: those of the process. A user's mistake
-    is reported in one line and ends with exit code 2, an interrupt with 130.
+    """Run the console command and end the process with its exit code. `arguments` are the words after the program's name; None
+    takes those of the process. A user's mistake is reported in one line and gives exit code 2. An interrupt gives 130.
 
     The interpreter is not finalised: all files are written by then, and native threads of MLX, Lance and DuckDB can block it.
     """
@@ -133,8 +134,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def exit_code(command: Callable[[], Any]) -> int:
-    """Call `command` and return the exit code of the process: the integer that `command` returns, else 0. An error that the user
-    can correct is printed as one line on standard error and gives 2; an interrupt gives 130.
+    """Call `command` and return the exit code of the process. The code is the integer that `command` returns, or else 0. If the
+    user can correct an error, it is printed as one line on standard error and the code is 2. An interrupt gives 130.
     """
     from pipeline.errors import Stopped
 

@@ -49,8 +49,8 @@ Computed = Iterator[pa.RecordBatch | Artifact]  # batches of the stage's table, 
 
 @dataclass
 class Outcome:
-    """A report of one run of a stage. It counts the rows written, removed (no longer wanted) and left to compute, and holds
-    the duration in seconds and the peak memory in bytes. `stage_name` is the name of the stage and of its table.
+    """A report of one run of a stage. `stage_name` is the name of the stage and of its table. The report counts the rows that
+    were written, removed, or left to compute. It also holds the duration in seconds and the peak memory in bytes.
     """
 
     stage_name: str
@@ -76,13 +76,12 @@ def run(
     meter: Meter | None = None,
     compute: Callable[[StageContext], Computed] | None = None,
 ) -> Outcome:
-    """Run the stage `name`: compute and store the rows that its table lacks, and publish the table. Return a report of the
-    run. Messages and progress go to `console`. `meter`, if given, measures MLX's memory while each batch is computed.
-    `compute(ctx)`, if given, replaces the stage's own `run`: it yields the record batches and artifacts (files that rows name)
-    for the rows in `ctx.pending`. Stopped if the user interrupts. ValueError, in one line, for mistakes that the user can
-    correct.
+    """Run the stage `name`: compute and store the rows that its table lacks, and publish the table. Return a report of the run.
+    Messages and progress go to `console`. If `meter` is given, it measures MLX's memory while each batch is computed. If
+    `compute` is given, it replaces the stage's own `run`. `compute(ctx)` must yield record batches and artifacts for the rows
+    in `ctx.pending`. Raises Stopped if the user interrupts. Raises ValueError for mistakes that the user can correct.
 
-    `compute` can come from work units in other processes (`pipeline.work`).
+    `compute` can come from work units in other processes (`pipeline.work`). Artifacts are files that rows name.
     """
     stage, folder = project.stage(name), project.current(name)
     warnings.filterwarnings("ignore", module="PIL")  # Pillow's warnings are either in the row or harmless
@@ -137,8 +136,8 @@ def _context(
 
 
 def pending_rows(stage: Stage, ctx: StageContext, wanted: pa.Table) -> pa.Table:
-    """Return the rows of `wanted` that must be computed now. These are the rows that the stage's table (`ctx.stored`) lacks,
-    and then the stored rows that `stage.redo` asks to compute again.
+    """Return the rows of `wanted` that must be computed now. First come the rows that the stage's table (`ctx.stored`) lacks.
+    Then come the stored rows that `stage.redo` asks to compute again.
     """
     absent = missing(wanted, ctx.stored)
     if stage.redo is None:
@@ -148,9 +147,9 @@ def pending_rows(stage: Stage, ctx: StageContext, wanted: pa.Table) -> pa.Table:
 
 
 def commit(batches: Iterable[pa.RecordBatch | Artifact], stage: Stage, writer: Writer, meter: Meter | None = None) -> None:
-    """Write record batches of rows, and artifacts (files that rows name), to the stage's table through `writer`, and commit
-    them. `meter`, if given, measures MLX's memory while each batch is computed. Rows that came before an exception are
-    committed too. At the end MLX's cache is released.
+    """Write `batches` to the stage's table through `writer`, and commit them. `batches` are record batches of rows, and
+    artifacts (files that rows name). If `meter` is given, it measures MLX's memory while each batch is computed. If computing
+    fails, the rows before the failure are still committed. At the end MLX's cache is released.
     """
     try:
         for item in meter.measure_each(batches, stage.name) if meter else batches:
@@ -172,9 +171,8 @@ def _write_bytes(path: Path, content: bytes) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Yield an event that the first Ctrl-C or SIGTERM sets, so that the block can stop after its current batch. A second
-    signal raises KeyboardInterrupt. In a thread other than the main one, signals are left as they are and the event is never
-    set.
+    """Yield an event that the first Ctrl-C or SIGTERM sets. The block can then stop after its current batch. A second signal
+    raises KeyboardInterrupt. Outside the main thread, signals are left as they are and the event is never set.
     """
     stop = threading.Event()
 
@@ -195,8 +193,8 @@ def interruptible() -> Iterator[threading.Event]:
 
 
 def provenance(project: Project, stage_name: str) -> dict[str, str]:
-    """Return the metadata that a stage writes into its files, as text by name: the project, the model family, the recipe (hash
-    of all settings and inputs) of the stage's table and of each table that it reads, and the versions of the software.
+    """Return the metadata that a stage writes into its files: name -> text. It names the project, the model family and the
+    versions of the software. It also holds the recipe ids of the stage's table and of each table that the stage reads.
     """
     reads = {f"recipe_{read.name}": recipe_id(project.recipe(read.name)) for read in project.stage(stage_name).reads}
     versions = {f"version_{name}": version for name, version in software().items()}
@@ -239,8 +237,8 @@ def peak_rss() -> int:
 
 
 def peak_mlx(meter: Meter | None = None) -> int:
-    """Return the peak active memory of MLX in this process, in bytes; 0 if MLX was never imported. A meter resets MLX's own
-    peak, so give the run's meter if there is one.
+    """Return the peak active memory of MLX in this process, in bytes. Return 0 if MLX was never imported. A meter resets MLX's
+    own peak. If the run has a `meter`, it must be given.
     """
     core = sys.modules.get("mlx.core")
     return max(int(core.get_peak_memory()), meter.peak if meter else 0) if core else 0

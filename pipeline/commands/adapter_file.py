@@ -57,11 +57,11 @@ def write_adapter(
     say: Say = silent,
 ) -> Path:
     """Convert the adapter file `adapter` for other programs and return the path of the new file. `family` is the model family
-    that it was trained on. `out` is a file ending in .safetensors, or a folder in which the file gets a name from project,
-    step and kind. `style` is "diffusers" or "comfyui"; `dtype` of the matrices is "float32", "bfloat16" or "float16".
-    `metadata` (keys such as "project") is added to the metadata of `adapter`. `say` is called with notes for the user, one
-    line each. ValueError if the adapter has values that are not finite, or if `out` is another file than an earlier export of
-    this project and style.
+    that it was trained on. `out` is a file ending in .safetensors, or a folder in which the file gets a name from project, step
+    and kind. `style` is "diffusers" or "comfyui"; `dtype` of the matrices is "float32", "bfloat16" or "float16". `metadata`
+    (keys such as "project") is added to the metadata of `adapter`. `say` is called with notes for the user, one line each.
+    Raises ValueError if the adapter has values that are not finite, or if `out` is another file than an earlier export of this
+    project and style.
 
     Scales are multiplied into the arrays, so that the file is right for readers that ignore metadata.
     """
@@ -117,7 +117,7 @@ def _check_replaced(target: Path, metadata: dict[str, str], say: Say) -> None:
 
 def _write(target: Path, arrays: dict[str, Any], dtype: str, metadata: dict[str, str]) -> None:
     """Write `arrays` and `metadata` as the safetensors file `target`, completely or not at all. Matrices are cast to `dtype`,
-    the name of an MLX dtype; vectors of one number per row stay float32. ValueError if a value is too large for `dtype`.
+    the name of an MLX dtype; vectors of one number per row stay float32. Raises ValueError if a value is too large for `dtype`.
     """
     import mlx.core as mx
 

@@ -38,7 +38,7 @@ def command(runs: bool, dry_run: bool, project: Project) -> None:
 def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
     """Delete the rows and tables of `project` that its present settings do not use. Yield a line of text per table and reason,
     and at last the bytes freed. `runs`: also delete results of other settings, such as trained adapters. `dry_run`: delete
-    nothing, only yield what would be deleted. ValueError if a stage is running.
+    nothing, only yield what would be deleted. Raises ValueError if a stage is running.
     """
     if not dry_run:
         for lock in (project.path / "tables").glob("*/*/lock"):  # a running stage holds the lock of the table that it writes
@@ -104,7 +104,7 @@ def _describe(folders: list[Path]) -> str:
 
 def _delete_table(folder: Path) -> None:
     """Delete the table in `folder`. The folder is renamed and its manifest removed first, so that readers never find an
-    incomplete table, even if this process is killed. ValueError if a process is writing the table.
+    incomplete table, even if this process is killed. Raises ValueError if a process is writing the table.
     """
     with Lock(folder / "lock"):
         hidden = folder if folder.name.startswith(TEMPORARY) else folder.with_name(f"{TEMPORARY}{folder.name}")

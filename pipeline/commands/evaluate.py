@@ -33,8 +33,8 @@ def command(project: Project) -> None:
 
 def evaluate(project: Project) -> Iterator[str]:
     """Yield the lines of a report on the scores of the pictures of `project`. First comes a table of means for the base model,
-    each adapter and real pictures; then explanations; then comparisons of each adapter with the base. NotBuilt if the table
-    scores does not exist.
+    each adapter and real pictures; then explanations; then comparisons of each adapter with the base. Raises NotBuilt if the
+    table scores does not exist.
     """
     table = project.current("scores")
     if not table.exists:

@@ -67,7 +67,7 @@ def export_run(
     a folder; None means exports/ in the project. `style` names the keys of the tensors: "diffusers" or "comfyui". `dtype` is
     "float32", "bfloat16" or "float16". `step` chooses a checkpoint; None takes the end of the run. `which` is "last" (as
     trained), "average" (the moving average of the weights) or "best" (by validation loss). `say` is called with notes for the
-    user, one line each. ValueError if there is no such adapter or the file cannot be written.
+    user, one line each. Raises ValueError if there is no such adapter or the file cannot be written.
     """
     adapter = adapter_of(project, step, say, which)
     about = {"project": project.name, "adapter": which}
@@ -81,7 +81,7 @@ def merge_run(
     folder. `out` is that folder and must not exist; None makes one in exports/ of the project. `dtype` of the weights is
     "float32", "bfloat16" or "float16". `step` chooses a checkpoint; None takes the end of the run. `which` is "last" (as
     trained), "average" (the moving average of the weights) or "best" (by validation loss). `say` is called with notes for the
-    user, one line each. ValueError if there is no such adapter or `out` exists.
+    user, one line each. Raises ValueError if there is no such adapter or `out` exists.
     """
     from pipeline.commands.merged import write_merged
     from stages.models.weights import read_file
@@ -96,8 +96,8 @@ def merge_run(
 def adapter_of(project: Project, step: int | None, say: Say, which: str = "last") -> Path:
     """Return the path of an adapter file that `project` trained. `step` chooses a checkpoint; None takes the end of the run.
     `which` is "last" (as trained), "average" (the moving average of the weights) or "best" (by validation loss, without
-    `step`). `say` is called with a note if the settings have changed since training. ValueError, which lists the checkpoints,
-    if there is no such adapter.
+    `step`). `say` is called with a note if the settings have changed since training. Raises ValueError, which lists the
+    checkpoints, if there is no such adapter.
     """
     check_choice("adapter", which, WHICH)
     if which == "best" and step is not None:
@@ -116,7 +116,8 @@ def adapter_of(project: Project, step: int | None, say: Say, which: str = "last"
 
 def _last_adapter(project: Project, artifacts: Path, step: int | None) -> Path:
     """Return the path of the adapter file that training wrote at `step`, a checkpoint, or at the end of the run if `step` is
-    None. `artifacts` is the folder with the run's files. ValueError, which lists the checkpoints, if there is no such file.
+    None. `artifacts` is the folder with the run's files. Raises ValueError, which lists the checkpoints, if there is no such
+    file.
     """
     checkpoints = {int(p.parent.name.split("-")[1]): p for p in artifacts.glob("checkpoints/step-*/adapter.safetensors")}
     found = artifacts / project.stage("train").result if step is None else checkpoints.get(step)

@@ -33,7 +33,7 @@ def command(text: str | None, project: Project) -> None:
 
 def follow(project: Project, text: str) -> Iterator[str]:
     """Yield lines of text that tell what every table of `project` holds about one input, such as an image. `text` names the
-    input, for instance by a part of its path. ValueError, in one line, if the text matches no input or several.
+    input, for instance by a part of its path. Raises ValueError, in one line, if the text matches no input or several.
     """
     chain = chain_of(project)
     query = query_function(project)
@@ -46,7 +46,9 @@ def follow(project: Project, text: str) -> Iterator[str]:
 
 
 def chain_of(project: Project) -> Chain:
-    """Return the `Chain` of the project's pipeline: how an input is traced through the tables. ValueError if there is none."""
+    """Return the `Chain` of the project's pipeline: how an input is traced through the tables. Raises ValueError if there is
+    none.
+    """
     if not project.pipeline.follow:
         raise ValueError(f"the pipeline {project.pipeline.name} has no description of how to follow an input (Pipeline.follow)")
     chain: Chain = load(project.pipeline.follow)
@@ -70,8 +72,9 @@ def query_function(project: Project) -> Query:
 
 
 def find_row(project: Project, chain: Chain, query: Query, text: str) -> dict[str, Any]:
-    """Return the one row of the table `chain.table` that `text` names: column name -> value. `query` is a `query_function` of the
-    project. ValueError, with near names, if the text matches no row; ValueError with the matches if it matches several.
+    """Return the one row of the table `chain.table` that `text` names: column name -> value. `query` is a `query_function` of
+    the project. Raises ValueError, with near names, if the text matches no row. Raises ValueError with the matches if it
+    matches several.
     """
     rows = chain.find(query, project.resource, text)
     if len(rows) == 1:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def adapter(project: Project, which: str = "last", step: int | None = None) -> Adapter:
     """Return an adapter that `project` trained, to draw images with it. `which` is "last" (as trained), "average" (the moving
     average of the weights, [train.ema]) or "best" (by validation loss, [train.validation]). `step` is the training step of a
-    checkpoint; None takes the end of the run. ValueError, which lists the checkpoints, if there is no such adapter.
+    checkpoint; None takes the end of the run. Raises ValueError, which lists the checkpoints, if there is no such adapter.
     """
     from pipeline.commands.export import adapter_of
     from stages.models.weights import read_file
@@ -50,13 +50,13 @@ class Adapter:
         guidance: float | None = None,
         strength: float = 1.0,
     ) -> Image:
-        """Draw one image with the adapter and return it as a PIL image. `prompt` is used unchanged: write the trigger word
-        out. `seed` chooses the starting noise. `width` and `height` are pixels; `steps` is the number of denoising steps;
-        `guidance` is the guidance value. An argument that is None takes its value from [samples] in the project's
-        configuration. `strength` scales the adapter: 1 as trained, 0 not at all. ValueError if a size is no multiple of 16.
+        """Draw one image with the adapter and return it as a PIL image. `prompt` is used unchanged: write the trigger word out.
+        `seed` chooses the starting noise. `width` and `height` are pixels; `steps` is the number of denoising steps; `guidance`
+        is the guidance value. An argument that is None takes its value from [samples] in the project's configuration.
+        `strength` scales the adapter: 1 as trained, 0 not at all. Raises ValueError if a size is no multiple of 16.
 
-        With all values from [samples], the image equals the preview of the stage samples for the same prompt and seed. The
-        text encoder, the transformer and the autoencoder are loaded one after another.
+        With all values from [samples], the image equals the preview of the stage samples for the same prompt and seed. The text
+        encoder, the transformer and the autoencoder are loaded one after another.
         """
         config: SamplesConfig = self.project.config.sections["samples"]
         size = (config.width if width is None else width, config.height if height is None else height)

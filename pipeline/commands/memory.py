@@ -71,9 +71,9 @@ class Profile:
 
 
 def parse_options(project: Project | None, options: dict[str, Any]) -> Profile:
-    """Return the measurement that the options of the command ask for. `options` has the keys family, pixels, bits, plan, rank and
-    steps. An option that is None has the value of `project`; without a project, the family is the pipeline's first and settings
-    have their defaults. ValueError for a value that cannot be measured.
+    """Return the measurement that the options of the command ask for. `options` has the keys family, pixels, bits, plan, rank
+    and steps. An option that is None has the value of `project`; without a project, the family is the pipeline's first and
+    settings have their defaults. Raises ValueError for a value that cannot be measured.
     """
     if project:
         train, own_pixels = project.config.sections["train"], max(project.config.sections["buckets"].resolutions)
@@ -135,7 +135,7 @@ def stage_report(meter: Meter, project: Project, stage_name: str) -> Iterator[st
 
 def measure_steps(training: TrainingStep, batch: MicroBatch, steps: int) -> Meter:
     """Take `steps` training steps, all on `batch`, and return the meter with the memory of each phase of each step. The first
-    step takes more than the others, because it fills caches. ValueError if a gradient is not finite.
+    step takes more than the others, because it fills caches. Raises ValueError if a gradient is not finite.
     """
     meter = Meter()
     for number in range(1, steps + 1):
@@ -148,7 +148,7 @@ def measure_steps(training: TrainingStep, batch: MicroBatch, steps: int) -> Mete
 
 def report(profile: Profile, folder: Path) -> Iterator[str]:
     """Measure the training steps of `profile`, write the rows and a plot into `folder`, and yield the report as lines of text.
-    ValueError, in one line with settings that would fit, if the run does not fit into memory.
+    Raises ValueError, in one line with settings that would fit, if the run does not fit into memory.
     """
     limit_command_buffers()  # as training does, before anything asks MLX for an array
     c, batch = profile.train, profile.batch(profile.pixels)

@@ -20,9 +20,9 @@ SHARD = 4 << 30  # the largest size of a weight file, bytes; as much is held in 
 
 
 def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype: str) -> Path:
-    """Write the transformer at `base` with an adapter merged into its weights as the new folder `out`, and return `out`.
-    `base` is a diffusers folder or a single file of a model of `family`; `adapter` is the adapter's file. Weights are merged
-    in float32 and rounded once, to `dtype`: "bfloat16", "float32" or "float16". The folder appears complete or not at all.
+    """Write the transformer at `base` with an adapter merged into its weights as the new folder `out`, and return `out`. `base`
+    is a diffusers folder or a single file of a model of `family`; `adapter` is the adapter's file. Weights are merged in
+    float32 and rounded once, to `dtype`: "bfloat16", "float32" or "float16". The folder appears complete or not at all. Raises
     ValueError if `out` exists, if the adapter belongs to another model, or if weights are missing.
     """
     if out.exists():

@@ -63,7 +63,7 @@ class Panel:
 
 def draw(panels: Sequence[Panel], *, title: str = "", columns: int = 2, panel_inches: tuple[float, float] = (3.6, 2.6)) -> Any:
     """Draw `panels` in a grid with `columns` columns and return the matplotlib Figure. `title` stands above the grid.
-    `panel_inches` is (width, height) of one panel. MatplotlibMissing if matplotlib is not installed.
+    `panel_inches` is (width, height) of one panel. Raises MatplotlibMissing if matplotlib is not installed.
 
     The panels share one legend below the grid. If a colour names different curves in different panels, each panel has its own
     legend.
@@ -94,7 +94,7 @@ def draw(panels: Sequence[Panel], *, title: str = "", columns: int = 2, panel_in
 
 def save(panels: Sequence[Panel], file: Path, **options: Any) -> None:
     """Draw `panels` into the PNG `file`. `options` are keyword arguments of `draw`. The PNG also stores the plotted numbers as
-    JSON in the text chunk TEXT_CHUNK. MatplotlibMissing if matplotlib is not installed.
+    JSON in the text chunk TEXT_CHUNK. Raises MatplotlibMissing if matplotlib is not installed.
     """
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo

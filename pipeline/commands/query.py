@@ -90,8 +90,8 @@ def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConne
 
 
 def answer(project: Project, sql: str) -> pa.Table:
-    """Run an SQL query over the tables of `project` and return the rows as an Arrow table. ValueError, in one line with the names
-    that exist, for a mistake in the SQL. NotBuilt if the query names a table that is not built.
+    """Run an SQL query over the tables of `project` and return the rows as an Arrow table. Raises ValueError, in one line with
+    the names that exist, for a mistake in the SQL. Raises NotBuilt if the query names a table that is not built.
     """
     with _catalog_for(project, sql) as catalog:
         result: Any = catalog.sql(sql)
@@ -103,7 +103,8 @@ def answer(project: Project, sql: str) -> pa.Table:
 
 def run_query(project: Project, sql: str, style: str = "table") -> str:
     """Run an SQL query over the tables of `project` and return the rows as text. `style` is "table" (aligned columns), "csv" or
-    "json". ValueError, in one line, for a mistake in the SQL; NotBuilt if the query names a table that is not built.
+    "json". Raises ValueError, in one line, for a mistake in the SQL. Raises NotBuilt if the query names a table that is not
+    built.
     """
     if style not in STYLES:
         raise ValueError(f"the style must be one of {', '.join(STYLES)}, got {style!r}")
@@ -116,8 +117,8 @@ def run_query(project: Project, sql: str, style: str = "table") -> str:
 
 @contextmanager
 def _catalog_for(project: Project, sql: str) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open a DuckDB connection to the tables of `project` for running the query `sql` in a `with` block. NotBuilt if the query
-    names a table that is not built. An error of DuckDB inside the block becomes a ValueError of one line.
+    """Open a DuckDB connection to the tables of `project` for running the query `sql` in a `with` block. Raises NotBuilt if the
+    query names a table that is not built. An error of DuckDB inside the block becomes a ValueError of one line.
     """
     import duckdb
 

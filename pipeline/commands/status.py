@@ -79,7 +79,7 @@ def state(project: Project, stage_name: str) -> TableState:
 
 def _examine(project: Project, found: TableState) -> None:
     """Fill in the fields of `found`, whose `stage_name` is set, from the table on disk and the rows that the stage wants.
-    NotBuilt or another ValueError if an input table or weights are missing.
+    Raises NotBuilt or another ValueError if an input table or weights are missing.
     """
     from pipeline.project.recipe import recipe_id
     from pipeline.store.lock import lock_holder

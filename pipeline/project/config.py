@@ -32,7 +32,7 @@ class ProjectConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """All settings of a project. `project` is the section [project]; `sections` maps the name of a stage to the stage's config
+    """All settings of a project. `project` is the section [project]. `sections` maps the name of a stage to its config
     dataclass.
     """
 
@@ -42,8 +42,9 @@ class Config:
 
 def load(file: Path, overrides: Overrides = ()) -> Config:
     """Read the project file `file`, replace settings by `overrides`, and return all settings. `overrides` is a mapping such as
-    {"train.steps": 200} or a sequence of texts such as "train.steps=200". ValueError, in one line, if the file cannot be read, a
-    section or setting is unknown, or a value is wrong. The message names the setting, the remedy, and where it was set.
+    {"train.steps": 200}, or a sequence of texts such as "train.steps=200". Raises ValueError if the file cannot be read, a
+    section or setting is unknown, or a value is wrong. The message is one line. It names the setting, the remedy, and where it
+    was set.
     """
     raw = read(file)
     origins = _apply(raw, overrides)
@@ -69,8 +70,8 @@ def load(file: Path, overrides: Overrides = ()) -> Config:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Parse the project file `file` and return its sections: name -> settings by key, unchecked. ValueError, in one line, if the
-    file is missing, cannot be read or is not TOML.
+    """Parse the project file `file` and return its sections: name -> settings by key. The settings are not checked. Raises
+    ValueError if the file is missing, cannot be read or is not TOML.
     """
     try:
         return tomllib.loads(file.read_text(encoding="utf-8-sig"))  # some editors write a byte order mark
@@ -83,8 +84,8 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def pipeline_name(raw: Mapping[str, Any]) -> str:
-    """Return the name of the pipeline that a project chooses in [project], or the default. `raw` is the parsed project file (see
-    `read`). A name from an earlier version becomes the present name.
+    """Return the name of a project's pipeline. `raw` is the parsed project file (see `read`). If its section [project] names no
+    pipeline, the default is returned. A name from an earlier version is replaced by the present name.
     """
     head = raw.get("project")
     name = head.get("pipeline") if isinstance(head, dict) else None
@@ -94,8 +95,9 @@ def pipeline_name(raw: Mapping[str, Any]) -> str:
 
 
 def _apply(raw: dict[str, Any], overrides: Overrides) -> dict[str, str]:
-    """Replace settings in `raw`, the parsed project file, by `overrides`. Return a dict from each replaced key, such as
-    "train.steps", to a phrase for errors: "--set train.steps=0". ValueError if an override is not of the form section.key=value.
+    """Replace settings in `raw`, the parsed project file, by `overrides`. Return a dict: replaced key -> phrase for error
+    messages, such as "train.steps" -> "--set train.steps=0". Raises ValueError if an override is not of the form
+    section.key=value.
     """
     origins = {}
     for override in overrides.items() if isinstance(overrides, Mapping) else overrides:

@@ -22,10 +22,11 @@ class NotFetched(ValueError):  # noqa: N818  (no mistake of the user: the first 
 
 
 def resolve(spec: str, project: Path, family: Family, components: Iterable[str] = tuple(FOLDERS), *, fetch: bool = True) -> Path:
-    """Return the folder that holds the weights of a model family. Missing weights are downloaded or generated if `fetch` is True.
-    `spec` is the setting weights: a folder (absolute, from ~, or relative to the project's folder `project`), a hub id
-    "org/name", or "" for the family's own weights. Only `components`, such as "transformer", are downloaded or checked.
-    NotFetched if weights are missing and `fetch` is False. ValueError, with the remedy, if they cannot be found or read.
+    """Return the folder with the weights of a model family. `spec` is the setting `weights`: a folder, a hub id "org/name", or
+    "" for the family's own weights. A folder may be absolute, start with ~, or be relative to `project`, the project's folder.
+    `family` is the model family. Only `components`, such as "transformer", are downloaded or checked. If `fetch` is True,
+    missing weights are downloaded or generated. Raises NotFetched if weights are missing and `fetch` is False. Raises
+    ValueError if they cannot be found or read.
     """
     if not spec and family.bundled:
         return _bundled(family, components)
@@ -47,8 +48,8 @@ def resolve(spec: str, project: Path, family: Family, components: Iterable[str] 
 
 
 def _bundled(family: Family, components: Iterable[str]) -> Path:
-    """Return the folder with the weights of a family that is part of the source checkout. ValueError if a file of one of the
-    `components`, such as "transformer", is missing or damaged.
+    """Return the folder with the weights of a family that is part of the source checkout. `components` are names such as
+    "transformer". Raises ValueError if a file of one of them is missing or damaged.
     """
     folder = CHECKOUT / family.bundled
     for component in components:
@@ -62,7 +63,9 @@ def _bundled(family: Family, components: Iterable[str]) -> Path:
 
 
 def _check_component(folder: Path) -> None:
-    """Raise ValueError if a file in `folder`, the folder of one component such as the autoencoder, is missing or cut short."""
+    """Check `folder`, the folder of one component such as the autoencoder. Raises ValueError if a file in it is missing or cut
+    short.
+    """
     is_tokenizer = folder.name == FOLDERS["tokenizer"]
     for name in TOKENIZER if is_tokenizer else ("config.json",):
         if not (folder / name).is_file():
@@ -80,8 +83,8 @@ def _check_component(folder: Path) -> None:
 
 
 def _generated(folder: Path, family: Family, seed: int, allowed: bool) -> Path:
-    """Return `folder`, which holds random weights of `family` drawn from `seed`. They are written if `folder` does not exist:
-    complete or not at all. NotFetched if they are missing and `allowed` is False.
+    """Return `folder`, which holds random weights of `family` drawn from `seed`. If `folder` does not exist, the weights are
+    written, completely or not at all. Raises NotFetched if they are missing and `allowed` is False.
     """
     if folder.is_dir():
         return folder
@@ -100,8 +103,9 @@ def _generated(folder: Path, family: Family, seed: int, allowed: bool) -> Path:
 
 
 def _downloaded(hub: str, components: list[str], family: Family, fetch: bool) -> Path:
-    """Return the folder of the cached copy of the hub repository `hub` ("org/name"). It is downloaded if the cache lacks one of
-    `components` and `fetch` is True. NotFetched if `fetch` is False; ValueError, with the remedy, if the download fails.
+    """Return the folder of the cached copy of the hub repository `hub` ("org/name"). If the cache lacks one of `components` and
+    `fetch` is True, the copy is downloaded. Raises NotFetched if `fetch` is False. Raises ValueError, with the remedy, if the
+    download fails.
     """
     from huggingface_hub import errors, snapshot_download
 
@@ -153,8 +157,8 @@ def _manual_download(hub: str) -> str:
 
 
 def _explain(hub: str, family: Family, error: Exception) -> str:
-    """Return a one-line message for an `error` of the hub client while it downloads `hub` ("org/name"): what failed, and what the
-    user can do.
+    """Return a one-line message for an `error` of the hub client. It tells what failed, and what the user can do. `hub`
+    ("org/name") is the repository whose download failed.
     """
     from huggingface_hub import constants, errors
 

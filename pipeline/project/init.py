@@ -15,7 +15,7 @@ from stages.stage import Template, load
 
 def template_of(pipeline: str) -> Template:
     """Return the `Template` for new projects of the pipeline called `pipeline`: its options and the text of project.toml.
-    ValueError if there is no such pipeline, or if it has no template.
+    Raises ValueError if there is no such pipeline, or if it has no template.
     """
     found = stages.pipeline(pipeline)
     if not found.template:
@@ -25,9 +25,9 @@ def template_of(pipeline: str) -> Template:
 
 
 def new_project(folder: Path, options: Mapping[str, str], pipeline: str = config.ProjectConfig.pipeline) -> list[str]:
-    """Write project.toml into `folder`, which is made if needed, and return lines that tell the user what to do next. `options`
-    maps option names of the pipeline's `Template` to values; an option that is left out has its default. ValueError if
-    `folder` holds a project already, or an option is missing or wrong.
+    """Write project.toml into `folder`. The folder is made if needed. Return lines that tell the user what to do next.
+    `options` maps option names of the pipeline's `Template` to values. An option that is left out has its default. `pipeline`
+    is the name of the pipeline. Raises ValueError if `folder` already holds a project, or if an option is missing or wrong.
     """
     folder = from_home(folder)
     file = folder / config.FILE
@@ -58,8 +58,8 @@ def new_project(folder: Path, options: Mapping[str, str], pipeline: str = config
 
 
 def relative(path: Path, folder: Path) -> str:
-    """Return `path` as text for a setting of the project in `folder`. The text is relative to `folder` if `path` is inside it or
-    beside it, so that both can be moved together; otherwise it is absolute.
+    """Return `path` as text for a setting of the project in `folder`. If `path` is inside `folder` or beside it, the text is
+    relative to `folder`. Both can then be moved together. Otherwise the text is absolute.
     """
     found = Path(os.path.relpath(path.resolve(), folder.resolve()))
     return str(path.resolve()) if found.parts[:2] == ("..", "..") else found.as_posix()

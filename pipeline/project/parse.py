@@ -25,9 +25,9 @@ NAMES = {  # type -> its name in an error, singular and plural
 
 
 class Parser:
-    """A parser that builds config dataclasses from the sections of a parsed project file. `sections` maps the name of a section
-    to its dataclass. `place(key)` returns where a key such as "train.steps" was set, for error messages: "project.toml [train]"
-    or "--set train.steps=0".
+    """A parser that builds config dataclasses from a parsed project file. `sections` maps the name of a section to its
+    dataclass. `place(key)` tells error messages where a key such as "train.steps" was set. It returns a text such as
+    "project.toml [train]" or "--set train.steps=0".
     """
 
     def __init__(self, sections: Mapping[str, type], place: Callable[[str], str]) -> None:
@@ -36,7 +36,7 @@ class Parser:
 
     def section(self, name: str, raw: Any) -> Any:
         """Build and return the dataclass of the section `name`, such as "train" or "train.ema". `raw` is its parsed TOML table:
-        key -> value. ValueError, in one line, if a key is unknown or a value has the wrong type or range.
+        key -> value. Raises ValueError, in one line, if a key is unknown or a value has the wrong type or range.
         """
         if not isinstance(raw, Mapping):
             raise ValueError(
@@ -74,8 +74,8 @@ class Parser:
 
 
 def nearest(word: Any, words: Iterable[str]) -> str:
-    """Return the end of an error message about the unknown name `word`: "; did you mean X?", X being the most similar of the
-    valid names `words`. Return "" if no name is similar.
+    """Return the end of an error message about the unknown name `word`, such as "; did you mean train?". The suggestion is the
+    most similar of the valid names `words`. If no name is similar, return "".
     """
     found = difflib.get_close_matches(str(word), list(words), n=1, cutoff=0.6)
     return f"; did you mean {found[0]}?" if found else ""
@@ -106,8 +106,8 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def _convert(hint: Any, value: Any) -> Any:
-    """Return `value` (parsed TOML) as the annotated type `hint`: a list becomes a tuple, an integer a float if `hint` wants one.
-    TypeError if the value has another type, or is infinite or NaN.
+    """Return `value` (parsed TOML) as the annotated type `hint`. A list becomes a tuple. An integer becomes a float if `hint`
+    is a float. Raises TypeError if the value has another type, or is infinite or NaN.
     """
     for kind in _members(hint):
         origin, args = typing.get_origin(kind), typing.get_args(kind)

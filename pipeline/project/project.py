@@ -37,9 +37,9 @@ class NotBuilt(ValueError):  # noqa: N818  (a state that the user can change, de
 
 
 class Project:
-    """A project: the folder `path` with project.toml, input files and the folder tables/. `overrides` replace settings: a mapping
-    such as {"train.steps": 200}, or texts such as "train.steps=200". `fetch` allows downloads of weights that are not on this
-    machine. ValueError, in one line, if the folder holds no project or a setting is wrong.
+    """A project: the folder `path` with project.toml, input files and the folder tables/. `overrides` replace settings. They
+    are a mapping such as {"train.steps": 200}, or texts such as "train.steps=200". If `fetch` is True, missing weights may be
+    downloaded. Raises ValueError if the folder holds no project or a setting is wrong.
 
     Tables are read at their first use and cached until `refresh` finds that a stage has run, in this or another process.
     Between two runs all methods therefore see the same state of the tables.
@@ -62,7 +62,7 @@ class Project:
             _ = self.family  # an unknown family is an error before anything is written
 
     def refresh(self) -> None:
-        """Discard cached rows and recipes if a stage has finished a run since they were read, in this process or another."""
+        """Discard cached rows and recipes if a stage has since finished a run, in this process or another."""
         found = self._manifests()
         if found != self._seen:
             self._seen = found
@@ -88,8 +88,8 @@ class Project:
 
     @functools.cached_property
     def family(self) -> Family:
-        """The record of the project's model family: the one that [project] names, or the pipeline's first. ValueError, with the
-        nearest name, if the pipeline has no such family.
+        """The record of the project's model family. The section [project] names the family; the default is the pipeline's
+        first. Raises ValueError, with the nearest name, if the pipeline has no such family.
         """
         families: Mapping[str, Family] = load(self.pipeline.families)
         name = self.config.project.family or next(iter(families))
@@ -99,8 +99,8 @@ class Project:
         return families[name]
 
     def stage(self, name: str) -> Stage:
-        """Return the stage called `name`, which writes the table of that name. ValueError, with the nearest name, if there is
-        none.
+        """Return the stage called `name`, which writes the table of that name. Raises ValueError, with the nearest name, if
+        there is none.
         """
         if name not in self.pipeline.stages:
             near = nearest(name, self.stage_names)
@@ -115,8 +115,9 @@ class Project:
     # Resources
 
     def resource(self, name: str) -> Any:
-        """Return the value of a resource that the pipeline declares under `name`: the path of a folder, the path of weights, or
-        the record of the model family. Missing weights are downloaded or generated. KeyError if there is no such resource.
+        """Return the value of a resource that the pipeline declares under `name`. It is the path of a folder, the path of
+        weights, or the record of the model family. Missing weights are downloaded or generated. Raises KeyError if there is no
+        such resource.
         """
         found = self.pipeline.resources[name]
         if isinstance(found, Folder):
@@ -124,8 +125,8 @@ class Project:
         return self.family if isinstance(found, FamilyRecord) else self.component(name)
 
     def component(self, name: str, *, fetch: bool = True) -> Path:
-        """Return the path (a folder or a file) of the weights of a component of the model, such as "transformer". If they are
-        missing, they are downloaded or generated if `fetch` is True. ValueError, in one line, if they are missing or incomplete.
+        """Return the path of the weights of a component, such as "transformer": a folder or a file. If they are missing and
+        `fetch` is True, they are downloaded or generated. Raises ValueError if they are still missing or incomplete.
         """
         from pipeline.project import hub
         from stages.models.folders import locate
@@ -134,9 +135,12 @@ class Project:
         return locate(root, name, self.family)
 
     def weight_recipe(self, name: str) -> dict[str, Any]:
-        """Return the recipe entry of a component of the model, such as "transformer": "sha256" of its files, and the fields of
-        the family's record that change what the component computes. Weights that were never on this machine are downloaded
-        if the project allows it; for deleted weights the remembered hash is used. ValueError if they cannot be found.
+        """Return the recipe entry of a component of the model, such as "transformer". It has the "sha256" of the component's
+        files. It also has the fields of the family's record that change what the component computes. Raises ValueError if the
+        weights cannot be found.
+
+        Weights that were never on this machine are downloaded if the project allows it. For deleted weights the remembered hash
+        is used.
         """
         self.family.require(name)  # before gigabytes are downloaded for nothing
         label = f"{self.family.name} {self.config.project.weights} {name}"
@@ -151,8 +155,8 @@ class Project:
     # Tables
 
     def recipe(self, name: str) -> dict[str, Any]:
-        """Return the recipe of the table `name` for the present settings: plain data whose hash names the table's folder.
-        NotBuilt if the recipe depends on a table that is missing.
+        """Return the recipe of the table `name` for the present settings, as plain data. The hash of the recipe names the
+        table's folder. Raises NotBuilt if the recipe depends on a table that is missing.
         """
         if name not in self._recipes:
             stage = self.stage(name)
@@ -167,16 +171,16 @@ class Project:
         return self._recipes[name]
 
     def current(self, name: str) -> TableFolder:
-        """Return the folder of the table `name` for the present settings, even if the table is not built. NotBuilt or another
-        ValueError if the recipe is unknown because an input table or weights are missing.
+        """Return the folder of the table `name` for the present settings. The table need not be built. Raises NotBuilt if an
+        input table is missing. Raises ValueError if weights are missing.
         """
         from pipeline.store.table import TableFolder
 
         return TableFolder(self.path / "tables" / name / recipes.recipe_id(self.recipe(name)), self.stage(name).writes)
 
     def folder(self, name: str) -> TableFolder:
-        """Return the folder of the table `name` that readers are shown: the one for the present settings if it is built,
-        otherwise the newest one of other settings. If there is none, the returned folder does not exist (`exists` is False).
+        """Return the folder of the table `name` that readers are shown. If the table for the present settings is built, this is
+        its folder. Otherwise it is the newest table of other settings. If there is none, `exists` of the result is False.
         """
         from pipeline.store.table import TableFolder
 
@@ -192,8 +196,9 @@ class Project:
         return TableFolder(manifests[-1].parent, schema) if manifests else found
 
     def built(self, schema: TableSchema, reader: str) -> TableFolder:
-        """Return the folder of the table with this `schema` for the present settings. NotBuilt, with the command that builds the
-        table, if it is missing. `reader` is the stage or command that reads it, named in that message.
+        """Return the folder of the table with this `schema` for the present settings. `reader` is the stage or command that
+        reads the table. Raises NotBuilt if the table is missing. The message names `reader` and the command that builds the
+        table.
         """
         found = self.current(schema.name)
         if not found.exists:
@@ -205,15 +210,15 @@ class Project:
         return found
 
     def inputs(self, name: str) -> dict[str, Input]:
-        """Return the inputs of the stage `name`: for every table that it reads, table name -> the table's folder and the version
-        of its rows. NotBuilt if a table is missing.
+        """Return the inputs of the stage `name`: name of each table that it reads -> the table's folder and version. Raises
+        NotBuilt if a table is missing.
         """
         folders = {read.name: self.built(read, name) for read in self.stage(name).reads}
         return {read: Input(folder.folder, folder.manifest()["lance_version"]) for read, folder in folders.items()}
 
     def context(self, stage: Stage, **replaced: Any) -> StageContext:
-        """Return a `StageContext` for calling functions of `stage`: it reads the tables on disk, has no stored and no pending
-        rows, writes nothing and reports nothing. `replaced` holds fields of the context, by name, that get other values.
+        """Return a `StageContext` for calling functions of `stage` outside a run. It reads the tables on disk. It has no stored
+        and no pending rows, and it writes and reports nothing. `replaced` gives other values to fields of the context, by name.
         """
         empty = pa.table({f.name: pa.array([], f.type) for f in stage.writes.stored})
         nothing: Callable[..., Any] = lambda *arguments: None  # noqa: E731
@@ -240,8 +245,8 @@ class Project:
         return self._rows[schema.name]
 
     def _tensors(self, schema: TableSchema, reader: str) -> ShardReader:
-        """Return a reader for the tensors of exactly the rows that `_read` returns, even if a stage has run since they were read.
-        `reader` is the stage that reads the table, for errors.
+        """Return a reader for the tensors of the table with this `schema`. It reads the same version of the table as `_read`,
+        also if a stage has run since. `reader` is the stage that reads the table, for errors.
         """
         from pipeline.store.reader import ShardReader
 
@@ -253,8 +258,8 @@ class Project:
 
 
 def shell_path(folder: Path) -> str:
-    """Return the folder of a project as a word of a `make` command line that is run in the source checkout. It is quoted for the
-    shell, and absolute if a relative path would not lead there.
+    """Return the folder of a project as a word of a `make` command line. The command is run in the source checkout. The word is
+    quoted for the shell. If a relative path would not lead to the folder, the word is absolute.
     """
     usable = folder.is_absolute() or (CHECKOUT / folder).resolve() == folder.resolve()
     return shlex.quote(str(folder if usable else folder.resolve()))

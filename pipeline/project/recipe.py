@@ -19,7 +19,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt")  # files of a comp
 
 
 def significant_settings(config: Any) -> dict[str, Any]:
-    """Return the settings of a config dataclass that change what a row holds: name -> value, a nested section as a nested dict.
+    """Return the settings of a config dataclass that change what a row holds: name -> value. A nested section is a nested dict.
     Settings that only choose rows (`selects`) or change speed (`runtime`) are left out.
     """
     found: dict[str, Any] = {}
@@ -32,9 +32,9 @@ def significant_settings(config: Any) -> dict[str, Any]:
 
 def recipe(stage: Stage, config: Any, weights: dict[str, Any], tensors: dict[str, str], rows: pa.Table | None) -> dict[str, Any]:
     """Build the recipe of a stage: everything that decides what the stage computes, as plain JSON data. `config` is the stage's
-    config dataclass. `weights` maps each needed component, such as "transformer", to its recipe entry (hash and fields).
-    `tensors` maps each table whose tensors the stage reads to the table's recipe id. `rows` are the input rows of a stage
-    whose rows depend on each other, such as train, or None.
+    config dataclass. `weights` maps each needed component, such as "transformer", to its recipe entry. `tensors` maps names of
+    tables to recipe ids, for the tables whose tensors the stage reads. `rows` are the input rows if the stage's rows depend on
+    each other, as in `train`; otherwise None.
 
     The recipe ids of tensor tables are needed because a row's key says what a tensor was computed from, but not how.
     """
@@ -55,8 +55,8 @@ def recipe(stage: Stage, config: Any, weights: dict[str, Any], tensors: dict[str
 
 
 def recipe_id(recipe_data: dict[str, Any]) -> str:
-    """Return the name of a table's folder for a recipe, given as plain data: the first 12 hex digits of the sha256 of its
-    canonical JSON.
+    """Return the name of a table's folder. It is the first 12 hex digits of the sha256 of the recipe's canonical JSON.
+    `recipe_data` is the recipe as plain data.
     """
     text = json.dumps(recipe_data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -69,10 +69,10 @@ def rows_sha256(rows: pa.Table) -> str:
 
 
 class FileHashes:
-    """A cache of the sha256 hashes of weight files, stored in the JSON file `file`. A weight file is hashed again only if its
-    size, modification time or inode has changed. The last hash of each component is remembered even if its files are deleted.
+    """A cache of the sha256 hashes of weight files, stored in the JSON file `file`. A weight file is hashed again if its size,
+    modification time or inode has changed. The last hash of each component is remembered even if its files are deleted.
 
-    So a command need not read gigabytes to start, and a table whose weights were deleted is still known to be up to date.
+    So a command need not read gigabytes to start. A table whose weights were deleted is still known to be up to date.
     """
 
     def __init__(self, file: Path) -> None:

@@ -17,9 +17,9 @@ AS_FLOATS = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.fl
 
 
 class Table:
-    """A read-only snapshot of one table of a project, as the last finished run left it; later runs do not change it.
-    `table.to_arrow()` returns the rows, `table[key]` the tensor of one row, and `table.folder / "artifacts"` is the folder of
-    the files that rows name. ValueError if no run of the stage has finished.
+    """A read-only snapshot of one table of a project, as the last finished run left it. Later runs do not change it.
+    `table.to_arrow()` returns the rows, and `table[key]` the tensor of one row. `table.folder / "artifacts"` is the folder of
+    the files that rows name. Raises ValueError if no run of the stage has finished.
     """
 
     def __init__(self, folder: TableFolder) -> None:
@@ -40,9 +40,9 @@ class Table:
         return self._rows
 
     def __getitem__(self, key: str) -> Any:
-        """Return the tensor of the row whose key is `key`, as a read-only NumPy array over the memory-mapped file. If rows of the
-        table have several tensors, return a dict: tensor name -> array. KeyError if no row has this key; TypeError if the
-        table has no tensors. `mx.array(array)` copies an array into MLX.
+        """Return the tensor of the row whose key is `key`, as a read-only NumPy array over the memory-mapped file. If a row has
+        several tensors, return a dict: tensor name -> array. `mx.array(array)` copies an array into MLX. Raises KeyError if no
+        row has this key. Raises TypeError if the table has no tensors.
         """
         if not self.schema.tensors:
             raise TypeError(f"the rows of {self.schema.name} have no tensors; use to_arrow()")

@@ -79,8 +79,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield a new temporary folder beside `path`; the block must write files there. After the block, the files are synced and
-    the folder is renamed to `path`. OSError if `path` is a folder with files. If the block raises, the temporary folder is
-    deleted. Missing parent folders are created.
+    the folder is renamed to `path`. Raises OSError if `path` is a folder with files. If the block raises, the temporary folder
+    is deleted. Missing parent folders are created.
     """
     make_folder(path.parent)
     temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}-{path.name}")

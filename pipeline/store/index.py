@@ -39,7 +39,7 @@ class Index:
 
     def read(self, version: int) -> pa.Table:
         """Return all rows of one version, in the columns of the index's schema. Columns named by an earlier release get the
-        names of today. DamageError if the version's files are damaged or lost.
+        names of today. Raises DamageError if the version's files are damaged or lost.
         """
         import lance
 

@@ -15,8 +15,8 @@ from types import TracebackType
 
 class Lock:
     """An exclusive lock that one process at a time can hold, used as `with Lock(path): ...`. `path` is the lock file, which is
-    created if it is missing. ValueError if another process holds the lock; the message says which one. The system releases the
-    lock if the process is killed.
+    created if it is missing. Raises ValueError if another process holds the lock; the message says which one. The system
+    releases the lock if the process is killed.
     """
 
     def __init__(self, path: Path) -> None:

@@ -52,9 +52,9 @@ class ShardReader:
 
     def read(self, key: str, name: str = "") -> np.ndarray:
         """Return one tensor of the row whose key is `key`, as a NumPy array in the tensor's shape. `name` is the name of the
-        tensor column; empty means the table's first. bfloat16 is returned as uint16 words. The array is a read-only view of
-        the file, valid until the next call of `ahead`. KeyError if no row or tensor column has that name; ValueError if the
-        row was rejected and has no tensor.
+        tensor column; empty means the table's first. bfloat16 is returned as uint16 words. The array is a read-only view of the
+        file, valid until the next call of `ahead`. Raises KeyError if no row or tensor column has that name. Raises ValueError
+        if the row was rejected and has no tensor.
         """
         row, tensor = self._row[key], self._tensors[name or self._first]
         count = int(tensor.nbytes[row]) // tensor.dtype.itemsize

@@ -61,9 +61,9 @@ def newest_per_key(rows: pa.Table, key: tuple[str, ...]) -> pa.Table:
 
 
 def conform(batch: pa.RecordBatch, schema: TableSchema) -> pa.RecordBatch:
-    """Return a stage's batch, cast to the types of the schema (`schema.batch`: all columns, then the tensors). ValueError if a
-    column is missing, unknown or of another type, if a null is not allowed, or if the length of a tensor does not fit its
-    shape.
+    """Return a stage's batch, cast to the types of the schema (`schema.batch`: all columns, then the tensors). Raises
+    ValueError if a column is missing, unknown or of another type, if a null is not allowed, or if the length of a tensor does
+    not fit its shape.
     """
     expected = schema.batch
     if batch.schema.names != expected.names:

@@ -63,8 +63,8 @@ def write_shard(folder: Path, number: int, rows: pa.Table, schema: TableSchema) 
 
 def read_shard_index(path: Path, schema: TableSchema) -> pa.Table:
     """Return the rows of a shard as they are stored in the index (`schema.stored`): with the position of each tensor in the
-    shard, but without the tensors, which are not read. The table does not keep the file open. ValueError if the file belongs
-    to another table, judged by its columns.
+    shard, but without the tensors, which are not read. The table does not keep the file open. Raises ValueError if the file
+    belongs to another table, judged by its columns.
     """
     address, batches = _map_batches(path)
     for batch in batches:

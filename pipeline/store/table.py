@@ -70,8 +70,8 @@ class TableFolder:
     def manifest(self) -> dict[str, Any]:
         """Return the manifest of the last finished run, a dict. `recipe` says what the rows were computed from. `rows` and
         `dead` count the rows that readers see and the hidden rows that no setting wants any more. `bytes` is the table's size,
-        `lance_version` the version that readers see, and `facts` describe the run. ValueError if no run has finished or the
-        file is damaged.
+        `lance_version` the version that readers see, and `facts` describe the run. Raises ValueError if no run has finished or
+        the file is damaged.
         """
         path = self.manifest_file
         try:
@@ -87,8 +87,8 @@ class TableFolder:
     def rows(self, version: int | None = None) -> pa.Table:
         """Return the rows that readers see, without tensors but with the position of each tensor (`schema.stored`). They are
         those of the last finished run, or of the Lance version `version` if given. Rows of a run that is in progress or was
-        killed are left out. ValueError if no run has finished or the last run's rows are damaged; DamageError if `version`
-        cannot be read.
+        killed are left out. Raises ValueError if no run has finished or the last run's rows are damaged. Raises DamageError if
+        `version` cannot be read.
         """
         if version is not None:
             return self._live_rows(self.index.read(version))
@@ -121,8 +121,8 @@ class TableFolder:
         return reclaimable_bytes(rows.filter(pc.fill_null(rows["live"], True)), self.shards, self.schema)
 
     def tensors(self, version: int | None = None) -> ShardReader:
-        """Return a reader of the tensors of `rows(version)`. None means the last finished run. ValueError if a shard (an Arrow
-        file with tensors) is missing or too short.
+        """Return a reader of the tensors of `rows(version)`. None means the last finished run. Raises ValueError if a shard (an
+        Arrow file with tensors) is missing or too short.
         """
         assert self.schema.tensors, f"{self.schema.name} has no tensors"
         return ShardReader(self.folder, self.rows(version), self.schema)

@@ -39,7 +39,7 @@ class Writer:
     """The only writer of one table: `with Writer(table, recipe) as writer:` locks the table, repairs what killed writers left,
     and lets the block change it. `recipe` (settings, code version and weights that the rows depend on) is written to the
     manifest. Appended rows are committed together once their tensors fill `shard_bytes` bytes, or once `flush_seconds` have
-    passed. ValueError if another process is writing the table.
+    passed. Raises ValueError if another process is writing the table.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class Writer:
 
     def append(self, batch: pa.RecordBatch) -> None:
         """Take a batch of rows from a stage, to be committed later together with others. The columns are those of
-        `schema.batch`, tensors included. A row replaces an older row with the same key. ValueError if the batch does not fit
-        the schema. Call `flush` to commit at once.
+        `schema.batch`, tensors included. A row replaces an older row with the same key. Raises ValueError if the batch does not
+        fit the schema. Call `flush` to commit at once.
         """
         batch = conform(batch, self.schema)
         if not batch.num_rows:
