@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 
 def silent(line: str) -> None:
-    """Do nothing with `line`, a note for the user: the default where a function takes `say`."""
+    """Do nothing with `line`, a note for the user. This is the default value of parameters named `say`."""
 
 
 def file_name(project: str, step: int | str, style: str, which: str = "last") -> str:
@@ -56,11 +56,11 @@ def write_adapter(
     metadata: dict[str, str],
     say: Say = silent,
 ) -> Path:
-    """Convert the adapter file `adapter` for other programs and return the path of the new file. `family` is the model family
-    that it was trained on. `out` is a file ending in .safetensors, or a folder in which the file gets a name from project, step
-    and kind. `style` is "diffusers" or "comfyui"; `dtype` of the matrices is "float32", "bfloat16" or "float16". `metadata`
-    (keys such as "project") is added to the metadata of `adapter`. `say` is called with notes for the user, one line each.
-    Raises ValueError if the adapter has values that are not finite, or if `out` is another file than an earlier export of this
+    """Convert the adapter file `adapter` for other programs and return the path of the new file. `family` is the adapter's
+    model family. `out` is a file ending in .safetensors, or a folder. In a folder, the file gets a name from project, step and
+    kind. `style` is "diffusers" or "comfyui". `dtype` of the matrices is "float32", "bfloat16" or "float16". `metadata` (keys
+    such as "project") is added to the file's metadata. `say` is called with notes for the user, one line each. Raises
+    ValueError if a value of the adapter is not finite. Raises ValueError if `out` exists and is no earlier export of this
     project and style.
 
     Scales are multiplied into the arrays, so that the file is right for readers that ignore metadata.
@@ -88,8 +88,8 @@ def write_adapter(
 
 
 def check_choice(setting: str, value: str, choices: Iterable[str]) -> None:
-    """Raise ValueError, which lists `choices`, if `value` is not one of `choices`. `setting` names the value in the message, such
-    as "style".
+    """Raise ValueError if `value` is not one of `choices`. The message lists `choices`. `setting` is what the message calls
+    the value, such as "style".
     """
     if value not in choices:
         raise ValueError(f"{setting} must be one of {', '.join(choices)}, got {value!r}")
@@ -97,8 +97,7 @@ def check_choice(setting: str, value: str, choices: Iterable[str]) -> None:
 
 def _check_replaced(target: Path, metadata: dict[str, str], say: Say) -> None:
     """Raise ValueError if the file `target` exists and is no earlier export of the same project, style and family. `metadata`
-    is that of the new file. If `target` is an earlier export, call `say` with a line that tells the user which step is
-    replaced.
+    is that of the new file. If `target` is an earlier export, `say` is called with a line that names the replaced step.
     """
     from stages.models.weights import read_file
 

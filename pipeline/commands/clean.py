@@ -37,8 +37,8 @@ def command(runs: bool, dry_run: bool, project: Project) -> None:
 
 def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
     """Delete the rows and tables of `project` that its present settings do not use. Yield a line of text per table and reason,
-    and at last the bytes freed. `runs`: also delete results of other settings, such as trained adapters. `dry_run`: delete
-    nothing, only yield what would be deleted. Raises ValueError if a stage is running.
+    and at last the bytes freed. If `runs` is True, results of other settings, such as trained adapters, are deleted too. If
+    `dry_run` is True, nothing is deleted; the lines tell what would be. Raises ValueError if a stage is running.
     """
     if not dry_run:
         for lock in (project.path / "tables").glob("*/*/lock"):  # a running stage holds the lock of the table that it writes
@@ -53,9 +53,9 @@ def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
 
 
 def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """Clean the table `name`. Yield (line for the user, bytes freed) for everything that is deleted, and for what is kept for a
-    reason. If `delete` is False, everything is kept and tables of other settings are reported. `dry_run`: delete nothing, only
-    yield what would be deleted.
+    """Clean the table `name`. Yield (line for the user, bytes freed) for everything that is deleted or kept for a reason. If
+    `delete` is False, everything is kept and tables of other settings are reported. If `dry_run` is True, nothing is deleted;
+    the lines tell what would be.
     """
     try:
         current = project.current(name)
@@ -70,8 +70,9 @@ def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> It
 
 
 def _clean_others(name: str, current: TableFolder, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """Delete the tables of the stage `name` that were built with other settings than `current`. Yield (line for the user, bytes
-    freed) per table. They are all kept, with one line, if `delete` is False or if `current` is not built yet.
+    """Delete the tables of the stage `name` that were built with other settings than `current`. Yield (line for the user,
+    bytes freed) per table. If `delete` is False or `current` is not built yet, all tables are kept. One line then tells the
+    reason.
     """
     from pipeline.store.catalog import link_table
 
@@ -91,7 +92,9 @@ def _clean_others(name: str, current: TableFolder, delete: bool, dry_run: bool) 
 
 
 def _other_folders(current: Path) -> list[Path]:
-    """Return the folders of the tables of other recipes. `current` is the folder for the present settings, beside them."""
+    """Return the folders of the stage's tables for other recipes. `current` is the folder of the table for the present
+    settings.
+    """
     if not current.parent.is_dir():
         return []
     return sorted(path for path in current.parent.iterdir() if path.is_dir() and path.name != current.name)
@@ -103,8 +106,10 @@ def _describe(folders: list[Path]) -> str:
 
 
 def _delete_table(folder: Path) -> None:
-    """Delete the table in `folder`. The folder is renamed and its manifest removed first, so that readers never find an
-    incomplete table, even if this process is killed. Raises ValueError if a process is writing the table.
+    """Delete the table in `folder`. Raises ValueError if a process is writing the table.
+
+    The folder is renamed and its manifest removed first. So readers never find an incomplete table, even if this process is
+    killed.
     """
     with Lock(folder / "lock"):
         hidden = folder if folder.name.startswith(TEMPORARY) else folder.with_name(f"{TEMPORARY}{folder.name}")

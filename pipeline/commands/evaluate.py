@@ -33,8 +33,8 @@ def command(project: Project) -> None:
 
 def evaluate(project: Project) -> Iterator[str]:
     """Yield the lines of a report on the scores of the pictures of `project`. First comes a table of means for the base model,
-    each adapter and real pictures; then explanations; then comparisons of each adapter with the base. Raises NotBuilt if the
-    table scores does not exist.
+    each adapter and real pictures. Then come explanations, and comparisons of each adapter with the base. Raises NotBuilt if
+    the table `scores` does not exist.
     """
     table = project.current("scores")
     if not table.exists:
@@ -53,8 +53,9 @@ def evaluate(project: Project) -> Iterator[str]:
 
 
 def group_rows(rows: list[Row]) -> Groups:
-    """Group `rows` of the table scores by the source of the picture. Return a dict from heading to rows, in this order:
-    "base", one "step 250 (1a2b3c4d)" per adapter (its step and the start of its id), "real".
+    """Group `rows` of the table `scores` by the source of the picture. Return a dict: heading -> rows. The headings are
+    "base", then one such as "step 250 (1a2b3c4d)" per adapter, then "real". An adapter's heading has its step and the start of
+    its id.
     """
     found: dict[tuple[int, int, str], list[Row]] = defaultdict(list)
     for row in rows:
@@ -64,8 +65,8 @@ def group_rows(rows: list[Row]) -> Groups:
 
 
 def summary_cells(name: str, rows: list[Row]) -> tuple[str, ...]:
-    """Return one line of the report's table as texts, one for each column of HEAD. `name` is the heading of the line, `rows`
-    are the rows of the table scores that it averages. A score that no row has gives "-".
+    """Return one line of the report's table as texts, one for each column of `HEAD`. `name` is the heading of the line. `rows`
+    are the rows of the table `scores` to average. A score that no row has is shown as "-".
     """
     ranks = values(rows, "agreement_rank")
     median = f"{np.median(ranks):g}" if len(ranks) else "-"
@@ -81,8 +82,8 @@ def values(rows: list[Row], column: str) -> np.ndarray:
 
 
 def explanations(groups: Groups) -> Iterator[str]:
-    """Yield lines that explain the columns of the report's table and say which ranks chance alone would give. `groups` maps
-    the heading of each line to its rows of the table scores.
+    """Yield lines that explain the columns of the report's table. For ranks, they give the value that chance alone would
+    produce. `groups` maps each heading to its rows of the table `scores`.
     """
     texts = max(row["texts"] for rows in groups.values() for row in rows)
     yield "style: 0 is the base, 1 the training images; real: 0 is the base, 1 the references"
@@ -100,9 +101,9 @@ def explanations(groups: Groups) -> Iterator[str]:
 
 
 def comparisons(name: str, base: list[Row], adapter: list[Row]) -> Iterator[str]:
-    """Yield one line for each score, with a 95 % interval, that compares an adapter with the base model. `name` is the
-    adapter's heading; `base` and `adapter` are rows of the table scores, one per picture. Only prompts that both have drawn
-    are compared. A score is left out if it is missing for one of these prompts.
+    """Yield one line for each score that compares an adapter with the base model, with a 95 % interval. `name` is the
+    adapter's heading. `base` and `adapter` are rows of the table `scores`, one per picture. Only prompts that both have drawn
+    are compared. If a score is missing for one of these prompts, the score is left out.
     """
     for column, measure, meaning in (
         ("style", auc, "style above the base's, AUC"),
@@ -116,8 +117,9 @@ def comparisons(name: str, base: list[Row], adapter: list[Row]) -> Iterator[str]
 
 
 def pair_by_prompt(base: list[Row], adapter: list[Row], column: str) -> Pairs:
-    """Return a list of (values of the base, values of the adapter), one pair of float64 arrays for each prompt that both have
-    drawn. `base` and `adapter` are rows of the table scores, one per picture. The values are those of `column`, without None.
+    """Return a list of (values of the base, values of the adapter), one pair of float64 arrays per prompt. Only prompts that
+    both have drawn are included. `base` and `adapter` are rows of the table `scores`, one per picture. `column` is the name of
+    the score. Values that are None are left out.
     """
     prompts: tuple[dict[str, list[Row]], dict[str, list[Row]]] = (defaultdict(list), defaultdict(list))
     for side, rows in zip(prompts, (base, adapter), strict=True):
@@ -141,9 +143,10 @@ def mean_difference(base: np.ndarray, adapter: np.ndarray) -> float:
 
 
 def bootstrap_interval(pairs: Pairs, measure: Callable[[np.ndarray, np.ndarray], float]) -> tuple[float, float, float]:
-    """Return (value, low, high): `measure(base, adapter)` over all prompts, and the ends of its 95 % bootstrap interval.
-    `pairs` has one (values of the base, values of the adapter) for each prompt. Prompts are resampled, not pictures, because
-    the pictures of one prompt depend on each other. The random seed is 0.
+    """Return (value, low, high): a measure over all prompts, and the ends of its 95 % bootstrap interval. `pairs` has one
+    (values of the base, values of the adapter) per prompt. `measure(base, adapter)` computes the measure from two arrays.
+
+    Prompts are resampled, not pictures, because the pictures of one prompt depend on each other. The random seed is 0.
     """
 
     def measure_prompts(chosen: Any) -> float:

@@ -95,9 +95,9 @@ def merge_run(
 
 def adapter_of(project: Project, step: int | None, say: Say, which: str = "last") -> Path:
     """Return the path of an adapter file that `project` trained. `step` chooses a checkpoint; None takes the end of the run.
-    `which` is "last" (as trained), "average" (the moving average of the weights) or "best" (by validation loss, without
-    `step`). `say` is called with a note if the settings have changed since training. Raises ValueError, which lists the
-    checkpoints, if there is no such adapter.
+    If the settings have changed since training, `say` is called with a note. `which` is "last" (as trained), "average" (the
+    moving average of the weights) or "best" (by validation loss, without `step`). Raises ValueError if there is no such
+    adapter. The message lists the checkpoints.
     """
     check_choice("adapter", which, WHICH)
     if which == "best" and step is not None:
@@ -115,9 +115,9 @@ def adapter_of(project: Project, step: int | None, say: Say, which: str = "last"
 
 
 def _last_adapter(project: Project, artifacts: Path, step: int | None) -> Path:
-    """Return the path of the adapter file that training wrote at `step`, a checkpoint, or at the end of the run if `step` is
-    None. `artifacts` is the folder with the run's files. Raises ValueError, which lists the checkpoints, if there is no such
-    file.
+    """Return the path of the adapter file that training wrote at `step`. If `step` is None, it is the file from the end of the
+    run. `artifacts` is the folder with the run's files. Raises ValueError if there is no such file. The message lists the
+    checkpoints.
     """
     checkpoints = {int(p.parent.name.split("-")[1]): p for p in artifacts.glob("checkpoints/step-*/adapter.safetensors")}
     found = artifacts / project.stage("train").result if step is None else checkpoints.get(step)
@@ -129,8 +129,8 @@ def _last_adapter(project: Project, artifacts: Path, step: int | None) -> Path:
 
 
 def _current_recipe(project: Project) -> str:
-    """Return the recipe (hash of settings, code version and weights) of a training run with the present settings. It is "" if
-    a table or weights that the run needs are missing.
+    """Return the recipe id of a training run with the present settings. It is a hash of settings, code version and weights.
+    Return "" if a table or weights that the run needs are missing.
     """
     try:
         return project.current("train").folder.name

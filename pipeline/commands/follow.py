@@ -56,8 +56,8 @@ def chain_of(project: Project) -> Chain:
 
 
 def query_function(project: Project) -> Query:
-    """Return a function `query(sql, **values)` over the project's tables. It returns rows as dicts, column name -> value; `$name`
-    in the SQL stands for values["name"].
+    """Return a function `query(sql, **values)` over the project's tables. It returns rows as dicts: column name -> value. In
+    the SQL, `$name` stands for values["name"].
     """
     from pipeline.commands.query import open_catalog
 
@@ -73,8 +73,7 @@ def query_function(project: Project) -> Query:
 
 def find_row(project: Project, chain: Chain, query: Query, text: str) -> dict[str, Any]:
     """Return the one row of the table `chain.table` that `text` names: column name -> value. `query` is a `query_function` of
-    the project. Raises ValueError, with near names, if the text matches no row. Raises ValueError with the matches if it
-    matches several.
+    the project. Raises ValueError if the text matches no row or several. The message gives near names, or the matches.
     """
     rows = chain.find(query, project.resource, text)
     if len(rows) == 1:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def adapter(project: Project, which: str = "last", step: int | None = None) -> Adapter:
     """Return an adapter that `project` trained, to draw images with it. `which` is "last" (as trained), "average" (the moving
     average of the weights, [train.ema]) or "best" (by validation loss, [train.validation]). `step` is the training step of a
-    checkpoint; None takes the end of the run. Raises ValueError, which lists the checkpoints, if there is no such adapter.
+    checkpoint; None takes the end of the run. Raises ValueError if there is no such adapter. The message lists the
+    checkpoints.
     """
     from pipeline.commands.export import adapter_of
     from stages.models.weights import read_file
@@ -31,8 +32,8 @@ def adapter(project: Project, which: str = "last", step: int | None = None) -> A
 
 @dataclass(frozen=True)
 class Adapter:
-    """A trained adapter that draws images with `generate`. `path` is the adapter's file, `step` the training step at which it
-    was saved, and `project` the project that trained it.
+    """A trained adapter that draws images with `generate`. `path` is the adapter's file. `step` is the training step at which
+    it was saved. `project` is the project that trained it.
     """
 
     project: Project

@@ -18,8 +18,8 @@ class Init(click.Command):
     """A click command whose options depend on the value of its option --pipeline."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Add the options of the pipeline that `args` names with --pipeline, or of the default one. Then parse `args` and return
-        the arguments that are left, as click does.
+        """Add the options of a pipeline to the command, then parse `args` as click does. Return the arguments that are left.
+        `args` names the pipeline with --pipeline; without it, the default pipeline is used.
         """
         from pipeline.project.init import template_of
 

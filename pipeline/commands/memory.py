@@ -44,8 +44,8 @@ UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))  # of the plot's axis
 
 @dataclass(frozen=True)
 class Profile:
-    """A memory measurement to be made: `steps` training steps of the model `family` with the settings `train` ([train]), on
-    images of `pixels` x `pixels`.
+    """A memory measurement to be made: `steps` training steps of the model `family`. `train` holds the settings of the section
+    [train]. The images have `pixels` x `pixels` pixels.
     """
 
     family: Family
@@ -71,9 +71,9 @@ class Profile:
 
 
 def parse_options(project: Project | None, options: dict[str, Any]) -> Profile:
-    """Return the measurement that the options of the command ask for. `options` has the keys family, pixels, bits, plan, rank
-    and steps. An option that is None has the value of `project`; without a project, the family is the pipeline's first and
-    settings have their defaults. Raises ValueError for a value that cannot be measured.
+    """Return the measurement that the options of the command ask for. `options` has the keys "family", "pixels", "bits",
+    "plan", "rank" and "steps". An option that is None has the value of `project`. Without a project, the family is the
+    pipeline's first and settings have their defaults. Raises ValueError for a value that cannot be measured.
     """
     if project:
         train, own_pixels = project.config.sections["train"], max(project.config.sections["buckets"].resolutions)
@@ -118,7 +118,7 @@ def results_folder(project: Project | None) -> Path:
 
 def stage_report(meter: Meter, project: Project, stage_name: str) -> Iterator[str]:
     """Write the memory measurements of a stage's run to tables/memory/STAGE.parquet in `project`, a row per batch. Yield a
-    summary as lines of text. `meter` has recorded the run of the stage `stage_name`.
+    summary as lines of text. `meter` holds the measurements. `stage_name` is the name of the stage.
     """
     batches = [row for row in meter.rows if row["phase"] == stage_name]
     if not batches:
@@ -178,8 +178,8 @@ def report(profile: Profile, folder: Path) -> Iterator[str]:
 
 
 def meter_table(meter: Meter) -> list[str]:
-    """Return the measurements of `meter` as lines of an aligned table: a line per phase of each step, with MLX's memory before
-    the phase and after it, the peak, and the size of MLX's cache.
+    """Return the measurements of `meter` as lines of an aligned table, with a line per phase of each step. Its columns are
+    MLX's memory before the phase and after it, the peak, and the size of MLX's cache.
     """
     columns = {"before": "before", "after": "active", "peak": "peak", "cache": "cache"}
     rows = [(row["step"], row["phase"], *(format_bytes(row[name]) for name in columns.values())) for row in meter.rows]
@@ -187,8 +187,8 @@ def meter_table(meter: Meter) -> list[str]:
 
 
 def leak_lines(meter: Meter) -> Iterator[str]:
-    """Yield a line of text per phase that leaks: that retains more memory with every step. If none does, yield one line that
-    tells which leaks would have been found, or that too few steps were measured.
+    """Yield a line of text per phase that leaks. A phase leaks if it retains more memory with every step. If none leaks, yield
+    one line. It tells which leaks would have been found, or that too few steps were measured.
     """
     found = meter.leaks()
     for phase, count in found.items():
@@ -200,8 +200,8 @@ def leak_lines(meter: Meter) -> Iterator[str]:
 
 
 def panels(meter: Meter) -> list[Panel]:
-    """Return the panels of the plot, with a curve per phase over the steps: peak memory during the phase, and active memory after
-    the phase.
+    """Return the panels of the plot: peak memory during each phase, and active memory after each phase. A panel has a curve
+    per phase over the steps.
     """
     unit, scale = next((pair for pair in UNITS if meter.peak >= pair[1]), UNITS[-1])
     phases = list(dict.fromkeys(row["phase"] for row in meter.rows))
@@ -219,8 +219,8 @@ def _curves(meter: Meter, phases: list[str], column: str, scale: float) -> list[
 
 
 def advice(profile: Profile) -> Iterator[str]:
-    """Yield lines of text with the estimated memory for one image at the sizes SIDES and several `base_bits`. Then yield, for
-    each size, the settings of [train] with which it would fit into memory.
+    """Yield lines of text with the estimated memory for one image, for the sizes in `SIDES` and several `base_bits`. Then
+    yield the settings of [train] that would fit into memory, for each size.
     """
     train = replace(profile.train, memory="auto", micro_batch=1)
     estimators = [profile.estimator.with_config(replace(train, base_bits=bits)) for bits in BITS]

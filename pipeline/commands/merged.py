@@ -20,10 +20,12 @@ SHARD = 4 << 30  # the largest size of a weight file, bytes; as much is held in 
 
 
 def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype: str) -> Path:
-    """Write the transformer at `base` with an adapter merged into its weights as the new folder `out`, and return `out`. `base`
-    is a diffusers folder or a single file of a model of `family`; `adapter` is the adapter's file. Weights are merged in
-    float32 and rounded once, to `dtype`: "bfloat16", "float32" or "float16". The folder appears complete or not at all. Raises
-    ValueError if `out` exists, if the adapter belongs to another model, or if weights are missing.
+    """Write a transformer with an adapter merged into its weights as the new folder `out`, and return `out`. `base` is the
+    transformer: a diffusers folder, or a single file. `family` is its model family. `adapter` is the adapter's file. `dtype`
+    of the new weights is "bfloat16", "float32" or "float16". Raises ValueError if `out` exists, if the adapter belongs to
+    another model, or if weights are missing.
+
+    Weights are merged in float32 and rounded once, to `dtype`. The folder appears complete or not at all.
     """
     if out.exists():
         raise ValueError(f"{out} exists; move it away or choose another name")
@@ -58,8 +60,8 @@ class ShardWriter:
         self.written: list[dict[str, int]] = []  # for each file, bytes by key
 
     def add(self, key: str, value: mx.array) -> None:
-        """Add the tensor `value` under the name `key`. If the current file would become larger than 4 GiB, it is written first
-        and a new one begins.
+        """Add the tensor `value` under the name `key`. If the current file would become larger than 4 GiB, that file is
+        written and a new one begins.
         """
         if self.pending and sum(each.nbytes for each in self.pending.values()) + value.nbytes > SHARD:
             self._write_pending()

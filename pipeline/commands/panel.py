@@ -33,8 +33,8 @@ def command(name: str | None, style: str, project: Project) -> None:
 
 
 def answer_panel(project: Project, name: str) -> pa.Table:
-    """Run the panel `name` (a stored query of the project's pipeline) and return the rows as an Arrow table. Raises ValueError,
-    with the nearest name, if there is no such panel. Raises NotBuilt if the panel needs a table that is not built.
+    """Run the panel `name` and return the rows as an Arrow table. A panel is a stored query of the project's pipeline. Raises
+    ValueError, with the nearest name, if there is no such panel. Raises NotBuilt if the panel needs a table that is not built.
     """
     panels = {panel.name: panel for panel in project.pipeline.panels}
     if name not in panels:

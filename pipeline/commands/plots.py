@@ -33,8 +33,8 @@ class MatplotlibMissing(ValueError):  # noqa: N818  (a state that the user can c
 @dataclass(frozen=True)
 class Curve:
     """A curve of a panel: the values `y` over `x`. `errors` are half-lengths of error bars, one per point; empty draws none.
-    `joined` draws a line through the points, `marked` a marker at each point. `color` is one of this module's colours, such as
-    BLUE. `note` is a short text above the panel in that colour.
+    If `joined` is True, a line is drawn through the points. If `marked` is True, each point has a marker. `color` is one of
+    this module's colours, such as `BLUE`. `note` is a short text above the panel in the same colour.
     """
 
     name: str

@@ -67,9 +67,11 @@ def command(sql: str | None, style: str, parquet: Path | None, project: Project)
 
 
 def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConnection | None = None) -> duckdb.DuckDBPyConnection:
-    """Return a DuckDB connection in which every table and view of a project has its name. `project` is the project's folder or an
-    opened `Project`. The tables are added to `connection` if it is given, else to a new in-memory database. Tables are held
-    in memory as Arrow, without their tensors; a table that is not built has columns and no rows.
+    """Return a DuckDB connection in which every table and view of a project has its name. `project` is the project's folder or
+    an opened `Project`. If `connection` is given, the tables are added to it. Otherwise the database is new and in memory. A
+    table that is not built has columns and no rows.
+
+    Tables are held in memory as Arrow, without their tensors.
     """
     import duckdb
 
@@ -117,8 +119,8 @@ def run_query(project: Project, sql: str, style: str = "table") -> str:
 
 @contextmanager
 def _catalog_for(project: Project, sql: str) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open a DuckDB connection to the tables of `project` for running the query `sql` in a `with` block. Raises NotBuilt if the
-    query names a table that is not built. An error of DuckDB inside the block becomes a ValueError of one line.
+    """Open a DuckDB connection to the tables of `project` for the query `sql`, in a `with` block. An error of DuckDB inside
+    the block becomes a ValueError of one line. Raises NotBuilt if the query names a table that is not built.
     """
     import duckdb
 
@@ -139,8 +141,8 @@ def _catalog_for(project: Project, sql: str) -> Iterator[duckdb.DuckDBPyConnecti
 
 
 def format_answer(names: Sequence[str], rows: Sequence[tuple[Any, ...]], style: str) -> str:
-    """Format the `rows` of an answer with the column `names` as text. `style` is "csv", "json" or "table": aligned columns with
-    at most ROWS_SHOWN rows and a line that counts the others.
+    """Format an answer as text. `names` are the names of the columns of `rows`. `style` is "csv", "json" or "table". A "table"
+    has aligned columns and at most `ROWS_SHOWN` rows. A last line counts the rows that are not shown.
     """
     if style == "csv":
         return _csv(names, rows)
@@ -211,7 +213,9 @@ def _columns(project: Project) -> pa.Table:
 
 
 def _explain(error: Exception, sql: str, catalog: duckdb.DuckDBPyConnection) -> str:
-    """DuckDB's message on one line, without its drawing, followed by the tables or columns that exist."""
+    """Return DuckDB's message on one line, followed by the tables or columns that exist. `error` is the exception that the
+    query `sql` caused in `catalog`.
+    """
     message = " ".join(re.split(r"\n+\s*(?:LINE \d+:|Candidate functions)", str(error))[0].split())
     if "Table with name" in message:
         views = "select view_name from duckdb_views() where temporary and not internal order by 1"

@@ -43,8 +43,8 @@ def command(stage: str, measured: bool, project: Project) -> None:
 
 
 def summary(outcome: Outcome) -> str:
-    """Return one line of text about a finished run: rows written and removed, time, peak memory. If rows are left to compute, the
-    line tells why and how to go on.
+    """Return one line of text about a finished run: rows written and removed, time, peak memory. If rows are left to compute,
+    the line also tells why, and how to go on.
     """
     if outcome.up_to_date:
         return f"{outcome.stage_name}: up to date, {outcome.rows} rows"
@@ -59,8 +59,8 @@ def summary(outcome: Outcome) -> str:
 
 
 def results(project: Project, stage_name: str) -> list[str]:
-    """Return lines such as "adapter: PATH" for the user: one per result file (`Stage.result`) that exists, of the stage
-    `stage_name` and of the stages whose tables it reads. Empty if the stage has no result file.
+    """Return lines such as "adapter: PATH" for the user, one per result file (`Stage.result`) that exists. They are the result
+    files of the stage `stage_name` and of the stages whose tables it reads.
     """
     stage = project.stage(stage_name)
     lines = []

@@ -32,9 +32,9 @@ def run_stage(stage: str, *arguments: str) -> int:
 
 
 def segments(path: str, every: int, overrides: Iterable[str] = (), run: Callable[..., int] = run_stage) -> int:
-    """Train `every` steps, draw previews, and repeat until the training run is complete. Return 0, or the first exit code of a
-    stage that is not 0. `path` is the project's folder. `overrides` are texts such as "train.steps=500". `run(stage,
-    *arguments)` runs one stage and returns its exit code; tests pass another function.
+    """Train `every` steps, draw previews, and repeat until the training run is complete. Return 0. If a stage ends with
+    another exit code, stop and return that code. `path` is the project's folder. `overrides` are texts such as
+    "train.steps=500". `run(stage, *arguments)` runs one stage and returns its exit code. Tests pass another function.
     """
     given = ["--project", path, *(word for override in overrides for word in ("--set", override))]
     while True:

@@ -24,8 +24,9 @@ def command(project: Project) -> None:
 
 @dataclass
 class TableState:
-    """The state of one table for the present settings of a project: numbers of rows that are stored, missing, unwanted or deleted
-    by `clean`, bytes, and what the next run would do. `str(state)` describes it in one line.
+    """The state of one table for the present settings of a project. It holds numbers of rows, bytes, and what the next run
+    would do. Rows are counted as stored, missing, unwanted, or to be deleted by `clean`. `str(state)` describes the state in
+    one line.
     """
 
     stage_name: str
@@ -59,8 +60,8 @@ def states(project: Project) -> list[TableState]:
 
 
 def state(project: Project, stage_name: str) -> TableState:
-    """Return the state of the table `stage_name`, without `stale_inputs`, which `states` fills in. No weights are loaded and
-    nothing is written. If the state cannot be determined, `note` tells why.
+    """Return the state of the table `stage_name`. The field `stale_inputs` is left for `states` to fill in. No weights are
+    loaded and nothing is written. If the state cannot be determined, `note` tells why.
     """
     from pipeline.project.hub import NotFetched
     from pipeline.project.project import NotBuilt
@@ -78,8 +79,8 @@ def state(project: Project, stage_name: str) -> TableState:
 
 
 def _examine(project: Project, found: TableState) -> None:
-    """Fill in the fields of `found`, whose `stage_name` is set, from the table on disk and the rows that the stage wants.
-    Raises NotBuilt or another ValueError if an input table or weights are missing.
+    """Fill in the fields of `found` from the table on disk and the rows that the stage wants. Only `found.stage_name` must be
+    set. Raises NotBuilt if an input table is missing. Raises ValueError if weights are missing.
     """
     from pipeline.project.recipe import recipe_id
     from pipeline.store.lock import lock_holder
