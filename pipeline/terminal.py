@@ -29,16 +29,16 @@ class Rate(ProgressColumn):
     """A column of the progress bar that shows the speed: units per second, or seconds per unit below one unit per second."""
 
     def render(self, task: Task) -> Text:
-        """Return the speed of `task` as text, such as "3.2 images/s"; empty before the first unit is done."""
+        """Return the speed of `task` as text, such as "3.2 images/s". The text is empty before the first unit is done."""
         speed = task.finished_speed or task.speed
         unit = str(task.fields.get("unit", "row"))
         return Text(format_rate(speed, unit) if speed else "")
 
 
 class Terminal:
-    """A console that shows the messages and progress of the stage `stage_name` on standard error. It is a context manager, and
-    the progress bar is shown while the context is open. If standard error is not a terminal, progress is a line of text every
-    QUIET_SECONDS seconds. Standard output is left to results.
+    """A console that shows the messages and progress of the stage `stage_name` on standard error. It is a context manager. The
+    progress bar is shown while the context is open. If standard error is not a terminal, a line of text is shown every
+    `QUIET_SECONDS` seconds instead. Standard output is left to results.
     """
 
     def __init__(self, stage_name: str) -> None:
@@ -88,8 +88,8 @@ class Terminal:
 
 
 class Quiet:
-    """A console for the stage `stage_name` that shows nothing. If `report` is given, it is called at every progress with (stage
-    name, units done, units in total, name of a unit).
+    """A console for the stage `stage_name` that shows nothing. If `report` is given, it is called at every progress. Its
+    arguments are the stage's name, units done, units in total, and the name of a unit.
     """
 
     def __init__(self, stage_name: str, report: ProgressCallback | None = None) -> None:
@@ -105,14 +105,14 @@ class Quiet:
         """Discard the message `line`."""
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        """Call `report`, if there is one, with the stage's name and the arguments: `done` of `total` units are finished."""
+        """Call `report`, if there is one, with the stage's name and the arguments. `done` of `total` units are finished."""
         if self.report:
             self.report(self.stage_name, done, total, unit)
 
 
 def console_for(stage_name: str, progress: ProgressCallback | bool) -> Terminal | Quiet:
-    """Return the console that shows the progress of the stage `stage_name`. `progress`: True gives the terminal, False a console
-    that shows nothing, and a function a console that calls it with (stage, done, total, unit).
+    """Return the console that shows the progress of the stage `stage_name`. If `progress` is True, it is the terminal; if
+    False, it shows nothing. If `progress` is a function, the console calls it with (stage, done, total, unit).
     """
     if progress is True:
         return Terminal(stage_name)

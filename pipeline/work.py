@@ -20,10 +20,10 @@ from stages.stage import Artifact, Input, Stage, StageContext, WorkUnit, load
 
 
 def divide(module: str, stage: Stage, ctx: StageContext, inputs: Mapping[str, Input], size: int) -> Iterator[WorkUnit]:
-    """Divide the pending rows of `ctx` into work units of at most `size` rows and yield them. A work unit can be pickled and
-    computed by `perform` in another process. All rows are one unit if the stage is not divisible. `module` is the name of the
-    module whose STAGE is `stage`. `inputs`, from `Project.inputs`, maps the name of each table that the stage reads to the
-    table's folder and version. Missing weights are downloaded.
+    """Divide the pending rows of `ctx` into work units of at most `size` rows and yield them. `perform` can compute a unit in
+    another process, because units can be pickled. If the stage is not divisible, all rows are one unit. `module` is the name
+    of the module whose `STAGE` is `stage`. `inputs` are from `Project.inputs`: table name -> the table's folder and version.
+    Missing weights are downloaded.
     """
     size = size if stage.divisible else max(1, ctx.pending.num_rows)
     needs = {name: ctx.need(name) for name in stage.needs} if ctx.pending.num_rows else {}
@@ -41,8 +41,8 @@ def perform(
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[pa.RecordBatch | Artifact]:
     """Compute the rows of a work unit. Yield the stage's record batches for the runner to commit. Artifacts (files that rows
-    name) are yielded before the batch that names them. `say(line)` and `progress(done, total, unit)` receive reports for the
-    user. The stage returns early once `stop()` is True.
+    name) come before the batch that names them. `say(line)` and `progress(done, total, unit)` receive reports for the user. If
+    `stop()` becomes True, the stage returns early.
 
     Only a temporary folder is written to.
     """

@@ -15,9 +15,9 @@ from pipeline.store.table import TableFolder
 
 
 def link_table(table: TableFolder) -> None:
-    """Point the symbolic link tables/NAME.lance at the rows of this table. The link replaces the one of an earlier recipe, so
-    LanceDB opens the table of the last finished run by its name. If no run has finished the table, only a link that leads
-    nowhere is deleted.
+    """Point the symbolic link tables/NAME.lance at the rows of this table. LanceDB then opens the table of the last finished
+    run by its name. The link of an earlier recipe is replaced. If no run has finished the table, no link is made. A link that
+    leads nowhere is then deleted.
 
     The link is relative and is replaced atomically. If the file system has no symbolic links, nothing happens.
     """

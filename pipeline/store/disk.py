@@ -17,9 +17,7 @@ TEMPORARY = ".tmp-"  # prefix of the names of files that are still being written
 
 
 class DiskError(ValueError):
-    """An error that is raised when the disk refuses to write, for example because it is full. The message is one line for the
-    user.
-    """
+    """Raised if the disk refuses to write, for example because it is full. The message is one line for the user."""
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -140,8 +138,8 @@ def error_number(error: BaseException) -> int | None:
 @contextmanager
 def explain_disk_errors(table: str, folder: Path, saved: Callable[[], str], needed: Callable[[], int]) -> Iterator[None]:
     """Turn a system error that is raised in the block into a DiskError with a message of one line. Other exceptions, and
-    errors for a missing file, pass unchanged. The message contains the table's name `table`, the folder `folder` and the text
-    that `saved()` returns, such as "120 rows are kept". If the disk is full, it asks the user to free `needed()` bytes.
+    errors for a missing file, pass unchanged. The message names the table `table` and the folder `folder`. It ends with the
+    text from `saved()`, such as "120 rows are kept". If the disk is full, the message asks the user to free `needed()` bytes.
     """
     try:
         yield

@@ -24,7 +24,7 @@ PINNED = "manifest"  # the Lance tag that protects a version from cleanup
 
 
 class DamageError(Exception):
-    """An error that is raised when a version of the dataset cannot be read because its files are damaged or lost."""
+    """Raised if a version of the dataset cannot be read because its files are damaged or lost."""
 
 
 class Index:
@@ -58,8 +58,8 @@ class Index:
             raise DamageError(f"{self.path} cannot be read at version {version}: {first_line(error)}") from error
 
     def read_newest(self) -> pa.Table:
-        """Return the rows of the newest version that can be read, also if the run that wrote it has not finished. Return an
-        empty table if no version can be read.
+        """Return the rows of the newest version that can be read. The run that wrote it need not have finished. If no version
+        can be read, return an empty table.
         """
         for version in sorted(self._manifests(), reverse=True):
             with suppress(DamageError):  # or a writer has just deleted the version
@@ -97,8 +97,8 @@ class Index:
         return self._commit(rows, "overwrite" if self._manifests() else "create")
 
     def prune(self, pinned: int | None) -> None:
-        """Delete all versions except the newest one and the version `pinned`, and all files that belong to no version. None
-        pins no version.
+        """Delete all versions except the newest one and the version `pinned`. If `pinned` is None, only the newest one is
+        kept. Files that belong to no version are deleted too.
         """
         try:
             self._clean(pinned)

@@ -14,9 +14,9 @@ from types import TracebackType
 
 
 class Lock:
-    """An exclusive lock that one process at a time can hold, used as `with Lock(path): ...`. `path` is the lock file, which is
-    created if it is missing. Raises ValueError if another process holds the lock; the message says which one. The system
-    releases the lock if the process is killed.
+    """An exclusive lock, used as `with Lock(path): ...`. One process at a time can hold it. `path` is the lock file, which is
+    created if needed. If the process is killed, the system releases the lock. Raises ValueError if another process holds the
+    lock. The message says which one.
     """
 
     def __init__(self, path: Path) -> None:

@@ -52,9 +52,9 @@ class ShardReader:
 
     def read(self, key: str, name: str = "") -> np.ndarray:
         """Return one tensor of the row whose key is `key`, as a NumPy array in the tensor's shape. `name` is the name of the
-        tensor column; empty means the table's first. bfloat16 is returned as uint16 words. The array is a read-only view of the
-        file, valid until the next call of `ahead`. Raises KeyError if no row or tensor column has that name. Raises ValueError
-        if the row was rejected and has no tensor.
+        tensor column; empty means the table's first. bfloat16 is returned as uint16 words. The array is a read-only view of
+        the file. It is valid until the next call of `ahead`. Raises KeyError if there is no such row or tensor column. Raises
+        ValueError if the row was rejected and has no tensor.
         """
         row, tensor = self._row[key], self._tensors[name or self._first]
         count = int(tensor.nbytes[row]) // tensor.dtype.itemsize
@@ -85,8 +85,8 @@ class ShardReader:
                 raise ValueError(f"{path} {damage}; run the stage again to recompute its rows")
 
     def _map(self, row: int) -> mmap.mmap:
-        """Return the memory map of the shard that holds a row, given by the row's position. At most MAPPED_SHARDS shards stay
-        open.
+        """Return the memory map of the shard with the tensors of a row. `row` is the row's position. At most `MAPPED_SHARDS`
+        shards stay open.
         """
         name = self._shards[self._shard[row]]
         mapped = self._maps.pop(name, None)

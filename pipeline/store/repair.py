@@ -23,9 +23,10 @@ from schemas.table import TableSchema
 
 
 def reconcile(rows: pa.Table, shards: Path, schema: TableSchema) -> pa.Table:
-    """Make a table's index (its rows without tensors) and its shards (Arrow files with the rows and their tensors) agree.
-    `rows` is the index and `shards` the folder of the shards. Return the index without rows whose shard is damaged or missing,
-    and with the rows of shards that it did not know. Damaged shards are deleted. Return `rows` itself if nothing differs.
+    """Make a table's index and its shards agree. `rows` is the index: the rows without tensors. `shards` is the folder of the
+    shards (Arrow files with the rows and their tensors). Rows with a damaged or missing shard are removed from the index, and
+    damaged shards are deleted. Rows of shards that the index did not know are added. Return the new index, or `rows` itself if
+    nothing differs.
     """
     ends = rows.select(["shard"]).append_column("end", tensor_ends(rows, schema))
     known = {row["shard"]: row["end_max"] for row in ends.group_by("shard").aggregate([("end", "max")]).to_pylist()}
@@ -42,9 +43,9 @@ def reconcile(rows: pa.Table, shards: Path, schema: TableSchema) -> pa.Table:
 
 def repack(rows: pa.Table, shards: Path, schema: TableSchema, shard_bytes: int) -> tuple[pa.Table, list[Path]]:
     """Copy the rows of mostly unused shards (Arrow files with tensors) to new shards of about `shard_bytes` bytes. `rows` are
-    all rows of the table's index, and `shards` is the folder of the shards. Return (rows, old shards): all rows with their new
-    locations, and the paths of the shards that are no longer needed. The caller must commit the rows first and then delete the
-    old shards.
+    all rows of the table's index. `shards` is the folder of the shards. Return (rows, old shards). The rows are all rows with
+    their new locations. The old shards are the paths of the shards that are no longer needed. The caller must commit the rows
+    first and then delete the old shards.
 
     While a run is unfinished (`live` is null in some row), a key may have two rows. Copying the older row would make it the
     newer one, so no row is copied then.
@@ -64,8 +65,8 @@ def repack(rows: pa.Table, shards: Path, schema: TableSchema, shard_bytes: int) 
 
 
 def reclaimable_bytes(rows: pa.Table, shards: Path, schema: TableSchema) -> int:
-    """Return how many bytes `repack` would free: the size of the mostly unused shards in the folder `shards`, less the tensors
-    that would be copied from them. `rows` are all rows of the table's index.
+    """Return how many bytes `repack` would free. This is the size of the mostly unused shards, less the tensors that would be
+    copied from them. `rows` are all rows of the table's index. `shards` is the folder of the shards.
     """
     used = _used_bytes(rows, schema)
     return sum(path.stat().st_size - used.get(path.name, 0) for path in _sparse_shards(rows, shards, schema))
@@ -91,8 +92,8 @@ def _all_tensor_bytes(path: Path, schema: TableSchema) -> int:
 
 
 def _newer_rows(rows: pa.Table, unknown: list[Path], schema: TableSchema) -> Iterator[pa.Table]:
-    """Yield the rows of the shards `unknown` that the index should have, one table per shard. A row is taken if its key is not
-    in `rows`, or is there from a shard with a smaller number. `unknown` must be sorted by shard number.
+    """Yield the rows that the index should get from the shards `unknown`, one table per shard. `rows` is the index. A row is
+    yielded if `rows` lacks its key, or has it from a shard with a smaller number. `unknown` must be sorted by shard number.
     """
     key = schema.key[0]
     newest = {name: shard_number(shard) for name, shard in zip(rows[key].to_pylist(), rows["shard"].to_pylist(), strict=True)}
@@ -126,6 +127,6 @@ def _in_shards(rows: pa.Table, names: set[str]) -> pa.ChunkedArray:
 
 
 def _used_bytes(rows: pa.Table, schema: TableSchema) -> dict[str, int]:
-    """Return how many bytes of tensors the rows use in each shard: file name of the shard -> bytes."""
+    """Return how many bytes of tensors the rows use in each shard: file name -> bytes."""
     sizes = rows.select(["shard"]).append_column("bytes", tensor_bytes(rows, schema))
     return {row["shard"]: row["bytes_sum"] for row in sizes.group_by("shard").aggregate([("bytes", "sum")]).to_pylist()}

@@ -61,9 +61,9 @@ def newest_per_key(rows: pa.Table, key: tuple[str, ...]) -> pa.Table:
 
 
 def conform(batch: pa.RecordBatch, schema: TableSchema) -> pa.RecordBatch:
-    """Return a stage's batch, cast to the types of the schema (`schema.batch`: all columns, then the tensors). Raises
-    ValueError if a column is missing, unknown or of another type, if a null is not allowed, or if the length of a tensor does
-    not fit its shape.
+    """Return a stage's batch, cast to the types of the schema. The columns are those of `schema.batch`: all columns, then the
+    tensors. Raises ValueError if a column is missing, unknown or of another type. Raises ValueError if a null is not allowed,
+    or if the length of a tensor does not fit its shape.
     """
     expected = schema.batch
     if batch.schema.names != expected.names:
@@ -80,7 +80,7 @@ def conform(batch: pa.RecordBatch, schema: TableSchema) -> pa.RecordBatch:
 
 
 def _check_shapes(batch: pa.RecordBatch, schema: TableSchema) -> None:
-    """Raise ValueError if a tensor of the batch has another number of values than its shape column says."""
+    """Raise ValueError if the number of a tensor's values does not fit its shape column."""
     for tensor in schema.tensors:
         counts = pc.list_value_length(batch.column(tensor.name)).to_pylist()
         for shape, count in zip(batch.column(tensor.shape).to_pylist(), counts, strict=True):
@@ -89,5 +89,5 @@ def _check_shapes(batch: pa.RecordBatch, schema: TableSchema) -> None:
 
 
 def _without_nullability(kind: pa.DataType) -> str:
-    """Return the name of an Arrow type without "not null", because list items with and without nulls are stored alike."""
+    """Return the name of an Arrow type without "not null". List items with and without nulls are stored alike."""
     return str(kind).replace(" not null", "")

@@ -47,9 +47,9 @@ def next_shard_number(folder: Path) -> int:
 
 
 def write_shard(folder: Path, number: int, rows: pa.Table, schema: TableSchema) -> pa.Table:
-    """Write rows with their tensors to a new shard (an Arrow file with tensors) in `folder`. `rows` have the columns that a
-    stage yields (`schema.batch`), and `number` becomes the start of the file name. Return the rows as they are stored in the
-    index (`schema.stored`): without tensors, but with the shard's name and the position of each tensor.
+    """Write rows with their tensors to a new shard (an Arrow file with tensors) in `folder`. `number` becomes the start of the
+    file name. `rows` have the columns that a stage yields (`schema.batch`). Return the rows as the index stores them
+    (`schema.stored`). They have the shard's name and the position of each tensor, but no tensors.
     """
     path = folder / f"{number:08d}-{secrets.token_hex(4)}.arrow"  # a new name: readers may still have an old file open
     with atomic_write(path) as temporary:
@@ -62,9 +62,9 @@ def write_shard(folder: Path, number: int, rows: pa.Table, schema: TableSchema) 
 
 
 def read_shard_index(path: Path, schema: TableSchema) -> pa.Table:
-    """Return the rows of a shard as they are stored in the index (`schema.stored`): with the position of each tensor in the
-    shard, but without the tensors, which are not read. The table does not keep the file open. Raises ValueError if the file
-    belongs to another table, judged by its columns.
+    """Return the rows of a shard as the index stores them (`schema.stored`). They have the position of each tensor in the
+    shard, but no tensors. The returned table does not keep the file open. Raises ValueError if the file has the columns of
+    another table.
     """
     address, batches = _map_batches(path)
     for batch in batches:
@@ -77,16 +77,16 @@ def read_shard_index(path: Path, schema: TableSchema) -> pa.Table:
 
 
 def read_shard_rows(path: Path, positions: Iterable[int]) -> pa.Table:
-    """Return the rows of a shard at the given positions, counted from 0, with all columns including tensors. The table does
-    not keep the file open.
+    """Return the rows of a shard at `positions`, counted from 0. They have all columns, including tensors. The returned table
+    does not keep the file open.
     """
     _, batches = _map_batches(path)
     return pa.Table.from_batches(batches).take(pa.array(positions, pa.int64()))
 
 
 def shard_damage(path: Path, needed: int) -> str:
-    """Describe the damage of a shard in words, such as "is missing" or "is cut short: ..."; return "" if it is undamaged.
-    `needed` is the least size in bytes that the file must have to hold its rows.
+    """Describe the damage of a shard in words, such as "is missing" or "is cut short: ...". Return "" if it is undamaged.
+    `needed` is the least number of bytes that the file must have to hold its rows.
     """
     try:
         size = path.stat().st_size
@@ -102,22 +102,22 @@ def shard_damage(path: Path, needed: int) -> str:
 
 def tensor_bytes(rows: pa.Table, schema: TableSchema) -> pa.ChunkedArray:
     """Return the size in bytes of all tensors of each row, as an array with one number per row. `rows` are rows of the index
-    (`schema.stored`), which have the position and size of each tensor.
+    (`schema.stored`). They have the position and size of each tensor.
     """
     return functools.reduce(pc.add, (rows[tensor.nbytes] for tensor in schema.tensors))
 
 
 def tensor_ends(rows: pa.Table, schema: TableSchema) -> pa.ChunkedArray:
-    """Return the position in bytes at which the last tensor of each row ends in its shard, as an array with one number per
-    row. `rows` are rows of the index (`schema.stored`), which have the position and size of each tensor.
+    """Return where the last tensor of each row ends in its shard, in bytes, as an array with one number per row. `rows` are
+    rows of the index (`schema.stored`). They have the position and size of each tensor.
     """
     ends = [pc.add(rows[tensor.offset], rows[tensor.nbytes]) for tensor in schema.tensors]
     return ends[0] if len(ends) == 1 else pc.max_element_wise(*ends)
 
 
 def _map_batches(path: Path) -> tuple[int, list[pa.RecordBatch]]:
-    """Map a shard into memory. Return the memory address at which the file begins, and its record batches, whose values are
-    read when they are used.
+    """Map a shard into memory. Return the memory address of the file's first byte, and the shard's record batches. Values are
+    read from disk when they are used.
     """
     with pa.memory_map(str(path)) as file:
         content = file.read_buffer()
@@ -126,8 +126,8 @@ def _map_batches(path: Path) -> tuple[int, list[pa.RecordBatch]]:
 
 
 def _locators(batches: list[pa.RecordBatch], address: int, schema: TableSchema) -> dict[str, np.ndarray]:
-    """Return the positions of all tensors of a mapped shard: tensor name -> int64 array (rows, 2) of offset in the file and
-    length, both in bytes. `address` is the memory address at which the file begins.
+    """Return the positions of all tensors of a mapped shard: tensor name -> int64 array (rows, 2). Each row of the array is
+    offset in the file and length, in bytes. `address` is the memory address of the file's first byte.
     """
     return {tensor.name: _locate(tensor, batches, address) for tensor in schema.tensors}
 

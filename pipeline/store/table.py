@@ -27,8 +27,8 @@ from schemas.table import TableSchema
 
 
 class TableFolder:
-    """The table of one stage and one recipe (hash of the settings and inputs that the rows depend on), for reading. `folder`
-    is the table's own folder, which need not exist yet, and `schema` describes the columns. `Writer` changes a table.
+    """The table of one stage and one recipe, for reading. A recipe is a hash of the settings and inputs that the rows depend
+    on. `folder` is the table's own folder. It need not exist yet. `schema` describes the columns. `Writer` changes a table.
     """
 
     def __init__(self, folder: Path, schema: TableSchema) -> None:
@@ -50,7 +50,7 @@ class TableFolder:
 
     @property
     def exists(self) -> bool:
-        """True if a run has finished this table, that is, if its manifest can be read."""
+        """True if a run has finished this table. Its manifest can then be read."""
         try:
             self.manifest()
         except ValueError:
@@ -85,10 +85,10 @@ class TableFolder:
         return found
 
     def rows(self, version: int | None = None) -> pa.Table:
-        """Return the rows that readers see, without tensors but with the position of each tensor (`schema.stored`). They are
-        those of the last finished run, or of the Lance version `version` if given. Rows of a run that is in progress or was
-        killed are left out. Raises ValueError if no run has finished or the last run's rows are damaged. Raises DamageError if
-        `version` cannot be read.
+        """Return the rows that readers see. They have no tensors, but the position of each tensor (`schema.stored`). If
+        `version` is given, they are the rows of that Lance version; otherwise those of the last finished run. Rows of an
+        unfinished run are left out. Raises ValueError if no run has finished or the last run's rows are damaged. Raises
+        DamageError if `version` cannot be read.
         """
         if version is not None:
             return self._live_rows(self.index.read(version))
@@ -105,15 +105,15 @@ class TableFolder:
         return rows.filter(rows["live"]).select(self.schema.stored.names).cast(self.schema.stored)
 
     def committed(self) -> pa.Table:
-        """Return every committed row, also of a run that has not finished, with the columns of `rows()` and `live`. `live` is
-        True for rows that readers see, False for rows no longer wanted, and null for rows written since the last finished run.
-        If a key has several rows, only the newest is returned.
+        """Return every committed row, with the columns of `rows()` and `live`. Rows of an unfinished run are included. `live`
+        is True for rows that readers see, and False for rows no longer wanted. It is null for rows written since the last
+        finished run. If a key has several rows, only the newest is returned.
         """
         return newest_per_key(self.index.read_newest(), self.schema.key)
 
     def reclaimable_bytes(self) -> int:
-        """Return about how many bytes `Writer.collect` would free by rewriting shards; 0 if the table has no tensors or no run
-        has finished.
+        """Return about how many bytes `Writer.collect` would free by rewriting shards. Return 0 if the table has no tensors or
+        no run has finished.
         """
         rows = self.index.read_newest()
         if not self.exists or not self.schema.tensors or not rows.num_rows:

@@ -36,10 +36,10 @@ COMMITS = 64  # after this many commits the index is rewritten in one: Lance's m
 
 
 class Writer:
-    """The only writer of one table: `with Writer(table, recipe) as writer:` locks the table, repairs what killed writers left,
-    and lets the block change it. `recipe` (settings, code version and weights that the rows depend on) is written to the
-    manifest. Appended rows are committed together once their tensors fill `shard_bytes` bytes, or once `flush_seconds` have
-    passed. Raises ValueError if another process is writing the table.
+    """The only writer of one table, used as `with Writer(table, recipe) as writer:`. It locks the table and repairs what
+    killed writers left. `recipe` holds the settings, code version and weights that the rows depend on. It is written to the
+    manifest. Appended rows are committed once their tensors fill `shard_bytes` bytes, or once `flush_seconds` have passed.
+    Raises ValueError if another process is writing the table.
     """
 
     def __init__(
@@ -86,16 +86,14 @@ class Writer:
 
     @property
     def stored(self) -> pa.Table:
-        """Every committed row, without tensors but with the position of each tensor (`schema.stored`). Rows of killed runs and
-        rows that are no longer wanted are included. If a key has several rows, only the newest is.
+        """All committed rows. They have no tensors, but the position of each tensor (`schema.stored`). Rows of killed runs and
+        rows that are no longer wanted are included. If a key has several rows, only the newest is included.
         """
         return newest_per_key(self._rows, self.schema.key).select(self.schema.stored.names).cast(self.schema.stored)
 
     @property
     def rows_written(self) -> int:
-        """The number of rows that this writer has committed. Rows with the same key count as one, because the last replaces the
-        others.
-        """
+        """The number of rows that this writer has committed. Rows with the same key count as one."""
         return int(newest_per_key(pa.concat_tables(self._written_keys), self.schema.key).num_rows)
 
     def append(self, batch: pa.RecordBatch) -> None:
@@ -134,8 +132,8 @@ class Writer:
 
     def finish(self, wanted: pa.Table | None, facts: dict[str, Any]) -> dict[str, Any]:
         """Publish the table, so that readers see the wanted rows. A row is wanted if some row of `wanted` has equal values in
-        all columns of `wanted`; None wants every row. `facts` are added to the facts in the manifest; a fact of the same name
-        is replaced. Return the manifest.
+        all columns of `wanted`. If `wanted` is None, every row is wanted. `facts` are added to the facts in the manifest. A
+        fact of the same name is replaced. Return the manifest.
 
         Rows that are not wanted are deleted, except in tables with tensors and in tables with `schema.retains_dead_rows`,
         which hide them. The manifest is not rewritten if nothing has changed.
@@ -156,7 +154,7 @@ class Writer:
             return self._publish(facts)
 
     def collect(self) -> int:
-        """Delete the rows that the last finished run did not want, and rewrite shards (Arrow files with tensors) that are
+        """Delete the rows that the last finished run did not want. Also rewrite shards (Arrow files with tensors) that are
         mostly unused. Return how many bytes were freed. Rows of an unfinished run are kept. If no run has finished yet,
         nothing is deleted.
         """
@@ -196,8 +194,8 @@ class Writer:
                 self.table.index.prune(self._published_version())
 
     def _rows_per_commit(self, rows: pa.Table) -> int:
-        """Return how many of the first rows have tensors of at most `shard_bytes` together, but at least 1; all rows if the
-        table has no tensors.
+        """Return how many of the first rows fit into one commit, at least 1. Their tensors take at most `shard_bytes` bytes
+        together. Without tensors, all rows fit.
         """
         if not self.schema.tensors:
             return int(rows.num_rows)
@@ -246,7 +244,7 @@ class Writer:
 
     def _repair(self) -> None:
         """Bring the table into a consistent state after a kill, a power cut or an update of this program. Folders and columns
-        get the names of today, unreadable versions of the index are deleted, and index and shards are made to agree.
+        get the names of today. Unreadable versions of the index are deleted. Index and shards are made to agree.
         """
         self._rename_old_folders()
         self._version, rows = self.table.index.recover()
