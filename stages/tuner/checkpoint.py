@@ -44,8 +44,8 @@ SAFETENSORS_DTYPES = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk: the step after which it was written, its folder, and `state`, the parsed content of its file
-    state.json.
+    """A checkpoint on disk. `step` is the step after which it was written, and `folder` is its folder. `state` is the parsed
+    content of its file `state.json`.
     """
 
     step: int
@@ -53,8 +53,8 @@ class Checkpoint:
     state: Mapping[str, Any]
 
     def intact(self, *names: str) -> bool:
-        """Return True if the named files of the checkpoint, such as "adapter.safetensors", exist and have the size and sha256
-        that state.json records.
+        """Return True if the named files of the checkpoint are undamaged. A name is, for example, "adapter.safetensors". Each
+        file must have the size and sha256 recorded in `state.json`.
         """
         return all(self._intact(name) for name in names)
 
@@ -71,13 +71,13 @@ class Checkpoint:
         return dict(loaded)
 
     def rows(self) -> pa.Table:
-        """Read the rows that the run produced since the previous checkpoint (one row per sample of a step), as a table."""
+        """Read the rows that the run produced since the previous checkpoint, as a table. One row is one sample of a step."""
         with pa.ipc.open_file(pa.BufferReader((self.folder / ROWS).read_bytes())) as file:
             return file.read_all()
 
 
 def find_checkpoints(artifacts: Path) -> list[Checkpoint]:
-    """Return the checkpoints below the folder `artifacts` of a run, newest first. A checkpoint counts if its state.json can be
+    """Return the checkpoints below the folder `artifacts` of a run, newest first. A checkpoint counts if its `state.json` can be
     read. Its other files are not read: call `Checkpoint.intact` to check them.
     """
     found = []
@@ -98,10 +98,10 @@ def save(
     facts: Mapping[str, Any],
     averaged: Arrays | None = None,
 ) -> Checkpoint:
-    """Write a checkpoint of `step` and return it. `adapter`, `optimizer` (its state) and `averaged` (the adapter's average over
-    the steps; None if there is none) are arrays by name. `rows` are the rows since the previous checkpoint. `metadata` goes into
-    the headers of adapter files, and `facts` are further entries of state.json. `write_artifact(name, write)` creates a file by
-    calling write(path). ValueError if a value is not finite.
+    """Write a checkpoint of `step` and return it. `write_artifact(name, write)` creates a file by calling `write(path)`.
+    `adapter` and `optimizer` (its state) are arrays by name. `rows` are the rows since the previous checkpoint. `metadata` goes
+    into the headers of adapter files. `facts` are further entries of `state.json`. `averaged` is the average of the adapter over
+    the steps, or None. Raises ValueError if a value is not finite.
     """
     inside = f"{FOLDER}/step-{step:06d}"
     header = {**metadata, "step": str(step)}
@@ -120,10 +120,12 @@ def save(
 
 
 def publish(write_artifact: WriteArtifact, final: Checkpoint, best: Checkpoint | None = None) -> None:
-    """Copy the adapter of the checkpoint `final`, and its average if there is one, to the top of the artifacts folder: the result
-    of the run. `best` is the checkpoint with the lowest validation loss, and its adapter becomes adapter_best.safetensors; None
-    if nothing was measured. `write_artifact(name, write)` creates a file by calling write(path). adapter.safetensors is written
-    last: if it exists, the result is complete.
+    """Copy the adapter of the checkpoint `final` to the top of the artifacts folder, as the result of the run. If there is an
+    average of the adapter, it is copied too. `write_artifact(name, write)` creates a file by calling `write(path)`. `best` is the
+    checkpoint with the lowest validation loss. Its adapter becomes `adapter_best.safetensors`. If nothing was measured, `best` is
+    None.
+
+    `adapter.safetensors` is written last: if it exists, the result is complete.
     """
     if best:
         write_artifact(BEST, functools.partial(_copy, best.folder / ADAPTER))
@@ -133,8 +135,8 @@ def publish(write_artifact: WriteArtifact, final: Checkpoint, best: Checkpoint |
 
 
 def published_step(artifacts: Path) -> int | None:
-    """Return the step of the adapter at the top of the folder `artifacts`, which is the result of a run. The step is read from
-    the header of adapter.safetensors. None if there is no such file or the header cannot be read.
+    """Return the step of the adapter at the top of the folder `artifacts`, which must be the folder of a run. The step is read
+    from the header of `adapter.safetensors`. If the file is missing or its header cannot be read, the result is None.
     """
     try:
         with (artifacts / ADAPTER).open("rb") as file:
@@ -146,9 +148,9 @@ def published_step(artifacts: Path) -> int | None:
 
 
 def is_published(artifacts: Path, step: int, best: int | None = None) -> bool:
-    """Return True if the adapters at the top of the folder `artifacts` are the result of step `step`. adapter_best.safetensors
-    must be the adapter of the step `best`; None: it is not checked. The sizes of the files must be those in the checkpoints of
-    these steps; a file without a checkpoint is not checked.
+    """Return True if the adapters at the top of the folder `artifacts` are the result of step `step`. If `best` is given,
+    `adapter_best.safetensors` must also be the adapter of step `best`. The files must have the same sizes as in the checkpoints
+    of these steps. If such a checkpoint is missing, the size is not checked.
     """
     recorded: dict[int | None, Mapping[str, Any]] = {saved.step: saved.state["files"] for saved in find_checkpoints(artifacts)}
     for name, source_step, source_name in ((ADAPTER, step, ADAPTER), (EMA, step, EMA), (BEST, best, ADAPTER)):
@@ -159,9 +161,8 @@ def is_published(artifacts: Path, step: int, best: int | None = None) -> bool:
 
 
 def prune(artifacts: Path, step: int, last: int) -> None:
-    """Delete the optimizer states of old checkpoints below the folder `artifacts`. Of the checkpoints up to `step`, only the
-    newest `last` keep their optimizer state, and at least one does. Adapters are never deleted, and checkpoints after `step`,
-    which belong to a longer run, do not change.
+    """Delete the optimizer states of old checkpoints below the folder `artifacts`. Only checkpoints up to `step` are considered.
+    The newest `last` of them keep their optimizer state, and at least one does. Adapters are never deleted.
     """
     for saved in [saved for saved in find_checkpoints(artifacts) if saved.step <= step][max(last, 1) :]:
         (saved.folder / OPTIMIZER).unlink(missing_ok=True)
@@ -169,7 +170,7 @@ def prune(artifacts: Path, step: int, last: int) -> None:
 
 def write_arrays(path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
     """Write the arrays to the safetensors file `path`, sorted by name, with `metadata` in the header. Equal content gives equal
-    bytes. ValueError if a value is not finite.
+    bytes. Raises ValueError if a value is not finite.
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0

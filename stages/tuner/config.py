@@ -20,8 +20,8 @@ from stages.tuner.schedule import Schedule, Shape
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The settings [train.optimizer]. A number that is unset (None) takes the default of the chosen method. ValueError for a
-    number that the method does not have or that is out of range.
+    """The settings [train.optimizer]. If a number is not set, the chosen method's default applies. Raises ValueError if a number
+    is out of range or the method does not have it.
     """
 
     kind: MethodName = setting(  # noqa: RUF009
@@ -39,8 +39,8 @@ class OptimizerConfig:
         self.method()
 
     def method(self) -> Method:
-        """Build the optimizer of kind `kind` with the numbers that are set. ValueError for a number that this kind does not have
-        or that is out of range.
+        """Build the optimizer of kind `kind` with the numbers that are set. Raises ValueError if a number is out of range or this
+        kind does not have it.
         """
         numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "kind"}
         return make_optimizer(self.kind, **{name: value for name, value in numbers.items() if value is not None})
@@ -48,8 +48,8 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The settings [train.schedule]: the learning rate over the steps. The rate of a step does not depend on [train] steps, so a
-    run can be made longer later.
+    """The settings [train.schedule]: the learning rate over the steps. The rate of a step does not depend on [train] `steps`. So
+    a run can be made longer later.
     """
 
     shape: Shape = setting("constant", "after the warm-up: constant, or down to the floor")  # noqa: RUF009
@@ -176,14 +176,15 @@ class TrainingConfig:
     @property
     def measured_at_once(self) -> int:
         """The number of held-out samples that a measurement computes together. It depends on the settings alone, not on free
-        memory, because it changes the last bits of a loss and so possibly the choice of the best checkpoint. It is 1 with
-        micro_batch = "auto".
+        memory. With micro_batch = "auto" it is 1.
+
+        The number changes the last bits of a loss, and so possibly the choice of the best checkpoint.
         """
         return 1 if self.micro_batch == "auto" else min(self.batch_size, self.micro_batch or self.batch_size)
 
 
 def longest_first(patterns: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return `patterns` sorted by length, the longest pattern first, and by name among patterns of equal length. The first
-    pattern that matches a name then applies. None gives an empty dict.
+    """Return `patterns` sorted by length, the longest pattern first. Patterns of equal length are sorted by name. The first
+    pattern that matches a name then applies. If `patterns` is None, the result is an empty dict.
     """
     return dict(sorted((patterns or {}).items(), key=lambda item: (-len(item[0]), item[0])))

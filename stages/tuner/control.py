@@ -25,9 +25,9 @@ POLL_SECONDS = 0.2  # between two checks whether the file `pause` exists
 
 @dataclass
 class Control:
-    """A watcher for requests to stop, pause or save a running training: control files in `ctx.artifacts`, interrupts, and the
-    limits stop_after_steps and stop_after_minutes of `config`. A file `stop` that exists when the object is created is deleted
-    without effect. `clock()` returns seconds and `sleep(seconds)` waits; tests replace them.
+    """A watcher for requests to stop, pause or save a running training. Requests are control files in `ctx.artifacts`,
+    interrupts, and the limits `stop_after_steps` and `stop_after_minutes` of `config`. If a file `stop` exists when the object is
+    created, it is deleted without effect. `clock()` returns seconds and `sleep(seconds)` waits. Tests replace both.
     """
 
     ctx: TrainingContext
@@ -59,14 +59,14 @@ class Control:
             self._end(f"stopped after {minutes:.1f} minutes, as [train] stop_after_minutes says")
 
     def wants_checkpoint(self) -> bool:
-        """Return True if a checkpoint is due after this step: the run ends early, it is about to pause, or the file `checkpoint`
-        exists. The file is deleted.
+        """Return True if a checkpoint is due after this step. It is due if the run ends early, if it is about to pause, or if the
+        file `checkpoint` exists. The file `checkpoint` is deleted.
         """
         return self._take(CHECKPOINT) or self.ending or self.pausing
 
     def stop_requested(self) -> bool:
-        """Return True if the run must end before its last step: after an interrupt, because the file `stop` exists (it is
-        deleted), or because a limit was reached earlier.
+        """Return True if the run must end before its last step. The reason is an interrupt, the file `stop`, or a limit that was
+        reached earlier. The file `stop` is deleted.
         """
         if self.ctx.stop():
             self.ending = True

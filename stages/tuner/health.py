@@ -19,16 +19,18 @@ RATIOS = (1e-7, 0.1)
 
 
 def checks_update(step: int) -> bool:
-    """Return True if the length of the optimizer's update is checked after this step: step 1, step 10 and every 100th."""
+    """Return True if the size of the adapter's update is checked after this step. It is checked after step 1, step 10 and every
+    100th step.
+    """
     return step % RATIO_EVERY == 0 or step in (1, MOVED_BY)
 
 
 def check_health(
     say: Callable[[str], None], config: TrainingConfig, training: TrainingStep, step: int, skipped: int, result: StepResult
 ) -> None:
-    """Check the `result` of a training step and print warnings with `say`. `skipped` is the number of consecutive steps, up to
-    and with this one, without a finite loss and gradient. ValueError, with a remedy, if training cannot go on: the adapter became
-    infinite, 3 steps in a row were skipped, or the adapter has not changed after 10 steps.
+    """Check the `result` of training step `step` and print warnings with `say`. `skipped` is the number of consecutive steps,
+    including this one, without a finite loss and gradient. Raises ValueError with a remedy if training cannot go on. This is so
+    if the adapter became infinite, if 3 steps in a row were skipped, or if the adapter is unchanged after 10 steps.
     """
     lr = config.lr
     if not result.bounded:
@@ -50,8 +52,8 @@ def check_health(
 
 
 def _check_moved(say: Callable[[str], None], lr: float, training: TrainingStep, step: int) -> None:
-    """Print the Linears whose adapter has not changed since the start, which no gradient reaches. ValueError if no adapter has
-    changed. `step` and the learning rate `lr` are for the messages.
+    """Print the names of the Linears whose adapter is still as it was at the start. No gradient reaches these Linears. Raises
+    ValueError if no adapter has changed. `step` and the learning rate `lr` are only used in the messages.
     """
     still = unmoved_linears(training)
     if not still:
@@ -63,8 +65,8 @@ def _check_moved(say: Callable[[str], None], lr: float, training: TrainingStep, 
 
 
 def unmoved_linears(training: TrainingStep) -> list[str]:
-    """Return the names of the Linears whose adapter still has no effect: the arrays that started at zero (LoRA's B, LoKr's w2)
-    are still zero.
+    """Return the names of the Linears whose adapter still has no effect. An adapter has no effect while one of its two factors is
+    zero. That factor is `B` for LoRA and `w2` for LoKr.
     """
     adapter = training.adapter
     names = [target.name for target in training.targets]

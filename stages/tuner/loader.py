@@ -11,8 +11,8 @@ from stages.tuner.task import M, S, Task
 
 
 class Loader(Generic[S, M]):
-    """A data loader that yields (step, batches, seconds) for each step of `steps`. `batches` are the batches of samples that the
-    step trains on, in host memory; `seconds` is how long the caller waited for them. A background thread reads one step ahead.
+    """A data loader. For each step of `steps`, it yields (step, batches, seconds). `batches` are the step's batches of samples,
+    in host memory. `seconds` is how long the caller waited for them. A background thread reads one step ahead.
     """
 
     def __init__(self, task: Task[S, M], steps: range) -> None:

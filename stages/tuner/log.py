@@ -13,7 +13,7 @@ from stages.tuner.task import Task, TrainingContext
 
 
 def warn(say: Callable[[str], None], task: Task[Any, Any]) -> None:
-    """Print a line, with `say`, for each setting of the task that is valid but rarely intended."""
+    """Print warnings with `say`. There is one line for each setting of the task that is valid but rarely intended."""
     for line in task.warnings():
         say(line)
     if task.config.precision == "bfloat16" and mx.default_device() == mx.cpu:
@@ -36,8 +36,9 @@ def schedule_warnings(config: TrainingConfig) -> Iterator[str]:
 
 
 def announce(ctx: TrainingContext, task: Task[Any, Any], training: TrainingStep, steps: range) -> None:
-    """Print what the run is about to do: where control files go, variant, rank and size of the adapter, the steps, and the task's
-    description. `steps` are the steps to do; it is empty if only a measurement on held-out samples is left.
+    """Print what the run is about to do. The lines name the folder of control files, the adapter's variant, rank and size, the
+    steps, and the task's description. `steps` are the steps to do. If only a measurement on held-out samples is left, `steps` is
+    empty.
     """
     values = sum(value.size for value in training.adapter.values())
     ranks = sorted({target.rank for target in training.targets})

@@ -34,9 +34,11 @@ from stages.tuner.validation import TRAIN, VALIDATION, Validation
 
 def train(ctx: TrainingContext, task: Task[Any, Any], control: Control) -> Iterator[pa.RecordBatch]:
     """Train from the newest usable checkpoint to the last step and publish the adapter. Yields the rows of the run's table as
-    record batches, step by step. `ctx` gives the run's folder and stored rows, `task` the data, the model and the loss. `control`
-    holds requests such as stop and pause; if a request ends the run early, a checkpoint is written first. Nothing is done if
-    every row is stored and the result is published. ValueError, in one line, if the run cannot continue.
+    record batches, step by step. `ctx` gives the run's folder and stored rows. `task` gives the data, the model and the loss.
+    `control` holds requests such as stop and pause. Raises ValueError if the run cannot continue.
+
+    If a request ends the run early, a checkpoint is written first. If every row is stored and the result is published, nothing is
+    done.
     """
     validation = validation_of(task)
     validation.add_table(ctx.stored)
@@ -49,8 +51,8 @@ def train(ctx: TrainingContext, task: Task[Any, Any], control: Control) -> Itera
 
 
 def last_step(task: Task[Any, Any], stored: pa.Table) -> int:
-    """Return the number of the run's last step. This is [train] steps, or less if the measurements in the rows `stored` ended the
-    run early (early stopping).
+    """Return the number of the run's last step. Usually this is [train] `steps`. It is smaller if early stopping ended the run.
+    `stored` holds the rows with the measurements.
     """
     validation = validation_of(task)
     validation.add_table(stored)
@@ -58,8 +60,8 @@ def last_step(task: Task[Any, Any], stored: pa.Table) -> int:
 
 
 def validation_of(task: Task[Any, Any]) -> Validation:
-    """Create the `Validation` of a run, which decides when held-out samples are measured and when the run ends early. It has no
-    measurements yet.
+    """Create the `Validation` of a run, without measurements. It decides when held-out samples are measured and when the run ends
+    early.
     """
     held_out = task.held_out
     return Validation(task.config.validation if held_out else None, held_out.count if held_out else 0, task.config.steps)
@@ -67,8 +69,8 @@ def validation_of(task: Task[Any, Any]) -> Validation:
 
 def load_training(task: Task[Any, Any], start: Checkpoint | None, plan: MemoryPlan | None = None) -> TrainingStep:
     """Load the model and build the training step for `task`. The adapter and the optimizer's state come from the checkpoint
-    `start`; if `start` is None, training begins at step 0. `plan` is the memory plan; None computes every step as one graph,
-    without a memory limit. ValueError, before the model is loaded, if the adapter of [train] initial does not fit the model.
+    `start`. If `start` is None, training begins at step 0. `plan` is the memory plan. If `plan` is None, every step is computed
+    as one graph, without a memory limit. Raises ValueError if the adapter of [train] `initial` does not fit the model.
     """
     initial = None if start else task.initial_adapter()
     model = task.load_model()
@@ -82,8 +84,8 @@ def load_training(task: Task[Any, Any], start: Checkpoint | None, plan: MemoryPl
 
 
 class TrainingRun:
-    """One run of the training loop, from the point `start` to the last step. `start` is a checkpoint (or step 0) with the rows
-    that are not stored yet. Call `go` to run the loop.
+    """One run of the training loop, from the point `start` to the last step. `start` holds a checkpoint (or none, at step 0) and
+    the rows that are not stored yet. Call `go` to run the loop.
     """
 
     def __init__(self, ctx: TrainingContext, task: Task[Any, Any], control: Control, start: Start) -> None:
@@ -131,7 +133,7 @@ class TrainingRun:
 
     @property
     def steps(self) -> range:
-        """The numbers of the steps that remain, from the step after the start to [train] steps."""
+        """The numbers of the steps that remain, from the step after the start to [train] `steps`."""
         return range(self.start.step + 1, self.task.config.steps + 1)
 
     def take_steps(self) -> Iterator[pa.RecordBatch]:
@@ -160,9 +162,9 @@ class TrainingRun:
                 return
 
     def compute(self, batches: Sequence[MicroBatch], lr: float, ratio: bool) -> StepResult:
-        """Take one optimizer step with `batches`, all samples of the step, at learning rate `lr`. If `ratio` is true, the result
-        also holds the length of the update relative to the adapter. With micro_batch = "auto", the step's peak memory decides the
-        size of the next step's micro-batches.
+        """Take one optimizer step. `batches` hold all samples of the step, and `lr` is the learning rate. If `ratio` is true, the
+        result also holds the length of the update relative to the adapter. With micro_batch = "auto", the step's peak memory
+        decides the size of the next step's micro-batches.
         """
         training = self.training
         if training.max_tokens is None:
@@ -183,8 +185,9 @@ class TrainingRun:
         return max(self.earlier_peak, mx.get_peak_memory())
 
     def step_rows(self, batches: Sequence[MicroBatch], result: StepResult, shared: Row) -> list[Row]:
-        """Return the table rows of one step, one per sample, and add them to `unsaved` for the next checkpoint. `batches` and
-        `result` are the step's samples and losses. `shared` maps columns to values that all samples of the step have in common.
+        """Return the table rows of one step, one per sample. The rows are also added to `unsaved` for the next checkpoint.
+        `batches` are the step's samples, and `result` holds their losses. `shared` maps each common column to its value for all
+        samples.
         """
         samples = [sample for batch in batches for sample in batch.samples]
         rows = sample_rows(self.task, samples, {"loss": result.losses, **result.terms}, shared | {"split": TRAIN})
@@ -192,8 +195,8 @@ class TrainingRun:
         return rows
 
     def first_measurement(self) -> list[Row]:
-        """Measure the held-out samples before the first step and return the rows. For a resumed run, repeat the measurement that
-        was interrupted; return an empty list if there was none.
+        """Measure the held-out samples before the first step and return the rows. If a resumed run was interrupted during a
+        measurement, repeat that measurement. If there is nothing to measure, the list is empty.
         """
         if not self.start.checkpoint:
             return self.measure({"step": 0, "lr": 0.0, "grad_norm": 0.0, "peak_bytes": self.peak})
@@ -203,8 +206,9 @@ class TrainingRun:
         return self.measure({name: trained[name] for name in ("step", "lr", "grad_norm", "peak_bytes")})
 
     def measure(self, shared: Row) -> list[Row]:
-        """Measure the held-out samples if a measurement is due, and return one row per sample. The list is empty if none is due
-        or if a stop interrupts the measurement. `shared` holds the columns step, lr, grad_norm and peak_bytes for all these rows.
+        """If a measurement is due, measure the held-out samples and return one row per sample. If none is due or a stop
+        interrupts it, the list is empty. `shared` holds the columns `step`, `lr`, `grad_norm` and `peak_bytes` for all these
+        rows.
         """
         held_out, step = self.task.held_out, shared["step"]
         if held_out is None or not self.validation.is_due(step):
@@ -250,8 +254,8 @@ class TrainingRun:
             self.publish(saved)
 
     def publish(self, final: Checkpoint) -> None:
-        """Publish the adapter of the last checkpoint `final` as the run's result, together with the adapter of the step with the
-        lowest validation loss.
+        """Publish the adapter of the last checkpoint `final` as the run's result. The adapter of the step with the lowest
+        validation loss is published too.
         """
         if self.task.config.validation and final.step < self.task.config.steps:
             patience = self.task.config.validation.patience

@@ -26,10 +26,10 @@ AHEAD = 0.5  # share of one block's working memory that work started ahead may u
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a run computes its steps within its memory. `plan` is "whole", "blocks", or the number of last blocks that keep their
-    activations until the backward pass (the others are computed twice). `max_tokens` bounds the tokens of a micro-batch (samples
-    computed at once); None: the settings fix its size. `limit` is the bytes that training may take. While more than `live_bytes`
-    bytes are in use, the next block waits for the device.
+    """How a run computes its steps within its memory. `plan` is "whole", "blocks" or a number n. "whole": all blocks keep their
+    activations until the backward pass. A number n: the last n blocks keep theirs, and all others are computed twice.
+    `max_tokens` is the most tokens of a micro-batch (samples computed at once), or None. `limit` is the bytes that training may
+    take. While more than `live_bytes` bytes are in use, the next block waits for the device.
     """
 
     plan: Plan
@@ -40,9 +40,9 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A possible way to compute the largest batch: `samples` per micro-batch (samples computed at once), `plan`, and `estimate`,
-    the memory estimate of such a micro-batch. `plan` is "whole", "blocks", or the number of last blocks that keep their
-    activations until the backward pass (the others are computed twice).
+    """A possible way to compute the largest batch of a run. `samples` is the number of samples computed at once (a micro-batch).
+    `plan` is "whole", "blocks" or the number of last blocks that keep their activations. `estimate` is the memory estimate of
+    such a micro-batch.
     """
 
     samples: int
@@ -62,11 +62,12 @@ def best_candidate(
     limit: int,
     begun: Plan | None = None,
 ) -> Candidate:
-    """Choose how to compute the largest batch of a run, which has `batch_size` samples: the micro-batch size (samples computed at
-    once) and the plan (how many blocks keep their activations). Settings of `config` are obeyed; "auto" means the fastest choice
-    that needs at most `limit` bytes. `estimate(samples)` returns the memory estimate of a micro-batch of so many samples. `begun`
-    is the plan of a resumed run, which is kept if it fits; None for a new run. If nothing fits, the choice that needs least is
-    returned.
+    """Choose how to compute the largest batch of a run: the micro-batch size (samples computed at once) and the plan. The plan
+    says how many blocks keep their activations. Settings of `config` are obeyed. "auto" means the fastest choice that needs at
+    most `limit` bytes. `batch_size` is the number of samples of the largest batch. `estimate(samples)` returns the memory
+    estimate of a micro-batch of that size. `begun` is the plan of a resumed run, or None. It is kept if it fits.
+
+    If nothing fits, the choice that needs least memory is returned.
     """
     samples = min(config.micro_batch, batch_size) if isinstance(config.micro_batch, int) else batch_size
     if config.micro_batch == "auto":
@@ -80,10 +81,10 @@ def best_candidate(
 
 
 def fastest_plan(estimate: Estimate, limit: int) -> Plan:
-    """Return the fastest plan that needs at most `limit` bytes. A plan is faster if more of the last blocks keep their
-    activations until the backward pass, because the other blocks are computed twice. "whole" means that all blocks keep them, and
-    a number means so many. "blocks", which needs least memory, is returned if only one block can keep them or if nothing fits.
-    `estimate` is the memory estimate of a micro-batch.
+    """Return the fastest plan that needs at most `limit` bytes. `estimate` is the memory estimate of a micro-batch. "whole" is
+    fastest: all blocks keep their activations until the backward pass. A number means that only so many of the last blocks keep
+    them. The other blocks are computed twice, which takes longer. "blocks" needs least memory, and is returned if nothing else
+    fits.
     """
     blocks = estimate.blocks
     fits = [n for n in range(1, blocks + 1) if estimate.peak(n) <= limit]
@@ -91,8 +92,9 @@ def fastest_plan(estimate: Estimate, limit: int) -> Plan:
 
 
 def live_bytes_limit(estimate: Estimate, plan: Plan, limit: int) -> int:
-    """Return how many bytes may be in use before the next block waits for the device. `estimate` is the memory estimate of the
-    largest micro-batch, `plan` the chosen plan, and `limit` the bytes that training may take. The result never exceeds `limit`.
+    """Return how many bytes may be in use before the next block waits for the device. The result never exceeds `limit`.
+    `estimate` is the memory estimate of the largest micro-batch. `plan` is the chosen plan. `limit` is the bytes that training
+    may take.
 
     Unpacked weights are not part of the allowance for working ahead, because they are freed within a block.
     """
@@ -103,9 +105,10 @@ def live_bytes_limit(estimate: Estimate, plan: Plan, limit: int) -> int:
 def plan_run(
     config: TrainingConfig, candidate: Candidate, tokens: int, limit: int, start: Checkpoint | None, say: Callable[[str], None]
 ) -> MemoryPlan:
-    """Return the memory plan of a run and print it with `say`. `candidate` is the chosen micro-batch size and plan, `tokens` the
-    tokens of one sample of the largest batch, and `limit` the bytes that training may take. `start` is the checkpoint to resume
-    from (None: a new run). A resumed run keeps its micro-batch size, and the user is told if its plan changes.
+    """Return the memory plan of a run and print it with `say`. `candidate` is the chosen micro-batch size and plan. `tokens` is
+    the number of tokens of one sample of the largest batch. `limit` is the bytes that training may take. `start` is the
+    checkpoint to resume from, or None for a new run. A resumed run keeps its micro-batch size. If its plan changes, the user is
+    told.
     """
     state = start.state if start else {}
     begun, plan = state.get("plan"), candidate.plan
@@ -119,18 +122,18 @@ def plan_run(
 
 
 def saved_max_tokens(state: Any) -> int | None:
-    """Return the most tokens of a micro-batch that a checkpoint records in `state`, the content of its state.json. None if the
-    run had no such limit.
+    """Return the most tokens of a micro-batch that a checkpoint records. `state` is the content of its `state.json`. If the run
+    had no such limit, the result is None.
     """
     found: int | None = state.get("max_tokens", state.get("piece"))  # "piece": its name until 0.1
     return found
 
 
 def adjust_max_tokens(max_tokens: int, used: int, held: int, peak: int, limit: int) -> int:
-    """Return the most tokens per micro-batch (samples computed at once) for the next step, given the memory of the last one. The
-    result is half of `used` if `peak` is above `limit`, at least twice `used` if twice as many tokens surely fit, and otherwise
-    `max_tokens`, the present value. `used` is the tokens of the step's largest micro-batch. `held` (in use between steps), `peak`
-    and `limit` are bytes.
+    """Return the most tokens per micro-batch for the next step, given the memory of the last step. If `peak` is above `limit`,
+    the result is half of `used`. If twice as many tokens surely fit, the result is at least twice `used`. Otherwise it is the
+    present value `max_tokens`. `used` is the number of tokens of the step's largest micro-batch. `held` is the bytes in use
+    between steps. `peak` and `limit` are bytes too.
     """
     if peak > limit:
         return max(1, used // 2)
@@ -139,9 +142,7 @@ def adjust_max_tokens(max_tokens: int, used: int, held: int, peak: int, limit: i
 
 
 def describe_plan(plan: Plan, blocks: int) -> str:
-    """Return a plan as text for the user: "whole", "blocks", or the number of last blocks (of `blocks` in all) that are not
-    computed twice.
-    """
+    """Return a plan as text for the user. The text says which blocks are computed twice. `blocks` is the number of all blocks."""
     return plan if isinstance(plan, str) else f"{plan} (the last {plan} of {blocks} blocks are not computed twice)"
 
 
@@ -150,8 +151,8 @@ def describe_plan(plan: Plan, blocks: int) -> str:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A suggestion if training does not fit in memory: `settings` of [train] to change (name -> new value), the `plan` of a run
-    with these settings, and `needs`, its estimated peak memory in bytes.
+    """A suggestion for training that does not fit in memory. `settings` are the settings of [train] to change (name -> new
+    value). `plan` is the plan of a run with these settings. `needs` is its estimated peak memory in bytes.
     """
 
     settings: dict[str, Any]
@@ -169,8 +170,8 @@ class Remedy:
 
 def cheaper_settings(config: TrainingConfig, samples: int) -> Iterator[dict[str, Any]]:
     """Yield changes to the settings of [train] that reduce memory, each as {name: new value}. They are meant to be made one after
-    another: first those that only cost time, then those that cost quality. `samples` is the number of samples of the largest
-    batch; with more than one, smaller micro-batches are suggested.
+    another. Changes that only cost time come first. Changes that cost quality follow. `samples` is the number of samples of the
+    largest batch. If it is more than one, smaller micro-batches are suggested.
     """
     if config.memory not in ("auto", "blocks"):
         yield {"memory": "blocks"}

@@ -19,8 +19,8 @@ from stages.tuner import draws
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of training rows. `epoch` is the epoch that the batch belongs to, counted from 0; `rows` are indices into the list
-    of all training rows.
+    """A batch of training rows. `epoch` is the epoch of the batch, counted from 0. `rows` are indices into the list of all
+    training rows.
     """
 
     epoch: int
@@ -28,12 +28,12 @@ class Batch:
 
 
 def occurrences(rates: Sequence[float], seed: int, epoch: int) -> list[int]:
-    """Return how often each row occurs in one epoch, as a list with one count per row. `rates` has the average number of
-    occurrences per epoch of each row: 2 means twice in every epoch, 1/3 means once in three epochs. `epoch` is counted from 0.
-    Equal arguments give equal counts.
+    """Return how often each row occurs in one epoch, as a list with one count per row. `rates` has each row's average number of
+    occurrences per epoch: 2 is twice in every epoch, 1/3 is once in three epochs. `epoch` is counted from 0. Equal arguments give
+    equal counts.
 
-    Rows with the same fractional rate take turns, so that each row occurs evenly over the epochs. All epochs have the same number
-    of them, give or take one.
+    Rows with the same fractional rate take turns. So each row occurs evenly over the epochs, and epochs differ by at most one
+    row.
     """
     counts = [0] * len(rates)
     rows_of_rate: dict[float, list[int]] = {}
@@ -50,9 +50,9 @@ def occurrences(rates: Sequence[float], seed: int, epoch: int) -> list[int]:
 def epoch_batches(
     shapes: Sequence[Hashable], batch_size: int, seed: int, epoch: int, rates: Sequence[float] | None = None
 ) -> list[Batch]:
-    """Return the batches of one epoch (counted from 0) in shuffled order. All rows of a batch have the same shape, and a batch
-    has at most `batch_size` rows. `shapes` has the shape of each training row. `rates` has the average number of occurrences per
-    epoch of each row; None means 1 for every row.
+    """Return the batches of one epoch in shuffled order. All rows of a batch have the same shape. `shapes` has the shape of each
+    training row. `batch_size` is the most rows of a batch. `epoch` is counted from 0. `rates` has each row's average number of
+    occurrences per epoch. If `rates` is None, every row occurs once.
     """
     times = occurrences(rates, seed, epoch) if rates is not None else [1] * len(shapes)
     buckets: dict[Hashable, list[int]] = {}
@@ -67,8 +67,8 @@ def epoch_batches(
 
 
 class Order:
-    """The order in which a run trains on its rows. It gives the batches of any step directly, without drawing earlier steps, and
-    it depends only on the arguments of the constructor. A run may have any number of steps.
+    """The order in which a run trains on its rows. It depends only on the arguments of the constructor. The batches of any step
+    are computed directly, without drawing earlier steps. A run may have any number of steps.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class Order:
         accumulate: int = 1,
         rates: Sequence[float] | None = None,
     ) -> None:
-        """Prepare the order. `shapes` has the shape of each training row; rows of one batch have equal shapes. `batch_size` is
-        the largest number of rows in a batch, `accumulate` the number of batches in a step, and `seed` determines the shuffling.
-        `rates` has the average number of occurrences per epoch of each row; None means 1 for every row.
+        """Prepare the order. `shapes` has the shape of each training row. All rows of a batch have equal shapes. `batch_size` is
+        the most rows of a batch. `seed` determines the shuffling. `accumulate` is the number of batches in a step. `rates` has
+        each row's average number of occurrences per epoch. If `rates` is None, every row occurs once.
         """
         assert shapes, "there are no training rows"
         assert rates is None or (len(rates) == len(shapes) and min(rates) >= 0 and max(rates) > 0), rates
@@ -105,16 +105,13 @@ class Order:
         return self._epoch(epoch)[number - (self._ends[epoch - 1] if epoch else 0)]
 
     def step(self, step: int) -> list[Batch]:
-        """Return the batches of one step, `accumulate` of them. Steps are counted from 1."""
+        """Return the batches of one step. There are `accumulate` of them. Steps are counted from 1."""
         first = (step - 1) * self.accumulate
         return [self.batch_at(first + n) for n in range(self.accumulate)]
 
 
 def _batch_count(shapes: Sequence[Hashable], batch_size: int, seed: int, epoch: int, rates: Sequence[float] | None) -> int:
-    """Return the number of batches of one epoch (counted from 0), without drawing their order. `shapes` has the shape of each
-    training row, and a batch has at most `batch_size` rows. `rates` has the average number of occurrences per epoch of each row;
-    None means 1 for every row.
-    """
+    """Return the number of batches of one epoch, without drawing their order. The arguments are those of `epoch_batches`."""
     times = occurrences(rates, seed, epoch) if rates is not None else [1] * len(shapes)
     rows: Counter[Hashable] = Counter()
     for shape, count in zip(shapes, times, strict=True):

@@ -16,8 +16,8 @@ from stages.tuner.validation import TRAIN
 
 @dataclass(frozen=True)
 class ReplayedSample:
-    """One sample of a replayed training step: its index `number` in the step, the task's sample, its `loss` computed now, and
-    `logged`, the loss in the table of the original run (None if the table has no such row).
+    """One sample of a replayed training step. `number` is its index in the step, and `sample` is the task's sample. `loss` is the
+    loss computed now. `logged` is the loss in the table of the original run, or None if the table has no such row.
     """
 
     number: int
@@ -27,9 +27,9 @@ class ReplayedSample:
 
 
 def replay_step(ctx: TrainingContext, task: Task[Any, Any], step: int) -> list[ReplayedSample]:
-    """Compute training step `step` (counted from 1) of a run again and return its samples with their losses. Starts from the
-    newest checkpoint before `step`, or from the beginning, and uses the memory plan recorded in the run's checkpoints. Writes
-    nothing. ValueError if the run has no such step.
+    """Compute training step `step` of a run again and return its samples with their losses. Steps are counted from 1. The
+    computation starts from the newest checkpoint before `step`, or from the beginning. It uses the memory plan recorded in the
+    run's checkpoints. Nothing is written. Raises ValueError if the run has no such step.
     """
     checkpoints = find_checkpoints(ctx.artifacts)
     if not 1 <= step <= task.config.steps:
@@ -53,8 +53,8 @@ def replay_step(ctx: TrainingContext, task: Task[Any, Any], step: int) -> list[R
 
 
 def checkpoint_before(checkpoints: list[Checkpoint], step: int) -> Checkpoint | None:
-    """Return the newest checkpoint before `step` with an intact adapter and optimizer state; None if there is none. `checkpoints`
-    must be sorted, newest first.
+    """Return the newest checkpoint before `step` with an intact adapter and optimizer state. If there is none, the result is
+    None. `checkpoints` must be sorted, newest first.
     """
     earlier = (saved for saved in checkpoints if saved.step < step)
     return next((saved for saved in earlier if saved.intact(ADAPTER, OPTIMIZER)), None)

@@ -15,9 +15,8 @@ Key = tuple[int, str, int]  # step, split, sample
 
 @dataclass(frozen=True)
 class Start:
-    """The point from which a run starts or resumes. `checkpoint` is the checkpoint to resume from; None means that the run starts
-    at step 1. `recovered` are rows up to the step of that checkpoint that were read from checkpoints because the run's table
-    lacks them.
+    """The point from which a run starts or resumes. `checkpoint` is the checkpoint to resume from. If it is None, the run starts
+    at step 1. `recovered` are earlier rows that the run's table lacks. They were read from checkpoints.
     """
 
     checkpoint: Checkpoint | None
@@ -30,14 +29,15 @@ class Start:
 
 
 def row_key(row: Row) -> Key:
-    """Return the key of a row of a training run: (step, split, sample), with the split "train" or "validation"."""
+    """Return the key (step, split, sample) of a row of a training run. The split is "train" or "validation"."""
     return row["step"], row["split"], row["sample"]
 
 
 def find_start(ctx: TrainingContext, last: int) -> Start:
-    """Return the point to resume from: the newest usable checkpoint of `ctx.artifacts` up to step `last`, or step 0 if there is
-    none. A checkpoint is usable if its files are intact and each row up to its step is in the run's table or in some checkpoint.
-    Tell the user if a newer checkpoint is damaged, or if the run must begin again.
+    """Return the point to resume from: the newest usable checkpoint of `ctx.artifacts` up to step `last`. If there is none, the
+    run starts at step 0. A checkpoint is usable if its files are intact and no row up to its step is lost. A row is lost if
+    neither the run's table nor a checkpoint has it. If a newer checkpoint is damaged or the run must begin again, the user is
+    told.
     """
     pending = {row_key(row) for row in ctx.pending.to_pylist()}
     checkpoints = [saved for saved in find_checkpoints(ctx.artifacts) if saved.step <= last]
@@ -63,8 +63,8 @@ def _held_rows(checkpoints: list[Checkpoint]) -> dict[Key, Row]:
 
 def _usable(saved: Checkpoint, last: int, lost: list[Key]) -> bool:
     """Return True if a run with the last step `last` can resume from the checkpoint `saved`. `lost` are the keys (step, split,
-    sample) of rows up to its step that exist nowhere. Only rows of the measurement at that step may be lost, because the
-    measurement is repeated. At the last step, the optimizer state may be missing.
+    sample) of rows up to its step that exist nowhere. Only rows of the measurement at that step may be lost, because it is
+    repeated. At the last step, the optimizer state may be missing.
     """
     if any((step, split) != (saved.step, VALIDATION) for step, split, _ in lost):
         return False

@@ -13,8 +13,8 @@ from stages.tuner.validation import TRAIN, VALIDATION, measured_steps
 
 
 def wanted_rows(task: Task[Any, Any], last: int) -> pa.Table:
-    """Return the keys of all rows that a run with the last step `last` must produce: a table with the columns step, split
-    ("train" or "validation") and sample (index in the step or measurement). One row stands for one sample of one step.
+    """Return the keys of all rows that a run with the last step `last` must produce. The table has the columns `step`, `split`
+    and `sample`. `split` is "train" or "validation". `sample` is the sample's index in the step or measurement.
     """
     sizes = [sum(task.sizes(step)) for step in range(1, last + 1)]
     trained = _keys(TRAIN, range(1, last + 1), sizes)
@@ -25,8 +25,8 @@ def wanted_rows(task: Task[Any, Any], last: int) -> pa.Table:
 
 
 def _keys(split: str, steps: Sequence[int], sizes: Sequence[int]) -> pa.Table:
-    """Return a table of row keys (step, split, sample). The step `steps[n]` has `sizes[n]` samples, numbered from 0; `split` is
-    "train" or "validation".
+    """Return a table of row keys (step, split, sample). `split` is "train" or "validation". The step `steps[n]` has `sizes[n]`
+    samples, numbered from 0.
     """
     step = np.repeat(np.array(steps, np.int32), sizes)
     sample = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes] or [np.zeros(0, np.int32)])
@@ -36,9 +36,9 @@ def _keys(split: str, steps: Sequence[int], sizes: Sequence[int]) -> pa.Table:
 def sample_rows(
     task: Task[Any, Any], samples: Sequence[Any], values: Mapping[str, Sequence[Any]], shared: Row, first: int = 0
 ) -> list[Row]:
-    """Return one row (column -> value) per sample, in order. `values` maps a column to a list with one value per sample; `shared`
-    maps a column to one value for all samples. The task adds its own columns. All other nullable columns are None. The column
-    "sample" counts from `first`.
+    """Return one row (column -> value) per sample, in order. `values` maps a column to a list with one value per sample. `shared`
+    maps a column to one value for all samples. The column `sample` counts from `first`. The task adds its own columns. All other
+    nullable columns are None.
     """
     nothing: Row = dict.fromkeys(field.name for field in task.schema if field.nullable)
     return [
@@ -58,7 +58,7 @@ def rows_table(schema: pa.Schema, rows: list[Row]) -> pa.Table:
 
 
 def record_batches(schema: pa.Schema, rows: list[Row]) -> list[pa.RecordBatch]:
-    """Return the rows (dicts column -> value) as a list with one record batch of the given schema; an empty list if there are no
-    rows.
+    """Return the rows as a list with one record batch of the given schema. Each row is a dict column -> value. If there are no
+    rows, the list is empty.
     """
     return rows_table(schema, rows).combine_chunks().to_batches() if rows else []

@@ -11,9 +11,9 @@ Shape = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate schedule: a learning rate for each step. The rate rises linearly to `base` during the first `warmup` steps.
-    After that, the shape "constant" stays at `base`; "linear" and "cosine" fall to `floor * base` during the next `decay` steps
-    and stay there.
+    """A learning-rate schedule: a learning rate for each step. During the first `warmup` steps, the rate rises linearly to
+    `base`. With the shape "constant", it then stays at `base`. With "linear" or "cosine", it then falls to `floor * base` during
+    `decay` steps and stays there.
     """
 
     base: float
@@ -23,7 +23,7 @@ class Schedule:
     floor: float = 0.0
 
     def at(self, step: int) -> float:
-        """Return the learning rate of a step. Steps are counted from 1; the last step of the warm-up has the full rate."""
+        """Return the learning rate of a step. Steps are counted from 1. The last step of the warm-up has the full rate."""
         if step <= self.warmup:
             return self.base * step / self.warmup
         if self.shape == "constant":

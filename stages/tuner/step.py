@@ -28,7 +28,7 @@ from stages.tuner.task import InitialAdapter, MicroBatch, Model, Objective, Term
 def choose_targets(linears: Mapping[str, tuple[int, int]], config: TrainingConfig) -> list[Target]:
     """Choose the Linears that get an adapter, in the order of `linears`, as the [train] settings `config` say. `linears` maps the
     full name of every Linear of the model's blocks to its shape (outputs, inputs). Each returned Target holds the name, rank and
-    alpha of one adapter. ValueError if a pattern in the settings matches no Linear.
+    alpha of one adapter. Raises ValueError if a pattern in the settings matches no Linear.
     """
     for pattern in config.base_bits_for or {}:
         if not any(matches_pattern(name, pattern) for name in linears):
@@ -54,7 +54,7 @@ def starting_adapter(
 ) -> Arrays:
     """Return the adapter that training starts from: float32 arrays by name. Without `start` the adapter does not change the model
     yet. `start` is a loaded adapter (its arrays by name, and the scale of each Linear); the returned adapter then makes the same
-    change as `start`. ValueError if the adapter `start` does not fit `targets`.
+    change as `start`. Raises ValueError if the adapter `start` does not fit `targets`.
     """
     weights = target_weights(model.blocks, targets) if config.variant == "dora" else None
     fresh = fresh_adapter(targets, config.seed, weights)
@@ -145,7 +145,7 @@ class TrainingStep:
         state: Arrays | None = None,
     ) -> None:
         """Create a step for the Linears `targets` of `model`. `adapter` maps names to the float32 arrays to train. `state` is the
-        optimizer's state to continue from; None creates the initial state. ValueError if [train] micro_batch is set but
+        optimizer's state to continue from; None creates the initial state. Raises ValueError if [train] micro_batch is set but
         `objective` needs whole batches.
         """
         if config.micro_batch is not None and not objective.separable:

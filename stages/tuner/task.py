@@ -173,8 +173,8 @@ class Task(Protocol[S, M]):
         """
 
     def initial_adapter(self) -> InitialAdapter | None:
-        """Read the adapter file that [train] initial names: its arrays by name, and the scale of each Linear. None if the setting
-        is empty. ValueError if the adapter does not fit the model.
+        """Read the adapter file that [train] initial names: its arrays by name, and the scale of each Linear. Returns None if the
+        setting is empty. Raises ValueError if the adapter does not fit the model.
         """
 
     def load_model(self) -> Model:

@@ -65,7 +65,7 @@ class Dataset:
 
     @property
     def rates(self) -> list[float] | None:
-        """How often each crop of `crops` occurs per epoch, in order. None if every crop occurs once."""
+        """How often each crop of `crops` occurs per epoch, in order. Returns None if every crop occurs once."""
         found = [crop.rate for crop in self.crops]
         return None if set(found) == {1.0} else found
 
@@ -82,8 +82,8 @@ class Dataset:
 
 def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
     """Read the tables and return the crops to train on: crops of the present buckets that are encoded and have a caption.
-    `config` holds the settings [train], which choose held-out images, repeats, masks and class captions. ValueError, in one line,
-    if no crop remains or if a table lacks rows that the settings need.
+    `config` holds the settings [train], which choose held-out images, repeats, masks and class captions. Raises ValueError if no
+    crop remains or if a table lacks rows that the settings need.
     """
     paths = usable_paths(ctx.rows(IMAGES))
     texts = _texts(ctx, config.data, bool(config.caption_dropout), config.preservation is not None)
@@ -108,7 +108,7 @@ def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
 
 def _latents(ctx: StageContext, paths: Container[str], texts: Texts) -> list[Row]:
     """Return the rows of the table latents that can be trained on, sorted by latent_id. Each row also has the `resolution` of its
-    bucket. `paths` contains the ids of usable images. ValueError if a crop has no latent or if no row remains.
+    bucket. `paths` contains the ids of usable images. Raises ValueError if a crop has no latent or if no row remains.
     """
     buckets = [row for row in ctx.rows(BUCKETS).to_pylist() if row["rejected"] is None]
     places = {_place(row): row["resolution"] for row in buckets if row["image_id"] in paths}
@@ -127,8 +127,8 @@ def _latents(ctx: StageContext, paths: Container[str], texts: Texts) -> list[Row
 
 
 def _with_embeddings(ctx: StageContext, data: Dataset) -> Dataset:
-    """Return `data` with `text_rows` filled: the number of rows of each caption's embedding. ValueError if a caption that may be
-    drawn has no embedding.
+    """Return `data` with `text_rows` filled: the number of rows of each caption's embedding. Raises ValueError if a caption that
+    may be drawn has no embedding.
     """
     text_rows = {row["caption_id"]: row["shape"][0] for row in ctx.rows(EMBEDDINGS).to_pylist()}
     read = {caption for _, _, caption in data.pairs() if caption}
@@ -173,7 +173,7 @@ class Texts:
 
 def _texts(ctx: StageContext, data: DataConfig, dropout: bool, with_classes: bool) -> Texts:
     """Read the captions of a run from the table captions. `dropout` says whether captions are dropped at random, `with_classes`
-    whether class captions are needed. ValueError if the table lacks a kind of caption that the settings need.
+    whether class captions are needed. Raises ValueError if the table lacks a kind of caption that the settings need.
     """
     by_role: dict[str, list[Row]] = {}
     for row in sorted(ctx.rows(CAPTIONS).to_pylist(), key=lambda row: (row["position"], row["caption_id"])):
@@ -198,7 +198,7 @@ def _texts(ctx: StageContext, data: DataConfig, dropout: bool, with_classes: boo
 
 def _dropped_caption(by_role: dict[str, list[Row]], data: DataConfig) -> str:
     """Return the caption_id that replaces a dropped caption: the empty caption or the trigger word, as `data.dropped` says.
-    `by_role` maps each role to its rows of the table captions. ValueError if there is no row.
+    `by_role` maps each role to its rows of the table captions. Raises ValueError if there is no row.
     """
     if data.dropped in by_role:
         caption: str = by_role[data.dropped][0]["caption_id"]

@@ -29,7 +29,7 @@ def load_transformer(path: Path, family: Family, config: TrainConfig) -> Transfo
 
 def packing(architecture: Architecture, config: TrainConfig) -> Callable[[str, mx.array], Any] | None:
     """Return a function (name, weight) -> weight that packs (quantises) a weight to the bits that the [train] settings `config`
-    say. The loader applies it to every weight. None if no weight is packed.
+    say. The loader applies it to every weight. Returns None if no weight is packed.
     """
     if config.base_bits == 16 and not config.base_bits_for:
         return None
@@ -49,8 +49,8 @@ def weight_bits(name: str, architecture: Architecture, config: TrainConfig) -> i
 
 def read_initial_adapter(file: Path, weights: Path, family: Family, config: TrainConfig) -> InitialAdapter:
     """Read the adapter `file` that a run starts from, and return (arrays by name, scale of each Linear). `weights` is the
-    transformer's folder; only its recorded sizes are read, not its weights. ValueError if the adapter does not fit the model or
-    the settings.
+    transformer's folder; only its recorded sizes are read, not its weights. Raises ValueError if the adapter does not fit the
+    model or the settings.
     """
     architecture = family.architecture
     meta = architecture.meta_transformer(architecture.transformer_config(weights, family), mx.float32)

@@ -88,7 +88,7 @@ def read_batch(
 
 def token_weights(samples: Sequence[Sample], floor: float) -> np.ndarray | None:
     """Return the weight of each image token, from the samples' masks: a float32 array (batch, tokens) with values from `floor` to
-    1. None if no sample has a mask.
+    1. Returns None if no sample has a mask.
     """
     if not any(s.crop.mask for s in samples):
         return None

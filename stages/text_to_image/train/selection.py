@@ -82,7 +82,7 @@ class ValidationConfig(tuner.ValidationConfig):
 
 def rates(config: DataConfig, crops: Sequence[tuple[int, str]]) -> list[float]:
     """Return the average number of occurrences per epoch of each crop, in the order of `crops`. Each crop is given as
-    (resolution, path of its image). ValueError if `config` names a resolution or folder that no crop has.
+    (resolution, path of its image). Raises ValueError if `config` names a resolution or folder that no crop has.
     """
     weights = _weights(config, {resolution for resolution, _ in crops})
     folders = {folder.strip("/").removeprefix("./"): count for folder, count in (config.repeats or {}).items()}
@@ -98,8 +98,8 @@ def rates(config: DataConfig, crops: Sequence[tuple[int, str]]) -> list[float]:
 
 
 def _weights(config: DataConfig, present: Iterable[int]) -> dict[int, float]:
-    """Return the relative frequency of each resolution in `present`; the largest is 1. ValueError if [train.data] resolutions
-    names a resolution that is not present or omits one that is.
+    """Return the relative frequency of each resolution in `present`; the largest is 1. Raises ValueError if [train.data]
+    resolutions names a resolution that is not present or omits one that is.
     """
     resolutions = sorted(present)
     if config.resolutions is None:
@@ -118,7 +118,7 @@ def _weights(config: DataConfig, present: Iterable[int]) -> dict[int, float]:
 def held_out(config: ValidationConfig, paths: Mapping[str, Sequence[str]]) -> frozenset[str]:
     """Choose the images to hold out from training, and return their image_ids. `paths` maps each image_id to all paths of that
     image. The choice depends on the image's content and the seed: `share` of the images, at least one and at most `most`; or the
-    images that the setting `paths` matches. ValueError if that setting matches no image.
+    images that the setting `paths` matches. Raises ValueError if that setting matches no image.
     """
     if config.paths:
         found = {i for i, own in paths.items() if any(fnmatchcase(path, p) for path in own for p in config.paths)}

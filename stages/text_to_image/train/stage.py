@@ -37,7 +37,7 @@ def wanted_samples(ctx: StageContext) -> pa.Table:
 def snapshot(ctx: StageContext) -> pa.Table:
     """Return a table of everything that the run depends on: all pairs of crop and caption that may be drawn, how often crops
     occur, which crops are held out, and the hash of the initial adapter. The columns are latent_id, image_id and caption_id.
-    ValueError if the file of the initial adapter is missing.
+    Raises ValueError if the file of the initial adapter is missing.
     """
     data = load_dataset(ctx, ctx.config)
     facts = [("", crop.latent_id, f"rate {crop.rate!r}") for crop in data.crops if crop.rate != 1]

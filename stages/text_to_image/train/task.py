@@ -29,8 +29,8 @@ class ImageTask:
     """
 
     def __init__(self, ctx: StageContext, data: Dataset | None = None) -> None:
-        """Prepare the run that `ctx` describes. `data` is the dataset if it is already loaded; None loads it. ValueError if the
-        tables or settings leave nothing to train on.
+        """Prepare the run that `ctx` describes. `data` is the dataset if it is already loaded; None loads it. Raises ValueError
+        if the tables or settings leave nothing to train on.
         """
         config: TrainConfig = ctx.config
         self.ctx, self.config = ctx, config
@@ -108,14 +108,14 @@ class ImageTask:
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
         """Choose the memory plan: which blocks are differentiated as one graph, and the size of a micro-batch. `start` is the
         checkpoint to continue from; None: a new run. With `recorded`, the plan stored in `start` is used if it fits, whatever
-        [train] memory says. ValueError if no plan fits into memory.
+        [train] memory says. Raises ValueError if no plan fits into memory.
         """
         config = dataclasses.replace(self.config, memory="auto") if recorded else self.config
         return memory_plan.choose(config, self.family, self.ctx.need("transformer"), self.sampler, start, self.ctx.say)
 
     def initial_adapter(self) -> InitialAdapter | None:
         """Read the adapter file that [train] initial names, and return (arrays by name, scale of each Linear). None if the
-        setting is empty. ValueError if the adapter does not fit the model.
+        setting is empty. Raises ValueError if the adapter does not fit the model.
         """
         if not self.config.initial:
             return None
