@@ -138,7 +138,7 @@ def error_number(error: BaseException) -> int | None:
 @contextmanager
 def explain_disk_errors(table: str, folder: Path, saved: Callable[[], str], needed: Callable[[], int]) -> Iterator[None]:
     """Turn a system error that is raised in the block into a DiskError with a message of one line. Other exceptions, and
-    errors for a missing file, pass unchanged. The message names the table `table` and the folder `folder`. It ends with the
+    errors for a missing file, pass unchanged. The message names the table `table` and the folder `folder`. It contains the
     text from `saved()`, such as "120 rows are kept". If the disk is full, the message asks the user to free `needed()` bytes.
     """
     try:
