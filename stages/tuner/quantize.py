@@ -16,9 +16,9 @@ CHUNK = 1 << 28  # bytes of a weight that are unpacked at once; FLUX.2 dev's lar
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight matrix (outputs, inputs) that is packed (quantised to 8 or 4 bits), as a named tuple of three arrays. `packed` is
-    uint32, (outputs, inputs * bits / 32). `scales` and `offsets` are (outputs, inputs / 64), because each 64 weights of a row
-    share one scale and one offset. mx.compile accepts it as an argument.
+    """A weight matrix (outputs, inputs) that is packed, which means quantised to 8 or 4 bits. It is a named tuple of three
+    arrays. `packed` is uint32, (outputs, inputs * bits / 32). `scales` and `offsets` are (outputs, inputs / 64). Each 64 weights
+    of a row share one scale and one offset. mx.compile accepts the tuple as an argument.
     """
 
     packed: mx.array
@@ -44,9 +44,9 @@ Weight = mx.array | QuantizedWeight
 
 
 def pack(weight: mx.array, bits: int) -> QuantizedWeight:
-    """Pack (quantise) a weight matrix (outputs, inputs) to `bits` bits, 8 or 4, and return the packed weight. The result is
-    computed at once, so that the caller can free the original. ValueError for other `bits`, or if `weight` is not a matrix with
-    `inputs` a multiple of 64.
+    """Pack (quantise) a weight matrix (outputs, inputs) to 8 or 4 bits, and return the packed weight. `weight` must be a matrix
+    with `inputs` a multiple of 64. `bits` is 8 or 4. The result is computed at once. The caller can therefore free the original.
+    Raises ValueError for another `bits` or an unsuitable `weight`.
     """
     if bits == 16 or bits not in BITS:
         raise ValueError(f"base_bits must be 16 (not packed), 8 or 4, got {bits}")
@@ -58,8 +58,8 @@ def pack(weight: mx.array, bits: int) -> QuantizedWeight:
 
 
 def pack_if_possible(weight: mx.array, bits: int) -> Weight:
-    """Return the weight packed (quantised) to `bits` bits, 8 or 4. It is returned unchanged if `bits` is 16, or if the weight is
-    not a matrix (outputs, inputs) with `inputs` a multiple of 64.
+    """Return the weight packed (quantised) to `bits` bits, 8 or 4, if possible. If `bits` is 16, the weight is returned
+    unchanged. It is also unchanged unless it is a matrix (outputs, inputs) with `inputs` a multiple of 64.
 
     If the weights are packed one after another while they are loaded, memory peaks at the packed size plus one weight.
     """
@@ -67,7 +67,9 @@ def pack_if_possible(weight: mx.array, bits: int) -> Weight:
 
 
 def is_packable(shape: tuple[int, ...]) -> bool:
-    """Return True if a weight of this shape can be packed (quantised): a matrix (outputs, inputs), `inputs` a multiple of 64."""
+    """Return True if a weight of this shape can be packed (quantised). It must be a matrix (outputs, inputs) with `inputs` a
+    multiple of 64.
+    """
     return len(shape) == 2 and shape[-1] % GROUP == 0
 
 
@@ -77,7 +79,7 @@ def dense(weight: Weight) -> mx.array:
 
 
 def select_rows(weight: Weight, rows: slice) -> Weight:
-    """Return the rows (outputs) of a weight that the slice `rows` selects. A packed weight stays packed. `slice(None)` returns
+    """Return some rows (outputs) of a weight. The slice `rows` selects them. A packed weight stays packed. `slice(None)` returns
     the weight itself.
     """
     if rows == slice(None):
@@ -86,8 +88,8 @@ def select_rows(weight: Weight, rows: slice) -> Weight:
 
 
 def row_chunks(weight: Weight) -> list[slice]:
-    """Return slices of rows that together cover a weight, in order. For a packed (quantised) weight, each chunk has at most 256
-    MiB when unpacked. If the weight is small, or is a plain array, the result is `[slice(None)]`, one slice of all rows.
+    """Return slices of rows that together cover a weight, in order. Each chunk of a packed (quantised) weight has at most 256 MiB
+    when unpacked. If the weight is small or a plain array, the result is `[slice(None)]`, one slice of all rows.
     """
     if isinstance(weight, mx.array):
         return [slice(None)]
@@ -97,7 +99,7 @@ def row_chunks(weight: Weight) -> list[slice]:
 
 
 def unpack_after(weight: QuantizedWeight, after: mx.array) -> QuantizedWeight:
-    """Return the packed weight with an added dependency: MLX does not unpack it before the array `after` is computed. The values
+    """Return the packed weight with an added dependency. MLX does not unpack it before the array `after` is computed. The values
     do not change.
     """
     return weight._replace(packed=mx.depends([weight.packed], [after])[0])

@@ -14,10 +14,10 @@ LEAST_MASS = 1e-6  # a mask whose values sum to less counts as empty
 
 
 def mse(v_BLC: mx.array, target_BLC: mx.array, weight_B: mx.array | None = None, mask_BL: mx.array | None = None) -> mx.array:
-    """Return the mean squared error of each sample in a batch, float32, shape (batch,). v_BLC is the model's prediction and
-    target_BLC the value it should have; both have the shape (batch, tokens, channels). `weight_B`, shape (batch,), multiplies
-    each sample's loss. `mask_BL`, shape (batch, tokens) with values from 0 to 1, makes the mean over tokens a weighted one.
-    None leaves out the weights or the mask.
+    """Return the mean squared error of each sample in a batch, float32, shape (batch,). `v_BLC` is the model's prediction.
+    `target_BLC` is the value that it should have. Both have the shape (batch, tokens, channels). `weight_B`, shape (batch,),
+    multiplies each sample's loss. `mask_BL`, shape (batch, tokens), makes the mean over tokens a weighted one. Its values are
+    from 0 to 1. None leaves out the weights or the mask.
     """
     return _weighted_mean(mx.square(_difference(v_BLC, target_BLC)), weight_B, mask_BL)
 
@@ -29,13 +29,12 @@ def pseudo_huber(
     weight_B: mx.array | None = None,
     mask_BL: mx.array | None = None,
 ) -> mx.array:
-    """Return the pseudo-Huber loss of each sample in a batch, float32, shape (batch,): the mean of 2 c (sqrt(d^2 + c^2) - c),
-    where d is prediction minus target. `c`, a scalar array, is the error from which the loss grows linearly. v_BLC is the
-    prediction and target_BLC its target, both (batch, tokens, channels). `weight_B`, shape (batch,), multiplies each sample's
-    loss. `mask_BL`, shape (batch, tokens) with values from 0 to 1, weights the tokens.
+    """Return the pseudo-Huber loss of each sample in a batch, float32, shape (batch,). With d = prediction - target, it is the
+    mean of 2 c (sqrt(d^2 + c^2) - c). `v_BLC` is the prediction and `target_BLC` its target. Both have the shape (batch, tokens,
+    channels). `c` is a scalar array. The loss grows quadratically below an error of `c` and linearly above it. `weight_B`, shape
+    (batch,), multiplies each sample's loss. `mask_BL`, shape (batch, tokens), weights the tokens. Its values are from 0 to 1.
 
-    The term is d^2 if |d| is far below c, and 2 c |d| if |d| is far above. A learning rate therefore means the same as for
-    `mse`.
+    The term is d^2 if |d| is far below c, and 2 c |d| if |d| is far above. A learning rate therefore means the same as for `mse`.
     """
     square = mx.square(_difference(v_BLC, target_BLC))
     # The same formula without the difference of two near numbers, which would lose small d; its gradient is finite at d = 0.
@@ -45,13 +44,13 @@ def pseudo_huber(
 def preservation(
     v_BLC: mx.array, base_BLC: mx.array, weight_B: mx.array | None = None, mask_BL: mx.array | None = None
 ) -> mx.array:
-    """Return the preservation loss of each sample in a batch, float32, shape (batch,). It is the mean squared difference
-    between the prediction v_BLC of the adapted model and the prediction base_BLC of the base model; both have the shape
-    (batch, tokens, channels). base_BLC is computed beforehand and is a constant here. `weight_B`, shape (batch,), multiplies
-    each sample's loss. `mask_BL`, shape (batch, tokens) with values from 0 to 1, weights the tokens.
+    """Return the preservation loss of each sample in a batch, float32, shape (batch,). It is the mean squared difference between
+    two predictions. `v_BLC` is the prediction of the adapted model. `base_BLC` is that of the base model, computed beforehand and
+    constant here. Both have the shape (batch, tokens, channels). `weight_B`, shape (batch,), multiplies each sample's loss.
+    `mask_BL`, shape (batch, tokens), weights the tokens. Its values are from 0 to 1.
 
     Added to the training loss, it keeps the adapted model close to the base model. With the class word in place of the trigger
-    word it is differential output preservation. With an inverted mask, 1 - mask_BL, it preserves the background.
+    word it is differential output preservation. With an inverted mask, 1 - `mask_BL`, it preserves the background.
     """
     return _weighted_mean(mx.square(_difference(v_BLC, base_BLC)), weight_B, mask_BL)
 
@@ -61,8 +60,8 @@ def _difference(v_BLC: mx.array, target_BLC: mx.array) -> mx.array:
 
 
 def _weighted_mean(each_BLC: mx.array, weight_B: mx.array | None, mask_BL: mx.array | None) -> mx.array:
-    """Return the loss of each sample, shape (batch,): the mean of each_BLC (batch, tokens, channels) over tokens and channels,
-    times the sample's weight. `mask_BL` weights the tokens; None weights all alike.
+    """Return the loss of each sample, shape (batch,). It is the mean of `each_BLC` (batch, tokens, channels) over tokens and
+    channels, times the weight in `weight_B`. `mask_BL` weights the tokens. If it is None, all tokens weigh the same.
     """
     # Each value is divided before the sum: dividing the sum would be a kernel of its own, which a GPU compiles for seconds.
     share = 1 / (each_BLC.shape[1] * each_BLC.shape[2])
@@ -71,7 +70,7 @@ def _weighted_mean(each_BLC: mx.array, weight_B: mx.array | None, mask_BL: mx.ar
 
 
 def _masked_mean(each_BLC: mx.array, mask_BL: mx.array) -> mx.array:
-    """Return the mean of each_BLC (batch, tokens, channels) over channels and tokens, shape (batch,). `mask_BL` weights the
+    """Return the mean of `each_BLC` (batch, tokens, channels) over channels and tokens, shape (batch,). `mask_BL` weights the
     tokens. An empty mask gives a loss and a gradient of zero.
     """
     each_BL = mx.mean(each_BLC, axis=2)

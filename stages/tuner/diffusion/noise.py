@@ -39,10 +39,10 @@ MODE_SCALES = (-1.0, 2 / (math.pi - 2))  # the paper's bounds; outside them the 
 
 @dataclass(frozen=True)
 class SigmaDistribution:
-    """A distribution of noise levels sigma, from 0 (clean image) to 1 (pure noise): a base distribution, shifted towards
-    noise. `base` is one of BASES. `mean` and `std` are used by the base "logit_normal" only, and `scale` by "mode" only.
-    `shift` is "none", "static" (by `factor`, where 1 is no shift) or "resolution" (larger images get more noise).
-    AssertionError if a value is out of range.
+    """A distribution of noise levels sigma, from 0 (clean image) to 1 (pure noise). A base distribution is shifted towards noise.
+    `base` is one of BASES. `mean` and `std` are used only by the base "logit_normal". `scale` is used only by "mode". `shift` is
+    "none", "static" or "resolution". With "static", the strength of the shift is `factor`, and 1 is no shift. With "resolution",
+    larger images get more noise. Raises AssertionError if a value is out of range.
     """
 
     base: Base = "uniform"
@@ -59,24 +59,24 @@ class SigmaDistribution:
         assert MODE_SCALES[0] < self.scale < MODE_SCALES[1], self.scale
 
     def shift_strength(self, tokens: int) -> float:
-        """Return the strength S of the shift towards noise for an image of `tokens` tokens (one per 16 x 16 pixels). The shift
-        maps a noise level sigma to S sigma / (1 + (S - 1) sigma), so S = 1 is no shift.
+        """Return the strength S of the shift towards noise for an image of `tokens` tokens. A token is 16 x 16 pixels. The shift
+        maps a noise level sigma to S sigma / (1 + (S - 1) sigma). S = 1 is no shift.
         """
         if self.shift == "resolution":
             return math.exp(0.5 + (1.15 - 0.5) * (tokens - 256) / (4096 - 256))
         return self.factor if self.shift == "static" else 1.0
 
     def sigma(self, u: float, tokens: int) -> float:
-        """Draw a noise level: map a uniform random number u, 0 <= u < 1, to a noise level of this distribution, from 0 (clean)
-        to 1 (noise). `tokens` is the number of image tokens, on which the shift may depend. The result is rounded to float32.
+        """Map a uniform random number `u`, 0 <= u < 1, to a noise level of this distribution. The result is from 0 (clean) to 1
+        (noise), rounded to float32. `tokens` is the number of image tokens. The shift may depend on it.
         """
         before = self._base_sigma(u)
         S = self.shift_strength(tokens)
         return float(np.float32(S * before / (1 + (S - 1) * before)))
 
     def density(self, sigma: Floats, tokens: int) -> Floats:
-        """Return the probability density of the distribution at each noise level in `sigma`, an array of values between 0 and
-        1. `tokens` is the number of image tokens, on which the shift may depend.
+        """Return the probability density of the distribution at each noise level in `sigma`. `sigma` is an array of values
+        between 0 and 1. `tokens` is the number of image tokens. The shift may depend on it.
         """
         sigma = np.asarray(sigma, np.float64)
         S = self.shift_strength(tokens)
@@ -108,7 +108,7 @@ class SigmaDistribution:
 
     def _inverse_mode(self, s: Floats) -> Floats:
         """Return, for each value in `s`, the number u that the base "mode" maps to it. The map is monotonic but has no closed
-        inverse, so u is found by bisection.
+        inverse. Bisection therefore finds u.
         """
         low, high = np.zeros_like(s), np.ones_like(s)
         for _ in range(53):
@@ -119,9 +119,9 @@ class SigmaDistribution:
 
 
 def stratified_uniform(seed: int, step: int, number: int, strata: int = 1) -> float:
-    """Return a random number u, 0 <= u < 1, for sample `number` of training step `step`, both counted from 1. Equal arguments
-    give equal numbers. With `strata` n > 1, the numbers of n successive steps fall one into each of n equal parts of the
-    range, in random order. A short run then covers all noise levels evenly. With 1 the numbers are independent.
+    """Return a random number u, 0 <= u < 1, for sample `number` of training step `step`. Both are counted from 1. Equal arguments
+    give equal numbers. The range is divided into n equal parts, where n is `strata`. The numbers of n successive steps fall one
+    into each part, in random order. A short run then covers all noise levels evenly. With `strata` 1 the numbers are independent.
     """
     assert strata >= 1, strata
     inside = draws.uniform(seed, "sigma", step, number)

@@ -57,22 +57,22 @@ def none(sigma: Floats) -> Floats:
 
 def bell(sigma: Floats) -> Floats:
     """Return a loss weight for each noise level in `sigma`, an array of values from 0 (clean) to 1 (noise). The weights form a
-    bell centred at sigma 0.5 that falls to 0 at both ends. Their mean over sigma is 1.
+    bell. Its centre is at sigma 0.5, and it falls to 0 at both ends. The mean over sigma is 1.
     """
     return (np.exp(-2 * (sigma - 0.5) ** 2) - _ENDS) / _BELL_MEAN
 
 
 def half_bell(sigma: Floats) -> Floats:
     """Return a loss weight for each noise level in `sigma`, an array of values from 0 (clean) to 1 (noise). The weight is
-    constant up to sigma 0.5 and then falls like a bell to 0 at sigma 1. Its mean over sigma is 1.29.
+    constant up to sigma 0.5. It then falls like a bell to 0 at sigma 1. The mean over sigma is 1.29.
     """
     return bell(np.maximum(sigma, 0.5))
 
 
 def measured(sigma: Floats) -> Floats:
-    """Return a loss weight for each noise level in `sigma`, an array of values from 0 (clean) to 1 (noise), by interpolation
-    in a table that was measured on another model. The weight is 0.45 at sigma 0, at most 1.5 (at 0.87) and 0.9 at sigma 1. Its
-    mean over sigma is 1.
+    """Return a loss weight for each noise level in `sigma`, an array of values from 0 (clean) to 1 (noise). The weights are
+    interpolated in a table that was measured on another model. The weight is 0.45 at sigma 0, at most 1.5 (at sigma 0.87) and 0.9
+    at sigma 1. The mean over sigma is 1.
     """
     x, y = zip(*_MEASURED, strict=True)
     weights: Floats = np.interp(sigma, x, y)
@@ -80,18 +80,17 @@ def measured(sigma: Floats) -> Floats:
 
 
 def cosmap(sigma: Floats) -> Floats:
-    """Return the loss weight 2 / (pi (1 - 2 sigma + 2 sigma^2)) for each noise level in `sigma`, an array of values from 0
-    (clean) to 1 (noise). The weight is 1.27 at sigma 0.5 and 0.64 at both ends. Its mean over sigma is 1.
+    """Return a loss weight for each noise level in `sigma`, an array of values from 0 (clean) to 1 (noise). The formula is 2 /
+    (pi (1 - 2 sigma + 2 sigma^2)). The weight is 1.27 at sigma 0.5 and 0.64 at both ends. The mean over sigma is 1.
     """
     return 2 / (math.pi * (1 - 2 * sigma + 2 * sigma**2))
 
 
 def sigma_sqrt(sigma: Floats) -> Floats:
-    """Return the loss weight 1 / sigma^2 for each noise level in `sigma`, an array of values from 0 (clean) to 1 (noise).
-    Values below 0.001 count as 0.001, so a weight is at most a million.
+    """Return the loss weight 1 / sigma^2 for each noise level in `sigma`, an array of values from 0 (clean) to 1 (noise). Values
+    below 0.001 count as 0.001. A weight is therefore at most a million.
 
-    The weight turns an error of the predicted image into an error of the velocity. Here the loss is that of the velocity
-    already.
+    The weight turns an error of the predicted image into an error of the velocity. Here the loss is that of the velocity already.
     """
     return np.maximum(sigma, 1e-3) ** -2.0
 
@@ -100,8 +99,8 @@ WEIGHTS: dict[str, Callable[[Floats], Floats]] = {f.__name__: f for f in (none, 
 
 
 def weight(name: str, sigma: Floats | float) -> Floats:
-    """Return the loss weight of each noise level in `sigma`, from 0 (clean) to 1 (noise), as a float64 array. `name` is the
-    name of the weighting, a key of WEIGHTS such as "bell"; KeyError if it is unknown. A sample's loss is multiplied by the
-    weight of its noise level.
+    """Return the loss weight of each noise level in `sigma`, as a float64 array. A sample's loss is multiplied by the weight of
+    its noise level. `name` is the name of the weighting, a key of WEIGHTS such as "bell". `sigma` has values from 0 (clean) to 1
+    (noise). Raises KeyError if `name` is unknown.
     """
     return WEIGHTS[name](np.asarray(sigma, np.float64))

@@ -17,14 +17,14 @@ from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 
 @dataclass(frozen=True)
 class Adafactor:
-    """The Adafactor optimizer. It divides each gradient by the root of an estimated second moment, limits the result to a root
-    mean square of `clip_threshold`, and multiplies it by the learning rate. The moment is estimated from one value per row and
-    one per column, so the state takes almost no memory. It suits the largest models and ranks.
+    """The Adafactor optimizer. It divides each gradient by the root of an estimated second moment. The moment is estimated from
+    one value per row and one per column. The state therefore takes almost no memory. The result is limited to a root mean square
+    of `clip_threshold` and multiplied by the learning rate. Adafactor suits the largest models and ranks.
 
-    It is a little less steady than AdamW, as it has no first moment unless `beta1` is set. As LoRA trainers use it, it takes
+    It is a little less steady than AdamW, because it has no first moment unless `beta1` is set. As LoRA trainers use it, it takes
     the schedule's learning rate for every array. The paper's own form has `scale_parameter` and `relative_step`.
-    `scale_parameter` multiplies the rate by an array's root mean square, at least `floor`; an array B at zero then hardly
-    starts. `relative_step` uses 1 / sqrt(step), at most 0.01, as the learning rate.
+    `scale_parameter` multiplies the rate by an array's root mean square, at least `floor`. An array B at zero then hardly starts.
+    `relative_step` uses 1 / sqrt(step), at most 0.01, as the learning rate.
     """
 
     usual_lr: ClassVar[float] = 1e-4
@@ -40,9 +40,9 @@ class Adafactor:
     weight_decay: float = 0.0
 
     def init(self, params: Params) -> Arrays:
-        """Return the state before the first step, all zeros. `params` maps names to arrays. The keys are "step" (the number of
-        updates), "<name>.row" and "<name>.column" (second moments of a matrix) or "<name>.v" (of a vector or scalar), and
-        "<name>.m" if `beta1` is set.
+        """Return the state before the first step, all zeros. `params` maps names to arrays. The key "step" has the number of
+        updates. A matrix has its second moments under "<name>.row" and "<name>.column". A vector or scalar has its second moment
+        under "<name>.v". If `beta1` is set, "<name>.m" is the first moment.
         """
         state = {"step": mx.zeros((), mx.int32)}
         for name, value in params.items():
@@ -58,9 +58,9 @@ class Adafactor:
     def update(
         self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
-        """Take one step and return (new arrays, new state). `params` maps names to arrays, and `grads` the same names to
-        gradients. `state` is the result of `init` or of the step before. `lr` is the learning rate. If `apply` is false,
-        arrays and state are returned unchanged.
+        """Take one step and return (new arrays, new state). `params` maps names to arrays. `grads` maps the same names to
+        gradients. `state` is the result of `init` or of the step before. `lr` is the learning rate. If `apply` is false, arrays
+        and state are returned unchanged.
         """
         n = (state["step"] + 1).astype(mx.float32)
         base = mx.minimum(1e-2, mx.rsqrt(n)) if self.relative_step else lr
@@ -80,8 +80,9 @@ class Adafactor:
         return new_params, new_state
 
     def _normalized(self, name: str, grad: mx.array, state: Arrays, old: mx.array, new: mx.array) -> tuple[mx.array, Arrays]:
-        """Return (gradient / sqrt(second moment), new second moments by key) for the array `name`. `old` and `new` are the
-        weights of the old moment and of the new squared gradient in the running mean.
+        """Return (normalized gradient, new second moments by key) for the array `name`. The gradient `grad` is divided by the
+        root of the second moment. `state` has the old moments. `old` and `new` are weights in the running mean: of the old moment
+        and of the new squared gradient.
         """
         square = mx.square(grad) + self.eps
         if grad.ndim < 2:

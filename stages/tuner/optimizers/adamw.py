@@ -14,9 +14,9 @@ from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 
 @dataclass(frozen=True)
 class AdamW:
-    """The AdamW optimizer: p <- (1 - lr weight_decay) p - lr m / (sqrt(v) + eps). Here m is the running mean of the gradient
-    and v that of its square, both corrected for their start at zero. `beta1` and `beta2` are the decay rates of m and v. The
-    state takes twice the memory of the trained arrays.
+    """The AdamW optimizer. m is the running mean of the gradient, and v is that of its square. Both are corrected for their start
+    at zero. A step is p <- (1 - lr weight_decay) p - lr m / (sqrt(v) + eps) for each value p. `beta1` and `beta2` are the decay
+    rates of m and v. The state takes twice the memory of the trained arrays.
 
     It is the optimizer to begin with: published LoRA recipes are stated for it.
     """
@@ -30,8 +30,8 @@ class AdamW:
     weight_decay: float = 0.0
 
     def init(self, params: Params) -> Arrays:
-        """Return the state before the first step, all zeros. `params` maps names to arrays. The keys are "<name>.m" and
-        "<name>.v" (the two moments of each array) and "step" (the number of updates).
+        """Return the state before the first step, all zeros. `params` maps names to arrays. The keys "<name>.m" and "<name>.v"
+        have the two moments of each array. The key "step" has the number of updates.
         """
         state = {"step": mx.zeros((), mx.int32)}
         for name, value in params.items():
@@ -41,9 +41,9 @@ class AdamW:
     def update(
         self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
-        """Take one step and return (new arrays, new state). `params` maps names to arrays, and `grads` the same names to
-        gradients. `state` is the result of `init` or of the step before. `lr` is the learning rate. If `apply` is false,
-        arrays and state are returned unchanged.
+        """Take one step and return (new arrays, new state). `params` maps names to arrays. `grads` maps the same names to
+        gradients. `state` is the result of `init` or of the step before. `lr` is the learning rate. If `apply` is false, arrays
+        and state are returned unchanged.
         """
         step = state["step"] + 1
         rate, root = mx.where(apply, lr / bias_correction(self.beta1, step), 0.0), mx.sqrt(bias_correction(self.beta2, step))

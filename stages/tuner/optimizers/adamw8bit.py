@@ -23,13 +23,12 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class AdamW8bit(AdamW):
-    """The AdamW optimizer with moments that are stored in 8 bits per value. Its state takes a quarter of AdamW's memory; use
-    it for large ranks, or if memory is short. Steps are computed in float32. Arrays with fewer than 256 values keep float32
-    moments.
+    """The AdamW optimizer with moments that are stored in 8 bits per value. Its state takes a quarter of AdamW's memory. Use it
+    for large ranks, or if memory is short. Steps are computed in float32. Arrays with fewer than 256 values keep float32 moments.
 
     In a test with noisy gradients whose steady part was 0.3 of the noise, the parameters ended near those of float32 moments.
-    Their distance was 1.4 % of the path after 50 and 300 steps and 2 % after 1000 steps. If the scales within a block differ
-    by a factor of e either way, it was 3 %, 5 % and 6.4 % (with the paper's table of levels: 5 %, 7 % and 9 %).
+    Their distance was 1.4 % of the path after 50 and 300 steps and 2 % after 1000 steps. If the scales within a block differ by a
+    factor of e either way, it was 3 %, 5 % and 6.4 % (with the paper's table of levels: 5 %, 7 % and 9 %).
     """
 
     def _store(self, key: str, moment: mx.array) -> Arrays:
@@ -46,9 +45,9 @@ class AdamW8bit(AdamW):
 
 
 def quantize(x_KS: mx.array, signed: bool) -> tuple[mx.array, mx.array]:
-    """Quantise float32 blocks, shape (blocks, 256), to 8 bits per value. Return (codes, scales): codes of the same shape, and
-    one float32 scale per block, shape (blocks, 1). If `signed`, codes are int8 from -127 to 127. Otherwise they are uint8, and
-    no value may be negative.
+    """Quantise float32 blocks, shape (blocks, 256), to 8 bits per value. Return (codes, scales). The codes have the same shape as
+    `x_KS`. The scales have the shape (blocks, 1), one float32 value per block. If `signed`, codes are int8 from -127 to 127.
+    Otherwise they are uint8, and no value may be negative.
     """
     size_KS = mx.abs(x_KS)
     scale_K1 = mx.max(size_KS, axis=1, keepdims=True)
@@ -61,8 +60,8 @@ def quantize(x_KS: mx.array, signed: bool) -> tuple[mx.array, mx.array]:
 
 
 def dequantize(codes_KS: mx.array, scale_K1: mx.array) -> mx.array:
-    """Return the float32 values, shape (blocks, 256), that `quantize` stored as codes of that shape and scales of shape
-    (blocks, 1).
+    """Return the float32 values, shape (blocks, 256), that `quantize` stored. `codes_KS` are its codes, of the same shape.
+    `scale_K1` are its scales, of shape (blocks, 1).
     """
     root_KS = codes_KS.astype(mx.float32) / (127 if codes_KS.dtype == mx.int8 else 255)
     return root_KS * mx.abs(root_KS) * mx.square(root_KS) * scale_K1

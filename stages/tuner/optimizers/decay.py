@@ -9,9 +9,9 @@ import mlx.core as mx
 
 
 def decayed(value: mx.array, share: mx.array) -> mx.array:
-    """Return (1 - share) * value if `value` is a matrix or a stack of matrices. Return a vector or a scalar unchanged. `share`
-    is the part of the value that one step of weight decay removes, lr * weight_decay.
+    """Return (1 - share) * value if `value` is a matrix or a stack of matrices. Return a vector or a scalar unchanged. `share` is
+    the part of the value that one step of weight decay removes. It is the learning rate times the weight decay.
 
-    An adapter's matrix is an offset, which may decay towards the base model; a DoRA magnitude must not decay to zero.
+    An adapter's matrix is an offset, which may decay towards the base model. A DoRA magnitude must not decay to zero.
     """
     return (1 - share) * value if value.ndim > 1 else value

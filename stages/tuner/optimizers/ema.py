@@ -19,12 +19,12 @@ PREFIX, COUNT = "ema.", "ema_updates"  # keys in the state: one array per traine
 
 @dataclass(frozen=True)
 class Averaged:
-    """An optimizer that wraps another one, `method`, and adds an exponential moving average of the trained arrays to the
-    state. `decay` is the average's decay rate per step: 0.99 suits runs of a thousand steps, 0.999 runs of ten thousand.
-    ValueError if `decay` is not >= 0 and < 1. The function `averages` reads the average from the state.
+    """An optimizer that adds an exponential moving average of the trained arrays to another optimizer, `method`. The average is
+    part of the state, and the function `averages` reads it. `decay` is the average's decay rate per step. 0.99 suits runs of a
+    thousand steps, and 0.999 runs of ten thousand. Raises ValueError unless 0 <= decay < 1.
 
-    It helps if samples differ much from checkpoint to checkpoint: with few images, or batches of one. The average takes as
-    much memory as the trained arrays.
+    It helps if samples differ much from checkpoint to checkpoint: with few images, or batches of one. The average takes as much
+    memory as the trained arrays.
     """
 
     method: Optimizer
@@ -40,17 +40,17 @@ class Averaged:
         return self.method.coupled
 
     def init(self, params: Params) -> Arrays:
-        """Return the state before the first step: the wrapped optimizer's state, and an average that equals `params` (arrays
-        by name).
+        """Return the state before the first step. It is the state of the wrapped optimizer and an average. The average starts at
+        `params`, a map from names to arrays.
         """
         return self.method.init(params) | init_average(params)
 
     def update(
         self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
-        """Take one step of the wrapped optimizer, then move the average towards the new arrays. Return (new arrays, new
-        state). `params` maps names to arrays, and `grads` the same names to gradients. `state` is the result of `init` or of
-        the step before. `lr` is the learning rate. If `apply` is false, arrays and state are returned unchanged.
+        """Take one step of the wrapped optimizer, then move the average towards the new arrays. Return (new arrays, new state).
+        `params` maps names to arrays. `grads` maps the same names to gradients. `state` is the result of `init` or of the step
+        before. `lr` is the learning rate. If `apply` is false, arrays and state are returned unchanged.
         """
         inner = {name: value for name, value in state.items() if name != COUNT and not name.startswith(PREFIX)}
         new_params, new_state = self.method.update(params, grads, inner, lr, apply)
@@ -58,17 +58,17 @@ class Averaged:
 
 
 def init_average(params: Params) -> Arrays:
-    """Return the state of a moving average that starts at the arrays `params`: "ema.<name>" -> array for each name, and the
-    number of updates "ema_updates", 0.
+    """Return the state of a moving average that starts at the arrays `params`. The keys "ema.<name>" have the arrays. The key
+    "ema_updates" has the number of updates, 0.
     """
     return {COUNT: mx.zeros((), mx.int32)} | {PREFIX + name: value for name, value in params.items()}
 
 
 def update_average(params: Params, state: Params, decay: float, apply: Flag = True) -> Arrays:
-    """Move a running average towards the arrays `params` (by name) and return its new state: "ema.<name>" -> average for each
-    name, and the number of updates "ema_updates". `state` contains the old average; its other entries are ignored. `decay` is
-    the share of the old average that stays, less during the first steps. If `apply` is false, the average is returned
-    unchanged.
+    """Move a running average towards the arrays `params` (by name) and return its new state. The keys "ema.<name>" have the
+    averages. The key "ema_updates" has the number of updates. `state` contains the old average; its other entries are ignored.
+    `decay` is the share of the old average that stays. During the first steps, a smaller share stays. If `apply` is false, the
+    average is returned unchanged.
     """
     n = state[COUNT].astype(mx.float32)
     _, new = mean_weights(mx.minimum(decay, (1 + n) / (10 + n)), apply)
@@ -77,7 +77,7 @@ def update_average(params: Params, state: Params, decay: float, apply: Flag = Tr
 
 
 def averages(state: Params) -> Arrays:
-    """Return the moving averages in an optimizer's state: name of the trained array, without "ema.", -> average. Return {} if
-    the state has none.
+    """Return the moving averages in an optimizer's `state`, as name of the trained array -> average. Return {} if the state has
+    no averages.
     """
     return {name.removeprefix(PREFIX): value for name, value in state.items() if name.startswith(PREFIX)}

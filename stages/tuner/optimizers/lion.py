@@ -14,9 +14,10 @@ from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 
 @dataclass(frozen=True)
 class Lion:
-    """The Lion optimizer: p <- (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g), then m <- beta2 m + (1 - beta2) g,
-    where g is the gradient. The state takes half as much memory as AdamW's. It suits larger batches; with one sample per step
-    it is noisy. Use a learning rate 3 to 10 times smaller than for AdamW, and a weight decay larger by that factor.
+    """The Lion optimizer. g is the gradient, and m is a running mean of it. A step is p <- (1 - lr weight_decay) p - lr
+    sign(beta1 m + (1 - beta1) g) for each value p. Then m <- beta2 m + (1 - beta2) g. The state takes half as much memory as
+    AdamW's. Lion suits larger batches; with one sample per step it is noisy. Use a learning rate 3 to 10 times smaller than for
+    AdamW. Make the weight decay larger by the same factor.
     """
 
     usual_lr: ClassVar[float] = 2e-5
@@ -27,17 +28,17 @@ class Lion:
     weight_decay: float = 0.0
 
     def init(self, params: Params) -> Arrays:
-        """Return the state before the first step, all zeros: "<name>.m", the moment of each array. `params` maps names to
-        arrays.
+        """Return the state before the first step, all zeros. `params` maps names to arrays. The key "<name>.m" has the moment of
+        each array.
         """
         return {f"{name}.m": mx.zeros_like(value) for name, value in params.items()}
 
     def update(
         self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
-        """Take one step and return (new arrays, new state). `params` maps names to arrays, and `grads` the same names to
-        gradients. `state` is the result of `init` or of the step before. `lr` is the learning rate. If `apply` is false,
-        arrays and state are returned unchanged.
+        """Take one step and return (new arrays, new state). `params` maps names to arrays. `grads` maps the same names to
+        gradients. `state` is the result of `init` or of the step before. `lr` is the learning rate. If `apply` is false, arrays
+        and state are returned unchanged.
         """
         rate, decay = mx.where(apply, lr, 0.0), mx.where(apply, lr * self.weight_decay, 0.0)
         old, new = mean_weights(self.beta2, apply)

@@ -1,4 +1,4 @@
-"""The optimizers that [train.optimizer] kind can name, and the bounds of their numbers."""
+"""The optimizers that the setting `kind` of [train.optimizer] can name, and the bounds of their numbers."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ LIMITS = {  # number -> (least value, value that it must stay below)
 
 
 def make_optimizer(name: str, **numbers: Any) -> Method:
-    """Return a new optimizer of the kind `name`, a key of METHODS such as "adamw". `numbers` are fields of the optimizer's
-    class, such as beta1=0.9; a field that is left out has its default. ValueError if the name or a field is unknown, or if a
-    number is out of range.
+    """Return a new optimizer of the kind `name`. `name` is a key of METHODS such as "adamw". `numbers` are fields of the
+    optimizer's class, such as beta1=0.9. A field that is left out has its default. Raises ValueError if the name or a field is
+    unknown, or if a number is out of range.
     """
     if name not in METHODS:
         raise ValueError(f"kind must be one of {', '.join(METHODS)}, got {name!r}{_nearest(name, METHODS)}")
@@ -58,5 +58,5 @@ def _check_range(number: str, value: float | None) -> None:
 
 
 def _nearest(word: str, words: Iterable[str]) -> str:
-    """Return "; did you mean X?" if some X in `words` is similar to `word`, else ""."""
+    """Return "; did you mean X?" with the name in `words` that is nearest to `word`. Return "" if none is similar."""
     return "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(word, words, n=1))

@@ -10,17 +10,17 @@ from stages.tuner.optimizers.protocol import Flag
 
 
 def mean_weights(beta: float | mx.array, apply: Flag) -> tuple[mx.array, mx.array]:
-    """Return the weights (old, new) of a running mean, to be used as mean <- old * mean + new * value. They are (beta, 1 -
-    beta), or (1, 0) if `apply` is false, so that the mean stays unchanged.
+    """Return the weights (old, new) of a running mean. The mean is updated as mean <- old * mean + new * value. The weights are
+    (beta, 1 - beta). If `apply` is false, they are (1, 0), and the mean stays unchanged.
 
-    As factors they cost nothing in the loop over the values; a choice between two results would keep both in memory.
+    As factors they cost nothing in the loop over the values. A choice between two results would keep both in memory.
     """
     return mx.where(apply, beta, 1.0), mx.where(apply, 1 - beta, 0.0)
 
 
 def bias_correction(beta: float, step: mx.array) -> mx.array:
-    """Return 1 - beta^step, a float32 scalar. A running mean with decay rate `beta` that started at 0 is divided by it. `step`
-    is the number of updates, from 1.
+    """Return 1 - beta^step, a float32 scalar. If a running mean with decay rate `beta` started at 0, divide it by this number.
+    `step` is the number of updates, from 1.
 
     The result is exact to its last bits even if beta^step is near 1.
     """

@@ -19,13 +19,13 @@ from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 
 @dataclass(frozen=True)
 class Prodigy:
-    """The Prodigy optimizer: AdamW whose learning rate is lr * d, where d is estimated during training and only grows. Use it
-    if no learning rate is known: keep lr at 1 and steer with `d_coef` (0.5 is slower, 2 is faster). `d0` is the first value of
-    d. `growth_rate` is the largest factor by which d grows in one step. The state takes four times the memory of the trained
-    arrays.
+    """The Prodigy optimizer. It is AdamW with the learning rate lr * d. The factor d is estimated during training and only grows.
+    Use Prodigy if no learning rate is known. Keep lr at 1 and steer with `d_coef` (0.5 is slower, 2 is faster). `d0` is the first
+    value of d. `growth_rate` is the largest factor by which d grows in one step. The state takes four times the memory of the
+    trained arrays.
 
-    `safeguard_warmup` keeps a warm-up from inflating d, and `bias_correction` is Adam's. Both are on, as in trainers of
-    diffusion models; in the authors' code they are off. A `growth_rate` of 1.02 acts as a warm-up.
+    `safeguard_warmup` keeps a warm-up from inflating d, and `bias_correction` is Adam's. Both are on, as in trainers of diffusion
+    models; in the authors' code they are off. A `growth_rate` of 1.02 acts as a warm-up.
     """
 
     usual_lr: ClassVar[float] = 1.0
@@ -43,9 +43,9 @@ class Prodigy:
     weight_decay: float = 0.0
 
     def init(self, params: Params) -> Arrays:
-        """Return the state before the first step. `params` maps names to arrays. The keys are "<name>.start" (the arrays now),
-        the moments "<name>.m" and "<name>.v", the sums "<name>.s" and "numerator", "d" and "d_max" (both `d0`), and "step"
-        (the number of updates, 0).
+        """Return the state before the first step. `params` maps names to arrays. "<name>.start" has these arrays. "<name>.m" and
+        "<name>.v" have the moments. "<name>.s" and "numerator" have the sums for the estimate of the learning rate. "d" and
+        "d_max" have the estimate itself, which starts at `d0`. "step" has the number of updates, 0.
         """
         state = {"step": mx.zeros((), mx.int32), "numerator": mx.zeros((), mx.float32)}
         state["d"] = state["d_max"] = mx.array(self.d0, mx.float32)
@@ -57,7 +57,7 @@ class Prodigy:
     def update(
         self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
-        """Take one step and return (new arrays, new state). `params` maps names to arrays, and `grads` the same names to
+        """Take one step and return (new arrays, new state). `params` maps names to arrays. `grads` maps the same names to
         gradients. `state` is the result of `init` or of the step before. `lr` multiplies the estimated learning rate and is
         normally 1. If `apply` is false, arrays and state are returned unchanged.
         """
@@ -78,9 +78,9 @@ class Prodigy:
         return new_params, new_state
 
     def _estimate(self, params: Params, grads: Params, state: Arrays, rate: mx.array, apply: Flag) -> Arrays:
-        """Return the new estimate of d with the sums that it is computed from, as entries of the new state: "d", "d_max",
-        "numerator" and "<name>.s". `rate` is this step's learning rate, d included. If `apply` is false, the entries are
-        unchanged.
+        """Return the new estimate of d and the sums behind it, as entries of the new state. The keys are "d", "d_max",
+        "numerator" and "<name>.s". `params`, `grads` and `state` are those of `update`. `rate` is this step's learning rate, d
+        included. If `apply` is false, the entries are unchanged.
         """
         d = state["d"]
         decay = mx.where(apply, math.sqrt(self.beta2) if self.beta3 is None else self.beta3, 1.0)

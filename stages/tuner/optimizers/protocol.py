@@ -16,28 +16,24 @@ Flag = bool | mx.array  # True or 1 to take a step, False or 0 to leave everythi
 
 
 class Optimizer(Protocol):
-    """A method that updates float32 arrays by their gradients. It holds settings only; everything that changes from step to
-    step is in an explicit state, a flat dict of arrays.
+    """A method that updates float32 arrays by their gradients. It holds settings only. Everything that changes from step to step
+    is in the state, a flat dict of arrays.
     """
 
     @property
     def coupled(self) -> bool:
-        """True if the update of one array depends on the gradients of the others, so that all arrays must be updated in one
-        call.
-        """
+        """True if the update of one array depends on the gradients of the others. All arrays must then be updated in one call."""
 
     def init(self, params: Params) -> Arrays:
-        """Return the state before the first step, a flat dict of arrays. `params` maps the names of the arrays that will be
-        trained to their values.
-        """
+        """Return the state before the first step, a flat dict of arrays. `params` maps names to the arrays to train."""
 
     def update(
         self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
-        """Take one step and return (new arrays, new state), with the names, shapes and dtypes of `params` and `state`.
-        `params` maps names to arrays, and `grads` the same names to gradients, which must be finite. `state` is the result of
-        `init` or of the step before. `lr` is the learning rate. If `apply` (a bool, or an array to decide later) is false,
-        arrays and state are returned unchanged.
+        """Take one step and return (new arrays, new state). They have the names, shapes and dtypes of `params` and `state`.
+        `params` maps names to arrays. `grads` maps the same names to gradients, all finite. `state` is the result of `init` or of
+        the step before. `lr` is the learning rate. `apply` is a bool, or an array that is computed later. If it is false, arrays
+        and state are returned unchanged.
         """
 
 

@@ -1,4 +1,4 @@
-"""The optimizer's part of a training step: gradient norm, clipping, update; no update where a value is not finite."""
+"""The optimizer's part of a training step: gradient norm, clipping, update. If a value is not finite, nothing is updated."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ WORK_COMPILED = 4  # memory needed if the update is compiled, in the same unit
 
 
 class OptimizerStep:
-    """A training step of an adapter: it clips the gradients and updates the arrays with an optimizer. `method` is the
-    optimizer. `max_norm` is the largest allowed global norm of the gradients, and larger gradients are scaled down; 0 means no
-    limit. If a loss or a gradient is not finite, nothing is updated. On a GPU the update is compiled.
+    """A training step of an adapter. It clips the gradients and updates the arrays. `method` is the optimizer. `max_norm` is the
+    largest allowed global norm of the gradients. Larger gradients are scaled down. If `max_norm` is 0, there is no limit. If a
+    loss or a gradient is not finite, nothing is updated. On a GPU the update is compiled.
     """
 
     def __init__(self, method: Optimizer, max_norm: float) -> None:
@@ -28,19 +28,21 @@ class OptimizerStep:
         self._update = mx.compile(self._clipped_update) if compiles() else self._clipped_update
 
     def init(self, params: Stacks) -> Arrays:
-        """Return the optimizer's state before the first step, a dict of arrays. `params` are the adapter's arrays as stacks
-        (arrays of equal shape, joined along a new first axis).
+        """Return the optimizer's state before the first step, a dict of arrays. `params` are the adapter's arrays as stacks. A
+        stack joins arrays of equal shape along a new first axis.
         """
         return self.method.init(params.arrays)
 
     def __call__(
         self, params: Stacks, grads: Arrays, state: Arrays, lr: float, losses_finite: mx.array
     ) -> tuple[Stacks, Arrays, mx.array, mx.array]:
-        """Take one step and return (new params, new state, norm, updated). `params` are the adapter's stacks, `state` is the
-        optimizer's state, and `grads` maps the names of single arrays to gradients. `losses_finite` is a boolean array of one
-        value. `norm` is the global norm of the gradients before clipping. `updated` is false, and nothing changes, if
-        `losses_finite` is false or the norm is not finite. The dicts `params.arrays`, `grads` and `state` are emptied to save
-        memory. The results are scheduled on the device but may not be computed yet.
+        """Take one step and return (new params, new state, norm, updated). `params` are the adapter's stacks. `grads` maps the
+        names of single arrays to gradients. `state` is the optimizer's state. `lr` is the learning rate. `losses_finite` is a
+        boolean array of one value. `norm` is the global norm of the gradients before clipping. If `losses_finite` is false or the
+        norm is not finite, nothing changes and `updated` is false. The dicts `params.arrays`, `grads` and `state` are emptied to
+        save memory.
+
+        The results are scheduled on the device but may not be computed yet.
         """
         groups = params.groups
         gradients = stacks.stack(grads, groups)
@@ -71,10 +73,10 @@ class OptimizerStep:
         owners: Mapping[str, str | None],
         numbers: tuple[float, mx.array, mx.array],
     ) -> tuple[Arrays, Arrays]:
-        """Update the stacks called `names` and return (their new arrays, their new state). `owners` maps a key of the state to
-        the name of its stack, or None if all stacks share the entry. `numbers` are the learning rate, the clip factor and the
-        flag whether to apply the step. The stacks' own entries are removed from `params`, `gradients` and `state`, to save
-        memory.
+        """Update the stacks called `names` and return (their new arrays, their new state). `params`, `gradients` and `state` are
+        dicts of arrays. The entries of these stacks are removed from them to save memory. `owners` maps a key of the state to the
+        name of its stack, or to None if all stacks share the entry. `numbers` are the learning rate, the clip factor and a flag.
+        If the flag is false, the step is not applied.
         """
         lr, factor, apply = numbers
         own_state = {
@@ -87,15 +89,15 @@ class OptimizerStep:
         return updated
 
     def working_bytes(self, params: Stacks) -> int:
-        """Return how many bytes a step needs at its peak for gradients and intermediate arrays. `params` (the adapter's
-        stacks) and the optimizer's state are not included.
+        """Return how many bytes a step needs at its peak for gradients and intermediate arrays. `params` are the adapter's
+        stacks. Neither they nor the optimizer's state are counted.
         """
         largest = max(value.nbytes for value in params.arrays.values())
         return params.nbytes + (WORK_COMPILED if compiles() else WORK) * (params.nbytes if self.method.coupled else largest)
 
     def average(self, params: Stacks, state: Arrays) -> Arrays:
-        """Return the moving average of the adapter's arrays by name, read from the optimizer's `state`. Return {} if the
-        optimizer computes no average.
+        """Return the moving average of the adapter's arrays, as name -> array. `params` are the adapter's stacks. The average is
+        read from the optimizer's `state`. Return {} if the optimizer computes no average.
         """
         averages = ema.averages(state)
         return stacks.unstack(averages, params.groups) if averages else {}
@@ -104,15 +106,15 @@ class OptimizerStep:
         self, params: Arrays, grads: Arrays, state: Arrays, lr: mx.array, factor: mx.array, apply: mx.array
     ) -> tuple[Arrays, Arrays]:
         """Return the optimizer's (new arrays, new state) for gradients multiplied by `factor`. If `apply` is 0, gradients that
-        are not finite are replaced by zeros and nothing changes.
+        are not finite are replaced by zeros. In this case nothing changes.
         """
         finite = {name: mx.where(apply, factor * grad.astype(mx.float32), 0.0) for name, grad in grads.items()}
         return self.method.update(params, finite, state, lr, apply)
 
 
 def _owner(key: str, groups: stacks.Groups) -> str | None:
-    """Return the name of the stack that an entry of the optimizer's state belongs to, such as "<stack>" for "<stack>.m.scale".
-    Return None if all stacks share the entry.
+    """Return the name of the stack that an entry of the optimizer's state belongs to. For the key "<stack>.m.scale" it is
+    "<stack>". `groups` has the names of all stacks. Return None if all stacks share the entry.
     """
     name = key.removeprefix(ema.PREFIX)
     while name and name not in groups:
@@ -121,26 +123,26 @@ def _owner(key: str, groups: stacks.Groups) -> str | None:
 
 
 def global_norm(arrays: Mapping[str, mx.array]) -> mx.array:
-    """Return the Euclidean norm of all values of all arrays together, a float32 scalar that is not computed yet.
+    """Return the Euclidean norm of all values of all arrays together. It is a float32 scalar that is not computed yet.
 
-    Squares are added in the order of names: a dict from a file has another order, which would give other last bits.
+    Squares are added in the order of names. A dict from a file has another order, which would give other last bits.
     """
     squares = [mx.sum(mx.square(arrays[name].astype(mx.float32))) for name in sorted(arrays)]
     return mx.sqrt(mx.sum(mx.stack(squares)))
 
 
 def clip_factor(norm: mx.array, max_norm: float) -> mx.array:
-    """Return the scalar by which gradients of the global norm `norm` must be multiplied so that their norm is at most
-    `max_norm`. It is 1 if the norm is smaller already, or if `max_norm` is 0 (no limit).
+    """Return the factor that scales gradients down to the global norm `max_norm`, as a scalar array. `norm` is their global norm
+    before scaling. If `norm` is smaller than `max_norm`, or if `max_norm` is 0 (no limit), the factor is 1.
     """
     return mx.minimum(1.0, max_norm / (norm + 1e-6)) if max_norm else mx.ones(())
 
 
 def is_finite(params: Mapping[str, mx.array], state: Mapping[str, mx.array]) -> mx.array:
-    """Return a boolean scalar, not computed yet: True if the global norm of `params` and all scalars in the optimizer's
-    `state` are finite.
+    """Return True if the global norm of `params` and all scalars in `state` are finite. `params` maps names to the adapter's
+    arrays. `state` is the optimizer's state. The result is a boolean scalar that is not computed yet.
 
-    An update can overflow although its gradient is finite: the learning rate, or Prodigy's estimate of it, may be too large.
+    An update can overflow although its gradient is finite. The learning rate, or Prodigy's estimate of it, may be too large.
     """
     numbers = [state[name].astype(mx.float32) for name in sorted(state) if not state[name].ndim]
     return mx.all(mx.isfinite(mx.stack([global_norm(params), *numbers])))
