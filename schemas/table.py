@@ -22,10 +22,10 @@ SHARD = pa.field("shard", pa.string(), nullable=False, metadata={"doc": "file un
 
 @dataclass(frozen=True)
 class TensorColumn:
-    """A column that holds one tensor per row of a table. `dtype` is a key of STORED_AS. A stage yields the values as a flat
-    list in the column `name`. Stored values lie in a shard (an Arrow file with tensors). `shape`, `offset` and `nbytes` are
-    names of other columns. The stage fills the column `shape`. The store fills `offset` and `nbytes`, both in bytes, to
-    locate the values in the shard.
+    """A column that holds one tensor per row of a table. `dtype` is a key of `STORED_AS`. A stage yields the values as a
+    flat list in the column `name`. Stored values lie in a shard (an Arrow file with tensors). `shape`, `offset` and
+    `nbytes` are names of other columns. The stage fills the column `shape`. The store fills `offset` and `nbytes`, both
+    in bytes. They locate the values in the shard.
     """
 
     name: str
@@ -42,16 +42,16 @@ class TensorColumn:
 
     @property
     def field(self) -> pa.Field:
-        """The Arrow field of the column in the record batches that a stage yields: a list of values per row, of the type
-        `kind`.
+        """The Arrow field of the column in the record batches that a stage yields. Each row has a list of values of the
+        type `kind`.
         """
         kind = pa.list_(pa.field("item", self.kind, nullable=False))
         return pa.field(self.name, kind, nullable=False, metadata={"doc": self.doc})
 
     @property
     def locator(self) -> tuple[pa.Field, pa.Field]:
-        """The two Arrow fields (int64) of a stored row that locate its tensor: the offset in the shard and the size, both in
-        bytes.
+        """The two Arrow fields (int64) that locate the tensor of a stored row. They hold its offset in the shard and its
+        size, in bytes.
         """
         return (
             pa.field(self.offset, pa.int64(), nullable=False, metadata={"doc": f"where {self.name} starts in the shard, bytes"}),
@@ -60,9 +60,10 @@ class TensorColumn:
 
 
 def tensor(name: str = "tensor", dtype: str = "bfloat16", doc: str = "the values, 16-bit words") -> TensorColumn:
-    """Return the description of a tensor column called `name`. `dtype` of its values is a key of STORED_AS. `doc` says what
-    the values are. The companion columns are called NAME_shape, NAME_offset and NAME_nbytes. For the name "tensor", they
-    are called shape, byte_offset and nbytes. The table itself must declare the shape column, a list of int32.
+    """Return the description of a tensor column called `name`. `dtype` is the dtype of its values, a key of `STORED_AS`.
+    `doc` says what the values are. The companion columns are called NAME_shape, NAME_offset and NAME_nbytes. For the name
+    "tensor", they are called `shape`, `byte_offset` and `nbytes`. The table itself must declare the shape column, a list
+    of int32.
     """
     assert dtype in STORED_AS, f"{name}: dtype must be one of {', '.join(STORED_AS)}, got {dtype}"
     if name == "tensor":
@@ -71,19 +72,20 @@ def tensor(name: str = "tensor", dtype: str = "bfloat16", doc: str = "the values
 
 
 def column(name: str, kind: pa.DataType, doc: str, *, null: bool = False, measured: bool = False, default: str = "") -> pa.Field:
-    """Return the Arrow field of one column. `name` and `kind` are its name and its Arrow type. `doc` says what it holds, and
-    in which unit. `null` allows nulls. `measured` marks clock times and memory, which may differ between two equal runs.
-    `default` is the value that `TableSchema.table` uses for rows without this column; empty means that rows must have it.
+    """Return the Arrow field of one column. `name` is its name and `kind` its Arrow type. `doc` says what it holds, and
+    in which unit. If `null` is True, nulls are allowed. `measured` marks clock times and memory, which may differ between
+    equal runs. `default` is the value for rows without this column. If `default` is empty, every row must have the
+    column.
     """
     return pa.field(name, kind, nullable=null, metadata={"doc": doc, "measured": "yes" if measured else "", "default": default})
 
 
 @dataclass(frozen=True)
 class TableSchema:
-    """The description of a table. `name` is the table's name and `doc` says what a row is. `key` holds the names of the
-    columns that identify a row, `columns` all columns in order. `tensors` lists the tensors that every row has: none, one
-    or several; a table with tensors has exactly one key column. `retains_dead_rows` is True if rows that no setting wants
-    any more stay on disk, hidden from readers, until `latentmill clean`.
+    """The description of a table. `name` is the table's name. `doc` says what a row is. `key` holds the names of the
+    columns that identify a row. `columns` holds all columns in order. `tensors` lists the tensors that every row has. A
+    table with tensors has exactly one key column. A dead row is a row that no setting wants any more. If
+    `retains_dead_rows` is True, dead rows stay on disk until `latentmill clean`. Readers do not see them.
 
     Dead rows are retained if they are expensive to recompute. Tables with tensors always retain them.
     """
@@ -96,8 +98,8 @@ class TableSchema:
     retains_dead_rows: bool = False
 
     def __post_init__(self) -> None:
-        """Raise AssertionError if a column of the key or the shape column of a tensor is missing, or if two columns have the
-        same name. Also raise it if a table with tensors does not have exactly one key column.
+        """Raise AssertionError if a key column or the shape column of a tensor is missing. Also raise it if two columns
+        have the same name. Also raise it if a table with tensors does not have exactly one key column.
         """
         names = [field.name for field in (*self.batch, *self.locator)]
         needed = {*self.key, *(each.shape for each in self.tensors)}
@@ -107,29 +109,34 @@ class TableSchema:
 
     @property
     def batch(self) -> pa.Schema:
-        """The Arrow schema of the record batches that a stage yields: the columns, then one list of values per tensor."""
+        """The Arrow schema of the record batches that a stage yields. The columns come first, then one list of values per
+        tensor.
+        """
         return pa.schema([*self.columns, *(each.field for each in self.tensors)])
 
     @property
     def locator(self) -> tuple[pa.Field, ...]:
-        """The Arrow fields of a stored row that locate its tensors: the shard's file name, then offset and size per tensor, in
-        bytes. An empty tuple for a table without tensors.
+        """The Arrow fields of a stored row that locate its tensors. The first is the shard's file name. An offset and a
+        size in bytes follow for each tensor. A table without tensors has an empty tuple.
         """
         return (SHARD, *(field for each in self.tensors for field in each.locator)) if self.tensors else ()
 
     @property
     def stored(self) -> pa.Schema:
-        """The Arrow schema of the rows on disk, as readers see them: the columns, then those that locate the tensors."""
+        """The Arrow schema of the rows on disk, as readers see them. The columns come first, then the fields that locate
+        the tensors.
+        """
         return pa.schema([*self.columns, *self.locator])
 
     @property
     def compared(self) -> list[str]:
-        """The names of the columns whose values must be equal in two equal runs: all columns that are not marked `measured`."""
+        """The names of all columns that are not marked `measured`. Their values must be equal in two equal runs."""
         return [f.name for f in self.columns if not (f.metadata or {}).get(b"measured")]
 
     def table(self, rows: list[dict[str, Any]]) -> pa.Table:
-        """Return an Arrow table with the schema `batch`. `rows` holds one dict per row, column name to value. A column with a
-        default may be left out. AssertionError if another column is missing or a column is unknown.
+        """Return an Arrow table with the schema `batch`. `rows` holds one dict per row, which maps column names to
+        values. A column with a default may be left out. Raises AssertionError if another column is missing or a column is
+        unknown.
         """
         names = set(self.batch.names)
         defaults = {f.name: f.metadata[b"default"].decode() for f in self.columns if f.metadata.get(b"default")}

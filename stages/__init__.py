@@ -20,8 +20,8 @@ PIPELINES: dict[str, str] = {"text_to_image": "stages.text_to_image"}
 
 
 def pipeline(name: str) -> Pipeline:
-    """Return the pipeline called `name`. `name` is a key of PIPELINES, or the dotted name of a module that defines PIPELINE.
-    ValueError if there is no such pipeline.
+    """Return the pipeline called `name`. `name` is a key of `PIPELINES`, or the dotted name of a module that defines
+    `PIPELINE`. Raises ValueError if there is no such pipeline.
     """
     module = PIPELINES.get(name, name if "." in name else "")
     if not module:

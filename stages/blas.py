@@ -16,15 +16,17 @@ from pathlib import Path
 
 
 def candidates() -> Iterator[str]:
-    """Yield the file names or paths of the BLAS libraries to try, best first: MKL from PyPI, then an OpenBLAS of the system."""
+    """Yield the file names or paths of the BLAS libraries to try, best first. MKL from PyPI comes before the system's
+    OpenBLAS.
+    """
     yield from sorted(str(path) for path in (Path(sys.prefix) / "lib").glob("libmkl_rt.so*"))
     yield from filter(None, [ctypes.util.find_library("openblas")])  # starts a process, so it is not asked first
     yield "libopenblas.so.0"
 
 
 def load() -> str:
-    """Load the first BLAS library that can be loaded into this process, on Linux only. Return the name of the library, or ""
-    if none was loaded. Call it before `mlx.core` is imported.
+    """Load the first BLAS library that can be loaded into this process. Return its name, or "" if none was loaded.
+    Nothing is loaded on systems other than Linux. Call this function before `mlx.core` is imported.
     """
     if not sys.platform.startswith("linux"):
         return ""

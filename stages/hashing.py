@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def file_sha256(file: Path | BufferedReader) -> str:
-    """Return the sha256 of a file's bytes as 64 hex digits. `file` is a path or an open binary file. An open file is read from
-    its start, whatever its position. OSError if the file cannot be read.
+    """Return the sha256 of a file's bytes as 64 hex digits. `file` is a path or an open binary file. An open file is read
+    from its start, whatever its position. Raises OSError if the file cannot be read.
     """
     if isinstance(file, Path):
         with file.open("rb") as opened:

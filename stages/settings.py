@@ -12,33 +12,33 @@ from typing import Any
 
 
 def setting(default: Any, doc: str) -> Any:
-    """Declare a field of a config dataclass whose value changes what rows contain. It is part of the recipe (the hash that
-    names a table's folder), so another value starts a new table. `doc` names the unit and the reason for the default.
-    TypeError if the default is mutable.
+    """Declare a field of a config dataclass whose value changes the content of rows. The field is part of the recipe (the
+    hash that names a table's folder). Another value therefore starts a new table. `default` is the field's default. `doc`
+    names the unit and the reason for the default. Raises TypeError if the default is mutable.
     """
     return _field(default, doc, "setting")
 
 
 def selects(default: Any, doc: str) -> Any:
-    """Declare a field of a config dataclass that changes which rows exist, but not their values. It is not part of the recipe
-    (the hash that names a table's folder). `doc` names the unit and the reason for the default. TypeError if the default is
-    mutable.
+    """Declare a field of a config dataclass that decides which rows exist. The field does not change the values in a row.
+    It is not part of the recipe (the hash that names a table's folder). `default` is the field's default. `doc` names the
+    unit and the reason for the default. Raises TypeError if the default is mutable.
     """
     return _field(default, doc, "selects")
 
 
 def runtime(default: Any, doc: str) -> Any:
-    """Declare a field of a config dataclass that changes no row, such as a batch size or a number of workers. It is not part
-    of the recipe (the hash that names a table's folder). `doc` names the unit and the reason for the default. TypeError if
-    the default is mutable.
+    """Declare a field of a config dataclass that changes no row, such as a batch size. The field is not part of the
+    recipe (the hash that names a table's folder). `default` is the field's default. `doc` names the unit and the reason
+    for the default. Raises TypeError if the default is mutable.
     """
     return _field(default, doc, "runtime")
 
 
 def require(section: Any, name: str, low: float | None = None, high: float | None = None, *, below: float | None = None) -> None:
-    """Raise ValueError unless a numeric setting lies within bounds: `low` <= value <= `high` and value < `below`. `section` is
-    the config dataclass, `name` the name of its field. A bound of None is not checked. A setting whose value is None
-    passes. The message is such as "steps must be >= 1, got 0".
+    """Raise ValueError unless a numeric setting lies within its bounds. `section` is the config dataclass. `name` is the
+    name of its field. The value must be at least `low`, at most `high` and less than `below`. A bound of None is not
+    checked. A setting whose value is None passes. An example of the message is "steps must be >= 1, got 0".
 
     Call it in `__post_init__` of the dataclass. The reader of project.toml adds the section and the place, and the user sees
     "train.steps must be >= 1, got 0 (project.toml [train])". Other checks raise a ValueError of the same form: the setting's

@@ -20,19 +20,20 @@ if TYPE_CHECKING:
 
 
 class TensorReader(Protocol):
-    """Random access to the tensors of one table by the key of a row. The files are memory-mapped, so values are read from disk
-    only when they are used.
+    """Random access to the tensors of one table by the key of a row. The files are memory-mapped. Values are read from
+    disk only when they are used.
     """
 
     def read(self, key: str, name: str = "") -> np.ndarray:
-        """Return one tensor of the row whose key is `key`, as an array in the tensor's shape. `name` is the name of the tensor
-        column; empty means the table's first. bfloat16 is returned as uint16 words. The array is a read-only view of the
-        file and becomes invalid at the next call of `ahead`. KeyError if no row has the key.
+        """Return one tensor of the row whose key is `key`, in the tensor's shape. `name` is the name of the tensor
+        column. If it is empty, the table's first tensor column is read. bfloat16 is returned as uint16 words. The array
+        is a read-only view of the file. It becomes invalid at the next call of `ahead`. Raises KeyError if no row has the
+        key.
         """
 
     def ahead(self, keys: Iterable[str]) -> None:
-        """Start reading the tensors of the rows with the given keys from disk. The memory of all rows that were read before is
-        released, so arrays from earlier calls of `read` become invalid.
+        """Start reading the tensors of the rows with the given keys from disk. The memory of all rows that were read
+        before is released. Arrays from earlier calls of `read` become invalid.
         """
 
 
@@ -62,10 +63,10 @@ class StageContext:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a pipeline, as plain data: the tables that it reads (`reads`), the table that it writes (`writes`), its
-    config dataclass, and its functions. `wants(ctx)` returns the rows that the table should have. `run(ctx)` yields record
-    batches for the pending rows: those that are wanted but not stored. `needs` names the resources, such as model weights,
-    that the stage asks its project for.
+    """One stage of a pipeline, as plain data. `reads` holds the tables that it reads. `writes` is the table that it
+    writes. The other fields are its config dataclass, its needs and its functions. `wants(ctx)` returns the rows that the
+    table should have. A wanted row that is not stored is pending. `run(ctx)` yields record batches for the pending rows.
+    `needs` names resources, such as model weights. The project supplies them.
 
     `wants` returns the key columns and every input column that a row's freshness depends on. It is cheap, loads no weights and
     writes nothing. A stored row that equals its wanted row in all these columns is fresh; the others are pending.
@@ -108,8 +109,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder that a stage needs. The setting `key` in the section `section` of project.toml names it, relative to the
-    project. The stage gets its path.
+    """A folder that a stage needs. The setting `key` in the section `section` of project.toml names it. The setting is
+    relative to the project. The stage gets the folder's path.
     """
 
     section: str
@@ -118,9 +119,9 @@ class Folder:
 
 @dataclass(frozen=True)
 class Weights:
-    """A component of the project's model family that a stage needs, such as the autoencoder. The stage gets the path of the
-    weight files, which are downloaded if they are missing. `fields` names fields of the family's record whose values change
-    what the component computes.
+    """A component of the project's model family that a stage needs, such as the autoencoder. The stage gets the path of
+    the weight files. Missing files are downloaded. `fields` names fields of the family's record. Their values change what
+    the component computes.
 
     The recipe of every stage that needs the component contains the sha256 of the files and the values of `fields`.
     """
@@ -144,7 +145,8 @@ Query = Callable[..., list[dict[str, Any]]]  # query(sql, **values) -> rows as d
 
 @dataclass(frozen=True)
 class View:
-    """An SQL view over the tables of a pipeline: its SELECT statement (`sql`), and one line that says what its rows are (`doc`).
+    """An SQL view over the tables of a pipeline. `sql` is its SELECT statement. `doc` is one line that says what its rows
+    are.
 
     `needs` names the tables without which the view has no meaning: a query over it is refused until they are built.
     """
@@ -156,8 +158,8 @@ class View:
 
 @dataclass(frozen=True)
 class Panel:
-    """A stored question about a project, for `latentmill panel NAME`: its `name`, its `title`, and the SELECT statement that
-    answers it (`sql`).
+    """A stored question about a project, for `latentmill panel NAME`. It has a `name` and a `title`. `sql` is the SELECT
+    statement that answers it.
     """
 
     name: str
@@ -168,9 +170,9 @@ class Panel:
 @dataclass(frozen=True)
 class Chain:
     """A description of how `latentmill follow TEXT` works for a pipeline. `find(query, need, text)` returns the rows of
-    `table` that match the text best: one, several if the text is ambiguous, or none. `describe` maps the name of a table to
-    a function (query, row) that yields lines for the user about the row found. `query(sql, **values)` runs SQL and returns
-    dicts; `need(name)` returns a resource of the pipeline.
+    `table` that match the text best. These are several rows if the text is ambiguous. `describe` maps the name of a table
+    to a function (query, row). This function yields lines for the user about the row found. `query(sql, **values)` runs
+    SQL and returns dicts. `need(name)` returns a resource of the pipeline.
     """
 
     table: str  # the table whose row is found
@@ -183,8 +185,9 @@ class Chain:
 @dataclass(frozen=True)
 class Option:
     """One option of `latentmill init` for a pipeline, such as `--images FOLDER`. `doc` is the help text. An option whose
-    `default` is None must be given. If `kind` is "folder", the value must be an existing folder, and the template gets its
-    path relative to the new project. If `kind` is "folder or text", a value that is not a folder is passed on as text.
+    `default` is None must be given. If `kind` is "folder", the value must be an existing folder. The template then gets
+    its path relative to the new project. If `kind` is "folder or text", a value that is not a folder is passed on as
+    text.
     """
 
     name: str
@@ -196,8 +199,8 @@ class Option:
 @dataclass(frozen=True)
 class Template:
     """A description of how `latentmill init` makes a new project of a pipeline. `options` are the options of the command.
-    `write(values)` takes a dict from option name to value and returns the text of project.toml; it raises ValueError for a
-    wrong value.
+    `write(values)` returns the text of project.toml. `values` maps option names to values. `write` raises ValueError for
+    a wrong value.
     """
 
     options: tuple[Option, ...]
@@ -206,9 +209,9 @@ class Template:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A chain of stages, and the resources, commands, SQL views, panels and model families that belong to it. `stages` maps
-    the name of a table to the module whose STAGE writes it, in the order of the chain. Values that need imports are given
-    as text, "module" or "module:attribute", and imported when they are first used.
+    """A chain of stages, and everything that belongs to it. `stages` maps the name of a table to the module whose `STAGE`
+    writes it, in the order of the chain. The other fields hold resources, commands, SQL views, panels and model families.
+    Some values are texts, "module" or "module:attribute". They are imported when they are first used.
     """
 
     name: str
@@ -225,16 +228,16 @@ class Pipeline:
     panels: tuple[Panel, ...] = ()
 
     def stage(self, name: str) -> Stage:
-        """Return the stage that writes the table called `name`. Its module is imported if needed. KeyError if no stage of the
-        pipeline writes such a table.
+        """Return the stage that writes the table called `name`. Its module is imported if needed. Raises KeyError if no
+        stage of the pipeline writes such a table.
         """
         found: Stage = import_module(self.stages[name]).STAGE
         assert found.name == name, f"{self.stages[name]} writes {found.name}, not {name}"
         return found
 
     def upstream(self, name: str) -> list[str]:
-        """Return the names of all stages that must run before the stage called `name`: those whose tables it reads, directly
-        or through other stages. The names are in the order of the chain, without `name` itself.
+        """Return the names of all stages that must run before the stage called `name`. They write the tables that `name`
+        reads, directly or through other stages. The names are in the order of the chain. `name` itself is left out.
         """
         needed = {name}
         for other in reversed(list(self.stages)):
@@ -254,7 +257,9 @@ def load(reference: str) -> Any:
 
 @dataclass(frozen=True)
 class Input:
-    """A table that a work unit reads: the table's `folder` on disk, and the `version` of its rows to read."""
+    """A table that a work unit reads. `folder` is the table's folder on disk. `version` is the version of its rows to
+    read.
+    """
 
     folder: Path
     version: int
@@ -262,10 +267,10 @@ class Input:
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """Some pending rows of one stage, with everything that is needed to compute them: config, stored rows, and the places of
-    input tables and weights. It is plain data, so it can be pickled and sent to another process that sees the same folders.
-    `pipeline.work.perform` computes it. A work unit writes to no table: its batches and artifacts go back to the runner,
-    which commits them.
+    """Some pending rows of one stage, with everything that is needed to compute them. The unit holds the config, the
+    stored rows, and the places of input tables and weights. It is plain data, so it can be pickled. Any process that sees
+    the same folders can compute it with `pipeline.work.perform`. A work unit writes to no table. The runner commits its
+    batches and artifacts.
     """
 
     stage: str  # module whose STAGE computes the rows
@@ -281,8 +286,8 @@ class WorkUnit:
 
 @dataclass(frozen=True)
 class Artifact:
-    """A file that a work unit has written, on its way to the runner. `name` is its path below the table's artifacts folder,
-    `content` its bytes.
+    """A file that a work unit has written, on its way to the runner. `name` is its path below the table's artifacts
+    folder. `content` holds its bytes.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The table buckets: one row per image and resolution."""
+"""The table `buckets`: one row per image and resolution."""
 
 import pyarrow as pa
 

@@ -1,4 +1,4 @@
-"""The table captions: one row per text and use."""
+"""The table `captions`: one row per text and use."""
 
 import pyarrow as pa
 

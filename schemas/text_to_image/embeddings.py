@@ -1,4 +1,4 @@
-"""The table embeddings: one row per distinct text, with its encoding."""
+"""The table `embeddings`: one row per distinct text, with its encoding."""
 
 import pyarrow as pa
 

@@ -1,4 +1,4 @@
-"""The table images: one row per file in the image folder."""
+"""The table `images`: one row per file in the image folder."""
 
 import pyarrow as pa
 

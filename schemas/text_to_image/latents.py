@@ -1,4 +1,4 @@
-"""The table latents: one row per crop, with its encoding."""
+"""The table `latents`: one row per crop, with its encoding."""
 
 import pyarrow as pa
 

@@ -1,4 +1,4 @@
-"""The table samples: one row per preview image."""
+"""The table `samples`: one row per preview image."""
 
 import pyarrow as pa
 

@@ -1,4 +1,4 @@
-"""The table scores: one row per scored picture."""
+"""The table `scores`: one row per scored picture."""
 
 import pyarrow as pa
 

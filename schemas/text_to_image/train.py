@@ -1,4 +1,4 @@
-"""The table train: one row per sample of a step."""
+"""The table `train`: one row per sample of a step."""
 
 import pyarrow as pa
 

@@ -1,4 +1,4 @@
-"""The stage buckets: at which size each image is trained, and which part of the image is used (the crop).
+"""The stage `buckets`: at which size each image is trained, and which part of the image is used (the crop).
 
 A size is counted in cells of 16 x 16 pixels, one cell per token of the transformer: the autoencoder shrinks 8 pixels to 1,
 and the transformer reads patches of 2 x 2. A shape is (i, j): i cells wide, j cells high.
@@ -52,10 +52,10 @@ class BucketsConfig:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The size that an image is trained at, and the centred crop of the image that is scaled to this size. `width` and
-    `height` of the size are in pixels, multiples of 16. The four fields `crop_...` are in source pixels, fractions allowed.
-    `scale` is in output pixels per source pixel. `crop_loss` is the share of the image's area that is cropped away, 0 to 1.
-    `tokens` counts cells of 16 x 16 pixels.
+    """The size that an image is trained at, and the centred crop that is scaled to this size. `width` and `height` of the
+    size are in pixels, multiples of 16. The four fields `crop_...` are in source pixels, fractions allowed. `scale` is in
+    output pixels per source pixel. `crop_loss` is the share of the image's area that is cropped away, 0 to 1. `tokens`
+    counts cells of 16 x 16 pixels.
     """
 
     width: int
@@ -70,9 +70,9 @@ class Bucket:
 
 
 def choose_bucket(width: int, height: int, resolution: int, upscale: bool = False, max_shapes: int = 256) -> Bucket | None:
-    """Return the size and the crop that an image of `width` x `height` pixels is trained at. The area of the size is at most
-    `resolution` x `resolution` pixels. The image is enlarged only if `upscale` is True. At most `max_shapes` aspect ratios
-    are used per area. Return None if the image is smaller than 16 x 16 pixels.
+    """Return the size and the crop that an image of `width` x `height` pixels is trained at. The area of the size is at
+    most `resolution` x `resolution` pixels. The image is enlarged only if `upscale` is True. At most `max_shapes` aspect
+    ratios are used per area. If the image is smaller than 16 x 16 pixels, None is returned.
 
     Of the shapes of full area, the one that crops least is chosen. If that shape would enlarge the image and `upscale` is
     False, the shape is chosen among all smaller ones that fit into the image. Then the sum of two shares is smallest: the
@@ -94,10 +94,10 @@ def choose_bucket(width: int, height: int, resolution: int, upscale: bool = Fals
 
 
 def _best_shape(width: int, height: int, i: np.ndarray, j: np.ndarray, area: float | None) -> tuple[int, int]:
-    """Return the shape (width, height) in cells that loses least of an image of `width` x `height` pixels. The arrays `i` and
-    `j` hold the widths and heights of the shapes to choose from. The loss is the share of the image that is cropped away.
-    If `area` (in cells) is given, the share of that area that the shape leaves uncovered is added. Among equal losses, the
-    larger shape is taken.
+    """Return the shape (width, height) in cells that loses least of an image of `width` x `height` pixels. The arrays `i`
+    and `j` hold the widths and heights of the shapes to choose from. The loss is the share of the image that is cropped
+    away. `area` counts cells, or is None. If `area` is given, the share of it that stays uncovered is added to the loss.
+    Among equal losses, the larger shape is taken.
     """
     skew = (i * height) / (j * width)
     loss = 1 - np.minimum(skew, 1 / skew)
@@ -108,8 +108,8 @@ def _best_shape(width: int, height: int, i: np.ndarray, j: np.ndarray, area: flo
 
 
 def _make_bucket(width: int, height: int, i: int, j: int) -> Bucket:
-    """Return the bucket for an image of `width` x `height` pixels that is trained at `i` x `j` cells of 16 x 16 pixels. One
-    side of the image is used in full, the other is cropped equally at both ends.
+    """Return the bucket for an image of `width` x `height` pixels. The image is trained at `i` x `j` cells of 16 x 16
+    pixels. One side of the image is used in full. The other is cropped equally at both ends.
     """
     across, down = i * STEP, j * STEP
     if across * height >= down * width:
@@ -122,10 +122,10 @@ def _make_bucket(width: int, height: int, i: int, j: int) -> Bucket:
 
 @functools.cache
 def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the landscape shapes of full area as two int64 arrays, widths and heights in cells of 16 x 16 pixels, the
-    squarest shape first. A shape has full area if it has at most `cells` * `cells` cells, and one more row or column of
-    cells would exceed that. If there are more than `max_shapes`, counting portrait shapes too, only some are returned,
-    spread evenly over the logarithm of the aspect ratio.
+    """Return the landscape shapes of full area as two int64 arrays, widths and heights in cells. The squarest shape comes
+    first. A shape has full area if it has at most `cells` * `cells` cells and cannot grow by a row or column.
+    `max_shapes` limits the number of shapes, portrait shapes included. If there are more, a selection is returned. The
+    selection is spread evenly over the logarithm of the aspect ratio.
     """
     full = {(i, cells * cells // i) for i in range(1, cells * cells + 1)}
     full = {(max(shape), min(shape)) for shape in full if max(shape) <= LONGEST * min(shape)}
@@ -140,8 +140,8 @@ def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the landscape shapes that fill an area of 1 x 1, 2 x 2, ... or `cells` x `cells` cells (see `_full_shapes`), as
-    two int64 arrays: widths and heights in cells of 16 x 16 pixels. `max_shapes` limits the number of shapes per area.
+    """Return landscape shapes as two int64 arrays, widths and heights in cells. They fill an area of 1 x 1, 2 x 2, ... or
+    `cells` x `cells` cells (see `_full_shapes`). `max_shapes` limits the number of shapes per area.
     """
     sizes = [np.stack(_full_shapes(size, max_shapes)) for size in range(1, cells + 1)]
     found = np.unique(np.concatenate(sizes, axis=1), axis=1)
@@ -152,8 +152,8 @@ def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def wanted_buckets(ctx: StageContext) -> pa.Table:
-    """Return all rows of the table buckets with all columns. Computing them costs less than finding out which are new.
-    ValueError if no image is usable.
+    """Return all rows of the table `buckets` with all columns. Computing them costs less than finding out which are new.
+    Raises ValueError if no image is usable.
     """
     images = usable_rows(ctx.rows(IMAGES).select(["image_id", "path", "width", "height", "rejected"]))
     sizes = {row["image_id"]: (row["width"], row["height"]) for row in images}
@@ -162,8 +162,8 @@ def wanted_buckets(ctx: StageContext) -> pa.Table:
 
 
 def _rows(image_id: str, width: int, height: int, config: BucketsConfig) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one image of `width` x `height` pixels: one per resolution in `config`, the lowest first. A resolution
-    whose bucket equals that of a lower one is marked as rejected.
+    """Yield the rows of one image of `width` x `height` pixels. There is one row per resolution in `config`, the lowest
+    first. If a resolution gives the same bucket as a lower one, its row is marked as rejected.
     """
     seen = set()
     for resolution in sorted(config.resolutions):
@@ -183,8 +183,8 @@ def write_buckets(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def finish_buckets(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Tell the user, for each resolution, how many of the new rows are used and how much of the images is cropped away. Yield
-    no rows.
+    """Tell the user about the new rows of each resolution. The line says how many are used and how much of the images is
+    cropped away. Yield no rows.
     """
     if ctx.stop():
         return
@@ -195,8 +195,8 @@ def finish_buckets(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _summary(resolution: int, rows: list[dict[str, Any]]) -> str:
-    """Return one line for the user about the used buckets of one resolution: the number of images and of shapes, and the mean
-    share cropped away. `rows` are these rows of the table buckets.
+    """Return one line for the user about the used buckets of one resolution. It gives the number of images, the number of
+    shapes and the mean share cropped away. `rows` are these rows of the table `buckets`.
     """
     shapes = len({(row["width"], row["height"]) for row in rows})
     loss = sum(row["crop_loss"] for row in rows) / len(rows)

@@ -1,4 +1,4 @@
-"""The stage embeddings: encode every distinct text once, so that no later stage loads the text encoder."""
+"""The stage `embeddings`: encode every distinct text once, so that no later stage loads the text encoder."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class EmbeddingsConfig:
 
 
 def wanted_embeddings(ctx: StageContext) -> pa.Table:
-    """Return a table of one column, caption_id: one row per distinct text of the table captions, sorted."""
+    """Return a table of one column, caption_id: one row per distinct text of the table `captions`, sorted."""
     ids = pc.unique(ctx.rows(CAPTIONS)["caption_id"])
     return pa.table({"caption_id": ids.take(pc.sort_indices(ids))})
 
 
 def encode_embeddings(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Encode the pending texts and yield their rows as record batches. The text encoder is loaded only if a text is pending.
-    ValueError if a value of an embedding is not finite.
+    """Encode the pending texts and yield their rows as record batches. The text encoder is loaded only if a text is
+    pending. Raises ValueError if a value of an embedding is not finite.
     """
     pending: list[str] = ctx.pending["caption_id"].to_pylist()
     if not pending:
@@ -68,8 +68,8 @@ def encode_embeddings(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _rows_by_text(rows: pa.Table) -> dict[str, list[Row]]:
-    """Return a dict from caption_id (sha256 of a text) to the rows of the table captions that have this text. `rows` is that
-    table.
+    """Return a dict from caption_id (sha256 of a text) to the rows of the table `captions` that have this text. `rows` is
+    that table.
     """
     found: dict[str, list[Row]] = defaultdict(list)
     for row in rows.select(["caption_id", "text", "role", "origin"]).to_pylist():
@@ -96,8 +96,8 @@ def _batch(
 
 
 def _row(caption_id: str, embedding: Embedding) -> Row:
-    """Return the row of the table embeddings for one text. Its statistics leave padding out. ValueError if a value is not
-    finite.
+    """Return the row of the table `embeddings` for one text. Its statistics leave padding out. Raises ValueError if a
+    value is not finite.
     """
     real = widen(embedding.words[: embedding.tokens])
     if not np.isfinite(real).all():
@@ -119,8 +119,8 @@ def _row(caption_id: str, embedding: Embedding) -> Row:
 
 
 def _too_long(rows: list[Row], embedding: Embedding) -> str:
-    """Return one line for the user that names a caption that was cut, and says how many tokens were cut. `rows` are the rows
-    of the table captions with this text.
+    """Return one line for the user that names a caption that was cut, and says how many tokens were cut. `rows` are the
+    rows of the table `captions` with this text.
     """
     first = rows[0]
     where = first["origin"] or ("a preview prompt" if first["role"] == "preview" else "a caption")

@@ -204,8 +204,8 @@ FAMILIES: dict[str, Family] = {f.name: f for f in _ALL}
 
 
 def family(name: str) -> Family:
-    """Return the record of the model family called `name`. ValueError if there is no such family; the message has the nearest
-    name.
+    """Return the record of the model family called `name`. Raises ValueError if there is no such family; the message has
+    the nearest name.
     """
     if name in FAMILIES:
         return FAMILIES[name]

@@ -43,7 +43,7 @@ BEGIN: Mapping[str, Mapping[str, tuple[Any, str]]] = {
 
 def project_toml(options: Mapping[str, str]) -> str:
     """Return the text of project.toml for a new project. `options` maps the options of `latentmill init` (images, family,
-    weights, trigger) to their values. ValueError if there is no family of that name.
+    weights, trigger) to their values. Raises ValueError if there is no family of that name.
     """
     record = family_record(options["family"])
     trigger = options["trigger"]

@@ -1,4 +1,4 @@
-"""The settings of the stage captions."""
+"""The settings of the stage `captions`."""
 
 from __future__ import annotations
 

@@ -15,9 +15,10 @@ Lookup = Callable[[str], list[Caption]]  # an image's path, relative to the imag
 
 
 def make_lookups(folder: Path, paths: list[str], config: CaptionsConfig) -> tuple[list[Lookup], list[str]]:
-    """Return a list of functions that find the captions of an image, one per entry of `config.sources`, and a list of notes
-    for the user. Each function takes an image's path relative to `folder`, the image folder, and returns its captions, or
-    an empty list. `paths` are the relative paths of all images. ValueError if a metadata file is malformed.
+    """Return a list of functions that find the captions of an image, and a list of notes for the user. There is one
+    function per entry of `config.sources`. Each function takes an image's path relative to the image folder. It returns
+    the image's captions as a list. `folder` is the image folder. `paths` are the relative paths of all images. Raises
+    ValueError if a metadata file is malformed.
 
     If the template has no {caption}, no file is read: the only function returns one empty caption for every image.
     """
@@ -39,8 +40,8 @@ def _from_metadata(captions: dict[str, list[Caption]]) -> Lookup:
 
 
 def from_file_name(path: str) -> list[Caption]:
-    """Make a caption from an image's file name, and return it in a list: "a/red_fox-2.png" gives "red fox 2". The list is
-    empty if the name has only separators. `path` is relative to the image folder.
+    """Make a caption from an image's file name, and return it in a list. For example, "a/red_fox-2.png" gives "red fox
+    2". If the name has only separators, the list is empty. `path` is relative to the image folder.
     """
     text = " ".join(re.split(r"[\s_-]+", PurePosixPath(path).stem)).strip()
     return [Caption(text, "filename", path)] if text else []
@@ -48,8 +49,8 @@ def from_file_name(path: str) -> list[Caption]:
 
 def _sidecars(folder: Path, paths: list[str], config: CaptionsConfig) -> Lookup:
     """Return a function that reads the captions of an image from its sidecar (a text file beside it). For a.png, it reads
-    a.png.txt, or else a.txt; `config.extension` replaces ".txt". `paths` are all images, relative to the image folder
-    `folder`. Their folders are listed now, once.
+    a.png.txt, or else a.txt. `config.extension` replaces ".txt". `folder` is the image folder. `paths` are all images,
+    relative to `folder`. The folders of the images are listed now, once.
     """
     parents = {posixpath.dirname(path) for path in paths}
     existing = {normalise(name): name for parent in parents for name in _file_names(folder, parent)}
@@ -65,8 +66,8 @@ def _sidecars(folder: Path, paths: list[str], config: CaptionsConfig) -> Lookup:
 
 
 def _read_sidecar(folder: Path, name: str, many: bool) -> list[Caption]:
-    """Return the captions in the sidecar file `name`, a path relative to `folder`. If `many` is True, every line that is not
-    blank is a caption; otherwise the whole text is one. A blank file gives an empty list.
+    """Return the captions in the sidecar file `name`, a path relative to `folder`. If `many` is True, every line that is
+    not blank is a caption. Otherwise the whole text is one caption. A blank file gives an empty list.
     """
     text = read_text(folder / name)
     if many:

@@ -18,10 +18,10 @@ TEXT_COLUMNS = ("text", "caption", "prompt")  # the first of these columns that 
 
 
 def read_metadata(folder: Path, paths: Iterable[str]) -> tuple[dict[str, list[Caption]], list[str]]:
-    """Read every metadata.jsonl and metadata.csv that lies in a folder of an image or above it, up to the image folder
-    `folder`. `paths` are all images, relative to `folder`. Return a dict from path (in Unicode form NFC) to captions, and a
-    list of notes for the user. The notes name rows whose image does not exist. ValueError, with file and line, if a file is
-    malformed.
+    """Read every metadata.jsonl and metadata.csv in the folders of the images and in the folders above them. `folder` is
+    the image folder, where the search ends. `paths` are all images, relative to `folder`. Return a dict from path to
+    captions, and a list of notes for the user. The paths are in Unicode form NFC. The notes name rows whose image does
+    not exist. Raises ValueError, with file and line, if a file is malformed.
     """
     paths = list(paths)
     images = {normalise(path) for path in paths}
@@ -41,8 +41,8 @@ def read_metadata(folder: Path, paths: Iterable[str]) -> tuple[dict[str, list[Ca
 
 
 def _metadata_files(folder: Path, paths: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield every metadata file that lies in a folder of an image or above it, as a pair: its path relative to `folder`, and
-    the function that reads its rows. `paths` are the images, relative to `folder`.
+    """Yield every metadata file in the folders of the images and in the folders above them. Each is a pair: its path
+    relative to `folder`, and the function that reads its rows. `paths` are the images, relative to `folder`.
     """
     parents = {str(parent) for path in paths for parent in PurePosixPath(path).parents}
     for parent in sorted(parents):
@@ -53,8 +53,8 @@ def _metadata_files(folder: Path, paths: list[str]) -> Iterator[tuple[str, Any]]
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, Row]]:
-    """Yield (line number, object) for every line of a metadata.jsonl that is not blank. ValueError if a line is not a JSON
-    object.
+    """Yield (line number, object) for every line of a metadata.jsonl that is not blank. Raises ValueError if a line is
+    not a JSON object.
     """
     for line, text in enumerate(read_text(path).split("\n"), 1):
         if not text.strip():
@@ -71,8 +71,8 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[int, Row]]:
-    """Yield (line number, row) for every row of a metadata.csv. A row is a dict from column name to text. ValueError if the
-    file is not CSV.
+    """Yield (line number, row) for every row of a metadata.csv. A row is a dict from column name to text. Raises
+    ValueError if the file is not CSV.
     """
     reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
     try:
@@ -83,9 +83,9 @@ def _csv(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _parse(path: Path, line: int, row: Row) -> tuple[str, list[str]]:
-    """Return the image's file_name and the list of captions of one metadata row. `path` and `line` say where the row is from,
-    for errors. Slashes in file_name are forward slashes; the list may be empty. ValueError if the row has no file_name or
-    no column of captions.
+    """Return the image's file name and the list of captions of one metadata row. `path` and `line` say where the row is
+    from, for errors. The file name has forward slashes. The list may be empty. Raises ValueError if the row has no
+    `file_name` or no column of captions.
     """
     columns = ", ".join(map(str, row))
     file_name = row.get("file_name")

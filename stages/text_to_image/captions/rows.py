@@ -1,4 +1,4 @@
-"""The rows of the table captions: one per text of an image, and the texts that belong to no image."""
+"""The rows of the table `captions`: one per text of an image, and the texts that belong to no image."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ Row = dict[str, Any]
 
 
 def caption_rows(images: pa.Table, folder: Path, config: CaptionsConfig) -> tuple[list[Row], list[str]]:
-    """Return all rows of the table captions as dicts, and a list of notes for the user about what is unusual but allowed.
-    `images` is the table images, `folder` the image folder. ValueError if no image is usable, no caption contains the
-    trigger, or a file with captions cannot be read. Also if an image has no caption and `config.missing` is "error".
+    """Return all rows of the table `captions` as dicts, and a list of notes for the user. The notes name what is unusual
+    but allowed. `images` is the table `images`. `folder` is the image folder. Raises ValueError if no image is usable, no
+    caption contains the trigger, or a file with captions cannot be read. Also raises it if an image has no caption and
+    `config.missing` is "error".
     """
     paths = usable_paths(images)
     found, notes = _find_captions(paths, images["path"].to_pylist(), folder, config)
@@ -42,10 +43,10 @@ def caption_rows(images: pa.Table, folder: Path, config: CaptionsConfig) -> tupl
 def _find_captions(
     paths: dict[str, list[str]], every_path: list[str], folder: Path, config: CaptionsConfig
 ) -> tuple[dict[str, list[Caption]], list[str]]:
-    """Return a dict from image_id to captions, for every usable image, and a list of notes for the user. The template is not
-    applied. An image without captions has an empty list, or raises ValueError if `config.missing` is "error". `paths` maps
-    image_id to all paths of a usable image; a caption of any of them counts. `every_path` also holds the paths of rejected
-    images, and `folder` is the image folder.
+    """Return a dict from image_id to captions for every usable image, and a list of notes for the user. The template is
+    not applied. `paths` maps image_id to all paths of a usable image. A caption of any of these paths counts.
+    `every_path` also holds the paths of rejected images. `folder` is the image folder. An image without captions has an
+    empty list. If `config.missing` is "error", such an image raises ValueError.
     """
     sources, notes = make_lookups(folder, every_path, config)
     found = {
@@ -67,8 +68,8 @@ def _find_captions(
 
 
 def _substitutes(path: str, config: CaptionsConfig) -> list[tuple[str, Caption]]:
-    """Return what replaces the missing captions of the image at `path`, according to `config.missing`. The result is a list of
-    (training text, caption); it is empty for "skip".
+    """Return what replaces the missing captions of the image at `path`. The setting `config.missing` decides. The result
+    is a list of pairs (training text, caption). For "skip", the list is empty.
     """
     if config.missing == "filename":
         return [(fill_template(config.template, each.text, config.trigger), each) for each in from_file_name(path)]
@@ -79,8 +80,9 @@ def _substitutes(path: str, config: CaptionsConfig) -> list[tuple[str, Caption]]
 
 
 def _check_trigger(texts: list[str], config: CaptionsConfig) -> list[str]:
-    """Return a list with one note for the user if only some of the training texts in `texts` contain the trigger, else an
-    empty list. ValueError if none of them contains it, because the adapter would not learn the word.
+    """Return a list of notes for the user. It has one note if only some of the training texts in `texts` contain the
+    trigger. Otherwise the list is empty. Raises ValueError if no text contains the trigger, because the adapter would not
+    learn the word.
     """
     if not config.trigger or not texts:
         return []
@@ -94,8 +96,8 @@ def _check_trigger(texts: list[str], config: CaptionsConfig) -> list[str]:
 
 
 def _image_rows(image_id: str, texts: list[tuple[str, Caption]]) -> list[Row]:
-    """Return the rows of one image, one per distinct training text, in order. `texts` are pairs of a training text and the
-    caption that it was made from.
+    """Return the rows of one image, one per distinct training text, in order. `texts` are pairs of a training text and
+    its original caption.
     """
     first = dict(reversed(texts))
     distinct = dict.fromkeys(text for text, _ in texts)
@@ -106,8 +108,8 @@ def _image_rows(image_id: str, texts: list[tuple[str, Caption]]) -> list[Row]:
 
 
 def _class_rows(rows: list[Row], config: CaptionsConfig) -> list[Row]:
-    """Return the rows of role "class" (texts for the preservation loss). Each is a caption or the trigger row of `rows`, with
-    `config.class_word` in place of the trigger. Rows without the trigger give none, and equal texts of one image give one
+    """Return the rows with the role "class", which are texts for the preservation loss. Each is a text of `rows` with
+    `config.class_word` in place of the trigger. Rows without the trigger give none. Equal texts of one image give one
     row.
     """
     found: dict[tuple[str, str], Row] = {}

@@ -1,4 +1,4 @@
-"""The stage captions: which texts each image is trained with, and the texts that belong to no image.
+"""The stage `captions`: which texts each image is trained with, and the texts that belong to no image.
 
 An image's captions lie in a text file beside it (a sidecar: a.txt or a.png.txt for a.png), in metadata.jsonl or metadata.csv
 in its folder or a folder above (the imagefolder form of Hugging Face datasets, with file_name and text), or are its file name.
@@ -20,8 +20,8 @@ BATCH = 4096  # rows per record batch
 
 
 def wanted_captions(ctx: StageContext) -> pa.Table:
-    """Return all rows of the table captions with all columns. Reading the texts costs less than finding out which have
-    changed. ValueError if a caption is missing or a file with captions cannot be read.
+    """Return all rows of the table `captions` with all columns. Reading the texts costs less than finding out which have
+    changed. Raises ValueError if a caption is missing or a file with captions cannot be read.
     """
     rows, _ = caption_rows(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config)
     return pa.Table.from_pylist(rows, schema=CAPTIONS.batch)

@@ -15,8 +15,9 @@ def fill_template(template: str, caption: str, trigger: str) -> str:
 
 
 def check_placeholders(setting: str, text: str, allowed: tuple[str, ...]) -> None:
-    """Raise ValueError if `text` contains a placeholder (a word in braces, such as {captoin}) that is not in `allowed`.
-    `allowed` holds words without braces. `setting` is the name of the setting that holds the text, for the message.
+    """Raise ValueError if `text` contains a placeholder that is not in `allowed`. A placeholder is a word in braces, such
+    as {captoin}. `setting` is the name of the setting that holds the text, for the message. `allowed` holds words without
+    braces.
     """
     for name in re.findall(r"\{(\w+)\}", text):
         if name not in allowed:

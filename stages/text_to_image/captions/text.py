@@ -9,9 +9,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Caption:
-    """A caption before the template is applied. `source` is the kind of place that it was found in: sidecar, metadata,
-    filename, template or config. `origin` is the exact place: a file and line such as "metadata.jsonl:3", or the name of a
-    setting.
+    """A caption before the template is applied. `source` is the kind of place where it was found: "sidecar", "metadata",
+    "filename", "template" or "config". `origin` is the exact place. This is a file and line such as "metadata.jsonl:3",
+    or the name of a setting.
     """
 
     text: str
@@ -20,9 +20,9 @@ class Caption:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file in UTF-8, or in UTF-16 if it begins with a byte order mark of UTF-16. Every line break becomes
-    one newline character. ValueError, with the file and the first wrong byte, if the file has another encoding or cannot be
-    read.
+    """Return the text of a file. If the file begins with a byte order mark of UTF-16, it is read as UTF-16, otherwise as
+    UTF-8. Every line break becomes one newline character. Raises ValueError if the file has another encoding or cannot be
+    read. The message names the file and the first wrong byte.
     """
     try:
         data = path.read_bytes()
@@ -41,12 +41,14 @@ def read_text(path: Path) -> str:
 
 
 def normalise(path: str) -> str:
-    """Return `path` in Unicode form NFC, so that two spellings of a name compare equal. macOS may store é as two characters, e
-    and an accent, while a metadata file has one.
+    """Return `path` in Unicode form NFC, so that two spellings of a name compare equal. For example, macOS may store é as
+    two characters, e and an accent.
     """
     return unicodedata.normalize("NFC", path)
 
 
 def first_names(names: list[str], count: int = 3) -> str:
-    """Return at most `count` of the names as "a, b, c and 4 more". Without more names than `count`, the last part is left out."""
+    """Return the first `count` of the names as text, such as "a, b, c and 4 more". If there are no further names, "and 4
+    more" is left out.
+    """
     return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")

@@ -38,9 +38,9 @@ class Listing:
 
 
 def scan(folder: Path) -> Listing:
-    """List the files in the image folder `folder` and in all folders below it, without opening them. Hidden files, captions,
-    licences, masks and the output of a project in the folder are left out. Links to folders are followed. ValueError if
-    `folder` is not a folder or a folder in it cannot be read.
+    """List the files in the image folder `folder` and in all folders below it, without opening them. Hidden files,
+    captions, licences, masks and the output of a project in the folder are left out. Links to folders are followed.
+    Raises ValueError if `folder` is not a folder or a folder in it cannot be read.
     """
     if not folder.is_dir():
         raise ValueError(_no_folder(folder))
@@ -62,9 +62,9 @@ def _no_folder(folder: Path) -> str:
 
 
 def _files_below(folder: Path, seen: set[tuple[int, int]]) -> Iterator[os.DirEntry[str]]:
-    """Yield the files in `folder` and in all folders below it, sorted by name within each folder. `seen` is a set of (device,
-    inode), to which every folder entered is added. A folder in `seen` is not entered again, so that loops of links end.
-    ValueError if a folder cannot be read.
+    """Yield the files in `folder` and in all folders below it, sorted by name within each folder. `seen` is a set of
+    (device, inode), to which every folder entered is added. A folder in `seen` is not entered again, so that loops of
+    links end. Raises ValueError if a folder cannot be read.
     """
     try:
         status = folder.stat()

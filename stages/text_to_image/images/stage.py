@@ -1,4 +1,4 @@
-"""The stage images: one row per file in the image folder, with the reason if the file cannot be used.
+"""The stage `images`: one row per file in the image folder, with the reason if the file cannot be used.
 
 The image folder is only read, never written.
 """
@@ -46,9 +46,9 @@ class ImagesConfig:
 
 
 def wanted_images(ctx: StageContext) -> pa.Table:
-    """List the image folder. Return one row per file that belongs in the table images, with the columns path, bytes, mtime_ns
-    and inode. A file whose stored row has the same four values is not opened again. ValueError if the folder does not exist
-    or holds no images.
+    """List the image folder. Return one row per file that belongs in the table `images`, with the columns path, bytes,
+    mtime_ns and inode. A file whose stored row has the same four values is not opened again. Raises ValueError if the
+    folder does not exist or holds no images.
     """
     folder = ctx.need("image_folder")
     files = scan(folder).files
@@ -118,8 +118,8 @@ def _batches(rows: list[Row]) -> Iterator[pa.RecordBatch]:
 
 
 def _summarise(ctx: StageContext, rows: list[Row], masks: int) -> None:
-    """Tell the user how many images are used, and name the first files that are not. `rows` are all rows of the table images,
-    `masks` is the number of mask files in the folder.
+    """Tell the user how many images are used, and name the first files that are not. `rows` are all rows of the table
+    `images`, `masks` is the number of mask files in the folder.
     """
     rejected = [row for row in rows if row["rejected"]]
     counts = sorted(Counter(row["rejected"] for row in rejected).items())

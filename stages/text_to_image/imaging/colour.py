@@ -87,8 +87,8 @@ def composite(image: Image.Image, background: tuple[int, int, int]) -> Image.Ima
 
 
 def parse_colour(text: str) -> tuple[int, int, int]:
-    """Return the red, green and blue (0 to 255) of a colour such as "#ffffff" or "white". ValueError if `text` is not a
-    colour; the message names the setting "background".
+    """Return the red, green and blue (0 to 255) of a colour such as "#ffffff" or "white". Raises ValueError if `text` is
+    not a colour; the message names the setting "background".
     """
     try:
         red, green, blue = ImageColor.getrgb(text)[:3]

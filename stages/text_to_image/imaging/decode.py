@@ -86,9 +86,9 @@ def probe(file: Path | BinaryIO, max_pixels: int = MAX_PIXELS) -> Probe:
 
 
 def open_image(file: Path | BinaryIO, background: str = "#ffffff", max_pixels: int = CEILING) -> Image.Image:
-    """Return the first frame of an image file, upright, in mode "RGB" (8-bit sRGB). Transparent pixels are blended with the
-    colour `background`. ImageError if the file cannot be decoded or has more than `max_pixels` pixels. ValueError if
-    `background` is not a colour.
+    """Return the first frame of an image file, upright, in mode "RGB" (8-bit sRGB). Transparent pixels are blended with
+    the colour `background`. Raises ImageError if the file cannot be decoded or has more than `max_pixels` pixels. Raises
+    ValueError if `background` is not a colour.
     """
     colour = parse_colour(background)
     with _decoded(file, max_pixels) as (image, _, _):
@@ -96,8 +96,8 @@ def open_image(file: Path | BinaryIO, background: str = "#ffffff", max_pixels: i
 
 
 def open_alpha(file: Path | BinaryIO, max_pixels: int = CEILING) -> Image.Image | None:
-    """Return the opacity of an image file's first frame, upright, in mode "L": 0 is transparent, 255 opaque. Return None if
-    the file has no transparency. ImageError if the file cannot be decoded or has more than `max_pixels` pixels.
+    """Return the opacity of an image file's first frame, upright, in mode "L": 0 is transparent, 255 opaque. Return None
+    if the file has no transparency. Raises ImageError if the file cannot be decoded or has more than `max_pixels` pixels.
     """
     with _decoded(file, max_pixels) as (image, _, _):
         pixels = eight_bit(image)
@@ -108,9 +108,9 @@ def open_alpha(file: Path | BinaryIO, max_pixels: int = CEILING) -> Image.Image 
 
 @contextmanager
 def _decoded(file: Path | BinaryIO, max_pixels: int) -> Iterator[tuple[Image.Image, str, int]]:
-    """Decode the first frame of an image file. Yield the image, the mode that the file declares, and the number of frames.
-    ImageError for every exception of a decoder, also of one raised inside the `with` block, and if there are more than
-    `max_pixels` pixels.
+    """Decode the first frame of an image file. Yield the image, the mode that the file declares, and the number of
+    frames. Raises ImageError for every exception of a decoder, also of one raised inside the `with` block, and if there
+    are more than `max_pixels` pixels.
     """
     with _opened(file) as opened:
         try:
@@ -141,8 +141,8 @@ def _opened(file: Path | BinaryIO) -> Iterator[BinaryIO]:
 
 
 def _formats(file: BinaryIO) -> tuple[str, ...]:
-    """Return the names of the formats that Pillow may try on a file. ImageError if the file is empty, or if it is a HEIC file
-    and pillow-heif is not installed.
+    """Return the names of the formats that Pillow may try on a file. Raises ImageError if the file is empty, or if it is
+    a HEIC file and pillow-heif is not installed.
     """
     head = peek(file, 0, 64)
     if not head:

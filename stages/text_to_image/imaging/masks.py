@@ -67,8 +67,8 @@ def mask_finder(folder: Path) -> Callable[[Iterable[str]], str | None]:
 
 
 def read_mask(path: Path, data: bytes) -> Image.Image:
-    """Decode `data`, the bytes of a mask file, and return the mask in mode "L". Transparent pixels become black. ImageError if
-    `data` is not an image; its text names the file `path`.
+    """Decode `data`, the bytes of a mask file, and return the mask in mode "L". Transparent pixels become black. Raises
+    ImageError if `data` is not an image; its text names the file `path`.
     """
     try:
         return open_image(io.BytesIO(data), "#000000").convert("L")
@@ -83,9 +83,10 @@ def same_aspect_ratio(mask: Image.Image, image: Image.Image) -> bool:
 
 
 def token_mask(mask: Image.Image, image_size: tuple[int, int], crop: Mapping[str, Any]) -> bytes:
-    """Return the mask of one crop as bytes: the mean over 16 x 16 pixels, one byte (0 to 255) per token, row by row. `mask` is
-    the mask of the whole image, of any size. `image_size` is the width and height of the image in pixels. `crop` is a row
-    of the table latents: crop_x, crop_y, crop_w and crop_h in image pixels, width and height of the resized crop, and flip.
+    """Return the mask of one crop as bytes: the mean over 16 x 16 pixels, one byte (0 to 255) per token, row by row.
+    `mask` is the mask of the whole image, of any size. `image_size` is the width and height of the image in pixels.
+    `crop` is a row of the table `latents`: crop_x, crop_y, crop_w and crop_h in image pixels, width and height of the
+    resized crop, and flip.
     """
     across, down = mask.width / image_size[0], mask.height / image_size[1]
     left, top = max(0.0, crop["crop_x"] * across), max(0.0, crop["crop_y"] * down)

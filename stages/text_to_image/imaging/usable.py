@@ -1,4 +1,4 @@
-"""Which rows of the table images can be used, and under which paths."""
+"""Which rows of the table `images` can be used, and under which paths."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pyarrow as pa
 
 
 def usable_rows(images: pa.Table) -> list[dict[str, Any]]:
-    """Return the rows of the table images that are not rejected, as dicts, sorted by path. `images` needs the columns path and
-    rejected. ValueError if no image is usable; the message counts the images for each reason.
+    """Return the rows of the table `images` that are not rejected, as dicts, sorted by path. `images` needs the columns
+    path and rejected. Raises ValueError if no image is usable; the message counts the images for each reason.
     """
     rows = images.to_pylist()
     usable = [row for row in rows if row["rejected"] is None]
@@ -21,9 +21,9 @@ def usable_rows(images: pa.Table) -> list[dict[str, Any]]:
 
 
 def usable_paths(images: pa.Table) -> dict[str, list[str]]:
-    """Return a dict from image_id to file paths for every usable image, in order of path. The first path is the file that is
-    used, the others are its duplicates. `images` is the table images, with at least the columns image_id, path and
-    rejected. ValueError if no image is usable; the message counts the images for each reason.
+    """Return a dict from image_id to file paths for every usable image, in order of path. The first path is the file that
+    is used, the others are its duplicates. `images` is the table `images`, with at least the columns image_id, path and
+    rejected. Raises ValueError if no image is usable; the message counts the images for each reason.
     """
     paths = {row["image_id"]: [row["path"]] for row in usable_rows(images)}
     for row in sorted(images.to_pylist(), key=lambda row: str(row["path"])):

@@ -1,4 +1,4 @@
-"""The stage latents: every crop, encoded once by the autoencoder.
+"""The stage `latents`: every crop, encoded once by the autoencoder.
 
 `stage.py` holds the settings and the stage's functions, `mask_ids.py` says which mask each image has, `crop.py` decodes the
 images, cuts the crops and resizes them, `encode.py` runs the autoencoder. Which crops there are is decided in `buckets.py`.

@@ -28,8 +28,8 @@ class FileChanged(Exception):  # noqa: N818  (the program did not fail)
 
 @dataclass(frozen=True)
 class ImageJob:
-    """One image to decode. `path` is the image file and `rows` are the image's pending rows of the table latents, one per
-    crop. `mask` is the path of the mask file or None.
+    """One image to decode. `path` is the image file and `rows` are the image's pending rows of the table `latents`, one
+    per crop. `mask` is the path of the mask file or None.
     """
 
     image_id: str
@@ -58,9 +58,10 @@ def decode_ahead(jobs: list[ImageJob], background: str, workers: int) -> Iterato
 
 
 def decode_crops(job: ImageJob, background: str) -> list[Crop]:
-    """Decode the image of a job and return its crops: one pair (pixels, mask) per row of the job. Pixels are uint8 (height,
-    width, 3); the mask is one byte per token, or None. Transparent pixels are blended with the colour `background`.
-    ImageError if the image or its mask cannot be used. FileChanged if one of the files has changed.
+    """Decode the image of a job and return its crops: one pair (pixels, mask) per row of the job. Pixels are uint8
+    (height, width, 3); the mask is one byte per token, or None. Transparent pixels are blended with the colour
+    `background`. Raises ImageError if the image or its mask cannot be used. Raises FileChanged if one of the files has
+    changed.
     """
     data = _read_unchanged(job.path, job.image_id)
     image = open_image(io.BytesIO(data), background)
@@ -81,9 +82,9 @@ def cut_crop(image: Image.Image, row: Row) -> np.ndarray:
 
 
 def _read_mask(job: ImageJob, data: bytes, image: Image.Image) -> Image.Image | None:
-    """Return the mask of a job's whole image in mode "L", or None if the image has no mask. `data` are the bytes of the image
-    file, `image` its pixels. ImageError if the mask cannot be decoded or has another aspect ratio. FileChanged if the mask
-    file has changed.
+    """Return the mask of a job's whole image in mode "L", or None if the image has no mask. `data` are the bytes of the
+    image file, `image` its pixels. Raises ImageError if the mask cannot be decoded or has another aspect ratio. Raises
+    FileChanged if the mask file has changed.
     """
     mask_id = job.rows[0]["mask_id"]
     if mask_id in ("", ALPHA):
@@ -98,8 +99,8 @@ def _read_mask(job: ImageJob, data: bytes, image: Image.Image) -> Image.Image | 
 
 
 def _read_unchanged(path: Path, sha256: str) -> bytes:
-    """Return the bytes of the file at `path`. FileChanged if the file cannot be read, or if the sha256 of its bytes is not
-    `sha256` (hex digits).
+    """Return the bytes of the file at `path`. Raises FileChanged if the file cannot be read, or if the sha256 of its
+    bytes is not `sha256` (hex digits).
     """
     try:
         data = path.read_bytes()

@@ -26,9 +26,9 @@ def encode(model: Autoencoder, pixels_HWC: np.ndarray) -> np.ndarray:
 
 
 def encoded_row(model: Autoencoder, row: Row, crop: Crop) -> Row:
-    """Encode one crop and return its complete row of the table latents. `row` holds the wanted columns, `crop` is a pair
-    (pixels, mask). The statistics in the row are those of the bfloat16 values. A latent that is not finite gives a rejected
-    row.
+    """Encode one crop and return its complete row of the table `latents`. `row` holds the wanted columns, `crop` is a
+    pair (pixels, mask). The statistics in the row are those of the bfloat16 values. A latent that is not finite gives a
+    rejected row.
     """
     pixels_HWC, mask = crop
     words_Chw = encode(model, pixels_HWC)
@@ -48,15 +48,17 @@ def encoded_row(model: Autoencoder, row: Row, crop: Crop) -> Row:
 
 
 def rejected_row(row: Row, reason: str) -> Row:
-    """Return the complete row of the table latents for a crop that could not be encoded, with an empty tensor. `row` holds the
-    wanted columns. `reason` is a sentence for the column rejected.
+    """Return the complete row of the table `latents` for a crop that could not be encoded, with an empty tensor. `row`
+    holds the wanted columns. `reason` is a sentence for the column rejected.
     """
     empty = {"shape": [], "dtype": "bfloat16", "mean": 0.0, "std": 0.0, "absmax": 0.0, "mask": None}
     return row | empty | {"rejected": reason, "tensor": np.zeros(0, np.uint16)}
 
 
 def record_batch(rows: list[Row]) -> pa.RecordBatch:
-    """Return complete rows of the table latents as one record batch. The value of "tensor" in each row is a flat uint16 array."""
+    """Return complete rows of the table `latents` as one record batch. The value of "tensor" in each row is a flat uint16
+    array.
+    """
     schema = LATENTS.batch
     lengths = [len(row["tensor"]) for row in rows]
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))

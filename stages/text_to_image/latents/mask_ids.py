@@ -16,10 +16,10 @@ MAY_HIDE_ALPHA = ("PNG", "GIF", "WEBP")  # formats with transparent pixels even 
 
 
 def mask_ids(images: pa.Table, folder: Path, mask: Literal["none", "alpha", "file"]) -> dict[str, str]:
-    """Return a dict from image_id to mask_id for every usable image of the table `images`. A mask_id is the sha256 of the mask
-    file, "alpha" if the image may have transparent pixels, or "" for no mask. `mask` says where masks are taken from;
-    `folder` is the image folder. ValueError if `mask` is "file" and no image has a mask file, or if a mask file cannot be
-    read.
+    """Return a dict from image_id to mask_id for every usable image of the table `images`. A mask_id is the sha256 of the
+    mask file, "alpha" if the image may have transparent pixels, or "" for no mask. `mask` says where masks are taken
+    from; `folder` is the image folder. Raises ValueError if `mask` is "file" and no image has a mask file, or if a mask
+    file cannot be read.
     """
     usable = usable_rows(images)
     if mask == "none":

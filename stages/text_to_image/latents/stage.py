@@ -1,4 +1,5 @@
-"""The stage latents: encode every crop with the autoencoder, once. Threads decode and resize images ahead of the autoencoder.
+"""The stage `latents`: encode every crop with the autoencoder, once. Threads decode and resize images ahead of the
+autoencoder.
 
 Images are encoded one by one: a convolution over a batch may round differently than over one image, and a row must not
 depend on other rows. At these sizes, one image keeps a device busy.
@@ -64,9 +65,9 @@ def latent_id(row: Row) -> str:
 
 
 def wanted_latents(ctx: StageContext) -> pa.Table:
-    """Return the key and the crop of every latent that the table should have. There is one row per usable crop of the table
-    buckets, and one for its mirror image if [latents] flip is on. Equal crops are one row. ValueError if no image is
-    usable, or if masks come from files and no image has one.
+    """Return the key and the crop of every latent that the table should have. There is one row per usable crop of the
+    table `buckets`, and one for its mirror image if [latents] flip is on. Equal crops are one row. Raises ValueError if
+    no image is usable, or if masks come from files and no image has one.
     """
     masks = mask_ids(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config.mask)
     rows: dict[str, Row] = {}
@@ -82,9 +83,9 @@ def wanted_latents(ctx: StageContext) -> pa.Table:
 
 
 def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Encode the pending crops and yield their rows as record batches of [latents] batch_size rows. An image that cannot be
-    decoded gives rejected rows. ValueError, after the last batch, if image files have changed since the table images was
-    written.
+    """Encode the pending crops and yield their rows as record batches of [latents] batch_size rows. An image that cannot
+    be decoded gives rejected rows. Raises ValueError, after the last batch, if image files have changed since the table
+    `images` was written.
     """
     if not ctx.pending.num_rows:
         return
@@ -119,9 +120,9 @@ def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _encoded_rows(ctx: StageContext, model: Any, changed: list[str]) -> Generator[Row]:
-    """Yield one complete row of the table latents per pending crop. `model` is the autoencoder. The rows of one image come
-    together, so that each image is decoded once. An image file that has changed since the table images was written gives no
-    rows; its name is appended to `changed`.
+    """Yield one complete row of the table `latents` per pending crop. `model` is the autoencoder. The rows of one image
+    come together, so that each image is decoded once. An image file that has changed since the table `images` was written
+    gives no rows; its name is appended to `changed`.
     """
     from stages.text_to_image.latents.encode import encoded_row, rejected_row
 

@@ -1,4 +1,5 @@
-"""The stage samples, and what only it uses: which adapters draw (sources), drawing, decoding, and the grid of all previews.
+"""The stage `samples`, and what only it uses: which adapters draw (sources), drawing, decoding, and the grid of all
+previews.
 
 Imports `stages.models.family`, `stages.tuner`, `stages.stage` and `schemas`, and no other stage. `drawing` and `decoding` also
 serve the Python API.

@@ -1,4 +1,4 @@
-"""The settings of the stage samples."""
+"""The settings of the stage `samples`."""
 
 from __future__ import annotations
 

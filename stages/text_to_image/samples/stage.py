@@ -1,4 +1,4 @@
-"""The stage samples: preview images by the base and by checkpoints of the adapter, drawn from the same noise."""
+"""The stage `samples`: preview images by the base and by checkpoints of the adapter, drawn from the same noise."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ Row = dict[str, Any]
 
 
 def wanted_samples(ctx: StageContext) -> pa.Table:
-    """Return one row per preview that should exist: source by source (the base or an adapter), prompt by prompt, seed by seed.
-    ValueError if a chosen step has no checkpoint.
+    """Return one row per preview that should exist: source by source (the base or an adapter), prompt by prompt, seed by
+    seed. Raises ValueError if a chosen step has no checkpoint.
     """
     config = ctx.config
     captions = sorted(ctx.rows(CAPTIONS).to_pylist(), key=lambda row: row["position"])
@@ -100,9 +100,9 @@ class StepProgress:
 
 
 def draw_latents(ctx: StageContext, source: SampleSource, rows: list[Row], progress: StepProgress) -> Iterator[tuple[str, Path]]:
-    """Draw the latents of `rows` with the source's model and write each as an artifact. Yield the row's `file_name` and the
-    path of the artifact. `progress` counts the denoising steps. End early if the user asks to stop. ValueError if a latent
-    is not finite.
+    """Draw the latents of `rows` with the source's model and write each as an artifact. Yield the row's `file_name` and
+    the path of the artifact. `progress` counts the denoising steps. End early if the user asks to stop. Raises ValueError
+    if a latent is not finite.
 
     The transformer is released at the end.
     """
@@ -162,7 +162,7 @@ def decode_latents(ctx: StageContext, source: SampleSource, rows: list[Row], lat
 
 
 def file_name(row: Row) -> str:
-    """Return the name, without a suffix, of the files that belong to a row of the table samples."""
+    """Return the name, without a suffix, of the files that belong to a row of the table `samples`."""
     source, caption = row["adapter_id"][:ID_DIGITS] or "base", row["caption_id"][:ID_DIGITS]
     return f"{source}-{caption}-{row['seed']}-{row['width']}x{row['height']}"
 
@@ -173,8 +173,8 @@ def latent_path(ctx: StageContext, row: Row) -> Path:
 
 
 def read_embedding(ctx: StageContext, caption_id: str) -> mx.array:
-    """Return the embedding of a caption from the table embeddings: (1, text tokens, features), bfloat16. KeyError if it has
-    none.
+    """Return the embedding of a caption from the table `embeddings`: (1, text tokens, features), bfloat16. Raises
+    KeyError if it has none.
     """
     reader = ctx.tensors(EMBEDDINGS)
     reader.ahead([caption_id])

@@ -28,8 +28,8 @@ class AgreementMap:
 
     @classmethod
     def load(cls, file: Path) -> AgreementMap:
-        """Read a map from a safetensors file that data/micro/training/agreement.py has written. ValueError if the file is
-        missing or is not such a map.
+        """Read a map from a safetensors file that data/micro/training/agreement.py has written. Raises ValueError if the
+        file is missing or is not such a map.
         """
         try:
             with safe_open(file, framework="numpy") as opened:

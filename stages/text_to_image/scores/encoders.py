@@ -37,7 +37,9 @@ class ImageEncoder:
 
     @classmethod
     def load(cls, file: Path = IMAGE_WEIGHTS) -> ImageEncoder:
-        """Load the encoder from `file`, which data/judges/convert.py has written. ValueError if the file is not such a file."""
+        """Load the encoder from `file`, which data/judges/convert.py has written. Raises ValueError if the file is not
+        such a file.
+        """
         network = EfficientNet.load(file)
         with safe_open(file, framework="numpy") as opened:
             return cls(network, (opened.metadata() or {}).get("source_sha256", ""))
@@ -53,8 +55,8 @@ class ImageEncoder:
         return unit_D
 
     def encode_file(self, path: Path) -> np.ndarray:
-        """Return the features of the image file at `path`, shape (1280,), float64, scaled to length 1. ImageError if the file
-        cannot be decoded.
+        """Return the features of the image file at `path`, shape (1280,), float64, scaled to length 1. Raises ImageError
+        if the file cannot be decoded.
         """
         return self.encode(open_image(path))
 
@@ -72,8 +74,8 @@ class TextVectors:
 
     @classmethod
     def load(cls, file: Path) -> TextVectors:
-        """Read sentence embeddings from an Arrow file with the columns text and vector. ValueError if the file cannot be read
-        or lacks a column.
+        """Read sentence embeddings from an Arrow file with the columns text and vector. Raises ValueError if the file
+        cannot be read or lacks a column.
         """
         try:
             with pa.memory_map(str(file)) as opened:
@@ -89,7 +91,9 @@ class TextVectors:
         return [text for text in texts if text not in self.vectors]
 
     def stack(self, texts: Sequence[str]) -> np.ndarray:
-        """Return the embeddings of `texts` as one array, (texts, 384), float64. KeyError if a text has no embedding."""
+        """Return the embeddings of `texts` as one array, (texts, 384), float64. Raises KeyError if a text has no
+        embedding.
+        """
         return np.stack([self.vectors[text] for text in texts]).astype(np.float64)
 
     def sha256(self, text: str) -> str:

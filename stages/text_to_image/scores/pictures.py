@@ -16,8 +16,9 @@ Row = dict[str, Any]
 
 
 def preview_rows(ctx: StageContext) -> list[Row]:
-    """Return one dict per preview of the table samples, with the columns picture_id, kind, adapter_id, step, prompt, seed and
-    path of the table scores. The column kind is "base" for a preview of the base model, "adapter" for all others.
+    """Return one dict per preview of the table `samples`, with the columns picture_id, kind, adapter_id, step, prompt,
+    seed and path of the table `scores`. The column kind is "base" for a preview of the base model, "adapter" for all
+    others.
     """
     folder = ctx.files(SAMPLES)
     rows = []
@@ -30,15 +31,15 @@ def preview_rows(ctx: StageContext) -> list[Row]:
 
 def reference_rows(ctx: StageContext) -> list[Row]:
     """Return one dict per reference (a real picture of the style), with the columns picture_id, kind, adapter_id, step,
-    prompt, seed and path of the table scores. The column kind is "real".
+    prompt, seed and path of the table `scores`. The column kind is "real".
     """
     same: Row = {"kind": "real", "adapter_id": "", "step": 0, "seed": 0}
     return [same | {"picture_id": one.picture_id, "prompt": one.caption, "path": one.path} for one in find_references(ctx)]
 
 
 def find_references(ctx: StageContext) -> list[Reference]:
-    """Return the references (real pictures of the style) in the folder scores.references. The list is empty if the setting is
-    empty. ValueError if a reference is also a training image.
+    """Return the references (real pictures of the style) in the folder scores.references. The list is empty if the
+    setting is empty. Raises ValueError if a reference is also a training image.
     """
     if not ctx.config.references:
         return []
@@ -52,7 +53,7 @@ def find_references(ctx: StageContext) -> list[Reference]:
 
 
 def usable_images(ctx: StageContext) -> list[Row]:
-    """Return the rows of the table images that are not rejected, as dicts."""
+    """Return the rows of the table `images` that are not rejected, as dicts."""
     return [row for row in ctx.rows(IMAGES).to_pylist() if row["rejected"] is None]
 
 

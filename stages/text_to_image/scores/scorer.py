@@ -72,8 +72,8 @@ class Scorer:
         return arrays
 
     def _load_agreement(self) -> tuple[AgreementMap, np.ndarray] | None:
-        """Return the agreement map and the embeddings of the texts of all previews and references, (texts, 384). Return None
-        if no map is set, or if a text has no embedding. ValueError if the map was fitted to other encoders.
+        """Return the agreement map and the embeddings of the texts of all previews and references, (texts, 384). Return
+        None if no map is set, or if a text has no embedding. Raises ValueError if the map was fitted to other encoders.
         """
         if not self.ctx.config.map or not self.texts:
             return None
@@ -87,7 +87,7 @@ class Scorer:
         return None if vectors.missing(self.texts) else (found, vectors.stack(self.texts))
 
     def score(self, row: Row) -> Row:
-        """Score one picture and return its complete row of the table scores. `row` holds the columns picture_id, kind,
+        """Score one picture and return its complete row of the table `scores`. `row` holds the columns picture_id, kind,
         adapter_id, step, prompt, seed and path. A score that cannot be computed is None.
         """
         folder = self._references if row["kind"] == "real" else self.ctx.files(SAMPLES)
@@ -127,12 +127,12 @@ class Scorer:
 
 
 def text_vectors() -> TextVectors:
-    """Return the sentence embeddings in data/judges. ValueError if the file cannot be read."""
+    """Return the sentence embeddings in data/judges. Raises ValueError if the file cannot be read."""
     return TextVectors.load(encoders.TEXT_VECTORS)
 
 
 def map_file(ctx: StageContext) -> Path:
-    """Return the path of the agreement map that scores.map names. ValueError if there is no such file."""
+    """Return the path of the agreement map that scores.map names. Raises ValueError if there is no such file."""
     file = ctx.root / ctx.config.map
     if not file.is_file():
         raise ValueError(f"scores.map: there is no file {file}; data/micro/training/agreement.py writes one")

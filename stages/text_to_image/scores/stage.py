@@ -1,4 +1,5 @@
-"""The stage scores: how far each preview moved from the base's style to the style of the training images, and to its text.
+"""The stage `scores`: how far each preview moved from the base's style to the style of the training images, and to its
+text.
 
 The plain cosine to the training images separates styles badly, because the subject and the background of a picture weigh more
 than its style. So style is a position on the axis between two means: 0 for the base's previews, 1 for the training images.
