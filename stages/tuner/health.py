@@ -52,8 +52,8 @@ def check_health(
 
 
 def _check_moved(say: Callable[[str], None], lr: float, training: TrainingStep, step: int) -> None:
-    """Print the names of the Linears whose adapter is still as it was at the start. No gradient reaches these Linears. Raises
-    ValueError if no adapter has changed. `step` and the learning rate `lr` are only used in the messages.
+    """Warn with `say` if the adapter of some Linears is still as it was at the start. No gradient reaches these Linears. Raises
+    ValueError if no adapter has changed. The learning rate `lr` and `step` are only used in the messages.
     """
     still = unmoved_linears(training)
     if not still:

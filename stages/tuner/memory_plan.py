@@ -83,8 +83,8 @@ def best_candidate(
 def fastest_plan(estimate: Estimate, limit: int) -> Plan:
     """Return the fastest plan that needs at most `limit` bytes. `estimate` is the memory estimate of a micro-batch. "whole" is
     fastest: all blocks keep their activations until the backward pass. A number means that only so many of the last blocks keep
-    them. The other blocks are computed twice, which takes longer. "blocks" needs least memory, and is returned if nothing else
-    fits.
+    them. The other blocks are computed twice, which takes longer. "blocks" needs least memory. It is returned if only one block
+    can keep them, or if nothing fits.
     """
     blocks = estimate.blocks
     fits = [n for n in range(1, blocks + 1) if estimate.peak(n) <= limit]
@@ -142,7 +142,7 @@ def adjust_max_tokens(max_tokens: int, used: int, held: int, peak: int, limit: i
 
 
 def describe_plan(plan: Plan, blocks: int) -> str:
-    """Return a plan as text for the user. The text says which blocks are computed twice. `blocks` is the number of all blocks."""
+    """Return a plan as text for the user. If the plan is a number, the text explains it. `blocks` is the number of all blocks."""
     return plan if isinstance(plan, str) else f"{plan} (the last {plan} of {blocks} blocks are not computed twice)"
 
 

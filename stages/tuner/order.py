@@ -32,8 +32,8 @@ def occurrences(rates: Sequence[float], seed: int, epoch: int) -> list[int]:
     occurrences per epoch: 2 is twice in every epoch, 1/3 is once in three epochs. `epoch` is counted from 0. Equal arguments give
     equal counts.
 
-    Rows with the same fractional rate take turns. So each row occurs evenly over the epochs, and epochs differ by at most one
-    row.
+    Rows with the same fractional rate take turns. So each of them occurs evenly over the epochs. Their number per epoch varies by
+    at most one.
     """
     counts = [0] * len(rates)
     rows_of_rate: dict[float, list[int]] = {}

@@ -26,9 +26,9 @@ from stages.tuner.task import InitialAdapter, MicroBatch, Model, Objective, Term
 
 
 def choose_targets(linears: Mapping[str, tuple[int, int]], config: TrainingConfig) -> list[Target]:
-    """Choose the Linears that get an adapter, in the order of `linears`, as the [train] settings `config` say. `linears` maps the
-    full name of every Linear of the model's blocks to its shape (outputs, inputs). Each returned Target holds the name, rank and
-    alpha of one adapter. Raises ValueError if a pattern in the settings matches no Linear.
+    """Choose the Linears that get an adapter, in the order of `linears`. `linears` maps the full name of every Linear of the
+    model's blocks to its shape (outputs, inputs). `config` holds the [train] settings that choose among them. Each returned
+    Target holds the name, rank and alpha of one adapter. Raises ValueError if a pattern in the settings matches no Linear.
     """
     for pattern in config.base_bits_for or {}:
         if not any(matches_pattern(name, pattern) for name in linears):
@@ -52,9 +52,9 @@ def choose_targets(linears: Mapping[str, tuple[int, int]], config: TrainingConfi
 def starting_adapter(
     model: Model, targets: Sequence[Target], config: TrainingConfig, start: InitialAdapter | None = None
 ) -> Arrays:
-    """Return the adapter that training starts from: float32 arrays by name. Without `start` the adapter does not change the model
-    yet. `start` is a loaded adapter (its arrays by name, and the scale of each Linear); the returned adapter then makes the same
-    change as `start`. Raises ValueError if the adapter `start` does not fit `targets`.
+    """Return the adapter that training starts from: float32 arrays by name. `start` is a loaded adapter: its arrays by name, and
+    the scale of each Linear. If it is given, the returned adapter makes the same change as `start`. If it is None, the returned
+    adapter does not change the model yet. Raises ValueError if `start` does not fit `targets`.
     """
     weights = target_weights(model.blocks, targets) if config.variant == "dora" else None
     fresh = fresh_adapter(targets, config.seed, weights)
@@ -71,11 +71,11 @@ def build_optimizer(config: TrainingConfig) -> OptimizerStep:
 
 @dataclass
 class StepResult:
-    """The losses of one optimizer step and the state of the adapter after it. `losses` has one loss per sample, in order; `terms`
+    """The losses of one optimizer step and the state of the adapter after it. `losses` has one loss per sample, in order. `terms`
     has further losses by table column. `grad_norm` is the gradient's global norm before clipping. `finite` is False if a loss or
-    the gradient is not finite; then nothing was updated. `bounded` is False if the update made the adapter or the optimizer's
-    state infinite. `update_ratio` is the length of the update divided by the adapter's, or None if not requested.
-    `largest_tokens` is the number of tokens of the largest micro-batch.
+    the gradient is not finite. In this case nothing was updated. `bounded` is False if the update made the adapter or the
+    optimizer's state infinite. `update_ratio` is the length of the update divided by the adapter's length, or None if not
+    requested. `largest_tokens` is the number of tokens of the largest micro-batch.
     """
 
     losses: list[float]
@@ -90,8 +90,8 @@ class StepResult:
 @dataclass
 class StepGradient:
     """The gradient of one optimizer step, summed over its micro-batches (samples computed at once). `grads` maps the name of an
-    adapter array to its gradient. `terms` has one entry per micro-batch: a dict from the column of a loss term to (losses_B with
-    one loss per sample, flags that say which samples have the term, or None if all have). All arrays are lazy: not evaluated yet.
+    adapter array to its gradient. `terms` has one dict per micro-batch: table column -> (losses, flags). The losses are one per
+    sample. The flags say which samples have the term, or are None if all have it. All arrays are lazy: not evaluated yet.
     """
 
     grads: Arrays = field(default_factory=dict)
@@ -100,14 +100,14 @@ class StepGradient:
 
     @property
     def losses(self) -> mx.array:
-        """The main loss of every sample of the step, in order, as one array. Further terms, such as the preservation loss, are
-        not included.
+        """The main loss of every sample of the step, in order, as one array. Further terms are not included. An example is the
+        preservation loss.
         """
         return mx.concatenate([terms["loss"][0] for terms in self.terms])
 
     def values(self, column: str) -> list[float | None]:
-        """Return one value per sample, in the order of the step, for the loss term that is stored in the table column `column`.
-        The value is None for a sample that does not have this term.
+        """Return one value per sample for the loss term of the table column `column`. The values are in the order of the step. If
+        a sample does not have this term, its value is None.
         """
         found: list[float | None] = []
         for terms in self.terms:
@@ -117,9 +117,10 @@ class StepGradient:
         return found
 
     def add(self, grads: Arrays, share: float) -> None:
-        """Add `share` times the gradients `grads` of one loss term to the sum. `share` is the micro-batch's share of the step's
-        samples, 0 to 1. The dict `grads` is consumed and must not be used afterwards, because a third copy of the gradient would
-        raise the peak of memory.
+        """Add `share` times the gradients `grads` of one loss term to the sum. The dict `grads` is consumed and must not be used
+        afterwards. `share` is the micro-batch's share of the step's samples, 0 to 1.
+
+        A third copy of the gradient would raise the peak of memory.
         """
         if share < 1 or self.grads:
             for name in grads:
@@ -129,10 +130,10 @@ class StepGradient:
 
 
 class TrainingStep:
-    """A model with its adapter and optimizer state; every call of `step` updates adapter and state once. Four attributes may be
+    """A model with its adapter and optimizer state. Every call of `step` updates adapter and state once. Four attributes may be
     set after construction. `plan` says which blocks are differentiated as one graph: "whole", "blocks", or the number of last
-    blocks. `live_bytes` is how many bytes may be live before the next block waits for the device (None: no limit). `max_tokens`
-    and `max_samples` limit a micro-batch, the samples that are computed at once (None: a whole batch).
+    blocks. If more than `live_bytes` bytes are live, the next block waits for the device. `max_tokens` and `max_samples` limit a
+    micro-batch, the samples computed at once. None means no limit.
     """
 
     def __init__(
@@ -144,9 +145,9 @@ class TrainingStep:
         adapter: Arrays,
         state: Arrays | None = None,
     ) -> None:
-        """Create a step for the Linears `targets` of `model`. `adapter` maps names to the float32 arrays to train. `state` is the
-        optimizer's state to continue from; None creates the initial state. Raises ValueError if [train] micro_batch is set but
-        `objective` needs whole batches.
+        """Create a step for the Linears `targets` of `model`. `objective` is the loss. `config` holds the settings [train].
+        `adapter` maps names to the float32 arrays to train. `state` is the optimizer's state to continue from, or None for the
+        initial state. Raises ValueError if [train] `micro_batch` is set but `objective` needs whole batches.
         """
         if config.micro_batch is not None and not objective.separable:
             raise ValueError("[train] micro_batch must be unset: the loss compares all samples of a batch with each other")
@@ -168,15 +169,16 @@ class TrainingStep:
 
     @property
     def average(self) -> Arrays | None:
-        """The running average of the adapter over the steps: float32 arrays by name. None without [train.ema]."""
+        """The running average of the adapter over the steps: float32 arrays by name. It is None without [train.ema]."""
         return self.optimizer.average(self.masters, self.state) or None
 
     def step(self, batches: Sequence[MicroBatch], lr: float, ratio: bool = False, meter: Meter | None = None) -> StepResult:
-        """Update the adapter once with the mean gradient over all samples of `batches`, at learning rate `lr`. Returns the losses
-        and further results of the step. The adapter stays unchanged if a loss or the gradient is not finite. If `ratio` is true,
-        the result also holds the length of the update divided by the length of the adapter. The call waits for the device once,
-        at its end. With a `meter`, the call waits after each phase (batch, gradients, optimizer), so that the meter can measure
-        the phase.
+        """Update the adapter once with the mean gradient over all samples of `batches`. Returns the losses and further results of
+        the step. If a loss or the gradient is not finite, the adapter stays unchanged. `lr` is the learning rate. If `ratio` is
+        true, the result also holds the length of the update divided by the length of the adapter. A `meter` measures the phases
+        of the step: batch, gradients, optimizer.
+
+        The call waits for the device once, at its end. With a `meter`, it waits after each phase.
         """
         with live_memory_limit(self.live_bytes):
             found = self.gradient(batches, meter)
@@ -202,8 +204,8 @@ class TrainingStep:
         )
 
     def gradient(self, batches: Sequence[MicroBatch], meter: Meter | None = None) -> StepGradient:
-        """Compute the gradient of the mean loss over all samples of `batches`, without an update. Up to rounding, the gradient
-        does not depend on the size of the micro-batches. The returned arrays are lazy unless a `meter` measures the phases.
+        """Compute the gradient of the mean loss over all samples of `batches`, without an update. The size of the micro-batches
+        does not matter, except for rounding. The returned arrays are lazy unless a `meter` measures the phases.
         """
         count = sum(len(batch.samples) for batch in batches)
         adapter = cast_adapter(self.masters, self.model.dtype, self.config)
@@ -222,8 +224,8 @@ class TrainingStep:
         return found
 
     def _terms(self, batch: MicroBatch, meter: Meter | None) -> Iterator[Term]:
-        """Yield the terms of the loss of micro-batch `batch`. If a `meter` is given, the inputs of every term are evaluated, and
-        their preparation is measured as a phase named "batch".
+        """Yield the terms of the loss of micro-batch `batch`. If a `meter` is given, the inputs of every term are evaluated.
+        Their preparation is then measured as a phase named "batch".
         """
         if meter is None:
             yield from self.objective.terms(self.model, batch)
@@ -281,16 +283,16 @@ def predict_base(model: Model, inputs: Mapping[str, Any]) -> mx.array:
 
 
 def cast_adapter(masters: Stacks, dtype: mx.Dtype, config: TrainingConfig) -> Arrays:
-    """Return the adapter `masters` as arrays by name, in the dtype that the model's blocks read. With [train] base_bits = 16 the
-    arrays are cast to `dtype`. With a packed base (8 or 4 bits) they stay float32 to save memory, and every Linear casts its own
-    arrays at each use.
+    """Return the adapter `masters` as arrays by name, ready for the model's blocks. With [train] base_bits = 16, the arrays are
+    cast to `dtype`. With 8 or 4 bits they stay float32 to save memory. In this case, every Linear casts its own arrays at each
+    use.
     """
     return (masters.cast(dtype) if config.base_bits == 16 else masters).unstack()
 
 
 def update_ratio(before: Arrays, after: Arrays) -> mx.array:
     """Return the length of the update divided by the length of the adapter, as a scalar array: |after - before| / |before|.
-    `before` and `after` are one adapter before and after a step, arrays by name.
+    `before` and `after` are the adapter before and after a step, as arrays by name.
     """
     change = global_norm({name: after[name] - before[name] for name in before})
     return change / mx.maximum(global_norm(before), 1e-30)

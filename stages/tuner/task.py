@@ -44,7 +44,7 @@ class MicroBatch(Protocol):
 
 
 class Model(Chain, Protocol):
-    """A model that is a chain of blocks and whose Linears can be trained by adapters."""
+    """A model that is a chain of blocks. Its Linears can be trained by adapters."""
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -58,10 +58,12 @@ class Model(Chain, Protocol):
 
 @dataclass(frozen=True)
 class Term:
-    """One term of the loss of a micro-batch. `inputs` are the keyword arguments of `model.enter`. `loss(prediction)` returns
-    losses_B, one float32 value per sample; training minimises the mean over all samples of a step. `column` is the table column
-    that stores the values. `applies[n]` is False if sample n does not have this term; None: all samples have it. The arrays of
-    `loss` must be keywords of a `functools.partial`, so that they become arguments of a compiled graph.
+    """One term of the loss of a micro-batch. `inputs` are the keyword arguments of `model.enter`. `loss(prediction)` returns one
+    float32 value per sample. Training minimises the mean over all samples of a step. `column` is the table column that stores the
+    values. `applies[n]` is False if sample n does not have this term. If `applies` is None, all samples have it.
+
+    If `loss` uses arrays, bind them by keyword: `functools.partial(function, name=array)`. They then become arguments of a
+    compiled graph.
     """
 
     inputs: Mapping[str, Any]
@@ -82,7 +84,7 @@ class Objective(Protocol[M_contra]):
         """
 
     def terms(self, model: Any, batch: M_contra) -> Iterator[Term]:
-        """Yield the terms of the loss of micro-batch `batch`, one at a time. The first is the main loss and applies to every
+        """Yield the terms of the loss of micro-batch `batch`, one at a time. The first term is the main loss. It applies to every
         sample.
         """
 
@@ -94,13 +96,13 @@ class Reader(Protocol[S, M_co]):
     """A reader that copies micro-batches from disk into host memory. The loop calls it in a background thread."""
 
     def prefetch(self, samples: Iterable[S]) -> None:
-        """Start reading the data of `samples`, the samples of the next step, from disk in the background. Data of samples that
-        were announced earlier may be released.
+        """Start reading the data of `samples` from disk in the background. They are the samples of the next step. Data of samples
+        that were announced earlier may be released.
         """
 
     def read(self, step: int, samples: list[S]) -> M_co:
-        """Read the data of `samples` into host memory and return them as one micro-batch. `step` is the step that the samples
-        belong to, from 1.
+        """Read the data of `samples` into host memory and return them as one micro-batch. `step` is the step of these samples,
+        counted from 1.
         """
 
 
@@ -130,12 +132,12 @@ class Task(Protocol[S, M]):
 
     @property
     def held_out(self) -> HeldOut[M] | None:
-        """The held-out samples that measure the run. None without [train.validation]."""
+        """The held-out samples that measure the run. It is None without [train.validation]."""
 
     @property
     def schema(self) -> pa.Schema:
-        """The Arrow schema of the run's table, one row per sample. The loop fills the columns step, split, sample, loss, lr,
-        grad_norm, seconds, read_seconds and peak_bytes; `row` fills the others.
+        """The Arrow schema of the run's table, one row per sample. The loop fills the columns `step`, `split`, `sample`, `loss`,
+        `lr`, `grad_norm`, `seconds`, `read_seconds` and `peak_bytes`. The method `row` fills the others.
         """
 
     @property
@@ -161,24 +163,24 @@ class Task(Protocol[S, M]):
         """Return the task's own columns of the table row of `sample`: a dict from column to value. The loop adds its columns."""
 
     def warnings(self) -> Iterator[str]:
-        """Yield one line for the user for every setting that is valid but rarely intended."""
+        """Yield one line for each setting that is valid but rarely intended. The lines are shown to the user."""
 
     def description(self) -> str:
         """Return one line for the user that says which data the run trains on."""
 
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
-        """Choose the memory plan (which blocks are differentiated as one graph, and the size of a micro-batch). `start` is the
-        checkpoint to continue from; None: step 0. With `recorded`, the plan stored in `start` is used if it fits, whatever
-        [train] memory says. ValueError, in one line with a remedy, if no plan fits into memory.
+        """Choose the memory plan: which blocks are differentiated as one graph, and the size of a micro-batch. `start` is the
+        checkpoint to continue from, or None for step 0. If `recorded` is true, the plan stored in `start` is used if it fits.
+        [train] `memory` then has no effect on it. Raises ValueError with a remedy if no plan fits into memory.
         """
 
     def initial_adapter(self) -> InitialAdapter | None:
-        """Read the adapter file that [train] initial names: its arrays by name, and the scale of each Linear. Returns None if the
-        setting is empty. Raises ValueError if the adapter does not fit the model.
+        """Read the adapter file of the setting [train] `initial`. The result holds its arrays by name and the scale of each
+        Linear. If the setting is empty, the result is None. Raises ValueError if the adapter does not fit the model.
         """
 
     def load_model(self) -> Model:
-        """Load the frozen model. Its weights are packed (quantised) to the bits that [train] base_bits says."""
+        """Load the frozen model. Its weights are packed (quantised) to the bits of the setting [train] `base_bits`."""
 
 
 class TrainingContext(Protocol):
@@ -198,7 +200,7 @@ class TrainingContext(Protocol):
 
     @property
     def pending(self) -> pa.Table:
-        """The rows that are wanted but not stored yet, as an Arrow table with the columns step, split and sample."""
+        """The rows that are wanted but not stored yet. The Arrow table has the columns `step`, `split` and `sample`."""
 
     @property
     def provenance(self) -> dict[str, str]:
@@ -208,25 +210,24 @@ class TrainingContext(Protocol):
 
     @property
     def write_artifact(self) -> Callable[[str, Callable[[Path], None]], Path]:
-        """The function write_artifact(name, write) -> path, which creates the file `name` in the folder `artifacts`. The function
-        calls write(path) to write the content to `path`. Readers see the whole file or no file. The returned path is that of the
-        finished file.
+        """The function `write_artifact(name, write)`. It creates the file `name` in the folder `artifacts` and returns the path
+        of the finished file. It calls `write(path)` to write the content. Readers see the whole file or no file.
         """
 
     @property
     def say(self) -> Callable[[str], None]:
-        """The function say(line), which prints one line for the user."""
+        """The function `say(line)`. It prints one line for the user."""
 
     @property
     def progress(self) -> Callable[[int, int, str], None]:
-        """The function progress(done, total, unit), which updates the progress bar. `done` and `total` count units, such as
-        steps; `unit` is their name.
+        """The function `progress(done, total, unit)`. It updates the progress bar. `done` and `total` count units. `unit` is
+        their name, such as "steps".
         """
 
     @property
     def stop(self) -> Callable[[], bool]:
-        """The function stop(), which returns True once the user has requested a stop."""
+        """The function `stop()`. It returns True once the user has requested a stop."""
 
     @property
     def pause(self) -> Callable[[str], None]:
-        """The function pause(reason), which reports to the user why the run ends before its last step."""
+        """The function `pause(reason)`. It reports to the user why the run ends before its last step."""

@@ -19,8 +19,8 @@ Row = dict[str, Any]
 
 
 class Validation:
-    """The losses of held-out samples that were measured during a run. They determine `last_step`, the last step of the run (below
-    `steps` after early stopping), and `best_step`, the step with the lowest mean loss. `count` is the number of held-out samples
+    """The losses of held-out samples that were measured during a run. `last_step` is the last step of the run. After early
+    stopping, it is below `steps`. `best_step` is the step with the lowest mean loss. `count` is the number of held-out samples
     per measurement. If `config` is None, nothing is measured.
 
     A measurement counts once the losses of all `count` samples are known.
@@ -33,24 +33,22 @@ class Validation:
         self.best_step: int | None = None  # the step up to `last_step` with the lowest mean loss; None: nothing is measured yet
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Add rows of the run, dicts with the columns step, split and loss. Rows with the split "validation" are kept and all
-        others ignored. The rows of one measurement may be added in several calls.
+        """Add rows of the run, as dicts with the columns `step`, `split` and `loss`. Only rows with the split "validation" are
+        kept. The rows of one measurement may be added in several calls.
         """
         self._replace([*self.rows, *(row for row in rows if row["split"] == VALIDATION)])
 
     def add_table(self, rows: pa.Table) -> None:
-        """Add the rows of a table with the columns step, split and loss. Rows with the split "validation" are kept and all others
-        ignored.
-        """
+        """Add the rows of a table with the columns `step`, `split` and `loss`. Only rows with the split "validation" are kept."""
         self.add(rows.select(["step", "split", "loss"]).to_pylist())
 
     def is_due(self, step: int) -> bool:
-        """Return True if held-out samples are to be measured after this step. Step 0 means before the first step."""
+        """Return True if held-out samples must be measured after this step. Step 0 means before the first step."""
         return self.config is not None and step % self.config.every == 0
 
     def discard_incomplete(self, step: int) -> bool:
-        """Forget the losses that were measured after `step` if some samples are missing, so that the measurement can be repeated.
-        Return True if some were missing.
+        """Forget an incomplete measurement after `step`, so that it can be repeated. Return True if there was one. A measurement
+        is incomplete if the losses of some samples are missing.
         """
         if not self.is_due(step) or sum(row["step"] == step for row in self.rows) >= self.count:
             return False
@@ -63,7 +61,9 @@ class Validation:
         return mean_losses(((row["step"], row["loss"]) for row in self.rows), self.count)
 
     def _replace(self, rows: list[Row]) -> None:
-        """Set the measured rows (dicts with step, split and loss) and compute `last_step` and `best_step` from them."""
+        """Set the measured rows, and compute `last_step` and `best_step` from them. Each row is a dict with `step`, `split` and
+        `loss`.
+        """
         self.rows = rows
         if self.config is None:
             return
@@ -75,15 +75,15 @@ class Validation:
 
 
 def measured_steps(every: int, last: int) -> range:
-    """Return the steps after which held-out samples are measured: 0 (before the first step), then every `every` steps, up to and
-    with `last`.
+    """Return the steps after which held-out samples are measured. These are step 0 (before the first step) and then every `every`
+    steps, up to and including `last`.
     """
     return range(0, last + 1, every)
 
 
 def mean_losses(losses: Iterable[tuple[int, float]], count: int) -> dict[int, float]:
-    """Return the mean loss of each step, as step -> mean. `losses` are (step, loss) pairs in any order, one per sample. A step
-    with fewer or more than `count` losses is left out. The mean is infinite if one of the losses is not finite.
+    """Return the mean loss of each step, as step -> mean. `losses` are (step, loss) pairs in any order, one per sample. If a step
+    does not have exactly `count` losses, it is left out. If one of its losses is not finite, the mean is infinite.
     """
     by_step: dict[int, list[float]] = {}
     for step, loss in losses:
@@ -94,8 +94,9 @@ def mean_losses(losses: Iterable[tuple[int, float]], count: int) -> dict[int, fl
 
 def early_stop(means: Mapping[int, float], every: int, patience: int, min_delta: float = 0.0) -> int | None:
     """Return the step after which early stopping ends the run, or None if it does not. `means` maps steps to mean validation
-    losses, measured every `every` steps from step 0. The run ends after `patience` measurements in a row that do not improve the
-    lowest earlier loss by more than `min_delta`. Measurements after a missing one are ignored.
+    losses, measured every `every` steps from step 0. A measurement is good if it is lower than all earlier ones by more than
+    `min_delta`. The run ends after `patience` measurements in a row that are not good. Measurements after a missing one are
+    ignored.
     """
     lowest, since, step = math.inf, 0, 0
     while step in means:
@@ -110,8 +111,8 @@ def early_stop(means: Mapping[int, float], every: int, patience: int, min_delta:
 
 
 def best_step(means: Mapping[int, float]) -> int | None:
-    """Return the step with the lowest mean loss; of equal losses, the earliest step. `means` maps steps to mean losses. Step 0
-    and infinite losses are ignored; None if nothing is left.
+    """Return the step with the lowest mean loss. Of equal losses, the earliest step is returned. `means` maps steps to mean
+    losses. Step 0 and infinite losses are ignored. If nothing is left, the result is None.
     """
     finite = {step: loss for step, loss in means.items() if step and loss < math.inf}
     return min(finite, key=lambda step: (finite[step], step), default=None)

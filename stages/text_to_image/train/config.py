@@ -14,8 +14,8 @@ from stages.tuner.diffusion.weighting import WeightName
 
 @dataclass(frozen=True)
 class NoiseConfig:
-    """The settings [train.noise]: at which noise levels (sigma, 0 clean to 1 noise) samples are trained. The shift raises the
-    levels, because images of more pixels need more noise.
+    """The settings [train.noise]: at which noise levels samples are trained. A noise level (sigma) is a number from 0 (clean) to
+    1 (pure noise). The shift raises the levels, because images of more pixels need more noise.
     """
 
     base: Base = setting(  # noqa: RUF009
@@ -39,7 +39,7 @@ class NoiseConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """The settings [train.loss]: the loss of the velocity that the model predicts, and its weight by noise level."""
+    """The settings [train.loss]: how the loss of the predicted velocity is computed, and its weight at each noise level."""
 
     kind: Literal["mse", "pseudo_huber"] = setting("mse", "pseudo_huber: large errors count less, for data with outliers")
     huber_c: float = setting(0.1, "pseudo_huber: the error above which it grows linearly")
@@ -53,9 +53,9 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class PreservationConfig:
-    """The settings [train.preservation]: also train captions with the class word (such as "cat") to keep the base model's
-    predictions, so that not every cat becomes the trained cat. ai-toolkit calls this differential output preservation (DOP).
-    Every step that it applies to needs a forward pass of the base model and a second gradient.
+    """The settings [train.preservation]. They keep the base model's predictions for captions with the class word, such as "cat".
+    So not every cat becomes the trained cat. ai-toolkit calls this differential output preservation (DOP). It needs a forward
+    pass of the base model and a second gradient in every step that it applies to.
     """
 
     weight: float = setting(1.0, "factor of the preservation loss beside the loss; ai-toolkit's")

@@ -23,9 +23,9 @@ PLACE = ("image_id", "width", "height", "crop_x", "crop_y", "crop_w", "crop_h") 
 @dataclass(frozen=True)
 class Crop:
     """One latent (an encoded crop of an image) that may be trained on, with the captions of its image. `width` and `height` are
-    in pixels; `grid` is the latent's (height, width). `captions` and `classes` are caption_ids; `classes` holds the class caption
-    of each caption. `rate` is the number of occurrences per epoch. `mask` has one byte per image token, its weight; None: all
-    tokens count in full.
+    in pixels. `grid` is the latent's (height, width). `captions` are caption_ids. `classes` has the caption_id of the class
+    caption for each caption. `rate` is the number of occurrences per epoch. `mask` has one byte per image token, its weight. If
+    `mask` is None, all tokens count in full.
     """
 
     latent_id: str
@@ -44,17 +44,17 @@ class Crop:
         return self.grid[0] * self.grid[1]
 
     def class_of(self, caption: int) -> str:
-        """Return the caption_id of the class caption that belongs to `captions[caption]`; "" if there is none. `caption` is an
-        index. A class caption has the class word (such as "cat") in place of the trigger word.
+        """Return the caption_id of the class caption that belongs to `captions[caption]`. If there is none, the result is "". A
+        class caption has the class word (such as "cat") in place of the trigger word.
         """
         return self.classes[caption] if self.classes else ""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """The crops and captions that a run trains on, in an order that depends only on their content. `held` are crops that only
-    measure the run. `empty` is the caption_id that replaces a dropped caption ("": captions are never dropped), and `empty_class`
-    its class caption. `text_rows` maps each caption_id to the number of rows of its embedding.
+    """The crops and captions that a run trains on. Their order depends only on their content. `held` are crops that only measure
+    the run. `empty` is the caption_id that replaces a dropped caption. If it is "", captions are never dropped. `empty_class` is
+    the class caption of `empty`. `text_rows` maps each caption_id to the number of rows of its embedding.
     """
 
     crops: tuple[Crop, ...]
@@ -65,14 +65,14 @@ class Dataset:
 
     @property
     def rates(self) -> list[float] | None:
-        """How often each crop of `crops` occurs per epoch, in order. Returns None if every crop occurs once."""
+        """How often each crop of `crops` occurs per epoch, in order. If every crop occurs once, this is None."""
         found = [crop.rate for crop in self.crops]
         return None if set(found) == {1.0} else found
 
     def pairs(self) -> list[tuple[str, str, str]]:
-        """Return (latent_id, image_id, caption_id) for every pair of crop and caption that the run may draw or measure. The last
-        entries have empty ids for crop and image and hold the caption that replaces a dropped caption. The run's result depends
-        on all entries.
+        """Return (latent_id, image_id, caption_id) for every pair of crop and caption that the run may draw or measure. The
+        captions that replace a dropped caption come last, with empty ids for crop and image. The run's result depends on all
+        entries.
         """
         crops = [*self.crops, *self.held]
         pairs = [(crop.latent_id, crop.image_id, caption) for crop in crops for caption in crop.captions]
@@ -81,8 +81,8 @@ class Dataset:
 
 
 def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
-    """Read the tables and return the crops to train on: crops of the present buckets that are encoded and have a caption.
-    `config` holds the settings [train], which choose held-out images, repeats, masks and class captions. Raises ValueError if no
+    """Read the tables and return the crops to train on. A crop must belong to a present bucket, be encoded and have a caption.
+    `config` holds the settings [train]. They choose held-out images, repeats, masks and class captions. Raises ValueError if no
     crop remains or if a table lacks rows that the settings need.
     """
     paths = usable_paths(ctx.rows(IMAGES))
@@ -107,8 +107,9 @@ def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
 
 
 def _latents(ctx: StageContext, paths: Container[str], texts: Texts) -> list[Row]:
-    """Return the rows of the table latents that can be trained on, sorted by latent_id. Each row also has the `resolution` of its
-    bucket. `paths` contains the ids of usable images. Raises ValueError if a crop has no latent or if no row remains.
+    """Return the rows of the table `latents` that can be trained on, sorted by `latent_id`. Each row also has the `resolution` of
+    its bucket. `paths` contains the ids of usable images. `texts` holds the captions. Raises ValueError if a crop has no latent
+    or if no row remains.
     """
     buckets = [row for row in ctx.rows(BUCKETS).to_pylist() if row["rejected"] is None]
     places = {_place(row): row["resolution"] for row in buckets if row["image_id"] in paths}
@@ -127,8 +128,8 @@ def _latents(ctx: StageContext, paths: Container[str], texts: Texts) -> list[Row
 
 
 def _with_embeddings(ctx: StageContext, data: Dataset) -> Dataset:
-    """Return `data` with `text_rows` filled: the number of rows of each caption's embedding. Raises ValueError if a caption that
-    may be drawn has no embedding.
+    """Return `data` with `text_rows` filled: the number of rows of each caption's embedding. Raises ValueError if a caption of
+    the run has no embedding.
     """
     text_rows = {row["caption_id"]: row["shape"][0] for row in ctx.rows(EMBEDDINGS).to_pylist()}
     read = {caption for _, _, caption in data.pairs() if caption}
@@ -161,8 +162,8 @@ def _crop(row: Row, rate: float, texts: Texts, masked: bool) -> Crop:
 @dataclass(frozen=True)
 class Texts:
     """The caption_ids that a run may draw. `captions` maps an image_id to the captions of that image, in order. `classes` maps an
-    image_id to the class caption of each caption ("" if there is none). `empty` replaces a dropped caption; `empty_class` is its
-    class caption.
+    image_id to the class caption of each caption. If there is none, the class caption is "". `empty` replaces a dropped caption.
+    `empty_class` is the class caption of `empty`.
     """
 
     captions: dict[str, tuple[str, ...]]  # by image_id, in their order
@@ -172,8 +173,8 @@ class Texts:
 
 
 def _texts(ctx: StageContext, data: DataConfig, dropout: bool, with_classes: bool) -> Texts:
-    """Read the captions of a run from the table captions. `dropout` says whether captions are dropped at random, `with_classes`
-    whether class captions are needed. Raises ValueError if the table lacks a kind of caption that the settings need.
+    """Read the captions of a run from the table `captions`. `dropout` says whether captions are dropped at random. `with_classes`
+    says whether class captions are needed. Raises ValueError if the table lacks a kind of caption that the settings need.
     """
     by_role: dict[str, list[Row]] = {}
     for row in sorted(ctx.rows(CAPTIONS).to_pylist(), key=lambda row: (row["position"], row["caption_id"])):
@@ -197,8 +198,8 @@ def _texts(ctx: StageContext, data: DataConfig, dropout: bool, with_classes: boo
 
 
 def _dropped_caption(by_role: dict[str, list[Row]], data: DataConfig) -> str:
-    """Return the caption_id that replaces a dropped caption: the empty caption or the trigger word, as `data.dropped` says.
-    `by_role` maps each role to its rows of the table captions. Raises ValueError if there is no row.
+    """Return the caption_id that replaces a dropped caption. `data.dropped` chooses between the empty caption and the trigger
+    word. `by_role` maps each role to its rows of the table `captions`. Raises ValueError if there is no row of the chosen role.
     """
     if data.dropped in by_role:
         caption: str = by_role[data.dropped][0]["caption_id"]

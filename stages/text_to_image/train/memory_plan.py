@@ -37,8 +37,8 @@ LOWEST_RESOLUTION = 256  # pixels: no lower resolution is advised
 @dataclass(frozen=True)
 class BatchShape:
     """The size of a batch: number of samples, width and height of each image in pixels, and rows of each text embedding.
-    `pixels_per_token` is the side of an image token in pixels. `held` is the largest batch of held-out images, for which no
-    gradient is computed; None without validation.
+    `pixels_per_token` is the side of an image token in pixels. `held` is the largest batch of held-out images, or None without
+    validation. No gradient is computed for `held`.
     """
 
     samples: int
@@ -92,12 +92,12 @@ def largest_batch(sampler: TrainingSampler, pixels_per_token: int) -> BatchShape
 
 
 class MemoryEstimator:
-    """An estimator of the bytes that training with given settings needs. It uses the shapes of the transformer's weights only; no
+    """An estimator of the bytes that training with given settings needs. It uses only the shapes of the transformer's weights. No
     weight is read.
     """
 
     def __init__(self, config: TrainConfig, architecture: Architecture, sizes: TransformerConfig) -> None:
-        """Prepare the estimates for the settings [train] `config`. `sizes` are the transformer's sizes, from
+        """Prepare the estimates for the settings [train] `config`. `sizes` are the transformer's sizes. They come from
         `architecture.transformer_config`. No weight is read or allocated.
         """
         self.config, self.architecture, self.sizes = config, architecture, sizes
@@ -115,8 +115,8 @@ class MemoryEstimator:
         self.state = sum(value.nbytes for value in optimizer.init(stacks).values())
 
     def estimate(self, batch: BatchShape, samples: int) -> Estimate:
-        """Estimate the memory, in bytes, of a run whose largest batch is `batch`. `samples` of its samples are computed at once,
-        as one micro-batch.
+        """Estimate the memory, in bytes, of a run whose largest batch is `batch`. `samples` is the size of a micro-batch: the
+        number of samples computed at once.
         """
         inputs = self.architecture.zero_inputs(self.sizes, samples, batch.grid, batch.text_rows)
         more = {"unpacked": self.unpacked, **self.attention_scores(samples, batch.tokens)}
@@ -128,14 +128,15 @@ class MemoryEstimator:
         return planner.estimate(self.meta_model, inputs, self.weights, self.targets, kept, optimizer_work=update, **more)
 
     def sums_gradients(self, batch: BatchShape, samples: int) -> bool:
-        """Return True if a step adds up several gradients, which needs a second copy in memory. That is so with several batches
-        per step, with micro-batches of fewer samples than `batch`, or with a preservation loss.
+        """Return True if a step adds up several gradients. This needs a second copy of the gradient in memory. There are three
+        causes: several batches per step, micro-batches of fewer samples than `batch`, or a preservation loss.
         """
         return self.config.accumulate > 1 or samples < batch.samples or self.config.preservation is not None
 
     def attention_scores(self, samples: int, tokens: int) -> dict[str, int]:
-        """Return the bytes of attention's score matrices by name: "scores" during the computation, "saved_scores" kept for the
-        gradient. The dict is empty if attention is fused, which stores no scores. `tokens` is the number of tokens per sample.
+        """Return the bytes of attention's score matrices by name. "scores" exist during the computation. "saved_scores" are kept
+        for the gradient. If attention is fused, it stores no scores and the dict is empty. `tokens` is the number of tokens per
+        sample.
         """
         heads = self.sizes.num_attention_heads
         q_BHSK = mx.zeros((samples, heads, tokens, self.sizes.attention_head_dim), self.dtype)
@@ -147,8 +148,8 @@ class MemoryEstimator:
 
     def best(self, batch: BatchShape, limit: int, begun: Plan | None = None) -> Candidate:
         """Choose the fastest micro-batch size (samples computed at once) and plan that need at most `limit` bytes. `batch` is the
-        run's largest batch. Sizes and plans that [train] fixes are respected. `begun` is the plan of a resumed run and is kept if
-        it fits; None for a new run. If nothing fits, the candidate that needs the least memory is returned.
+        run's largest batch. Sizes and plans that [train] fixes are respected. `begun` is the plan of a resumed run, or None. It
+        is kept if it fits. If nothing fits, the candidate that needs the least memory is returned.
         """
         return best_candidate(self.config, batch.samples, lambda samples: self.estimate(batch, samples), limit, begun)
 
@@ -165,9 +166,10 @@ def choose(
     start: Checkpoint | None,
     say: Callable[[str], None],
 ) -> MemoryPlan:
-    """Choose the memory plan of a run (micro-batch size, and which blocks are differentiated as one graph), and print it with
-    `say`. No weight is loaded. `weights` is the folder of the transformer. `start` is the checkpoint to continue from; None: a
-    new run. ValueError, in one line with settings that would fit, if no plan fits into memory.
+    """Choose the memory plan of a run and print it with `say`. The plan is the micro-batch size, and which blocks are
+    differentiated as one graph. No weight is loaded. `weights` is the folder of the transformer. `start` is the checkpoint to
+    continue from, or None for a new run. Raises ValueError if no plan fits into memory. The message names settings that would
+    fit.
     """
     architecture = family.architecture
     estimator = MemoryEstimator(config, architecture, architecture.transformer_config(weights, family))
@@ -178,8 +180,8 @@ def choose(
 
 def require_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int, begun: Plan | None = None) -> Candidate:
     """Choose the fastest micro-batch size (samples computed at once) and plan that need at most `limit` bytes. `batch` is the
-    run's largest batch. `begun` is the plan of a resumed run and is kept if it fits; None for a new run. ValueError, with
-    settings that would fit, if nothing fits.
+    run's largest batch. `begun` is the plan of a resumed run, or None. It is kept if it fits. Raises ValueError if nothing fits.
+    The message names settings that would fit.
     """
     found = estimator.best(batch, limit, begun)
     if found.needs > limit:
@@ -200,8 +202,8 @@ def cheapest_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int) -> R
 
 
 def refusal(estimator: MemoryEstimator, batch: BatchShape, candidate: Candidate, limit: int) -> str:
-    """Return the one-line message that says that `candidate` needs more than `limit` bytes, and which settings would fit. A lower
-    resolution is proposed only if no other settings suffice.
+    """Return the one-line message for a run that does not fit in memory. The message says that `candidate` needs more than
+    `limit` bytes. It also says which settings would fit. A lower resolution is proposed only if no other settings suffice.
     """
     advice, needs = _advice(estimator, batch, limit)
     would = f"{advice} would need {needs / GB:.3g} GB" if advice else "no setting would need less"
@@ -213,8 +215,8 @@ def refusal(estimator: MemoryEstimator, batch: BatchShape, candidate: Candidate,
 
 
 def _advice(estimator: MemoryEstimator, batch: BatchShape, limit: int) -> tuple[str, int]:
-    """Return (settings to change, bytes that the run then needs) for the cheapest settings that fit into `limit` bytes. If none
-    fits, return those that need the least memory; the text is empty if no setting helps.
+    """Return (settings to change, bytes that the run then needs). The settings are the cheapest ones that fit into `limit` bytes.
+    If none fits, they are those that need the least memory. If no setting helps, the text is empty.
     """
     remedy = cheapest_fit(estimator, batch, limit)
     resolutions = range(batch.resolution - batch.pixels_per_token, LOWEST_RESOLUTION - 1, -batch.pixels_per_token)

@@ -20,16 +20,16 @@ from stages.tuner.task import InitialAdapter
 
 
 def load_transformer(path: Path, family: Family, config: TrainConfig) -> Transformer:
-    """Load the transformer of `family` from the folder `path`. Each weight is packed (quantised) right after it is read, if the
-    [train] settings `config` ask for it.
+    """Load the transformer of `family` from the folder `path`. If the [train] settings `config` ask for it, each weight is packed
+    (quantised) right after it is read.
     """
     arrange = packing(family.architecture, config)
     return family.architecture.load_transformer(path, family, getattr(mx, config.precision), arrange)
 
 
 def packing(architecture: Architecture, config: TrainConfig) -> Callable[[str, mx.array], Any] | None:
-    """Return a function (name, weight) -> weight that packs (quantises) a weight to the bits that the [train] settings `config`
-    say. The loader applies it to every weight. Returns None if no weight is packed.
+    """Return a function (name, weight) -> weight that packs (quantises) a weight. The [train] settings `config` give the number
+    of bits. The loader applies the function to every weight. If no weight is packed, the result is None.
     """
     if config.base_bits == 16 and not config.base_bits_for:
         return None
@@ -37,8 +37,8 @@ def packing(architecture: Architecture, config: TrainConfig) -> Callable[[str, m
 
 
 def weight_bits(name: str, architecture: Architecture, config: TrainConfig) -> int:
-    """Return the bits per value of the weight `name`: 16, 8 or 4, as [train] base_bits and base_bits_for say. Weights outside the
-    blocks have at least `architecture.outside_bits`.
+    """Return the bits per value of the weight `name`: 16, 8 or 4. The settings are [train] `base_bits` and `base_bits_for`.
+    Weights outside the blocks have at least `architecture.outside_bits`.
     """
     if not architecture.in_block(name):
         return max(config.base_bits, architecture.outside_bits) if architecture.packs_outside(name) else 16
@@ -49,8 +49,8 @@ def weight_bits(name: str, architecture: Architecture, config: TrainConfig) -> i
 
 def read_initial_adapter(file: Path, weights: Path, family: Family, config: TrainConfig) -> InitialAdapter:
     """Read the adapter `file` that a run starts from, and return (arrays by name, scale of each Linear). `weights` is the
-    transformer's folder; only its recorded sizes are read, not its weights. Raises ValueError if the adapter does not fit the
-    model or the settings.
+    transformer's folder. Only its recorded sizes are read. Raises ValueError if the adapter does not fit the model or the
+    settings.
     """
     architecture = family.architecture
     meta = architecture.meta_transformer(architecture.transformer_config(weights, family), mx.float32)

@@ -28,9 +28,9 @@ Loss = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True)
 class FlowMatching:
-    """The objective of flow matching: the loss of the velocity (noise - clean) that the model predicts. `loss` holds the settings
-    [train.loss]. With the settings `preservation`, a second term keeps the base model's predictions for class captions.
-    `separable`: a batch may be divided.
+    """The objective of flow matching. The model predicts a velocity, which is noise - clean. `loss` holds the settings
+    [train.loss]. If the settings `preservation` are given, a second term keeps the base model's predictions for class captions.
+    `separable` is True if a batch may be divided.
     """
 
     architecture: Architecture
@@ -39,8 +39,8 @@ class FlowMatching:
     separable: bool = True
 
     def terms(self, model: Transformer, batch: MicroBatch) -> Iterator[Term]:
-        """Yield the loss of a micro-batch. If samples have class captions, then also yield the preservation loss: how far the
-        adapter changes the model's prediction for the class captions.
+        """Yield the loss of a micro-batch. If samples have class captions, then also yield the preservation loss. It measures how
+        far the adapter changes the model's prediction for the class captions.
         """
         x_BLC, target_BLC = self.mix(batch)
         yield Term(self.inputs(batch, x_BLC, batch.ctx_BTJ), velocity_loss(batch, target_BLC, self.loss))
@@ -52,8 +52,8 @@ class FlowMatching:
         yield Term(inputs, preserved, "preservation", [bool(one) for one in batch.class_B])
 
     def validation_term(self, model: Transformer, batch: MicroBatch) -> Term:
-        """Return the loss for held-out samples: always the plain mean squared error, so that runs with different [train.loss]
-        settings can be compared.
+        """Return the loss for held-out samples: always the plain mean squared error. So runs with different [train.loss] settings
+        can be compared.
         """
         x_BLC, target_BLC = self.mix(batch)
         return Term(self.inputs(batch, x_BLC, batch.ctx_BTJ), velocity_loss(batch, target_BLC, LossConfig()))
@@ -70,7 +70,7 @@ class FlowMatching:
 
     def inputs(self, batch: MicroBatch, x_BLC: mx.array, words_BTJ: np.ndarray) -> dict[str, Any]:
         """Return the model's inputs as keyword arguments. `x_BLC` are the noisy latents (batch, tokens, channels). `words_BTJ`
-        are text embeddings (batch, text rows, features), bfloat16 stored as uint16 words.
+        are text embeddings (batch, text rows, features). They are bfloat16 stored as uint16 words.
         """
         height, width = batch.x0_BCHW.shape[2:]
         text_BTJ = mx.array(words_BTJ).view(mx.bfloat16)
@@ -84,8 +84,9 @@ def sigmas(batch: MicroBatch) -> mx.array:
 
 def velocity_loss(batch: MicroBatch, target_BLC: mx.array, config: LossConfig) -> Loss:
     """Return the loss function of a micro-batch, as the settings [train.loss] `config` say. The function maps the predicted
-    velocity to one loss per sample. `target_BLC` is the true velocity (noise - clean): (batch, tokens, channels). The arrays are
-    keywords of a partial, so that MLX can compile the function with the model's last blocks.
+    velocity to one loss per sample. `target_BLC` is the true velocity (noise - clean): (batch, tokens, channels).
+
+    The arrays are keywords of a partial, so that MLX can compile the function with the model's last blocks.
     """
     arrays = {"target_BLC": target_BLC}
     if config.weight != "none":

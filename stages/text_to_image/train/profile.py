@@ -26,9 +26,9 @@ from stages.tuner.step import TrainingStep, choose_targets, starting_adapter
 
 
 def profile_settings(method: Any = "adamw", **others: Any) -> TrainConfig:
-    """Return [train] settings for a measurement of time and memory. `method` is a value of [train.optimizer] kind and gets its
-    usual learning rate. `others` are further settings of [train]. The precision is float32 on a CPU, where bfloat16 is slow, and
-    bfloat16 elsewhere.
+    """Return [train] settings for a measurement of time and memory. `method` is a value of [train.optimizer] `kind` and gets its
+    usual learning rate. `others` are further settings of [train]. The precision is bfloat16, but float32 on a CPU, where bfloat16
+    is slow.
     """
     precision = "bfloat16" if compiles() else "float32"
     usual: Any = {"optimizer": OptimizerConfig(kind=method), "lr": make_optimizer(method).usual_lr, "precision": precision}
@@ -51,8 +51,8 @@ def random_transformer(family: Family, config: TrainConfig) -> Transformer:
 
 
 def random_training(family: Family, config: TrainConfig) -> TrainingStep:
-    """Build a training step on random weights. Its memory plan is "whole" and has no limit; set the attributes `plan` and
-    `live_bytes` to change that.
+    """Build a training step on random weights. Its memory plan is "whole", without a limit. To change the plan, set the
+    attributes `plan` and `live_bytes`.
     """
     model = random_transformer(family, config)
     targets = choose_targets(model.linears(), config)

@@ -20,10 +20,10 @@ from stages.text_to_image.train.sampler import Sample, TrainingSampler
 @dataclass
 class MicroBatch:
     """Samples that are computed at once, as arrays in host memory with one entry per sample. `x0_BCHW` are clean latents (batch,
-    channels, height, width) and `ctx_BTJ` text embeddings (batch, text rows, features), both bfloat16 as uint16 words.
-    `noise_BCHW` is float32 noise. `mask_BL` is the float32 weight of each image token; None if no sample has a mask. `class_BTJ`
-    are embeddings of the class captions, or of the sample's own caption if it has none. `class_B` is 1.0 for samples with a class
-    caption, else 0.0. Both are None if no sample has one.
+    channels, height, width). `ctx_BTJ` are text embeddings (batch, text rows, features). Both are bfloat16 as uint16 words.
+    `noise_BCHW` is float32 noise. `mask_BL` is the float32 weight of each image token, or None if no sample has a mask.
+    `class_BTJ` are embeddings of the class captions. A sample without a class caption has its own caption there. `class_B` is 1.0
+    for samples with a class caption, else 0.0. If no sample has a class caption, `class_BTJ` and `class_B` are None.
     """
 
     samples: list[Sample]
@@ -45,22 +45,26 @@ class MicroBatch:
 
 
 class BatchReader:
-    """A reader that copies the micro-batches of a run from the tables latents and embeddings into host memory."""
+    """A reader that copies the micro-batches of a run from the tables `latents` and `embeddings` into host memory."""
 
     def __init__(self, ctx: StageContext, sampler: TrainingSampler, mask_floor: float) -> None:
-        """Open the tables latents and embeddings. `mask_floor` is the least weight of an image token under a mask, 0 to 1."""
+        """Open the tables `latents` and `embeddings`. `mask_floor` is the least weight of an image token under a mask, from 0 to
+        1.
+        """
         self.latents, self.embeddings = ctx.tensors(LATENTS), ctx.tensors(EMBEDDINGS)
         self.sampler, self.mask_floor = sampler, mask_floor
 
     def prefetch(self, samples: Iterable[Sample]) -> None:
-        """Start to read the latents and text embeddings of the next step's samples, `samples`, from disk in the background."""
+        """Start to read the latents and text embeddings of `samples` from disk in the background. They are the samples of the
+        next step.
+        """
         coming = list(samples)
         self.latents.ahead([s.crop.latent_id for s in coming])
         self.embeddings.ahead([caption for s in coming for caption in (s.caption_id, s.class_id) if caption])
 
     def read(self, step: int, samples: list[Sample]) -> MicroBatch:
         """Read the latents and embeddings of `samples` and draw their noise. Returns them as one micro-batch. `step` is the step
-        that the samples belong to, from 1.
+        of these samples, counted from 1.
         """
         noise = functools.partial(self.sampler.noise_of, step)
         return read_batch(samples, self.latents, self.embeddings, noise, self.mask_floor)
@@ -74,7 +78,7 @@ def read_batch(
     mask_floor: float,
 ) -> MicroBatch:
     """Read the latents and embeddings of `samples` and return them as one micro-batch. `noise(sample, shape)` returns the float32
-    noise of a sample. `mask_floor` is the least weight of an image token under a mask, 0 to 1.
+    noise of a sample. `mask_floor` is the least weight of an image token under a mask, from 0 to 1.
     """
     x0_BCHW = np.stack([latents.read(s.crop.latent_id) for s in samples])
     noise_BCHW = np.stack([noise(s, x0_BCHW.shape[1:]) for s in samples])
@@ -87,8 +91,8 @@ def read_batch(
 
 
 def token_weights(samples: Sequence[Sample], floor: float) -> np.ndarray | None:
-    """Return the weight of each image token, from the samples' masks: a float32 array (batch, tokens) with values from `floor` to
-    1. Returns None if no sample has a mask.
+    """Return the weight of each image token: a float32 array (batch, tokens) with values from `floor` to 1. The weights come from
+    the samples' masks. If no sample has a mask, the result is None.
     """
     if not any(s.crop.mask for s in samples):
         return None

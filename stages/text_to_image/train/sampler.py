@@ -16,8 +16,8 @@ from stages.tuner.order import Order
 @dataclass(frozen=True)
 class Sample:
     """One sample of a step, before its data are read. `number` is its index in the step, from 0. `caption_id` is the caption to
-    read; `dropped` says that this caption replaces the drawn one. `sigma` is the noise level, 0 clean to 1 noise. `class_id` is
-    the class caption; "" if there is none or the step needs none.
+    read. If `dropped` is true, this caption replaces the drawn one. `sigma` is the noise level, from 0 (clean) to 1 (noise).
+    `class_id` is the class caption. It is "" if there is none or the step needs none.
     """
 
     number: int  # 0-based place in the step
@@ -31,9 +31,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class TrainingSampler:
-    """A sampler that draws the samples of every step from the dataset, the seed and the step's number alone. `order` gives the
-    crops of each batch, `noise` the distribution of noise levels. `caption_dropout` is the probability that a caption is dropped.
-    Noise levels are spread evenly over `strata` steps. Samples have class captions in every `classes_every`-th step; 0: never.
+    """A sampler that draws the samples of every step. They depend only on the dataset, the seed and the step's number. `order`
+    gives the crops of each batch. `noise` is the distribution of noise levels. `caption_dropout` is the probability that a
+    caption is dropped. Noise levels are spread evenly over `strata` steps. Samples have class captions in every
+    `classes_every`-th step, or never if it is 0.
     """
 
     data: Dataset

@@ -48,8 +48,8 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class MaskConfig:
-    """The settings [train.mask]: give image tokens less weight if their mask in the table latents is dark. Needs [latents] mask =
-    "alpha" or "file".
+    """The settings [train.mask]: give image tokens less weight where the image's mask is dark. Masks are stored in the table
+    `latents` if [latents] `mask` is "alpha" or "file". One of these two is required.
     """
 
     floor: float = setting(0.1, "the least weight of a token, where the mask is black: a little preserves the surroundings")
@@ -82,7 +82,7 @@ class ValidationConfig(tuner.ValidationConfig):
 
 def rates(config: DataConfig, crops: Sequence[tuple[int, str]]) -> list[float]:
     """Return the average number of occurrences per epoch of each crop, in the order of `crops`. Each crop is given as
-    (resolution, path of its image). Raises ValueError if `config` names a resolution or folder that no crop has.
+    (resolution, path of its image). Raises ValueError if `config` names a resolution or folder without crops.
     """
     weights = _weights(config, {resolution for resolution, _ in crops})
     folders = {folder.strip("/").removeprefix("./"): count for folder, count in (config.repeats or {}).items()}
@@ -98,8 +98,8 @@ def rates(config: DataConfig, crops: Sequence[tuple[int, str]]) -> list[float]:
 
 
 def _weights(config: DataConfig, present: Iterable[int]) -> dict[int, float]:
-    """Return the relative frequency of each resolution in `present`; the largest is 1. Raises ValueError if [train.data]
-    resolutions names a resolution that is not present or omits one that is.
+    """Return the relative frequency of each resolution in `present`. The largest is 1. Raises ValueError if [train.data]
+    `resolutions` does not name exactly the resolutions in `present`.
     """
     resolutions = sorted(present)
     if config.resolutions is None:
@@ -116,9 +116,10 @@ def _weights(config: DataConfig, present: Iterable[int]) -> dict[int, float]:
 
 
 def held_out(config: ValidationConfig, paths: Mapping[str, Sequence[str]]) -> frozenset[str]:
-    """Choose the images to hold out from training, and return their image_ids. `paths` maps each image_id to all paths of that
-    image. The choice depends on the image's content and the seed: `share` of the images, at least one and at most `most`; or the
-    images that the setting `paths` matches. Raises ValueError if that setting matches no image.
+    """Choose the images to hold out from training, and return their image_ids. If the setting `paths` is given, the images that
+    it matches are chosen. Otherwise a `share` of the images is chosen, at least one and at most `most`. This choice depends on
+    the images' content and the seed. The argument `paths` maps each image_id to all paths of that image. Raises ValueError if the
+    setting `paths` matches no image.
     """
     if config.paths:
         found = {i for i, own in paths.items() if any(fnmatchcase(path, p) for path in own for p in config.paths)}

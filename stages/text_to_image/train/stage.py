@@ -27,17 +27,17 @@ from stages.tuner.rows import wanted_rows
 
 
 def wanted_samples(ctx: StageContext) -> pa.Table:
-    """Return a table with the columns step, split ("train" or "validation") and sample (index in the step): one row for every
-    sample that the run trains on or measures.
+    """Return a table with one row for every sample that the run trains on or measures. The columns are `step`, `split` and
+    `sample`. `split` is "train" or "validation". `sample` is the index in the step.
     """
     task = ImageTask(ctx)
     return wanted_rows(task, loop.last_step(task, ctx.stored))
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return a table of everything that the run depends on: all pairs of crop and caption that may be drawn, how often crops
-    occur, which crops are held out, and the hash of the initial adapter. The columns are latent_id, image_id and caption_id.
-    Raises ValueError if the file of the initial adapter is missing.
+    """Return a table of everything that the run depends on. It holds all pairs of crop and caption that may be drawn, how often
+    crops occur, which crops are held out, and the hash of the initial adapter. The columns are `latent_id`, `image_id` and
+    `caption_id`. Raises ValueError if the file of the initial adapter is missing.
     """
     data = load_dataset(ctx, ctx.config)
     facts = [("", crop.latent_id, f"rate {crop.rate!r}") for crop in data.crops if crop.rate != 1]
@@ -53,7 +53,7 @@ def snapshot(ctx: StageContext) -> pa.Table:
 
 def train(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     """Train from the newest checkpoint to the last step, and yield the rows of each step as record batches. If a step gets a
-    checkpoint, the checkpoint is written before its rows are yielded.
+    checkpoint, the rows are yielded after it is written.
     """
     control = Control(ctx, ctx.config)  # first, so that a `stop` that appears while tables are read takes effect
     yield from loop.train(ctx, ImageTask(ctx), control)

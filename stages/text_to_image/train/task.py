@@ -50,7 +50,7 @@ class ImageTask:
 
     @property
     def schema(self) -> pa.Schema:
-        """The Arrow schema of the rows of the table train."""
+        """The Arrow schema of the rows of the table `train`."""
         schema: pa.Schema = TRAIN.batch
         return schema
 
@@ -68,12 +68,12 @@ class ImageTask:
         return self.sampler.step(step)
 
     def reader(self) -> BatchReader:
-        """Return a new reader of micro-batches, with the tables latents and embeddings open."""
+        """Return a new reader of micro-batches. It has the tables `latents` and `embeddings` open."""
         return BatchReader(self.ctx, self.sampler, self.mask_floor)
 
     def row(self, sample: Sample) -> dict[str, Any]:
-        """Return the columns of the table train that describe `sample`: image, crop, caption, noise level and number of tokens,
-        by column name. The loop adds loss, step and timing.
+        """Return the columns of the table `train` that describe `sample`, by column name. They are image, crop, caption, noise
+        level and number of tokens. The loop adds loss, step and timing.
         """
         crop = sample.crop
         return {
@@ -107,15 +107,15 @@ class ImageTask:
 
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
         """Choose the memory plan: which blocks are differentiated as one graph, and the size of a micro-batch. `start` is the
-        checkpoint to continue from; None: a new run. With `recorded`, the plan stored in `start` is used if it fits, whatever
-        [train] memory says. Raises ValueError if no plan fits into memory.
+        checkpoint to continue from, or None for a new run. If `recorded` is true, the plan stored in `start` is used if it fits.
+        [train] `memory` then has no effect on it. Raises ValueError if no plan fits into memory.
         """
         config = dataclasses.replace(self.config, memory="auto") if recorded else self.config
         return memory_plan.choose(config, self.family, self.ctx.need("transformer"), self.sampler, start, self.ctx.say)
 
     def initial_adapter(self) -> InitialAdapter | None:
-        """Read the adapter file that [train] initial names, and return (arrays by name, scale of each Linear). None if the
-        setting is empty. Raises ValueError if the adapter does not fit the model.
+        """Read the adapter file of the setting [train] `initial`, and return (arrays by name, scale of each Linear). If the
+        setting is empty, the result is None. Raises ValueError if the adapter does not fit the model.
         """
         if not self.config.initial:
             return None
@@ -123,5 +123,5 @@ class ImageTask:
         return model.read_initial_adapter(file, self.ctx.need("transformer"), self.family, self.config)
 
     def load_model(self) -> Transformer:
-        """Load the frozen transformer. Its weights are packed (quantised) to the bits that [train] base_bits says."""
+        """Load the frozen transformer. Its weights are packed (quantised) to the bits of the setting [train] `base_bits`."""
         return model.load_transformer(self.ctx.need("transformer"), self.family, self.config)

@@ -17,8 +17,8 @@ from stages.tuner import draws
 
 
 class HeldOutImages:
-    """The held-out images of a run: every held-out crop with its first caption, at every noise level of [train.validation]
-    sigmas. Each measurement uses the noise of the first one again.
+    """The held-out images of a run. Every held-out crop is measured with its first caption, at every noise level of
+    [train.validation] `sigmas`. All measurements use the same noise.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class HeldOutImages:
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Read the samples of one measurement from disk and yield them as micro-batches. The tables are opened separately from
-        the training's readers, which release memory at another pace.
+        the training's readers, because those release memory at another pace.
         """
         latents, embeddings = self.ctx.tensors(LATENTS), self.ctx.tensors(EMBEDDINGS)
         for samples in self.samples():
@@ -58,7 +58,7 @@ class HeldOutImages:
 
 def level_batches(shapes: Sequence[Hashable], sigmas: Sequence[float], batch_size: int) -> list[list[tuple[int, float]]]:
     """Combine every crop with every noise level in `sigmas`, and return the combinations as batches of (crop index, sigma).
-    `shapes` holds the shape of each crop; all crops of a batch have one shape. A batch has at most `batch_size` entries.
+    `shapes` holds the shape of each crop. All crops of a batch have one shape. A batch has at most `batch_size` entries.
     """
     by_shape: dict[Hashable, list[tuple[int, float]]] = {}
     for row, shape in enumerate(shapes):
