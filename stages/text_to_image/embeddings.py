@@ -40,14 +40,14 @@ class EmbeddingsConfig:
 
 
 def wanted_embeddings(ctx: StageContext) -> pa.Table:
-    """Return a table of one column, caption_id: one row per distinct text of the table `captions`, sorted."""
+    """Return a table with one column, `caption_id`. It has one row per distinct text of the table `captions`, sorted."""
     ids = pc.unique(ctx.rows(CAPTIONS)["caption_id"])
     return pa.table({"caption_id": ids.take(pc.sort_indices(ids))})
 
 
 def encode_embeddings(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Encode the pending texts and yield their rows as record batches. The text encoder is loaded only if a text is
-    pending. Raises ValueError if a value of an embedding is not finite.
+    """Encode the pending texts and yield their rows as record batches. If no text is pending, the text encoder is not
+    loaded. Raises ValueError if a value of an embedding is not finite.
     """
     pending: list[str] = ctx.pending["caption_id"].to_pylist()
     if not pending:
@@ -68,8 +68,8 @@ def encode_embeddings(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _rows_by_text(rows: pa.Table) -> dict[str, list[Row]]:
-    """Return a dict from caption_id (sha256 of a text) to the rows of the table `captions` that have this text. `rows` is
-    that table.
+    """Return a dict from caption_id to the rows of the table `captions` with this text. A caption_id is the sha256 of a
+    text. `rows` is the table `captions`.
     """
     found: dict[str, list[Row]] = defaultdict(list)
     for row in rows.select(["caption_id", "text", "role", "origin"]).to_pylist():
@@ -80,9 +80,9 @@ def _rows_by_text(rows: pa.Table) -> dict[str, list[Row]]:
 def _batch(
     ctx: StageContext, encoder: TextEncoder, pending: list[str], start: int, captions: dict[str, list[Row]]
 ) -> pa.RecordBatch:
-    """Encode the next texts of `pending`, a list of caption_ids, and return their rows as a record batch. The texts are those
-    from index `start`, at most [embeddings] batch_size of them. `captions` maps a caption_id to its rows of the table
-    captions.
+    """Encode the next texts of `pending` and return their rows as a record batch. `pending` is a list of caption_ids. The
+    first text has the index `start`. At most [embeddings] `batch_size` texts are encoded. `captions` maps a caption_id to
+    its rows of the table `captions`.
     """
     ids = pending[start : start + ctx.config.batch_size]
     embeddings = encoder.encode([captions[caption_id][0]["text"] for caption_id in ids])
@@ -119,8 +119,8 @@ def _row(caption_id: str, embedding: Embedding) -> Row:
 
 
 def _too_long(rows: list[Row], embedding: Embedding) -> str:
-    """Return one line for the user that names a caption that was cut, and says how many tokens were cut. `rows` are the
-    rows of the table `captions` with this text.
+    """Return one line for the user about a caption that was cut. It names the caption and says how many tokens were cut.
+    `rows` are the rows of the table `captions` with this text. `embedding` is the text's embedding.
     """
     first = rows[0]
     where = first["origin"] or ("a preview prompt" if first["role"] == "preview" else "a caption")

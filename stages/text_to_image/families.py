@@ -90,8 +90,8 @@ MICRO_BEGIN: Mapping[str, Mapping[str, Any]] = {
 
 
 def _single_files(tail: str) -> dict[str, tuple[str, ...]]:
-    """Return the file names that are in use for weights published as one file: a dict from component to names. `tail` is the
-    end of the transformer's file name, such as "klein-4b".
+    """Return the usual file names of weights that are published as one file. The result is a dict from component to
+    names. `tail` is the end of the transformer's file name, such as "klein-4b".
     """
     transformer = (f"flux-2-{tail}.safetensors", f"flux2-{tail}.safetensors")
     return {"transformer": transformer, "autoencoder": ("ae.safetensors", "flux2-vae.safetensors")}
@@ -204,7 +204,7 @@ FAMILIES: dict[str, Family] = {f.name: f for f in _ALL}
 
 
 def family(name: str) -> Family:
-    """Return the record of the model family called `name`. Raises ValueError if there is no such family; the message has
+    """Return the record of the model family called `name`. Raises ValueError if there is no such family. The message has
     the nearest name.
     """
     if name in FAMILIES:

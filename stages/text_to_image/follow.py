@@ -13,10 +13,10 @@ ID_DIGITS = 4  # a text of fewer hex digits is not taken for the start of an ima
 
 
 def find_image(query: Query, need: Callable[[str], Any], text: str) -> list[dict[str, Any]]:
-    """Return the rows of the table `images` that match `text` best: one, several if it is ambiguous, or none. `text` may
-    be a whole path, the start of an image_id, a part of a path or a part of a caption; the first of these that matches
-    counts. `query` runs SQL on the tables; `need` returns a resource by name. Of several files with the same bytes, one
-    row is returned.
+    """Return the rows of the table `images` that match `text` best. If `text` is ambiguous, several rows are returned. If
+    nothing matches, the result is empty. `text` may be a whole path, the start of an image_id, a part of a path or a part
+    of a caption. The first of these that matches counts. `query` runs SQL on the tables. `need` returns a resource by
+    name. Of several files with the same bytes, one row is returned.
     """
     path = _below(need("image_folder"), text)
     if exact := query("select * from images where path = $path", path=path):
@@ -33,8 +33,8 @@ def find_image(query: Query, need: Callable[[str], Any], text: str) -> list[dict
 
 
 def _below(folder: Path, text: str) -> str:
-    """Return `text` relative to the image folder `folder` if it is a path of an existing file in the folder. Return any other
-    text unchanged.
+    """Return `text` relative to the image folder `folder`. If `text` is not the path of an existing file in the folder,
+    return it unchanged.
     """
     try:
         return Path(text).resolve().relative_to(folder.resolve()).as_posix() if Path(text).exists() else text
@@ -43,8 +43,9 @@ def _below(folder: Path, text: str) -> str:
 
 
 def describe_image(query: Query, image: Row) -> Iterator[str]:
-    """Yield lines for the user about an image file: its path, format, size and image_id, why it is not used, and where
-    files with the same bytes lie. `image` is a row of the table `images`; `query` runs SQL on the tables.
+    """Yield lines for the user about an image file. They give its path, format, size and image_id. If the image is not
+    used, they say why. They also name files with the same bytes. `query` runs SQL on the tables. `image` is a row of the
+    table `images`.
     """
     kind = f"{image['format'] or 'unknown format'} {image['mode']}".strip()
     size = f"{image['width']} x {image['height']}" if image["width"] else "unknown size"
@@ -61,8 +62,8 @@ def describe_image(query: Query, image: Row) -> Iterator[str]:
 
 
 def describe_captions(query: Query, image: Row) -> Iterator[str]:
-    """Yield one line per caption of an image: the text, where it was found, and its number of tokens. `image` is a row of
-    the table `images`; `query` runs SQL on the tables.
+    """Yield one line per caption of an image. It gives the text, the place where it was found, and its number of tokens.
+    `query` runs SQL on the tables. `image` is a row of the table `images`.
     """
     rows = query(
         "select text, source, origin, tokens, dropped_tokens from captions left join embeddings using (caption_id) "
@@ -79,8 +80,8 @@ def describe_captions(query: Query, image: Row) -> Iterator[str]:
 
 
 def describe_buckets(query: Query, image: Row) -> Iterator[str]:
-    """Yield one line per bucket of an image: its size and crop, or why it is not trained. `image` is a row of the table
-    images; `query` runs SQL on the tables.
+    """Yield one line per bucket of an image. It gives the size and the crop, or says why the bucket is not trained.
+    `query` runs SQL on the tables. `image` is a row of the table `images`.
     """
     rows = query("select * from buckets where image_id = $id order by resolution", id=image["image_id"])
     for row in rows:
@@ -95,8 +96,8 @@ def describe_buckets(query: Query, image: Row) -> Iterator[str]:
 
 
 def describe_latents(query: Query, image: Row) -> Iterator[str]:
-    """Yield one line per latent of an image: its shape, its statistics and its place on disk, or why it was not encoded.
-    `image` is a row of the table `images`; `query` runs SQL on the tables.
+    """Yield one line per latent of an image. It gives the latent's shape, statistics and place on disk. If the crop was
+    not encoded, the line says why. `query` runs SQL on the tables. `image` is a row of the table `images`.
     """
     rows = query(
         "select * from latents where image_id = $id order by width * height, width, flip, crop_x, crop_y", id=image["image_id"]
@@ -114,9 +115,9 @@ def describe_latents(query: Query, image: Row) -> Iterator[str]:
 
 
 def describe_training(query: Query, image: Row) -> Iterator[str]:
-    """Yield lines about the use of an image in training: how often it was drawn, at which steps, and with what loss. For
-    a held-out image, begin with its validation loss. `image` is a row of the table `images`; `query` runs SQL on the
-    tables.
+    """Yield lines about the use of an image in training. They say how often it was drawn, at which steps, and with what
+    loss. For a held-out image, its validation loss comes first. `query` runs SQL on the tables. `image` is a row of the
+    table `images`.
 
     The loss depends mostly on sigma, the noise level. So it is compared with the loss of all samples in the same tenths of
     sigma.
@@ -139,8 +140,8 @@ def describe_training(query: Query, image: Row) -> Iterator[str]:
 
 
 def _describe_draws(query: Query, image: Row, drawn: Row) -> Iterator[str]:
-    """Yield lines about the steps and losses of an image that was trained on. `drawn` holds the numbers that
-    `describe_training` has queried; `image` is a row of the table `images`.
+    """Yield lines about the steps and losses of an image that was trained on. `query` runs SQL on the tables. `image` is
+    a row of the table `images`. `drawn` holds the numbers that `describe_training` has queried.
     """
     steps = drawn["steps"]
     named = ", ".join(map(str, steps[:STEPS_NAMED])) + (f", ... {steps[-1]}" if len(steps) > STEPS_NAMED else "")
@@ -157,8 +158,8 @@ def _describe_draws(query: Query, image: Row, drawn: Row) -> Iterator[str]:
 
 
 def _describe_validation(query: Query, image: Row) -> Iterator[str]:
-    """Yield one line with the first, the last and the lowest mean loss of a held-out image. Yield nothing for an image
-    that was trained on. `image` is a row of the table `images`; `query` runs SQL on the tables.
+    """Yield one line with the first, the last and the lowest mean loss of a held-out image. If the image was trained on,
+    yield nothing. `query` runs SQL on the tables. `image` is a row of the table `images`.
     """
     found = query(
         "select step, avg(loss) as loss, count(*) as samples from train "
@@ -173,7 +174,7 @@ def _describe_validation(query: Query, image: Row) -> Iterator[str]:
 
 def describe_samples(query: Query, image: Row) -> Iterator[str]:
     """Yield one line per preview whose prompt is a caption of the image. If there is none, yield the number of previews
-    and prompts. `image` is a row of the table `images`; `query` runs SQL on the tables.
+    and prompts. `query` runs SQL on the tables. `image` is a row of the table `images`.
     """
     rows = query(
         "select step, path, prompt from samples where caption_id in "

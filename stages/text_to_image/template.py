@@ -42,8 +42,8 @@ BEGIN: Mapping[str, Mapping[str, tuple[Any, str]]] = {
 
 
 def project_toml(options: Mapping[str, str]) -> str:
-    """Return the text of project.toml for a new project. `options` maps the options of `latentmill init` (images, family,
-    weights, trigger) to their values. Raises ValueError if there is no family of that name.
+    """Return the text of project.toml for a new project. `options` maps the options of `latentmill init` to their values.
+    The options are `images`, `family`, `weights` and `trigger`. Raises ValueError if there is no family of that name.
     """
     record = family_record(options["family"])
     trigger = options["trigger"]
@@ -60,8 +60,8 @@ def project_toml(options: Mapping[str, str]) -> str:
 
 
 def toml_sections(record: Family) -> str:
-    """Return sections of a new project.toml with the settings that a new project sets, as TOML text. `record` is the model
-    family; its own values (`record.begin`) replace the usual ones.
+    """Return sections of a new project.toml as TOML text. They hold the settings that a new project sets. `record` is the
+    model family. Its own values (`record.begin`) replace the usual ones.
     """
     parts = []
     for section, usual in BEGIN.items():

@@ -9,9 +9,10 @@ Row = dict[str, Any]
 
 
 def mark_duplicates(rows: Iterable[Row]) -> list[Row]:
-    """Return rows of the table `images` with duplicates marked, in the order given. Of several rows with the same
-    `image_id` (sha256 of the file), the one whose path sorts first is usable. The others get "duplicate" in the column
-    rejected and the path of the usable file in detail. Rows that are rejected for another reason are returned unchanged.
+    """Return rows of the table `images` with duplicates marked, in the order given. Duplicates are rows with the same
+    `image_id` (sha256 of the file). The one whose path sorts first is usable. The others get "duplicate" in the column
+    `rejected`. Their column `detail` gets the path of the usable file. Rows that are rejected for another reason are
+    returned unchanged.
     """
     rows = list(rows)
     first: dict[str, str] = {}

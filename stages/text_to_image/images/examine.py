@@ -24,10 +24,10 @@ UNKNOWN = {"image_id": "", "format": "", "mode": "", "width": 0, "height": 0, "f
 
 
 def examine(folder: Path, file: Row, *, min_side: int, max_pixels: int) -> Row:
-    """Decode one file and return its complete row of the table `images`. `file` is a dict of path (relative to the image
-    folder `folder`), bytes, mtime_ns and inode. A file that is damaged, has a side below `min_side` pixels or more than
-    `max_pixels` pixels raises no error. Its row has the reason in the columns rejected and detail. Duplicates are not
-    looked for.
+    """Decode one file and return its complete row of the table `images`. `folder` is the image folder. `file` is a dict
+    of `path` (relative to `folder`), `bytes`, `mtime_ns` and `inode`. An image is rejected if it is damaged, has a side
+    below `min_side` pixels, or has more than `max_pixels` pixels. This raises no error. The row has the reason in the
+    columns `rejected` and `detail`. Duplicates are not looked for.
     """
     row = {name: file[name] for name in FILE_COLUMNS} | UNKNOWN
     suffix = Path(row["path"]).suffix.lower()
@@ -50,9 +50,9 @@ def examine(folder: Path, file: Row, *, min_side: int, max_pixels: int) -> Row:
 
 
 def _read(path: Path, max_pixels: int, row: Row) -> None:
-    """Set format, mode, width, height, frames and image_id (the file's sha256) of the file `path` in the dict `row`.
-    Raises ImageError if the file cannot be read or decoded, or has more than `max_pixels` pixels. If the format is known,
-    image_id is set even then.
+    """Set `format`, `mode`, `width`, `height`, `frames` and `image_id` (the file's sha256) in the dict `row`. `path` is
+    the file. Raises ImageError if the file cannot be read or decoded, or has more than `max_pixels` pixels. If the format
+    is known, `image_id` is set even then.
 
     The file is opened once, so that all values describe the same bytes even if another file is renamed to this path.
     """

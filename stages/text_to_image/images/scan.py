@@ -29,8 +29,8 @@ PROJECT_FOLDERS = frozenset({"tables", "weights", "exports"})
 
 @dataclass(frozen=True)
 class Listing:
-    """The content of an image folder. `files` has one dict of path, bytes, mtime_ns and inode per image file, sorted by path.
-    `masks` is the number of files that are left out because they are masks of other images.
+    """The content of an image folder. `files` has one dict of `path`, `bytes`, `mtime_ns` and `inode` per image file,
+    sorted by path. `masks` is the number of files that are masks of other images. They are left out of `files`.
     """
 
     files: list[Row]
@@ -39,7 +39,7 @@ class Listing:
 
 def scan(folder: Path) -> Listing:
     """List the files in the image folder `folder` and in all folders below it, without opening them. Hidden files,
-    captions, licences, masks and the output of a project in the folder are left out. Links to folders are followed.
+    captions, licences and masks are left out. So is the output of a project in the folder. Links to folders are followed.
     Raises ValueError if `folder` is not a folder or a folder in it cannot be read.
     """
     if not folder.is_dir():
@@ -63,8 +63,8 @@ def _no_folder(folder: Path) -> str:
 
 def _files_below(folder: Path, seen: set[tuple[int, int]]) -> Iterator[os.DirEntry[str]]:
     """Yield the files in `folder` and in all folders below it, sorted by name within each folder. `seen` is a set of
-    (device, inode), to which every folder entered is added. A folder in `seen` is not entered again, so that loops of
-    links end. Raises ValueError if a folder cannot be read.
+    pairs (device, inode). Every folder that is entered is added to it. A folder in `seen` is not entered again, so that
+    loops of links end. Raises ValueError if a folder cannot be read.
     """
     try:
         status = folder.stat()
@@ -85,8 +85,8 @@ def _files_below(folder: Path, seen: set[tuple[int, int]]) -> Iterator[os.DirEnt
 
 
 def _visible(entries: list[os.DirEntry[str]]) -> list[os.DirEntry[str]]:
-    """Return the given entries of one folder without the hidden ones. If the folder holds a project.toml, the folders that a
-    project writes are left out too.
+    """Return the entries of one folder without the hidden ones. `entries` are all its entries. If the folder holds a
+    project.toml, the output folders of a project are left out too.
     """
     is_project = any(entry.name == PROJECT_FILE for entry in entries)
     written = PROJECT_FOLDERS if is_project else frozenset()

@@ -46,9 +46,9 @@ class ImagesConfig:
 
 
 def wanted_images(ctx: StageContext) -> pa.Table:
-    """List the image folder. Return one row per file that belongs in the table `images`, with the columns path, bytes,
-    mtime_ns and inode. A file whose stored row has the same four values is not opened again. Raises ValueError if the
-    folder does not exist or holds no images.
+    """List the image folder. Return one row per file that belongs in the table `images`. The columns are `path`, `bytes`,
+    `mtime_ns` and `inode`. If the stored row of a file has the same four values, the file is not opened again. Raises
+    ValueError if the folder does not exist or holds no images.
     """
     folder = ctx.need("image_folder")
     files = scan(folder).files
@@ -58,8 +58,8 @@ def wanted_images(ctx: StageContext) -> pa.Table:
 
 
 def unread_images(ctx: StageContext) -> pa.Table:
-    """Return the stored rows of files that could not be read and still lie in the folder unchanged. The columns are path,
-    bytes, mtime_ns and inode. The runner tries these files again, because a decoder or a permission may have been added.
+    """Return the stored rows of unchanged files that could not be read. The columns are `path`, `bytes`, `mtime_ns` and
+    `inode`. The runner tries these files again, because a decoder or a permission may have been added.
     """
     unread = [row for row in _rows(ctx.stored) if not row["image_id"]]
     listed = {_file(row) for row in scan(ctx.need("image_folder")).files} if unread else set()
@@ -68,8 +68,8 @@ def unread_images(ctx: StageContext) -> pa.Table:
 
 
 def examine_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Hash and decode the pending files. Yield their rows as record batches, without the rows that equal their stored row.
-    Duplicates are not marked yet, because a row must depend on its own file alone.
+    """Hash and decode the pending files, and yield their rows as record batches. If a row equals its stored row, it is
+    left out. Duplicates are not marked yet, because a row must depend on its own file alone.
     """
     stored = {row["path"]: row for row in _rows(ctx.stored)}
     pending = sorted(ctx.pending.to_pylist(), key=_path)
@@ -84,8 +84,8 @@ def examine_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def finish_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Mark duplicates among all files of the folder, and yield the rows that change as record batches. Tell the user how many
-    files can be used. If the user stopped the run, so that a pending file has no row yet, do nothing.
+    """Mark duplicates among all files of the folder. Yield the rows that change as record batches. Tell the user how many
+    files can be used. If the user stopped the run before every pending file had a row, do nothing.
     """
     listing = scan(ctx.need("image_folder"))
     stored = {_file(row): row for row in _rows(ctx.stored)}
@@ -118,8 +118,8 @@ def _batches(rows: list[Row]) -> Iterator[pa.RecordBatch]:
 
 
 def _summarise(ctx: StageContext, rows: list[Row], masks: int) -> None:
-    """Tell the user how many images are used, and name the first files that are not. `rows` are all rows of the table
-    `images`, `masks` is the number of mask files in the folder.
+    """Tell the user how many images are used, and name the first files that are not used. `rows` are all rows of the
+    table `images`. `masks` is the number of mask files in the folder.
     """
     rejected = [row for row in rows if row["rejected"]]
     counts = sorted(Counter(row["rejected"] for row in rejected).items())

@@ -12,9 +12,9 @@ WHITES = {"I": (65535.0, 2147483647.0), "F": (1.0, 255.0, 65535.0)}
 
 
 def eight_bit(image: Image.Image) -> Image.Image:
-    """Scale a grey image of 16 bits, 32 bits or floats to 8 bits. Return it in mode "L", or in mode "LA" if one grey value is
-    transparent. An image in another mode is returned unchanged. Pillow's convert() would clip the values instead of scaling
-    them.
+    """Scale a grey image of 16 bits, 32 bits or floats to 8 bits. Return it in mode "L". If one grey value is
+    transparent, return it in mode "LA". An image in another mode is returned unchanged. Pillow's convert() would clip the
+    values instead of scaling them.
 
     White is 65535 for 16 bits. For other modes, it is the smallest usual white (see WHITES) that is not below the largest
     value.
@@ -34,8 +34,8 @@ def eight_bit(image: Image.Image) -> Image.Image:
 
 
 def to_srgb(image: Image.Image) -> Image.Image:
-    """Convert an 8-bit image of any mode to sRGB. Return it in mode "RGBA" if it has transparency, otherwise in mode "RGB".
-    The image's own colour profile is applied, or ignored if it is broken or does not fit the mode.
+    """Convert an 8-bit image of any mode to sRGB. If it has transparency, return it in mode "RGBA", otherwise in mode
+    "RGB". The image's own colour profile is applied. If the profile is broken or does not fit the mode, it is ignored.
     """
     profile = image.info.get("icc_profile")
     if image.mode == "LAB":
@@ -77,8 +77,8 @@ def _convert(image: Image.Image, profile: ImageCms.ImageCmsProfile) -> Image.Ima
 
 
 def composite(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
-    """Return an image of mode "RGB" or "RGBA" in mode "RGB". Transparent pixels are blended with the colour `background`: red,
-    green and blue, 0 to 255.
+    """Return an image of mode "RGB" or "RGBA" in mode "RGB". Transparent pixels are blended with the colour `background`.
+    The colour is red, green and blue, 0 to 255.
     """
     if image.mode != "RGBA":
         return image if image.mode == "RGB" else image.convert("RGB")
@@ -88,7 +88,7 @@ def composite(image: Image.Image, background: tuple[int, int, int]) -> Image.Ima
 
 def parse_colour(text: str) -> tuple[int, int, int]:
     """Return the red, green and blue (0 to 255) of a colour such as "#ffffff" or "white". Raises ValueError if `text` is
-    not a colour; the message names the setting "background".
+    not a colour. The message names the setting "background".
     """
     try:
         red, green, blue = ImageColor.getrgb(text)[:3]

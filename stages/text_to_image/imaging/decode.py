@@ -63,8 +63,8 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True)
 class Probe:
-    """Facts about an image file: `format` and `mode` as Pillow names them, `width` and `height` of the upright image in
-    pixels, and the number of `frames`.
+    """Facts about an image file. `format` and `mode` are as Pillow names them. `width` and `height` are those of the
+    upright image in pixels. `frames` is the number of frames.
     """
 
     format: str
@@ -75,9 +75,9 @@ class Probe:
 
 
 def probe(file: Path | BinaryIO, max_pixels: int = MAX_PIXELS) -> Probe:
-    """Decode the first frame of an image file and return the file's facts. `file` is a path or an open binary file. ImageError
-    if the file is damaged, in no known format, or has more than `max_pixels` pixels. The pixels are decoded because damage
-    shows only then.
+    """Decode the first frame of an image file and return the file's facts. `file` is a path or an open binary file.
+    Raises ImageError if the file is damaged, in no known format, or has more than `max_pixels` pixels. The pixels are
+    decoded because damage shows only then.
     """
     with _decoded(file, max_pixels) as (image, mode, frames):
         sideways = _orientation(image) >= 5
@@ -96,8 +96,9 @@ def open_image(file: Path | BinaryIO, background: str = "#ffffff", max_pixels: i
 
 
 def open_alpha(file: Path | BinaryIO, max_pixels: int = CEILING) -> Image.Image | None:
-    """Return the opacity of an image file's first frame, upright, in mode "L": 0 is transparent, 255 opaque. Return None
-    if the file has no transparency. Raises ImageError if the file cannot be decoded or has more than `max_pixels` pixels.
+    """Return the opacity of an image file's first frame, upright, in mode "L". The value 0 is transparent, 255 is opaque.
+    If the file has no transparency, None is returned. Raises ImageError if the file cannot be decoded or has more than
+    `max_pixels` pixels.
     """
     with _decoded(file, max_pixels) as (image, _, _):
         pixels = eight_bit(image)
@@ -109,8 +110,8 @@ def open_alpha(file: Path | BinaryIO, max_pixels: int = CEILING) -> Image.Image 
 @contextmanager
 def _decoded(file: Path | BinaryIO, max_pixels: int) -> Iterator[tuple[Image.Image, str, int]]:
     """Decode the first frame of an image file. Yield the image, the mode that the file declares, and the number of
-    frames. Raises ImageError for every exception of a decoder, also of one raised inside the `with` block, and if there
-    are more than `max_pixels` pixels.
+    frames. Every exception of a decoder becomes an ImageError. An exception of a decoder inside the `with` block does
+    too. Raises ImageError if there are more than `max_pixels` pixels.
     """
     with _opened(file) as opened:
         try:
@@ -141,8 +142,8 @@ def _opened(file: Path | BinaryIO) -> Iterator[BinaryIO]:
 
 
 def _formats(file: BinaryIO) -> tuple[str, ...]:
-    """Return the names of the formats that Pillow may try on a file. Raises ImageError if the file is empty, or if it is
-    a HEIC file and pillow-heif is not installed.
+    """Return the names of the formats that Pillow may try on a file. Raises ImageError if the file is empty. Also raises
+    it if the file is a HEIC file and pillow-heif is not installed.
     """
     head = peek(file, 0, 64)
     if not head:
@@ -165,8 +166,9 @@ def _register_heif() -> bool:
 
 
 def _image_error(error: Exception, file: BinaryIO) -> ImageError:
-    """Convert an exception that a decoder raised into an ImageError. `file` is the open image file, which is checked for
-    truncation. The error's text holds no path and no memory address, so that equal files give equal rows.
+    """Convert an exception that a decoder raised into an ImageError. `error` is the exception. `file` is the open image
+    file. It is checked for truncation. The text of the result holds no path and no memory address, so that equal files
+    give equal rows.
     """
     if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):
         return ImageError("bomb", str(error).replace(", could be decompression bomb DOS attack.", "").strip())

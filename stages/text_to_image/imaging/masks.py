@@ -24,8 +24,8 @@ TOLERANCE = 0.01  # relative difference of the aspect ratios that is allowed: th
 
 
 def mask_candidates(path: str) -> Iterator[str]:
-    """Yield the paths at which the mask of the image at `path` may lie, without suffix, the preferred one first. For example,
-    "a/cat.jpg" gives "a/cat.mask", "a/masks/cat" and "masks/a/cat".
+    """Yield the paths at which the mask of the image at `path` may lie, the preferred one first. They have no suffix. For
+    example, "a/cat.jpg" gives "a/cat.mask", "a/masks/cat" and "masks/a/cat".
     """
     image = PurePosixPath(path)
     yield str(image.with_name(f"{image.stem}.mask"))
@@ -34,8 +34,8 @@ def mask_candidates(path: str) -> Iterator[str]:
 
 
 def which_are_masks(paths: Iterable[str]) -> set[str]:
-    """Return those paths of `paths` that are, by their names, masks of other files in `paths`. For example, "a.mask.png" is a
-    mask if "a.jpg" is there too. No file is opened.
+    """Return the paths in `paths` whose names say that they are masks of other files in `paths`. For example,
+    "a.mask.png" is a mask if "a.jpg" is there too. No file is opened.
     """
     paths = list(paths)
     places = {place for path in paths for place in mask_candidates(path)}
@@ -43,8 +43,8 @@ def which_are_masks(paths: Iterable[str]) -> set[str]:
 
 
 def mask_finder(folder: Path) -> Callable[[Iterable[str]], str | None]:
-    """Return a function that finds the mask file of an image in the image folder `folder`. The function takes the paths of an
-    image and its duplicates and returns the path of the mask, or None. All paths are relative to `folder`.
+    """Return a function that finds the mask file of an image in the image folder `folder`. The function takes the paths
+    of an image and its duplicates. It returns the path of the mask, or None. All paths are relative to `folder`.
 
     Every folder is listed once. If several files could be the mask at one place, the first by name is taken.
     """
@@ -67,8 +67,8 @@ def mask_finder(folder: Path) -> Callable[[Iterable[str]], str | None]:
 
 
 def read_mask(path: Path, data: bytes) -> Image.Image:
-    """Decode `data`, the bytes of a mask file, and return the mask in mode "L". Transparent pixels become black. Raises
-    ImageError if `data` is not an image; its text names the file `path`.
+    """Decode a mask file and return the mask in mode "L". `path` is the file's path, for errors. `data` holds the file's
+    bytes. Transparent pixels become black. Raises ImageError if `data` is not an image.
     """
     try:
         return open_image(io.BytesIO(data), "#000000").convert("L")
@@ -83,10 +83,10 @@ def same_aspect_ratio(mask: Image.Image, image: Image.Image) -> bool:
 
 
 def token_mask(mask: Image.Image, image_size: tuple[int, int], crop: Mapping[str, Any]) -> bytes:
-    """Return the mask of one crop as bytes: the mean over 16 x 16 pixels, one byte (0 to 255) per token, row by row.
-    `mask` is the mask of the whole image, of any size. `image_size` is the width and height of the image in pixels.
-    `crop` is a row of the table `latents`: crop_x, crop_y, crop_w and crop_h in image pixels, width and height of the
-    resized crop, and flip.
+    """Return the mask of one crop as bytes, row by row. Each byte (0 to 255) is the mean over the 16 x 16 pixels of one
+    token. `mask` is the mask of the whole image, of any size. `image_size` is the width and height of the image in
+    pixels. `crop` is a row of the table `latents`. It holds `crop_x`, `crop_y`, `crop_w` and `crop_h` in image pixels,
+    `width` and `height` of the resized crop, and `flip`.
     """
     across, down = mask.width / image_size[0], mask.height / image_size[1]
     left, top = max(0.0, crop["crop_x"] * across), max(0.0, crop["crop_y"] * down)

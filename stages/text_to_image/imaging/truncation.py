@@ -13,8 +13,8 @@ TAIL = 64  # bytes at the end of a file in which its end marker must lie
 
 def is_truncated(file: BinaryIO) -> bool:
     """Return True if an open image file was cut short. The signs are a length in its headers that exceeds the file, or a
-    missing end marker. An unknown format gives False. Call it only for a file that failed to decode, because a good file
-    may lack its end marker. The file position changes.
+    missing end marker. An unknown format gives False. A good file may lack its end marker. So call this function only for
+    a file that failed to decode. The file position changes.
     """
     try:
         size = file.seek(0, io.SEEK_END)
@@ -28,8 +28,8 @@ def is_truncated(file: BinaryIO) -> bool:
 
 
 def peek(file: BinaryIO, offset: int, count: int) -> bytes:
-    """Return up to `count` bytes of an open file from the position `offset`, or b"" if they cannot be read. The file position
-    is then the start of the file.
+    """Return up to `count` bytes of an open file from the position `offset`. If they cannot be read, return b"". The file
+    position is then the start of the file.
     """
     try:
         file.seek(offset)
@@ -58,8 +58,8 @@ def _bmp(file: BinaryIO, size: int) -> bool:
 
 
 def _boxes(file: BinaryIO, size: int) -> bool:
-    """Return True if a file that consists of boxes (AVIF, HEIC, JPEG 2000) ends inside a box. `size` is the file's size in
-    bytes. Each box begins with its length; a length of 0 means that the box reaches to the end.
+    """Return True if a file that consists of boxes ends inside a box. Such formats are AVIF, HEIC and JPEG 2000. `size`
+    is the file's size in bytes. Each box begins with its length. A length of 0 means that the box reaches to the end.
     """
     at = 0
     while at < size:
@@ -76,8 +76,8 @@ def _boxes(file: BinaryIO, size: int) -> bool:
 
 
 def _tiff(file: BinaryIO, size: int) -> bool:
-    """Return True if the first directory of a TIFF file, or a value that it points to, lies beyond the file's end. `size` is
-    the file's size in bytes.
+    """Return True if the first directory of a TIFF file lies beyond the file's end. Also return True if a value that it
+    points to lies there. `size` is the file's size in bytes.
     """
     order = "<" if peek(file, 0, 1) == b"I" else ">"
     at = _number(order + "I", peek(file, 4, 4))

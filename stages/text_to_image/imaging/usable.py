@@ -10,7 +10,7 @@ import pyarrow as pa
 
 def usable_rows(images: pa.Table) -> list[dict[str, Any]]:
     """Return the rows of the table `images` that are not rejected, as dicts, sorted by path. `images` needs the columns
-    path and rejected. Raises ValueError if no image is usable; the message counts the images for each reason.
+    `path` and `rejected`. Raises ValueError if no image is usable. The message counts the images for each reason.
     """
     rows = images.to_pylist()
     usable = [row for row in rows if row["rejected"] is None]
@@ -22,8 +22,8 @@ def usable_rows(images: pa.Table) -> list[dict[str, Any]]:
 
 def usable_paths(images: pa.Table) -> dict[str, list[str]]:
     """Return a dict from image_id to file paths for every usable image, in order of path. The first path is the file that
-    is used, the others are its duplicates. `images` is the table `images`, with at least the columns image_id, path and
-    rejected. Raises ValueError if no image is usable; the message counts the images for each reason.
+    is used. The others are its duplicates. `images` is the table `images`, with at least the columns `image_id`, `path`
+    and `rejected`. Raises ValueError if no image is usable. The message counts the images for each reason.
     """
     paths = {row["image_id"]: [row["path"]] for row in usable_rows(images)}
     for row in sorted(images.to_pylist(), key=lambda row: str(row["path"])):

@@ -23,13 +23,15 @@ Crop = tuple[np.ndarray, bytes | None]  # pixels, uint8 (height, width, 3), and 
 
 
 class FileChanged(Exception):  # noqa: N818  (the program did not fail)
-    """An exception: the sha256 of an image or mask file differs from the recorded one, or the file can no longer be read."""
+    """The error for an image or mask file that has changed. Its sha256 differs from the recorded one, or it can no longer
+    be read.
+    """
 
 
 @dataclass(frozen=True)
 class ImageJob:
-    """One image to decode. `path` is the image file and `rows` are the image's pending rows of the table `latents`, one
-    per crop. `mask` is the path of the mask file or None.
+    """One image to decode. `path` is the image file. `rows` are the image's pending rows of the table `latents`, one per
+    crop. `mask` is the path of the mask file or None.
     """
 
     image_id: str
@@ -39,9 +41,9 @@ class ImageJob:
 
 
 def decode_ahead(jobs: list[ImageJob], background: str, workers: int) -> Iterator[tuple[ImageJob, Future[list[Crop]]]]:
-    """Decode images in `workers` threads. Yield each job, in order, with a future of its crops (see `decode_crops`).
-    Transparent pixels are blended with the colour `background`. At most `workers` + 1 images are decoded ahead. Closing the
-    iterator waits for the threads.
+    """Decode images in `workers` threads. Yield each job of `jobs`, in order, with a future of its crops (see
+    `decode_crops`). Transparent pixels are blended with the colour `background`. At most `workers` + 1 images are decoded
+    ahead. Closing the iterator waits for the threads.
     """
     waiting: deque[tuple[ImageJob, Future[list[Crop]]]] = deque()
     todo = iter(jobs)
@@ -58,8 +60,8 @@ def decode_ahead(jobs: list[ImageJob], background: str, workers: int) -> Iterato
 
 
 def decode_crops(job: ImageJob, background: str) -> list[Crop]:
-    """Decode the image of a job and return its crops: one pair (pixels, mask) per row of the job. Pixels are uint8
-    (height, width, 3); the mask is one byte per token, or None. Transparent pixels are blended with the colour
+    """Decode the image of a job and return its crops, one pair (pixels, mask) per row of the job. Pixels are uint8
+    (height, width, 3). The mask is one byte per token, or None. Transparent pixels are blended with the colour
     `background`. Raises ImageError if the image or its mask cannot be used. Raises FileChanged if one of the files has
     changed.
     """
@@ -70,9 +72,9 @@ def decode_crops(job: ImageJob, background: str) -> list[Crop]:
 
 
 def cut_crop(image: Image.Image, row: Row) -> np.ndarray:
-    """Cut one crop out of `image`, resize it with Lanczos and return its pixels, uint8 (height, width, 3). `row` holds crop_x,
-    crop_y, crop_w and crop_h (image pixels, fractions allowed), the final width and height, and flip. If flip is True, the
-    crop is mirrored left to right.
+    """Cut one crop out of `image` and resize it with Lanczos. Return its pixels, uint8 (height, width, 3). `row` holds
+    `crop_x`, `crop_y`, `crop_w` and `crop_h` (image pixels, fractions allowed), the final `width` and `height`, and
+    `flip`. If `flip` is True, the crop is mirrored left to right.
     """
     left, top = max(0.0, row["crop_x"]), max(0.0, row["crop_y"])
     right = min(float(image.width), row["crop_x"] + row["crop_w"])
@@ -82,9 +84,9 @@ def cut_crop(image: Image.Image, row: Row) -> np.ndarray:
 
 
 def _read_mask(job: ImageJob, data: bytes, image: Image.Image) -> Image.Image | None:
-    """Return the mask of a job's whole image in mode "L", or None if the image has no mask. `data` are the bytes of the
-    image file, `image` its pixels. Raises ImageError if the mask cannot be decoded or has another aspect ratio. Raises
-    FileChanged if the mask file has changed.
+    """Return the mask of a job's whole image in mode "L". If the image has no mask, return None. `data` holds the bytes
+    of the image file. `image` holds its pixels. Raises ImageError if the mask cannot be decoded or has another aspect
+    ratio. Raises FileChanged if the mask file has changed.
     """
     mask_id = job.rows[0]["mask_id"]
     if mask_id in ("", ALPHA):
@@ -99,8 +101,8 @@ def _read_mask(job: ImageJob, data: bytes, image: Image.Image) -> Image.Image | 
 
 
 def _read_unchanged(path: Path, sha256: str) -> bytes:
-    """Return the bytes of the file at `path`. Raises FileChanged if the file cannot be read, or if the sha256 of its
-    bytes is not `sha256` (hex digits).
+    """Return the bytes of the file at `path`. Raises FileChanged if the file cannot be read. Also raises it if the sha256
+    of its bytes is not `sha256` (hex digits).
     """
     try:
         data = path.read_bytes()

@@ -18,17 +18,17 @@ Row = dict[str, Any]
 
 
 def encode(model: Autoencoder, pixels_HWC: np.ndarray) -> np.ndarray:
-    """Encode the pixels of one crop, uint8 (height, width, 3), with the autoencoder. Return the latent (channels, height / 16,
-    width / 16), in bfloat16 that is stored as uint16 words.
+    """Encode the pixels of one crop with the autoencoder `model`. pixels_HWC is uint8, (height, width, 3). Return the
+    latent, (channels, height / 16, width / 16). It is bfloat16, stored as uint16 words.
     """
     image_1HWC = mx.array(pixels_HWC)[None].astype(mx.float32) / 127.5 - 1.0
     return np.array(model.encode(image_1HWC)[0].astype(mx.bfloat16).view(mx.uint16))
 
 
 def encoded_row(model: Autoencoder, row: Row, crop: Crop) -> Row:
-    """Encode one crop and return its complete row of the table `latents`. `row` holds the wanted columns, `crop` is a
-    pair (pixels, mask). The statistics in the row are those of the bfloat16 values. A latent that is not finite gives a
-    rejected row.
+    """Encode one crop with the autoencoder `model` and return its complete row of the table `latents`. `row` holds the
+    wanted columns. `crop` is a pair (pixels, mask). The statistics in the row are those of the bfloat16 values. A latent
+    that is not finite gives a rejected row.
     """
     pixels_HWC, mask = crop
     words_Chw = encode(model, pixels_HWC)
@@ -48,8 +48,8 @@ def encoded_row(model: Autoencoder, row: Row, crop: Crop) -> Row:
 
 
 def rejected_row(row: Row, reason: str) -> Row:
-    """Return the complete row of the table `latents` for a crop that could not be encoded, with an empty tensor. `row`
-    holds the wanted columns. `reason` is a sentence for the column rejected.
+    """Return the complete row of the table `latents` for a crop that could not be encoded. Its tensor is empty. `row`
+    holds the wanted columns. `reason` is a sentence for the column `rejected`.
     """
     empty = {"shape": [], "dtype": "bfloat16", "mean": 0.0, "std": 0.0, "absmax": 0.0, "mask": None}
     return row | empty | {"rejected": reason, "tensor": np.zeros(0, np.uint16)}

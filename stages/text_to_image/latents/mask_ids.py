@@ -16,10 +16,10 @@ MAY_HIDE_ALPHA = ("PNG", "GIF", "WEBP")  # formats with transparent pixels even 
 
 
 def mask_ids(images: pa.Table, folder: Path, mask: Literal["none", "alpha", "file"]) -> dict[str, str]:
-    """Return a dict from image_id to mask_id for every usable image of the table `images`. A mask_id is the sha256 of the
-    mask file, "alpha" if the image may have transparent pixels, or "" for no mask. `mask` says where masks are taken
-    from; `folder` is the image folder. Raises ValueError if `mask` is "file" and no image has a mask file, or if a mask
-    file cannot be read.
+    """Return a dict from image_id to mask_id for every usable image of the table `images`. The mask_id of a mask file is
+    its sha256. "alpha" means that the image may have transparent pixels. "" means no mask. `folder` is the image folder.
+    `mask` says where masks are taken from. Raises ValueError if `mask` is "file" and no image has a mask file. Also
+    raises it if a mask file cannot be read.
     """
     usable = usable_rows(images)
     if mask == "none":
@@ -37,8 +37,8 @@ def mask_ids(images: pa.Table, folder: Path, mask: Literal["none", "alpha", "fil
 
 
 def mask_files(paths: dict[str, list[str]], folder: Path) -> dict[str, Path]:
-    """Return a dict from image_id to the path of the mask file, for every image that has one. `paths` maps image_id to the
-    paths of the image and its duplicates, relative to the image folder `folder`.
+    """Return a dict from image_id to the path of the mask file. Images without a mask file are left out. `paths` maps
+    image_id to the paths of the image and its duplicates. They are relative to the image folder `folder`.
     """
     find = mask_finder(folder)
     return {image_id: folder / path for image_id, names in paths.items() if (path := find(names))}

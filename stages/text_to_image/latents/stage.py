@@ -55,8 +55,8 @@ class LatentsConfig:
 
 
 def latent_id(row: Row) -> str:
-    """Return the key of a latent: the sha256 (hex digits) over everything that its values depend on. `row` holds image_id,
-    width, height, crop_x, crop_y, crop_w, crop_h and flip; mask_id is optional.
+    """Return the key of a latent, a sha256 in hex digits. It covers everything that the latent's values depend on. `row`
+    holds `image_id`, `width`, `height`, `crop_x`, `crop_y`, `crop_w`, `crop_h` and `flip`. `mask_id` is optional.
     """
     crop = [repr(float(row[name])) for name in CROP]
     parts = [row["image_id"], str(row["width"]), str(row["height"]), *crop, str(bool(row["flip"])).lower()]
@@ -66,8 +66,8 @@ def latent_id(row: Row) -> str:
 
 def wanted_latents(ctx: StageContext) -> pa.Table:
     """Return the key and the crop of every latent that the table should have. There is one row per usable crop of the
-    table `buckets`, and one for its mirror image if [latents] flip is on. Equal crops are one row. Raises ValueError if
-    no image is usable, or if masks come from files and no image has one.
+    table `buckets`. If [latents] `flip` is on, its mirror image has a row too. Equal crops are one row. Raises ValueError
+    if no image is usable. Also raises it if masks come from files and no image has one.
     """
     masks = mask_ids(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config.mask)
     rows: dict[str, Row] = {}
@@ -83,9 +83,9 @@ def wanted_latents(ctx: StageContext) -> pa.Table:
 
 
 def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Encode the pending crops and yield their rows as record batches of [latents] batch_size rows. An image that cannot
-    be decoded gives rejected rows. Raises ValueError, after the last batch, if image files have changed since the table
-    `images` was written.
+    """Encode the pending crops and yield their rows as record batches of [latents] `batch_size` rows. An image that
+    cannot be decoded gives rejected rows. Raises ValueError, after the last batch, if image files have changed since the
+    table `images` was written.
     """
     if not ctx.pending.num_rows:
         return
@@ -121,8 +121,8 @@ def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 def _encoded_rows(ctx: StageContext, model: Any, changed: list[str]) -> Generator[Row]:
     """Yield one complete row of the table `latents` per pending crop. `model` is the autoencoder. The rows of one image
-    come together, so that each image is decoded once. An image file that has changed since the table `images` was written
-    gives no rows; its name is appended to `changed`.
+    come together, so that each image is decoded once. If an image file has changed since the table `images` was written,
+    it gives no rows. Its name is then appended to `changed`.
     """
     from stages.text_to_image.latents.encode import encoded_row, rejected_row
 

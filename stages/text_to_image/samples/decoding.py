@@ -15,15 +15,17 @@ from stages.models.protocols import Autoencoder
 
 
 def decode(autoencoder: Autoencoder, latent_1Chw: mx.array) -> Image.Image:
-    """Decode one latent, (1, channels, height / 16, width / 16), with the autoencoder. Return an RGB image with 8 bits per
-    channel.
+    """Decode one latent with the autoencoder. latent_1Chw is (1, channels, height / 16, width / 16). Return an RGB image
+    with 8 bits per channel.
     """
     image_BHWC = mx.clip(mx.round((autoencoder.decode(latent_1Chw) + 1) * 127.5), 0, 255)
     return Image.fromarray(np.array(image_BHWC[0].astype(mx.uint8)))
 
 
 def save_png(path: Path, image: Image.Image, metadata: Mapping[str, Any]) -> None:
-    """Write an image as a PNG file at `path`. `metadata` maps names to values, which are stored in the file as text chunks."""
+    """Write an image as a PNG file at `path`. `metadata` maps names to values. They are stored in the file as text
+    chunks.
+    """
     info = PngInfo()
     for key, value in metadata.items():
         info.add_itxt(key, str(value))

@@ -19,10 +19,10 @@ LinearFor = Callable[[str], Any]  # name of a block -> its Linear
 
 @dataclass(frozen=True)
 class LatentSampler:
-    """A transformer, with or without an adapter, that draws latents with fixed settings. `label` names the sampler in errors,
-    such as "step 500". `linear_for` maps a block's name to its Linear with the adapter; None draws without one. `steps` is
-    the number of denoising steps. `negative` is the embedding of the empty prompt, (1, text tokens, features), or None if
-    guidance needs no second pass.
+    """A transformer, with or without an adapter, that draws latents with fixed settings. `label` names the sampler in
+    errors, such as "step 500". `linear_for` maps a block's name to its Linear with the adapter. If it is None, no adapter
+    is used. `steps` is the number of denoising steps. `negative` is the embedding of the empty prompt, (1, text tokens,
+    features). It is None if guidance needs no second pass.
     """
 
     label: str
@@ -37,7 +37,7 @@ class LatentSampler:
         self, text_1TJ: mx.array, seed: int, width: int, height: int, stop_after: Callable[[int], bool] = lambda step: False
     ) -> mx.array | None:
         """Draw one image and return its latent, (1, channels, height / 16, width / 16), float32. `text_1TJ` is the
-        prompt's embedding, (1, text tokens, features). `seed` determines the starting noise; `width` and `height` are in
+        prompt's embedding, (1, text tokens, features). `seed` determines the starting noise. `width` and `height` are in
         pixels. `stop_after(step)` is called after each denoising step, from 1. If it returns True before the last step,
         the result is None. Raises ValueError if the latent has values that are not finite.
         """
@@ -73,11 +73,11 @@ def load_sampler(
     guidance: float | None = None,
     strength: float = 1.0,
 ) -> LatentSampler:
-    """Return a sampler with the transformer from the path `transformer` and the adapter from the file `adapter` (None: no
-    adapter). `label` names the sampler in errors. `read_negative` returns the embedding of the empty prompt, (1, text
-    tokens, features). It is called only if guidance takes two passes. `precision` is "bfloat16" or "float32". `steps` and
-    `guidance` of None mean the family's values. `strength` scales the adapter. Raises ValueError if the adapter was
-    trained on another transformer.
+    """Return a sampler that draws with a transformer and an adapter. `label` names the sampler in errors. `transformer`
+    is the path of the transformer. `read_negative` returns the embedding of the empty prompt, (1, text tokens, features).
+    It is called only if guidance takes two passes. `adapter` is the file of the adapter, or None. `precision` is
+    "bfloat16" or "float32". If `steps` or `guidance` is None, the family's value is used. `strength` scales the adapter.
+    Raises ValueError if the adapter was trained on another transformer.
     """
     model = family.architecture.load_transformer(transformer, family, DTYPES[precision])
     linear_for = adapter_linears(model, family, adapter, strength) if adapter else None
@@ -88,8 +88,8 @@ def load_sampler(
 
 def adapter_linears(model: Transformer, family: Family, file: Path, strength: float = 1.0) -> LinearFor:
     """Return a function from a block's name to its Linear with the adapter added. `file` holds the adapter, in the file
-    format of the family. `strength` scales the adapter: 1 is full, 0 is none. Raises ValueError if the adapter's shapes
-    do not match the transformer.
+    format of `family`. `strength` scales the adapter. The value 1 is full, 0 is none. Raises ValueError if the adapter's
+    shapes do not match the transformer.
     """
     arrays, scales = family.architecture.read_adapter(file)
     known = model.linears()

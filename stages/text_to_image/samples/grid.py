@@ -1,4 +1,4 @@
-"""The grid: one image with all previews, a row per prompt and seed, a column per source."""
+"""The grid: one image with all previews. It has a row per prompt and seed, and a column per source."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ PAPER, INK, BLANK = (255, 255, 255), (30, 30, 30), (225, 225, 225)
 
 
 def write_grid(ctx: StageContext, sources: list[SampleSource], wanted: list[dict[str, Any]], paths: Sequence[str | None]) -> None:
-    """Write the artifact grid.png, which shows the previews of the first prompts; the setting samples.grid is their number. It
-    has a column per source in `sources` and a row per prompt and seed. `wanted` are the rows that the table should have.
-    `paths[i]` is the artifact of `wanted[i]`, or None if that preview does not exist yet. Nothing is written if no row was
-    pending and the existing grid shows the same rows.
+    """Write the artifact grid.png with the previews of the first prompts. The setting `samples.grid` is the number of
+    these prompts. The grid has a column per source in `sources` and a row per prompt and seed. `wanted` are the rows that
+    the table should have. `paths[i]` is the artifact of `wanted[i]`. It is None if that preview does not exist yet. If no
+    row was pending and the existing grid shows the same rows, nothing is written.
     """
     first = list(dict.fromkeys(row["caption_id"] for row in wanted))[: ctx.config.grid]
     rows = [(row, path) for row, path in zip(wanted, paths, strict=True) if row["caption_id"] in first]
@@ -46,8 +46,8 @@ def write_grid(ctx: StageContext, sources: list[SampleSource], wanted: list[dict
 
 
 def grid_content(path: Path) -> str:
-    """Return the text chunk "content" of the grid at `path`, a sha256 over its rows. Return "" if the file is missing or
-    cannot be read.
+    """Return the text chunk "content" of the grid at `path`. It is a sha256 over the grid's rows. If the file is missing
+    or cannot be read, "" is returned.
     """
     try:
         with Image.open(path) as image:
@@ -59,9 +59,9 @@ def grid_content(path: Path) -> str:
 def draw_grid(
     cells: Sequence[Sequence[Path | None]], columns: Sequence[str], rows: Sequence[str], size: tuple[int, int]
 ) -> Image.Image:
-    """Return one picture that shows pictures as a table with labels. `cells[row][column]` is the file of a picture, or None
-    for a grey field. `columns` and `rows` are the labels. `size` is the width and height of the pictures in pixels; they
-    are shrunk if the longer side exceeds 512.
+    """Return one picture that shows pictures as a table with labels. `cells[row][column]` is the file of a picture. None
+    stands for a grey field. `columns` and `rows` are the labels. `size` is the width and height of the pictures in
+    pixels. If the longer side exceeds 512, the pictures are shrunk.
     """
     scale = min(1.0, CELL / max(size))
     width, height = max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
@@ -78,8 +78,8 @@ def draw_grid(
 
 
 def open_picture(path: Path | None, size: tuple[int, int]) -> Image.Image:
-    """Return the picture at `path` in mode "RGB", resized to `size`, its width and height in pixels. A `path` of None gives a
-    grey field.
+    """Return the picture at `path` in mode "RGB", resized to `size`. `size` is its width and height in pixels. A `path`
+    of None gives a grey field.
     """
     if path is None:
         return Image.new("RGB", size, BLANK)
@@ -88,8 +88,8 @@ def open_picture(path: Path | None, size: tuple[int, int]) -> Image.Image:
 
 
 def wrap_label(text: str, height: int) -> str:
-    """Wrap the text of a label into lines of at most 24 letters. As many lines are returned as fit into `height` pixels, but
-    at least one. If lines are left over, the last is "...".
+    """Wrap the text of a label into lines of at most 24 letters. As many lines are returned as fit into `height` pixels,
+    but at least one. If lines are left over, the last line is "...".
     """
     room = max(1, height // (FONT + 4))
     lines = [line for paragraph in text.splitlines() for line in textwrap.wrap(paragraph, LETTERS) or [""]]

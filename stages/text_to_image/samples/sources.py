@@ -13,9 +13,9 @@ from stages.tuner.checkpoint import ADAPTER, EMA, Checkpoint
 
 @dataclass(frozen=True)
 class SampleSource:
-    """The base model, or an adapter from a checkpoint, that draws previews. `checkpoint` is None for the base. `adapter_id` is
-    the sha256 of the adapter's file, empty for the base. `file` is the name of the adapter's file in the checkpoint,
-    because a checkpoint may also hold an average of the adapter.
+    """The base model, or an adapter from a checkpoint, that draws previews. `checkpoint` is None for the base.
+    `adapter_id` is the sha256 of the adapter's file, empty for the base. `file` is the name of the adapter's file in the
+    checkpoint. A checkpoint may also hold an average of the adapter.
     """
 
     adapter_id: str = ""
@@ -30,8 +30,8 @@ class SampleSource:
         return f"step {self.step}{average}" if self.checkpoint else "base"
 
     def adapter_file(self) -> Path | None:
-        """Return the path of the adapter's file, or None for the base. Raises ValueError if the file is damaged: its
-        bytes are not those that training saved.
+        """Return the path of the adapter's file, or None for the base. Raises ValueError if the file is not the one that
+        training saved.
         """
         if self.checkpoint is None:
             return None
@@ -42,9 +42,9 @@ class SampleSource:
 
 
 def sample_sources(ctx: StageContext) -> list[SampleSource]:
-    """Return the sources that draw previews: the base if [samples] base is set, then the checkpoints that [samples]
-    chooses, by step. Of equal adapters, the first one is returned. Raises ValueError if a chosen step has no checkpoint;
-    the message lists the steps that have one.
+    """Return the sources that draw previews. If [samples] `base` is set, the base comes first. Then come the checkpoints
+    that [samples] chooses, by step. Of equal adapters, only the first is returned. Raises ValueError if a chosen step has
+    no checkpoint. The message lists the steps that have one.
     """
     saved = {one.step: one for one in checkpoint.find_checkpoints(ctx.files(TRAIN))}
     sources = {"": SampleSource()} if ctx.config.base else {}
@@ -57,9 +57,9 @@ def sample_sources(ctx: StageContext) -> list[SampleSource]:
 
 
 def chosen_steps(chosen: str | tuple[int, ...], steps: list[int]) -> list[int]:
-    """Return the steps that the setting samples.checkpoints chooses, sorted. `chosen` is the setting: "last", "all" or a
-    tuple of steps. `steps` are the steps that have a checkpoint, sorted. Raises ValueError if a chosen step is not among
-    them.
+    """Return the steps that the setting `samples.checkpoints` chooses, sorted. `chosen` is the setting: "last", "all" or
+    a tuple of steps. `steps` are the steps that have a checkpoint, sorted. Raises ValueError if a chosen step is not
+    among them.
     """
     if isinstance(chosen, str):
         return steps if chosen == "all" else steps[-1:]

@@ -33,8 +33,8 @@ Row = dict[str, Any]
 
 
 def wanted_samples(ctx: StageContext) -> pa.Table:
-    """Return one row per preview that should exist: source by source (the base or an adapter), prompt by prompt, seed by
-    seed. Raises ValueError if a chosen step has no checkpoint.
+    """Return one row per preview that should exist. The order is by source, then by prompt, then by seed. A source is the
+    base or an adapter. Raises ValueError if a chosen step has no checkpoint.
     """
     config = ctx.config
     captions = sorted(ctx.rows(CAPTIONS).to_pylist(), key=lambda row: row["position"])
@@ -50,8 +50,9 @@ def wanted_samples(ctx: StageContext) -> pa.Table:
 
 
 def draw_samples(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Draw the pending previews and yield one record batch per preview. For each source (the base or an adapter), all latents
-    are drawn first and all images decoded afterwards. So the transformer and the autoencoder are never in memory together.
+    """Draw the pending previews and yield one record batch per preview. For each source (the base or an adapter), all
+    latents are drawn first. Then all images are decoded. So the transformer and the autoencoder are never in memory
+    together.
     """
     pending = ctx.pending.to_pylist()
     undrawn = [row for row in pending if not latent_path(ctx, row).exists()]
@@ -91,8 +92,8 @@ class StepProgress:
     done: int = 0
 
     def stop_after(self, step: int) -> bool:
-        """Count one denoising step and report it. Return True if the user asked to stop. `step` is the number of the step
-        within its image, which is not used.
+        """Count one denoising step and report it. Return True if the user asked to stop. `step` is not used. It is the
+        number of the step within its image.
         """
         self.done += 1
         self.ctx.progress(self.done, self.total, "steps")
@@ -100,9 +101,9 @@ class StepProgress:
 
 
 def draw_latents(ctx: StageContext, source: SampleSource, rows: list[Row], progress: StepProgress) -> Iterator[tuple[str, Path]]:
-    """Draw the latents of `rows` with the source's model and write each as an artifact. Yield the row's `file_name` and
-    the path of the artifact. `progress` counts the denoising steps. End early if the user asks to stop. Raises ValueError
-    if a latent is not finite.
+    """Draw the latents of `rows` with the model of `source` and write each as an artifact. For each, yield the row's
+    `file_name` and the path of the artifact. `progress` counts the denoising steps. If the user asks to stop, end early.
+    Raises ValueError if a latent is not finite.
 
     The transformer is released at the end.
     """
@@ -138,8 +139,9 @@ def sampler_for(ctx: StageContext, source: SampleSource) -> LatentSampler:
 
 
 def decode_latents(ctx: StageContext, source: SampleSource, rows: list[Row], latents: dict[str, Path]) -> Iterator[Row]:
-    """Decode latents of `source`, write each image as a PNG artifact, and yield the finished rows. `latents` maps a row's
-    `file_name` to the path of its latent; rows that are not in it are skipped. End early if the user asks to stop.
+    """Decode latents of `source` and write each image as a PNG artifact. Yield the finished rows. `latents` maps a row's
+    `file_name` to the path of its latent. Rows of `rows` without a latent are skipped. If the user asks to stop, end
+    early.
 
     The autoencoder is released at the end.
     """
@@ -168,13 +170,13 @@ def file_name(row: Row) -> str:
 
 
 def latent_path(ctx: StageContext, row: Row) -> Path:
-    """Return the path at which the latent of a row is stored. The file exists if a run that was stopped has drawn it."""
+    """Return the path at which the latent of a row is stored. The file exists if an earlier, stopped run has drawn it."""
     return ctx.artifacts / LATENTS / f"{file_name(row)}.safetensors"
 
 
 def read_embedding(ctx: StageContext, caption_id: str) -> mx.array:
     """Return the embedding of a caption from the table `embeddings`: (1, text tokens, features), bfloat16. Raises
-    KeyError if it has none.
+    KeyError if the caption has no embedding.
     """
     reader = ctx.tensors(EMBEDDINGS)
     reader.ahead([caption_id])

@@ -13,10 +13,10 @@ ARRAYS = ("mean", "scale", "weight", "text")
 
 @dataclass(frozen=True)
 class AgreementMap:
-    """A linear map from the features of an image to the sentence embedding of its caption, fitted by ridge regression. `mean`
-    and `scale`, both (features,), normalise the features. `weight` is (features, embedding). `text`, (embedding,), is the
-    mean sentence embedding, which is subtracted from texts. `images_sha256` and `texts_sha256` identify the weights of the
-    two encoders that the map was fitted to.
+    """A linear map from the features of an image to the sentence embedding of its caption. It was fitted by ridge
+    regression. `mean` and `scale`, both (features,), normalise the features. `weight` is the matrix of the map,
+    (features, embedding). `text`, (embedding,), is the mean sentence embedding. It is subtracted from texts.
+    `images_sha256` and `texts_sha256` identify the weights of the two encoders that the map was fitted to.
     """
 
     mean: np.ndarray
@@ -28,8 +28,8 @@ class AgreementMap:
 
     @classmethod
     def load(cls, file: Path) -> AgreementMap:
-        """Read a map from a safetensors file that data/micro/training/agreement.py has written. Raises ValueError if the
-        file is missing or is not such a map.
+        """Read a map from a safetensors file. data/micro/training/agreement.py writes such files. Raises ValueError if
+        the file is missing or is not such a map.
         """
         try:
             with safe_open(file, framework="numpy") as opened:

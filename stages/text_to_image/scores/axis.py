@@ -1,4 +1,6 @@
-"""Where a feature vector lies between the means of two groups of images: the numbers behind the columns style and real."""
+"""Where a feature vector lies between the means of two groups of images. The columns `style` and `real` hold such
+positions.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ MIN_SIGNAL = 0.1  # share of the squared distance between two means that must be
 
 @dataclass(frozen=True)
 class GroupMean:
-    """The mean feature vector of a group of images. `value`, (features,), is the mean of the sample. `squared_length` is an
-    unbiased estimate of the squared length of the true mean. The squared length of `value` would be too large, because of
-    sampling noise.
+    """The mean feature vector of a group of images. `value`, (features,), is the mean of the sample. `squared_length` is
+    an unbiased estimate of the squared length of the true mean. Sampling noise makes the squared length of `value` too
+    large.
     """
 
     value: np.ndarray
@@ -22,16 +24,16 @@ class GroupMean:
 
 @dataclass(frozen=True)
 class FeatureGroup:
-    """The feature vectors of a group of images. `features` is (images, features). `names` has one name per image, such as its
-    prompt, by which `mean` can leave images out.
+    """The feature vectors of a group of images. `features` is (images, features). `names` has one name per image, such as
+    its prompt. `mean` can leave images out by name.
     """
 
     names: list[str]
     features: np.ndarray
 
     def mean(self, *, without: str | None = None) -> GroupMean | None:
-        """Return the mean feature vector of the group. Images whose name is `without` are left out; None leaves none out.
-        Return None if no image remains.
+        """Return the mean feature vector of the group. Images whose name is `without` are left out. If `without` is None,
+        all images count. If no image remains, None is returned.
         """
         chosen_ND = self.features[[place for place, name in enumerate(self.names) if name != without]]
         count = len(chosen_ND)
@@ -43,9 +45,9 @@ class FeatureGroup:
 
 
 def axis_position(feature_D: np.ndarray, start: GroupMean | None, end: GroupMean | None) -> float | None:
-    """Return the position of an image on the axis between two groups of images: 0 at the mean of `start`, 1 at the mean of
-    `end`. `feature_D` holds the features of the image, (features,). Return None if a group is None, or if the distance
-    between the means is hardly more than sampling noise.
+    """Return the position of an image on the axis between two groups of images. The mean of `start` is at 0, the mean of
+    `end` at 1. `feature_D` holds the features of the image, (features,). If a group is None, the result is None. If the
+    distance between the means is hardly more than sampling noise, the result is also None.
     """
     if start is None or end is None:
         return None

@@ -37,8 +37,8 @@ class ImageEncoder:
 
     @classmethod
     def load(cls, file: Path = IMAGE_WEIGHTS) -> ImageEncoder:
-        """Load the encoder from `file`, which data/judges/convert.py has written. Raises ValueError if the file is not
-        such a file.
+        """Load the encoder from `file`. data/judges/convert.py writes such files. Raises ValueError if the file is no
+        such file.
         """
         network = EfficientNet.load(file)
         with safe_open(file, framework="numpy") as opened:

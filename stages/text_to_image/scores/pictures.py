@@ -16,9 +16,9 @@ Row = dict[str, Any]
 
 
 def preview_rows(ctx: StageContext) -> list[Row]:
-    """Return one dict per preview of the table `samples`, with the columns picture_id, kind, adapter_id, step, prompt,
-    seed and path of the table `scores`. The column kind is "base" for a preview of the base model, "adapter" for all
-    others.
+    """Return one dict per preview of the table `samples`. Its keys are `picture_id`, `kind`, `adapter_id`, `step`,
+    `prompt`, `seed` and `path`, columns of the table `scores`. For a preview of the base model, `kind` is "base". For all
+    others, it is "adapter".
     """
     folder = ctx.files(SAMPLES)
     rows = []
@@ -30,16 +30,16 @@ def preview_rows(ctx: StageContext) -> list[Row]:
 
 
 def reference_rows(ctx: StageContext) -> list[Row]:
-    """Return one dict per reference (a real picture of the style), with the columns picture_id, kind, adapter_id, step,
-    prompt, seed and path of the table `scores`. The column kind is "real".
+    """Return one dict per reference (a real picture of the style). Its keys are `picture_id`, `kind`, `adapter_id`,
+    `step`, `prompt`, `seed` and `path`, columns of the table `scores`. `kind` is "real".
     """
     same: Row = {"kind": "real", "adapter_id": "", "step": 0, "seed": 0}
     return [same | {"picture_id": one.picture_id, "prompt": one.caption, "path": one.path} for one in find_references(ctx)]
 
 
 def find_references(ctx: StageContext) -> list[Reference]:
-    """Return the references (real pictures of the style) in the folder scores.references. The list is empty if the
-    setting is empty. Raises ValueError if a reference is also a training image.
+    """Return the references (real pictures of the style) in the folder that the setting `scores.references` names. If the
+    setting is empty, the list is empty. Raises ValueError if a reference is also a training image.
     """
     if not ctx.config.references:
         return []
@@ -73,7 +73,7 @@ def candidate_texts(ctx: StageContext) -> list[str]:
 
 
 def without_trigger(text: str, trigger: str) -> str:
-    """Return `text` without the word `trigger` and without the comma that set it off. For example, "ohwx, a fox" becomes "a
+    """Return `text` without the word `trigger` and without the comma beside it. For example, "ohwx, a fox" becomes "a
     fox". If `trigger` is empty, only white space is cleaned.
     """
     parts = [part.strip() for part in (text.replace(trigger, "") if trigger else text).split(",")]

@@ -24,9 +24,9 @@ class Reference:
 
 
 def read_references(folder: Path) -> list[Reference]:
-    """Return the pictures in `folder` and below, sorted by path. Of files with the same bytes, the first one is returned;
-    a missing folder gives an empty list. Captions come from metadata.jsonl in the folder, or else from a.txt beside
-    a.png. Raises ValueError if metadata.jsonl is malformed (with its line) or names a missing picture.
+    """Return the pictures in `folder` and below, sorted by path. Of files with the same bytes, only the first is
+    returned. A missing folder gives an empty list. Captions come from metadata.jsonl in the folder, or else from a.txt
+    beside a.png. Raises ValueError if metadata.jsonl is malformed or names a missing picture.
     """
     captions = _read_metadata(folder / METADATA)
     found: dict[str, Reference] = {}
@@ -42,8 +42,8 @@ def read_references(folder: Path) -> list[Reference]:
 
 
 def _read_metadata(file: Path) -> dict[str, str]:
-    """Return a dict from file_name to text, read from the metadata.jsonl `file`. It is empty if there is no such file.
-    Raises ValueError, with the line number, if a line is not an object with file_name and text.
+    """Return a dict from file name to text, read from the metadata.jsonl `file`. If there is no such file, the dict is
+    empty. Raises ValueError, with the line number, if a line is not an object with `file_name` and `text`.
     """
     if not file.is_file():
         return {}

@@ -31,9 +31,9 @@ Row = dict[str, Any]
 
 
 class Scorer:
-    """An object that scores the pictures of a project, using features that `encoder` computes. It compares a picture with the
-    previews of the base model, the training images and the references (real pictures of the style). It also compares the
-    picture with its text.
+    """An object that scores the pictures of a project. `encoder` computes the features of a picture. The scorer compares
+    a picture with the base model's previews, the training images and the references. References are real pictures of the
+    style. The scorer also compares the picture with its text.
     """
 
     def __init__(self, ctx: StageContext, encoder: ImageEncoder) -> None:
@@ -57,8 +57,9 @@ class Scorer:
         return self.ctx.root / str(self.ctx.config.references)
 
     def _group_features(self, files: dict[str, dict[str, Path]]) -> dict[str, np.ndarray]:
-        """Return a dict from group name to the features of the group's pictures, (pictures, 1280). `files` maps a group name
-        to a dict from picture to path. If an earlier run has written the features as an artifact, they are read from it.
+        """Return a dict from group name to the features of the group's pictures, (pictures, 1280). `files` maps a group
+        name to a dict from picture to path. If an earlier run has written the features as an artifact, they are read from
+        it.
 
         The recipe covers the groups' files and the encoder, so the artifact of a table's folder is never stale.
         """
@@ -72,8 +73,9 @@ class Scorer:
         return arrays
 
     def _load_agreement(self) -> tuple[AgreementMap, np.ndarray] | None:
-        """Return the agreement map and the embeddings of the texts of all previews and references, (texts, 384). Return
-        None if no map is set, or if a text has no embedding. Raises ValueError if the map was fitted to other encoders.
+        """Return the agreement map and the embeddings of the texts of all previews and references, (texts, 384). If no
+        map is set, or a text has no embedding, None is returned. Raises ValueError if the map was fitted to other
+        encoders.
         """
         if not self.ctx.config.map or not self.texts:
             return None
@@ -87,8 +89,8 @@ class Scorer:
         return None if vectors.missing(self.texts) else (found, vectors.stack(self.texts))
 
     def score(self, row: Row) -> Row:
-        """Score one picture and return its complete row of the table `scores`. `row` holds the columns picture_id, kind,
-        adapter_id, step, prompt, seed and path. A score that cannot be computed is None.
+        """Score one picture and return its complete row of the table `scores`. `row` holds the columns `picture_id`,
+        `kind`, `adapter_id`, `step`, `prompt`, `seed` and `path`. If a score cannot be computed, it is None.
         """
         folder = self._references if row["kind"] == "real" else self.ctx.files(SAMPLES)
         feature_D = self.encoder.encode_file(folder / row["path"])
@@ -99,8 +101,8 @@ class Scorer:
         return {**row, "style": style, "real": real, **self._agreement(row, feature_D), "texts": len(self.texts)}
 
     def _agreement(self, row: Row, feature_D: np.ndarray) -> dict[str, float | int | None]:
-        """Return the columns agreement and agreement_rank of a picture. `row` is its row, `feature_D` holds its features,
-        (features,). Both values are None without a map or without a text.
+        """Return the columns `agreement` and `agreement_rank` of a picture. `row` is its row. `feature_D` holds its
+        features, (features,). If there is no map or no text, both values are None.
         """
         text = without_trigger(row["prompt"], self.trigger)
         if self.agreement is None or not text:
@@ -111,7 +113,7 @@ class Scorer:
         return {"agreement": float(own), "agreement_rank": 1 + int((cosines_N > own).sum())}
 
     def missing_inputs(self) -> Iterator[str]:
-        """Yield one line for the user for each missing input, such as references or a map, without which a score is not
+        """Yield one line for the user for each missing input, such as references or a map. It names the score that is not
         measured.
         """
         if not self.base.names:
@@ -132,7 +134,9 @@ def text_vectors() -> TextVectors:
 
 
 def map_file(ctx: StageContext) -> Path:
-    """Return the path of the agreement map that scores.map names. Raises ValueError if there is no such file."""
+    """Return the path of the agreement map that the setting `scores.map` names. Raises ValueError if there is no such
+    file.
+    """
     file = ctx.root / ctx.config.map
     if not file.is_file():
         raise ValueError(f"scores.map: there is no file {file}; data/micro/training/agreement.py writes one")

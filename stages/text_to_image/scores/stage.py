@@ -29,8 +29,8 @@ WANTED = ("picture_id", "kind", "adapter_id", "step", "prompt", "seed", "path")
 
 @dataclass(frozen=True)
 class ScoresConfig:
-    """The section [scores] of project.toml: the references and the map that previews are compared with. The contents of these
-    files are part of the recipe, their paths are not.
+    """The section [scores] of project.toml: the references and the map that previews are compared with. The contents of
+    these files are part of the recipe. Their paths are not.
     """
 
     references: str = selects(
@@ -50,9 +50,9 @@ def wanted_scores(ctx: StageContext) -> pa.Table:
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return everything that every score depends on: a table with the columns what (such as "image") and which (an id or a
-    text). It covers the training images, the previews of the base, the references, the texts, the map and the encoders. The
-    runner makes it part of the recipe.
+    """Return everything that every score depends on, as a table. The column `what` holds a kind, such as "image". The
+    column `which` holds an id or a text. The table covers training images, previews of the base, references, texts, the
+    map and the encoders. The runner makes it part of the recipe.
     """
     parts = [("image", row["image_id"]) for row in usable_images(ctx)]
     parts += [("base", f"{row['picture_id']} {row['prompt']}") for row in preview_rows(ctx) if row["kind"] == "base"]
@@ -67,8 +67,8 @@ def snapshot(ctx: StageContext) -> pa.Table:
 
 
 def score_pictures(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Score the pending pictures and yield one record batch per picture. The image encoder is loaded only if a picture is
-    pending.
+    """Score the pending pictures and yield one record batch per picture. If no picture is pending, the image encoder is
+    not loaded.
     """
     pending = ctx.pending.to_pylist()
     if not pending:
