@@ -26,8 +26,8 @@ EXACT = (MAGNITUDE, DORA_SCALE, ALPHA)  # at most one number per row: always wri
 
 
 def linear_name(key: str) -> str:
-    """Return the name of the Linear that an array of an adapter belongs to: "a.to_q" for the key "a.to_q.lora_A.weight".
-    ValueError if the key has no known ending.
+    """Return the name of the Linear to which an array of an adapter belongs. For the key "a.to_q.lora_A.weight", it is "a.to_q".
+    Raises ValueError if the key has no known ending.
     """
     for ending in (*ENDINGS, W1_A, W1_B):
         if key.endswith(ending):
@@ -36,9 +36,9 @@ def linear_name(key: str) -> str:
 
 
 def linears(arrays: Arrays) -> list[str]:
-    """Return the names of all Linears that an adapter changes, sorted with block 2 before block 10. `arrays` maps keys such as
-    "a.to_q.lora_A.weight" to arrays. ValueError if a Linear lacks an array, or if the shapes of its arrays do not fit
-    together.
+    """Return the names of all Linears that an adapter changes, sorted. Block 2 comes before block 10. `arrays` maps keys such as
+    "a.to_q.lora_A.weight" to arrays. Raises ValueError if a Linear lacks an array. Raises it too if the shapes of a Linear's
+    arrays do not fit together.
     """
     found = sorted({linear_name(key) for key in arrays}, key=natural)
     for name in found:
@@ -64,8 +64,8 @@ def _check(name: str, own: Arrays) -> None:
 
 
 def _required(own: Arrays) -> tuple[str, ...]:
-    """Return the endings, such as ".lora_A.weight", that an adapter of the kind of `own` must have. `own` maps the endings of
-    one Linear's arrays to the arrays.
+    """Return the endings that an adapter of this kind must have, such as ".lora_A.weight". `own` maps the endings of one Linear's
+    arrays to the arrays.
     """
     if W2 in own:
         return W1, W2
@@ -73,8 +73,8 @@ def _required(own: Arrays) -> tuple[str, ...]:
 
 
 def of_linear(arrays: Arrays, name: str) -> Arrays:
-    """Return the arrays of one Linear: ending -> array. For the name "a.to_q", the array with the key "a.to_q.lora_A.weight"
-    gets the ending ".lora_A.weight".
+    """Return a dict from ending to array for one Linear. For the name "a.to_q", the key "a.to_q.lora_A.weight" becomes the ending
+    ".lora_A.weight".
     """
     return {ending: arrays[name + ending] for ending in ENDINGS if name + ending in arrays}
 
@@ -87,19 +87,17 @@ def variant(arrays: Arrays) -> str:
 
 
 def ranks(arrays: Arrays) -> dict[str, int]:
-    """Return the rank of each Linear that an adapter changes: name of the Linear -> rank. A LoKr of two full factors has no
+    """Return a dict from the name of each Linear that an adapter changes to the adapter's rank. A LoKr of two full factors has no
     rank and is left out.
     """
     return {key.removesuffix(end): value.shape[0] for end in (A, W2_B) for key, value in arrays.items() if key.endswith(end)}
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key for the name of a Linear. Numbers between dots are compared as numbers, so that block 2 comes before
-    block 10.
-    """
+    """Return a sort key for the name of a Linear. Numbers between dots are compared as numbers. Block 2 comes before block 10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def first_not_finite(arrays: Arrays) -> str:
-    """Return the key of the first array that has a value that is infinite or NaN; "" if there is none."""
+    """Return the key of the first array that contains an infinite value or NaN. Return "" if there is none."""
     return next((key for key, value in arrays.items() if not mx.isfinite(value).all().item()), "")

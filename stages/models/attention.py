@@ -20,10 +20,12 @@ CHUNK_BYTES = 256 << 20  # of one chunk's (batch, heads, chunk rows, key rows) m
 
 
 def attention(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float, mask: mx.array | None = None) -> mx.array:
-    """Return softmax(scale q k^T) v, computed with little memory for the gradient. Queries have the shape (batch, heads, query
-    rows, width), keys and values (batch, heads, key rows, width), and the result has the shape of the queries. `mask`
-    broadcasts to (batch, heads, query rows, key rows). A boolean mask hides the scores at which it is False; any other mask is
-    added to the scores. With a mask, MLX's own gradient is used.
+    """Return softmax(scale q k^T) v. The gradient is computed with little memory. Queries have the shape (batch, heads, query
+    rows, width). Keys and values have the shape (batch, heads, key rows, width). The result has the shape of the queries. `mask`
+    broadcasts to (batch, heads, query rows, key rows). A boolean mask hides the scores at which it is False. Any other mask is
+    added to the scores.
+
+    With a mask, MLX's own gradient is used.
     """
     L = q_BHLK.shape[2]
     if mask is None and fused_gradient(q_BHLK):
@@ -58,17 +60,18 @@ def _dense_gradient_vjp(_: mx.array, dx: mx.array, __: mx.array) -> mx.array:
 
 
 def fused_gradient(q_BHLK: mx.array) -> bool:
-    """Return True if the device has a fused attention gradient for queries of this dtype and width. cuDNN has one, in half
-    precision, for a width of at most 128.
+    """Return True if the device has a fused attention gradient for queries of this dtype and width.
+
+    cuDNN has one in half precision, for a width of at most 128.
     """
     on = mx.cuda.is_available() and mx.default_device() == mx.gpu and os.environ.get("MLX_CUDA_USE_CUDNN_SDPA", "1") != "0"
     return on and q_BHLK.dtype in (mx.bfloat16, mx.float16) and q_BHLK.shape[-1] <= 128 and q_BHLK.shape[-1] % 8 == 0
 
 
 def chunk_rows(q_BHLK: mx.array, k_BHSK: mx.array) -> int:
-    """Return the number of query rows in one chunk of `chunked`: as many as have attention scores of at most CHUNK_BYTES, but
-    at least 1. A number above FUSED_ROWS is rounded down to a multiple of it. q_BHLK has the shape (batch, heads, query rows,
-    width), and k_BHSK (batch, heads, key rows, width).
+    """Return the number of query rows in one chunk of `chunked`. It is the largest number with attention scores of at most
+    CHUNK_BYTES, but at least 1. A number above FUSED_ROWS is rounded down to a multiple of FUSED_ROWS. Queries have the shape
+    (batch, heads, query rows, width). Keys have the shape (batch, heads, key rows, width).
     """
     B, H, _, _ = q_BHLK.shape
     rows = CHUNK_BYTES // (B * H * k_BHSK.shape[2] * q_BHLK.dtype.size)
@@ -76,8 +79,8 @@ def chunk_rows(q_BHLK: mx.array, k_BHSK: mx.array) -> int:
 
 
 def chunked(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float, rows: int | None = None) -> mx.array:
-    """Compute `attention` without a mask in chunks of `rows` query rows, forward and in the gradient, so that only one chunk's
-    scores are in memory. The result is equal up to rounding. By default, `chunk_rows` chooses the number of rows.
+    """Compute `attention` without a mask, in chunks of `rows` query rows. Only one chunk's scores are in memory, in the forward
+    pass and in the gradient. The result is equal up to rounding. If `rows` is None, `chunk_rows` chooses the number.
 
     As softmax runs over the keys, a chunk of queries needs no running maximum and no saved statistics.
     """
@@ -115,8 +118,9 @@ def chunked(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float, 
 
 
 def _after(x: mx.array, done: list[mx.array]) -> mx.array:
-    """Return x, but make MLX compute it only after the arrays `done`. Otherwise MLX would start all chunks at once and hold
-    them all in memory.
+    """Return x, but make MLX compute it only after the arrays `done`.
+
+    Otherwise MLX would start all chunks at once and hold them all in memory.
     """
     found: mx.array = mx.depends([x], done)[0] if done else x
     return found

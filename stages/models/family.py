@@ -21,10 +21,10 @@ FOLDERS = {"transformer": "transformer", "autoencoder": "vae", "text_encoder": "
 
 @dataclass(frozen=True)
 class Family:
-    """A model family, such as FLUX.2 [klein] 4B, as plain data that can be pickled. `name` identifies it in project.toml, and
-    `title` and `licence` are for the user. `transformer`, `text_encoder` and `autoencoder` hold the sizes of these components,
-    with the field names of the released config files. A config.json beside the weights takes precedence. The functions of the
-    family are in `architecture`.
+    """A model family, such as FLUX.2 [klein] 4B, as plain data that can be pickled. `name` identifies it in project.toml. `title`
+    and `licence` are for the user. `transformer`, `text_encoder` and `autoencoder` hold the sizes of these components. Their keys
+    are those of the released config files. A config.json beside the weights takes precedence. `architecture` holds the functions
+    of the family.
     """
 
     name: str
@@ -67,26 +67,26 @@ class Family:
         return found
 
     def require(self, component: str) -> None:
-        """Raise ValueError if the program cannot use this component of the family yet; the message gives the reason in one
-        line. `component` is a key of FOLDERS, such as "text_encoder".
+        """Raise ValueError if the program cannot use this component of the family yet. The message gives the reason in one line.
+        `component` is a key of FOLDERS, such as "text_encoder".
         """
         if reason := self.unsupported.get(component):
             raise ValueError(reason)
 
     @property
     def source(self) -> str:
-        """A description of where the weights come from if a project names none: a hub id, a folder of the checkout, or "made
-        by the project".
+        """A description of the source of the weights for a project that names none. It is a hub id, a folder of the checkout, or
+        "made by the project".
         """
         return self.hub or (f"{self.bundled}, part of the checkout" if self.bundled else "made by the project")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The functions of one model architecture, which stages and commands call through `family.architecture`. The comment
-    before each field gives the function's arguments and result. `path` is a component's folder or file, as
-    `stages.models.folders.locate` returns it. A function that reads files raises ValueError, in one line, for weights that are
-    missing, cut short or of another model.
+    """The functions of one model architecture. Stages and commands call them through `family.architecture`. The comment before
+    each field gives the function's arguments and result. `path` is the folder or file of a component, from
+    `stages.models.folders.locate`. Functions that read files raise ValueError with a message of one line. They do so if weights
+    are missing, cut short or of another model.
 
     Letters in names of arrays: B batch, L image tokens, T text rows, C latent channels, J text features, h and w latent height
     and width.

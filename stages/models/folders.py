@@ -16,7 +16,7 @@ from stages.models.family import FOLDERS, Family
 
 def locate(root: Path, component: str, family: Family) -> Path:
     """Return the path of a component's weights in the folder `root`: a subfolder, or a single file. `component` is a key of
-    FOLDERS, such as "transformer". ValueError if neither exists; the message gives the names that were looked for.
+    FOLDERS, such as "transformer". Raises ValueError if neither exists; the message gives the names that were looked for.
     """
     assert component in FOLDERS, component
     folder = root / FOLDERS[component]
@@ -38,7 +38,7 @@ def component_config(path: Path, default: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return the content of a component's config.json as a dict; {} if there is no such file. The file is looked for in the
-    folder `path`, or beside the file `path`. ValueError if it does not hold a JSON object.
+    folder `path`, or beside the file `path`. Raises ValueError if it does not hold a JSON object.
     """
     file = (path if path.is_dir() else path.parent) / "config.json"
     if not file.is_file():

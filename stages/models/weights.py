@@ -23,9 +23,9 @@ DTYPES = ("BF16", "F16", "F32", "I64", "I32", "U8", "BOOL")  # integers and U8 o
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the paths of a component's safetensors files. `path` is one such file, or a folder. In a folder, the index file
-    is followed if there is one. Of two copies in different precisions (model.safetensors, model.fp16.safetensors), the one
-    with the plain name is returned. ValueError if there is no file, or if the index names a file that is missing.
+    """Return the paths of a component's safetensors files. `path` is one such file, or a folder. In a folder, the index file is
+    followed if there is one. Of two copies in different precisions (model.safetensors, model.fp16.safetensors), the one with the
+    plain name is returned. Raises ValueError if there is no file, or if the index names a file that is missing.
     """
     if path.is_file():
         return [path]
@@ -50,7 +50,9 @@ def _plainest(candidates: list[Path]) -> Path:
 
 
 def _shards(index: Path) -> list[Path]:
-    """Return the paths of all files that a safetensors index names. ValueError if the index is damaged or a file is missing."""
+    """Return the paths of all files that a safetensors index names. Raises ValueError if the index is damaged or a file is
+    missing.
+    """
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError):
@@ -63,7 +65,7 @@ def _shards(index: Path) -> list[Path]:
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
     """Return the header of a safetensors file without reading a tensor: tensor name -> dict of "dtype", "shape" and
-    "data_offsets". ValueError if the file is no safetensors file, or is shorter or longer than its header says.
+    "data_offsets". Raises ValueError if the file is no safetensors file, or is shorter or longer than its header says.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -91,8 +93,8 @@ def read_keys(path: Path) -> set[str]:
 
 
 def read_file(path: Path) -> tuple[Arrays, dict[str, str]]:
-    """Read one safetensors file and return (arrays by name, metadata). MLX reads an array from disk when it is first
-    evaluated. ValueError if the file is missing or damaged.
+    """Read one safetensors file and return (arrays by name, metadata). MLX reads an array from disk when it is first evaluated.
+    Raises ValueError if the file is missing or damaged.
     """
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
@@ -104,8 +106,8 @@ def read_file(path: Path) -> tuple[Arrays, dict[str, str]]:
 
 def read_tensors(path: Path) -> Arrays:
     """Return all tensors of a component by name. `path` is a safetensors file or a folder with such files. MLX reads a tensor
-    from disk when it is first evaluated. ValueError if a file is damaged, if two files contain the same name, or if a tensor
-    is quantised.
+    from disk when it is first evaluated. Raises ValueError if a file is damaged, if two files contain the same name, or if a
+    tensor is quantised.
     """
     arrays: Arrays = {}
     for file in weight_files(path):
@@ -129,11 +131,11 @@ def load_component(
     ignore: Callable[[str], bool] | None = None,
     arrange: Callable[[str, mx.array], mx.array] | None = None,
 ) -> Arrays:
-    """Load a component's weights into memory and return exactly the tensors that `shapes` names. The other arguments are
-    optional and applied in this order. `convert(arrays)` turns a foreign layout into ours, and `rename(name)` a file's tensor
-    names into ours. Tensors with `ignore(name)` True are skipped. Then each tensor is cast to `dtype` and replaced by
-    `arrange(name, array)`. `dtype` is a dtype, a function from name to dtype, or None to keep the file's. ValueError if a file
-    is damaged, or if a tensor is missing, unknown or of another shape.
+    """Load a component's weights into memory and return exactly the tensors that `shapes` names. The other arguments are optional
+    and applied in this order. `convert(arrays)` turns a foreign layout into ours, and `rename(name)` a file's tensor names into
+    ours. Tensors with `ignore(name)` True are skipped. Then each tensor is cast to `dtype` and replaced by `arrange(name,
+    array)`. `dtype` is a dtype, a function from name to dtype, or None to keep the file's. Raises ValueError if a file is
+    damaged, or if a tensor is missing, unknown or of another shape.
 
     Casting goes tensor by tensor, so that only one is in memory twice.
     """

@@ -14,8 +14,8 @@ HALVES_SWAPPED = "final_layer.adaLN_modulation.1"  # its rows are shift, scale; 
 
 
 def _reference_linears() -> dict[str, tuple[str, ...]]:
-    """Return a dict from the name of each Linear in Black Forest Labs' code to the diffusers names of the Linears that it
-    stacks, in order. "{}" stands for the block's number. For example "double_blocks.{}.img_attn.proj" ->
+    """Return a dict from each Linear of Black Forest Labs' code to a tuple of diffusers' Linears. These are the Linears that it
+    stacks, in order. "{}" stands for the block's number. For example, "double_blocks.{}.img_attn.proj" maps to
     ("transformer_blocks.{}.attn.to_out.0",).
     """
     double, single = "transformer_blocks.{}.", "single_transformer_blocks.{}."
@@ -39,10 +39,10 @@ _SPLIT = re.compile("(.+?)(" + "|".join(re.escape(e) for e in sorted(_READ, key=
 
 
 def parse_key(key: str) -> tuple[str, str]:
-    """Split a key of an adapter file into (name of the Linear, ending): "transformer.proj_out.lora_down.weight" ->
-    ("proj_out", ".lora_A.weight"). Keys of this program, diffusers, ComfyUI, kohya and LyCORIS are understood. The name is one
-    of diffusers or of Black Forest Labs' code. The ending is one of `adapters.ENDINGS`, ".alpha", ".lokr_w1_a" or
-    ".lokr_w1_b". ValueError if the key belongs to no LoRA, DoRA or LoKr, or to another model.
+    """Split a key of an adapter file into (name of the Linear, ending). "transformer.proj_out.lora_down.weight" gives
+    ("proj_out", ".lora_A.weight"). Keys of this program, diffusers, ComfyUI, kohya and LyCORIS are understood. The name is that
+    of diffusers or of Black Forest Labs' code. The ending is one of `adapters.ENDINGS`, ".alpha", ".lokr_w1_a" or ".lokr_w1_b".
+    Raises ValueError if the key is not of a LoRA, DoRA or LoKr, or is of another model.
     """
     match = _SPLIT.fullmatch(key)
     if not match:
@@ -57,9 +57,9 @@ def parse_key(key: str) -> tuple[str, str]:
 
 
 def _dotted(key: str, flat: str, known: dict[str, str]) -> str:
-    """Return the dotted name of the Linear that `flat` spells with underscores. `known` maps names with underscores to names
-    with dots, both with "{}" for the block's number. `key` is the whole key, for the message. ValueError if `known` has no
-    such name.
+    """Return the dotted name of the Linear that `flat` spells with underscores. `key` is the whole key, for the message. `known`
+    maps names with underscores to names with dots. In both, "{}" stands for the block's number. Raises ValueError if `known` has
+    no such name.
     """
     block = re.search(r"_(\d+)_", flat)
     pattern = re.sub(r"_(\d+)_", "_{}_", flat, count=1)
@@ -81,18 +81,18 @@ def lycoris_name(name: str) -> str:
 
 
 def diffusers_names(name: str) -> list[str]:
-    """Return the diffusers names of the Linears that are stacked in the Linear that Black Forest Labs' code calls `name`, in
-    the order of the rows. "double_blocks.3.img_attn.qkv" gives three names (q, k and v); most Linears give one. A name that
-    this code does not use gives [`name`].
+    """Return the diffusers names of one Linear of Black Forest Labs' code. "double_blocks.3.img_attn.qkv" stacks three Linears
+    and gives three names (q, k and v), in the order of the rows. Most Linears give one name. A `name` that this code does not use
+    gives [`name`].
     """
     pattern, block = _split_number(name)
     return [part.replace("{}", block) for part in FUSED.get(pattern, (name,))]
 
 
 def reference_name(name: str) -> str:
-    """Return Black Forest Labs' name of the Linear that holds the rows of the diffusers Linear `name`:
-    "transformer_blocks.3.attn.to_q" -> "double_blocks.3.img_attn.qkv". That Linear may stack the rows of several diffusers
-    Linears. ValueError if there is none.
+    """Return the name in Black Forest Labs' code of a diffusers Linear. "transformer_blocks.3.attn.to_q" gives
+    "double_blocks.3.img_attn.qkv". Several diffusers Linears may give the same name, as their rows may be stacked. Raises
+    ValueError if there is none.
     """
     pattern, block = _split_number(name)
     if pattern not in FUSED_OF:
@@ -101,7 +101,7 @@ def reference_name(name: str) -> str:
 
 
 def _split_number(name: str) -> tuple[str, str]:
-    """Return (name with "{}" for the block's number, the number): "a.3.b" -> ("a.{}.b", "3"). The number is the first one
+    """Return (name with "{}" for the block's number, the number). "a.3.b" gives ("a.{}.b", "3"). The number is the first one
     between dots. A name without a number gives (`name`, "").
     """
     found = re.search(r"\.(\d+)\.", name)

@@ -36,11 +36,11 @@ from stages.models.flux2.adapter_writer import block_diagonal, swap_halves
 
 
 def read_adapter(path: Path) -> tuple[Arrays, Scales]:
-    """Read the LoRA, DoRA or LoKr file at `path`, written by this program, diffusers, ComfyUI, kohya or LyCORIS. Return
-    (arrays, scales). `arrays` maps "<diffusers name of a Linear><ending>", such as "proj_out.lora_A.weight", to float32
-    arrays; `scales` maps the name of each Linear to the factor of its update. An adapter of a fused q, k, v Linear is split
-    into three. ValueError if the file is missing or damaged, if it has arrays of anything else (a text encoder, say), or if a
-    fused adapter cannot be split exactly.
+    """Read the LoRA, DoRA or LoKr file at `path` and return (arrays, scales). Files of this program, diffusers, ComfyUI, kohya
+    and LyCORIS are understood. `arrays` maps keys such as "proj_out.lora_A.weight" to float32 arrays. A key is the diffusers name
+    of a Linear and an ending. `scales` maps the name of each Linear to the factor of its update. The adapter of a fused q, k, v
+    Linear is split into three. Raises ValueError if the file is missing or damaged. Raises it too if the file has other arrays (a
+    text encoder's, say), or if a fused adapter cannot be split exactly.
     """
     if not path.is_file():
         raise ValueError(f"no adapter at {path}")
@@ -63,8 +63,8 @@ def read_adapter(path: Path) -> tuple[Arrays, Scales]:
 
 
 def _as_vector(key: str, magnitude: mx.array) -> mx.array:
-    """Return the magnitude of a DoRA (one number per output) in the shape (outputs,). It may have the shape (outputs,) or
-    (outputs, 1); ValueError for any other shape. `key` is its name in the file, for the message.
+    """Return the magnitude of a DoRA, one number per output, in the shape (outputs,). `key` is its name in the file, for the
+    message. `magnitude` has the shape (outputs,) or (outputs, 1). Raises ValueError for any other shape.
     """
     if magnitude.ndim > 2 or (magnitude.ndim == 2 and magnitude.shape[1] != 1):
         raise ValueError(f"{key} of shape {magnitude.shape} sets the lengths of columns; only a DoRA of rows is read")
@@ -72,8 +72,8 @@ def _as_vector(key: str, magnitude: mx.array) -> mx.array:
 
 
 def _multiply_w1(arrays: Arrays) -> Arrays:
-    """Return `arrays` with a full first factor for every LoKr (a Kronecker product of two factors). Some files store this
-    factor as two low-rank matrices, ".lokr_w1_a" and ".lokr_w1_b". Their product replaces them, under the ending ".lokr_w1".
+    """Return `arrays` with a full first factor for every LoKr (a Kronecker product of two factors). Some files store this factor
+    as two low-rank matrices, ".lokr_w1_a" and ".lokr_w1_b". Their product replaces them under the ending ".lokr_w1".
     """
     pairs = [key.removesuffix(W1_A) for key in arrays if key.endswith(W1_A) and key.removesuffix(W1_A) + W1_B in arrays]
     products = {name + W1: arrays[name + W1_A] @ arrays[name + W1_B] for name in pairs}
@@ -81,9 +81,9 @@ def _multiply_w1(arrays: Arrays) -> Arrays:
 
 
 def _ranks(arrays: Arrays) -> dict[str, int | None]:
-    """Return a dict from the name of each Linear in `arrays` to the rank of its adapter. `arrays` maps "<name of a
-    Linear><ending>" to arrays. The rank is None for a LoKr (a Kronecker product of two factors) whose factors are both full
-    matrices.
+    """Return a dict from the name of each Linear in `arrays` to the rank of its adapter. `arrays` maps keys such as
+    "proj_out.lora_A.weight" to arrays. A LoKr is a Kronecker product of two factors. If both factors are full matrices, the rank
+    is None.
     """
     ranks: dict[str, int | None] = {linear_name(key): None for key in arrays}
     for ending in (W1_B, W2_B, A):  # a later ending replaces the rank of an earlier one
@@ -92,9 +92,9 @@ def _ranks(arrays: Arrays) -> dict[str, int | None]:
 
 
 def _scales(arrays: Arrays, metadata: dict[str, str]) -> Scales:
-    """Return a dict from the name of each Linear in `arrays` to the scale of its adapter, as the file's `metadata` says. The
-    metadata "scales" (JSON: name -> scale) comes first. Otherwise the scale is alpha / rank: alpha comes from the metadata
-    "alphas" (JSON: name -> alpha) or "alpha" (one for all). Without an alpha or a rank the scale is 1.
+    """Return a dict from the name of each Linear in `arrays` to the scale of its adapter. The scale is that in the metadata
+    "scales" (JSON: name -> scale), if there is one. Otherwise it is alpha / rank. Alpha comes from the metadata "alphas" (JSON:
+    name -> alpha) or "alpha" (one for all). Without an alpha or a rank, the scale is 1.
     """
     by_name, alphas = (json.loads(metadata.get(key, "{}")) for key in ("scales", "alphas"))
     common = metadata.get("alpha")
@@ -106,9 +106,9 @@ def _scales(arrays: Arrays, metadata: dict[str, str]) -> Scales:
 
 
 def _from_peft(metadata: dict[str, str], arrays: Arrays) -> dict[str, str]:
-    """Return {"scales": JSON of name -> scale} for the Linears in `arrays`, from the PEFT LoraConfig in
-    metadata["lora_adapter_metadata"]. `arrays` maps "<name of a Linear><ending>" to arrays. A Linear that the config does not
-    mention has the scale 1. ValueError if the config says DoRA and `arrays` has no magnitudes.
+    """Return {"scales": JSON of name -> scale} for the Linears in `arrays`. The scales are read from the PEFT LoraConfig in
+    metadata["lora_adapter_metadata"]. `arrays` maps keys such as "proj_out.lora_A.weight" to arrays. If the config does not
+    mention a Linear, its scale is 1. Raises ValueError if the config says DoRA and `arrays` has no magnitudes.
     """
     stored = json.loads(metadata.get("lora_adapter_metadata") or "{}")
     config = {key.removeprefix("transformer."): value for key, value in stored.items()}
@@ -124,17 +124,17 @@ def _from_peft(metadata: dict[str, str], arrays: Arrays) -> dict[str, str]:
 
 
 def _by_pattern(config: dict[str, Any], key: str, name: str, otherwise: Any) -> Any:
-    """Return the value in the dict config[key] whose pattern, a regular expression, matches the end of `name`, as PEFT does.
-    If several match, the first one counts; if none does, return `otherwise`.
+    """Look up `name` in the dict config[key] as PEFT does. The keys of this dict are regular expressions. Return the value of the
+    first one that matches the end of `name`. If none matches, return `otherwise`.
     """
     patterns = config.get(key) or {}
     return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name)), otherwise)
 
 
 def _unfuse(arrays: Arrays, scales: Scales) -> tuple[Arrays, Scales]:
-    """Rename the Linears of an adapter to diffusers' names. The adapter of a Linear that fuses q, k and v is split into three.
-    `arrays` maps "<name of a Linear><ending>" to arrays, `scales` maps the name of each Linear to the factor of its update.
-    Returns new (arrays, scales).
+    """Rename the Linears of an adapter to diffusers' names and return new (arrays, scales). The adapter of a Linear that fuses q,
+    k and v is split into three. `arrays` maps keys such as "proj_out.lora_A.weight" to arrays. `scales` maps the name of each
+    Linear to the factor of its update.
     """
     split: Arrays = {}
     own_scales: Scales = {}
@@ -150,8 +150,8 @@ def _unfuse(arrays: Arrays, scales: Scales) -> tuple[Arrays, Scales]:
 
 def _split_linear(name: str, own: Arrays, count: int) -> list[Arrays]:
     """Split the adapter of one Linear into a list of adapters for `count` Linears. Each takes an equal share of the rows, in
-    order. `own` and each returned dict map endings, such as ".lora_A.weight", to arrays. `name` is the Linear's name, for the
-    message. ValueError for a LoKr that cannot be split exactly.
+    order. `name` is the Linear's name, for the message. `own` and each returned dict map endings, such as ".lora_A.weight", to
+    arrays. Raises ValueError for a LoKr that cannot be split exactly.
     """
     if count == 1:
         return [own]
@@ -166,9 +166,9 @@ def _split_linear(name: str, own: Arrays, count: int) -> list[Arrays]:
 
 
 def _split_pair(a_RI: mx.array, b_OR: mx.array, count: int) -> list[tuple[mx.array, mx.array]]:
-    """Split one LoRA into `count` LoRAs that each have an equal share of B's rows. a_RI: the matrix A, (rank, inputs); b_OR:
-    the matrix B, (outputs, rank). Returns a list of (A, B). All share A, unless B is block-diagonal: then each gets only its
-    own rows of A.
+    """Split one LoRA into a list of `count` LoRAs, each (A, B). Each has an equal share of B's rows. a_RI is the matrix A, (rank,
+    inputs). b_OR is the matrix B, (outputs, rank). If B is block-diagonal, each LoRA gets only its own rows of A. Otherwise each
+    gets the whole A.
     """
     rows = mx.split(b_OR, count)
     if a_RI.shape[0] % count:

@@ -12,10 +12,9 @@ from stages.models.flux2 import adapter_names as names
 
 
 def to_diffusers(arrays: Arrays, scales: Scales) -> Arrays:
-    """Return the adapter under the keys that diffusers loads: "transformer.<Linear><ending>", such as
-    "transformer.proj_out.lora_A.weight". `arrays` maps "<Linear><ending>" to arrays, `scales` maps each Linear to the factor
-    of its update. The factor is multiplied into one of the Linear's arrays, so that readers need not know it. ValueError if a
-    Linear lacks an array.
+    """Return the adapter under the keys that diffusers loads, such as "transformer.proj_out.lora_A.weight". `arrays` maps keys
+    such as "proj_out.lora_A.weight" to arrays. `scales` maps each Linear to the factor of its update. The factor is multiplied
+    into one of the Linear's arrays. So readers need not know the factor. Raises ValueError if a Linear lacks an array.
     """
     out: Arrays = {}
     for name in linears(arrays):
@@ -24,10 +23,10 @@ def to_diffusers(arrays: Arrays, scales: Scales) -> Arrays:
 
 
 def to_comfyui(arrays: Arrays, scales: Scales) -> Arrays:
-    """Return the adapter under the keys that ComfyUI loads: Linears named as in Black Forest Labs' code for a LoRA or DoRA,
-    LyCORIS' names for a LoKr. `arrays` maps "<diffusers Linear><ending>" to arrays, `scales` maps each Linear to the factor of
-    its update, which is multiplied into the arrays. ValueError for a Linear that Black Forest Labs' code does not have, or for
-    a DoRA of only some of q, k and v.
+    """Return the adapter under the keys that ComfyUI loads. In a LoRA or DoRA, Linears have the names of Black Forest Labs' code.
+    In a LoKr, they have LyCORIS' names. `arrays` maps keys such as "proj_out.lora_A.weight" to arrays. `scales` maps each Linear
+    to the factor of its update. The factor is multiplied into the arrays. Raises ValueError for a Linear that Black Forest Labs'
+    code does not have. Raises it too for a DoRA of only some of q, k and v.
 
     A LoRA of q, k and v becomes an exact LoRA of the fused Linear: the rows of A are stacked, B is block-diagonal. A DoRA's
     magnitude becomes `.dora_scale` (outputs, 1). A LoKr of q, k and v cannot be fused, as the result is no Kronecker product.
@@ -42,9 +41,9 @@ def to_comfyui(arrays: Arrays, scales: Scales) -> Arrays:
 
 
 def _fuse(fused: str, arrays: Arrays, scales: Scales) -> Arrays:
-    """Return the LoRA or DoRA of one Linear `fused` of Black Forest Labs' code, by its keys in the file. It is joined from the
-    adapters of the diffusers Linears that `fused` stacks (q, k and v, say). `arrays` maps "<diffusers Linear><ending>" to
-    arrays, `scales` maps each Linear to the factor of its update.
+    """Return the LoRA or DoRA of one Linear of Black Forest Labs' code, by its keys in the file. `fused` is the name of this
+    Linear. It stacks one or more diffusers Linears (q, k and v, say). Their adapters are joined. `arrays` maps keys such as
+    "proj_out.lora_A.weight" to arrays. `scales` maps each diffusers Linear to the factor of its update.
     """
     parts = names.diffusers_names(fused)
     scaled = {part: _scaled(arrays, scales, part) for part in parts if part + B in arrays}
@@ -60,10 +59,10 @@ def _fuse(fused: str, arrays: Arrays, scales: Scales) -> Arrays:
 
 
 def _to_lycoris(arrays: Arrays, scales: Scales) -> Arrays:
-    """Return a LoKr (a Kronecker product of two factors) under the keys that LyCORIS loads: "lycoris_<Linear with
-    underscores><ending>". `arrays` maps "<diffusers Linear><ending>" to arrays, `scales` maps each Linear to the factor of its
-    update. If the second factor is stored as two low-rank matrices, the scale is written as ".alpha". Otherwise it is
-    multiplied into the first factor.
+    """Return a LoKr (a Kronecker product of two factors) under the keys that LyCORIS loads. Such a key is "lycoris_", the
+    Linear's name with underscores, and an ending. `arrays` maps keys such as "proj_out.lokr_w1" to arrays. `scales` maps each
+    Linear to the factor of its update. If the second factor is stored as two low-rank matrices, the scale is written as ".alpha".
+    Otherwise the scale is multiplied into the first factor.
     """
     out: Arrays = {}
     for name in linears(arrays):
@@ -77,9 +76,9 @@ def _to_lycoris(arrays: Arrays, scales: Scales) -> Arrays:
 
 
 def _scaled(arrays: Arrays, scales: Scales, name: str) -> Arrays:
-    """Return the arrays of the Linear `name` by their endings, such as ".lora_A.weight", with scales[name] multiplied into one
-    of them. That array is the first factor of a LoKr, or the matrix B of a LoRA or DoRA. `arrays` maps "<Linear><ending>" to
-    arrays.
+    """Return a dict from ending, such as ".lora_A.weight", to array for the Linear `name`. The scale of the Linear, scales[name],
+    is multiplied into one of the arrays. In a LoKr it is the first factor. In a LoRA or DoRA it is the matrix B. `arrays` maps
+    keys such as "proj_out.lora_A.weight" to arrays.
     """
     own = of_linear(arrays, name)
     target = W1 if W1 in own else B
@@ -87,9 +86,9 @@ def _scaled(arrays: Arrays, scales: Scales, name: str) -> Arrays:
 
 
 def _dora_scale(fused: str, magnitudes: list[mx.array | None]) -> mx.array:
-    """Join DoRA magnitudes (one number per output) into one column (outputs, 1) for the Linear `fused`. `magnitudes` has one
-    array for each Linear that `fused` stacks (q, k and v, say), in order. ValueError if one is None, as that Linear has no
-    DoRA.
+    """Join DoRA magnitudes, one number per output, into one column (outputs, 1). `fused` is the name of the Linear that gets the
+    column. `magnitudes` has one array for each diffusers Linear that is stacked in it (q, k and v, say), in order. None stands
+    for a Linear without a DoRA. Raises ValueError if there is a None.
 
     The shape is a column, because ComfyUI would lay a plain vector along the inputs.
     """
@@ -103,9 +102,9 @@ def _dora_scale(fused: str, magnitudes: list[mx.array | None]) -> mx.array:
 
 
 def block_diagonal(blocks: list[mx.array | None]) -> mx.array:
-    """Place the matrices `blocks`, each (outputs, rank), down the diagonal of one matrix of zeros and return it: (all outputs,
-    all ranks). None stands for a Linear without adapter and adds only rows of zeros. ValueError if the matrices have different
-    numbers of rows.
+    """Place the matrices `blocks` down the diagonal of one matrix of zeros and return it. Each matrix is (outputs, rank). The
+    result is (all outputs, all ranks). None stands for a Linear without an adapter and adds only rows of zeros. Raises ValueError
+    if the matrices have different numbers of rows.
     """
     present = [b for b in blocks if b is not None]
     ranks, outputs = [b.shape[1] for b in present], {b.shape[0] for b in present}
@@ -123,7 +122,7 @@ def block_diagonal(blocks: list[mx.array | None]) -> mx.array:
 
 
 def swap_halves(rows: mx.array) -> mx.array:
-    """Return the array with the first and the second half of its rows exchanged. ValueError if the number of rows is odd."""
+    """Return the array with the two halves of its rows exchanged. Raises ValueError if the number of rows is odd."""
     if rows.shape[0] % 2:
         raise ValueError(f"{names.HALVES_SWAPPED}: {rows.shape[0]} rows have no halves to exchange")
     first, second = mx.split(rows, 2)

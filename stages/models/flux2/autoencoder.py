@@ -19,48 +19,50 @@ QUERIES = 4096  # rows of attention at once: four passes at 1024 px, with 0.27 G
 
 
 def arrange(key: str, array: mx.array) -> mx.array:
-    """Return a weight in the layout that `Autoencoder` takes. A convolution, which files store as (out, in, height, width),
-    becomes (out, height, width, in); any other array is returned unchanged. `key`, the weight's name, is not used.
+    """Return a weight in the layout that `Autoencoder` takes. Files store a convolution as (out, in, height, width). It becomes
+    (out, height, width, in). Any other array is returned unchanged. `key` is the weight's name and is not used.
     """
     return mx.contiguous(array.transpose(0, 2, 3, 1)) if array.ndim == 4 else array
 
 
 def patchify(z_BHWL: mx.array) -> mx.array:
-    """Fold every 2 x 2 positions of a latent into channels. z_BHWL is (batch, height, width, L channels); the result is
-    (batch, 4 L, height / 2, width / 2). Channel l at (row, column) within a 2 x 2 patch becomes channel 4 l + 2 row + column.
+    """Fold every 2 x 2 positions of a latent into channels. z_BHWL is (batch, height, width, L channels). The result is (batch, 4
+    L, height / 2, width / 2).
+
+    Channel l at (row, column) within a 2 x 2 patch becomes channel 4 l + 2 row + column.
     """
     B, H, W, L = z_BHWL.shape
     return z_BHWL.reshape(B, H // 2, 2, W // 2, 2, L).transpose(0, 5, 2, 4, 1, 3).reshape(B, 4 * L, H // 2, W // 2)
 
 
 def unpatchify(z_BChw: mx.array) -> mx.array:
-    """Unfold channels into 2 x 2 positions; this is the inverse of `patchify`. z_BChw is (batch, C channels, height, width);
-    the result is (batch, 2 height, 2 width, C / 4).
+    """Unfold channels into 2 x 2 positions, the inverse of `patchify`. z_BChw is (batch, C channels, height, width). The result
+    is (batch, 2 height, 2 width, C / 4).
     """
     B, C, h, w = z_BChw.shape
     return z_BChw.reshape(B, C // 4, 2, 2, h, w).transpose(0, 4, 2, 5, 3, 1).reshape(B, 2 * h, 2 * w, C // 4)
 
 
 class Autoencoder:
-    """FLUX.2's autoencoder: `encode` turns images into normalised latents, `decode` turns latents into images. It computes in
-    the dtype of its weights.
+    """FLUX.2's autoencoder. `encode` turns images into normalised latents. `decode` turns latents into images. It computes in the
+    dtype of its weights.
 
     Every group of layers is evaluated before the next one is built, so that memory peaks at a few activations of one level. At
     1024 px one activation of the top level takes half a GB in float32.
     """
 
     def __init__(self, config: AutoencoderConfig, weights: dict[str, mx.array]) -> None:
-        """Build the autoencoder from its sizes and weights. `weights` maps every name in `config.shapes()` to its array, in
-        the layout that `arrange` returns.
+        """Build the autoencoder from its sizes and weights. `weights` maps every name in `config.shapes()` to its array. Each
+        array has the layout that `arrange` returns.
         """
         self.config = config
         self.weights = weights
         self.dtype = weights["encoder.conv_in.weight"].dtype
 
     def encode(self, images_BHWC: mx.array) -> mx.array:
-        """Encode images to normalised latents. images_BHWC: (batch, height, width, 3), values -1 to 1. Returns (batch, 128,
-        height / 16, width / 16), float32: the mean of the posterior, not a sample. ValueError if height or width is no
-        multiple of 16.
+        """Encode images to normalised latents. images_BHWC is (batch, height, width, 3) with values from -1 to 1. The result is
+        (batch, 128, height / 16, width / 16), float32. It is the mean of the posterior, not a sample. Raises ValueError if height
+        or width is no multiple of 16.
         """
         H, W = images_BHWC.shape[1:3]
         if H % self.config.scale or W % self.config.scale:
@@ -81,8 +83,8 @@ class Autoencoder:
         return (patchify(mean_BHWL) - center_C) / spread_C
 
     def decode(self, latents_BChw: mx.array) -> mx.array:
-        """Decode normalised latents to images. latents_BChw: (batch, 128, h, w). Returns (batch, 16 h, 16 w, 3), float32, with
-        values of about -1 to 1 that are not clipped.
+        """Decode normalised latents to images. latents_BChw is (batch, 128, h, w). The result is (batch, 16 h, 16 w, 3), float32.
+        Its values are about -1 to 1 and are not clipped.
         """
         center_C, spread_C = self._statistics()
         z_BHWL = unpatchify(latents_BChw.astype(mx.float32) * spread_C + center_C).astype(self.dtype)
@@ -99,8 +101,8 @@ class Autoencoder:
         return x_BHWC.astype(mx.float32)
 
     def _statistics(self) -> tuple[mx.array, mx.array]:
-        """Return (mean, standard deviation) of the latent's channels, each an array (channels, 1, 1), float32. They are read
-        from the weights and serve to normalise the latents.
+        """Return (mean, standard deviation) of the latent's channels, each a float32 array (channels, 1, 1). They are read from
+        the weights. They serve to normalise the latents.
         """
         mean_C = self.weights["bn.running_mean"].astype(mx.float32)
         var_C = self.weights["bn.running_var"].astype(mx.float32)
@@ -114,8 +116,8 @@ class Autoencoder:
         return mx.addmm(self.weights[f"{name}.bias"], x_BPC, self.weights[f"{name}.weight"].T)
 
     def _norm(self, name: str, x_BHWC: mx.array) -> mx.array:
-        """Apply the group normalisation with the weights `name` to x_BHWC: (batch, height, width, channels). Each group of
-        channels is normalised over all positions.
+        """Apply the group normalisation called `name` to x_BHWC, (batch, height, width, channels). Each group of channels is
+        normalised over all positions.
         """
         B, H, W, C = x_BHWC.shape
         G = self.config.norm_num_groups
@@ -132,9 +134,10 @@ class Autoencoder:
         return _evaluated(x_BHWC + h_BHWC)
 
     def _attention(self, name: str, x_BHWC: mx.array) -> mx.array:
-        """Add self-attention over all positions to x_BHWC: (batch, height, width, channels). `name` is the prefix of its
-        weights' names. Its one head is too wide for MLX's fused kernels, so that queries are computed QUERIES rows at a time
-        to save memory.
+        """Add self-attention over all positions to x_BHWC, (batch, height, width, channels). `name` is the prefix of its weights'
+        names.
+
+        Its one head is too wide for MLX's fused kernels. To save memory, it is computed for QUERIES rows of queries at a time.
         """
         B, H, W, C = x_BHWC.shape
         x_BPC = self._norm(f"{name}.group_norm", x_BHWC).reshape(B, H * W, C)
@@ -153,14 +156,14 @@ class Autoencoder:
         return self._resnet(f"{name}.resnets.1", x_BHWC)
 
     def _downsample(self, name: str, x_BHWC: mx.array) -> mx.array:
-        """Halve height and width by the convolution `name` with stride 2. x_BHWC: (batch, height, width, channels). The input
-        is padded by one row at the bottom and one column at the right only.
+        """Halve height and width by the convolution `name` with stride 2. x_BHWC is (batch, height, width, channels). Only the
+        bottom and the right side of the input are padded, by one row and one column.
         """
         x_BHWC = mx.pad(x_BHWC, [(0, 0), (0, 1), (0, 1), (0, 0)])
         return _evaluated(self._conv(name, x_BHWC, stride=2, pad=0))
 
     def _upsample(self, name: str, x_BHWC: mx.array) -> mx.array:
-        """Double height and width: repeat every position, then apply the convolution `name`. x_BHWC: (batch, height, width,
+        """Double height and width: repeat every position, then apply the convolution `name`. x_BHWC is (batch, height, width,
         channels).
         """
         B, H, W, C = x_BHWC.shape
@@ -169,6 +172,6 @@ class Autoencoder:
 
 
 def _evaluated(x: mx.array) -> mx.array:
-    """Evaluate the lazy array `x` and return it, so that MLX can free the arrays from which it was computed."""
+    """Evaluate the lazy array `x` and return it. MLX can then free the arrays from which `x` was computed."""
     mx.eval(x)
     return x

@@ -29,8 +29,8 @@ class AutoencoderConfig:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> AutoencoderConfig:
-        """Build the sizes from `content`, the parsed vae/config.json. Keys that do not change the computation are ignored.
-        ValueError if a key is missing or a value is not supported.
+        """Build the sizes from `content`, the parsed vae/config.json. Keys without influence on the computation are ignored.
+        Raises ValueError if a key is missing or a value is not supported.
         """
         for key, value in FIXED.items():
             other = content.get(key, value)
@@ -50,7 +50,7 @@ class AutoencoderConfig:
 
     @property
     def scale(self) -> int:
-        """The number of image pixels per position of the latent, along one side: 16 in released models."""
+        """The number of image pixels per position of the latent, along one side. In released models it is 16."""
         return int(2 ** len(self.block_out_channels))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -17,16 +17,16 @@ Linear = Callable[[str, Any, mx.array], mx.array]  # (name within the block, wei
 
 
 def plain_linear(name: str, weight: Any, x: mx.array) -> mx.array:
-    """Compute a Linear without bias: x @ weight.T. `weight` is an array (outputs, inputs), or a packed (quantised) weight with
-    a method `dense()` that returns this array. `name` is not used.
+    """Compute a Linear without bias: x @ weight.T. `name` is not used. `weight` is an array (outputs, inputs), or a packed
+    (quantised) weight. A packed weight has a method `dense()` that returns the array.
     """
     y: mx.array = x @ (weight if isinstance(weight, mx.array) else weight.dense()).T
     return y
 
 
 def text_rows(shared: Shared) -> int:
-    """Return the number of text rows, which come before the image rows in the sequence. `shared` is the dict that
-    `Flux2.enter` returned.
+    """Return the number of text rows in the sequence. They come before the image rows. `shared` is the dict that `Flux2.enter`
+    returned.
 
     The number is read from a shape, so that a compiled block knows it.
     """
@@ -35,9 +35,9 @@ def text_rows(shared: Shared) -> int:
 
 
 def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
-    """Compute a block with separate weights for text and image and one joint attention. h_BSD, the input, and the result are
-    (batch, text rows then image rows, hidden). `weights` maps names within the block, such as "attn.to_q.weight", to arrays.
-    `shared` is the dict that `Flux2.enter` returned. `linear(name, weight, x)` computes each Linear; replace it to apply an
+    """Compute a block with separate weights for text and image and one joint attention. `weights` maps names within the block,
+    such as "attn.to_q.weight", to arrays. The input h_BSD and the result are (batch, text rows then image rows, hidden). `shared`
+    is the dict that `Flux2.enter` returned. `linear(name, weight, x)` computes each Linear. Another function can apply an
     adapter.
     """
 
@@ -68,10 +68,10 @@ def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linea
 
 
 def single_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
-    """Compute a block that treats text and image as one sequence, with attention and feed-forward in parallel. h_BSD, the
-    input, and the result are (batch, text rows then image rows, hidden). `weights` maps names within the block, such as
-    "attn.to_out.weight", to arrays. `shared` is the dict that `Flux2.enter` returned. `linear(name, weight, x)` computes each
-    Linear; replace it to apply an adapter.
+    """Compute a block that treats text and image as one sequence. Attention and feed-forward run in parallel. `weights` maps
+    names within the block, such as "attn.to_out.weight", to arrays. The input h_BSD and the result are (batch, text rows then
+    image rows, hidden). `shared` is the dict that `Flux2.enter` returned. `linear(name, weight, x)` computes each Linear. Another
+    function can apply an adapter.
     """
     mods, rope, hidden = shared["single"], shared["rope"], h_BSD.shape[-1]
     q_norm, k_norm = weights["attn.norm_q.weight"], weights["attn.norm_k.weight"]

@@ -39,8 +39,8 @@ class Flux2Config:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Flux2Config:
-        """Build the sizes from the content of a transformer's config.json. Unknown keys are ignored. ValueError if a key is
-        missing, or if sizes contradict each other.
+        """Build the sizes from the content of a transformer's config.json. Unknown keys are ignored. Raises ValueError if a key
+        is missing, or if sizes contradict each other.
         """
         missing = [f.name for f in fields(cls) if f.name not in config]
         if missing:
@@ -58,8 +58,8 @@ class Flux2Config:
         return self.num_attention_heads * self.attention_head_dim
 
     def shapes(self) -> Shapes:
-        """Return a dict from the diffusers name of every weight, such as "proj_out.weight", to its shape, in the order of the
-        layers.
+        """Return a dict from the diffusers name of every weight, such as "proj_out.weight", to its shape. The order is that of
+        the layers.
         """
         found = self._first_shapes()
         for i in range(self.num_layers):
@@ -74,8 +74,8 @@ class Flux2Config:
         return int(self.hidden * self.mlp_ratio)
 
     def _first_shapes(self) -> Shapes:
-        """Return a dict from name, without ".weight", to shape for the weights before the blocks: the embedders of image,
-        text, noise level and guidance, and the modulations.
+        """Return a dict from name to shape for the weights before the blocks. Names are without ".weight". The weights are the
+        modulations and the embedders of image, text, noise level and guidance.
         """
         D = self.hidden
         found: Shapes = {"x_embedder": (D, self.in_channels), "context_embedder": (D, self.joint_attention_dim)}
@@ -87,8 +87,8 @@ class Flux2Config:
         return found
 
     def _double_shapes(self) -> Shapes:
-        """Return a dict from name to shape for the weights of one double block, which has separate weights for text and image.
-        Names are within the block and without ".weight".
+        """Return a dict from name to shape for the weights of one double block. Names are within the block and without ".weight".
+        A double block has separate weights for text and image.
         """
         D, K, F = self.hidden, self.attention_head_dim, self._mlp
         linears = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_out.0", "to_add_out")
@@ -99,23 +99,23 @@ class Flux2Config:
         }
 
     def _single_shapes(self) -> Shapes:
-        """Return a dict from name to shape for the weights of one single block, in which attention and feed-forward share two
-        Linears. Names are within the block and without ".weight".
+        """Return a dict from name to shape for the weights of one single block. Names are within the block and without ".weight".
+        In a single block, attention and feed-forward share two Linears.
         """
         D, K, F = self.hidden, self.attention_head_dim, self._mlp
         return {"attn.to_qkv_mlp_proj": (3 * D + 2 * F, D), "attn.to_out": (D, D + F), "attn.norm_q": (K,), "attn.norm_k": (K,)}
 
 
 def in_block(name: str) -> bool:
-    """Return True if `name`, the full name of a weight or Linear, belongs to a block, such as
+    """Return True if a weight or Linear belongs to a block. `name` is its full name, such as
     "transformer_blocks.0.attn.to_q.weight".
     """
     return "transformer_blocks." in name
 
 
 def packs_outside(name: str) -> bool:
-    """Return True if the weight `name`, such as "norm_out.linear.weight", is large enough to be worth packing (quantising to 8
-    bits). `name` is the full name of a weight outside the blocks.
+    """Return True if a weight outside the blocks is worth packing (quantising to 8 bits). `name` is its full name, such as
+    "norm_out.linear.weight".
 
     FLUX.2 dev has 1.6 GB of weights outside the blocks. All but a few MB are in weights for which this is True.
     """

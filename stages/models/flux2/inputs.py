@@ -11,16 +11,16 @@ from stages.models.flux2.config import Flux2Config
 
 
 def image_ids(height: int, width: int) -> np.ndarray:
-    """Return the positions of the tokens of a latent with `height` rows and `width` columns: an integer array (height * width,
-    4). Tokens go row by row; each position is (0, row, column, 0).
+    """Return the positions of the tokens of a latent with `height` rows and `width` columns. The result is an integer array
+    (height * width, 4). Tokens go row by row. Each position is (0, row, column, 0).
     """
     row, col = np.indices((height, width)).reshape(2, -1)
     return np.stack([0 * row, row, col, 0 * row], axis=-1)
 
 
 def text_ids(count: int) -> np.ndarray:
-    """Return the positions of `count` rows of a text embedding, padding included: an integer array (count, 4). Each position
-    is (0, 0, 0, index).
+    """Return the positions of `count` rows of a text embedding, padding included. The result is an integer array (count, 4). Each
+    position is (0, 0, 0, index).
     """
     ids_T4 = np.zeros((count, 4), np.int64)
     ids_T4[:, 3] = np.arange(count)
@@ -28,7 +28,7 @@ def text_ids(count: int) -> np.ndarray:
 
 
 def tokens(x_BCHW: mx.array) -> mx.array:
-    """Lay out latents as a sequence of tokens, row by row. x_BCHW is (batch, channels, height, width), the result (batch,
+    """Lay out latents as a sequence of tokens, row by row. x_BCHW is (batch, channels, height, width). The result is (batch,
     height * width, channels).
     """
     return x_BCHW.reshape(*x_BCHW.shape[:2], -1).swapaxes(1, 2)
@@ -37,10 +37,10 @@ def tokens(x_BCHW: mx.array) -> mx.array:
 def inputs(
     x_BLC: mx.array, size: tuple[int, int], text_BTJ: mx.array, sigma_B: mx.array, guidance: float | None = None
 ) -> dict[str, Any]:
-    """Return the keyword arguments of `Flux2.enter`, as a dict, for a batch of noisy latents. x_BLC: the latents as tokens,
-    (batch, height * width, channels). `size`: (height, width) of the latents. text_BTJ: the text embeddings, (batch, text
-    rows, features). sigma_B: the noise level of each sample, 0 (clean) to 1 (noise). `guidance`: one guidance value for all
-    samples, None for a model without guidance input.
+    """Return the keyword arguments of `Flux2.enter` as a dict, for a batch of noisy latents. x_BLC is the latents as tokens,
+    (batch, height * width, channels). `size` is (height, width) of the latents. text_BTJ is the text embeddings, (batch, text
+    rows, features). sigma_B is the noise level of each sample, from 0 (clean) to 1 (noise). `guidance` is one guidance value for
+    all samples. It is None for a model without a guidance input.
     """
     return {
         "x_BLC": x_BLC,
@@ -53,9 +53,9 @@ def inputs(
 
 
 def zero_inputs(config: Flux2Config, samples: int, size: tuple[int, int], text_rows: int) -> dict[str, Any]:
-    """Return the keyword arguments of `Flux2.enter`, as a dict with arrays of zeros, to estimate memory. The arrays are lazy:
-    they take no memory until they are computed. `config` has the transformer's sizes. `samples` is the batch size, `size` the
-    (height, width) of the latents, `text_rows` the number of rows of one text embedding.
+    """Return the keyword arguments of `Flux2.enter` as a dict with arrays of zeros, to estimate memory. The arrays are lazy. They
+    take no memory until they are computed. `config` has the transformer's sizes. `samples` is the batch size. `size` is the
+    (height, width) of the latents. `text_rows` is the number of rows of one text embedding.
     """
     height, width = size
     x_BLC = mx.zeros((samples, height * width, config.in_channels))

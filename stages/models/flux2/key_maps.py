@@ -54,8 +54,8 @@ ATTENTION = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_
 
 
 def strip_prefix(key: str) -> str:
-    """Return `key`, the name of a weight, without the prefix "model.diffusion_model." or "diffusion_model.", which some files
-    put before every name.
+    """Return `key`, the name of a weight, without its prefix. Some files put "model.diffusion_model." or "diffusion_model."
+    before every name.
     """
     return next((key[len(p) :] for p in PREFIXES if key.startswith(p)), key)
 
@@ -69,9 +69,9 @@ def is_single_file(keys: Iterable[str]) -> bool:
 
 
 def transformer_to_diffusers(arrays: dict[str, mx.array], path: Path) -> dict[str, mx.array]:
-    """Rename the transformer's weights from the names of Black Forest Labs' single files to diffusers' names. `arrays` maps
-    names to weights, as does the result; a fused q, k, v weight is split into three. Unknown names stay as they are. `path` is
-    the file, for the message. ValueError if the file holds scaled 8-bit weights, which are not supported.
+    """Rename the transformer's weights from the names of Black Forest Labs' single files to diffusers' names. `arrays` and the
+    result map names to weights. A fused q, k, v weight is split into three. Unknown names stay as they are. `path` is the file,
+    for the message. Raises ValueError if the file holds scaled 8-bit weights, as they are not supported.
     """
     converted: dict[str, mx.array] = {}
     for found, value in arrays.items():
@@ -90,8 +90,8 @@ def transformer_to_diffusers(arrays: dict[str, mx.array], path: Path) -> dict[st
 
 
 def _block(key: str, value: mx.array) -> dict[str, mx.array]:
-    """Return one weight `value` of a block under its diffusers name: {name: array}. `key` is its name in Black Forest Labs'
-    single file. A fused q, k, v weight gives three entries. If `key` is not known, {key: value} is returned.
+    """Return {diffusers name: array} for one weight of a block. `key` is its name in Black Forest Labs' single file. `value` is
+    the weight. A fused q, k, v weight gives three entries. If `key` is not known, {key: value} is returned.
     """
     match = re.fullmatch(r"(double|single)_blocks\.(\d+)\.(.+)\.(weight|scale)", key)
     if not match:
@@ -106,8 +106,8 @@ def _block(key: str, value: mx.array) -> dict[str, mx.array]:
 
 
 def autoencoder_to_diffusers(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Rename the autoencoder's weights from the names of Black Forest Labs' single file to diffusers' names. `arrays` maps
-    names to weights, as does the result. The 1 x 1 convolutions of the attention become matrices.
+    """Rename the autoencoder's weights from the names of Black Forest Labs' single file to diffusers' names. `arrays` and the
+    result map names to weights. The 1 x 1 convolutions of the attention become matrices.
     """
     levels = 1 + max((int(m[1]) for k in arrays if (m := re.match(r"decoder\.up\.(\d+)\.", k))), default=0)
     converted: dict[str, mx.array] = {}
@@ -119,8 +119,8 @@ def autoencoder_to_diffusers(arrays: dict[str, mx.array]) -> dict[str, mx.array]
 
 
 def _autoencoder_key(key: str, levels: int) -> str:
-    """Return the diffusers name of the autoencoder weight that Black Forest Labs' single file calls `key`. `levels` is the
-    number of levels of the decoder, which diffusers counts in reverse order. An unknown name is returned unchanged.
+    """Return the diffusers name of an autoencoder weight. `key` is its name in Black Forest Labs' single file. `levels` is the
+    number of levels of the decoder. diffusers counts these levels in reverse order. An unknown name is returned unchanged.
     """
     if match := re.fullmatch(r"(encoder|decoder)\.(down|up)\.(\d+)\.block\.(\d+)\.(.+)", key):
         side, way, level, number, rest = match.groups()

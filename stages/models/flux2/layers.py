@@ -22,9 +22,9 @@ def silu(x: mx.array) -> mx.array:
 
 
 def modulation(y_BN: mx.array, hidden: int, rows: int) -> list[mx.array]:
-    """Split the output of a modulation Linear into [shift, 1 + scale, gate], or into two such triples. y_BN: (batch, 3 or 6
-    times `hidden`); `hidden` is the model's width. Each array in the returned list is (batch, `rows`, hidden), repeated for
-    every row.
+    """Split the output of a modulation Linear into [shift, 1 + scale, gate], or into two such triples. y_BN is (batch, 3 *
+    `hidden`) or (batch, 6 * `hidden`). `hidden` is the model's width. Each array in the returned list is repeated for every row:
+    (batch, `rows`, hidden).
 
     1 is added to the scale here, once for all blocks.
     """
@@ -33,8 +33,8 @@ def modulation(y_BN: mx.array, hidden: int, rows: int) -> list[mx.array]:
 
 
 def spread(parts: Sequence[mx.array], rows: int) -> list[mx.array]:
-    """Repeat each array (batch, hidden) of `parts` for every row. Returns a list of arrays (batch, `rows`, hidden), which are
-    views and take no memory.
+    """Repeat each array (batch, hidden) of `parts` for every row. The result is a list of arrays (batch, `rows`, hidden). They
+    are views and take no memory.
 
     This is done once for all blocks. Within a compiled block it would be one more kind of kernel, and each kind costs a GPU
     seconds to compile.
@@ -43,8 +43,8 @@ def spread(parts: Sequence[mx.array], rows: int) -> list[mx.array]:
 
 
 def modulate(x_BSD: mx.array, mods: list[mx.array]) -> mx.array:
-    """Apply LayerNorm without weights, then multiply by mods[1] (1 + scale) and add mods[0] (shift). x_BSD, these two arrays
-    and the result are (batch, rows, hidden). Any further arrays in `mods` are ignored.
+    """Apply LayerNorm without weights, then multiply by mods[1] (1 + scale) and add mods[0] (shift). All these arrays and the
+    result are (batch, rows, hidden). Any further arrays in `mods` are ignored.
 
     The blocks add their gated outputs in the same order of factors and terms, so that one compiled kernel serves both.
     """
@@ -52,15 +52,15 @@ def modulate(x_BSD: mx.array, mods: list[mx.array]) -> mx.array:
 
 
 def swiglu(x_BSF: mx.array) -> mx.array:
-    """Return silu(first half) * second half, the halves of the last axis. x_BSF is (batch, rows, 2 F), the result (batch,
-    rows, F).
+    """Return silu(first half) * second half, for the two halves of the last axis. x_BSF is (batch, rows, 2 F). The result is
+    (batch, rows, F).
     """
     gate, up = mx.split(x_BSF, 2, axis=-1)
     return silu_times(gate, up)
 
 
 def silu_times(gate: mx.array, up: mx.array) -> mx.array:
-    """Return silu(gate) * up, element by element, for two arrays of the same shape. silu(x) is x * sigmoid(x).
+    """Return silu(gate) * up, element by element. Both arrays have the same shape. silu(x) is x * sigmoid(x).
 
     The gradient computes the sigmoid again, which is cheaper than storing it.
     """
@@ -86,7 +86,7 @@ def _silu_times_vjp(primals: Any, dy: mx.array, _: mx.array) -> tuple[mx.array, 
 
 
 def rms_norm_heads(x_BSHK: mx.array, weight_K: mx.array) -> mx.array:
-    """Apply RMSNorm to each head. x_BSHK and the result are (batch, rows, heads, head width); weight_K is (head width,). The
+    """Apply RMSNorm to each head. x_BSHK and the result are (batch, rows, heads, head width). weight_K is (head width,). The
     weight is treated as frozen: its gradient is zero.
 
     MLX's own gradient of the weight would be a sum over all rows.
@@ -109,9 +109,9 @@ def _rms_norm_heads_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[m
 
 
 def rotate(x_BSHK: mx.array, rope: Sequence[mx.array]) -> mx.array:
-    """Apply rotary position embedding: rotate each pair of neighbouring features by its row's angle. x_BSHK and the result are
-    (batch, rows, heads, head width), of one dtype; the rotation is float32. `rope` is (cosines, sines), each (rows, 1, head
-    width) with every value twice. A pair (x0, x1) becomes cos * (x0, x1) + sin * (-x1, x0).
+    """Rotate each pair of neighbouring features by its row's angle (rotary position embedding). x_BSHK and the result are (batch,
+    rows, heads, head width), of one dtype. `rope` is (cosines, sines), each (rows, 1, head width) with every value twice. A pair
+    (x0, x1) becomes cos * (x0, x1) + sin * (-x1, x0). The rotation is computed in float32.
     """
     made: Any = _rotated(x_BSHK, *rope)
     y_BSHK: mx.array = made
@@ -131,9 +131,9 @@ def _rotated_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array
 
 
 def _rotate_pairs(x_BSHK: mx.array, cos: mx.array, sin: mx.array, quarter: list[list[int]]) -> mx.array:
-    """Return cos * x + sin * (x with every pair of features turned by 90 degrees). x_BSHK: (batch, rows, heads, head width);
-    `cos` and `sin`: (rows, 1, head width). `quarter` is the 2 x 2 matrix of the quarter turn, which multiplies each pair from
-    the right.
+    """Return cos * x + sin * turned. `turned` is x with every pair of features turned by 90 degrees. x_BSHK is (batch, rows,
+    heads, head width). `cos` and `sin` are (rows, 1, head width). `quarter` is the 2 x 2 matrix of the quarter turn. Each pair is
+    multiplied by it from the right.
 
     The turn is a product with a matrix of zeros and ones: exact, and much faster than splitting and joining the pairs.
     """
@@ -142,23 +142,23 @@ def _rotate_pairs(x_BSHK: mx.array, cos: mx.array, sin: mx.array, quarter: list[
 
 
 def split_heads(x_BSD: mx.array, width: int) -> mx.array:
-    """Split the features into heads of `width` features. x_BSD is (batch, rows, features); the result is (batch, rows,
-    features / width, width).
+    """Split the features into heads of `width` features. x_BSD is (batch, rows, features). The result is (batch, rows, features /
+    width, width).
     """
     return x_BSD.reshape(*x_BSD.shape[:2], -1, width)
 
 
 def norm_and_rotate(x_BSHK: mx.array, norm_K: mx.array, rope: Sequence[mx.array]) -> mx.array:
-    """Prepare queries or keys for attention: apply RMSNorm to each head, then rotate the features by the row's position.
-    x_BSHK and the result are (batch, rows, heads, head width); norm_K is the norm's weight, (head width,). `rope` is (cosines,
-    sines), each (rows, 1, head width) with every value twice.
+    """Prepare queries or keys for attention: apply RMSNorm to each head, then rotate the features by the row's position. x_BSHK
+    and the result are (batch, rows, heads, head width). norm_K is the norm's weight, (head width,). `rope` is (cosines, sines),
+    each (rows, 1, head width) with every value twice.
     """
     return rotate(rms_norm_heads(x_BSHK, norm_K), rope)
 
 
 def attend(q_BSHK: mx.array, k_BSHK: mx.array, v_BSHK: mx.array) -> mx.array:
-    """Compute full attention, every row to every row. Queries, keys and values are (batch, rows, heads, head width); the
-    result is (batch, rows, heads * head width).
+    """Compute full attention, every row to every row. Queries, keys and values are (batch, rows, heads, head width). The result
+    is (batch, rows, heads * head width).
     """
     q_BHSK, k_BHSK, v_BHSK = (x.swapaxes(1, 2) for x in (q_BSHK, k_BSHK, v_BSHK))
     y_BHSK = attention(q_BHSK, k_BHSK, v_BHSK, q_BSHK.shape[-1] ** -0.5)

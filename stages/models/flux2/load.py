@@ -18,18 +18,20 @@ from stages.models.folders import component_config
 
 
 def transformer_config(path: Path | None, family: Family) -> Flux2Config:
-    """Return the sizes of the transformer at `path`, a folder or a single file. They are read from the config.json at `path`.
-    If `path` is None or has no config.json, they come from `family`, the record of the model family. ValueError if the config
+    """Return the sizes of the transformer at `path`, a folder or a single file. They are read from the config.json at `path`. If
+    `path` is None or has no config.json, they come from `family`, the record of the model family. Raises ValueError if the config
     is not that of a FLUX.2 transformer.
     """
     return Flux2Config.from_dict(component_config(path, family.transformer) if path else family.transformer)
 
 
 def load_flux2(path: Path, family: Family, dtype: Any = None, arrange: Callable[[str, mx.array], Any] | None = None) -> Flux2:
-    """Load the FLUX.2 transformer at `path`, a diffusers folder or a single file, and return it. `family` is the model
-    family's record, which gives the sizes if there is no config.json. Each weight is cast to `dtype` (None: as stored). It is
-    then replaced by `arrange(name, weight)`, which may pack (quantise) it; None keeps it. Only one weight at a time is in
-    memory before `arrange`. ValueError if a weight is missing, damaged or of another size.
+    """Load the FLUX.2 transformer at `path`, a diffusers folder or a single file, and return it. If there is no config.json,
+    `family`, the model family's record, gives the sizes. Each weight is cast to `dtype` (None: as stored). Then `arrange(name,
+    weight)` may replace it, for example by a packed (quantised) weight. If `arrange` is None, the weight stays as it is. Raises
+    ValueError if a weight is missing, damaged or of another size.
+
+    Only one weight at a time is in memory before `arrange`.
     """
     config = transformer_config(path, family)
     foreign = key_maps.is_single_file(weights.read_keys(path))
@@ -44,9 +46,9 @@ def load_flux2(path: Path, family: Family, dtype: Any = None, arrange: Callable[
 
 
 def load_autoencoder(path: Path, family: Family, dtype: Any = None) -> autoencoder.Autoencoder:
-    """Load FLUX.2's autoencoder at `path`, a diffusers folder or a single file, and return it. `family` is the model family's
-    record, which gives the sizes if there is no config.json. Weights are cast to `dtype` (None: as stored), except the
-    latent's statistics, which are float32. ValueError if a weight is missing, damaged or of another size.
+    """Load FLUX.2's autoencoder at `path`, a diffusers folder or a single file, and return it. If there is no config.json,
+    `family`, the model family's record, gives the sizes. Weights are cast to `dtype` (None: as stored). The latent's statistics
+    are always float32. Raises ValueError if a weight is missing, damaged or of another size.
     """
     config = AutoencoderConfig.from_dict(component_config(path, family.autoencoder))
     arrays = weights.load_component(

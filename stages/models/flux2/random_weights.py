@@ -68,8 +68,9 @@ INDEX = {
 
 
 def write_random_weights(folder: Path, family: Family, seed: int) -> None:
-    """Write a complete model with random weights into `folder`, in the diffusers layout. `family` is the model family's
-    record, which gives the sizes; `seed` chooses the weights. The same seed gives the same bytes on every machine.
+    """Write a complete model with random weights into `folder`, in the diffusers layout. `family` is the model family's record
+    and gives the sizes. `seed` chooses the weights. The same seed gives the same bytes on every machine.
+
     model_index.json is written last, so that a folder with this file is complete.
     """
     flux2 = Flux2Config.from_dict(family.transformer)
@@ -90,8 +91,8 @@ def _class(name: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_component(folder: Path, stem: str, config: Mapping[str, Any], shapes: Shapes, seed: int) -> None:
-    """Write one component of a model into `folder`: `config` as config.json, and random weights as `stem`.safetensors.
-    `shapes` maps the name of each weight to its shape; `seed` chooses the weights.
+    """Write one component of a model into `folder`. `stem` is the name of the weights file without ".safetensors". `config`
+    becomes config.json. `shapes` maps the name of each weight to its shape. `seed` chooses the weights.
     """
     from safetensors.numpy import save_file
 
@@ -103,8 +104,8 @@ def _write_component(folder: Path, stem: str, config: Mapping[str, Any], shapes:
 
 
 def weight(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return a random float32 array of `shape` that depends only on `name`, `shape` and `seed`. `name` is "<folder>.<name of
-    the weight>", such as "transformer.proj_out.weight"; it also decides the mean and the standard deviation.
+    """Return a random float32 array that depends only on the arguments. `name` is a folder, a dot and the name of a weight, such
+    as "transformer.proj_out.weight". The name also decides the mean and the standard deviation.
     """
     if name.endswith("running_var"):
         return LATENT_VARIANCE + _uniform(name, shape, seed, BIAS)
@@ -119,8 +120,8 @@ def weight(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def _uniform(name: str, shape: tuple[int, ...], seed: int, std: float) -> np.ndarray:
-    """Return a random float32 array of `shape`, drawn from a uniform distribution with mean 0 and standard deviation `std`. It
-    depends on `name` and `seed`.
+    """Return a random float32 array of `shape` that depends only on the arguments. Its values have a uniform distribution with
+    mean 0 and standard deviation `std`.
 
     The values come from raw 24-bit words: the rounding of a library's random function could change.
     """

@@ -38,12 +38,12 @@ def draw(
     negative_1TJ: mx.array | None = None,
     linear_for: Callable[[str], Linear] | None = None,
 ) -> Iterator[mx.array]:
-    """Draw one image. Yield its latent after every denoising step: (1, channels, height / 16, width / 16), float32; the last
-    one is the image's. `height` and `width` are pixels, multiples of 16. text_1TJ: the prompt's embedding, (1, text rows,
-    features). negative_1TJ: the embedding of the empty prompt; given this, `guidance` is the factor of classifier-free
-    guidance. If negative_1TJ is None, `guidance` is an input of the model instead. `seed` chooses the starting noise; `steps`
-    is the number of denoising steps. `linear_for(block name)` returns the function that computes the block's Linears, to draw
-    with an adapter; None draws without one. ValueError if a size is no multiple of 16 or `steps` is less than 1.
+    """Draw one image. Yield its latent after every denoising step: (1, channels, height / 16, width / 16), float32; the last one
+    is the image's. `height` and `width` are pixels, multiples of 16. text_1TJ: the prompt's embedding, (1, text rows, features).
+    negative_1TJ: the embedding of the empty prompt; given this, `guidance` is the factor of classifier-free guidance. If
+    negative_1TJ is None, `guidance` is an input of the model instead. `seed` chooses the starting noise; `steps` is the number of
+    denoising steps. `linear_for(block name)` returns the function that computes the block's Linears, to draw with an adapter;
+    None draws without one. Raises ValueError if a size is no multiple of 16 or `steps` is less than 1.
     """
     for name, pixels in (("width", width), ("height", height)):
         if pixels < PIXELS or pixels % PIXELS:
@@ -105,7 +105,7 @@ def empirical_mu(tokens: int, steps: int) -> float:
 def sigmas(tokens: int, steps: int) -> list[float]:
     """Return the `steps` + 1 noise levels at which an image of `tokens` image tokens (16 x 16 pixels each) is drawn. They fall
     from 1 (noise) to 0 (clean). Evenly spaced levels s are shifted to m / (m + 1 / s - 1) with m = exp(mu); `empirical_mu`
-    computes mu. ValueError if `steps` is less than 1.
+    computes mu. Raises ValueError if `steps` is less than 1.
     """
     if steps < 1:
         raise ValueError(f"steps must be >= 1, got {steps}")

@@ -86,12 +86,12 @@ class Flux2:
         timesteps_B: mx.array,
         guidance_B: mx.array | None = None,
     ) -> tuple[mx.array, Shared]:
-        """Return (h_BSD, shared): the input of the first block, (batch, text rows then image rows, hidden), and a dict of
-        arrays that every block receives. x_BLC: the noisy latents, (batch, image tokens, channels). ctx_BTJ: the text
-        embeddings, (batch, text rows, features). x_ids_L4 and ctx_ids_T4: the positions of the image tokens and of the text
-        rows, (tokens, 4) and (text rows, 4). timesteps_B: the noise level of each sample, 0 (clean) to 1 (noise). guidance_B:
-        the guidance of each sample, such as 4.0; models without a guidance input ignore it. ValueError if a model with a
-        guidance input gets None.
+        """Return (h_BSD, shared): the input of the first block, (batch, text rows then image rows, hidden), and a dict of arrays
+        that every block receives. x_BLC: the noisy latents, (batch, image tokens, channels). ctx_BTJ: the text embeddings,
+        (batch, text rows, features). x_ids_L4 and ctx_ids_T4: the positions of the image tokens and of the text rows, (tokens, 4)
+        and (text rows, 4). timesteps_B: the noise level of each sample, 0 (clean) to 1 (noise). guidance_B: the guidance of each
+        sample, such as 4.0; models without a guidance input ignore it. Raises ValueError if a model with a guidance input gets
+        None.
         """
         temb_BD = self._embed("timestep", timesteps_B)
         if self.config.guidance_embeds:

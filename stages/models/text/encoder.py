@@ -40,8 +40,8 @@ class TextEncoder:
 
     def __init__(self, weights: Path, tokenizer: Path, family: Family, precision: str) -> None:
         """Load the weights at `weights` (a folder or a file) and the tokenizer in the folder `tokenizer`. `precision` is the
-        dtype to compute in: "bfloat16" or "float32". ValueError if files are missing, damaged or of another model, or if the
-        tokenizer does not belong to the weights.
+        dtype to compute in: "bfloat16" or "float32". Raises ValueError if files are missing, damaged or of another model, or if
+        the tokenizer does not belong to the weights.
         """
         self.prompts = PromptTokenizer(tokenizer, family)
         self.layers = family.text_layers

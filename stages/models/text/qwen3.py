@@ -45,8 +45,8 @@ class Qwen3Config:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Qwen3Config:
-        """Return the config for the content of a Qwen3 model's config.json. Both the older form (`rope_theta`) and the newer
-        one (`rope_parameters`) are read. ValueError if a field is missing or has a value that is not supported.
+        """Return the config for the content of a Qwen3 model's config.json. Both the older form (`rope_theta`) and the newer one
+        (`rope_parameters`) are read. Raises ValueError if a field is missing or has a value that is not supported.
         """
         missing = [name for name in SIZES if name not in config]
         if missing:
@@ -64,9 +64,9 @@ class Qwen3Config:
         return cls(rope_theta=float(theta), **{name: config[name] for name in SIZES})
 
     def shapes(self, layers: int) -> dict[str, tuple[int, ...]]:
-        """Return the name and shape of every weight that is needed to compute the hidden state after `layers` layers. These
-        are the token embedding and the first `layers` layers. The final norm is needed too if these are all layers of the
-        model. ValueError if the model has fewer layers.
+        """Return the name and shape of every weight that is needed to compute the hidden state after `layers` layers. These are
+        the token embedding and the first `layers` layers. The final norm is needed too if these are all layers of the model.
+        Raises ValueError if the model has fewer layers.
         """
         D, K, inner = self.hidden_size, self.head_dim, self.intermediate_size
         query, shared = self.num_attention_heads * K, self.num_key_value_heads * K

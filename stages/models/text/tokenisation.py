@@ -29,7 +29,7 @@ class PromptTokenizer:
     """
 
     def __init__(self, folder: Path, family: Family) -> None:
-        """Load the tokenizer in `folder`. Every tokenized prompt has `family.text_tokens` token ids. ValueError if the
+        """Load the tokenizer in `folder`. Every tokenized prompt has `family.text_tokens` token ids. Raises ValueError if the
         family's text encoder is not supported, or if the folder lacks a file or a setting.
         """
         family.require("text_encoder")
@@ -58,7 +58,7 @@ class PromptTokenizer:
 
 
 def _load(folder: Path) -> Any:
-    """Load the transformers tokenizer in `folder` without using the network. ValueError if the folder holds none or if it
+    """Load the transformers tokenizer in `folder` without using the network. Raises ValueError if the folder holds none or if it
     cannot be read.
     """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would advise to install torch, which is not needed

@@ -60,8 +60,8 @@ class EfficientNet:
 
     @classmethod
     def load(cls, file: Path) -> EfficientNet:
-        """Read the network from a safetensors file with the keys `NAME.weight` and `NAME.bias` for each layer. An int8 weight
-        has a `NAME.scale` too: one factor per output channel. ValueError if the file is damaged or not EfficientNet-Lite0.
+        """Read the network from a safetensors file with the keys `NAME.weight` and `NAME.bias` for each layer. An int8 weight has
+        a `NAME.scale` too: one factor per output channel. Raises ValueError if the file is damaged or not EfficientNet-Lite0.
         """
         try:
             with safe_open(file, framework="numpy") as opened:
