@@ -15,8 +15,8 @@ from stages.models.family import FOLDERS, Family
 
 
 def locate(root: Path, component: str, family: Family) -> Path:
-    """Return the path of a component's weights in the folder `root`: a subfolder, or a single file. `component` is a key of
-    FOLDERS, such as "transformer". Raises ValueError if neither exists; the message gives the names that were looked for.
+    """Return the path of a component's weights in the folder `root`. It is a subfolder or a single file. `component` is a key of
+    FOLDERS, such as "transformer". Raises ValueError if neither exists. The message gives the names that were looked for.
     """
     assert component in FOLDERS, component
     folder = root / FOLDERS[component]
@@ -30,15 +30,16 @@ def locate(root: Path, component: str, family: Family) -> Path:
 
 
 def component_config(path: Path, default: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of the component at `path` (a folder or a file): the content of its config.json. Return a copy of
-    `default`, the sizes in the family's record, if there is no config.json.
+    """Return the sizes of the component at `path`, a folder or a file. They are the content of its config.json. If there is no
+    config.json, a copy of `default` is returned. `default` is the sizes in the family's record.
     """
     return read_config(path) or dict(default)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the content of a component's config.json as a dict; {} if there is no such file. The file is looked for in the
-    folder `path`, or beside the file `path`. Raises ValueError if it does not hold a JSON object.
+    """Return the content of a component's config.json as a dict. Return {} if there is no such file. If `path` is a folder, the
+    file is looked for in it. If `path` is a file, it is looked for in the same folder. Raises ValueError if the config.json does
+    not hold a JSON object.
     """
     file = (path if path.is_dir() else path.parent) / "config.json"
     if not file.is_file():

@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 
 
 class TransformerConfig(Protocol):
-    """The sizes of a transformer that an estimate of its memory needs."""
+    """The sizes of a transformer. An estimate of its memory needs them."""
 
     @property
     def num_attention_heads(self) -> int:
@@ -28,14 +28,16 @@ class TransformerConfig(Protocol):
 
 
 class Transformer(Protocol):
-    """A transformer as a chain of blocks. `model(**inputs, linear_for=...)` runs all of it and returns the velocity. Step by
-    step it is `h, shared = model.enter(**inputs)`, then `h = model.block(b.kind)(b.weights, h, shared, linear)` for each block
-    b, then `model.leave(h, shared)`. `inputs` come from `Architecture.inputs`.
+    """A transformer as a chain of blocks. `model(**inputs, linear_for=...)` runs all of it and returns the velocity.
+    `Architecture.inputs` makes `inputs`.
+
+    Step by step, call `h, shared = model.enter(**inputs)` first. Then call `h = model.block(b.kind)(b.weights, h, shared,
+    linear)` for each block b. At the end, `model.leave(h, shared)` returns the velocity.
     """
 
     @property
     def config(self) -> Any:
-        """The sizes of the transformer, an object like TransformerConfig."""
+        """The sizes of the transformer. It is an object like `TransformerConfig`."""
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -43,42 +45,42 @@ class Transformer(Protocol):
 
     @property
     def blocks(self) -> Sequence[Any]:
-        """The blocks in the order of computation. Each has a `kind`, a `name` such as "transformer_blocks.0", and `weights`:
-        name within the block -> array.
+        """The blocks in the order of computation. Each has a `kind`, a `name` and `weights`. The `name` is such as
+        "transformer_blocks.0". `weights` maps names within the block to arrays.
         """
 
     @property
     def enter(self) -> Callable[..., tuple[Any, Any]]:
-        """The function that starts a forward pass: enter(**inputs) returns (h, shared), the input of the first block and the
-        values that all blocks use.
+        """The function that starts a forward pass. enter(**inputs) returns (h, shared). `h` is the input of the first block.
+        `shared` is the values that all blocks use.
         """
 
     @property
     def leave(self) -> Callable[..., mx.array]:
-        """The function that ends a forward pass: leave(h, shared) returns the velocity of the image tokens, (batch, tokens,
+        """The function that ends a forward pass. leave(h, shared) returns the velocity of the image tokens, (batch, tokens,
         channels). `h` is the output of the last block.
         """
 
     def block(self, kind: str) -> Callable[..., Any]:
-        """Return the function that computes blocks of one kind: function(weights, h, shared, linear) -> h. Its result depends
-        on its arguments alone.
+        """Return the function that computes blocks of one kind. Call it as function(weights, h, shared, linear). It returns the
+        new h. The result depends on the arguments alone.
         """
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Return the size of every Linear in the blocks, which an adapter can change: full name -> (outputs, inputs)."""
+        """Return the size of every Linear in the blocks: full name -> (outputs, inputs). An adapter can change these Linears."""
 
 
 class Autoencoder(Protocol):
     """A network that encodes images to latents and decodes latents to images."""
 
     def encode(self, images_BHWC: mx.array) -> mx.array:
-        """Return the latents of images, float32, shape (batch, channels, height / 16, width / 16). images_BHWC has the shape
-        (batch, height, width, 3) and values from -1 to 1.
+        """Return the latents of images, float32, (batch, channels, height / 16, width / 16). images_BHWC is (batch, height,
+        width, 3) with values from -1 to 1.
         """
 
     def decode(self, latents_BChw: mx.array) -> mx.array:
-        """Return the images of latents, float32, shape (batch, height, width, 3). Values are about -1 to 1 but not clipped.
-        latents_BChw has the shape (batch, channels, height / 16, width / 16).
+        """Return the images of latents, float32, (batch, height, width, 3). Values are about -1 to 1 and are not clipped.
+        latents_BChw is (batch, channels, height / 16, width / 16).
         """
 
 
@@ -86,4 +88,4 @@ class TextEncoder(Protocol):
     """A network that turns texts into embeddings."""
 
     def encode(self, texts: list[str]) -> Iterator[Any]:
-        """Encode the texts one by one and yield a `stages.models.text.encoder.Embedding` for each, in order."""
+        """Encode the texts one by one, in order. Yield a `stages.models.text.encoder.Embedding` for each."""

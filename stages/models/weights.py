@@ -23,9 +23,10 @@ DTYPES = ("BF16", "F16", "F32", "I64", "I32", "U8", "BOOL")  # integers and U8 o
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the paths of a component's safetensors files. `path` is one such file, or a folder. In a folder, the index file is
-    followed if there is one. Of two copies in different precisions (model.safetensors, model.fp16.safetensors), the one with the
-    plain name is returned. Raises ValueError if there is no file, or if the index names a file that is missing.
+    """Return the paths of a component's safetensors files. `path` is one such file, or a folder. If the folder has an index file,
+    the files that it names are returned. Copies may differ in precision (model.safetensors, model.fp16.safetensors). Then the one
+    with the plain name is returned. Raises ValueError if there is no file. Raises it too if the index names a file that is
+    missing.
     """
     if path.is_file():
         return [path]
@@ -39,7 +40,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def _without_variant(path: Path) -> str:
-    """Return a file's name without its precision: "model.safetensors" for model.fp16.safetensors."""
+    """Return a file's name without its precision. For model.fp16.safetensors it is "model.safetensors"."""
     stem, _, tail = path.name.partition(".")
     return stem + tail[tail.index("safetensors") :]
 
@@ -50,8 +51,8 @@ def _plainest(candidates: list[Path]) -> Path:
 
 
 def _shards(index: Path) -> list[Path]:
-    """Return the paths of all files that a safetensors index names. Raises ValueError if the index is damaged or a file is
-    missing.
+    """Return the paths of all files that a safetensors index names. Raises ValueError if the index is damaged or one of these
+    files is missing.
     """
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -64,8 +65,9 @@ def _shards(index: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the header of a safetensors file without reading a tensor: tensor name -> dict of "dtype", "shape" and
-    "data_offsets". Raises ValueError if the file is no safetensors file, or is shorter or longer than its header says.
+    """Return the header of a safetensors file without reading a tensor. It maps each tensor's name to a dict of "dtype", "shape"
+    and "data_offsets". Raises ValueError if the file is no safetensors file. Raises it too if the file is shorter or longer than
+    its header says.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -93,8 +95,8 @@ def read_keys(path: Path) -> set[str]:
 
 
 def read_file(path: Path) -> tuple[Arrays, dict[str, str]]:
-    """Read one safetensors file and return (arrays by name, metadata). MLX reads an array from disk when it is first evaluated.
-    Raises ValueError if the file is missing or damaged.
+    """Read one safetensors file and return (arrays by name, metadata). MLX reads an array from disk when the array is first
+    evaluated. Raises ValueError if the file is missing or damaged.
     """
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
@@ -106,8 +108,8 @@ def read_file(path: Path) -> tuple[Arrays, dict[str, str]]:
 
 def read_tensors(path: Path) -> Arrays:
     """Return all tensors of a component by name. `path` is a safetensors file or a folder with such files. MLX reads a tensor
-    from disk when it is first evaluated. Raises ValueError if a file is damaged, if two files contain the same name, or if a
-    tensor is quantised.
+    from disk when the tensor is first evaluated. Raises ValueError if a file is damaged, if two files contain the same name, or
+    if a tensor is quantised.
     """
     arrays: Arrays = {}
     for file in weight_files(path):
@@ -131,11 +133,12 @@ def load_component(
     ignore: Callable[[str], bool] | None = None,
     arrange: Callable[[str, mx.array], mx.array] | None = None,
 ) -> Arrays:
-    """Load a component's weights into memory and return exactly the tensors that `shapes` names. The other arguments are optional
-    and applied in this order. `convert(arrays)` turns a foreign layout into ours, and `rename(name)` a file's tensor names into
-    ours. Tensors with `ignore(name)` True are skipped. Then each tensor is cast to `dtype` and replaced by `arrange(name,
-    array)`. `dtype` is a dtype, a function from name to dtype, or None to keep the file's. Raises ValueError if a file is
-    damaged, or if a tensor is missing, unknown or of another shape.
+    """Load a component's weights into memory and return exactly the tensors that `shapes` names. `path` is the component's folder
+    or file. `shapes` maps names to shapes. The other arguments are optional. `convert(arrays)` turns another layout of a whole
+    component into ours and is applied first. `rename(name)` then turns a file's tensor names into ours. A tensor is skipped if
+    `ignore(name)` is True. `dtype` is a dtype, a function from name to dtype, or None to keep the file's. After this cast,
+    `arrange(name, array)` replaces each tensor. Raises ValueError if a file is damaged. Raises it too if a tensor is missing,
+    unknown or of another shape.
 
     Casting goes tensor by tensor, so that only one is in memory twice.
     """
@@ -151,8 +154,8 @@ def load_component(
 
 
 def _check_shapes(arrays: Arrays, shapes: Shapes, where: Path) -> None:
-    """Raise ValueError if a tensor is missing, unknown, or of another shape than `shapes` says. `where` is the component's
-    path, for the message.
+    """Raise ValueError if a tensor is missing, unknown or of a wrong shape. `shapes` maps names to the right shapes. `where` is
+    the component's path, for the message.
     """
     missing = [k for k in shapes if k not in arrays]
     unexpected = sorted(k for k in arrays if k not in shapes)
@@ -172,8 +175,8 @@ def _check_shapes(arrays: Arrays, shapes: Shapes, where: Path) -> None:
 
 
 def _evaluate_each(arrays: Arrays, dtype: Any, arrange: Callable[[str, mx.array], mx.array] | None) -> Arrays:
-    """Read, cast and rearrange the tensors one by one, and return them by name. `arrays` is emptied, so that the source of a
-    cast is freed at once.
+    """Read, cast and rearrange the tensors one by one, and return them by name. `arrays` is emptied. So the source of a cast is
+    freed at once.
     """
     done: Arrays = {}
     for key in list(arrays):

@@ -38,12 +38,12 @@ def draw(
     negative_1TJ: mx.array | None = None,
     linear_for: Callable[[str], Linear] | None = None,
 ) -> Iterator[mx.array]:
-    """Draw one image. Yield its latent after every denoising step: (1, channels, height / 16, width / 16), float32; the last one
-    is the image's. `height` and `width` are pixels, multiples of 16. text_1TJ: the prompt's embedding, (1, text rows, features).
-    negative_1TJ: the embedding of the empty prompt; given this, `guidance` is the factor of classifier-free guidance. If
-    negative_1TJ is None, `guidance` is an input of the model instead. `seed` chooses the starting noise; `steps` is the number of
-    denoising steps. `linear_for(block name)` returns the function that computes the block's Linears, to draw with an adapter;
-    None draws without one. Raises ValueError if a size is no multiple of 16 or `steps` is less than 1.
+    """Draw one image and yield its latent after every denoising step. A latent is float32, (1, channels, height / 16, width /
+    16). The last one is the image's. text_1TJ is the prompt's embedding, (1, text rows, features). `height` and `width` are in
+    pixels, multiples of 16. `seed` chooses the starting noise. `steps` is the number of denoising steps. negative_1TJ is the
+    embedding of the empty prompt. If it is given, `guidance` is the factor of classifier-free guidance. If it is None, `guidance`
+    is an input of the model. `linear_for(block name)` returns the function that computes the block's Linears, to draw with an
+    adapter. None draws without an adapter. Raises ValueError if a size is no multiple of 16 or `steps` is less than 1.
     """
     for name, pixels in (("width", width), ("height", height)):
         if pixels < PIXELS or pixels % PIXELS:
@@ -62,12 +62,12 @@ def velocity_function(
     guidance: float,
     linear_for: Callable[[str], Linear] | None = None,
 ) -> Velocity:
-    """Return a function (x_1Chw, sigma) -> velocity that runs the model on one prompt. x_1Chw: the noisy latent, (1, channels,
-    height, width); sigma: its noise level, 0 (clean) to 1 (noise); the velocity has the shape of x_1Chw. `size` is the
-    latent's (height, width). text_1TJ and negative_1TJ are the embeddings of the prompt and of the empty prompt, (1, text
-    rows, features). If negative_1TJ is None, `guidance` is an input of the model; otherwise the model runs on both prompts,
-    and `guidance` is the factor of classifier-free guidance. `linear_for(block name)` returns the function that computes the
-    block's Linears; None: without an adapter.
+    """Return a function (x_1Chw, sigma) -> velocity that runs the model on one prompt. x_1Chw is the noisy latent, (1, channels,
+    height, width). sigma is its noise level, from 0 (clean) to 1 (noise). The velocity has the shape of x_1Chw. `size` is the
+    latent's (height, width). text_1TJ is the embedding of the prompt, (1, text rows, features). negative_1TJ is that of the empty
+    prompt. If it is None, `guidance` is an input of the model. Otherwise the model runs on both prompts, and `guidance` is the
+    factor of classifier-free guidance. `linear_for(block name)` returns the function that computes the block's Linears. None
+    stands for no adapter.
     """
     ids_L4 = image_ids(*size)
 
@@ -92,9 +92,10 @@ def velocity_function(
 
 
 def empirical_mu(tokens: int, steps: int) -> float:
-    """Return mu, the strength of the shift of the noise levels towards 1 (see `sigmas`). `tokens` is the number of image
-    tokens (16 x 16 pixels each), `steps` the number of denoising steps. The value is interpolated between FLUX.2's constants
-    for 10 and for 200 steps.
+    """Return mu, the strength of the shift of the noise levels towards 1 (see `sigmas`). `tokens` is the number of image tokens
+    (16 x 16 pixels each). `steps` is the number of denoising steps.
+
+    The value is interpolated between FLUX.2's constants for 10 and for 200 steps.
     """
     at_10, at_200 = (slope * tokens + offset for slope, offset in (AT_10_STEPS, AT_200_STEPS))
     if tokens > LONG:
@@ -103,9 +104,10 @@ def empirical_mu(tokens: int, steps: int) -> float:
 
 
 def sigmas(tokens: int, steps: int) -> list[float]:
-    """Return the `steps` + 1 noise levels at which an image of `tokens` image tokens (16 x 16 pixels each) is drawn. They fall
-    from 1 (noise) to 0 (clean). Evenly spaced levels s are shifted to m / (m + 1 / s - 1) with m = exp(mu); `empirical_mu`
-    computes mu. Raises ValueError if `steps` is less than 1.
+    """Return the noise levels at which an image is drawn. There are `steps` + 1 levels. They fall from 1 (noise) to 0 (clean).
+    `tokens` is the number of image tokens (16 x 16 pixels each). Raises ValueError if `steps` is less than 1.
+
+    Evenly spaced levels s are shifted to m / (m + 1 / s - 1) with m = exp(mu). `empirical_mu` computes mu.
     """
     if steps < 1:
         raise ValueError(f"steps must be >= 1, got {steps}")
@@ -122,8 +124,8 @@ def noise(seed: int, shape: Sequence[int]) -> mx.array:
 
 
 def euler(velocity: Velocity, x: mx.array, levels: Sequence[float]) -> Iterator[mx.array]:
-    """Integrate `x` from the first noise level of `levels` to the last, one Euler step per pair of neighbours. Yield the new
-    x, float32 and evaluated, after every step. `velocity(x, sigma)` returns dx / dsigma in the shape of x.
+    """Integrate `x` from the first noise level of `levels` to the last. There is one Euler step for each pair of neighbouring
+    levels. Yield the new x, float32 and evaluated, after every step. `velocity(x, sigma)` returns dx / dsigma in the shape of x.
     """
     x = x.astype(mx.float32)
     for sigma, following in pairwise(levels):
@@ -133,7 +135,7 @@ def euler(velocity: Velocity, x: mx.array, levels: Sequence[float]) -> Iterator[
 
 
 def classifier_free_guidance(with_prompt: mx.array, without: mx.array, guidance: float) -> mx.array:
-    """Return `without` + `guidance` * (`with_prompt` - `without`). `with_prompt` is the velocity that the model predicts from
-    the prompt, `without` the velocity that it predicts from the empty prompt. A `guidance` of 1 gives `with_prompt`.
+    """Return `without` + `guidance` * (`with_prompt` - `without`). `with_prompt` is the velocity that the model predicts from the
+    prompt. `without` is the velocity that it predicts from the empty prompt. A `guidance` of 1 gives `with_prompt`.
     """
     return without + guidance * (with_prompt - without)

@@ -23,7 +23,7 @@ TABLES_KEPT = 32  # rotary tables in memory: one per image shape, 2.4 MB at 1024
 
 @dataclass(frozen=True)
 class Block:
-    """One block of the transformer. `kind` is "double" or "single", `name` is its full name, such as "transformer_blocks.0".
+    """One block of the transformer. `kind` is "double" or "single". `name` is its full name, such as "transformer_blocks.0".
     `weights` maps names within the block, such as "attn.to_q.weight", to arrays.
     """
 
@@ -33,14 +33,14 @@ class Block:
 
 
 class Flux2:
-    """The FLUX.2 transformer. Call it to predict the velocity (noise minus clean latent) in one go. Or call `enter`, then
-    `block(kind)` for each of `blocks`, then `leave`, to control how every block is computed.
+    """The FLUX.2 transformer. Call it to predict the velocity (noise minus clean latent) in one go. To control how every block is
+    computed, call `enter`, then `block(kind)` for each of `blocks`, then `leave`.
     """
 
     def __init__(self, config: Flux2Config, weights: Mapping[str, Any]) -> None:
-        """Build the transformer from its sizes and weights. `weights` maps every name in `config.shapes()` to an array. A
-        weight within a block may be any object that the `linear` function given to the blocks accepts. A weight outside the
-        blocks, except x_embedder's, may be an object with a method `dense()` that returns the array.
+        """Build the transformer from its sizes and weights. `weights` maps every name in `config.shapes()` to an array. Packed
+        (quantised) weights are allowed too. Within a block, a packed weight is any object that the block's `linear` function
+        accepts. Outside the blocks, it has a method `dense()` that returns the array. The weight of x_embedder must be an array.
         """
         self.config = config
         self.top: dict[str, Any] = {}
@@ -63,8 +63,8 @@ class Flux2:
         return found
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Return a dict from the full name of every Linear within a block, such as "transformer_blocks.0.attn.to_out.0", to
-        (number of outputs, number of inputs).
+        """Return the size of every Linear within a block. The result maps its full name, such as
+        "transformer_blocks.0.attn.to_out.0", to (outputs, inputs).
         """
         inside = {n.removesuffix(".weight"): s for n, s in self.config.shapes().items() if in_block(n)}
         return {name: (shape[0], shape[1]) for name, shape in inside.items() if len(shape) == 2}
@@ -72,8 +72,8 @@ class Flux2:
     @staticmethod
     def block(kind: str) -> Callable[..., mx.array]:
         """Return the function that computes a block of this `kind`, "double" or "single". Call it as function(weights, h_BSD,
-        shared, linear). `weights` are the block's own; h_BSD, (batch, text rows then image rows, hidden), and `shared` come
-        from `enter`; `linear(name, weight, x)` computes each Linear. It returns the new h_BSD.
+        shared, linear). `weights` are the block's own. h_BSD, (batch, text rows then image rows, hidden), and `shared` come from
+        `enter`. `linear(name, weight, x)` computes each Linear. The function returns the new h_BSD.
         """
         return {"double": double_block, "single": single_block}[kind]
 
@@ -86,12 +86,12 @@ class Flux2:
         timesteps_B: mx.array,
         guidance_B: mx.array | None = None,
     ) -> tuple[mx.array, Shared]:
-        """Return (h_BSD, shared): the input of the first block, (batch, text rows then image rows, hidden), and a dict of arrays
-        that every block receives. x_BLC: the noisy latents, (batch, image tokens, channels). ctx_BTJ: the text embeddings,
-        (batch, text rows, features). x_ids_L4 and ctx_ids_T4: the positions of the image tokens and of the text rows, (tokens, 4)
-        and (text rows, 4). timesteps_B: the noise level of each sample, 0 (clean) to 1 (noise). guidance_B: the guidance of each
-        sample, such as 4.0; models without a guidance input ignore it. Raises ValueError if a model with a guidance input gets
-        None.
+        """Return the input of the first block and a dict of arrays for all blocks: (h_BSD, shared). h_BSD is (batch, text rows
+        then image rows, hidden). x_BLC is the noisy latents, (batch, image tokens, channels). x_ids_L4 is the positions of the
+        image tokens, (tokens, 4). ctx_BTJ is the text embeddings, (batch, text rows, features). ctx_ids_T4 is the positions of
+        the text rows, (text rows, 4). timesteps_B is the noise level of each sample, from 0 (clean) to 1 (noise). guidance_B is
+        the guidance of each sample, such as 4.0. Models without a guidance input ignore it. Raises ValueError if a model with a
+        guidance input gets None.
         """
         temb_BD = self._embed("timestep", timesteps_B)
         if self.config.guidance_embeds:
@@ -112,8 +112,9 @@ class Flux2:
         return mx.concatenate([h_BTD, h_BLD], axis=1), shared
 
     def leave(self, h_BSD: mx.array, shared: Shared) -> mx.array:
-        """Compute the velocity (noise minus clean latent) from the output of the last block. h_BSD is (batch, text rows then
-        image rows, hidden); `shared` is the dict that `enter` returned. Returns (batch, image tokens, channels).
+        """Compute the velocity (noise minus clean latent) from the output of the last block. h_BSD is this output, (batch, text
+        rows then image rows, hidden). `shared` is the dict that `enter` returned. The velocity is (batch, image tokens,
+        channels).
         """
         h_BLD = modulate(h_BSD[:, text_rows(shared) :], shared["out"])
         return self._linear("proj_out", h_BLD)
@@ -128,11 +129,12 @@ class Flux2:
         guidance_B: mx.array | None = None,
         linear_for: Callable[[str], Linear] | None = None,
     ) -> mx.array:
-        """Predict the velocity (noise minus clean latent): (batch, image tokens, channels). x_BLC: the noisy latents, (batch,
-        image tokens, channels). ctx_BTJ: the text embeddings, (batch, text rows, features). x_ids_L4 and ctx_ids_T4: their
-        positions, (tokens, 4) and (text rows, 4). timesteps_B: the noise level of each sample, 0 (clean) to 1 (noise).
-        guidance_B: the guidance of each sample; models without a guidance input ignore it. `linear_for(block name)` returns
-        the function that computes the block's Linears, to run with an adapter; None: without one.
+        """Predict the velocity (noise minus clean latent), (batch, image tokens, channels). x_BLC is the noisy latents, (batch,
+        image tokens, channels). x_ids_L4 is the positions of the image tokens, (tokens, 4). ctx_BTJ is the text embeddings,
+        (batch, text rows, features). ctx_ids_T4 is the positions of the text rows, (text rows, 4). timesteps_B is the noise level
+        of each sample, from 0 (clean) to 1 (noise). guidance_B is the guidance of each sample. Models without a guidance input
+        ignore it. `linear_for(block name)` returns the function that computes the block's Linears, to run with an adapter. None
+        runs without an adapter.
         """
         h_BSD, shared = self.enter(x_BLC, x_ids_L4, ctx_BTJ, ctx_ids_T4, timesteps_B, guidance_B)
         for block in self.blocks:
@@ -141,12 +143,11 @@ class Flux2:
         return self.leave(h_BSD, shared)
 
     def _embed(self, kind: str, value_B: mx.array) -> mx.array:
-        """Embed one number per sample as a vector: value_B, (batch,), becomes (batch, hidden). `kind` is "timestep" (the
-        number is the noise level) or "guidance", and chooses the weights. The vector starts as sinusoids of 1000 times the
-        number.
+        """Embed one number per sample as a vector: (batch,) becomes (batch, hidden). `kind` chooses the weights. It is "timestep"
+        if the numbers are noise levels, otherwise "guidance". The vector starts as sinusoids of 1000 times the number.
 
-        The sinusoid is float32, as bfloat16 would round 937 to 936. The exponents are rounded to float32 as in Black Forest
-        Labs' code: the last bit of a frequency changes the angle a thousandfold.
+        The sinusoid is float32, as bfloat16 would round 937 to 936. The exponents are rounded to float32 as in Black Forest Labs'
+        code: the last bit of a frequency changes the angle a thousandfold.
         """
         half = self.config.timestep_guidance_channels // 2
         exponents = np.float32(-math.log(10000)) * np.arange(half, dtype=np.float32) / np.float32(half)
@@ -160,8 +161,8 @@ class Flux2:
         return plain_linear(name, self.top[f"{name}.weight"], x)
 
     def _rope(self, ids_S4: np.ndarray) -> list[mx.array]:
-        """Return [cosines, sines] of the rotary position embedding for rows at the positions ids_S4, (rows, 4). Each is a
-        float32 array (rows, 1, head width) with every value twice, once per feature of a pair.
+        """Return [cosines, sines] of the rotary position embedding. Each is a float32 array (rows, 1, head width). Every value is
+        there twice, once per feature of a pair. ids_S4 is the positions of the rows, (rows, 4).
 
         Angles are computed in float64. The tables of the last TABLES_KEPT sets of positions are reused.
         """
@@ -178,7 +179,7 @@ class Flux2:
 
 
 def meta_transformer(config: Flux2Config, dtype: mx.Dtype) -> Flux2:
-    """Build a transformer of the sizes in `config` whose weights are lazy zeros of `dtype`. It has every name and shape and
-    takes no memory while the weights are not computed. Use it to estimate memory.
+    """Build a transformer of the sizes in `config` to estimate memory. It has every name and shape. Its weights are lazy zeros of
+    `dtype`. They take no memory until they are computed.
     """
     return Flux2(config, {name: mx.zeros(shape, dtype) for name, shape in config.shapes().items()})

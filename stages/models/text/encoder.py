@@ -23,9 +23,8 @@ PRECISIONS = {"bfloat16": mx.bfloat16, "float32": mx.float32}
 
 @dataclass(frozen=True)
 class Embedding:
-    """The embedding of one text. `words` are its bfloat16 values as uint16 words, shape (tokens with padding, features).
-    `tokens` is the number of tokens that are not padding, and `dropped` the number of tokens that were cut off because the
-    text is too long.
+    """The embedding of one text. `words` is its bfloat16 values as uint16 words, (tokens with padding, features). `tokens` is the
+    number of tokens without padding. `dropped` is the number of tokens that were cut off from a text that is too long.
     """
 
     words: np.ndarray
@@ -34,14 +33,15 @@ class Embedding:
 
 
 class TextEncoder:
-    """A model family's text encoder with its tokenizer: it turns texts into embeddings. Only the layers that the family's
+    """A model family's text encoder with its tokenizer. It turns texts into embeddings. Only the layers that the family's
     embeddings need are in memory.
     """
 
     def __init__(self, weights: Path, tokenizer: Path, family: Family, precision: str) -> None:
-        """Load the weights at `weights` (a folder or a file) and the tokenizer in the folder `tokenizer`. `precision` is the
-        dtype to compute in: "bfloat16" or "float32". Raises ValueError if files are missing, damaged or of another model, or if
-        the tokenizer does not belong to the weights.
+        """Load the text encoder and its tokenizer. `weights` is the folder or file of the weights. `tokenizer` is the tokenizer's
+        folder. `family` is the record of the model family. `precision` is the dtype to compute in, "bfloat16" or "float32".
+        Raises ValueError if files are missing, damaged or of another model. Raises it too if the tokenizer does not belong to the
+        weights.
         """
         self.prompts = PromptTokenizer(tokenizer, family)
         self.layers = family.text_layers
@@ -60,10 +60,10 @@ class TextEncoder:
         self.model = qwen3.Qwen3(config, loaded)
 
     def encode(self, texts: list[str]) -> Iterator[Embedding]:
-        """Encode the texts one by one and yield an embedding for each, in order.
+        """Encode the texts one by one, in order. Yield an embedding for each.
 
-        Texts are not batched: rows of a wider matrix product differ in their last bits, so an embedding would depend on the
-        other texts of its batch. The rows of one text keep a device busy anyway.
+        Texts are not batched: rows of a wider matrix product differ in their last bits, so an embedding would depend on the other
+        texts of its batch. The rows of one text keep a device busy anyway.
         """
         for text in texts:
             prompt = self.prompts(text)
@@ -74,5 +74,5 @@ class TextEncoder:
 
 
 def widen(words: np.ndarray) -> np.ndarray:
-    """Convert bfloat16 values, given as an array of uint16 words, to a float32 array of the same shape."""
+    """Convert bfloat16 values to a float32 array of the same shape. `words` holds the bfloat16 values as uint16 words."""
     return (words.astype(np.uint32) << 16).view(np.float32)

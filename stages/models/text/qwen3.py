@@ -45,8 +45,8 @@ class Qwen3Config:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Qwen3Config:
-        """Return the config for the content of a Qwen3 model's config.json. Both the older form (`rope_theta`) and the newer one
-        (`rope_parameters`) are read. Raises ValueError if a field is missing or has a value that is not supported.
+        """Return the sizes of a Qwen3 model. `config` is the content of its config.json. Both the older form (`rope_theta`) and
+        the newer one (`rope_parameters`) are read. Raises ValueError if a field is missing or has a value that is not supported.
         """
         missing = [name for name in SIZES if name not in config]
         if missing:
@@ -64,9 +64,9 @@ class Qwen3Config:
         return cls(rope_theta=float(theta), **{name: config[name] for name in SIZES})
 
     def shapes(self, layers: int) -> dict[str, tuple[int, ...]]:
-        """Return the name and shape of every weight that is needed to compute the hidden state after `layers` layers. These are
-        the token embedding and the first `layers` layers. The final norm is needed too if these are all layers of the model.
-        Raises ValueError if the model has fewer layers.
+        """Return a dict from name to shape for the weights that a hidden state needs. The hidden state is the one after `layers`
+        layers. It needs the token embedding and the first `layers` layers. If these are all layers of the model, it needs the
+        final norm too. Raises ValueError if the model has fewer layers.
         """
         D, K, inner = self.hidden_size, self.head_dim, self.intermediate_size
         query, shared = self.num_attention_heads * K, self.num_key_value_heads * K
@@ -93,13 +93,14 @@ class Qwen3Config:
 
 
 def rename(key: str) -> str:
-    """Return the name of a weight in a Qwen3 checkpoint without its leading "model."."""
+    """Return the name of a weight without the leading "model." that it has in a Qwen3 checkpoint."""
     return key.removeprefix("model.")
 
 
 def unneeded_beyond(layers: int, total: int) -> Callable[[str], bool]:
-    """Return a function that takes a weight's name. It returns True if the weight is not needed to compute the hidden state
-    after `layers` layers of a model of `total` layers: later layers, the final norm after them, and the output head.
+    """Return a function that takes a weight's name and returns True if the weight is not needed. The function is for hidden
+    states after at most `layers` layers. Later layers and the output head are not needed. `total` is the number of layers of the
+    model. If `layers` is less than `total`, the final norm is not needed either.
     """
 
     def unneeded(key: str) -> bool:
@@ -113,9 +114,9 @@ def unneeded_beyond(layers: int, total: int) -> Callable[[str], bool]:
 
 
 def mask(real_BT: mx.array) -> mx.array:
-    """Return the attention mask of a batch, boolean, shape (batch, 1, tokens, tokens). It is True if the row's token may
-    attend to the column's token: neither a later token nor padding. real_BT, boolean (batch, tokens), is False for padding,
-    which must be at the end.
+    """Return the attention mask of a batch, a boolean array (batch, 1, tokens, tokens). A row's token attends to the columns that
+    are True. They are the real tokens up to the row's own place. real_BT is a boolean array (batch, tokens), False for padding.
+    Padding must be at the end.
 
     Padding attends to the real tokens before it, so every row has a True.
     """
@@ -126,8 +127,8 @@ def mask(real_BT: mx.array) -> mx.array:
 
 
 class Qwen3:
-    """Qwen3's decoder, used as a text encoder. `weights` maps names to arrays. It must contain the names in
-    `config.shapes(k)`, where k is the largest number of layers after which a hidden state is asked for.
+    """Qwen3's decoder, used as a text encoder. `weights` maps names to arrays. If hidden states are asked for after at most k
+    layers, it must have the names in `config.shapes(k)`.
     """
 
     def __init__(self, config: Qwen3Config, weights: Mapping[str, mx.array]) -> None:
@@ -135,9 +136,9 @@ class Qwen3:
         self.weights = weights
 
     def encode(self, tokens_BT: mx.array, real_BT: mx.array, layers: Sequence[int]) -> mx.array:
-        """Return hidden states of a batch of texts, joined along the last axis: (batch, tokens, len(layers) * hidden size). A
-        number k in `layers` stands for the hidden state after k layers; the order is that of `layers`. tokens_BT are token
-        ids, (batch, tokens). real_BT, boolean (batch, tokens), is False for padding, which must be at the end.
+        """Return hidden states of a batch of texts, joined along the last axis: (batch, tokens, len(layers) * hidden size).
+        tokens_BT is the token ids, (batch, tokens). real_BT is a boolean array (batch, tokens), False for padding. Padding must
+        be at the end. A number k in `layers` stands for the hidden state after k layers. The order is that of `layers`.
         """
         h_BTD = self.weights["embed_tokens.weight"][tokens_BT]
         seen_B1TT = mask(real_BT)
@@ -160,8 +161,8 @@ class Qwen3:
         return self._linear(f"{name}.o_proj", out_BHTK.transpose(0, 2, 1, 3).reshape(*x_BTD.shape[:2], -1))
 
     def _heads(self, name: str, x_BTD: mx.array, heads: int) -> mx.array:
-        """Return the queries or keys of an attention, (batch, heads, tokens, head width): projected, normalised per head, and
-        rotated by position. `name` is the start of the weights' names, such as "layers.0.self_attn.q".
+        """Return the queries or keys of an attention, (batch, heads, tokens, head width). They are projected, normalised per
+        head, and rotated by position. `name` is the start of the weights' names, such as "layers.0.self_attn.q".
         """
         c = self.config
         x_BTHK = self._linear(f"{name}_proj", x_BTD).reshape(*x_BTD.shape[:2], heads, c.head_dim)

@@ -38,7 +38,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
-    """Write a tokenizer with at most `size` tokens into `folder`, in Qwen3's format: the files tokenizer.json,
+    """Write a tokenizer with at most `size` tokens into `folder`, in Qwen3's format. The files are tokenizer.json,
     tokenizer_config.json and chat_template.jinja. `size` includes the 256 bytes and the special tokens.
     """
     merges = _merges(size - 256 - len(SPECIAL))
@@ -80,8 +80,8 @@ def _added(number: int, token: str) -> dict[str, Any]:
 
 
 def _letters() -> dict[int, str]:
-    """Return a visible letter for every byte, as byte-level tokenizers use them: byte -> letter. A printable byte is its own
-    letter. The other bytes get the letters from code point 256 on, in order.
+    """Return a dict from every byte to a visible letter, as byte-level tokenizers use it. A printable byte is its own letter. The
+    other bytes get the letters from code point 256 on, in order.
     """
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = (b for b in range(256) if b not in shown)
@@ -90,8 +90,8 @@ def _letters() -> dict[int, str]:
 
 def _merges(most: int) -> list[tuple[str, str]]:
     """Return at most `most` byte-pair merges, learned from FRAME and WORDS. Each merge joins the most frequent pair of
-    neighbouring tokens in the words; of equally frequent pairs, the alphabetically first. There are fewer merges once every
-    word is one token.
+    neighbouring tokens in the words. Of equally frequent pairs, the alphabetically first is taken. Once every word is one token,
+    there are no more merges.
     """
     letters = _letters()
     words = [*FRAME, *(" " + word for word in WORDS.split())]
@@ -108,7 +108,7 @@ def _merges(most: int) -> list[tuple[str, str]]:
 
 
 def _join(word: list[str], pair: tuple[str, str]) -> list[str]:
-    """Return the tokens of a word with every occurrence of the neighbours `pair` joined into one token."""
+    """Return the tokens of a word after joining every occurrence of the neighbours `pair` into one token."""
     joined: list[str] = []
     for token in word:
         if joined and (joined[-1], token) == pair:

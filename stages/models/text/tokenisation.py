@@ -14,8 +14,8 @@ from stages.models.family import Family
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """One prompt as token ids. `ids` is an int32 array of fixed length, padded at the end. `real` is the number of ids that
-    are not padding. `dropped` is the number of tokens that were cut off because the prompt is too long.
+    """One prompt as token ids. `ids` is an int32 array of fixed length, padded at the end. `real` is the number of ids without
+    padding. `dropped` is the number of tokens that were cut off from a prompt that is too long.
     """
 
     ids: np.ndarray
@@ -24,13 +24,13 @@ class TokenizedPrompt:
 
 
 class PromptTokenizer:
-    """A tokenizer for prompts of one model family: `tokenizer(text)` returns a TokenizedPrompt. The prompt becomes the user's
-    turn of a chat in Qwen3's form, with thinking switched off.
+    """A tokenizer for prompts of one model family. `tokenizer(text)` returns a `TokenizedPrompt`. The prompt becomes the user's
+    turn of a chat in Qwen3's form. Thinking is switched off.
     """
 
     def __init__(self, folder: Path, family: Family) -> None:
         """Load the tokenizer in `folder`. Every tokenized prompt has `family.text_tokens` token ids. Raises ValueError if the
-        family's text encoder is not supported, or if the folder lacks a file or a setting.
+        family's text encoder is not supported. Raises it too if the folder lacks a file or a setting.
         """
         family.require("text_encoder")
         self.length = family.text_tokens
@@ -41,15 +41,15 @@ class PromptTokenizer:
             raise ValueError(f"{folder} has no chat template: chat_template.jinja is missing")
 
     def apply_template(self, text: str) -> str:
-        """Return `text` in the form of a chat: as the user's turn, followed by the start of the model's answer. `text` may be
-        empty.
+        """Return `text` in the form of a chat. It becomes the user's turn, followed by the start of the model's answer. `text`
+        may be empty.
         """
         turn = [{"role": "user", "content": text}]
         found: str = self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, enable_thinking=False)
         return found
 
     def __call__(self, text: str) -> TokenizedPrompt:
-        """Convert one prompt to token ids. A prompt that is too long is cut at its end; a shorter one is padded at its end."""
+        """Convert one prompt to token ids. A prompt that is too long is cut at its end. A shorter one is padded at its end."""
         ids = self.tokenizer(self.apply_template(text), truncation=False, verbose=False)["input_ids"]
         kept = ids[: self.length]
         ids_T = np.full(self.length, self.tokenizer.pad_token_id, np.int32)
@@ -58,8 +58,8 @@ class PromptTokenizer:
 
 
 def _load(folder: Path) -> Any:
-    """Load the transformers tokenizer in `folder` without using the network. Raises ValueError if the folder holds none or if it
-    cannot be read.
+    """Load the transformers tokenizer in `folder` without using the network. Raises ValueError if the folder holds none or a
+    damaged one.
     """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would advise to install torch, which is not needed
     from transformers import AutoTokenizer

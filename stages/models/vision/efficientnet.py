@@ -28,9 +28,9 @@ GROUPS = (
 
 
 def layers() -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """Return every convolution of the network, in order: layer name -> (name of its batch norm, shape of its weight, stride).
-    The shape is (output channels, height, width, input channels). For a depthwise convolution the number of input channels is
-    1.
+    """Return a dict of every convolution of the network, in order. It maps the layer's name to (name of its batch norm, shape of
+    its weight, stride). The shape is (output channels, height, width, input channels). For a depthwise convolution, the number of
+    input channels is 1.
     """
     found: dict[str, tuple[str, tuple[int, ...], int]] = {"_conv_stem": ("_bn0", (32, 3, 3, 3), 2)}
     number = 0
@@ -48,9 +48,9 @@ def layers() -> dict[str, tuple[str, tuple[int, ...], int]]:
 
 
 class EfficientNet:
-    """The EfficientNet-Lite0 network without its classifier: `network(images)` returns 1280 features per image. `weights` maps
-    the name of each layer in `layers()` to (weight, bias). They are float32, with the batch norm folded in, and of the shapes
-    (output channels, height, width, input channels) and (output channels,).
+    """The EfficientNet-Lite0 network without its classifier. `network(images)` returns 1280 features per image. `weights` maps
+    the name of each layer in `layers()` to (weight, bias). The weight is (output channels, height, width, input channels). The
+    bias is (output channels,). Both are float32, with the batch norm folded in.
     """
 
     def __init__(self, weights: Mapping[str, tuple[mx.array, mx.array]]) -> None:
@@ -60,8 +60,9 @@ class EfficientNet:
 
     @classmethod
     def load(cls, file: Path) -> EfficientNet:
-        """Read the network from a safetensors file with the keys `NAME.weight` and `NAME.bias` for each layer. An int8 weight has
-        a `NAME.scale` too: one factor per output channel. Raises ValueError if the file is damaged or not EfficientNet-Lite0.
+        """Read the network from a safetensors file. Each layer has the keys "NAME.weight" and "NAME.bias". If its weight is int8,
+        it has a "NAME.scale" too, with one factor per output channel. Raises ValueError if the file is damaged or not
+        EfficientNet-Lite0.
         """
         try:
             with safe_open(file, framework="numpy") as opened:
@@ -78,8 +79,8 @@ class EfficientNet:
         return cls(weights)
 
     def __call__(self, image_BHWC: mx.array) -> mx.array:
-        """Return the features of a batch of images, float32, shape (batch, 1280). image_BHWC holds RGB images (batch, 224,
-        224, 3) with values from 0 to 255.
+        """Return the features of a batch of images, float32, (batch, 1280). image_BHWC holds RGB images, (batch, 224, 224, 3),
+        with values from 0 to 255.
         """
         x_BHWC = self._conv("_conv_stem", (image_BHWC - MEAN) / SPREAD)
         number = 0
@@ -99,8 +100,8 @@ class EfficientNet:
         return self._conv(name + "_project_conv", self._conv(name + "_depthwise_conv", x_BHWC), act=False)
 
     def _conv(self, name: str, x_BHWC: mx.array, act: bool = True) -> mx.array:
-        """Apply the convolution `name` with its bias, padded as TensorFlow's SAME. If `act`, values are then clipped to 0 ..
-        6.
+        """Apply the convolution `name` with its bias, padded as TensorFlow's SAME. If `act` is True, the values are then clipped
+        to the range from 0 to 6.
         """
         weight, bias = self.weights[name]
         kernel, stride = weight.shape[1], self.strides[name]
@@ -115,8 +116,8 @@ class EfficientNet:
 
 
 def depthwise(x_BHWC: mx.array, weight: mx.array, stride: int) -> mx.array:
-    """Convolve each channel of x_BHWC (batch, height, width, channels) with a kernel of its own, without padding. `weight` has
-    the shape (channels, height, width, 1).
+    """Convolve each channel with a kernel of its own, without padding. x_BHWC is (batch, height, width, channels). `weight` is
+    (channels, height, width, 1).
 
     A sum of shifted products is four times as fast as MLX's own grouped convolution on a CPU.
     """
@@ -129,16 +130,16 @@ def depthwise(x_BHWC: mx.array, weight: mx.array, stride: int) -> mx.array:
 
 
 def same_padding(size: int, kernel: int, stride: int) -> tuple[int, int]:
-    """Return how many zeros TensorFlow's SAME padding adds before and after `size` pixels: (before, after). `kernel` and
-    `stride` are those of the convolution along this axis. If the total is odd, the extra zero goes after.
+    """Return (zeros before, zeros after) of TensorFlow's SAME padding along one axis. `size` is the number of pixels along it.
+    `kernel` and `stride` are those of the convolution. If the total is odd, the extra zero goes after.
     """
     total = max(0, (-(-size // stride) - 1) * stride + kernel - size)
     return total // 2, total - total // 2
 
 
 def dequantise(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return a quantised convolution weight as float32: `weight`, shape (output channels, height, width, input channels),
-    times `scale`, one factor per output channel.
+    """Return a quantised convolution weight as float32: `weight` times `scale`. `weight` is (output channels, height, width,
+    input channels). `scale` has one factor per output channel.
     """
     product: np.ndarray = weight.astype(np.float32) * scale.astype(np.float32)[:, None, None, None]
     return product
