@@ -47,8 +47,8 @@ def linears(arrays: Arrays) -> list[str]:
 
 
 def _check(name: str, own: Arrays) -> None:
-    """Raise ValueError if the arrays of the Linear `name` are incomplete or do not fit together. `own` maps endings such as
-    ".lora_A.weight" to arrays.
+    """Raise ValueError if the arrays of the Linear `name` are incomplete or do not fit together. `own` maps endings, such as
+    ".lora_A.weight", to these arrays.
     """
     for ending in _required(own):
         if ending not in own:

@@ -1,4 +1,6 @@
-"""The record of a model family: data, and the functions of its architecture. Stages and commands ask it, never a name."""
+"""The record of a model family: its data and the functions of its architecture. Stages and commands ask this record instead of
+the family's name.
+"""
 
 from __future__ import annotations
 

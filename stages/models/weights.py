@@ -1,4 +1,4 @@
-"""Reading safetensors files strictly: every file complete, every key known, every shape as the architecture has it.
+"""Read safetensors files strictly. Every file must be complete, every key known, and every shape that of the architecture.
 
 MLX reads safetensors lazily. For a file that was cut short it returns garbage without an error, so the size of each file is
 compared with its header before MLX reads it.
@@ -108,8 +108,8 @@ def read_file(path: Path) -> tuple[Arrays, dict[str, str]]:
 
 def read_tensors(path: Path) -> Arrays:
     """Return all tensors of a component by name. `path` is a safetensors file or a folder with such files. MLX reads a tensor
-    from disk when the tensor is first evaluated. Raises ValueError if a file is damaged, if two files contain the same name, or
-    if a tensor is quantised.
+    from disk when the tensor is first evaluated. Raises ValueError if a file is damaged or a tensor is quantised. Raises it too
+    if two files contain the same name.
     """
     arrays: Arrays = {}
     for file in weight_files(path):

@@ -1,4 +1,5 @@
-"""Translate the names of Linears in adapter files of FLUX.2: diffusers', Black Forest Labs', kohya's and LyCORIS'.
+"""Translate the names of Linears in adapter files of FLUX.2. The names may be those of diffusers, Black Forest Labs, kohya or
+LyCORIS.
 
 This program uses diffusers' names. Black Forest Labs' code (the FLUX.2 reference repository) fuses q, k and v into one Linear.
 """
@@ -69,21 +70,20 @@ def _dotted(key: str, flat: str, known: dict[str, str]) -> str:
 
 
 def has_prefix(key: str) -> bool:
-    """Return True if the `key` of an adapter file starts with another program's prefix, such as "transformer." or
-    "lora_unet_".
+    """Return True if a key of an adapter file starts with another program's prefix. "transformer." and "lora_unet_" are such
+    prefixes.
     """
     return key.startswith((*PREFIXES, *_UNDERSCORED))
 
 
 def lycoris_name(name: str) -> str:
-    """Return LyCORIS' name of a Linear from its diffusers name: "norm_out.linear" -> "lycoris_norm_out_linear"."""
+    """Return LyCORIS' name of a Linear from its diffusers name. "norm_out.linear" gives "lycoris_norm_out_linear"."""
     return "lycoris_" + name.replace(".", "_")
 
 
 def diffusers_names(name: str) -> list[str]:
-    """Return the diffusers names of one Linear of Black Forest Labs' code. "double_blocks.3.img_attn.qkv" stacks three Linears
-    and gives three names (q, k and v), in the order of the rows. Most Linears give one name. A `name` that this code does not use
-    gives [`name`].
+    """Return the diffusers names of one Linear of Black Forest Labs' code. "double_blocks.3.img_attn.qkv" stacks q, k and v. It
+    gives three names, in the order of the rows. Most Linears give one name. A `name` that this code does not use gives [`name`].
     """
     pattern, block = _split_number(name)
     return [part.replace("{}", block) for part in FUSED.get(pattern, (name,))]

@@ -39,8 +39,8 @@ def read_adapter(path: Path) -> tuple[Arrays, Scales]:
     """Read the LoRA, DoRA or LoKr file at `path` and return (arrays, scales). Files of this program, diffusers, ComfyUI, kohya
     and LyCORIS are understood. `arrays` maps keys such as "proj_out.lora_A.weight" to float32 arrays. A key is the diffusers name
     of a Linear and an ending. `scales` maps the name of each Linear to the factor of its update. The adapter of a fused q, k, v
-    Linear is split into three. Raises ValueError if the file is missing or damaged. Raises it too if the file has other arrays (a
-    text encoder's, say), or if a fused adapter cannot be split exactly.
+    Linear is split into three. Raises ValueError if the file is missing or damaged. Raises it too if the file has other arrays,
+    such as a text encoder's. Raises it too if a fused adapter cannot be split exactly.
     """
     if not path.is_file():
         raise ValueError(f"no adapter at {path}")

@@ -41,9 +41,9 @@ def to_comfyui(arrays: Arrays, scales: Scales) -> Arrays:
 
 
 def _fuse(fused: str, arrays: Arrays, scales: Scales) -> Arrays:
-    """Return the LoRA or DoRA of one Linear of Black Forest Labs' code, by its keys in the file. `fused` is the name of this
-    Linear. It stacks one or more diffusers Linears (q, k and v, say). Their adapters are joined. `arrays` maps keys such as
-    "proj_out.lora_A.weight" to arrays. `scales` maps each diffusers Linear to the factor of its update.
+    """Return the LoRA or DoRA of the Linear `fused` of Black Forest Labs' code, as the file's keys and arrays. `fused` stacks one
+    or more diffusers Linears (q, k and v, say). Their adapters are joined. `arrays` maps keys such as "proj_out.lora_A.weight" to
+    arrays. `scales` maps each diffusers Linear to the factor of its update.
     """
     parts = names.diffusers_names(fused)
     scaled = {part: _scaled(arrays, scales, part) for part in parts if part + B in arrays}
@@ -87,8 +87,8 @@ def _scaled(arrays: Arrays, scales: Scales, name: str) -> Arrays:
 
 def _dora_scale(fused: str, magnitudes: list[mx.array | None]) -> mx.array:
     """Join DoRA magnitudes, one number per output, into one column (outputs, 1). `fused` is the name of the Linear that gets the
-    column. `magnitudes` has one array for each diffusers Linear that is stacked in it (q, k and v, say), in order. None stands
-    for a Linear without a DoRA. Raises ValueError if there is a None.
+    column. It stacks several diffusers Linears (q, k and v, say). `magnitudes` has one array for each of them, in order. None
+    stands for a Linear without a DoRA. Raises ValueError if there is a None.
 
     The shape is a column, because ComfyUI would lay a plain vector along the inputs.
     """

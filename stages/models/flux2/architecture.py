@@ -1,4 +1,4 @@
-"""FLUX.2's entry in the table of architectures. Nothing outside this folder imports another of its files."""
+"""FLUX.2's entry in the table of architectures. Code outside this folder imports this file only."""
 
 from stages.models.family import Architecture
 from stages.models.flux2 import adapter_reader, adapter_writer, config, load, random_weights, sampling, transformer

@@ -1,4 +1,4 @@
-"""The sizes of a FLUX.2 transformer, and the names and shapes of all its weights in the diffusers layout."""
+"""The sizes of a FLUX.2 transformer, and the names and shapes of its weights in the diffusers layout."""
 
 from __future__ import annotations
 

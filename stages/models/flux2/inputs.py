@@ -1,4 +1,4 @@
-"""The inputs of the FLUX.2 transformer: latents as tokens, the places of tokens and text rows, noise level, guidance."""
+"""The inputs of the FLUX.2 transformer: latents as tokens, positions of tokens and text rows, noise level, guidance."""
 
 from __future__ import annotations
 

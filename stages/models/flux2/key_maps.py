@@ -1,4 +1,5 @@
-"""Rename the weights of Black Forest Labs' single files, which have the names of its reference repository, to diffusers' names.
+"""Rename the weights of Black Forest Labs' single files to diffusers' names. The single files have the names of its reference
+repository.
 
 The arrays may be lazy: no function here evaluates them. Source of the tables: model.py and autoencoder.py of the reference
 repository beside the released diffusers folders; tests compare them in both directions at tiny sizes.
@@ -61,8 +62,8 @@ def strip_prefix(key: str) -> str:
 
 
 def is_single_file(keys: Iterable[str]) -> bool:
-    """Return True if `keys`, the names of the weights in a file, are those of Black Forest Labs' single files. Names of the
-    diffusers layout give False.
+    """Return True if `keys` are those of one of Black Forest Labs' single files. `keys` are the names of the weights in a file.
+    Names of the diffusers layout give False.
     """
     marks = ("double_blocks.", "single_blocks.", "encoder.down.", "decoder.up.", "img_in.")
     return any(strip_prefix(k).startswith(marks) for k in keys)

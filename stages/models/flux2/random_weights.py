@@ -1,7 +1,8 @@
-"""A FLUX.2 klein of random weights, in the true architecture and file layout, so that every stage can run anywhere in seconds.
+"""Write a FLUX.2 klein of random weights, in the true architecture and file layout. With it, every stage can run anywhere in
+seconds.
 
-diffusers loads the folder too. The model has learned nothing and draws noise. Numbers come from the raw stream of a bit
-generator and exact arithmetic, so that one seed gives the same bytes on every machine.
+diffusers loads the folder too. The model has learned nothing and draws noise. Numbers come from the raw stream of a bit generator
+and exact arithmetic, so that one seed gives the same bytes on every machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The FLUX.2 transformer as a chain of blocks: a caller can run block after block, replace its Linears, or just call it.
+"""The FLUX.2 transformer as a chain of blocks. A caller can run block after block, replace its Linears, or call all of it.
 
 The residual stream is one array, text rows before image rows, in the dtype of the weights. Names of weights are those of the
 diffusers layout. B batch, T text rows, L image rows, S = T + L rows, C latent channels, J text features, D hidden width.

@@ -1,1 +1,3 @@
-"""Text encoders: the chat form and tokens of a prompt (tokenisation), Qwen3's decoder, and embeddings made of both (encoder)."""
+"""Text encoders. `tokenisation` makes the chat form and the tokens of a prompt. `qwen3` is Qwen3's decoder. `encoder` makes
+embeddings with both.
+"""

@@ -1,6 +1,7 @@
-"""Text embeddings as the FLUX.2 transformer reads them: hidden states of Qwen3, padding included, as it was trained.
+"""Text embeddings as the FLUX.2 transformer reads them. They are hidden states of Qwen3, padding included.
 
-T text rows (the family's text_tokens), J features: the hidden size times the number of hidden states taken.
+The transformer was trained with the padding. T text rows (the family's text_tokens), J features: the hidden size times the number
+of hidden states taken.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Qwen3's decoder as a text encoder, with as many of its layers as the hidden states need.
+"""Qwen3's decoder as a text encoder. It has only the layers that the hidden states need.
 
-Hidden state k is the residual stream after k layers; after the last layer of the model it is normalised, as transformers
-returns it. Names of weights are those of a Qwen3 checkpoint without their leading "model.".
-B batch, T tokens, D hidden width, H query heads, G key and value heads (H is a multiple of G), K head width.
+Hidden state k is the residual stream after k layers; after the last layer of the model it is normalised, as transformers returns
+it. Names of weights are those of a Qwen3 checkpoint without their leading "model.". B batch, T tokens, D hidden width, H query
+heads, G key and value heads (H is a multiple of G), K head width.
 """
 
 from __future__ import annotations

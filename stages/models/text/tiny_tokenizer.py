@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer in Qwen3's file format, with merges for a few words, for models of random weights."""
+"""A byte-level BPE tokenizer in Qwen3's file format, for models of random weights. It has merges for a few words."""
 
 from __future__ import annotations
 
