@@ -37,7 +37,7 @@ def project(tmp_path_factory, reference) -> Path:
 
 def floats(table: pa.Table) -> list[np.ndarray]:
     """The stored tensors as float32."""
-    words = [np.frombuffer(w, np.uint16).astype(np.uint32) << 16 for w in table["words"].to_pylist()]
+    words = [np.frombuffer(w, np.uint16).astype(np.uint32) << 16 for w in table["bytes of tensor"].to_pylist()]
     return [w.view(np.float32).reshape(shape) for w, shape in zip(words, table["shape"].to_pylist(), strict=True)]
 
 
