@@ -169,7 +169,7 @@ class Index:
         return {path for path in self.path.rglob("*") if path.is_file()}
 
     def _sync(self) -> None:
-        """Sync all files that are new or changed since the last call, and then all folders of the dataset."""
+        """Flush to disk (fsync) all files that are new or changed since the last call, then all folders of the dataset."""
         found = {(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self._files()}
         for name, _, _ in found - self._synced:
             sync(Path(name))

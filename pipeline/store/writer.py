@@ -256,7 +256,7 @@ class Writer:
             self._replace(self._rows)
 
     def _rename_old_folders(self) -> None:
-        """Rename folders that an earlier version of this program named otherwise."""
+        """Give the table's folders their present names, such as shards/ for parts/. Earlier versions used the old names."""
         for old, new in FOLDERS.items():
             if (self.table.folder / old).is_dir() and not (self.table.folder / new).exists():
                 (self.table.folder / old).rename(self.table.folder / new)

@@ -77,8 +77,8 @@ class Family:
 
     @property
     def source(self) -> str:
-        """A description of the source of the weights for a project that names none. It is a hub id, a folder of the checkout, or
-        "made by the project".
+        """The family's own source of weights, as a text for messages: a hub id, a folder of the checkout, or "made by the
+        project". It is used if a project sets no weights.
         """
         return self.hub or (f"{self.bundled}, part of the checkout" if self.bundled else "made by the project")
 

@@ -152,8 +152,8 @@ def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def wanted_buckets(ctx: StageContext) -> pa.Table:
-    """Return all rows of the table `buckets` with all columns. Computing them costs less than finding out which are new.
-    Raises ValueError if no image is usable.
+    """Return every row of the table `buckets` with all columns, not only new rows: recomputing all of them is cheap. Raises
+    ValueError if no image is usable.
     """
     images = usable_rows(ctx.rows(IMAGES).select(["image_id", "path", "width", "height", "rejected"]))
     sizes = {row["image_id"]: (row["width"], row["height"]) for row in images}

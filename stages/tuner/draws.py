@@ -13,7 +13,7 @@ import numpy as np
 
 def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
     """Return a NumPy random generator that depends only on the arguments. Equal arguments give equal numbers on every machine.
-    `purpose` is a name such as "noise". `counters` are integers such as the step and the sample.
+    `purpose` is a name such as "noise". Any further arguments are integers such as the step and the sample.
 
     The generator is Philox, keyed with the sha256 of the arguments.
     """

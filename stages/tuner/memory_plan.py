@@ -92,9 +92,9 @@ def fastest_plan(estimate: Estimate, limit: int) -> Plan:
 
 
 def live_bytes_limit(estimate: Estimate, plan: Plan, limit: int) -> int:
-    """Return how many bytes may be in use before the next block waits for the device. The result never exceeds `limit`.
-    `estimate` is the memory estimate of the largest micro-batch. `plan` is the chosen plan. `limit` is the bytes that training
-    may take.
+    """Return the memory use, in bytes, above which the program stops queueing blocks and waits for the device. `estimate` is the
+    memory estimate of the largest micro-batch. `plan` is the chosen plan. `limit` is the number of bytes that training may take,
+    and the result never exceeds it.
 
     Unpacked weights are not part of the allowance for working ahead, because they are freed within a block.
     """

@@ -33,7 +33,9 @@ def write_captions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def finish_captions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Tell the user what is unusual about the captions of all images, if any row was pending. Yield no rows."""
+    """Print notes on unusual captions, such as images without one, if the stage had new rows to write. It is a generator, as
+    every `finish` function of a stage is, and yields nothing.
+    """
     if ctx.pending.num_rows and not ctx.stop():
         _, notes = caption_rows(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config)
         for note in notes:

@@ -58,8 +58,10 @@ def _bmp(file: BinaryIO, size: int) -> bool:
 
 
 def _boxes(file: BinaryIO, size: int) -> bool:
-    """Return True if a file that consists of boxes ends inside a box. Such formats are AVIF, HEIC and JPEG 2000. `size`
-    is the file's size in bytes. Each box begins with its length. A length of 0 means that the box reaches to the end.
+    """Return True if an AVIF, HEIC or JPEG 2000 file is cut off. These formats consist of boxes, and each box begins with its
+    length. A cut file ends before its last box does. `size` is the size of the file in bytes.
+
+    A length of 0 means that the box reaches to the end of the file.
     """
     at = 0
     while at < size:

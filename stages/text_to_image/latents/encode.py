@@ -27,8 +27,8 @@ def encode(model: Autoencoder, pixels_HWC: np.ndarray) -> np.ndarray:
 
 def encoded_row(model: Autoencoder, row: Row, crop: Crop) -> Row:
     """Encode one crop with the autoencoder `model` and return its complete row of the table `latents`. `row` holds the
-    wanted columns. `crop` is a pair (pixels, mask). The statistics in the row are those of the bfloat16 values. A latent
-    that is not finite gives a rejected row.
+    columns that are known before encoding, such as key and size. `crop` is a pair (pixels, mask). Mean, deviation and largest
+    magnitude are computed after rounding to bfloat16. If a value is not finite, the row has no tensor and says why in `rejected`.
     """
     pixels_HWC, mask = crop
     words_Chw = encode(model, pixels_HWC)

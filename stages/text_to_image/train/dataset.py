@@ -70,9 +70,9 @@ class Dataset:
         return None if set(found) == {1.0} else found
 
     def pairs(self) -> list[tuple[str, str, str]]:
-        """Return (latent_id, image_id, caption_id) for every pair of crop and caption that the run may draw or measure. The
-        captions that replace a dropped caption come last, with empty ids for crop and image. The run's result depends on all
-        entries.
+        """Return (latent_id, image_id, caption_id) for every pair of crop and caption that the run may train or validate on. The
+        captions that replace a dropped caption come last, with empty ids for crop and image. The pairs become part of the run's
+        recipe, because its result depends on them.
         """
         crops = [*self.crops, *self.held]
         pairs = [(crop.latent_id, crop.image_id, caption) for crop in crops for caption in crop.captions]

@@ -68,8 +68,8 @@ def scaled(x: mx.array, scale: float) -> mx.array:
 
 
 def _dense_rows(weight: quantize.Weight, rows: slice, after: mx.array) -> mx.array:
-    """Return some rows of a weight as an array. The slice `rows` selects them. Rows of a packed weight are unpacked only after
-    the array `after` is computed. Only one unpacked chunk exists at a time for this reason.
+    """Return the rows `rows` of a weight as an array. A packed weight is unpacked only after the array `after` is computed, so
+    that only one unpacked chunk is in memory at a time.
     """
     own = quantize.select_rows(weight, rows)
     return own if isinstance(own, mx.array) else quantize.unpack_after(own, after).dense()

@@ -83,8 +83,8 @@ class Meter:
         return leaking
 
     def _left(self) -> dict[str, list[int]]:
-        """Return the bytes that each phase allocated and that were never freed. The result maps each phase to a list with one
-        number per execution. Freed memory is subtracted from the latest allocation.
+        """Return the memory that each phase left behind, as phase -> one number per execution of the phase, bytes. When memory is
+        freed, it is counted against the most recent execution that still has some.
         """
         left: dict[str, list[int]] = {}
         added: list[tuple[str, int]] = []  # (phase, number of its execution)

@@ -33,8 +33,8 @@ LIMITS = {  # number -> (least value, value that it must stay below)
 
 
 def make_optimizer(name: str, **numbers: Any) -> Method:
-    """Return a new optimizer of the kind `name`. `name` is a key of METHODS such as "adamw". `numbers` are fields of the
-    optimizer's class, such as beta1=0.9. A field that is left out has its default. Raises ValueError if the name or a field is
+    """Return a new optimizer of the kind `name`. `name` is a key of METHODS such as "adamw". Keyword arguments set fields of
+    the optimizer's class, such as beta1=0.9. Other fields keep their defaults. Raises ValueError if the name or a field is
     unknown, or if a number is out of range.
     """
     if name not in METHODS:
