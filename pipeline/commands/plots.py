@@ -79,7 +79,7 @@ def draw(panels: Sequence[Panel], *, title: str = "", columns: int = 2, panel_in
     figure = Figure(figsize=(columns * panel_inches[0], rows * panel_inches[1] + 0.3 * bool(title) + 0.3 * shared))
     figure.set_layout_engine("constrained")
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axes, panel in zip(grid, panels, strict=False):
+    for axes, panel in zip(grid[: len(panels)], panels, strict=True):
         _draw_panel(axes, panel, legend=not shared)
     for unused in grid[len(panels) :]:
         unused.set_axis_off()
