@@ -42,8 +42,9 @@ class Project(project.Project):
         return outcome
 
     def __getitem__(self, name: str) -> Table:
-        """Return the table of the stage `name`: rows and tensors, as its last finished run left them. Raises ValueError if
-        there is no such stage, or if no run of it has finished.
+        """Return the table of the stage `name`, with its rows and tensors. It is the result of the last finished run of
+        this stage with the present settings. If there is no such run, it is the newest table of other settings. Raises
+        ValueError if there is no such stage, or if no run of the stage has finished.
         """
         from pipeline.project.tables import Table
 

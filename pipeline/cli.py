@@ -54,7 +54,10 @@ class Commands(click.Group):
         return [name for _, commands in command_groups(ctx.meta.get("arguments", ())) for name in commands]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands for --help into `formatter`, with a one-line summary each. No command is imported."""
+        """Write the list of commands for `--help` into `formatter`. Each command has a one-line summary.
+
+        The summaries come from the source files, so no command is imported.
+        """
         for title, commands in command_groups(ctx.meta.get("arguments", ())):
             with formatter.section(title):
                 formatter.write_dl([(name, summary(reference)) for name, reference in commands.items()])

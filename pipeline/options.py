@@ -41,9 +41,9 @@ def with_project(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def open_project(path: str, overrides: tuple[str, ...] = ()) -> Project:
-    """Open and return the project in the folder `path`. `overrides` are texts such as "train.steps=500" that replace settings;
-    if empty, the environment variable LATENTMILL_SET is used. Raises ValueError, in one line, if there is no project or a
-    setting is wrong.
+    """Open and return the project in the folder `path`. `overrides` replace settings; they are texts such as
+    "train.steps=500". If there are none, those in the environment variable `LATENTMILL_SET` are used. Raises ValueError
+    if there is no project or a setting is wrong. The message is one line.
     """
     from pipeline.project.project import Project
 

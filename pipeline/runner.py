@@ -237,8 +237,8 @@ def peak_rss() -> int:
 
 
 def peak_mlx(meter: Meter | None = None) -> int:
-    """Return the peak active memory of MLX in this process, in bytes. Return 0 if MLX was never imported. A meter resets MLX's
-    own peak. If the run has a `meter`, it must be given.
+    """Return the peak active memory of MLX in this process, in bytes. Return 0 if MLX was never imported. If a `Meter`
+    was used, pass it as `meter`. A meter resets MLX's own peak and holds the largest value.
     """
     core = sys.modules.get("mlx.core")
     return max(int(core.get_peak_memory()), meter.peak if meter else 0) if core else 0

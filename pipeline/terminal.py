@@ -26,7 +26,9 @@ ProgressCallback = Callable[[str, int, int, str], None]  # (stage, done, total, 
 
 
 class Rate(ProgressColumn):
-    """A column of the progress bar that shows the speed: units per second, or seconds per unit below one unit per second."""
+    """A column of the progress bar that shows the speed. The speed is shown in units per second. If it is below one
+    unit per second, the seconds per unit are shown instead.
+    """
 
     def render(self, task: Task) -> Text:
         """Return the speed of `task` as text, such as "3.2 images/s". The text is empty before the first unit is done."""
@@ -72,7 +74,9 @@ class Terminal:
         self.console.print(f"{self.stage_name}: {line}", markup=False)
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        """Show that `done` of `total` units are finished. `unit` names what is counted, such as "image" or "images"."""
+        """Show that `done` of `total` units are finished. `unit` is the name of the units, such as "images". The
+        singular is also accepted.
+        """
         unit = unit.removesuffix("s")
         if self.bar and self.task is not None:
             self.bar.update(self.task, completed=done, total=total, visible=True, unit=unit)
@@ -88,8 +92,9 @@ class Terminal:
 
 
 class Quiet:
-    """A console for the stage `stage_name` that shows nothing. If `report` is given, it is called at every progress. Its
-    arguments are the stage's name, units done, units in total, and the name of a unit.
+    """A console for the stage `stage_name` that shows nothing. If `report` is given, each call of `progress` calls it.
+    The arguments of `report` are the stage's name, the number of units done, the total number, and the name of the
+    units.
     """
 
     def __init__(self, stage_name: str, report: ProgressCallback | None = None) -> None:
@@ -120,9 +125,10 @@ def console_for(stage_name: str, progress: ProgressCallback | bool) -> Terminal 
 
 
 def format_table(names: Sequence[str], rows: Iterable[Sequence[Any]], right: Collection[str] = (), null: str = "-") -> str:
-    """Format `rows` as lines of text below a line with the column `names`. Columns of numbers and the columns named in `right`
-    are aligned to the right. None is shown as `null`, a float with 6 digits, any other value as text on one line. If standard
-    output is a terminal, text columns are folded to its width; otherwise every row is one line.
+    """Return `rows` as lines of text below a header line. `names` are the names of the columns. Columns of numbers are
+    aligned to the right. Columns whose names are in `right` are aligned to the right too. None is shown as the text
+    `null`. A float is shown with 6 significant digits. Any other value is shown as text. If standard output is a
+    terminal, wide text columns are folded to its width. Otherwise every row is one line.
     """
     cells = [list(row) for row in rows]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
@@ -146,8 +152,8 @@ def format_table(names: Sequence[str], rows: Iterable[Sequence[Any]], right: Col
 
 
 def format_cell(value: Any, null: str = "-") -> str:
-    """Return `value` as text on one line. None becomes `null`, a float has 6 digits, and a character that cannot be printed
-    becomes "?".
+    """Return `value` as text on one line. None becomes the text `null`. A float is shown with 6 significant digits. A
+    character that cannot be printed becomes "?".
     """
     if value is None:
         return null

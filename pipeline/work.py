@@ -20,10 +20,10 @@ from stages.stage import Artifact, Input, Stage, StageContext, WorkUnit, load
 
 
 def divide(module: str, stage: Stage, ctx: StageContext, inputs: Mapping[str, Input], size: int) -> Iterator[WorkUnit]:
-    """Divide the pending rows of `ctx` into work units of at most `size` rows and yield them. `perform` can compute a unit in
-    another process, because units can be pickled. If the stage is not divisible, all rows are one unit. `module` is the name
-    of the module whose `STAGE` is `stage`. `inputs` are from `Project.inputs`: table name -> the table's folder and version.
-    Missing weights are downloaded.
+    """Yield the pending rows of `ctx` as work units of at most `size` rows. Units can be pickled. `perform` can compute
+    a unit in any process. If `stage.divisible` is False, one unit holds all pending rows. `module` is the dotted name
+    of the module that defines `stage` as `STAGE`. `inputs` maps a table's name to the table's folder and version. It is
+    the result of `Project.inputs`. If rows are pending, missing weights are downloaded first.
     """
     size = size if stage.divisible else max(1, ctx.pending.num_rows)
     needs = {name: ctx.need(name) for name in stage.needs} if ctx.pending.num_rows else {}

@@ -42,16 +42,16 @@ class TensorColumn:
 
     @property
     def field(self) -> pa.Field:
-        """The Arrow field of the column in the record batches that a stage yields. Each row has a list of values of the
-        type `kind`.
+        """The Arrow field of this column in the record batches that a stage yields. Each row holds one list of values,
+        of the Arrow type `self.kind`.
         """
         kind = pa.list_(pa.field("item", self.kind, nullable=False))
         return pa.field(self.name, kind, nullable=False, metadata={"doc": self.doc})
 
     @property
     def locator(self) -> tuple[pa.Field, pa.Field]:
-        """The two Arrow fields (int64) that locate the tensor of a stored row. They hold its offset in the shard and its
-        size, in bytes.
+        """The two Arrow fields (int64) that say where the tensor of a row is stored. The first is the tensor's offset
+        in the shard (an Arrow file with tensors). The second is the tensor's size. Both are in bytes.
         """
         return (
             pa.field(self.offset, pa.int64(), nullable=False, metadata={"doc": f"where {self.name} starts in the shard, bytes"}),
@@ -60,10 +60,10 @@ class TensorColumn:
 
 
 def tensor(name: str = "tensor", dtype: str = "bfloat16", doc: str = "the values, 16-bit words") -> TensorColumn:
-    """Return the description of a tensor column called `name`. `dtype` is the dtype of its values, a key of `STORED_AS`.
-    `doc` says what the values are. The companion columns are called NAME_shape, NAME_offset and NAME_nbytes. For the name
-    "tensor", they are called `shape`, `byte_offset` and `nbytes`. The table itself must declare the shape column, a list
-    of int32.
+    """Return the description of a tensor column called `name`. `dtype` is the dtype of its values, a key of
+    `STORED_AS`. `doc` says what the values are. Three more columns hold its shape, offset and size. They are called
+    NAME_shape, NAME_offset and NAME_nbytes. The default `name`, "tensor", is an exception: its columns are called
+    `shape`, `byte_offset` and `nbytes`. The table must declare the shape column, a list of int32.
     """
     assert dtype in STORED_AS, f"{name}: dtype must be one of {', '.join(STORED_AS)}, got {dtype}"
     if name == "tensor":
@@ -72,10 +72,10 @@ def tensor(name: str = "tensor", dtype: str = "bfloat16", doc: str = "the values
 
 
 def column(name: str, kind: pa.DataType, doc: str, *, null: bool = False, measured: bool = False, default: str = "") -> pa.Field:
-    """Return the Arrow field of one column. `name` is its name and `kind` its Arrow type. `doc` says what it holds, and
-    in which unit. If `null` is True, nulls are allowed. `measured` marks clock times and memory, which may differ between
-    equal runs. `default` is the value for rows without this column. If `default` is empty, every row must have the
-    column.
+    """Return the Arrow field of one column. `name` is its name and `kind` its Arrow type. `doc` says what the column
+    holds, and in which unit. If `null` is True, nulls are allowed. `measured` marks clock times and memory, which may
+    differ between equal runs. `default` is the value that `TableSchema.table` fills in for rows without this column.
+    Only columns of strings can have one. If `default` is empty, every row must have the column.
     """
     return pa.field(name, kind, nullable=null, metadata={"doc": doc, "measured": "yes" if measured else "", "default": default})
 
@@ -84,10 +84,11 @@ def column(name: str, kind: pa.DataType, doc: str, *, null: bool = False, measur
 class TableSchema:
     """The description of a table. `name` is the table's name. `doc` says what a row is. `key` holds the names of the
     columns that identify a row. `columns` holds all columns in order. `tensors` lists the tensors that every row has. A
-    table with tensors has exactly one key column. A dead row is a row that no setting wants any more. If
-    `retains_dead_rows` is True, dead rows stay on disk until `latentmill clean`. Readers do not see them.
+    table with tensors has exactly one key column. `retains_dead_rows` is about rows that no setting needs any more. If
+    it is True, they stay on disk until `latentmill clean` and are hidden from readers. If it is False, they are deleted
+    when the next run finishes.
 
-    Dead rows are retained if they are expensive to recompute. Tables with tensors always retain them.
+    Set it to True if the rows are expensive to recompute. Tables with tensors always retain such rows.
     """
 
     name: str
@@ -116,8 +117,9 @@ class TableSchema:
 
     @property
     def locator(self) -> tuple[pa.Field, ...]:
-        """The Arrow fields of a stored row that locate its tensors. The first is the shard's file name. An offset and a
-        size in bytes follow for each tensor. A table without tensors has an empty tuple.
+        """The Arrow fields that say where the tensors of a row are stored. The first field is the file name of the
+        shard (an Arrow file with tensors). Each tensor then has two fields: its offset in the shard and its size, both
+        in bytes. The tuple is empty if the table has no tensors.
         """
         return (SHARD, *(field for each in self.tensors for field in each.locator)) if self.tensors else ()
 

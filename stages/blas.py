@@ -25,8 +25,9 @@ def candidates() -> Iterator[str]:
 
 
 def load() -> str:
-    """Load the first BLAS library that can be loaded into this process. Return its name, or "" if none was loaded.
-    Nothing is loaded on systems other than Linux. Call this function before `mlx.core` is imported.
+    """Load a BLAS library into this process and return its name. The libraries of `candidates` are tried in order, and
+    the first one that loads is used. Return "" if none loads, or if the system is not Linux. Call this function before
+    `mlx.core` is imported.
     """
     if not sys.platform.startswith("linux"):
         return ""

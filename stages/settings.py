@@ -12,25 +12,27 @@ from typing import Any
 
 
 def setting(default: Any, doc: str) -> Any:
-    """Declare a field of a config dataclass whose value changes the content of rows. The field is part of the recipe (the
-    hash that names a table's folder). Another value therefore starts a new table. `default` is the field's default. `doc`
-    names the unit and the reason for the default. Raises TypeError if the default is mutable.
+    """Declare a config field whose value changes the content of rows. Return a field for the body of a config
+    dataclass. The field is part of the recipe (the hash that names a table's folder). Another value therefore starts a
+    new table. `default` is the field's default. `doc` names the unit and the reason for the default. Raises TypeError
+    if the default is mutable.
     """
     return _field(default, doc, "setting")
 
 
 def selects(default: Any, doc: str) -> Any:
-    """Declare a field of a config dataclass that decides which rows exist. The field does not change the values in a row.
-    It is not part of the recipe (the hash that names a table's folder). `default` is the field's default. `doc` names the
-    unit and the reason for the default. Raises TypeError if the default is mutable.
+    """Declare a config field whose value decides which rows exist. Return a field for the body of a config dataclass.
+    The field's value does not change the values in a row. It is not part of the recipe (the hash that names a table's
+    folder). `default` is the field's default. `doc` names the unit and the reason for the default. Raises TypeError if
+    the default is mutable.
     """
     return _field(default, doc, "selects")
 
 
 def runtime(default: Any, doc: str) -> Any:
-    """Declare a field of a config dataclass that changes no row, such as a batch size. The field is not part of the
-    recipe (the hash that names a table's folder). `default` is the field's default. `doc` names the unit and the reason
-    for the default. Raises TypeError if the default is mutable.
+    """Declare a config field whose value changes no row, such as a batch size. Return a field for the body of a config
+    dataclass. The field is not part of the recipe (the hash that names a table's folder). `default` is the field's
+    default. `doc` names the unit and the reason for the default. Raises TypeError if the default is mutable.
     """
     return _field(default, doc, "runtime")
 

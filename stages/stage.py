@@ -109,8 +109,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder that a stage needs. The setting `key` in the section `section` of project.toml names it. The setting is
-    relative to the project. The stage gets the folder's path.
+    """A resource of a pipeline: a folder that the user names in project.toml. `section` and `key` say which setting
+    holds the folder's path. A relative path starts at the project's folder. A stage that needs the resource gets the
+    full path.
     """
 
     section: str
@@ -119,9 +120,10 @@ class Folder:
 
 @dataclass(frozen=True)
 class Weights:
-    """A component of the project's model family that a stage needs, such as the autoencoder. The stage gets the path of
-    the weight files. Missing files are downloaded. `fields` names fields of the family's record. Their values change what
-    the component computes.
+    """A resource of a pipeline: a component of the project's model family, such as the autoencoder. A stage that needs
+    the resource gets the path of the weights, a file or a folder. Missing weights are downloaded or generated. `fields`
+    holds names of fields of the family's record (`Family`). Name every field whose value changes what the component
+    computes.
 
     The recipe of every stage that needs the component contains the sha256 of the files and the values of `fields`.
     """
@@ -131,7 +133,9 @@ class Weights:
 
 @dataclass(frozen=True)
 class FamilyRecord:
-    """The record of the project's model family, as a resource that a stage needs. The stage gets the `Family` itself."""
+    """A resource of a pipeline: the record of the project's model family. A stage that needs the resource gets a
+    `Family`.
+    """
 
 
 Resource = Folder | Weights | FamilyRecord
@@ -169,10 +173,11 @@ class Panel:
 
 @dataclass(frozen=True)
 class Chain:
-    """A description of how `latentmill follow TEXT` works for a pipeline. `find(query, need, text)` returns the rows of
-    `table` that match the text best. These are several rows if the text is ambiguous. `describe` maps the name of a table
-    to a function (query, row). This function yields lines for the user about the row found. `query(sql, **values)` runs
-    SQL and returns dicts. `need(name)` returns a resource of the pipeline.
+    """A description of how `latentmill follow TEXT` works for a pipeline. `table` is the table that TEXT is looked up
+    in. `find(query, need, text)` returns the rows of `table` that match `text` best. It returns several rows if `text`
+    is ambiguous. `describe` maps the name of a table to a function (query, row). The function takes the row that was
+    found, and yields lines for the user about that table. `query(sql, **values)` runs SQL and returns rows as dicts.
+    `need(name)` returns a resource of the pipeline.
     """
 
     table: str  # the table whose row is found

@@ -56,12 +56,13 @@ def write_adapter(
     metadata: dict[str, str],
     say: Say = silent,
 ) -> Path:
-    """Convert the adapter file `adapter` for other programs and return the path of the new file. `family` is the adapter's
-    model family. `out` is a file ending in .safetensors, or a folder. In a folder, the file gets a name from project, step and
-    kind. `style` is "diffusers" or "comfyui". `dtype` of the matrices is "float32", "bfloat16" or "float16". `metadata` (keys
-    such as "project") is added to the file's metadata. `say` is called with notes for the user, one line each. Raises
-    ValueError if a value of the adapter is not finite. Raises ValueError if `out` exists and is no earlier export of this
-    project and style.
+    """Convert the adapter file `adapter` for other programs and return the path of the new file. `family` is the
+    adapter's model family. `out` is a file ending in .safetensors, or a folder. In a folder, the file name is formed
+    from project, step, style and kind of adapter. `style` is "diffusers" or "comfyui". `dtype` is the dtype of the
+    matrices: "float32", "bfloat16" or "float16". `metadata` (keys such as "project") is added to the file's metadata.
+    `say` is called with notes for the user, one line each. An earlier export of the same project, style and family is
+    replaced. Raises ValueError if the new file would replace any other file. Raises ValueError if a value of the
+    adapter is not finite, or is too large for `dtype`.
 
     Scales are multiplied into the arrays, so that the file is right for readers that ignore metadata.
     """
@@ -96,8 +97,9 @@ def check_choice(setting: str, value: str, choices: Iterable[str]) -> None:
 
 
 def _check_replaced(target: Path, metadata: dict[str, str], say: Say) -> None:
-    """Raise ValueError if the file `target` exists and is no earlier export of the same project, style and family. `metadata`
-    is that of the new file. If `target` is an earlier export, `say` is called with a line that names the replaced step.
+    """Check that writing `target` replaces no file except an earlier export. An earlier export has the same project,
+    style and model family. If `target` is one, `say` is called with a line that names the replaced step. `metadata` is
+    the metadata of the new file. Raises ValueError if `target` exists and is any other file.
     """
     from stages.models.weights import read_file
 
@@ -115,8 +117,9 @@ def _check_replaced(target: Path, metadata: dict[str, str], say: Say) -> None:
 
 
 def _write(target: Path, arrays: dict[str, Any], dtype: str, metadata: dict[str, str]) -> None:
-    """Write `arrays` and `metadata` as the safetensors file `target`, completely or not at all. Matrices are cast to `dtype`,
-    the name of an MLX dtype; vectors of one number per row stay float32. Raises ValueError if a value is too large for `dtype`.
+    """Write `arrays` and `metadata` as the safetensors file `target`, completely or not at all. Matrices are cast to
+    `dtype`, the name of an MLX dtype. DoRA magnitudes and alphas stay float32. Raises ValueError if a value is too
+    large for `dtype`.
     """
     import mlx.core as mx
 

@@ -36,9 +36,10 @@ def command(runs: bool, dry_run: bool, project: Project) -> None:
 
 
 def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
-    """Delete the rows and tables of `project` that its present settings do not use. Yield a line of text per table and reason,
-    and at last the bytes freed. If `runs` is True, results of other settings, such as trained adapters, are deleted too. If
-    `dry_run` is True, nothing is deleted; the lines tell what would be. Raises ValueError if a stage is running.
+    """Delete the rows and tables of `project` that its present settings do not use. Yield a line of text for everything
+    that is deleted, and for tables that are kept although they are not used. The last line gives the bytes freed. If
+    `runs` is True, results of other settings, such as trained adapters, are deleted too. If `dry_run` is True, nothing
+    is deleted; the lines tell what would be deleted. Raises ValueError if a stage is running and `dry_run` is False.
     """
     if not dry_run:
         for lock in (project.path / "tables").glob("*/*/lock"):  # a running stage holds the lock of the table that it writes
@@ -53,9 +54,10 @@ def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
 
 
 def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """Clean the table `name`. Yield (line for the user, bytes freed) for everything that is deleted or kept for a reason. If
-    `delete` is False, everything is kept and tables of other settings are reported. If `dry_run` is True, nothing is deleted;
-    the lines tell what would be.
+    """Delete the rows and tables of the stage `name` that the present settings do not use. Yield (line for the user,
+    bytes freed) for everything that is deleted. For tables that are kept although they are not used, yield a line with
+    0 bytes. If `delete` is False, nothing is deleted. If `dry_run` is True, nothing is deleted either; the pairs tell
+    what would be deleted and freed.
     """
     try:
         current = project.current(name)

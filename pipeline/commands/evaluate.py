@@ -82,8 +82,10 @@ def values(rows: list[Row], column: str) -> np.ndarray:
 
 
 def explanations(groups: Groups) -> Iterator[str]:
-    """Yield lines that explain the columns of the report's table. For ranks, they give the value that chance alone would
-    produce. `groups` maps each heading to its rows of the table `scores`.
+    """Yield lines that explain the columns of the report's table. A picture's text rank is the position of its own text
+    when all texts are sorted by agreement with the picture. If pictures have ranks, a line gives the median rank and
+    the recalls (R@k) to expect by chance. Another compares the recall of each group with that of real pictures.
+    `groups` maps each heading to its rows of the table `scores`.
     """
     texts = max(row["texts"] for rows in groups.values() for row in rows)
     yield "style: 0 is the base, 1 the training images; real: 0 is the base, 1 the references"
@@ -101,9 +103,10 @@ def explanations(groups: Groups) -> Iterator[str]:
 
 
 def comparisons(name: str, base: list[Row], adapter: list[Row]) -> Iterator[str]:
-    """Yield one line for each score that compares an adapter with the base model, with a 95 % interval. `name` is the
-    adapter's heading. `base` and `adapter` are rows of the table `scores`, one per picture. Only prompts that both have drawn
-    are compared. If a score is missing for one of these prompts, the score is left out.
+    """Compare an adapter with the base model and yield one line of text per score. Each line gives the compared value
+    and its 95 % bootstrap interval. `name` is the adapter's heading in the report. `base` and `adapter` are rows of the
+    table `scores`, one per picture. Only prompts with pictures in both groups are compared. If a score is missing for
+    one of these prompts, its line is left out.
     """
     for column, measure, meaning in (
         ("style", auc, "style above the base's, AUC"),

@@ -94,10 +94,11 @@ def merge_run(
 
 
 def adapter_of(project: Project, step: int | None, say: Say, which: str = "last") -> Path:
-    """Return the path of an adapter file that `project` trained. `step` chooses a checkpoint; None takes the end of the run.
-    If the settings have changed since training, `say` is called with a note. `which` is "last" (as trained), "average" (the
-    moving average of the weights) or "best" (by validation loss, without `step`). Raises ValueError if there is no such
-    adapter. The message lists the checkpoints.
+    """Return the path of an adapter file that `project` trained. `which` is "last" (as trained), "average" (the moving
+    average of the weights) or "best" (the lowest validation loss). `step` chooses a checkpoint; None takes the end of
+    the run. For "best", `step` must be None. If the settings have changed since training, `say` is called with a note.
+    Raises ValueError if there is no such adapter. If the checkpoint is missing, the message lists the checkpoints that
+    exist.
     """
     check_choice("adapter", which, WHICH)
     if which == "best" and step is not None:

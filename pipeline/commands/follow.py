@@ -32,8 +32,9 @@ def command(text: str | None, project: Project) -> None:
 
 
 def follow(project: Project, text: str) -> Iterator[str]:
-    """Yield lines of text that tell what every table of `project` holds about one input, such as an image. `text` names the
-    input, for instance by a part of its path. Raises ValueError, in one line, if the text matches no input or several.
+    """Yield lines of text about one input of `project`, such as an image. The lines tell what each table of the
+    pipeline's `Chain` holds about the input. `text` names the input, for instance by a part of its path. Raises
+    ValueError if `text` matches no input or several. The message is one line.
     """
     chain = chain_of(project)
     query = query_function(project)
@@ -72,8 +73,9 @@ def query_function(project: Project) -> Query:
 
 
 def find_row(project: Project, chain: Chain, query: Query, text: str) -> dict[str, Any]:
-    """Return the one row of the table `chain.table` that `text` names: column name -> value. `query` is a `query_function` of
-    the project. Raises ValueError if the text matches no row or several. The message gives near names, or the matches.
+    """Return the one row of the table `chain.table` that matches `text`, as a dict: column name -> value. `query` is a
+    function from `query_function`. Raises ValueError if no row matches, or several. The message lists the matching rows
+    or, if there are none, the most similar names.
     """
     rows = chain.find(query, project.resource, text)
     if len(rows) == 1:

@@ -51,13 +51,14 @@ class Adapter:
         guidance: float | None = None,
         strength: float = 1.0,
     ) -> Image:
-        """Draw one image with the adapter and return it as a PIL image. `prompt` is used unchanged: write the trigger word out.
-        `seed` chooses the starting noise. `width` and `height` are pixels; `steps` is the number of denoising steps; `guidance`
-        is the guidance value. An argument that is None takes its value from [samples] in the project's configuration.
-        `strength` scales the adapter: 1 as trained, 0 not at all. Raises ValueError if a size is no multiple of 16.
+        """Draw one image with the adapter and return it as a PIL image. `prompt` is used unchanged, so it should
+        contain the adapter's trigger word. `seed` chooses the starting noise. `width` and `height` are in pixels.
+        `steps` is the number of denoising steps. `guidance` is the guidance scale: how strongly the prompt is followed.
+        An argument that is None takes its value from the section `[samples]` of project.toml. `strength` scales the
+        adapter: 1 is as trained, 0 is the base model. Raises ValueError if `width` or `height` is not a multiple of 16.
 
-        With all values from [samples], the image equals the preview of the stage samples for the same prompt and seed. The text
-        encoder, the transformer and the autoencoder are loaded one after another.
+        With all values from `[samples]`, the image equals the preview of the stage `samples` for the same prompt and
+        seed. The text encoder, the transformer and the autoencoder are loaded one after another.
         """
         config: SamplesConfig = self.project.config.sections["samples"]
         size = (config.width if width is None else width, config.height if height is None else height)
@@ -97,8 +98,9 @@ class Adapter:
 
 
 def encode(project: Project, texts: Sequence[str]) -> list[mx.array]:
-    """Return the embedding of each text in `texts`, in order: arrays (1, text rows, features), bfloat16. The text encoder and
-    its precision are those of `project`. It is loaded for this call and freed afterwards.
+    """Return the embeddings of `texts`, one bfloat16 array per text, in the same order. Each array has the shape
+    `(1, tokens, features)`; `tokens` includes padding. The text encoder and its precision are those of `project`. The
+    encoder is loaded for this call and freed afterwards.
     """
     import mlx.core as mx
 
@@ -114,8 +116,9 @@ def encode(project: Project, texts: Sequence[str]) -> list[mx.array]:
 
 
 def decode_latent(project: Project, latent_1Chw: mx.array) -> Image:
-    """Decode one latent with the autoencoder of `project` and return a PIL image. latent_1Chw: (1, channels, height / 16,
-    width / 16), with height and width of the image in pixels. The autoencoder is loaded for this call and freed afterwards.
+    """Decode one latent with the autoencoder of `project` and return a PIL image. `latent_1Chw` has the shape
+    `(1, channels, height / 16, width / 16)`. `height` and `width` are those of the image in pixels. The autoencoder is
+    loaded for this call and freed afterwards.
     """
     import mlx.core as mx
 

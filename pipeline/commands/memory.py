@@ -60,7 +60,7 @@ class Profile:
 
     @property
     def estimator(self) -> MemoryEstimator:
-        """The estimator of memory use that training with these settings would use."""
+        """The `MemoryEstimator` for training the model `family` with the settings `train`."""
         architecture = self.family.architecture
         return MemoryEstimator(self.train, architecture, architecture.transformer_config(None, self.family))
 
@@ -71,9 +71,12 @@ class Profile:
 
 
 def parse_options(project: Project | None, options: dict[str, Any]) -> Profile:
-    """Return the measurement that the options of the command ask for. `options` has the keys "family", "pixels", "bits",
-    "plan", "rank" and "steps". An option that is None has the value of `project`. Without a project, the family is the
-    pipeline's first and settings have their defaults. Raises ValueError for a value that cannot be measured.
+    """Return the measurement that the options of the command ask for. `options` has these keys: "family" is the name of
+    a model family. "pixels" is the side of the images. "bits" is the number of bits per weight of the base model, as
+    text. "plan" is the memory plan: "whole", "blocks", "auto" or a number of blocks, as text. "rank" is the rank of the
+    adapter. "steps" is the number of steps to measure. Any value except "steps" may be None: the value of `project` is
+    then used, with its largest resolution for "pixels". Without a project, None chooses the first family, the default
+    settings and 512 pixels. Raises ValueError for a value that cannot be measured.
     """
     if project:
         train, own_pixels = project.config.sections["train"], max(project.config.sections["buckets"].resolutions)
@@ -147,8 +150,9 @@ def measure_steps(training: TrainingStep, batch: MicroBatch, steps: int) -> Mete
 
 
 def report(profile: Profile, folder: Path) -> Iterator[str]:
-    """Measure the training steps of `profile`, write the rows and a plot into `folder`, and yield the report as lines of text.
-    Raises ValueError, in one line with settings that would fit, if the run does not fit into memory.
+    """Measure the training steps of `profile` and yield the report as lines of text. The measured rows and a plot are
+    written into `folder`. Without matplotlib, the plot is left out. Raises ValueError if the run does not fit into
+    memory. The message is one line and names settings that would fit.
     """
     limit_command_buffers()  # as training does, before anything asks MLX for an array
     c, batch = profile.train, profile.batch(profile.pixels)
@@ -187,8 +191,9 @@ def meter_table(meter: Meter) -> list[str]:
 
 
 def leak_lines(meter: Meter) -> Iterator[str]:
-    """Yield a line of text per phase that leaks. A phase leaks if it retains more memory with every step. If none leaks, yield
-    one line. It tells which leaks would have been found, or that too few steps were measured.
+    """Yield a line of text for each phase that leaks memory. A phase leaks if it retains more memory with every step.
+    If no phase leaks, yield one line. It gives the size of the smallest leak that can be found, or says that too few
+    steps were measured.
     """
     found = meter.leaks()
     for phase, count in found.items():
@@ -219,8 +224,9 @@ def _curves(meter: Meter, phases: list[str], column: str, scale: float) -> list[
 
 
 def advice(profile: Profile) -> Iterator[str]:
-    """Yield lines of text with the estimated memory for one image, for the sizes in `SIDES` and several `base_bits`. Then
-    yield the settings of [train] that would fit into memory, for each size.
+    """Yield lines of text with the estimated memory of training on one image at a time. They cover each image size in
+    `SIDES` (pixels) and each number of bits per weight in `BITS`. Then yield one line per image size. It gives the
+    settings of the section `[train]` that would fit into memory, or says that nothing fits.
     """
     train = replace(profile.train, memory="auto", micro_batch=1)
     estimators = [profile.estimator.with_config(replace(train, base_bits=bits)) for bits in BITS]

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 @click.option("--format", "style", type=click.Choice(STYLES), default="table", show_default=True, help="Format of the answer.")
 @with_project
 def command(name: str | None, style: str, project: Project) -> None:
-    """Show the answer to a stored query of the pipeline. NAME is the panel, such as loss; without NAME, all panels of the
-    project's pipeline are listed.
+    """Show the answer to a stored query of the pipeline. Such a query is called a panel. NAME is the name of the panel,
+    such as `loss`. Without NAME, all panels of the project's pipeline are listed.
     """
     if name:
         rows = answer_panel(project, name)

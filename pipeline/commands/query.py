@@ -92,8 +92,9 @@ def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConne
 
 
 def answer(project: Project, sql: str) -> pa.Table:
-    """Run an SQL query over the tables of `project` and return the rows as an Arrow table. Raises ValueError, in one line with
-    the names that exist, for a mistake in the SQL. Raises NotBuilt if the query names a table that is not built.
+    """Run an SQL query over the tables of `project` and return the rows as an Arrow table. Raises ValueError if the SQL
+    is wrong. The message is one line. If a table or column is unknown, it lists the names that exist. Raises NotBuilt
+    if the query names a table that is not built.
     """
     with _catalog_for(project, sql) as catalog:
         result: Any = catalog.sql(sql)
@@ -104,9 +105,9 @@ def answer(project: Project, sql: str) -> pa.Table:
 
 
 def run_query(project: Project, sql: str, style: str = "table") -> str:
-    """Run an SQL query over the tables of `project` and return the rows as text. `style` is "table" (aligned columns), "csv" or
-    "json". Raises ValueError, in one line, for a mistake in the SQL. Raises NotBuilt if the query names a table that is not
-    built.
+    """Run an SQL query over the tables of `project` and return the rows as text. `style` is "table" (aligned columns),
+    "csv" or "json". Raises ValueError if the SQL is wrong or empty. The message is one line. Raises NotBuilt if the
+    query names a table that is not built.
     """
     if style not in STYLES:
         raise ValueError(f"the style must be one of {', '.join(STYLES)}, got {style!r}")
@@ -119,8 +120,9 @@ def run_query(project: Project, sql: str, style: str = "table") -> str:
 
 @contextmanager
 def _catalog_for(project: Project, sql: str) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open a DuckDB connection to the tables of `project` for the query `sql`, in a `with` block. An error of DuckDB inside
-    the block becomes a ValueError of one line. Raises NotBuilt if the query names a table that is not built.
+    """Open a DuckDB connection to the tables of `project`, for use in a `with` statement. `sql` is the query to be run.
+    A DuckDB error in the body of the `with` statement becomes a ValueError with a one-line message. Raises NotBuilt if
+    `sql` names a table that is not built.
     """
     import duckdb
 
@@ -179,8 +181,9 @@ def export_parquet(project: Project, out: Path) -> list[Path]:
 
 
 def _tables(project: Project) -> pa.Table:
-    """Return the Arrow table `tables` of the catalog, with a row per table of the project: whether it is built, its recipe,
-    numbers of rows and bytes, its folder, and what a row is.
+    """Return the Arrow table `tables` of the catalog, with one row per table of the project. Its columns are `stage`,
+    `built`, `recipe`, `rows`, `dead`, `bytes`, `folder` and `doc`. `recipe` is the hash that names the folder. `dead`
+    counts the rows that no setting wants any more. `doc` describes what a row is.
     """
     import pyarrow as pa
 

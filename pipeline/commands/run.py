@@ -59,8 +59,9 @@ def summary(outcome: Outcome) -> str:
 
 
 def results(project: Project, stage_name: str) -> list[str]:
-    """Return lines such as "adapter: PATH" for the user, one per result file (`Stage.result`) that exists. They are the result
-    files of the stage `stage_name` and of the stages whose tables it reads.
+    """Return a line such as "adapter: PATH" for each result file that exists. A result file is what the user wants from
+    a stage, such as the trained adapter (`Stage.result`). The lines cover the stage `stage_name` and the stages whose
+    tables `stage_name` reads. If the stage `stage_name` has no result file of its own, the list is empty.
     """
     stage = project.stage(stage_name)
     lines = []

@@ -27,14 +27,16 @@ def command(every: int, path: str, overrides: tuple[str, ...]) -> int:
 
 
 def run_stage(stage: str, *arguments: str) -> int:
-    """Run `latentmill run STAGE ARGUMENTS` as a subprocess on the same terminal, and return its exit code."""
+    """Run the command `latentmill run` for `stage` as a subprocess and return its exit code. Further arguments are
+    added to the command line. The subprocess uses the same terminal.
+    """
     return subprocess.run([sys.executable, "-m", "pipeline", "run", stage, *arguments], check=False).returncode
 
 
 def segments(path: str, every: int, overrides: Iterable[str] = (), run: Callable[..., int] = run_stage) -> int:
-    """Train `every` steps, draw previews, and repeat until the training run is complete. Return 0. If a stage ends with
-    another exit code, stop and return that code. `path` is the project's folder. `overrides` are texts such as
-    "train.steps=500". `run(stage, *arguments)` runs one stage and returns its exit code. Tests pass another function.
+    """Train `every` steps, draw previews, and repeat until the training run is complete. Return 0, or the exit code of
+    the first stage that fails. `path` is the project's folder. `overrides` replace settings; they are texts such as
+    "train.steps=500". `run(stage, *arguments)` runs one stage with command-line arguments and returns its exit code.
     """
     given = ["--project", path, *(word for override in overrides for word in ("--set", override))]
     while True:

@@ -58,8 +58,9 @@ def new_project(folder: Path, options: Mapping[str, str], pipeline: str = config
 
 
 def relative(path: Path, folder: Path) -> str:
-    """Return `path` as text for a setting of the project in `folder`. If `path` is inside `folder` or beside it, the text is
-    relative to `folder`. Both can then be moved together. Otherwise the text is absolute.
+    """Return `path` as text for a setting in project.toml. `folder` is the folder of the project. If `path` lies
+    anywhere below the parent of `folder`, the text is relative to `folder`. The project and the files at `path` can
+    then be moved together. Otherwise the text is an absolute path.
     """
     found = Path(os.path.relpath(path.resolve(), folder.resolve()))
     return str(path.resolve()) if found.parts[:2] == ("..", "..") else found.as_posix()

@@ -35,8 +35,9 @@ class Parser:
         self.sections = dict(_nested(sections))  # with the sections inside sections, such as train.ema
 
     def section(self, name: str, raw: Any) -> Any:
-        """Build and return the dataclass of the section `name`, such as "train" or "train.ema". `raw` is its parsed TOML table:
-        key -> value. Raises ValueError, in one line, if a key is unknown or a value has the wrong type or range.
+        """Build and return the dataclass of the section `name`, such as "train" or "train.ema". `raw` is the section's
+        parsed TOML: key -> value. Raises ValueError if a key is unknown, or if a value has the wrong type or is out of
+        range. The message is one line.
         """
         if not isinstance(raw, Mapping):
             raise ValueError(

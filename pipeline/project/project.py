@@ -62,7 +62,9 @@ class Project:
             _ = self.family  # an unknown family is an error before anything is written
 
     def refresh(self) -> None:
-        """Discard cached rows and recipes if a stage has since finished a run, in this process or another."""
+        """Discard cached rows and recipes if they may be out of date. This is the case if a stage has finished a run
+        since the project was opened or since the previous call, in this process or another.
+        """
         found = self._manifests()
         if found != self._seen:
             self._seen = found
@@ -135,9 +137,9 @@ class Project:
         return locate(root, name, self.family)
 
     def weight_recipe(self, name: str) -> dict[str, Any]:
-        """Return the recipe entry of a component of the model, such as "transformer". It has the "sha256" of the component's
-        files. It also has the fields of the family's record that change what the component computes. Raises ValueError if the
-        weights cannot be found.
+        """Return the entry of a recipe for the model component `name`, such as "transformer". It holds the "sha256" of
+        the component's files. It also holds the values of the model family's record that are listed in
+        `Weights.fields`. Raises ValueError if the weights cannot be found.
 
         Weights that were never on this machine are downloaded if the project allows it. For deleted weights the remembered hash
         is used.
@@ -155,8 +157,10 @@ class Project:
     # Tables
 
     def recipe(self, name: str) -> dict[str, Any]:
-        """Return the recipe of the table `name` for the present settings, as plain data. The hash of the recipe names the
-        table's folder. Raises NotBuilt if the recipe depends on a table that is missing.
+        """Return the recipe of the table `name` for the present settings, as plain data. A recipe is a record of
+        what decides a stage's result, such as its settings and the hashes of its weights. The hash of the recipe
+        is the name of the table's folder. Raises NotBuilt if a table that the recipe needs is missing. Raises
+        ValueError if weights cannot be found.
         """
         if name not in self._recipes:
             stage = self.stage(name)
@@ -179,8 +183,9 @@ class Project:
         return TableFolder(self.path / "tables" / name / recipes.recipe_id(self.recipe(name)), self.stage(name).writes)
 
     def folder(self, name: str) -> TableFolder:
-        """Return the folder of the table `name` that readers are shown. If the table for the present settings is built, this is
-        its folder. Otherwise it is the newest table of other settings. If there is none, `exists` of the result is False.
+        """Return the folder of the table `name` to read from. If the table for the present settings is built, this is
+        its folder. Otherwise it is the folder of the newest table of other settings. If no table is built, the
+        attribute `exists` of the result is False.
         """
         from pipeline.store.table import TableFolder
 
@@ -217,8 +222,9 @@ class Project:
         return {read: Input(folder.folder, folder.manifest()["lance_version"]) for read, folder in folders.items()}
 
     def context(self, stage: Stage, **replaced: Any) -> StageContext:
-        """Return a `StageContext` for calling functions of `stage` outside a run. It reads the tables on disk. It has no stored
-        and no pending rows, and it writes and reports nothing. `replaced` gives other values to fields of the context, by name.
+        """Return a `StageContext` for calling functions of `stage` outside a run. The functions can read the tables on
+        disk through it. Its own tables `stored` and `pending` are empty. Writing an artifact and reporting progress do
+        nothing. Further arguments replace fields of the context, by name.
         """
         empty = pa.table({f.name: pa.array([], f.type) for f in stage.writes.stored})
         nothing: Callable[..., Any] = lambda *arguments: None  # noqa: E731
@@ -245,8 +251,9 @@ class Project:
         return self._rows[schema.name]
 
     def _tensors(self, schema: TableSchema, reader: str) -> ShardReader:
-        """Return a reader for the tensors of the table with this `schema`. It reads the same version of the table as `_read`,
-        also if a stage has run since. `reader` is the stage that reads the table, for errors.
+        """Return a reader for the tensors of the table with this `schema`. Its tensors belong to the rows that `_read`
+        returns. This holds even if a stage has run after these rows were first read. `reader` is the name of the stage
+        that reads the table, for error messages. Raises NotBuilt if the table is missing.
         """
         from pipeline.store.reader import ShardReader
 
@@ -258,8 +265,8 @@ class Project:
 
 
 def shell_path(folder: Path) -> str:
-    """Return the folder of a project as a word of a `make` command line. The command is run in the source checkout. The word is
-    quoted for the shell. If a relative path would not lead to the folder, the word is absolute.
+    """Return a project's folder as text for a `make` command, quoted for the shell. The command is run in the source
+    checkout. If a relative path would lead to another folder from there, the returned path is absolute.
     """
     usable = folder.is_absolute() or (CHECKOUT / folder).resolve() == folder.resolve()
     return shlex.quote(str(folder if usable else folder.resolve()))

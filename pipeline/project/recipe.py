@@ -19,8 +19,9 @@ WEIGHT_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt")  # files of a comp
 
 
 def significant_settings(config: Any) -> dict[str, Any]:
-    """Return the settings of a config dataclass that change what a row holds: name -> value. A nested section is a nested dict.
-    Settings that only choose rows (`selects`) or change speed (`runtime`) are left out.
+    """Return the settings of `config` that change what a row holds. `config` is a config dataclass. The result maps a
+    setting's name to its value. A nested section is a nested dict. Fields declared with `selects` only choose rows.
+    Fields declared with `runtime` change no row. Both are left out.
     """
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
@@ -31,10 +32,11 @@ def significant_settings(config: Any) -> dict[str, Any]:
 
 
 def recipe(stage: Stage, config: Any, weights: dict[str, Any], tensors: dict[str, str], rows: pa.Table | None) -> dict[str, Any]:
-    """Build the recipe of a stage: everything that decides what the stage computes, as plain JSON data. `config` is the stage's
-    config dataclass. `weights` maps each needed component, such as "transformer", to its recipe entry. `tensors` maps names of
-    tables to recipe ids, for the tables whose tensors the stage reads. `rows` are the input rows if the stage's rows depend on
-    each other, as in `train`; otherwise None.
+    """Return the recipe of a stage as plain JSON data. A recipe holds everything that decides what the stage computes.
+    `config` is the stage's config dataclass. `weights` maps the name of each needed component, such as "transformer",
+    to a dict. The dict holds the hash of the component's files, and is the result of `Project.weight_recipe`. `tensors`
+    maps a table's name to its recipe id. It lists the tables from which the stage reads tensors. `rows` is the result
+    of `stage.snapshot`: the input rows that the whole result depends on. It is None if the stage has no `snapshot`.
 
     The recipe ids of tensor tables are needed because a row's key says what a tensor was computed from, but not how.
     """
@@ -92,7 +94,9 @@ class FileHashes:
         return digest
 
     def last_known(self, name: str) -> str | None:
-        """Return the hash that `component` last returned for `name`, even if the files are gone; None if there is none."""
+        """Return the sha256 (hex) that the method `component` last returned for `name`. The component's files need not
+        exist any more. Return None if no hash is stored for `name`.
+        """
         found: str | None = self.known["components"].get(name)
         return found
 

@@ -17,9 +17,10 @@ AS_FLOATS = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.fl
 
 
 class Table:
-    """A read-only snapshot of one table of a project, as the last finished run left it. Later runs do not change it.
-    `table.to_arrow()` returns the rows, and `table[key]` the tensor of one row. `table.folder / "artifacts"` is the folder of
-    the files that rows name. Raises ValueError if no run of the stage has finished.
+    """A read-only snapshot of one table of a project, as the last finished run left it. Later runs do not change the
+    snapshot. The argument `folder` is the `TableFolder` to read. `table.to_arrow()` returns the rows. `table[key]`
+    returns the tensor of one row. The path `table.folder / "artifacts"` is the folder of the files to which rows refer.
+    Raises ValueError if no run of the stage has finished.
     """
 
     def __init__(self, folder: TableFolder) -> None:

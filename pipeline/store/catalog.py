@@ -15,9 +15,10 @@ from pipeline.store.table import TableFolder
 
 
 def link_table(table: TableFolder) -> None:
-    """Point the symbolic link tables/NAME.lance at the rows of this table. LanceDB then opens the table of the last finished
-    run by its name. The link of an earlier recipe is replaced. If no run has finished the table, no link is made. A link that
-    leads nowhere is then deleted.
+    """Make the symbolic link `tables/NAME.lance` point at the rows of this table. `NAME` is the name of the stage.
+    LanceDB can then open the table under this name. An existing link to the table of another recipe is replaced. If no
+    run has finished this table, no link is made. In that case, an existing link is deleted if its target does not
+    exist.
 
     The link is relative and is replaced atomically. If the file system has no symbolic links, nothing happens.
     """

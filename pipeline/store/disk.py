@@ -24,8 +24,8 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def from_home(path: str | Path) -> Path:
-    """Return `path` with a leading ~ replaced by the user's home folder. If the path names an unknown user, as in ~nobody/x,
-    it is returned unchanged.
+    """Return `path` with a leading `~` or `~USER` replaced by that user's home folder. If the user is unknown, return
+    the path unchanged.
     """
     with suppress(RuntimeError):
         return Path(path).expanduser()
@@ -95,8 +95,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def delete_temporary_files(folder: Path) -> None:
-    """Delete all files in `folder` and below it that killed processes had not finished writing. The caller must hold the
-    folder's lock, because the files of a running writer would be deleted too.
+    """Delete the temporary files in `folder` and in all folders below it. A process leaves such a file if it is killed
+    while it writes. The caller must hold the folder's lock. Otherwise the temporary files of a running writer would be
+    deleted too.
     """
     for path in folder.rglob(f"{TEMPORARY}*"):
         path.unlink(missing_ok=True)
@@ -114,8 +115,8 @@ def size_of(folder: Path) -> int:
 
 
 def readable_size(size: int) -> str:
-    """Format a number of bytes for the user: as whole MB, rounded up ("1 MB" for 5 bytes), or as GB with one decimal from 1
-    GiB on.
+    """Return a number of bytes as text in MB or GB. Here 1 MB is `2**20` bytes and 1 GB is `2**30` bytes. A size below
+    1 GB is rounded up to whole MB. Any other size is rounded to one decimal, such as "1.5 GB".
     """
     return f"{-(-size // 2**20)} MB" if size < 2**30 else f"{size / 2**30:.1f} GB"
 
@@ -137,9 +138,11 @@ def error_number(error: BaseException) -> int | None:
 
 @contextmanager
 def explain_disk_errors(table: str, folder: Path, saved: Callable[[], str], needed: Callable[[], int]) -> Iterator[None]:
-    """Turn a system error that is raised in the block into a DiskError with a message of one line. Other exceptions, and
-    errors for a missing file, pass unchanged. The message names the table `table` and the folder `folder`. It contains the
-    text from `saved()`, such as "120 rows are kept". If the disk is full, the message asks the user to free `needed()` bytes.
+    """Turn a disk error in a `with` block into a DiskError, whose message is one line. A disk error is an exception
+    with an errno. Errors for a missing file and all other exceptions pass unchanged. `table` is the table's name.
+    `folder` is the table's folder. `saved()` returns a text about the rows that are safe, such as "120 rows are kept".
+    `needed()` returns a number of bytes. If the disk is full, the message asks the user to free that many bytes. For
+    any other error, the message names the folder.
     """
     try:
         yield

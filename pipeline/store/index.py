@@ -38,8 +38,8 @@ class Index:
         self._synced: set[tuple[str, int, int]] = set()
 
     def read(self, version: int) -> pa.Table:
-        """Return all rows of one version, in the columns of the index's schema. Columns named by an earlier release get the
-        names of today. Raises DamageError if the version's files are damaged or lost.
+        """Return all rows of one version of the dataset. The columns are those of `schema`. Columns that an earlier
+        release stored under other names are renamed. Raises DamageError if files of the version are damaged or lost.
         """
         import lance
 

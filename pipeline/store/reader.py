@@ -31,9 +31,9 @@ class _Locators:
 
 
 class ShardReader:
-    """A reader of tensors from the shards (Arrow files with tensors) of one table, by memory map. `table` is the table's
-    folder. `rows` are the rows whose tensors can be read, as `TableFolder.rows` returns them. ValueError in one line if a
-    shard that a row needs is missing or too short.
+    """A reader of the tensors of one table. It maps the table's shards (Arrow files with tensors) into memory. `table`
+    is the table's folder. `rows` are the rows whose tensors can be read. `TableFolder.rows` returns such rows. `schema`
+    is the table's schema. Raises ValueError if a shard of these rows is missing or cut short.
 
     A page of a file is read from disk when its values are first used. `ahead` releases pages.
     """
@@ -51,10 +51,11 @@ class ShardReader:
         self._check(rows, schema)
 
     def read(self, key: str, name: str = "") -> np.ndarray:
-        """Return one tensor of the row whose key is `key`, as a NumPy array in the tensor's shape. `name` is the name of the
-        tensor column; empty means the table's first. bfloat16 is returned as uint16 words. The array is a read-only view of
-        the file. It is valid until the next call of `ahead`. Raises KeyError if there is no such row or tensor column. Raises
-        ValueError if the row was rejected and has no tensor.
+        """Return one tensor of the row with the key `key`, as a NumPy array in the tensor's shape. `name` is the name
+        of the tensor column. If it is empty, the table's first tensor column is read. The dtypes bfloat16 and float16
+        are returned as uint16, with the same bits. The array is a read-only view of the file. Do not use it after the
+        next call of the method `ahead`. Raises KeyError if there is no such row or tensor column. Raises ValueError if
+        the row has no tensor. The column `rejected` of such a row holds the reason.
         """
         row, tensor = self._row[key], self._tensors[name or self._first]
         count = int(tensor.nbytes[row]) // tensor.dtype.itemsize

@@ -73,9 +73,11 @@ def reclaimable_bytes(rows: pa.Table, shards: Path, schema: TableSchema) -> int:
 
 
 def _sparse_shards(rows: pa.Table, shards: Path, schema: TableSchema) -> list[Path]:
-    """Return the paths of the mostly unused shards in the folder `shards`. A shard is unused if no row of `rows` names it. If
-    no run is unfinished, a shard also counts if its used tensors take less than half of its size, and less than half of its
-    tensor bytes.
+    """Return the paths of the mostly unused shards in the folder `shards`. `rows` are all rows of the table's index. A
+    shard is returned if no row of `rows` names it. While a run is unfinished (`live` is null in some row), no other
+    shard is returned. Otherwise a shard is also returned if its used tensors take less than half of the file. These
+    used tensors must also take less than half of all tensor bytes in the file. Used tensors are those of the rows in
+    `rows`.
     """
     used = _used_bytes(rows, schema)
     finished = not rows["live"].null_count
@@ -92,8 +94,10 @@ def _all_tensor_bytes(path: Path, schema: TableSchema) -> int:
 
 
 def _newer_rows(rows: pa.Table, unknown: list[Path], schema: TableSchema) -> Iterator[pa.Table]:
-    """Yield the rows that the index should get from the shards `unknown`, one table per shard. `rows` is the index. A row is
-    yielded if `rows` lacks its key, or has it from a shard with a smaller number. `unknown` must be sorted by shard number.
+    """Yield the rows that must be added to the index, as one table per shard. `rows` are the rows of the index.
+    `unknown` holds the paths of the shards that the index does not name, sorted by shard number. A row is yielded if
+    the index has no row with its key. It is also yielded if the index has the key only from shards with smaller
+    numbers. The column `live` of the yielded rows is null.
     """
     key = schema.key[0]
     newest = {name: shard_number(shard) for name, shard in zip(rows[key].to_pylist(), rows["shard"].to_pylist(), strict=True)}
@@ -106,8 +110,8 @@ def _newer_rows(rows: pa.Table, unknown: list[Path], schema: TableSchema) -> Ite
 
 
 def _groups_to_move(sparse: list[Path], moving: pa.Table, schema: TableSchema, shard_bytes: int) -> Iterator[pa.Table]:
-    """Yield the rows of `moving` with their tensors, read from the shards `sparse`, in tables of about `shard_bytes` bytes.
-    The columns are those that a stage yields (`schema.batch`).
+    """Yield the rows of `moving`, with their tensors, in tables of about `shard_bytes` bytes. `sparse` lists the paths
+    of the shards that hold these rows. The columns are those that a stage yields (`schema.batch`).
     """
     key, group = schema.key[0], list[pa.Table]()
     for path in sparse:

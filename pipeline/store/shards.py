@@ -108,8 +108,8 @@ def tensor_bytes(rows: pa.Table, schema: TableSchema) -> pa.ChunkedArray:
 
 
 def tensor_ends(rows: pa.Table, schema: TableSchema) -> pa.ChunkedArray:
-    """Return where the last tensor of each row ends in its shard, in bytes, as an array with one number per row. `rows` are
-    rows of the index (`schema.stored`). They have the position and size of each tensor.
+    """Return the offset at which the last tensor of each row ends in its shard. The result holds one number of bytes
+    per row. `rows` are rows of the index, with the columns of `schema.stored`.
     """
     ends = [pc.add(rows[tensor.offset], rows[tensor.nbytes]) for tensor in schema.tensors]
     return ends[0] if len(ends) == 1 else pc.max_element_wise(*ends)
@@ -126,14 +126,19 @@ def _map_batches(path: Path) -> tuple[int, list[pa.RecordBatch]]:
 
 
 def _locators(batches: list[pa.RecordBatch], address: int, schema: TableSchema) -> dict[str, np.ndarray]:
-    """Return the positions of all tensors of a mapped shard: tensor name -> int64 array (rows, 2). Each row of the array is
-    offset in the file and length, in bytes. `address` is the memory address of the file's first byte.
+    """Return the position of every tensor in a memory-mapped shard. The result maps a tensor's name to an int64 array
+    of shape `(rows, 2)`. Column 0 is the offset in the file, and column 1 is the length, both in bytes. `batches` are
+    the shard's record batches. `address` is the memory address of the file's first byte. `schema` is the table's
+    schema.
     """
     return {tensor.name: _locate(tensor, batches, address) for tensor in schema.tensors}
 
 
 def _locate(tensor: TensorColumn, batches: list[pa.RecordBatch], address: int) -> np.ndarray:
-    """Return the positions of one tensor's values as an int64 array (rows, 2): offset in the file and length, both in bytes."""
+    """Return the positions of one tensor column's values in a memory-mapped shard. The result is an int64 array of
+    shape `(rows, 2)`. Column 0 is the offset in the file, and column 1 is the length, both in bytes. `batches` are the
+    shard's record batches. `address` is the memory address of the file's first byte.
+    """
     size = tensor.kind.byte_width
     found = [np.zeros((0, 2), np.int64)]
     for batch in batches:
@@ -146,7 +151,9 @@ def _locate(tensor: TensorColumn, batches: list[pa.RecordBatch], address: int) -
 
 def _copy(batch: pa.RecordBatch) -> pa.RecordBatch:
     # Any column of a mapped batch would keep the whole file mapped.
-    """Return a copy of a mapped batch in memory. Any column of a mapped batch would keep the whole file mapped."""
+    """Copy a memory-mapped record batch into ordinary memory, and return the copy. The copy does not keep the file
+    mapped.
+    """
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as out:
         out.write_batch(batch)
@@ -154,8 +161,9 @@ def _copy(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _with_locators(rows: pa.Table, shard: str, locators: dict[str, np.ndarray], schema: TableSchema) -> pa.Table:
-    """Add the column `shard` and the columns that locate each tensor to `rows`. `shard` is the shard's file name, and
-    `locators` are from `_locators`. Return the rows as they are stored in the index (`schema.stored`).
+    """Add to `rows` the columns that locate their tensors, and return the result. These columns are `shard`, and an
+    offset and a size for each tensor. The argument `shard` is the shard's file name. `locators` is the result of
+    `_locators`. The returned rows have the columns of `schema.stored`.
     """
     columns = [pa.array([shard] * rows.num_rows, pa.string())]
     columns += [pa.array(locators[tensor.name][:, side]) for tensor in schema.tensors for side in (0, 1)]

@@ -27,8 +27,8 @@ from schemas.table import TableSchema
 
 
 class TableFolder:
-    """The table of one stage and one recipe, for reading. A recipe is a hash of the settings and inputs that the rows depend
-    on. `folder` is the table's own folder. It need not exist yet. `schema` describes the columns. `Writer` changes a table.
+    """The table of one stage for one recipe, opened for reading. A recipe describes the settings, weights and inputs
+    that the rows depend on. `folder` is the table's own folder. It need not exist yet. `schema` is the table's schema.
     """
 
     def __init__(self, folder: Path, schema: TableSchema) -> None:
@@ -68,10 +68,11 @@ class TableFolder:
         return columns is None or columns == {field.name: str(field.type) for field in self.schema.batch}
 
     def manifest(self) -> dict[str, Any]:
-        """Return the manifest of the last finished run, a dict. `recipe` says what the rows were computed from. `rows` and
-        `dead` count the rows that readers see and the hidden rows that no setting wants any more. `bytes` is the table's size,
-        `lance_version` the version that readers see, and `facts` describe the run. Raises ValueError if no run has finished or
-        the file is damaged.
+        """Return the manifest of the last finished run as a dict. `recipe` holds everything that decides what the stage
+        computes. `rows` is the number of rows that readers see. `dead` is the number of stored rows that the last
+        finished run did not want. Readers do not see them. `bytes` is the size of the index, the shards and the
+        artifacts, in bytes. `lance_version` is the version of the index that readers see. `facts` holds facts about the
+        run, such as its duration. Raises ValueError if no run has finished, or if the file is damaged.
         """
         path = self.manifest_file
         try:
@@ -85,10 +86,11 @@ class TableFolder:
         return found
 
     def rows(self, version: int | None = None) -> pa.Table:
-        """Return the rows that readers see. They have no tensors, but the position of each tensor (`schema.stored`). If
-        `version` is given, they are the rows of that Lance version; otherwise those of the last finished run. Rows of an
-        unfinished run are left out. Raises ValueError if no run has finished or the last run's rows are damaged. Raises
-        DamageError if `version` cannot be read.
+        """Return the rows that readers see, without their tensors. The columns are those of `schema.stored`. They
+        include the shard, the offset and the size of each tensor. If `version` is given, the rows are read from this
+        version of the Lance dataset. If it is None, they are those of the last finished run. Rows of an unfinished run
+        are left out. A call with `version` raises DamageError if that version cannot be read. A call without it raises
+        ValueError if no run has finished or the rows are damaged.
         """
         if version is not None:
             return self._live_rows(self.index.read(version))
@@ -105,9 +107,9 @@ class TableFolder:
         return rows.filter(rows["live"]).select(self.schema.stored.names).cast(self.schema.stored)
 
     def committed(self) -> pa.Table:
-        """Return every committed row, with the columns of `rows()` and `live`. Rows of an unfinished run are included. `live`
-        is True for rows that readers see, and False for rows no longer wanted. It is null for rows written since the last
-        finished run. If a key has several rows, only the newest is returned.
+        """Return all committed rows, including those of an unfinished run. The columns are those of `rows()` and one
+        more, `live`. `live` is True for rows that readers see. It is False for rows that the last finished run did not
+        want. It is null for rows written since then. If a key has several rows, only the newest is returned.
         """
         return newest_per_key(self.index.read_newest(), self.schema.key)
 
@@ -128,9 +130,10 @@ class TableFolder:
         return ShardReader(self.folder, self.rows(version), self.schema)
 
     def usage(self) -> dict[str, int]:
-        """Return counts and sizes of the table by name. `rows` and `dead` count the rows that readers see and the hidden rows
-        that no setting wants any more. `shards` counts shard files, `shard_bytes` is their size, and `bytes` is the size of
-        all files.
+        """Return the counts and sizes of the table as a dict. `rows` is the number of rows that readers see. `dead` is
+        the number of stored rows that the last finished run did not want. Both are 0 if no run has finished. `shards`
+        is the number of shard files, and `shard_bytes` is their size in bytes. `bytes` is the size of all files in the
+        table's folder.
         """
         manifest = self.manifest() if self.exists else {}
         shards = [path.stat().st_size for path in self.shards.glob("*.arrow")]

@@ -36,10 +36,12 @@ COMMITS = 64  # after this many commits the index is rewritten in one: Lance's m
 
 
 class Writer:
-    """The only writer of one table, used as `with Writer(table, recipe) as writer:`. It locks the table and repairs what
-    killed writers left. `recipe` holds the settings, code version and weights that the rows depend on. It is written to the
-    manifest. Appended rows are committed once their tensors fill `shard_bytes` bytes, or once `flush_seconds` have passed.
-    Raises ValueError if another process is writing the table.
+    """The only writer of one table, used as `with Writer(table, recipe) as writer:`. On entry, it locks the table and
+    repairs what killed writers left. `recipe` holds the settings, code version and weights that the rows depend on. It
+    is written to the manifest. Appended rows are buffered. A call of `append` commits rows once the buffer holds
+    `shard_bytes` bytes. It commits all of them once `flush_seconds` seconds have passed since the first buffered row or
+    the last commit. The end of the `with` block commits the rest. Raises ValueError if another process is writing the
+    table.
     """
 
     def __init__(
@@ -86,8 +88,9 @@ class Writer:
 
     @property
     def stored(self) -> pa.Table:
-        """All committed rows. They have no tensors, but the position of each tensor (`schema.stored`). Rows of killed runs and
-        rows that are no longer wanted are included. If a key has several rows, only the newest is included.
+        """The table of all committed rows, without their tensors. The columns are those of `schema.stored`. They
+        include the position of each tensor. Rows of killed runs are included. Stored rows that are no longer wanted are
+        included too. If a key has several rows, only the newest is included.
         """
         return newest_per_key(self._rows, self.schema.key).select(self.schema.stored.names).cast(self.schema.stored)
 
@@ -119,9 +122,9 @@ class Writer:
             self._commit()
 
     def write_artifact(self, name: str, write: Callable[[Path], None]) -> Path:
-        """Write a file that rows name. `name` is its path below the table's folder artifacts. `write(path)` is called with a
-        temporary path and must write the file there. Return the final path of the file. If `write` raises, an existing file of
-        that name is unchanged.
+        """Write one artifact of the table, and return the final path of the file. An artifact is a file to which rows
+        refer. `name` is the file's path relative to the table's folder `artifacts`. `write(path)` is called with a
+        temporary path. It must write the file there. If `write` raises, an existing file of that name stays unchanged.
         """
         artifacts = self.table.folder / "artifacts"
         path = artifacts / name
@@ -194,8 +197,9 @@ class Writer:
                 self.table.index.prune(self._published_version())
 
     def _rows_per_commit(self, rows: pa.Table) -> int:
-        """Return how many of the first rows fit into one commit, at least 1. Their tensors take at most `shard_bytes` bytes
-        together. Without tensors, all rows fit.
+        """Return how many rows the next commit takes from the start of `rows`. This is the largest number of rows whose
+        tensors take at most `shard_bytes` bytes together, but at least 1. If the table has no tensors, it is the number
+        of all rows.
         """
         if not self.schema.tensors:
             return int(rows.num_rows)
@@ -243,8 +247,10 @@ class Writer:
         return int(self.table.manifest()["lance_version"]) if self.table.exists else None
 
     def _repair(self) -> None:
-        """Bring the table into a consistent state after a kill, a power cut or an update of this program. Folders and columns
-        get the names of today. Unreadable versions of the index are deleted. Index and shards are made to agree.
+        """Bring the table into a consistent state after a kill, a power cut or an update of this program. Folders and
+        columns that have names of earlier versions are renamed. The newest versions of the index are deleted until one
+        can be read. A manifest is deleted if the version that it names cannot be read. Rows with a damaged or missing
+        shard are removed from the index. Newer rows in the shards are added to it.
         """
         self._rename_old_folders()
         self._version, rows = self.table.index.recover()

@@ -64,8 +64,8 @@ def _check(name: str, own: Arrays) -> None:
 
 
 def _required(own: Arrays) -> tuple[str, ...]:
-    """Return the endings that an adapter of this kind must have, such as ".lora_A.weight". `own` maps the endings of one Linear's
-    arrays to the arrays.
+    """Return the key endings that the adapter of one Linear must have, such as ".lora_A.weight". `own` maps the endings
+    that the adapter has to its arrays. They decide which kind of adapter it is.
     """
     if W2 in own:
         return W1, W2

@@ -39,7 +39,8 @@ def attention(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float
 
 
 def _one_layout(y_BHLK: mx.array) -> mx.array:
-    """Return y unchanged. Its gradient is made contiguous in the layout (batch, query rows, heads, width).
+    """Return `y_BHLK`, `(batch, heads, query rows, width)`, unchanged. In the backward pass, copy its gradient to
+    contiguous memory, in the order batch, query rows, heads, width.
 
     MLX 0.32 caches cuDNN's graph of the gradient by the shapes and strides of q, k and v alone. A later gradient in another
     layout, such as a view of a wider array, would be read in the layout of the first one, beyond its end.
@@ -69,9 +70,10 @@ def fused_gradient(q_BHLK: mx.array) -> bool:
 
 
 def chunk_rows(q_BHLK: mx.array, k_BHSK: mx.array) -> int:
-    """Return the number of query rows in one chunk of `chunked`. It is the largest number with attention scores of at most
-    CHUNK_BYTES, but at least 1. A number above FUSED_ROWS is rounded down to a multiple of FUSED_ROWS. Queries have the shape
-    (batch, heads, query rows, width). Keys have the shape (batch, heads, key rows, width).
+    """Return how many query rows `chunked` computes at once. This is the largest number whose attention scores, over
+    all heads and samples, take at most `CHUNK_BYTES` bytes. It is at least 1. Above `FUSED_ROWS` (128), it is rounded
+    down to a multiple of that. `q_BHLK` is `(batch, heads, query rows, width)`. `k_BHSK` is
+    `(batch, heads, key rows, width)`.
     """
     B, H, _, _ = q_BHLK.shape
     rows = CHUNK_BYTES // (B * H * k_BHSK.shape[2] * q_BHLK.dtype.size)

@@ -69,8 +69,8 @@ class Family:
         return found
 
     def require(self, component: str) -> None:
-        """Raise ValueError if the program cannot use this component of the family yet. The message gives the reason in one line.
-        `component` is a key of FOLDERS, such as "text_encoder".
+        """Raise ValueError if the program cannot use a component of this family yet. `component` is a key of `FOLDERS`,
+        such as "text_encoder". The message gives the reason in one line.
         """
         if reason := self.unsupported.get(component):
             raise ValueError(reason)

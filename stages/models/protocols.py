@@ -24,12 +24,13 @@ class TransformerConfig(Protocol):
         """The width of one attention head, in values."""
 
     def shapes(self) -> dict[str, Shape]:
-        """Return the name and shape of every weight."""
+        """Return a dict from the full name of every weight to its shape."""
 
 
 class Transformer(Protocol):
-    """A transformer as a chain of blocks. `model(**inputs, linear_for=...)` runs all of it and returns the velocity.
-    `Architecture.inputs` makes `inputs`.
+    """A transformer as a chain of blocks. `model(**inputs, linear_for=linear_for)` runs all of it and returns the
+    velocity. The dict `inputs` is the result of `Architecture.inputs`. `linear_for` is optional and runs the model with
+    an adapter. It takes a block's name and returns the `linear(name, weight, x)` of that block.
 
     Step by step, call `h, shared = model.enter(**inputs)` first. Then call `h = model.block(b.kind)(b.weights, h, shared,
     linear)` for each block b. At the end, `model.leave(h, shared)` returns the velocity.
@@ -37,7 +38,7 @@ class Transformer(Protocol):
 
     @property
     def config(self) -> Any:
-        """The sizes of the transformer. It is an object like `TransformerConfig`."""
+        """The sizes of the transformer. The object has the attributes of `TransformerConfig`."""
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -45,7 +46,7 @@ class Transformer(Protocol):
 
     @property
     def blocks(self) -> Sequence[Any]:
-        """The blocks in the order of computation. Each has a `kind`, a `name` and `weights`. The `name` is such as
+        """The blocks in the order of computation. Each has a `kind`, a `name` and `weights`. For example, a `name` is
         "transformer_blocks.0". `weights` maps names within the block to arrays.
         """
 
@@ -62,8 +63,10 @@ class Transformer(Protocol):
         """
 
     def block(self, kind: str) -> Callable[..., Any]:
-        """Return the function that computes blocks of one kind. Call it as function(weights, h, shared, linear). It returns the
-        new h. The result depends on the arguments alone.
+        """Return the function that computes blocks of one kind. `kind` is the `kind` of a block in `blocks`. Call the
+        function as `function(weights, h, shared, linear)`. It returns the new `h`. `weights` is the `weights` of the
+        block. `h` and `shared` come from `enter`. `linear(name, weight, x)` computes one Linear of the block. The
+        result depends on the arguments alone.
         """
 
     def linears(self) -> dict[str, tuple[int, int]]:

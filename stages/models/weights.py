@@ -23,10 +23,11 @@ DTYPES = ("BF16", "F16", "F32", "I64", "I32", "U8", "BOOL")  # integers and U8 o
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the paths of a component's safetensors files. `path` is one such file, or a folder. If the folder has an index file,
-    the files that it names are returned. Copies may differ in precision (model.safetensors, model.fp16.safetensors). Then the one
-    with the plain name is returned. Raises ValueError if there is no file. Raises it too if the index names a file that is
-    missing.
+    """Return the paths of a component's safetensors files. `path` is one such file, or a folder. If the folder has an
+    index file, the files that the index names are returned. Otherwise all safetensors files in the folder are returned.
+    There is one exception. If two of them differ only in precision, such as "model.safetensors" and
+    "model.fp16.safetensors", one file is returned. It is the file with the fewest dots in its name. Raises ValueError
+    if there is no file or the index is damaged. Raises it too if the index names a file that is missing.
     """
     if path.is_file():
         return [path]
@@ -133,12 +134,13 @@ def load_component(
     ignore: Callable[[str], bool] | None = None,
     arrange: Callable[[str, mx.array], mx.array] | None = None,
 ) -> Arrays:
-    """Load a component's weights into memory and return exactly the tensors that `shapes` names. `path` is the component's folder
-    or file. `shapes` maps names to shapes. The other arguments are optional. `convert(arrays)` turns another layout of a whole
-    component into ours and is applied first. `rename(name)` then turns a file's tensor names into ours. A tensor is skipped if
-    `ignore(name)` is True. `dtype` is a dtype, a function from name to dtype, or None to keep the file's. After this cast,
-    `arrange(name, array)` replaces each tensor. Raises ValueError if a file is damaged. Raises it too if a tensor is missing,
-    unknown or of another shape.
+    """Load a component's weights into memory and return exactly the tensors that `shapes` names. `path` is the
+    component's folder or file. `shapes` maps names to the shapes before `arrange`. The other arguments are optional and
+    are applied in this order. `convert(arrays)` returns all tensors of another layout in the layout of the
+    architecture. `rename(name)` returns the name that replaces a tensor's name. `ignore(name)` returns True if the
+    tensor with this new name is left out. `dtype` is a dtype, a function from name to dtype, or None to keep the file's
+    dtype. Only floating-point tensors are cast. `arrange(name, array)` returns the array that replaces a tensor. Raises
+    ValueError if a file is damaged. Raises it too if a tensor is missing, unknown or of another shape.
 
     Casting goes tensor by tensor, so that only one is in memory twice.
     """
@@ -175,8 +177,10 @@ def _check_shapes(arrays: Arrays, shapes: Shapes, where: Path) -> None:
 
 
 def _evaluate_each(arrays: Arrays, dtype: Any, arrange: Callable[[str, mx.array], mx.array] | None) -> Arrays:
-    """Read, cast and rearrange the tensors one by one, and return them by name. `arrays` is emptied. So the source of a cast is
-    freed at once.
+    """Read, cast and rearrange the tensors one by one, and return them by name. `dtype` is a dtype, a function from
+    name to dtype, or None for no cast. Only floating-point tensors are cast. `arrange(name, array)` then returns the
+    array that replaces the tensor. If `arrange` is None, nothing is rearranged. `arrays` maps names to the tensors. The
+    function empties `arrays`, so that the memory of each source tensor is freed after its cast.
     """
     done: Arrays = {}
     for key in list(arrays):
@@ -192,7 +196,9 @@ def _evaluate_each(arrays: Arrays, dtype: Any, arrange: Callable[[str, mx.array]
 
 
 def _first(names: Iterable[str]) -> str:
-    """Format at most 3 names as "a, b, c and 4 more"."""
+    """Return the first 3 of `names` as text, separated by commas. If there are more, the text ends with their number,
+    such as "a, b, c and 4 more".
+    """
     every = list(names)
     rest = len(every) - NAMED
     return ", ".join(every[:NAMED]) + (f" and {rest} more" if rest > 0 else "")

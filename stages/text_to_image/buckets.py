@@ -71,8 +71,9 @@ class Bucket:
 
 def choose_bucket(width: int, height: int, resolution: int, upscale: bool = False, max_shapes: int = 256) -> Bucket | None:
     """Return the size and the crop that an image of `width` x `height` pixels is trained at. The area of the size is at
-    most `resolution` x `resolution` pixels. The image is enlarged only if `upscale` is True. At most `max_shapes` aspect
-    ratios are used per area. If the image is smaller than 16 x 16 pixels, None is returned.
+    most `resolution` x `resolution` pixels. The image is enlarged only if `upscale` is True. `max_shapes` limits the
+    number of shapes of full area to choose from. A portrait shape and its landscape counterpart count as two. If
+    `upscale` is False and a side is shorter than 16 pixels, None is returned.
 
     Of the shapes of full area, the one that crops least is chosen. If that shape would enlarge the image and `upscale` is
     False, the shape is chosen among all smaller ones that fit into the image. Then the sum of two shares is smallest: the
@@ -94,10 +95,11 @@ def choose_bucket(width: int, height: int, resolution: int, upscale: bool = Fals
 
 
 def _best_shape(width: int, height: int, i: np.ndarray, j: np.ndarray, area: float | None) -> tuple[int, int]:
-    """Return the shape (width, height) in cells that loses least of an image of `width` x `height` pixels. The arrays `i`
-    and `j` hold the widths and heights of the shapes to choose from. The loss is the share of the image that is cropped
-    away. `area` counts cells, or is None. If `area` is given, the share of it that stays uncovered is added to the loss.
-    Among equal losses, the larger shape is taken.
+    """Return the shape with the smallest loss for an image of `width` x `height` pixels. A shape is (width, height) in
+    cells of 16 x 16 pixels. `i` and `j` are arrays of equal length. They hold the widths and heights of the shapes to
+    choose from. The loss is the share of the image that is cropped away, 0 to 1. `area` is None or a number of cells.
+    If it is given, the loss also contains the share of `area` that the shape does not use. Of shapes with equal loss,
+    the largest is returned.
     """
     skew = (i * height) / (j * width)
     loss = 1 - np.minimum(skew, 1 / skew)
@@ -122,10 +124,12 @@ def _make_bucket(width: int, height: int, i: int, j: int) -> Bucket:
 
 @functools.cache
 def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the landscape shapes of full area as two int64 arrays, widths and heights in cells. The squarest shape comes
-    first. A shape has full area if it has at most `cells` * `cells` cells and cannot grow by a row or column.
-    `max_shapes` limits the number of shapes, portrait shapes included. If there are more, a selection is returned. The
-    selection is spread evenly over the logarithm of the aspect ratio.
+    """Return the landscape and square shapes of full area as two int64 arrays: widths and heights in cells. The shapes
+    are sorted by aspect ratio, and the one nearest to a square comes first. A shape has full area if it has at most
+    `cells` * `cells` cells, and its height or its width cannot grow by a cell within this limit. The aspect ratio is at
+    most 8. `max_shapes` limits the number of shapes. A shape that is not square counts twice, because its portrait form
+    is used too. If there are too many shapes, some are left out. The others are spread evenly over the logarithm of the
+    aspect ratio.
     """
     full = {(i, cells * cells // i) for i in range(1, cells * cells + 1)}
     full = {(max(shape), min(shape)) for shape in full if max(shape) <= LONGEST * min(shape)}
@@ -140,8 +144,9 @@ def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return landscape shapes as two int64 arrays, widths and heights in cells. They fill an area of 1 x 1, 2 x 2, ... or
-    `cells` x `cells` cells (see `_full_shapes`). `max_shapes` limits the number of shapes per area.
+    """Return the shapes of every size up to `cells` as two int64 arrays: widths and heights in cells. These are the
+    shapes that `_full_shapes(size, max_shapes)` returns for each size from 1 to `cells`. No shape occurs twice. All
+    shapes are landscape or square. `max_shapes` limits the number of shapes per size.
     """
     sizes = [np.stack(_full_shapes(size, max_shapes)) for size in range(1, cells + 1)]
     found = np.unique(np.concatenate(sizes, axis=1), axis=1)
@@ -183,8 +188,8 @@ def write_buckets(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def finish_buckets(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Tell the user about the new rows of each resolution. The line says how many are used and how much of the images is
-    cropped away. Yield no rows.
+    """Tell the user about the new rows, in one line per resolution. Each line gives the number of images used and the
+    mean share that is cropped away. If the user stopped the run, nothing is printed. The generator yields no rows.
     """
     if ctx.stop():
         return
@@ -195,8 +200,9 @@ def finish_buckets(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _summary(resolution: int, rows: list[dict[str, Any]]) -> str:
-    """Return one line for the user about the used buckets of one resolution. It gives the number of images, the number of
-    shapes and the mean share cropped away. `rows` are these rows of the table `buckets`.
+    """Return one line for the user about the used buckets of one resolution. It gives the number of images, the number
+    of shapes and the mean share cropped away. It also counts images with less than a quarter of the area, if there are
+    any. `rows` are the rows of the table `buckets` for `resolution` that are not rejected. There must be at least one.
     """
     shapes = len({(row["width"], row["height"]) for row in rows})
     loss = sum(row["crop_loss"] for row in rows) / len(rows)

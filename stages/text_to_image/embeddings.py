@@ -68,8 +68,8 @@ def encode_embeddings(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _rows_by_text(rows: pa.Table) -> dict[str, list[Row]]:
-    """Return a dict from caption_id to the rows of the table `captions` with this text. A caption_id is the sha256 of a
-    text. `rows` is the table `captions`.
+    """Group the table `captions` by text, and return a dict from `caption_id` to rows. A `caption_id` is the sha256 of
+    a text. The rows have the columns `caption_id`, `text`, `role` and `origin`. `rows` is the table `captions`.
     """
     found: dict[str, list[Row]] = defaultdict(list)
     for row in rows.select(["caption_id", "text", "role", "origin"]).to_pylist():
@@ -119,8 +119,9 @@ def _row(caption_id: str, embedding: Embedding) -> Row:
 
 
 def _too_long(rows: list[Row], embedding: Embedding) -> str:
-    """Return one line for the user about a caption that was cut. It names the caption and says how many tokens were cut.
-    `rows` are the rows of the table `captions` with this text. `embedding` is the text's embedding.
+    """Return one line for the user about a text that was cut at its end. The line says where the text is from, and how
+    many tokens were cut off. `rows` are all rows of the table `captions` that have the text. `embedding` is the
+    embedding of the text.
     """
     first = rows[0]
     where = first["origin"] or ("a preview prompt" if first["role"] == "preview" else "a caption")

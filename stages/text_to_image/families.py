@@ -90,8 +90,9 @@ MICRO_BEGIN: Mapping[str, Mapping[str, Any]] = {
 
 
 def _single_files(tail: str) -> dict[str, tuple[str, ...]]:
-    """Return the usual file names of weights that are published as one file. The result is a dict from component to
-    names. `tail` is the end of the transformer's file name, such as "klein-4b".
+    """Return the file names under which a FLUX.2 component is published as a single file. The result is a dict with the
+    keys "transformer" and "autoencoder". Each value is a tuple of the usual names. `tail` is the end of the
+    transformer's file name without the suffix, such as "klein-4b".
     """
     transformer = (f"flux-2-{tail}.safetensors", f"flux2-{tail}.safetensors")
     return {"transformer": transformer, "autoencoder": ("ae.safetensors", "flux2-vae.safetensors")}

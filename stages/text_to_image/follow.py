@@ -173,8 +173,9 @@ def _describe_validation(query: Query, image: Row) -> Iterator[str]:
 
 
 def describe_samples(query: Query, image: Row) -> Iterator[str]:
-    """Yield one line per preview whose prompt is a caption of the image. If there is none, yield the number of previews
-    and prompts. `query` runs SQL on the tables. `image` is a row of the table `images`.
+    """Yield one line per preview whose prompt is a caption of the image. A preview is an image that the stage `samples`
+    generated. If no preview has such a prompt, yield one line that counts all previews and prompts. `query` runs SQL on
+    the tables. `image` is a row of the table `images`.
     """
     rows = query(
         "select step, path, prompt from samples where caption_id in "

@@ -53,8 +53,9 @@ class Checkpoint:
     state: Mapping[str, Any]
 
     def intact(self, *names: str) -> bool:
-        """Return True if the named files of the checkpoint are undamaged. A name is, for example, "adapter.safetensors". Each
-        file must have the size and sha256 recorded in `state.json`.
+        """Return True if the given files of the checkpoint are undamaged. The arguments are names of files, such as
+        "adapter.safetensors". Each file must have the size and the sha256 that `state.json` records for it. A file
+        without a record counts as damaged.
         """
         return all(self._intact(name) for name in names)
 
@@ -161,8 +162,9 @@ def is_published(artifacts: Path, step: int, best: int | None = None) -> bool:
 
 
 def prune(artifacts: Path, step: int, last: int) -> None:
-    """Delete the optimizer states of old checkpoints below the folder `artifacts`. Only checkpoints up to `step` are considered.
-    The newest `last` of them keep their optimizer state, and at least one does. Adapters are never deleted.
+    """Delete the optimizer states of old checkpoints below the folder `artifacts`. Only checkpoints up to step `step`
+    are considered. `last` is how many of them keep their optimizer state, counted from the newest. The newest one
+    always keeps its state. Adapters are never deleted.
     """
     for saved in [saved for saved in find_checkpoints(artifacts) if saved.step <= step][max(last, 1) :]:
         (saved.folder / OPTIMIZER).unlink(missing_ok=True)

@@ -23,29 +23,31 @@ def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
 
 
 def uniform(seed: int, purpose: str, *counters: int) -> float:
-    """Return one random number u, 0 <= u < 1. It depends only on the arguments. `purpose` names what is drawn. `counters` are
-    integers such as the step and the sample.
+    """Return one random number `u`, `0 <= u < 1`. It depends only on the arguments. `purpose` names the use of the
+    number, such as "dropout". Further arguments are integers, such as the step and the sample.
     """
     return float(generator(seed, purpose, *counters).random())
 
 
 def normal(shape: tuple[int, ...], seed: int, purpose: str, *counters: int) -> np.ndarray:
-    """Return a float32 array of the given shape with random numbers from the standard normal distribution. The numbers depend
-    only on the arguments. `purpose` names what is drawn. `counters` are integers such as the step and the sample.
+    """Return a float32 array of random numbers from the standard normal distribution. `shape` is its shape. The numbers
+    depend only on the arguments. `purpose` names the use of the numbers, such as "noise". Further arguments are
+    integers, such as the step and the sample.
     """
     return generator(seed, purpose, *counters).standard_normal(shape, dtype=np.float32)
 
 
 def permutation(count: int, seed: int, purpose: str, *counters: int) -> list[int]:
-    """Return the numbers 0 to count - 1 in random order. The order depends only on the arguments. `purpose` names what is drawn.
-    `counters` are integers such as the epoch.
+    """Return the numbers from 0 to `count - 1` in random order. The order depends only on the arguments. `purpose`
+    names the use of the order, such as "batches". Further arguments are integers, such as the epoch.
     """
     order: list[int] = generator(seed, purpose, *counters).permutation(count).tolist()
     return order
 
 
 def choice(count: int, seed: int, purpose: str, *counters: int) -> int:
-    """Return one of the numbers 0 to count - 1 at random. All are equally likely. The choice depends only on the arguments.
-    `purpose` names what is drawn. `counters` are integers such as the step and the sample.
+    """Return a random integer from 0 to `count - 1`. All integers are equally likely. The result depends only on the
+    arguments. `purpose` names the use of the integer, such as "caption". Further arguments are integers, such as the
+    step and the sample.
     """
     return int(generator(seed, purpose, *counters).integers(count))

@@ -28,9 +28,11 @@ def checks_update(step: int) -> bool:
 def check_health(
     say: Callable[[str], None], config: TrainingConfig, training: TrainingStep, step: int, skipped: int, result: StepResult
 ) -> None:
-    """Check the `result` of training step `step` and print warnings with `say`. `skipped` is the number of consecutive steps,
-    including this one, without a finite loss and gradient. Raises ValueError with a remedy if training cannot go on. This is so
-    if the adapter became infinite, if 3 steps in a row were skipped, or if the adapter is unchanged after 10 steps.
+    """Check the `result` of training step `step` and print warnings with `say`. `config` has the settings [train]. A
+    step is skipped if its loss or its gradient is not finite. `skipped` is the number of skipped steps in a row, up to
+    and including this one. Raises ValueError with a remedy if training cannot go on. Reasons are an infinite value in
+    the adapter or the optimizer's state, 3 skipped steps in a row, and an adapter that is unchanged after step 10. The
+    last check is omitted if [train] `initial` is set.
     """
     lr = config.lr
     if not result.bounded:

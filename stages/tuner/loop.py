@@ -60,8 +60,8 @@ def last_step(task: Task[Any, Any], stored: pa.Table) -> int:
 
 
 def validation_of(task: Task[Any, Any]) -> Validation:
-    """Create the `Validation` of a run, without measurements. It decides when held-out samples are measured and when the run ends
-    early.
+    """Return a new `Validation` for the run of `task`. It contains no losses yet. It decides when held-out samples are
+    measured and when the run ends early.
     """
     held_out = task.held_out
     return Validation(task.config.validation if held_out else None, held_out.count if held_out else 0, task.config.steps)

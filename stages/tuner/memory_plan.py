@@ -26,10 +26,11 @@ AHEAD = 0.5  # share of one block's working memory that work started ahead may u
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a run computes its steps within its memory. `plan` is "whole", "blocks" or a number n. "whole": all blocks keep their
-    activations until the backward pass. A number n: the last n blocks keep theirs, and all others are computed twice.
-    `max_tokens` is the most tokens of a micro-batch (samples computed at once), or None. `limit` is the bytes that training may
-    take. While more than `live_bytes` bytes are in use, the next block waits for the device.
+    """How a run computes its steps within its memory. `plan` says how many of the last blocks keep their activations
+    until the backward pass. It is "whole" (all blocks), "blocks" (one block) or a number. The other blocks are computed
+    twice. `max_tokens` is the largest number of tokens in a micro-batch (samples computed at once). None means no
+    limit. `limit` is the memory that training may take, in bytes. While `live_bytes` bytes or more are in use, MLX
+    starts no further operation.
     """
 
     plan: Plan
@@ -40,9 +41,9 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A possible way to compute the largest batch of a run. `samples` is the number of samples computed at once (a micro-batch).
-    `plan` is "whole", "blocks" or the number of last blocks that keep their activations. `estimate` is the memory estimate of
-    such a micro-batch.
+    """A possible way to compute the largest batch of a run. `samples` is the number of samples computed at once (a
+    micro-batch). `plan` says how many of the last blocks keep their activations until the backward pass. It is "whole"
+    (all blocks), "blocks" (one block) or a number. `estimate` is the memory estimate of such a micro-batch.
     """
 
     samples: int
@@ -62,12 +63,15 @@ def best_candidate(
     limit: int,
     begun: Plan | None = None,
 ) -> Candidate:
-    """Choose how to compute the largest batch of a run: the micro-batch size (samples computed at once) and the plan. The plan
-    says how many blocks keep their activations. Settings of `config` are obeyed. "auto" means the fastest choice that needs at
-    most `limit` bytes. `batch_size` is the number of samples of the largest batch. `estimate(samples)` returns the memory
-    estimate of a micro-batch of that size. `begun` is the plan of a resumed run, or None. It is kept if it fits.
+    """Choose how to compute the largest batch of a run, and return the choice. The settings [train] `micro_batch` and
+    `memory` of `config` decide. `micro_batch` is the number of samples computed at once. None means the whole batch.
+    "auto" halves the batch until it fits with the plan "blocks". `memory` is the plan: how many of the last blocks keep
+    their activations. "auto" means the plan `begun` if it fits, otherwise the fastest plan that fits. A choice fits if
+    it needs at most `limit` bytes.
 
-    If nothing fits, the choice that needs least memory is returned.
+    `batch_size` is the number of samples of the largest batch. `estimate(samples)` returns the memory estimate of a
+    micro-batch of that size. `begun` is the plan of a resumed run, or None. The result need not fit: numbers and plans
+    in the settings are always obeyed. If nothing fits, "auto" chooses what needs least memory.
     """
     samples = min(config.micro_batch, batch_size) if isinstance(config.micro_batch, int) else batch_size
     if config.micro_batch == "auto":
@@ -81,10 +85,11 @@ def best_candidate(
 
 
 def fastest_plan(estimate: Estimate, limit: int) -> Plan:
-    """Return the fastest plan that needs at most `limit` bytes. `estimate` is the memory estimate of a micro-batch. "whole" is
-    fastest: all blocks keep their activations until the backward pass. A number means that only so many of the last blocks keep
-    them. The other blocks are computed twice, which takes longer. "blocks" needs least memory. It is returned if only one block
-    can keep them, or if nothing fits.
+    """Return the fastest plan that needs at most `limit` bytes. `estimate` is the memory estimate of a micro-batch
+    (samples computed at once). A plan says how many of the last blocks keep their activations until the backward pass.
+    The other blocks are computed twice, which takes longer but needs less memory. The result is "whole" if all blocks
+    can keep their activations. Otherwise it is the largest number of blocks that fits. It is "blocks" if this number is
+    one, or if nothing fits.
     """
     blocks = estimate.blocks
     fits = [n for n in range(1, blocks + 1) if estimate.peak(n) <= limit]
@@ -92,9 +97,10 @@ def fastest_plan(estimate: Estimate, limit: int) -> Plan:
 
 
 def live_bytes_limit(estimate: Estimate, plan: Plan, limit: int) -> int:
-    """Return the memory use, in bytes, above which the program stops queueing blocks and waits for the device. `estimate` is the
-    memory estimate of the largest micro-batch. `plan` is the chosen plan. `limit` is the number of bytes that training may take,
-    and the result never exceeds it.
+    """Return the memory use, in bytes, at which MLX must wait before it starts further work. `estimate` is the memory
+    estimate of the largest micro-batch (samples computed at once). `plan` says how many of the last blocks keep their
+    activations: "whole", "blocks" or a number. `limit` is the number of bytes that training may take. The result is at
+    most `limit`.
 
     Unpacked weights are not part of the allowance for working ahead, because they are freed within a block.
     """
@@ -122,8 +128,8 @@ def plan_run(
 
 
 def saved_max_tokens(state: Any) -> int | None:
-    """Return the most tokens of a micro-batch that a checkpoint records. `state` is the content of its `state.json`. If the run
-    had no such limit, the result is None.
+    """Return the most tokens that a micro-batch (samples computed at once) may have, as recorded in a checkpoint.
+    `state` is the content of the checkpoint's `state.json`. The result is None if no such limit is recorded.
     """
     found: int | None = state.get("max_tokens", state.get("piece"))  # "piece": its name until 0.1
     return found
@@ -169,9 +175,10 @@ class Remedy:
 
 
 def cheaper_settings(config: TrainingConfig, samples: int) -> Iterator[dict[str, Any]]:
-    """Yield changes to the settings of [train] that reduce memory, each as {name: new value}. They are meant to be made one after
-    another. Changes that only cost time come first. Changes that cost quality follow. `samples` is the number of samples of the
-    largest batch. If it is more than one, smaller micro-batches are suggested.
+    """Yield changes to the settings [train] that reduce memory, each as {name: new value}. `config` holds the present
+    settings. The changes add up: each one is made on top of the earlier ones. Changes that only cost time come first.
+    Changes that cost quality follow. `samples` is the number of samples of the largest batch. Smaller micro-batches are
+    suggested only if it is more than one.
     """
     if config.memory not in ("auto", "blocks"):
         yield {"memory": "blocks"}
@@ -183,9 +190,10 @@ def cheaper_settings(config: TrainingConfig, samples: int) -> Iterator[dict[str,
 
 
 def cheapest_remedy(config: C, samples: int, candidate: Callable[[C], Candidate], limit: int) -> Remedy:
-    """Return the smallest set of changes to `config` with which the run needs at most `limit` bytes. If no set suffices, return
-    all possible changes. `candidate(config)` returns the plan and the memory estimate of a run with the changed settings.
-    `samples` is the number of samples of the largest batch.
+    """Return changes to the settings `config` with which the run needs at most `limit` bytes. The result contains no
+    change that can be left out. If all possible changes together do not suffice, it contains all of them. `samples` is
+    the number of samples of the largest batch. `candidate(settings)` returns the plan and the memory estimate of a run
+    with these settings.
     """
 
     def remedy_with(settings: dict[str, Any]) -> Remedy:

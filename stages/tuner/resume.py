@@ -15,8 +15,9 @@ Key = tuple[int, str, int]  # step, split, sample
 
 @dataclass(frozen=True)
 class Start:
-    """The point from which a run starts or resumes. `checkpoint` is the checkpoint to resume from. If it is None, the run starts
-    at step 1. `recovered` are earlier rows that the run's table lacks. They were read from checkpoints.
+    """The point from which a run starts or resumes. `checkpoint` is the checkpoint to resume from. If it is None, the
+    run starts from the beginning. `recovered` has the rows that the run's table lacks, up to the checkpoint's step.
+    They were read from checkpoints.
     """
 
     checkpoint: Checkpoint | None
@@ -34,10 +35,14 @@ def row_key(row: Row) -> Key:
 
 
 def find_start(ctx: TrainingContext, last: int) -> Start:
-    """Return the point to resume from: the newest usable checkpoint of `ctx.artifacts` up to step `last`. If there is none, the
-    run starts at step 0. A checkpoint is usable if its files are intact and no row up to its step is lost. A row is lost if
-    neither the run's table nor a checkpoint has it. If a newer checkpoint is damaged or the run must begin again, the user is
-    told.
+    """Return the point from which a run resumes. It is the newest usable checkpoint in the folder `ctx.artifacts`.
+    Checkpoints after step `last`, the last step of the run, are ignored. Without a usable checkpoint, the run starts
+    from the beginning.
+
+    A checkpoint is usable if its files are intact and all rows up to its step still exist. A row exists if the run's
+    table or an intact checkpoint holds it. Rows of the measurement at the checkpoint's step may be missing, because
+    this measurement is repeated. The user is told if a newer checkpoint is skipped. The user is also told if a run with
+    stored rows starts from the beginning.
     """
     pending = {row_key(row) for row in ctx.pending.to_pylist()}
     checkpoints = [saved for saved in find_checkpoints(ctx.artifacts) if saved.step <= last]
@@ -62,9 +67,13 @@ def _held_rows(checkpoints: list[Checkpoint]) -> dict[Key, Row]:
 
 
 def _usable(saved: Checkpoint, last: int, lost: list[Key]) -> bool:
-    """Return True if a run with the last step `last` can resume from the checkpoint `saved`. `lost` are the keys (step, split,
-    sample) of rows up to its step that exist nowhere. Only rows of the measurement at that step may be lost, because it is
-    repeated. At the last step, the optimizer state may be missing.
+    """Return True if a run can resume from the checkpoint `saved`. `last` is the last step of the run. `lost` has the
+    keys (step, split, sample) of lost rows, up to the checkpoint's step. A row is lost if neither the run's table nor a
+    checkpoint holds it.
+
+    The checkpoint's files must be intact. Rows of the measurement at its step may be lost, because this measurement is
+    repeated. No other row may be lost. If the checkpoint is at the last step and no row is lost, the optimizer's state
+    is not needed.
     """
     if any((step, split) != (saved.step, VALIDATION) for step, split, _ in lost):
         return False

@@ -100,9 +100,7 @@ class StepGradient:
 
     @property
     def losses(self) -> mx.array:
-        """The main loss of every sample of the step, in order, as one array. Further terms are not included. An example is the
-        preservation loss.
-        """
+        """The main loss of every sample of the step, in order, as one array. Further loss terms are left out."""
         return mx.concatenate([terms["loss"][0] for terms in self.terms])
 
     def values(self, column: str) -> list[float | None]:
@@ -130,10 +128,11 @@ class StepGradient:
 
 
 class TrainingStep:
-    """A model with its adapter and optimizer state. Every call of `step` updates adapter and state once. Four attributes may be
-    set after construction. `plan` says which blocks are differentiated as one graph: "whole", "blocks", or the number of last
-    blocks. If more than `live_bytes` bytes are live, the next block waits for the device. `max_tokens` and `max_samples` limit a
-    micro-batch, the samples computed at once. None means no limit.
+    """A model with its adapter and optimizer state. Each call of `step` updates the adapter and the state once. Four
+    attributes may be set after construction. `plan` says how many of the last blocks keep their activations until the
+    backward pass: "whole" (all), "blocks" (one) or a number. While `live_bytes` bytes or more are in use, MLX starts no
+    further operation. `max_tokens` and `max_samples` limit the size of a micro-batch (samples computed at once). Each
+    of these three limits may be None, which means that it is not set.
     """
 
     def __init__(
@@ -204,8 +203,10 @@ class TrainingStep:
         )
 
     def gradient(self, batches: Sequence[MicroBatch], meter: Meter | None = None) -> StepGradient:
-        """Compute the gradient of the mean loss over all samples of `batches`, without an update. The size of the micro-batches
-        does not matter, except for rounding. The returned arrays are lazy unless a `meter` measures the phases.
+        """Return the gradient of the mean loss over all samples of `batches`, without an update. The batches are
+        divided into micro-batches (samples computed at once). The size of the micro-batches changes the gradient only
+        by rounding. If a `meter` is given, it measures each phase, and the gradient is computed on return. Otherwise
+        the returned arrays may not be computed yet.
         """
         count = sum(len(batch.samples) for batch in batches)
         adapter = cast_adapter(self.masters, self.model.dtype, self.config)
@@ -283,16 +284,20 @@ def predict_base(model: Model, inputs: Mapping[str, Any]) -> mx.array:
 
 
 def cast_adapter(masters: Stacks, dtype: mx.Dtype, config: TrainingConfig) -> Arrays:
-    """Return the adapter `masters` as arrays by name, ready for the model's blocks. With [train] base_bits = 16, the arrays are
-    cast to `dtype`. With 8 or 4 bits they stay float32 to save memory. In this case, every Linear casts its own arrays at each
-    use.
+    """Return the adapter's arrays by name, for use in the model's blocks. `masters` holds the float32 arrays of the
+    adapter as stacks (arrays of equal shape, joined). If [train] `base_bits` is 16, matrices are cast to `dtype`, and
+    other arrays stay float32. If it is 8 or 4, all arrays stay float32.
+
+    With 8 or 4 bits, each Linear casts its own arrays when it is computed. This needs less memory than a cast copy of
+    the whole adapter.
     """
     return (masters.cast(dtype) if config.base_bits == 16 else masters).unstack()
 
 
 def update_ratio(before: Arrays, after: Arrays) -> mx.array:
-    """Return the length of the update divided by the length of the adapter, as a scalar array: |after - before| / |before|.
-    `before` and `after` are the adapter before and after a step, as arrays by name.
+    """Return the norm of an update divided by the norm of the adapter before it, as a scalar array. Each norm is the
+    Euclidean norm of all arrays together. `before` and `after` are the adapter before and after a step, as arrays by
+    name.
     """
     change = global_norm({name: after[name] - before[name] for name in before})
     return change / mx.maximum(global_norm(before), 1e-30)

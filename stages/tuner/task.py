@@ -147,8 +147,8 @@ class Task(Protocol[S, M]):
         """
 
     def sizes(self, step: int) -> list[int]:
-        """Return the number of samples of each batch of step `step`. Must be cheap: the loop calls this for every step of the
-        run.
+        """Return the number of samples of each batch of step `step`, counted from 1. This method must be fast, because
+        the loop calls it for every step of the run.
         """
 
     def draw(self, step: int) -> list[list[S]]:
@@ -169,9 +169,11 @@ class Task(Protocol[S, M]):
         """Return one line for the user that says which data the run trains on."""
 
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
-        """Choose the memory plan: which blocks are differentiated as one graph, and the size of a micro-batch. `start` is the
-        checkpoint to continue from, or None for step 0. If `recorded` is true, the plan stored in `start` is used if it fits.
-        [train] `memory` then has no effect on it. Raises ValueError with a remedy if no plan fits into memory.
+        """Return the memory plan of the run. It says how many blocks keep their activations until the backward pass. It
+        also limits the size of a micro-batch (samples computed at once). `start` is the checkpoint to continue from, or
+        None for a new run. If [train] `memory` is "auto", the plan stored in `start` is kept if it fits. If `recorded`
+        is true, any other value of `memory` is treated as "auto". Raises ValueError if no plan fits into memory. The
+        message names settings that would fit.
         """
 
     def initial_adapter(self) -> InitialAdapter | None:
@@ -204,8 +206,8 @@ class TrainingContext(Protocol):
 
     @property
     def provenance(self) -> dict[str, str]:
-        """Texts for the header of every adapter file: key -> text. They hold the recipe (hash of settings, code version and
-        weights) and the versions of the program.
+        """Text entries for the header of every adapter file: key -> text. They hold recipe ids and the versions of the
+        software. A recipe id is a hash of what decides the result of a stage, such as its settings and its weights.
         """
 
     @property
@@ -230,4 +232,6 @@ class TrainingContext(Protocol):
 
     @property
     def pause(self) -> Callable[[str], None]:
-        """The function `pause(reason)`. It reports to the user why the run ends before its last step."""
+        """The function `pause(reason)`. The loop calls it when the run ends before its last step. It reports the reason
+        to the user. It does not end the run itself.
+        """

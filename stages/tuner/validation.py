@@ -19,9 +19,11 @@ Row = dict[str, Any]
 
 
 class Validation:
-    """The losses of held-out samples that were measured during a run. `last_step` is the last step of the run. After early
-    stopping, it is below `steps`. `best_step` is the step with the lowest mean loss. `count` is the number of held-out samples
-    per measurement. If `config` is None, nothing is measured.
+    """The losses of held-out samples that were measured during a run. `config` holds the settings of the validation. If
+    it is None, nothing is measured. `count` is the number of held-out samples per measurement. `steps` is the number of
+    steps of the run without early stopping. The attribute `last_step` is the last step of the run. It is below `steps`
+    after early stopping. The attribute `best_step` is the step with the lowest mean loss. It is None before the first
+    measurement after step 0.
 
     A measurement counts once the losses of all `count` samples are known.
     """
@@ -47,8 +49,9 @@ class Validation:
         return self.config is not None and step % self.config.every == 0
 
     def discard_incomplete(self, step: int) -> bool:
-        """Forget an incomplete measurement after `step`, so that it can be repeated. Return True if there was one. A measurement
-        is incomplete if the losses of some samples are missing.
+        """Discard the measurement of step `step` if it is incomplete, so that it can be repeated. A measurement is
+        incomplete if the losses of some or all samples are missing. Return True if a measurement is due after this step
+        and was incomplete.
         """
         if not self.is_due(step) or sum(row["step"] == step for row in self.rows) >= self.count:
             return False

@@ -15,9 +15,10 @@ HALVES_SWAPPED = "final_layer.adaLN_modulation.1"  # its rows are shift, scale; 
 
 
 def _reference_linears() -> dict[str, tuple[str, ...]]:
-    """Return a dict from each Linear of Black Forest Labs' code to a tuple of diffusers' Linears. These are the Linears that it
-    stacks, in order. "{}" stands for the block's number. For example, "double_blocks.{}.img_attn.proj" maps to
-    ("transformer_blocks.{}.attn.to_out.0",).
+    """Return the Linears of Black Forest Labs' code and their diffusers names. The result maps each name in that code
+    to a tuple of diffusers names. A Linear that stacks q, k and v has three, in the order of its rows. Most have one.
+    In all names, "{}" replaces the block's number. For example, "double_blocks.{}.img_attn.proj" maps to
+    `("transformer_blocks.{}.attn.to_out.0",)`.
     """
     double, single = "transformer_blocks.{}.", "single_transformer_blocks.{}."
     found: dict[str, tuple[str, ...]] = {name: (ours,) for name, ours in key_maps.TRANSFORMER.items()}
@@ -58,9 +59,9 @@ def parse_key(key: str) -> tuple[str, str]:
 
 
 def _dotted(key: str, flat: str, known: dict[str, str]) -> str:
-    """Return the dotted name of the Linear that `flat` spells with underscores. `key` is the whole key, for the message. `known`
-    maps names with underscores to names with dots. In both, "{}" stands for the block's number. Raises ValueError if `known` has
-    no such name.
+    """Return the name of a Linear with dots. `flat` is the same name with underscores. `key` is the whole key, for the
+    error message. `known` maps every supported name with underscores to the name with dots. In both, "{}" replaces the
+    block's number. Raises ValueError if `known` does not contain `flat`.
     """
     block = re.search(r"_(\d+)_", flat)
     pattern = re.sub(r"_(\d+)_", "_{}_", flat, count=1)
@@ -82,17 +83,18 @@ def lycoris_name(name: str) -> str:
 
 
 def diffusers_names(name: str) -> list[str]:
-    """Return the diffusers names of one Linear of Black Forest Labs' code. "double_blocks.3.img_attn.qkv" stacks q, k and v. It
-    gives three names, in the order of the rows. Most Linears give one name. A `name` that this code does not use gives [`name`].
+    """Return the diffusers names of one Linear. `name` is the Linear's name in Black Forest Labs' code. A Linear that
+    stacks q, k and v, such as "double_blocks.3.img_attn.qkv", gives three names. They have the order of its rows. Most
+    Linears give one name. An unknown `name` gives `[name]`.
     """
     pattern, block = _split_number(name)
     return [part.replace("{}", block) for part in FUSED.get(pattern, (name,))]
 
 
 def reference_name(name: str) -> str:
-    """Return the name in Black Forest Labs' code of a diffusers Linear. "transformer_blocks.3.attn.to_q" gives
-    "double_blocks.3.img_attn.qkv". Several diffusers Linears may give the same name, as their rows may be stacked. Raises
-    ValueError if there is none.
+    """Return the name that Black Forest Labs' code uses for a Linear. `name` is the Linear's diffusers name. For
+    example, "transformer_blocks.3.attn.to_q" gives "double_blocks.3.img_attn.qkv". There, q, k and v are one Linear, so
+    three diffusers names give this result. Raises ValueError if that code has no such Linear.
     """
     pattern, block = _split_number(name)
     if pattern not in FUSED_OF:

@@ -106,9 +106,11 @@ def _scales(arrays: Arrays, metadata: dict[str, str]) -> Scales:
 
 
 def _from_peft(metadata: dict[str, str], arrays: Arrays) -> dict[str, str]:
-    """Return {"scales": JSON of name -> scale} for the Linears in `arrays`. The scales are read from the PEFT LoraConfig in
-    metadata["lora_adapter_metadata"]. `arrays` maps keys such as "proj_out.lora_A.weight" to arrays. If the config does not
-    mention a Linear, its scale is 1. Raises ValueError if the config says DoRA and `arrays` has no magnitudes.
+    """Return the scales of an adapter with PEFT metadata as `{"scales": text}`. The text is JSON, from the name of each
+    Linear to its scale. The scales follow from the PEFT LoraConfig in `metadata["lora_adapter_metadata"]`: alpha /
+    rank, or alpha / sqrt(rank) with rsLoRA. If the config has no alpha, alpha is the rank. A Linear without a rank is
+    left out. `arrays` maps keys such as "proj_out.lora_A.weight" to arrays. Raises ValueError if the config says DoRA
+    and `arrays` has no magnitudes.
     """
     stored = json.loads(metadata.get("lora_adapter_metadata") or "{}")
     config = {key.removeprefix("transformer."): value for key, value in stored.items()}
@@ -124,8 +126,9 @@ def _from_peft(metadata: dict[str, str], arrays: Arrays) -> dict[str, str]:
 
 
 def _by_pattern(config: dict[str, Any], key: str, name: str, otherwise: Any) -> Any:
-    """Look up `name` in the dict config[key] as PEFT does. The keys of this dict are regular expressions. Return the value of the
-    first one that matches the end of `name`. If none matches, return `otherwise`.
+    """Return the value for the Linear `name` from the dict `config[key]`. The keys of this dict are regular
+    expressions. The first one that matches the end of `name` is used, which is PEFT's rule. If none matches, or if
+    `config` has no such dict, return `otherwise`.
     """
     patterns = config.get(key) or {}
     return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name)), otherwise)

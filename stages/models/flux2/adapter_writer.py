@@ -12,9 +12,10 @@ from stages.models.flux2 import adapter_names as names
 
 
 def to_diffusers(arrays: Arrays, scales: Scales) -> Arrays:
-    """Return the adapter under the keys that diffusers loads, such as "transformer.proj_out.lora_A.weight". `arrays` maps keys
-    such as "proj_out.lora_A.weight" to arrays. `scales` maps each Linear to the factor of its update. The factor is multiplied
-    into one of the Linear's arrays. So readers need not know the factor. Raises ValueError if a Linear lacks an array.
+    """Return the adapter under the keys that diffusers loads, such as "transformer.proj_out.lora_A.weight". `arrays`
+    maps keys such as "proj_out.lora_A.weight" to arrays. `scales` maps each Linear to the scale of its update. The
+    scale is multiplied into one of the Linear's arrays. Raises ValueError if a Linear lacks an array, or if its shapes
+    do not fit together.
     """
     out: Arrays = {}
     for name in linears(arrays):
@@ -41,9 +42,10 @@ def to_comfyui(arrays: Arrays, scales: Scales) -> Arrays:
 
 
 def _fuse(fused: str, arrays: Arrays, scales: Scales) -> Arrays:
-    """Return the LoRA or DoRA of the Linear `fused` of Black Forest Labs' code, as the file's keys and arrays. `fused` stacks one
-    or more diffusers Linears (q, k and v, say). Their adapters are joined. `arrays` maps keys such as "proj_out.lora_A.weight" to
-    arrays. `scales` maps each diffusers Linear to the factor of its update.
+    """Return the LoRA or DoRA of one Linear in ComfyUI's layout, as a dict from key to array. `fused` is the Linear's
+    name in Black Forest Labs' code. It stacks one or more diffusers Linears (q, k and v, say), and their adapters are
+    joined. `arrays` maps keys such as "proj_out.lora_A.weight" to arrays. `scales` maps each diffusers Linear to the
+    scale of its update. Raises ValueError if the adapters cannot be joined.
     """
     parts = names.diffusers_names(fused)
     scaled = {part: _scaled(arrays, scales, part) for part in parts if part + B in arrays}
@@ -59,10 +61,10 @@ def _fuse(fused: str, arrays: Arrays, scales: Scales) -> Arrays:
 
 
 def _to_lycoris(arrays: Arrays, scales: Scales) -> Arrays:
-    """Return a LoKr (a Kronecker product of two factors) under the keys that LyCORIS loads. Such a key is "lycoris_", the
-    Linear's name with underscores, and an ending. `arrays` maps keys such as "proj_out.lokr_w1" to arrays. `scales` maps each
-    Linear to the factor of its update. If the second factor is stored as two low-rank matrices, the scale is written as ".alpha".
-    Otherwise the scale is multiplied into the first factor.
+    """Return a LoKr (a Kronecker product of two factors) under the keys that LyCORIS loads. Such a key is "lycoris_",
+    the Linear's name with underscores, and an ending. `arrays` maps keys such as "proj_out.lokr_w1" to arrays. `scales`
+    maps each Linear to the scale of its update. If the second factor is one full matrix, the scale is multiplied into
+    the first factor. If it is two low-rank matrices, the array ".alpha" holds the scale times their rank.
     """
     out: Arrays = {}
     for name in linears(arrays):
@@ -86,9 +88,9 @@ def _scaled(arrays: Arrays, scales: Scales, name: str) -> Arrays:
 
 
 def _dora_scale(fused: str, magnitudes: list[mx.array | None]) -> mx.array:
-    """Join DoRA magnitudes, one number per output, into one column (outputs, 1). `fused` is the name of the Linear that gets the
-    column. It stacks several diffusers Linears (q, k and v, say). `magnitudes` has one array for each of them, in order. None
-    stands for a Linear without a DoRA. Raises ValueError if there is a None.
+    """Join the DoRA magnitudes of several diffusers Linears into one column `(outputs, 1)`. `fused` is the Linear that
+    stacks them (q, k and v, say), by its name in Black Forest Labs' code. `magnitudes` has one array `(outputs,)` for
+    each of them, in order. Raises ValueError if one of these Linears has no magnitude (None).
 
     The shape is a column, because ComfyUI would lay a plain vector along the inputs.
     """
@@ -122,7 +124,9 @@ def block_diagonal(blocks: list[mx.array | None]) -> mx.array:
 
 
 def swap_halves(rows: mx.array) -> mx.array:
-    """Return the array with the two halves of its rows exchanged. Raises ValueError if the number of rows is odd."""
+    """Return a copy of the array with the first and the second half of axis 0 exchanged. Raises ValueError if the
+    length of axis 0 is odd.
+    """
     if rows.shape[0] % 2:
         raise ValueError(f"{names.HALVES_SWAPPED}: {rows.shape[0]} rows have no halves to exchange")
     first, second = mx.split(rows, 2)

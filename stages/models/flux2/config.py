@@ -54,7 +54,7 @@ class Flux2Config:
 
     @property
     def hidden(self) -> int:
-        """The number of features of a row between the blocks: heads times head width."""
+        """The number of features of each token within the blocks: number of heads times head width."""
         return self.num_attention_heads * self.attention_head_dim
 
     def shapes(self) -> Shapes:
@@ -87,8 +87,9 @@ class Flux2Config:
         return found
 
     def _double_shapes(self) -> Shapes:
-        """Return a dict from name to shape for the weights of one double block. Names are within the block and without ".weight".
-        A double block has separate weights for text and image.
+        """Return the shapes of the weights of one double block. The result maps names to shapes. A name omits the
+        block's prefix and ".weight". For example, it is "attn.to_q". A double block has separate weights for text and
+        image.
         """
         D, K, F = self.hidden, self.attention_head_dim, self._mlp
         linears = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_out.0", "to_add_out")
@@ -99,8 +100,9 @@ class Flux2Config:
         }
 
     def _single_shapes(self) -> Shapes:
-        """Return a dict from name to shape for the weights of one single block. Names are within the block and without ".weight".
-        In a single block, attention and feed-forward share two Linears.
+        """Return the shapes of the weights of one single block. The result maps names to shapes. A name omits the
+        block's prefix and ".weight". For example, it is "attn.to_out". In a single block, attention and feed-forward
+        share two Linears.
         """
         D, K, F = self.hidden, self.attention_head_dim, self._mlp
         return {"attn.to_qkv_mlp_proj": (3 * D + 2 * F, D), "attn.to_out": (D, D + F), "attn.norm_q": (K,), "attn.norm_k": (K,)}

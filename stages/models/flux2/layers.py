@@ -22,9 +22,10 @@ def silu(x: mx.array) -> mx.array:
 
 
 def modulation(y_BN: mx.array, hidden: int, rows: int) -> list[mx.array]:
-    """Split the output of a modulation Linear into [shift, 1 + scale, gate], or into two such triples. y_BN is (batch, 3 *
-    `hidden`) or (batch, 6 * `hidden`). `hidden` is the model's width. Each array in the returned list is repeated for every row:
-    (batch, `rows`, hidden).
+    """Split the output of a modulation Linear into a flat list of arrays. `hidden` is the width of the model. A `y_BN`
+    of shape `(batch, 3 * hidden)` gives `[shift, 1 + scale, gate]`. A `y_BN` of shape `(batch, 6 * hidden)` gives six
+    arrays, these three for attention and then for feed-forward. Each array is repeated for `rows` rows:
+    `(batch, rows, hidden)`.
 
     1 is added to the scale here, once for all blocks.
     """
@@ -109,9 +110,10 @@ def _rms_norm_heads_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[m
 
 
 def rotate(x_BSHK: mx.array, rope: Sequence[mx.array]) -> mx.array:
-    """Rotate each pair of neighbouring features by its row's angle (rotary position embedding). x_BSHK and the result are (batch,
-    rows, heads, head width), of one dtype. `rope` is (cosines, sines), each (rows, 1, head width) with every value twice. A pair
-    (x0, x1) becomes cos * (x0, x1) + sin * (-x1, x0). The rotation is computed in float32.
+    """Apply a rotary position embedding: rotate each pair of neighbouring features by an angle. `x_BSHK` and the result
+    are `(batch, rows, heads, head width)`, of one dtype. `rope` is (cosines, sines) of the angles, both float32
+    `(rows, 1, head width)`. Each angle occurs twice, once for each feature of its pair. A positive angle rotates the
+    first feature towards the second. The rotation is computed in float32.
     """
     made: Any = _rotated(x_BSHK, *rope)
     y_BSHK: mx.array = made
@@ -131,9 +133,10 @@ def _rotated_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array
 
 
 def _rotate_pairs(x_BSHK: mx.array, cos: mx.array, sin: mx.array, quarter: list[list[int]]) -> mx.array:
-    """Return cos * x + sin * turned. `turned` is x with every pair of features turned by 90 degrees. x_BSHK is (batch, rows,
-    heads, head width). `cos` and `sin` are (rows, 1, head width). `quarter` is the 2 x 2 matrix of the quarter turn. Each pair is
-    multiplied by it from the right.
+    """Return `cos * x_BSHK + sin * turned`. `turned` is `x_BSHK` with every pair of neighbouring features rotated by 90
+    degrees. `x_BSHK` and the result are `(batch, rows, heads, head width)`. `cos` and `sin` are
+    `(rows, 1, head width)`. `quarter` is the 2 x 2 matrix of this rotation. Each pair, as a row vector, is multiplied
+    by it.
 
     The turn is a product with a matrix of zeros and ones: exact, and much faster than splitting and joining the pairs.
     """

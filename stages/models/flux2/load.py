@@ -26,10 +26,11 @@ def transformer_config(path: Path | None, family: Family) -> Flux2Config:
 
 
 def load_flux2(path: Path, family: Family, dtype: Any = None, arrange: Callable[[str, mx.array], Any] | None = None) -> Flux2:
-    """Load the FLUX.2 transformer at `path`, a diffusers folder or a single file, and return it. If there is no config.json,
-    `family`, the model family's record, gives the sizes. Each weight is cast to `dtype` (None: as stored). Then `arrange(name,
-    weight)` may replace it, for example by a packed (quantised) weight. If `arrange` is None, the weight stays as it is. Raises
-    ValueError if a weight is missing, damaged or of another size.
+    """Load the FLUX.2 transformer and return it. `path` is a folder in the diffusers layout, or a single weights file.
+    The sizes come from the config.json in that folder, or beside that file. Without a config.json, they come from the
+    record `family`. Each weight is cast to `dtype`. None keeps the stored dtype. Then `arrange(name, weight)` is
+    called, and its result replaces the weight, for example by a packed (quantised) weight. If `arrange` is None, the
+    weight stays as it is. Raises ValueError if a weight is missing, unknown, damaged or of another shape.
 
     Only one weight at a time is in memory before `arrange`.
     """
@@ -46,9 +47,10 @@ def load_flux2(path: Path, family: Family, dtype: Any = None, arrange: Callable[
 
 
 def load_autoencoder(path: Path, family: Family, dtype: Any = None) -> autoencoder.Autoencoder:
-    """Load FLUX.2's autoencoder at `path`, a diffusers folder or a single file, and return it. If there is no config.json,
-    `family`, the model family's record, gives the sizes. Weights are cast to `dtype` (None: as stored). The latent's statistics
-    are always float32. Raises ValueError if a weight is missing, damaged or of another size.
+    """Load FLUX.2's autoencoder and return it. `path` is a folder in the diffusers layout, or a single weights file.
+    The sizes come from the config.json in that folder, or beside that file. Without a config.json, they come from the
+    record `family`. Weights are cast to `dtype`. None keeps the stored dtype. The mean and variance of the latents are
+    always loaded as float32. Raises ValueError if a weight is missing, unknown, damaged or of another shape.
     """
     config = AutoencoderConfig.from_dict(component_config(path, family.autoencoder))
     arrays = weights.load_component(

@@ -38,12 +38,13 @@ def draw(
     negative_1TJ: mx.array | None = None,
     linear_for: Callable[[str], Linear] | None = None,
 ) -> Iterator[mx.array]:
-    """Draw one image and yield its latent after every denoising step. A latent is float32, (1, channels, height / 16, width /
-    16). The last one is the image's. text_1TJ is the prompt's embedding, (1, text rows, features). `height` and `width` are in
-    pixels, multiples of 16. `seed` chooses the starting noise. `steps` is the number of denoising steps. negative_1TJ is the
-    embedding of the empty prompt. If it is given, `guidance` is the factor of classifier-free guidance. If it is None, `guidance`
-    is an input of the model. `linear_for(block name)` returns the function that computes the block's Linears, to draw with an
-    adapter. None draws without an adapter. Raises ValueError if a size is no multiple of 16 or `steps` is less than 1.
+    """Draw one image and yield its latent after every denoising step. The last latent is the finished one. Each is
+    float32, `(1, channels, height / 16, width / 16)`. `text_1TJ` is the prompt's embedding, `(1, text rows, features)`.
+    `height` and `width` are in pixels, multiples of 16. `seed` determines the starting noise. `steps` is the number of
+    denoising steps. `negative_1TJ` is the embedding of the empty prompt, or None. With it, `guidance` is the factor of
+    classifier-free guidance. Without it, `guidance` is an input of the model. `linear_for` draws with an adapter. It
+    takes a block's name and returns the `linear(name, weight, x)` of that block. None means no adapter. Raises
+    ValueError if `height` or `width` is not a positive multiple of 16. Raises it too if `steps` is less than 1.
     """
     for name, pixels in (("width", width), ("height", height)):
         if pixels < PIXELS or pixels % PIXELS:
@@ -62,12 +63,13 @@ def velocity_function(
     guidance: float,
     linear_for: Callable[[str], Linear] | None = None,
 ) -> Velocity:
-    """Return a function (x_1Chw, sigma) -> velocity that runs the model on one prompt. x_1Chw is the noisy latent, (1, channels,
-    height, width). sigma is its noise level, from 0 (clean) to 1 (noise). The velocity has the shape of x_1Chw. `size` is the
-    latent's (height, width). text_1TJ is the embedding of the prompt, (1, text rows, features). negative_1TJ is that of the empty
-    prompt. If it is None, `guidance` is an input of the model. Otherwise the model runs on both prompts, and `guidance` is the
-    factor of classifier-free guidance. `linear_for(block name)` returns the function that computes the block's Linears. None
-    stands for no adapter.
+    """Return a function `velocity(x_1Chw, sigma)` that runs the model on one prompt. `x_1Chw` is the noisy latent,
+    `(1, channels, height, width)`. `sigma` is its noise level, from 0 (clean) to 1 (noise). The result has the shape of
+    `x_1Chw`. `size` is the latent's `(height, width)`. `text_1TJ` is the embedding of the prompt,
+    `(1, text rows, features)`. `negative_1TJ` is the embedding of the empty prompt, or None. With it, the model runs on
+    both prompts, and `guidance` is the factor of classifier-free guidance. Without it, `guidance` is an input of the
+    model. `linear_for` runs the model with an adapter. It takes a block's name and returns the
+    `linear(name, weight, x)` of that block. None means no adapter.
     """
     ids_L4 = image_ids(*size)
 
@@ -92,8 +94,8 @@ def velocity_function(
 
 
 def empirical_mu(tokens: int, steps: int) -> float:
-    """Return mu, the strength of the shift of the noise levels towards 1 (see `sigmas`). `tokens` is the number of image tokens
-    (16 x 16 pixels each). `steps` is the number of denoising steps.
+    """Return `mu`, which controls how far `sigmas` shifts the noise levels towards 1. A larger `mu` means a larger
+    shift. `tokens` is the number of image tokens (16 x 16 pixels each). `steps` is the number of denoising steps.
 
     The value is interpolated between FLUX.2's constants for 10 and for 200 steps.
     """

@@ -63,17 +63,18 @@ class Flux2:
         return found
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Return the size of every Linear within a block. The result maps its full name, such as
-        "transformer_blocks.0.attn.to_out.0", to (outputs, inputs).
+        """Return the sizes of the Linears in all blocks. The result maps the full name of each Linear to
+        `(outputs, inputs)`. Such a name is "transformer_blocks.0.attn.to_out.0".
         """
         inside = {n.removesuffix(".weight"): s for n, s in self.config.shapes().items() if in_block(n)}
         return {name: (shape[0], shape[1]) for name, shape in inside.items() if len(shape) == 2}
 
     @staticmethod
     def block(kind: str) -> Callable[..., mx.array]:
-        """Return the function that computes a block of this `kind`, "double" or "single". Call it as function(weights, h_BSD,
-        shared, linear). `weights` are the block's own. h_BSD, (batch, text rows then image rows, hidden), and `shared` come from
-        `enter`. `linear(name, weight, x)` computes each Linear. The function returns the new h_BSD.
+        """Return the function that computes a block of this `kind`, "double" or "single". Call it as
+        `function(weights, h_BSD, shared, linear)`. It returns the new `h_BSD`. `weights` is the `weights` of the block.
+        `h_BSD` is `(batch, text rows then image rows, hidden)`. `enter` returns the first `h_BSD`, and `shared`.
+        `linear(name, weight, x)` computes one Linear of the block. `linear` is optional. Its default is `plain_linear`.
         """
         return {"double": double_block, "single": single_block}[kind]
 
@@ -129,12 +130,13 @@ class Flux2:
         guidance_B: mx.array | None = None,
         linear_for: Callable[[str], Linear] | None = None,
     ) -> mx.array:
-        """Predict the velocity (noise minus clean latent), (batch, image tokens, channels). x_BLC is the noisy latents, (batch,
-        image tokens, channels). x_ids_L4 is the positions of the image tokens, (tokens, 4). ctx_BTJ is the text embeddings,
-        (batch, text rows, features). ctx_ids_T4 is the positions of the text rows, (text rows, 4). timesteps_B is the noise level
-        of each sample, from 0 (clean) to 1 (noise). guidance_B is the guidance of each sample. Models without a guidance input
-        ignore it. `linear_for(block name)` returns the function that computes the block's Linears, to run with an adapter. None
-        runs without an adapter.
+        """Return the predicted velocity (noise minus clean latent), `(batch, image tokens, channels)`. `x_BLC` is the
+        noisy latents, `(batch, image tokens, channels)`. `x_ids_L4` is the positions of the image tokens,
+        `(image tokens, 4)`. `ctx_BTJ` is the text embeddings, `(batch, text rows, features)`. `ctx_ids_T4` is the
+        positions of the text rows, `(text rows, 4)`. `timesteps_B` is the noise level of each sample, from 0 (clean) to
+        1 (noise). `guidance_B` is the guidance of each sample. Models without a guidance input ignore it. Raises
+        ValueError if a model with a guidance input gets None. `linear_for` runs the model with an adapter. It takes a
+        block's name and returns the `linear(name, weight, x)` of that block. None means no adapter.
         """
         h_BSD, shared = self.enter(x_BLC, x_ids_L4, ctx_BTJ, ctx_ids_T4, timesteps_B, guidance_B)
         for block in self.blocks:
@@ -143,8 +145,9 @@ class Flux2:
         return self.leave(h_BSD, shared)
 
     def _embed(self, kind: str, value_B: mx.array) -> mx.array:
-        """Embed one number per sample as a vector: (batch,) becomes (batch, hidden). `kind` chooses the weights. It is "timestep"
-        if the numbers are noise levels, otherwise "guidance". The vector starts as sinusoids of 1000 times the number.
+        """Embed one number per sample as a vector. `value_B` is `(batch,)`. The result is `(batch, hidden)`. `kind`
+        selects the weights: "timestep" for noise levels, "guidance" for guidance values. The number is multiplied by
+        1000 and encoded as sinusoids. Two Linears with a SiLU between them then turn the sinusoids into the vector.
 
         The sinusoid is float32, as bfloat16 would round 937 to 936. The exponents are rounded to float32 as in Black Forest Labs'
         code: the last bit of a frequency changes the angle a thousandfold.
@@ -179,7 +182,7 @@ class Flux2:
 
 
 def meta_transformer(config: Flux2Config, dtype: mx.Dtype) -> Flux2:
-    """Build a transformer of the sizes in `config` to estimate memory. It has every name and shape. Its weights are lazy zeros of
-    `dtype`. They take no memory until they are computed.
+    """Return a transformer for memory estimates. `config` gives its sizes. Its weights have the usual names and shapes.
+    Their values are lazy zeros of `dtype`, which take no memory until they are computed.
     """
     return Flux2(config, {name: mx.zeros(shape, dtype) for name, shape in config.shapes().items()})

@@ -64,9 +64,9 @@ class Qwen3Config:
         return cls(rope_theta=float(theta), **{name: config[name] for name in SIZES})
 
     def shapes(self, layers: int) -> dict[str, tuple[int, ...]]:
-        """Return a dict from name to shape for the weights that a hidden state needs. The hidden state is the one after `layers`
-        layers. It needs the token embedding and the first `layers` layers. If these are all layers of the model, it needs the
-        final norm too. Raises ValueError if the model has fewer layers.
+        """Return the shapes of the weights that compute the hidden state after `layers` layers, as a dict by name.
+        These weights are the token embedding and the first `layers` layers. The final norm is included only if `layers`
+        is the number of layers of the model. Raises ValueError if `layers` is larger than that number.
         """
         D, K, inner = self.hidden_size, self.head_dim, self.intermediate_size
         query, shared = self.num_attention_heads * K, self.num_key_value_heads * K
@@ -98,9 +98,10 @@ def rename(key: str) -> str:
 
 
 def unneeded_beyond(layers: int, total: int) -> Callable[[str], bool]:
-    """Return a function that takes a weight's name and returns True if the weight is not needed. The function is for hidden
-    states after at most `layers` layers. Later layers and the output head are not needed. `total` is the number of layers of the
-    model. If `layers` is less than `total`, the final norm is not needed either.
+    """Return a function that tells which weights are not needed to compute hidden states up to `layers`. The function
+    takes a weight's name without the leading "model.". It returns True for every weight of a later layer and of the
+    output head. If `layers` is less than `total`, it returns True for the final norm too. `layers` is the number of
+    layers to run. `total` is the number of layers of the model.
     """
 
     def unneeded(key: str) -> bool:
@@ -114,9 +115,10 @@ def unneeded_beyond(layers: int, total: int) -> Callable[[str], bool]:
 
 
 def mask(real_BT: mx.array) -> mx.array:
-    """Return the attention mask of a batch, a boolean array (batch, 1, tokens, tokens). A row's token attends to the columns that
-    are True. They are the real tokens up to the row's own place. real_BT is a boolean array (batch, tokens), False for padding.
-    Padding must be at the end.
+    """Return the attention mask of a batch of texts. It is a boolean array `(batch, 1, tokens, tokens)`. The value at
+    `[b, 0, i, j]` is True if token `i` of text `b` attends to token `j`. Token `i` attends to all real tokens with
+    `j <= i`. `real_BT` is a boolean array `(batch, tokens)`, True for a real token and False for padding. Padding must
+    be at the end.
 
     Padding attends to the real tokens before it, so every row has a True.
     """
@@ -127,8 +129,8 @@ def mask(real_BT: mx.array) -> mx.array:
 
 
 class Qwen3:
-    """Qwen3's decoder, used as a text encoder. `weights` maps names to arrays. If hidden states are asked for after at most k
-    layers, it must have the names in `config.shapes(k)`.
+    """Qwen3's decoder, used as a text encoder. `config` holds its sizes. `weights` maps names to arrays. It needs the
+    names in `config.shapes(k)`. Here k is the largest number in the argument `layers` of `encode`.
     """
 
     def __init__(self, config: Qwen3Config, weights: Mapping[str, mx.array]) -> None:
@@ -136,9 +138,11 @@ class Qwen3:
         self.weights = weights
 
     def encode(self, tokens_BT: mx.array, real_BT: mx.array, layers: Sequence[int]) -> mx.array:
-        """Return hidden states of a batch of texts, joined along the last axis: (batch, tokens, len(layers) * hidden size).
-        tokens_BT is the token ids, (batch, tokens). real_BT is a boolean array (batch, tokens), False for padding. Padding must
-        be at the end. A number k in `layers` stands for the hidden state after k layers. The order is that of `layers`.
+        """Return hidden states of a batch of texts, joined along the last axis. The result is
+        `(batch, tokens, len(layers) * hidden size)`. `tokens_BT` holds the token ids, `(batch, tokens)`. `real_BT` is a
+        boolean array `(batch, tokens)`, False for padding. Padding must be at the end. `layers` lists the hidden states
+        to return, in order of the result. The number k means the hidden state after k layers, and 0 means the token
+        embedding. The hidden state after the model's last layer is normalised.
         """
         h_BTD = self.weights["embed_tokens.weight"][tokens_BT]
         seen_B1TT = mask(real_BT)

@@ -80,8 +80,9 @@ def _added(number: int, token: str) -> dict[str, Any]:
 
 
 def _letters() -> dict[int, str]:
-    """Return a dict from every byte to a visible letter, as byte-level tokenizers use it. A printable byte is its own letter. The
-    other bytes get the letters from code point 256 on, in order.
+    """Return a dict from every byte (0 to 255) to a visible character. Byte-level tokenizers write bytes in this way. A
+    byte that is a printable Latin-1 character, other than a space, maps to that character. The other bytes, in
+    ascending order, map to the characters from code point 256 on.
     """
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = (b for b in range(256) if b not in shown)
@@ -89,9 +90,10 @@ def _letters() -> dict[int, str]:
 
 
 def _merges(most: int) -> list[tuple[str, str]]:
-    """Return at most `most` byte-pair merges, learned from FRAME and WORDS. Each merge joins the most frequent pair of
-    neighbouring tokens in the words. Of equally frequent pairs, the alphabetically first is taken. Once every word is one token,
-    there are no more merges.
+    """Return at most `most` byte-pair merges, in the order in which they are learned. The training words are the texts
+    in `FRAME` and the words in `WORDS`, each of the latter with a leading space. Each merge joins the most frequent
+    pair of neighbouring tokens. Of equally frequent pairs, the alphabetically first is taken. Once every word is one
+    token, there are no more merges.
     """
     letters = _letters()
     words = [*FRAME, *(" " + word for word in WORDS.split())]

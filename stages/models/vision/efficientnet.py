@@ -79,8 +79,8 @@ class EfficientNet:
         return cls(weights)
 
     def __call__(self, image_BHWC: mx.array) -> mx.array:
-        """Return the features of a batch of images, float32, (batch, 1280). image_BHWC holds RGB images, (batch, 224, 224, 3),
-        with values from 0 to 255.
+        """Return the features of a batch of images, a float32 array `(batch, 1280)`. `image_BHWC` holds RGB images,
+        `(batch, 224, 224, 3)`, with values from 0 to 255.
         """
         x_BHWC = self._conv("_conv_stem", (image_BHWC - MEAN) / SPREAD)
         number = 0
@@ -92,16 +92,19 @@ class EfficientNet:
         return self._conv("_conv_head", x_BHWC).mean(axis=(1, 2))
 
     def _block(self, name: str, x_BHWC: mx.array) -> mx.array:
-        """Apply one inverted residual block without its shortcut. `name` is the start of the block's layer names, such as
-        "_blocks.3.".
+        """Apply one inverted residual block and return its output, without adding the shortcut. `name` is the start of
+        the block's layer names, such as "_blocks.3.". `x_BHWC` and the output are `(batch, height, width, channels)`.
+        The block's stride and weights set the output's size.
         """
         if name + "_expand_conv" in self.weights:
             x_BHWC = self._conv(name + "_expand_conv", x_BHWC)
         return self._conv(name + "_project_conv", self._conv(name + "_depthwise_conv", x_BHWC), act=False)
 
     def _conv(self, name: str, x_BHWC: mx.array, act: bool = True) -> mx.array:
-        """Apply the convolution `name` with its bias, padded as TensorFlow's SAME. If `act` is True, the values are then clipped
-        to the range from 0 to 6.
+        """Apply a convolution and its bias, and return the result. `name` is the layer's name, a key of `layers()`.
+        `x_BHWC` is `(batch, height, width, channels)`. The edges are padded with zeros so that the result has
+        `ceil(height / stride)` rows and `ceil(width / stride)` columns. If `act` is True, the values are clipped to the
+        range from 0 to 6 (ReLU6).
         """
         weight, bias = self.weights[name]
         kernel, stride = weight.shape[1], self.strides[name]
@@ -116,8 +119,9 @@ class EfficientNet:
 
 
 def depthwise(x_BHWC: mx.array, weight: mx.array, stride: int) -> mx.array:
-    """Convolve each channel with a kernel of its own, without padding. x_BHWC is (batch, height, width, channels). `weight` is
-    (channels, height, width, 1).
+    """Convolve each channel with its own kernel, without padding, and return the result. `x_BHWC` is
+    `(batch, height, width, channels)`. `weight` is `(channels, kernel, kernel, 1)`. `stride` is in pixels, for both
+    axes. The result has `(height - kernel) // stride + 1` rows. The number of columns follows in the same way.
 
     A sum of shifted products is four times as fast as MLX's own grouped convolution on a CPU.
     """

@@ -48,7 +48,9 @@ class CaptionsConfig:
             raise ValueError(f'extension must be a dot and a name such as ".txt", got "{self.extension}"')
 
     def _check_trigger(self) -> None:
-        """Raise ValueError if a setting uses the trigger but none is set, or if the class word contains the trigger."""
+        """Raise ValueError if another setting needs the trigger, but `trigger` is empty. Also raise it if `class_word`
+        contains the trigger.
+        """
         uses = {
             "captions.template has {trigger}": "{trigger}" in self.template,
             "captions.preview_prompts has {trigger}": any("{trigger}" in prompt for prompt in self.preview_prompts),

@@ -48,9 +48,11 @@ def from_file_name(path: str) -> list[Caption]:
 
 
 def _sidecars(folder: Path, paths: list[str], config: CaptionsConfig) -> Lookup:
-    """Return a function that reads the captions of an image from its sidecar (a text file beside it). For a.png, it reads
-    a.png.txt, or else a.txt. `config.extension` replaces ".txt". `folder` is the image folder. `paths` are all images,
-    relative to `folder`. The folders of the images are listed now, once.
+    """Return a function that reads the captions of an image from its sidecar (a text file beside it). The function
+    takes the image's path relative to `folder`, and returns a list of captions. For "a.png", it reads "a.png.txt". If
+    this file is missing or blank, it reads "a.txt". `config.extension` is used instead of ".txt". `folder` is the image
+    folder. `paths` are the relative paths of all images. A sidecar that is created after this call is not found,
+    because the folders are listed only once.
     """
     parents = {posixpath.dirname(path) for path in paths}
     existing = {normalise(name): name for parent in parents for name in _file_names(folder, parent)}

@@ -41,8 +41,9 @@ def read_metadata(folder: Path, paths: Iterable[str]) -> tuple[dict[str, list[Ca
 
 
 def _metadata_files(folder: Path, paths: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield every metadata file in the folders of the images and in the folders above them. Each is a pair: its path
-    relative to `folder`, and the function that reads its rows. `paths` are the images, relative to `folder`.
+    """Yield every metadata file in the folders of the images and in the folders above them. Each item is a pair (path,
+    read). The path is relative to `folder`, where the search ends. `read` is `_jsonl` or `_csv`. It takes the full path
+    of the file and yields (line number, row). `paths` are the images, relative to `folder`.
     """
     parents = {str(parent) for path in paths for parent in PurePosixPath(path).parents}
     for parent in sorted(parents):

@@ -68,8 +68,10 @@ def _find_captions(
 
 
 def _substitutes(path: str, config: CaptionsConfig) -> list[tuple[str, Caption]]:
-    """Return what replaces the missing captions of the image at `path`. The setting `config.missing` decides. The result
-    is a list of pairs (training text, caption). For "skip", the list is empty.
+    """Return the training texts of an image that has no captions. `path` is the image's path relative to the image
+    folder. `config.missing` decides what is returned. For "filename", it is the file name, with the template applied.
+    For "trigger", it is the trigger alone. For "empty", it is an empty text. For "skip", there is no text. The result
+    is a list of at most one pair (training text, `Caption`).
     """
     if config.missing == "filename":
         return [(fill_template(config.template, each.text, config.trigger), each) for each in from_file_name(path)]
@@ -108,9 +110,10 @@ def _image_rows(image_id: str, texts: list[tuple[str, Caption]]) -> list[Row]:
 
 
 def _class_rows(rows: list[Row], config: CaptionsConfig) -> list[Row]:
-    """Return the rows with the role "class", which are texts for the preservation loss. Each is a text of `rows` with
-    `config.class_word` in place of the trigger. Rows without the trigger give none. Equal texts of one image give one
-    row.
+    """Return new rows for the table `captions`, with the role "class". They are used by [train.preservation], a loss
+    that keeps the meaning of the class word. The source rows are those in `rows` with the role "caption" or "trigger"
+    whose text contains the trigger. Each of them gives one row, with `config.class_word` in place of the trigger. If
+    texts of one image become equal, only the first is returned.
     """
     found: dict[tuple[str, str], Row] = {}
     for row in rows:

@@ -33,8 +33,8 @@ def write_captions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def finish_captions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Print notes on unusual captions, such as images without one, if the stage had new rows to write. It is a generator, as
-    every `finish` function of a stage is, and yields nothing.
+    """Tell the user about unusual captions, such as images without a caption. If the stage had no pending rows or the
+    user stopped the run, nothing is printed. The generator yields no rows.
     """
     if ctx.pending.num_rows and not ctx.stop():
         _, notes = caption_rows(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config)

@@ -7,17 +7,17 @@ import re
 
 
 def fill_template(template: str, caption: str, trigger: str) -> str:
-    """Return `template` with {caption} and {trigger} replaced by the texts `caption` and `trigger`. Braces inside these two
-    texts are left alone.
+    """Return `template` with its placeholders replaced. The text `caption` replaces `{caption}`, and the text `trigger`
+    replaces `{trigger}`. Braces inside these two texts are left alone.
     """
     values = {"{caption}": caption, "{trigger}": trigger}
     return re.sub(r"\{(?:caption|trigger)\}", lambda match: values[match.group()], template)
 
 
 def check_placeholders(setting: str, text: str, allowed: tuple[str, ...]) -> None:
-    """Raise ValueError if `text` contains a placeholder that is not in `allowed`. A placeholder is a word in braces, such
-    as {captoin}. `setting` is the name of the setting that holds the text, for the message. `allowed` holds words without
-    braces.
+    """Raise ValueError if `text` contains a placeholder that is not in `allowed`. A placeholder is a word in braces,
+    such as `{caption}`. `allowed` holds the words without braces. `setting` is the name of the setting that holds
+    `text`. It is used in the message only.
     """
     for name in re.findall(r"\{(\w+)\}", text):
         if name not in allowed:

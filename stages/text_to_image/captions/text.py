@@ -9,9 +9,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Caption:
-    """A caption before the template is applied. `source` is the kind of place where it was found: "sidecar", "metadata",
-    "filename", "template" or "config". `origin` is the exact place. This is a file and line such as "metadata.jsonl:3",
-    or the name of a setting.
+    """One caption of an image, as it was found. `text` is the caption without the text that the setting
+    `captions.template` adds. `source` says how it was found: "sidecar", "metadata", "filename", "template" or "config".
+    `origin` says where it was found. It is a file, a file and line such as "metadata.jsonl:3", or the name of a
+    setting.
     """
 
     text: str

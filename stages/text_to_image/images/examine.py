@@ -50,9 +50,10 @@ def examine(folder: Path, file: Row, *, min_side: int, max_pixels: int) -> Row:
 
 
 def _read(path: Path, max_pixels: int, row: Row) -> None:
-    """Set `format`, `mode`, `width`, `height`, `frames` and `image_id` (the file's sha256) in the dict `row`. `path` is
-    the file. Raises ImageError if the file cannot be read or decoded, or has more than `max_pixels` pixels. If the format
-    is known, `image_id` is set even then.
+    """Read the image file at `path` and store its facts in the dict `row`. The keys are `format`, `mode`, `width`,
+    `height`, `frames` and `image_id` (the file's sha256). Raises ImageError if the file cannot be read or decoded, or
+    has more than `max_pixels` pixels. If the file can be read, `image_id` is set even when ImageError is raised. The
+    only exception is the error reason "unsupported".
 
     The file is opened once, so that all values describe the same bytes even if another file is renamed to this path.
     """

@@ -61,8 +61,9 @@ def _apply_profile(image: Image.Image, profile: bytes | None) -> Image.Image:
 
 
 def _convert(image: Image.Image, profile: ImageCms.ImageCmsProfile) -> Image.Image:
-    """Convert an image from the colours of `profile` to sRGB and return it in mode "RGB". Like image editors, use relative
-    colorimetric intent with black point compensation.
+    """Convert an image from the colours of `profile` to sRGB and return it in mode "RGB". The rendering intent is
+    relative colorimetric, with black point compensation (black maps to black). Raises ImageCms.PyCMSError if `profile`
+    does not fit the image's mode.
     """
     converted = ImageCms.profileToProfile(
         image,
@@ -77,8 +78,8 @@ def _convert(image: Image.Image, profile: ImageCms.ImageCmsProfile) -> Image.Ima
 
 
 def composite(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
-    """Return an image of mode "RGB" or "RGBA" in mode "RGB". Transparent pixels are blended with the colour `background`.
-    The colour is red, green and blue, 0 to 255.
+    """Blend the transparent pixels of an image with a background colour, and return it in mode "RGB". `background` is
+    red, green and blue, 0 to 255. An image whose mode is not "RGBA" is only converted to "RGB".
     """
     if image.mode != "RGBA":
         return image if image.mode == "RGB" else image.convert("RGB")

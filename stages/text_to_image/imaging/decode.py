@@ -51,8 +51,9 @@ TRUNCATION_WORDS = (
 
 
 class ImageError(ValueError):
-    """An error that says why an image file cannot be used. `reason` is one word, such as unreadable, truncated, bomb (too many
-    pixels) or unsupported. `detail` explains it in a sentence.
+    """An error that says why an image file cannot be used. `reason` is one word: "unreadable", "truncated", "bomb",
+    "unsupported", "too_small" or "mask". The word "bomb" means too many pixels. `detail` explains the reason in a
+    sentence.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -109,9 +110,10 @@ def open_alpha(file: Path | BinaryIO, max_pixels: int = CEILING) -> Image.Image 
 
 @contextmanager
 def _decoded(file: Path | BinaryIO, max_pixels: int) -> Iterator[tuple[Image.Image, str, int]]:
-    """Decode the first frame of an image file. Yield the image, the mode that the file declares, and the number of
-    frames. Every exception of a decoder becomes an ImageError. An exception of a decoder inside the `with` block does
-    too. Raises ImageError if there are more than `max_pixels` pixels.
+    """Decode the first frame of an image file, as a context manager. Its value is (image, mode, frames). `mode` is the
+    mode before decoding, and `frames` is the number of frames. Raises ImageError if the file cannot be opened or
+    decoded, or has more than `max_pixels` pixels. Every exception that is raised inside the `with` block becomes an
+    ImageError too.
     """
     with _opened(file) as opened:
         try:

@@ -28,8 +28,8 @@ def is_truncated(file: BinaryIO) -> bool:
 
 
 def peek(file: BinaryIO, offset: int, count: int) -> bytes:
-    """Return up to `count` bytes of an open file from the position `offset`. If they cannot be read, return b"". The file
-    position is then the start of the file.
+    """Return up to `count` bytes of an open file from the position `offset`. The file position is then set to the start
+    of the file. If the file cannot be read, return `b""` and leave the file position undefined.
     """
     try:
         file.seek(offset)

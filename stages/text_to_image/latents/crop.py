@@ -60,10 +60,10 @@ def decode_ahead(jobs: list[ImageJob], background: str, workers: int) -> Iterato
 
 
 def decode_crops(job: ImageJob, background: str) -> list[Crop]:
-    """Decode the image of a job and return its crops, one pair (pixels, mask) per row of the job. Pixels are uint8
-    (height, width, 3). The mask is one byte per token, or None. Transparent pixels are blended with the colour
-    `background`. Raises ImageError if the image or its mask cannot be used. Raises FileChanged if one of the files has
-    changed.
+    """Decode the image of a job and return its crops, one pair (pixels, mask) per row of `job.rows`. `pixels` is a
+    uint8 array `(height, width, 3)`. `mask` is None if the image has no mask. Otherwise it has one byte (0 to 255) per
+    16 x 16 pixels, row by row. Transparent pixels are blended with the colour `background`, such as "#ffffff". Raises
+    ImageError if the image or its mask cannot be used. Raises FileChanged if one of the files has changed.
     """
     data = _read_unchanged(job.path, job.image_id)
     image = open_image(io.BytesIO(data), background)

@@ -65,9 +65,10 @@ def latent_id(row: Row) -> str:
 
 
 def wanted_latents(ctx: StageContext) -> pa.Table:
-    """Return the key and the crop of every latent that the table should have. There is one row per usable crop of the
-    table `buckets`. If [latents] `flip` is on, its mirror image has a row too. Equal crops are one row. Raises ValueError
-    if no image is usable. Also raises it if masks come from files and no image has one.
+    """Return the key and the crop of every latent that the table `latents` should have. The crops come from the table
+    `buckets`, without rejected rows and unusable images. If [latents] `flip` is on, each crop has a second row for its
+    mirror image. Crops with equal keys share one row. Raises ValueError if no image is usable or if a mask file cannot
+    be read. Also raises ValueError if [latents] `mask` is "file" and no image has a mask file.
     """
     masks = mask_ids(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config.mask)
     rows: dict[str, Row] = {}

@@ -19,10 +19,11 @@ LinearFor = Callable[[str], Any]  # name of a block -> its Linear
 
 @dataclass(frozen=True)
 class LatentSampler:
-    """A transformer, with or without an adapter, that draws latents with fixed settings. `label` names the sampler in
-    errors, such as "step 500". `linear_for` maps a block's name to its Linear with the adapter. If it is None, no adapter
-    is used. `steps` is the number of denoising steps. `negative` is the embedding of the empty prompt, (1, text tokens,
-    features). It is None if guidance needs no second pass.
+    """A transformer that draws latents with fixed settings, with or without an adapter. `label` names the sampler in
+    error messages, such as "step 500". `linear_for(name)` returns the function that computes the Linear layers of the
+    block `name` with the adapter. `linear_for` is None if there is no adapter. `steps` is the number of denoising
+    steps. `guidance` is the factor of guidance. `negative` is the embedding of the empty prompt, shape `(1, text
+    tokens, features)`. It is None if guidance takes only one pass per step.
     """
 
     label: str
@@ -87,9 +88,10 @@ def load_sampler(
 
 
 def adapter_linears(model: Transformer, family: Family, file: Path, strength: float = 1.0) -> LinearFor:
-    """Return a function from a block's name to its Linear with the adapter added. `file` holds the adapter, in the file
-    format of `family`. `strength` scales the adapter. The value 1 is full, 0 is none. Raises ValueError if the adapter's
-    shapes do not match the transformer.
+    """Return a function that applies the adapter `file` to the blocks of `model`. Its argument is the name of a block.
+    Its result is the function that computes the Linear layers of this block with the adapter. `file` has the file
+    format of `family`. `strength` multiplies the change that the adapter makes: 1 is full, 0 is none. Raises ValueError
+    if a shape in the adapter does not match the transformer.
     """
     arrays, scales = family.architecture.read_adapter(file)
     known = model.linears()

@@ -27,10 +27,12 @@ PAPER, INK, BLANK = (255, 255, 255), (30, 30, 30), (225, 225, 225)
 
 
 def write_grid(ctx: StageContext, sources: list[SampleSource], wanted: list[dict[str, Any]], paths: Sequence[str | None]) -> None:
-    """Write the artifact grid.png with the previews of the first prompts. The setting `samples.grid` is the number of
-    these prompts. The grid has a column per source in `sources` and a row per prompt and seed. `wanted` are the rows that
-    the table should have. `paths[i]` is the artifact of `wanted[i]`. It is None if that preview does not exist yet. If no
-    row was pending and the existing grid shows the same rows, nothing is written.
+    """Write the artifact `grid.png`, one image that shows previews as a table. It has one column per source of
+    `sources`, and one row per prompt and seed. Only the first prompts are shown. The setting `samples.grid` is their
+    number. `wanted` holds the wanted rows of the table `samples`. `paths[i]` is the path of the preview of `wanted[i]`,
+    relative to the artifacts folder. It is None if the preview does not exist yet. A missing preview becomes a grey
+    field. Nothing is written if there is no row to show. The file also stays as it is if no row is pending and it
+    already shows the same rows.
     """
     first = list(dict.fromkeys(row["caption_id"] for row in wanted))[: ctx.config.grid]
     rows = [(row, path) for row, path in zip(wanted, paths, strict=True) if row["caption_id"] in first]

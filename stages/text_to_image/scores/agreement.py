@@ -13,10 +13,11 @@ ARRAYS = ("mean", "scale", "weight", "text")
 
 @dataclass(frozen=True)
 class AgreementMap:
-    """A linear map from the features of an image to the sentence embedding of its caption. It was fitted by ridge
-    regression. `mean` and `scale`, both (features,), normalise the features. `weight` is the matrix of the map,
-    (features, embedding). `text`, (embedding,), is the mean sentence embedding. It is subtracted from texts.
-    `images_sha256` and `texts_sha256` identify the weights of the two encoders that the map was fitted to.
+    """A linear map from the features of an image to the sentence embedding of its caption. It is fitted by ridge
+    regression. `mean` and `scale` have shape `(features,)`. They normalise the features by `(feature - mean) / scale`.
+    `weight` is the matrix of the map, shape `(features, embedding)`. `text` is the mean sentence embedding, shape
+    `(embedding,)`. Sentence embeddings are compared after `text` is subtracted. `images_sha256` and `texts_sha256`
+    identify the weights of the image encoder and the text encoder. The map is valid only for these encoders.
     """
 
     mean: np.ndarray

@@ -24,9 +24,11 @@ class Reference:
 
 
 def read_references(folder: Path) -> list[Reference]:
-    """Return the pictures in `folder` and below, sorted by path. Of files with the same bytes, only the first is
-    returned. A missing folder gives an empty list. Captions come from metadata.jsonl in the folder, or else from a.txt
-    beside a.png. Raises ValueError if metadata.jsonl is malformed or names a missing picture.
+    """Return the pictures in `folder` and its subfolders, sorted by path. If there is no such folder, the list is
+    empty. Of files with equal content, only the first is returned. The caption of a picture is taken from
+    `metadata.jsonl` in `folder`. If that file has no caption for it, a text file of the same name is read, such as
+    `a.txt` for `a.png`. Without both, the caption is empty. Raises ValueError if `metadata.jsonl` is malformed or names
+    a missing picture.
     """
     captions = _read_metadata(folder / METADATA)
     found: dict[str, Reference] = {}

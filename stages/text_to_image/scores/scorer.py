@@ -101,8 +101,11 @@ class Scorer:
         return {**row, "style": style, "real": real, **self._agreement(row, feature_D), "texts": len(self.texts)}
 
     def _agreement(self, row: Row, feature_D: np.ndarray) -> dict[str, float | int | None]:
-        """Return the columns `agreement` and `agreement_rank` of a picture. `row` is its row. `feature_D` holds its
-        features, (features,). If there is no map or no text, both values are None.
+        """Return how well a picture agrees with its text, as the columns `agreement` and `agreement_rank`. `row` is the
+        picture's row of the table `scores`. `feature_D` holds its features, shape `(features,)`. `agreement` is a
+        cosine, from -1 to 1. `agreement_rank` is the rank of the picture's own text among all texts of the project, and
+        1 is best. Both values are None if there is no agreement map, if a sentence embedding is missing, or if the
+        picture has no text.
         """
         text = without_trigger(row["prompt"], self.trigger)
         if self.agreement is None or not text:
@@ -113,8 +116,9 @@ class Scorer:
         return {"agreement": float(own), "agreement_rank": 1 + int((cosines_N > own).sum())}
 
     def missing_inputs(self) -> Iterator[str]:
-        """Yield one line for the user for each missing input, such as references or a map. It names the score that is not
-        measured.
+        """Yield one line of text for each input that is missing. The inputs are previews of the base model, references
+        (real pictures of the style), the agreement map and sentence embeddings. Each line names the scores that are
+        therefore not measured.
         """
         if not self.base.names:
             yield "no previews of the base, so style and real are not measured; set base = true in [samples]"

@@ -29,8 +29,10 @@ WANTED = ("picture_id", "kind", "adapter_id", "step", "prompt", "seed", "path")
 
 @dataclass(frozen=True)
 class ScoresConfig:
-    """The section [scores] of project.toml: the references and the map that previews are compared with. The contents of
-    these files are part of the recipe. Their paths are not.
+    """The settings [scores] of project.toml: the inputs that previews are compared with. `references` is a folder of
+    real pictures of the style. `map` is a safetensors file with the agreement map, a linear map from image features to
+    sentence embeddings. If a setting is empty, the scores that need it are None. The content of these files is part of
+    the recipe, which names the folder of the table `scores`. Their paths are not part of it.
     """
 
     references: str = selects(
@@ -50,9 +52,10 @@ def wanted_scores(ctx: StageContext) -> pa.Table:
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return everything that every score depends on, as a table. The column `what` holds a kind, such as "image". The
-    column `which` holds an id or a text. The table covers training images, previews of the base, references, texts, the
-    map and the encoders. The runner makes it part of the recipe.
+    """Return a table of everything that all scores depend on. The runner adds it to the recipe. The recipe names the
+    folder of the table `scores`, so a change gives a new folder. The entries are training images, previews of the base
+    model, references, texts, the map and the encoders. The column `what` holds the kind of an entry, such as "image".
+    The column `which` holds an id, a hash or a text that identifies the entry.
     """
     parts = [("image", row["image_id"]) for row in usable_images(ctx)]
     parts += [("base", f"{row['picture_id']} {row['prompt']}") for row in preview_rows(ctx) if row["kind"] == "base"]

@@ -14,8 +14,11 @@ from stages.tuner.diffusion.weighting import WeightName
 
 @dataclass(frozen=True)
 class NoiseConfig:
-    """The settings [train.noise]: at which noise levels samples are trained. A noise level (sigma) is a number from 0 (clean) to
-    1 (pure noise). The shift raises the levels, because images of more pixels need more noise.
+    """The settings [train.noise]: the distribution of the noise levels in training. A noise level (sigma) is a number
+    from 0 (clean) to 1 (pure noise). Levels are drawn from the distribution `base` and then shifted towards 1. `mean`
+    and `std` belong to the base "logit_normal". `scale` belongs to the base "mode". With the shift "resolution", larger
+    images get a larger shift. `shift_factor` is the strength of the shift "static". `strata` is the number of
+    successive steps that together cover the levels evenly.
     """
 
     base: Base = setting(  # noqa: RUF009
@@ -53,9 +56,10 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class PreservationConfig:
-    """The settings [train.preservation]. They keep the base model's predictions for captions with the class word, such as "cat".
-    So not every cat becomes the trained cat. ai-toolkit calls this differential output preservation (DOP). It needs a forward
-    pass of the base model and a second gradient in every step that it applies to.
+    """The settings [train.preservation]. They add a loss that keeps the base model's predictions for class captions. A
+    class caption has the class word (such as "cat") in place of the trigger word. `weight` is the factor of this loss.
+    `every` = n applies it in every n-th step. Such a step needs one more forward pass of the base model and a second
+    gradient. ai-toolkit calls the method differential output preservation (DOP).
     """
 
     weight: float = setting(1.0, "factor of the preservation loss beside the loss; ai-toolkit's")
@@ -68,7 +72,11 @@ class PreservationConfig:
 
 @dataclass(frozen=True)
 class TrainConfig(TrainingConfig):
-    """The settings [train] of a run on images: the settings that every training has, and the settings that images need."""
+    """The settings [train] of a run on images. To the settings of any training (`TrainingConfig`) they add captions,
+    noise levels, loss, choice of crops, masks, preservation and validation. `caption_dropout` is the probability, from
+    0 to 1, that a caption is dropped. `mask`, `preservation` and `validation` are off if they are None. Raises
+    ValueError if a setting is out of range.
+    """
 
     caption_dropout: float = setting(0.05, "share of samples trained with the empty caption, which keeps guidance working")
     noise: NoiseConfig = setting(NoiseConfig(), "the noise levels")  # noqa: RUF009

@@ -22,10 +22,12 @@ PLACE = ("image_id", "width", "height", "crop_x", "crop_y", "crop_w", "crop_h") 
 
 @dataclass(frozen=True)
 class Crop:
-    """One latent (an encoded crop of an image) that may be trained on, with the captions of its image. `width` and `height` are
-    in pixels. `grid` is the latent's (height, width). `captions` are caption_ids. `classes` has the caption_id of the class
-    caption for each caption. `rate` is the number of occurrences per epoch. `mask` has one byte per image token, its weight. If
-    `mask` is None, all tokens count in full.
+    """One latent of a run, with the captions of its image. A latent is an encoded crop of an image. `width` and
+    `height` are the size of the crop in pixels. `grid` is the `(height, width)` of the latent in image tokens.
+    `captions` holds the caption_ids of the image. `classes` has the caption_id of one class caption for each of them,
+    or "" if there is none. If no caption has one, `classes` may be empty. A class caption has the class word (such as
+    "cat") in place of the trigger word. `rate` is the average number of occurrences per epoch. `mask` has the weight of
+    each image token as one byte, from 0 to 255. If `mask` is None, all tokens have full weight.
     """
 
     latent_id: str
@@ -44,17 +46,18 @@ class Crop:
         return self.grid[0] * self.grid[1]
 
     def class_of(self, caption: int) -> str:
-        """Return the caption_id of the class caption that belongs to `captions[caption]`. If there is none, the result is "". A
-        class caption has the class word (such as "cat") in place of the trigger word.
+        """Return the caption_id of the class caption of a caption, or "" if there is none. `caption` is the index of
+        the caption in `captions`. A class caption has the class word (such as "cat") in place of the trigger word.
         """
         return self.classes[caption] if self.classes else ""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """The crops and captions that a run trains on. Their order depends only on their content. `held` are crops that only measure
-    the run. `empty` is the caption_id that replaces a dropped caption. If it is "", captions are never dropped. `empty_class` is
-    the class caption of `empty`. `text_rows` maps each caption_id to the number of rows of its embedding.
+    """The crops and captions that a run trains on. The order of `crops` and `held` depends only on their content.
+    `held` are the held-out crops. They are only used to measure the run. `empty` is the caption_id that replaces a
+    dropped caption. If it is "", captions are never dropped. `empty_class` is the class caption of `empty`, or "" if
+    there is none. `text_rows` maps each caption_id to the number of rows of its embedding.
     """
 
     crops: tuple[Crop, ...]
@@ -81,9 +84,10 @@ class Dataset:
 
 
 def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
-    """Read the tables and return the crops to train on. A crop must belong to a present bucket, be encoded and have a caption.
-    `config` holds the settings [train]. They choose held-out images, repeats, masks and class captions. Raises ValueError if no
-    crop remains or if a table lacks rows that the settings need.
+    """Read the tables and return the crops to train on, with the captions of their images. `config` holds the settings
+    [train]. They choose the held-out images, how often crops occur, and whether masks and class captions are used. A
+    crop is used if its image is usable and has a caption, its bucket is not rejected and its latent is encoded. Raises
+    ValueError if no crop remains or if a table lacks rows that the settings need.
     """
     paths = usable_paths(ctx.rows(IMAGES))
     texts = _texts(ctx, config.data, bool(config.caption_dropout), config.preservation is not None)
@@ -161,9 +165,11 @@ def _crop(row: Row, rate: float, texts: Texts, masked: bool) -> Crop:
 
 @dataclass(frozen=True)
 class Texts:
-    """The caption_ids that a run may draw. `captions` maps an image_id to the captions of that image, in order. `classes` maps an
-    image_id to the class caption of each caption. If there is none, the class caption is "". `empty` replaces a dropped caption.
-    `empty_class` is the class caption of `empty`.
+    """The captions that a run may draw, as caption_ids. `captions` maps an image_id to the captions of that image, in
+    order of their position. `classes` maps an image_id to one class caption per caption, or "" if there is none. A
+    class caption has the class word in place of the trigger word. `empty` is the caption that replaces a dropped
+    caption. If captions are never dropped, it is "". `empty_class` is the class caption of `empty`, or "" if there is
+    none.
     """
 
     captions: dict[str, tuple[str, ...]]  # by image_id, in their order

@@ -60,7 +60,10 @@ class BatchShape:
 
     @property
     def resolution(self) -> int:
-        """The lowest resolution, in pixels, that allows all images of the batch and of the held-out batch."""
+        """The lowest resolution that covers all images of the batch and of the held-out batch. A resolution is the side
+        of a square in pixels. It covers an image if the square has at least as many image tokens. The result is a
+        multiple of `pixels_per_token`.
+        """
         own = self.pixels_per_token * (math.isqrt(math.prod(self.grid) - 1) + 1)
         return max(own, self.held.resolution if self.held else 0)
 
@@ -97,8 +100,9 @@ class MemoryEstimator:
     """
 
     def __init__(self, config: TrainConfig, architecture: Architecture, sizes: TransformerConfig) -> None:
-        """Prepare the estimates for the settings [train] `config`. `sizes` are the transformer's sizes. They come from
-        `architecture.transformer_config`. No weight is read or allocated.
+        """Prepare estimates for training with the settings [train] `config`. `architecture` describes the kind of
+        transformer. `sizes` holds its dimensions, from `architecture.transformer_config`. No weight is read or
+        allocated.
         """
         self.config, self.architecture, self.sizes = config, architecture, sizes
         self.dtype: Any = getattr(mx, config.precision)
@@ -128,15 +132,17 @@ class MemoryEstimator:
         return planner.estimate(self.meta_model, inputs, self.weights, self.targets, kept, optimizer_work=update, **more)
 
     def sums_gradients(self, batch: BatchShape, samples: int) -> bool:
-        """Return True if a step adds up several gradients. This needs a second copy of the gradient in memory. There are three
-        causes: several batches per step, micro-batches of fewer samples than `batch`, or a preservation loss.
+        """Return True if a step sums several gradients. A second copy of the gradient is then in memory. `batch` is the
+        largest batch of the run. `samples` is the number of samples in a micro-batch. Gradients are summed if a step
+        has several batches, if `batch` has more than `samples` samples, or if there is a preservation loss.
         """
         return self.config.accumulate > 1 or samples < batch.samples or self.config.preservation is not None
 
     def attention_scores(self, samples: int, tokens: int) -> dict[str, int]:
-        """Return the bytes of attention's score matrices by name. "scores" exist during the computation. "saved_scores" are kept
-        for the gradient. If attention is fused, it stores no scores and the dict is empty. `tokens` is the number of tokens per
-        sample.
+        """Return the bytes of the score matrices of attention, by kind. The key "scores" counts the matrices that exist
+        during the computation. The key "saved_scores" counts the matrices that are kept for the gradient. `samples` is
+        the number of samples computed at once. `tokens` is the number of tokens of one sample, image and text together.
+        If a fused kernel computes attention, no scores are stored and the dict is empty.
         """
         heads = self.sizes.num_attention_heads
         q_BHSK = mx.zeros((samples, heads, tokens, self.sizes.attention_head_dim), self.dtype)
@@ -147,9 +153,11 @@ class MemoryEstimator:
         return {"scores": min(whole, attention.CHUNK_BYTES), "saved_scores": 0 if chunked else whole}
 
     def best(self, batch: BatchShape, limit: int, begun: Plan | None = None) -> Candidate:
-        """Choose the fastest micro-batch size (samples computed at once) and plan that need at most `limit` bytes. `batch` is the
-        run's largest batch. Sizes and plans that [train] fixes are respected. `begun` is the plan of a resumed run, or None. It
-        is kept if it fits. If nothing fits, the candidate that needs the least memory is returned.
+        """Choose a micro-batch size and a plan with which training needs at most `limit` bytes. A micro-batch is the
+        samples computed at once. The plan says how many blocks keep their activations until the backward pass. Values
+        that [train] fixes are kept. For the others, the fastest ones that fit are chosen. `batch` is the largest batch
+        of the run. `begun` is the plan of a resumed run, or None. It is kept if it fits and [train] `memory` is "auto".
+        If nothing fits, the result needs more than `limit` bytes.
         """
         return best_candidate(self.config, batch.samples, lambda samples: self.estimate(batch, samples), limit, begun)
 
@@ -179,9 +187,10 @@ def choose(
 
 
 def require_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int, begun: Plan | None = None) -> Candidate:
-    """Choose the fastest micro-batch size (samples computed at once) and plan that need at most `limit` bytes. `batch` is the
-    run's largest batch. `begun` is the plan of a resumed run, or None. It is kept if it fits. Raises ValueError if nothing fits.
-    The message names settings that would fit.
+    """Choose a micro-batch size and a plan with which training needs at most `limit` bytes. A micro-batch is the
+    samples computed at once. The plan says how many blocks keep their activations until the backward pass. `batch` is
+    the largest batch of the run. `begun` is the plan of a resumed run, or None. It is kept if it fits and [train]
+    `memory` is "auto". Raises ValueError if nothing fits. The message names settings that would fit.
     """
     found = estimator.best(batch, limit, begun)
     if found.needs > limit:
@@ -215,8 +224,10 @@ def refusal(estimator: MemoryEstimator, batch: BatchShape, candidate: Candidate,
 
 
 def _advice(estimator: MemoryEstimator, batch: BatchShape, limit: int) -> tuple[str, int]:
-    """Return (settings to change, bytes that the run then needs). The settings are the cheapest ones that fit into `limit` bytes.
-    If none fits, they are those that need the least memory. If no setting helps, the text is empty.
+    """Return which settings to change so that training fits into `limit` bytes. The result is a pair: the settings as
+    text, and the bytes that training needs with them. `batch` is the largest batch of the run. Settings of [train] come
+    first. A lower resolution is added only if they do not suffice. If nothing suffices, the result has all these
+    changes, and the bytes exceed `limit`. If there is no setting to change, the text is empty.
     """
     remedy = cheapest_fit(estimator, batch, limit)
     resolutions = range(batch.resolution - batch.pixels_per_token, LOWEST_RESOLUTION - 1, -batch.pixels_per_token)

@@ -28,8 +28,9 @@ def load_transformer(path: Path, family: Family, config: TrainConfig) -> Transfo
 
 
 def packing(architecture: Architecture, config: TrainConfig) -> Callable[[str, mx.array], Any] | None:
-    """Return a function (name, weight) -> weight that packs (quantises) a weight. The [train] settings `config` give the number
-    of bits. The loader applies the function to every weight. If no weight is packed, the result is None.
+    """Return a function that packs (quantises) a weight. Its arguments are the name of the weight and the weight
+    itself. It returns the packed weight, or the weight unchanged if it cannot be packed. The [train] settings `config`
+    give the number of bits. If they ask for no packing, the result is None.
     """
     if config.base_bits == 16 and not config.base_bits_for:
         return None
@@ -48,9 +49,9 @@ def weight_bits(name: str, architecture: Architecture, config: TrainConfig) -> i
 
 
 def read_initial_adapter(file: Path, weights: Path, family: Family, config: TrainConfig) -> InitialAdapter:
-    """Read the adapter `file` that a run starts from, and return (arrays by name, scale of each Linear). `weights` is the
-    transformer's folder. Only its recorded sizes are read. Raises ValueError if the adapter does not fit the model or the
-    settings.
+    """Read the adapter `file` that a run starts from. Returns a pair of dicts: the float32 arrays by name, and the
+    scale of each Linear layer by its name. `weights` is the folder of the transformer. Only the sizes of the
+    transformer are read there, no weights. Raises ValueError if the adapter does not fit the model or the settings.
     """
     architecture = family.architecture
     meta = architecture.meta_transformer(architecture.transformer_config(weights, family), mx.float32)

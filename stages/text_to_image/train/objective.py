@@ -28,9 +28,10 @@ Loss = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True)
 class FlowMatching:
-    """The objective of flow matching. The model predicts a velocity, which is noise - clean. `loss` holds the settings
-    [train.loss]. If the settings `preservation` are given, a second term keeps the base model's predictions for class captions.
-    `separable` is True if a batch may be divided.
+    """The objective of flow matching. The model predicts a velocity, which is `noise - clean`. `loss` holds the
+    settings [train.loss]. `preservation` holds the settings [train.preservation], or is None. They add a second loss
+    that keeps the base model's predictions for class captions. `separable` is True if the loss of a sample does not
+    depend on other samples. Only then may a batch be divided into micro-batches.
     """
 
     architecture: Architecture
@@ -59,8 +60,9 @@ class FlowMatching:
         return Term(self.inputs(batch, x_BLC, batch.ctx_BTJ), velocity_loss(batch, target_BLC, LossConfig()))
 
     def mix(self, batch: MicroBatch) -> tuple[mx.array, mx.array]:
-        """Return (noisy latents, target velocity) of a micro-batch: two float32 arrays (batch, tokens, channels). The noisy
-        latents are (1 - sigma) * clean + sigma * noise; the target is noise - clean.
+        """Mix the clean latents of a micro-batch with noise. Returns (noisy latents, target velocity), two float32
+        arrays of shape `(batch, tokens, channels)`. The noisy latents are `(1 - sigma) * clean + sigma * noise`. The
+        target velocity is `noise - clean`.
         """
         tokens = self.architecture.tokens
         x0_BLC = tokens(mx.array(batch.x0_BCHW).view(mx.bfloat16)).astype(mx.float32)
@@ -83,8 +85,10 @@ def sigmas(batch: MicroBatch) -> mx.array:
 
 
 def velocity_loss(batch: MicroBatch, target_BLC: mx.array, config: LossConfig) -> Loss:
-    """Return the loss function of a micro-batch, as the settings [train.loss] `config` say. The function maps the predicted
-    velocity to one loss per sample. `target_BLC` is the true velocity (noise - clean): (batch, tokens, channels).
+    """Return the loss function of a micro-batch. The function maps the predicted velocity to one loss per sample.
+    `target_BLC` is the true velocity, `noise - clean`, shape `(batch, tokens, channels)`. `config` holds the settings
+    [train.loss]. They choose the kind of loss and its weight at each noise level. If the micro-batch has a mask, it
+    weights the image tokens.
 
     The arrays are keywords of a partial, so that MLX can compile the function with the model's last blocks.
     """

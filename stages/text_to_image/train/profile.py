@@ -26,9 +26,9 @@ from stages.tuner.step import TrainingStep, choose_targets, starting_adapter
 
 
 def profile_settings(method: Any = "adamw", **others: Any) -> TrainConfig:
-    """Return [train] settings for a measurement of time and memory. `method` is a value of [train.optimizer] `kind` and gets its
-    usual learning rate. `others` are further settings of [train]. The precision is bfloat16, but float32 on a CPU, where bfloat16
-    is slow.
+    """Return [train] settings to measure the time and memory of training. `method` is a value of [train.optimizer]
+    `kind`. The learning rate is the usual one of this optimizer. The precision is "float32" on a CPU and "bfloat16"
+    elsewhere. The further arguments are settings of [train]. They replace these values.
     """
     precision = "bfloat16" if compiles() else "float32"
     usual: Any = {"optimizer": OptimizerConfig(kind=method), "lr": make_optimizer(method).usual_lr, "precision": precision}
@@ -51,8 +51,9 @@ def random_transformer(family: Family, config: TrainConfig) -> Transformer:
 
 
 def random_training(family: Family, config: TrainConfig) -> TrainingStep:
-    """Build a training step on random weights. Its memory plan is "whole", without a limit. To change the plan, set the
-    attributes `plan` and `live_bytes`.
+    """Build a training step for a transformer with random weights. `family` gives the shapes of the weights. `config`
+    holds the settings [train]. All blocks keep their activations until the backward pass (plan "whole"). The memory has
+    no limit. To use less memory, set the attributes `plan` and `live_bytes` of the result.
     """
     model = random_transformer(family, config)
     targets = choose_targets(model.linears(), config)
@@ -68,8 +69,8 @@ def random_batch(family: Family, batch: BatchShape) -> MicroBatch:
     draw = np.random.default_rng(0)
 
     def words(*shape: int) -> np.ndarray:
-        """Return random bfloat16 values as uint16 words, an array (samples, *shape). The words are the upper halves of float32
-        values.
+        """Return random bfloat16 values, stored as uint16 words. The array has shape `(batch.samples, *shape)`. The
+        values are standard normal, truncated to bfloat16.
         """
         values = draw.standard_normal((batch.samples, *shape), dtype=np.float32)
         return (values.view(np.uint32) >> 16).astype(np.uint16)

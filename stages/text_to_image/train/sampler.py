@@ -15,9 +15,11 @@ from stages.tuner.order import Order
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample of a step, before its data are read. `number` is its index in the step, from 0. `caption_id` is the caption to
-    read. If `dropped` is true, this caption replaces the drawn one. `sigma` is the noise level, from 0 (clean) to 1 (noise).
-    `class_id` is the class caption. It is "" if there is none or the step needs none.
+    """One sample of a training step, before its data are read from disk. `number` is its index in the step, from 0.
+    `crop` is the latent to read. `caption_id` is the caption to read. `dropped` is True if the caption was dropped at
+    random. `caption_id` is then the replacement. `sigma` is the noise level, from 0 (clean) to 1 (noise). `class_id` is
+    the class caption to read, with the class word in place of the trigger word. It is "" if there is none or the step
+    needs none.
     """
 
     number: int  # 0-based place in the step
@@ -31,10 +33,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class TrainingSampler:
-    """A sampler that draws the samples of every step. They depend only on the dataset, the seed and the step's number. `order`
-    gives the crops of each batch. `noise` is the distribution of noise levels. `caption_dropout` is the probability that a
-    caption is dropped. Noise levels are spread evenly over `strata` steps. Samples have class captions in every
-    `classes_every`-th step, or never if it is 0.
+    """A sampler that draws the samples of every training step. The samples of a step depend only on the attributes of
+    the sampler and the number of the step. `order` gives the crops of each batch. `noise` is the distribution of noise
+    levels. `caption_dropout` is the probability that `data.empty` replaces a caption. `strata` is the number of
+    successive steps that together cover the noise levels evenly. The value 1 draws every level independently.
+    `classes_every` = n uses class captions in every n-th step, and 0 never uses them. A class caption has the class
+    word in place of the trigger word.
     """
 
     data: Dataset
@@ -46,7 +50,7 @@ class TrainingSampler:
     classes_every: int = 0  # class captions are used in every n-th step; 0: never
 
     def sizes(self, step: int) -> list[int]:
-        """Return the number of samples of each batch of step `step`. Draws nothing."""
+        """Return the number of samples in each batch of step `step` (from 1). No sample is drawn."""
         return [len(batch.rows) for batch in self.order.step(step)]
 
     def step(self, step: int) -> list[list[Sample]]:

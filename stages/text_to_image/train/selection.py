@@ -48,8 +48,9 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class MaskConfig:
-    """The settings [train.mask]: give image tokens less weight where the image's mask is dark. Masks are stored in the table
-    `latents` if [latents] `mask` is "alpha" or "file". One of these two is required.
+    """The settings [train.mask]. Image tokens count less in the loss where the mask of the image is dark. `floor` is
+    the least weight of a token, from 0 to 1. Masks are read from the table `latents`. They are there if [latents]
+    `mask` is "alpha" or "file". Training raises ValueError if no crop has a mask.
     """
 
     floor: float = setting(0.1, "the least weight of a token, where the mask is black: a little preserves the surroundings")
@@ -116,10 +117,11 @@ def _weights(config: DataConfig, present: Iterable[int]) -> dict[int, float]:
 
 
 def held_out(config: ValidationConfig, paths: Mapping[str, Sequence[str]]) -> frozenset[str]:
-    """Choose the images to hold out from training, and return their image_ids. If the setting `paths` is given, the images that
-    it matches are chosen. Otherwise a `share` of the images is chosen, at least one and at most `most`. This choice depends on
-    the images' content and the seed. The argument `paths` maps each image_id to all paths of that image. Raises ValueError if the
-    setting `paths` matches no image.
+    """Choose the images to hold out from training, and return their image_ids. `paths` maps each image_id to all file
+    paths of that image. If `config.paths` is set, every image with a path that matches one of its wildcards is chosen.
+    Otherwise each image is chosen with probability `config.share`. At least one and at most `config.most` images are
+    then chosen. This choice depends only on the image_ids and `config.seed`. Raises ValueError if `config.paths`
+    matches no image.
     """
     if config.paths:
         found = {i for i, own in paths.items() if any(fnmatchcase(path, p) for path in own for p in config.paths)}

@@ -35,9 +35,11 @@ def wanted_samples(ctx: StageContext) -> pa.Table:
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return a table of everything that the run depends on. It holds all pairs of crop and caption that may be drawn, how often
-    crops occur, which crops are held out, and the hash of the initial adapter. The columns are `latent_id`, `image_id` and
-    `caption_id`. Raises ValueError if the file of the initial adapter is missing.
+    """Return a table of everything that the run depends on. The columns are `latent_id`, `image_id` and `caption_id`.
+    Most rows are the pairs of crop and caption that may be drawn. The other rows have an empty `latent_id` and hold
+    further facts. Their `caption_id` states a rate other than 1, a held-out crop or the initial adapter. Their
+    `image_id` is the latent_id of the crop or the sha256 of the adapter file. Raises ValueError if the file of the
+    initial adapter is missing.
     """
     data = load_dataset(ctx, ctx.config)
     facts = [("", crop.latent_id, f"rate {crop.rate!r}") for crop in data.crops if crop.rate != 1]

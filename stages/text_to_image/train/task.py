@@ -60,7 +60,7 @@ class ImageTask:
         return {"family": self.family.name}
 
     def sizes(self, step: int) -> list[int]:
-        """Return the number of samples of each batch of step `step`. Draws nothing."""
+        """Return the number of samples in each batch of step `step` (from 1). No sample is drawn."""
         return self.sampler.sizes(step)
 
     def draw(self, step: int) -> list[list[Sample]]:
@@ -106,9 +106,11 @@ class ImageTask:
         return line
 
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
-        """Choose the memory plan: which blocks are differentiated as one graph, and the size of a micro-batch. `start` is the
-        checkpoint to continue from, or None for a new run. If `recorded` is true, the plan stored in `start` is used if it fits.
-        [train] `memory` then has no effect on it. Raises ValueError if no plan fits into memory.
+        """Choose the memory plan of the run and return it. The plan says which blocks are differentiated as one graph,
+        and how large a micro-batch (samples computed at once) may be. `start` is the checkpoint to continue from, or
+        None for a new run. If `recorded` is true, the setting [train] `memory` is read as "auto". With "auto", the plan
+        stored in `start` is kept if it fits into memory. If it does not fit or there is none, the fastest plan that
+        fits is chosen. Raises ValueError if no allowed plan fits into memory.
         """
         config = dataclasses.replace(self.config, memory="auto") if recorded else self.config
         return memory_plan.choose(config, self.family, self.ctx.need("transformer"), self.sampler, start, self.ctx.say)

@@ -24,8 +24,9 @@ class HeldOutImages:
     def __init__(
         self, ctx: StageContext, crops: Sequence[Crop], config: ValidationConfig, batch_size: int, mask_floor: float = 0.0
     ) -> None:
-        """Arrange the held-out `crops` in batches of at most `batch_size` samples. `mask_floor` is the least weight of an image
-        token under a mask, 0 to 1.
+        """Arrange the held-out `crops` in batches of at most `batch_size` samples. A sample is one crop at one noise
+        level. `config` gives the noise levels `sigmas` and the seed of the noise. `ctx` gives access to the tables of
+        latents and embeddings. `mask_floor` is the smallest weight that a mask can give to an image token, from 0 to 1.
         """
         self.ctx, self.crops, self.config, self.mask_floor = ctx, crops, config, mask_floor
         self.batches = level_batches([crop.grid for crop in crops], config.sigmas, batch_size)
@@ -42,8 +43,10 @@ class HeldOutImages:
         return [[next(samples) for _ in batch] for batch in self.batches]
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """Read the samples of one measurement from disk and yield them as micro-batches. The tables are opened separately from
-        the training's readers, because those release memory at another pace.
+        """Read the samples of one measurement from disk and yield them as micro-batches. The samples of one micro-batch
+        are computed together.
+
+        The tables are opened separately from the training's readers. Those readers release memory at another pace.
         """
         latents, embeddings = self.ctx.tensors(LATENTS), self.ctx.tensors(EMBEDDINGS)
         for samples in self.samples():

@@ -53,10 +53,12 @@ def initial_magnitude(weight: quantize.Weight, outputs: int, inputs: int) -> mx.
 def rescale_rows(
     y: mx.array, magnitude_O: mx.array, weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale: float
 ) -> mx.array:
-    """Turn the output `y` of a Linear with LoRA into the output of DoRA. Each output channel is multiplied by its magnitude and
-    divided by the norm of its row of W + scale B A. `y` is (..., outputs), and so is the result. `magnitude_O` is (outputs,).
-    `weight` is W, (outputs, inputs). `down_RI` is A, (rank, inputs). `up_OR` is B, (outputs, rank). `scale` multiplies B A. The
-    norms take no gradient.
+    """Return the output of a DoRA, given the output `y` of the same Linear with LoRA. Each output channel of `y` is
+    multiplied by its magnitude. It is then divided by the Euclidean norm of its row in the adapted weight
+    `W + scale B A`. `y` and the result have the shape `(..., outputs)`. `magnitude_O` has the shape `(outputs,)`.
+    `weight` is `W`, with the shape `(outputs, inputs)`. It is an array, or a quantised weight packed in 8 or 4 bits.
+    `down_RI` is `A`, with the shape `(rank, inputs)`. `up_OR` is `B`, with the shape `(outputs, rank)`. `scale`
+    multiplies `B A`. No gradient is computed through the norms.
     """
     norm_O = mx.stop_gradient(row_norms(weight, down_RI, up_OR, scale))
     add_gain: Any = _add_gain
@@ -66,7 +68,8 @@ def rescale_rows(
 
 @mx.custom_function
 def _add_gain(y: mx.array, gain_O: mx.array) -> mx.array:
-    """Return y + gain_O y. `y` is (..., outputs). `gain_O` is (outputs,), the small change of each output channel.
+    """Return `y + gain_O * y`, in the dtype of `y`. `y` has the shape `(..., outputs)`. `gain_O` has the shape
+    `(outputs,)`. Each output channel is thus multiplied by 1 plus its gain.
 
     The sum 1 + gain_O is never formed, because half precision would lose most bits of the gain.
     """
@@ -75,8 +78,8 @@ def _add_gain(y: mx.array, gain_O: mx.array) -> mx.array:
 
 @_add_gain.vjp  # type: ignore[untyped-decorator, unused-ignore]
 def _add_gain_vjp(primals: Any, dz: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the gradients of z = y + gain_O y as a pair: for `y`, then for `gain_O`. `primals` is (y, gain_O). `dz` is the
-    gradient of the loss with respect to z.
+    """Return the gradients of the loss with respect to `y` and to `gain_O`, as a pair. They are computed for the output
+    `z = y + gain_O * y`. `primals` is `(y, gain_O)`. `dz` is the gradient of the loss with respect to `z`.
 
     The sum over tokens is a matrix product. It adds in float32 on every backend; a half-precision sum does not.
     """

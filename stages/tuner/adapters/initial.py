@@ -32,11 +32,12 @@ def target_weights(blocks: Iterable[Any], targets: Iterable[Target]) -> dict[str
 
 
 def fresh_adapter(targets: Iterable[Target], seed: int, weights: Mapping[str, quantize.Weight] | None = None) -> Arrays:
-    """Return the float32 arrays of a new adapter for `targets`. It does not change the model yet. Keys are "<linear><suffix>",
-    such as "<linear>.lora_A.weight". Random values depend only on `seed` and the keys. `weights` maps target names to frozen
-    weights. Only DoRA needs `weights`.
+    """Return the float32 arrays of a new adapter for `targets`. A model with the new adapter gives the same output as
+    the base model. Keys are "<linear><suffix>", such as "<linear>.lora_A.weight". Random values depend only on `seed`,
+    the keys and the shapes. `weights` maps target names to frozen weights. It is needed only for DoRA.
 
-    Random values are uniform within 1 / sqrt(columns). This is Kaiming's bound with a = sqrt(5), as in PEFT and LyCORIS.
+    Random values are uniform within 1 / sqrt(columns). This is Kaiming's bound with a = sqrt(5), as in PEFT and
+    LyCORIS.
     """
     arrays: Arrays = {}
     for target in targets:
@@ -125,9 +126,11 @@ def _check_array(target: Target, suffix: str, shape: tuple[int, ...]) -> None:
 
 
 def _resized(target: Target, arrays: Arrays, scale: float, fresh: Arrays) -> Arrays:
-    """Return the arrays of one Linear with the scale and the rank of `target`, as suffix -> array. `arrays` are the given arrays
-    by suffix, and `scale` is their scale. Arrays that start at zero are multiplied by `scale` / target.scale. The effect of the
-    adapter thus stays the same. If the target has a larger rank, the last rows or columns of `fresh` are appended.
+    """Return the given arrays of one Linear, converted to the scale and the rank of `target`. `arrays` maps suffixes to
+    the given arrays. `scale` is the factor that multiplies the change by these arrays. An array that starts at zero,
+    such as B of a LoRA, is multiplied by `scale / target.scale`. The adapter's change of the weight then stays the
+    same. `fresh` maps suffixes to the arrays of a new adapter for `target`. If their rank is larger, their surplus rows
+    or columns are appended. The result maps suffixes to float32 arrays.
     """
     resized = {}
     for suffix, value in arrays.items():

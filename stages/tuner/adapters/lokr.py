@@ -28,10 +28,11 @@ def factorize(dimension: int, factor: int | None) -> tuple[int, int]:
 
 
 def array_shapes(outputs: int, inputs: int, rank: int, factor: int | None) -> dict[str, tuple[int, int]]:
-    """Return the shapes of the arrays of a LoKr adapter for a Linear (outputs, inputs), as suffix -> shape. ".lokr_w1" is (a, b)
-    and ".lokr_w2" is (c, d), with a c = outputs and b d = inputs. If `rank` is below half of max(c, d), two low-rank arrays
-    replace ".lokr_w2". These are ".lokr_w2_a", (c, rank), and ".lokr_w2_b", (rank, d). a and b are at most `factor`. If `factor`
-    is None, they have no such bound.
+    """Return the shapes of a LoKr adapter's arrays for one Linear, as a dict from suffix to shape. The weight of the
+    Linear has the shape `(outputs, inputs)`. ".lokr_w1" has the shape `(a, b)`, and ".lokr_w2" has the shape `(c, d)`.
+    `factorize` splits `outputs` into `a * c`, and `inputs` into `b * d`. `a` and `b` are at most `factor`, unless it is
+    None. If `rank` is below `max(c, d) / 2`, two low-rank arrays replace ".lokr_w2". These are ".lokr_w2_a" with the
+    shape `(c, rank)`, and ".lokr_w2_b" with the shape `(rank, d)`.
     """
     (a, c), (b, d) = factorize(outputs, factor), factorize(inputs, factor)
     if rank < max(c, d) / 2:
@@ -48,9 +49,10 @@ def second_factor_shape(arrays: Mapping[str, mx.array]) -> tuple[int, int]:
 
 
 def output_change(x: mx.array, arrays: Mapping[str, mx.array]) -> mx.array:
-    """Return what a LoKr adapter adds to the output of its Linear, before it is scaled. This is x times the transposed Kronecker
-    product of w1 and w2. `x` is (..., inputs). `arrays` maps suffixes, such as ".lokr_w1", to the arrays of this Linear. The
-    result is (..., outputs) in the dtype of `x`.
+    """Return the change that a LoKr adapter makes to the output of its Linear, without the scale. It is `x` times the
+    transposed Kronecker product of the adapter's matrices `w1` and `w2`. The caller multiplies it by the adapter's
+    scale. `x` has the shape `(..., inputs)`. `arrays` maps suffixes, such as ".lokr_w1", to the adapter's arrays for
+    this Linear. The result has the shape `(..., outputs)` and the dtype of `x`.
     """
     w1_ab = arrays[W1].astype(x.dtype)
     a, b = w1_ab.shape
@@ -67,8 +69,10 @@ def output_change(x: mx.array, arrays: Mapping[str, mx.array]) -> mx.array:
 
 
 def kronecker(arrays: Mapping[str, mx.array]) -> mx.array:
-    """Return the change of a Linear's weight by a LoKr adapter, before it is scaled. This is the Kronecker product of w1 and w2,
-    a float32 matrix (outputs, inputs). `arrays` maps suffixes, such as ".lokr_w1", to the arrays of this Linear.
+    """Return the change that a LoKr adapter makes to the weight of its Linear, without the scale. It is the Kronecker
+    product of the adapter's matrices `w1` and `w2`. The caller multiplies it by the adapter's scale. `arrays` maps
+    suffixes, such as ".lokr_w1", to the adapter's arrays for this Linear. The result is a float32 array of shape
+    `(outputs, inputs)`.
     """
     w2_cd = arrays[W2] if W2 in arrays else arrays[W2_A].astype(mx.float32) @ arrays[W2_B].astype(mx.float32)
     return mx.kron(arrays[W1].astype(mx.float32), w2_cd.astype(mx.float32))

@@ -14,9 +14,10 @@ from stages.tuner.adapters import dora, lokr, lora
 
 
 def merge(weight: quantize.Weight, arrays: Mapping[str, mx.array], scale: float) -> mx.array:
-    """Return the weight (outputs, inputs) of a Linear with its adapter merged in. `weight` is an array or packed. `arrays` maps
-    suffixes, such as ".lora_A.weight", to the adapter's arrays for this Linear. `scale` is the factor that multiplies the
-    adapter's change. The result is a plain array in the dtype of the unpacked weight.
+    """Return the weight of a Linear with its adapter merged in. `weight` has the shape `(outputs, inputs)`. It is an
+    array, or a quantised weight packed in 8 or 4 bits. `arrays` maps suffixes, such as ".lora_A.weight", to the
+    adapter's arrays for this Linear. `scale` is the factor that multiplies the adapter's change. The result is a plain
+    array, and its dtype is that of the unpacked weight.
 
     It is computed in float32 and rounded once. Packing it again would lose a change as small as an adapter's.
     """
@@ -33,9 +34,10 @@ def merge(weight: quantize.Weight, arrays: Mapping[str, mx.array], scale: float)
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], adapters: Mapping[str, mx.array], scales: Mapping[str, float]) -> None:
-    """Raise ValueError if an adapter has a Linear that the model lacks, or a Linear with another shape. `shapes` maps the model's
-    "<linear>.weight" to (outputs, inputs). `adapters` maps "<linear><suffix>", such as "<linear>.lora_A.weight", to arrays.
-    `scales` has a key "<linear>" for each of the adapter's Linears.
+    """Raise ValueError if an adapter does not fit the Linears of a model. The model must have every Linear of the
+    adapter, with the same shape. `shapes` maps the names of the model's weights, "<linear>.weight", to
+    `(outputs, inputs)`. `adapters` maps "<linear><suffix>", such as "<linear>.lora_A.weight", to arrays. `scales` has a
+    key "<linear>" for each of the adapter's Linears. Its values are not used.
     """
     for name in scales:
         shape, expected = lora.linear_shape(lora.arrays_of_linear(adapters, name)), shapes.get(f"{name}.weight")

@@ -48,9 +48,10 @@ class Stacks:
 
 
 def group_by_shape(arrays: Mapping[str, mx.array]) -> Groups:
-    """Return which arrays are stacked together. The result maps the first name of each stack to all names in the stack, sorted.
-    Matrices of one shape are stacked, up to 2^23 values per stack. Any other array is alone. The result depends only on the names
-    and shapes in `arrays`.
+    """Return which arrays are stored together in one stack. Matrices of one shape share stacks of at most 2^23 values
+    each. A larger matrix has a stack of its own, and so has any array that is not a matrix. The result maps the name of
+    each stack to the names of its arrays. These names are sorted, and the first one is the name of the stack. The
+    result depends only on the names and shapes in `arrays`.
     """
     groups: Groups = {}
     latest: dict[tuple[int, ...], str] = {}
@@ -65,9 +66,9 @@ def group_by_shape(arrays: Mapping[str, mx.array]) -> Groups:
 
 
 def stack(arrays: Mapping[str, mx.array], groups: Groups) -> Arrays:
-    """Return named arrays as stacks, as name of the stack -> array. The matrices (rows, columns) of one group become one array
-    (N, rows, columns). `arrays` maps names to arrays. `groups` is the result of `group_by_shape`. It maps the name of each stack
-    to the names of its arrays, in order.
+    """Return the stacks of `arrays`, as a dict from the name of a stack to its array. `groups` is the result of
+    `group_by_shape(arrays)`. It maps the name of each stack to the names of its arrays, in order. A group of N matrices
+    `(rows, columns)` becomes one array `(N, rows, columns)`. An array that is not a matrix is returned unchanged.
     """
     return {
         name: mx.stack([arrays[each] for each in names]) if arrays[name].ndim == 2 else arrays[name]

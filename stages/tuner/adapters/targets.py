@@ -19,9 +19,11 @@ Shapes = Mapping[str, tuple[int, int]]  # name of a Linear -> (outputs, inputs)
 
 @dataclass(frozen=True)
 class Target:
-    """A Linear that gets an adapter. It has a `name`, and its weight is (`outputs`, `inputs`). The adapter has a `variant`, a
-    `rank` and an `alpha`. The adapter's change is scaled by alpha / rank. With `rslora`, it is scaled by alpha / sqrt(rank)
-    instead. `factor` bounds both sides of the first matrix of a LoKr. None means no bound.
+    """A Linear that gets an adapter, with the settings of this adapter. `name` is the name of the Linear. Its weight
+    has the shape `(outputs, inputs)`. `variant` is "lora", "dora" or "lokr". The adapter's change is multiplied by
+    `alpha / rank`, or by `alpha / sqrt(rank)` if `rslora` is true. A LoKr with a whole (not low-rank) second matrix
+    `w2` is not scaled. `factor` is used only by a LoKr. It is the largest number of rows and the largest number of
+    columns of the first matrix `w1`. If it is None, `w1` has no such limit.
 
     rsLoRA: Kalajdzievski 2023, arXiv 2312.03732. `lokr.factorize` applies `factor`.
     """
@@ -37,8 +39,8 @@ class Target:
 
     @property
     def scale(self) -> float:
-        """The factor that multiplies the adapter's change of the weight. It is alpha / rank, or alpha / sqrt(rank) with rsLoRA.
-        If the second matrix of a LoKr is not low-rank, it is 1.
+        """The factor that multiplies the adapter's change of the weight. It is `alpha / rank`, or `alpha / sqrt(rank)`
+        if `rslora` is true. For a LoKr with a whole (not low-rank) second matrix `w2`, the factor is 1.
         """
         if lokr.W2 in self.shapes:
             return 1.0
@@ -121,9 +123,9 @@ def matches_pattern(name: str, pattern: str) -> bool:
 
 
 def similar_names(pattern: str, names: Iterable[str]) -> str:
-    """Return text for an error message that suggests up to three names similar to `pattern`, such as "; nearest: a, b". Return ""
-    if no name is similar. `names` are the names of all Linears. Their endings after a dot are compared too, such as "to_q" for
-    "blocks.0.to_q". Block numbers are replaced by "*".
+    """Return a hint for an error message, such as "; nearest: a, b". It lists up to three names that are similar to
+    `pattern`. `names` are the names of all Linears. The part of a name after any dot is compared too, such as "to_q"
+    for "blocks.0.to_q". The hint shows "*" in place of a block number. Return "" if no name is similar.
     """
     endings: dict[str, None] = {}
     for name in names:
@@ -141,9 +143,10 @@ def target_scales(targets: Iterable[Target]) -> dict[str, float]:
 
 
 def adapter_metadata(targets: Iterable[Target]) -> dict[str, str]:
-    """Return the metadata for the header of an adapter's file, as strings. "variant", "rank" and "alpha" are those of the first
-    target. If this alpha divided by the rank of a target is not the target's scale, "scales" is added. "scales" is JSON that maps
-    names of Linears to scales.
+    """Return the metadata for the header of an adapter's file. All values are strings. "variant", "rank" and "alpha"
+    are those of the first target. A reader takes this alpha, divided by the rank of a Linear, as the scale of the
+    Linear. "scales" is added if this is wrong for a target. It is a JSON object that maps names of Linears to scales. A
+    LoKr with a whole (not low-rank) matrix `w2` is not checked, because its scale is always 1.
     """
     chosen = list(targets)
     first = chosen[0]

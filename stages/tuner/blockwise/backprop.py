@@ -46,9 +46,9 @@ class Block(Protocol):
 
 
 class Chain(Protocol):
-    """A model as a sequence of blocks, for training with little memory. Each block maps its input h to the input of the next
-    block. All blocks also read `shared`, such as rotary tables. `shared` takes no gradient. Both h and `shared` may be arrays
-    nested in tuples, lists and dicts.
+    """A model as a sequence of blocks, for training with little memory. Each block maps its input `h` to the input of
+    the next block. All blocks also read the same value `shared`, such as tables of rotary position embeddings. No
+    gradient is computed for `shared`. Both `h` and `shared` may be arrays nested in tuples, lists and dicts.
     """
 
     @property
@@ -62,8 +62,11 @@ class Chain(Protocol):
         """
 
     def block(self, kind: str) -> BlockFunction:
-        """Return the function that computes blocks of this `kind`: (weights, h, shared, linear) -> output. It calls linear(name,
-        weight, x) for each of its Linears. Its result must depend only on its arguments.
+        """Return the function that computes blocks of this `kind`. Its arguments are `(weights, h, shared, linear)`,
+        and it returns the output of a block. `weights` maps names within the block to weights. `h` is the input of the
+        block. `shared` is the value that all blocks read. The function calls `linear(name, weight, x)` for each of its
+        Linears. This call returns the output of the Linear, including its adapter. The output of the function must
+        depend only on its arguments.
         """
 
     @property
@@ -163,9 +166,10 @@ class BlockwiseBackprop:
         return by_input, {f"{block.name}.{key}": grad for key, grad in grads.items()}
 
     def tail(self, head: int, h: Tree, shared: Tree, loss: Loss) -> tuple[mx.array, Tree, Arrays]:
-        """Compute the blocks from index `head` to the last and the loss, and differentiate them as one graph. `h` is the input of
-        block `head`. `shared` is what all blocks read. `loss` maps the prediction to one loss per sample. Returns the losses, the
-        gradient of their mean with respect to `h`, and the gradients by adapter name.
+        """Compute the last blocks and the loss, and differentiate them as one graph. The first of these blocks has the
+        index `head`. `h` is the input of this block. `shared` is the value that all blocks read. `loss` maps the
+        prediction to one loss per sample. Returns three values: the losses, the gradient of their mean with respect to
+        `h`, and a dict of gradients by adapter name.
         """
         blocks = self.chain.blocks[head:]
         kinds = tuple(b.kind for b in blocks)

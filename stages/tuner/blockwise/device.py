@@ -45,8 +45,9 @@ def memory_budget(limit_gb: float | None = None) -> int:
 
 @contextmanager
 def live_memory_limit(limit: int | None) -> Iterator[None]:
-    """Limit the memory of work that MLX starts ahead of the device, as a context manager. While `limit` bytes or more are in use,
-    MLX starts no further operation. It waits until running work frees memory. None keeps MLX's own limit. Results do not change.
+    """Return a context manager that limits how far MLX runs ahead of the device. MLX starts operations before earlier
+    ones have finished. While `limit` bytes or more are in use, MLX waits until running work frees memory. If `limit` is
+    None, MLX's own limit applies. Results do not change. At the end, the previous limit is restored.
     """
     if limit is None:
         yield
@@ -69,9 +70,10 @@ def gathers_large_command_buffers() -> bool:
 
 
 def limit_command_buffers() -> None:
-    """On large CUDA GPUs, make MLX submit its work after operations that read 200 MB. This lowers peak memory. It does nothing if
-    the user has set `MLX_MAX_MB_PER_BUFFER`. Call it before the first MLX operation of the process. MLX reads the variable only
-    once.
+    """Make MLX submit work to a large CUDA GPU in smaller command buffers, to lower peak memory. A command buffer is a
+    batch of operations. This function limits the data that the operations of one buffer read to 200 MB. It sets the
+    environment variable `MLX_MAX_MB_PER_BUFFER`, unless the user has set it. Call it before the first MLX operation of
+    the process, because MLX reads the variable only once. On other devices it does nothing.
 
     All arrays of a command buffer are alive until it is done. data/bench.md compares the peaks.
     """

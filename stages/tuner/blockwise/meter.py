@@ -22,10 +22,11 @@ LEAST_TIMES = 5  # measurements of a phase that are needed to find a leak
 
 @dataclass
 class Meter:
-    """A meter that measures the memory MLX uses in each phase of a program. `rows` has one dict per measured phase. The keys are
-    "step", "phase" (its name), "before", "active", "peak" and "cache". "before" and "active" are the bytes in use before and
-    after the phase. "peak" is the most in use during it, and "cache" the bytes in MLX's cache. Set `step` at the start of each
-    step.
+    """A meter of the memory that MLX uses in each phase of a program. The methods `phase` and `measure_each` measure
+    phases. `rows` has one dict per measured phase. In it, "step" is the value of `step`, and "phase" is the name of the
+    phase. The other values are in bytes. "before" and "active" are the memory in use before and after the phase. "peak"
+    is the largest memory in use during the phase. "cache" is the size of MLX's cache after the phase. Set `step` at the
+    start of each step.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -83,8 +84,9 @@ class Meter:
         return leaking
 
     def _left(self) -> dict[str, list[int]]:
-        """Return the memory that each phase left behind, as phase -> one number per execution of the phase, bytes. When memory is
-        freed, it is counted against the most recent execution that still has some.
+        """Return the bytes that each phase left in use, as a dict from phase to a list. The list has one number per
+        execution of the phase, in order. The memory freed by a phase is subtracted from the newest number above 0, and
+        then from older ones. The changes between two phases are listed under the name "between phases".
         """
         left: dict[str, list[int]] = {}
         added: list[tuple[str, int]] = []  # (phase, number of its execution)
@@ -102,9 +104,12 @@ class Meter:
         return left
 
     def _changes(self) -> Iterator[tuple[str, int]]:
-        """Yield (phase, change of the memory in use in bytes) for each phase in order. Between two phases, functions return and
-        free their locals. This change is yielded under the name "between phases". The phase "end" is left out, because freeing
-        the weights would hide a leak.
+        """Yield `(phase, change)` for each phase, in order. `change` is the change of the memory in use, in bytes. It
+        is negative if memory was freed. The change since the previous phase is yielded before each phase but the first,
+        under the name "between phases". The phase "end" is left out.
+
+        Functions return and free their locals between phases. In the phase "end" the weights are freed, and this would
+        hide a leak.
         """
         active = None
         for row in (row for row in self.rows if row["phase"] != TEARDOWN):

@@ -56,8 +56,10 @@ class Estimate:
         return self.held + int(max(backward, self.optimizer_work, self.validation))
 
     def _kept_activations(self, plan: Plan) -> float:
-        """Return the largest size of block inputs, kept activations and gradients during the backward pass, in bytes. `plan` is
-        "whole", "blocks" or a number. It says how many of the last blocks keep their activations.
+        """Return the memory that block inputs, kept activations and gradients take together, in bytes. It is their
+        largest sum during the backward pass. `plan` is "whole" (all blocks), "blocks" (1 block) or a number. It says
+        how many of the last blocks keep their activations. The activations of the block that is being computed are not
+        counted.
         """
         tail = kept_blocks(plan, self.blocks)
         head = self.blocks - tail
@@ -82,7 +84,9 @@ class Estimate:
 
     @property
     def unpacked_work(self) -> int:
-        """The bytes in use for unpacked copies of packed weights (in 8 or 4 bits) while one block is computed."""
+        """The bytes that unpacked copies of weights take while one block is computed. Only packed weights, with 8 or 4
+        bits per value, are copied. The result is 0 if no weight is packed.
+        """
         return UNPACKED * self.unpacked
 
     @property
@@ -99,10 +103,11 @@ class Estimate:
 def estimate(
     chain: Chain, inputs: Mapping[str, Any], weights: int, targets: Sequence[Target], optimizer_state: int, **parts: int
 ) -> Estimate:
-    """Estimate the memory for training adapters on the largest batch, without computing anything. `chain` is the model. `inputs`
-    are the keyword arguments of `chain.enter` for this batch. `weights` is the bytes of all weights. `targets` are the Linears
-    with an adapter. `optimizer_state` is the bytes of the optimizer's state. `parts` are further fields of `Estimate` in bytes:
-    `optimizer_work`, `scores`, `saved_scores`, `unpacked`, `validation`.
+    """Estimate the memory for training adapters on the largest batch, without computing anything. `chain` is the model.
+    `inputs` are the keyword arguments of `chain.enter` for this batch. `weights` is the number of bytes of all weights.
+    `targets` are the Linears with an adapter. `optimizer_state` is the number of bytes of the optimizer's state.
+    Further arguments set the fields `optimizer_work`, `scores`, `saved_scores`, `unpacked` and `validation` of the
+    result, in bytes. A field that is not given is 0.
 
     The arrays in `chain` and `inputs` need not be computed.
     """
@@ -135,9 +140,9 @@ def _trace_linears(chain: Chain, block: Any, h: Tree, shared: Tree) -> dict[str,
 
 
 def _saved_per_token(target: Target) -> int:
-    """Return how many values per token an adapter keeps for its gradient. The input and output of its Linear are not counted.
-    LoRA keeps x A^T. DoRA keeps x A^T and the output before its rows are rescaled. LoKr keeps the intermediate products of its
-    factors.
+    """Return how many values per token an adapter keeps for its gradient. The input and the output of its Linear are
+    not counted. A LoRA keeps `rank` values: the product of the input and the matrix `A`. A DoRA also keeps the output
+    of the LoRA before it is rescaled. A LoKr keeps the intermediate products with its matrices.
     """
     shapes = target.shapes
     if lokr.W1 not in shapes:

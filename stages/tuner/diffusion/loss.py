@@ -14,10 +14,11 @@ LEAST_MASS = 1e-6  # a mask whose values sum to less counts as empty
 
 
 def mse(v_BLC: mx.array, target_BLC: mx.array, weight_B: mx.array | None = None, mask_BL: mx.array | None = None) -> mx.array:
-    """Return the mean squared error of each sample in a batch, float32, shape (batch,). `v_BLC` is the model's prediction.
-    `target_BLC` is the value that it should have. Both have the shape (batch, tokens, channels). `weight_B`, shape (batch,),
-    multiplies each sample's loss. `mask_BL`, shape (batch, tokens), makes the mean over tokens a weighted one. Its values are
-    from 0 to 1. None leaves out the weights or the mask.
+    """Return the mean squared error of each sample in a batch, as a float32 array of shape `(batch,)`. `v_BLC` is the
+    model's prediction. `target_BLC` is the value that it should have. Both have the shape `(batch, tokens, channels)`.
+    `weight_B`, with the shape `(batch,)`, multiplies each sample's loss. `mask_BL`, with the shape `(batch, tokens)`,
+    is the weight of each token in the mean, from 0 to 1. If `weight_B` or `mask_BL` is None, all its weights are equal
+    to 1.
     """
     return _weighted_mean(mx.square(_difference(v_BLC, target_BLC)), weight_B, mask_BL)
 
@@ -29,12 +30,15 @@ def pseudo_huber(
     weight_B: mx.array | None = None,
     mask_BL: mx.array | None = None,
 ) -> mx.array:
-    """Return the pseudo-Huber loss of each sample in a batch, float32, shape (batch,). With d = prediction - target, it is the
-    mean of 2 c (sqrt(d^2 + c^2) - c). `v_BLC` is the prediction and `target_BLC` its target. Both have the shape (batch, tokens,
-    channels). `c` is a scalar array. The loss grows quadratically below an error of `c` and linearly above it. `weight_B`, shape
-    (batch,), multiplies each sample's loss. `mask_BL`, shape (batch, tokens), weights the tokens. Its values are from 0 to 1.
+    """Return the pseudo-Huber loss of each sample in a batch, as a float32 array of shape `(batch,)`. The loss is
+    quadratic for errors far below `c` and linear for errors far above it. It is the mean of
+    `2 c (sqrt(d^2 + c^2) - c)`, where `d` is the prediction minus the target. `v_BLC` is the prediction and
+    `target_BLC` is the target. Both have the shape `(batch, tokens, channels)`. `c` is a scalar array. `weight_B`, with
+    the shape `(batch,)`, multiplies each sample's loss. `mask_BL`, with the shape `(batch, tokens)`, is the weight of
+    each token in the mean, from 0 to 1. If `weight_B` or `mask_BL` is None, all its weights are equal to 1.
 
-    The term is d^2 if |d| is far below c, and 2 c |d| if |d| is far above. A learning rate therefore means the same as for `mse`.
+    The term is d^2 if |d| is far below c, and 2 c |d| if |d| is far above. A learning rate therefore means the same as
+    for `mse`.
     """
     square = mx.square(_difference(v_BLC, target_BLC))
     # The same formula without the difference of two near numbers, which would lose small d; its gradient is finite at d = 0.

@@ -39,10 +39,13 @@ MODE_SCALES = (-1.0, 2 / (math.pi - 2))  # the paper's bounds; outside them the 
 
 @dataclass(frozen=True)
 class SigmaDistribution:
-    """A distribution of noise levels sigma, from 0 (clean image) to 1 (pure noise). A base distribution is shifted towards noise.
-    `base` is one of BASES. `mean` and `std` are used only by the base "logit_normal". `scale` is used only by "mode". `shift` is
-    "none", "static" or "resolution". With "static", the strength of the shift is `factor`, and 1 is no shift. With "resolution",
-    larger images get more noise. Raises AssertionError if a value is out of range.
+    """A distribution of noise levels, from 0 (clean image) to 1 (pure noise). A level is drawn from the distribution
+    `base` and then shifted towards more noise. `base` is "uniform", "logit_normal", "mode", "cosmap", "high_noise",
+    "low_noise" or "both_ends". `mean` and `std` are used only by "logit_normal". They are the mean and the standard
+    deviation of the level's logit. `scale` is used only by "mode". It is above -1 and below 1.75, and a larger value
+    draws more levels near 0.5. `shift` is "none", "static" or "resolution". With "static", `factor` is the strength of
+    the shift, and the strength 1 changes nothing. With "resolution", larger images get more noise. Raises
+    AssertionError if a value is out of range.
     """
 
     base: Base = "uniform"
@@ -67,16 +70,18 @@ class SigmaDistribution:
         return self.factor if self.shift == "static" else 1.0
 
     def sigma(self, u: float, tokens: int) -> float:
-        """Map a uniform random number `u`, 0 <= u < 1, to a noise level of this distribution. The result is from 0 (clean) to 1
-        (noise), rounded to float32. `tokens` is the number of image tokens. The shift may depend on it.
+        """Map a uniform random number `u`, `0 <= u < 1`, to a noise level of this distribution. `tokens` is the number
+        of image tokens. It matters only if `shift` is "resolution". The result is from 0 (clean) to 1 (noise), rounded
+        to float32.
         """
         before = self._base_sigma(u)
         S = self.shift_strength(tokens)
         return float(np.float32(S * before / (1 + (S - 1) * before)))
 
     def density(self, sigma: Floats, tokens: int) -> Floats:
-        """Return the probability density of the distribution at each noise level in `sigma`. `sigma` is an array of values
-        between 0 and 1. `tokens` is the number of image tokens. The shift may depend on it.
+        """Return the probability density of this distribution at each noise level in `sigma`. `sigma` is an array of
+        values between 0 (clean) and 1 (noise). `tokens` is the number of image tokens. It matters only if `shift` is
+        "resolution".
         """
         sigma = np.asarray(sigma, np.float64)
         S = self.shift_strength(tokens)
@@ -107,8 +112,9 @@ class SigmaDistribution:
         return {"uniform": np.ones_like(s), "high_noise": high, "low_noise": low, "both_ends": (high + low) / 2}[self.base]
 
     def _inverse_mode(self, s: Floats) -> Floats:
-        """Return, for each value in `s`, the number u that the base "mode" maps to it. The map is monotonic but has no closed
-        inverse. Bisection therefore finds u.
+        """Return the inverse of the draw by the base "mode", for each noise level in `s`. The draw maps a uniform
+        random number `u` to a noise level before the shift. The result has one `u`, from 0 to 1, per level. The inverse
+        has no closed form and is found by bisection.
         """
         low, high = np.zeros_like(s), np.ones_like(s)
         for _ in range(53):
@@ -119,9 +125,12 @@ class SigmaDistribution:
 
 
 def stratified_uniform(seed: int, step: int, number: int, strata: int = 1) -> float:
-    """Return a random number u, 0 <= u < 1, for sample `number` of training step `step`. Both are counted from 1. Equal arguments
-    give equal numbers. The range is divided into n equal parts, where n is `strata`. The numbers of n successive steps fall one
-    into each part, in random order. A short run then covers all noise levels evenly. With `strata` 1 the numbers are independent.
+    """Return a random number `u`, `0 <= u < 1`, for one sample of a training step. `step` counts from 1. `number` is
+    the index of the sample in the step. Equal arguments give equal numbers. The range is divided into `strata` equal
+    parts. For each `number`, steps 1 to `strata` give one value in each part, in random order. So does each later group
+    of `strata` steps. With `strata` 1, the values of different steps are independent.
+
+    A short run thus covers all noise levels evenly.
     """
     assert strata >= 1, strata
     inside = draws.uniform(seed, "sigma", step, number)

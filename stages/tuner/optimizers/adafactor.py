@@ -17,9 +17,11 @@ from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 
 @dataclass(frozen=True)
 class Adafactor:
-    """The Adafactor optimizer. It divides each gradient by the root of an estimated second moment. The moment is estimated from
-    one value per row and one per column. The state therefore takes almost no memory. The result is limited to a root mean square
-    of `clip_threshold` and multiplied by the learning rate. Adafactor suits the largest models and ranks.
+    """The Adafactor optimizer. It divides each gradient by the root of an estimated second moment. For a matrix, it
+    stores only one mean of squared gradients per row and one per column. The state therefore takes almost no memory. An
+    update is scaled down if its root mean square is above `clip_threshold`. It is then multiplied by the learning rate.
+    `beta1` is the decay rate of a first moment; 0 means no first moment. A step also removes the share `weight_decay`
+    times the learning rate of every matrix. Adafactor suits the largest models and ranks.
 
     It is a little less steady than AdamW, because it has no first moment unless `beta1` is set. As LoRA trainers use it, it takes
     the schedule's learning rate for every array. The paper's own form has `scale_parameter` and `relative_step`.
@@ -80,9 +82,9 @@ class Adafactor:
         return new_params, new_state
 
     def _normalized(self, name: str, grad: mx.array, state: Arrays, old: mx.array, new: mx.array) -> tuple[mx.array, Arrays]:
-        """Return (normalized gradient, new second moments by key) for the array `name`. The gradient `grad` is divided by the
-        root of the second moment. `state` has the old moments. `old` and `new` are weights in the running mean: of the old moment
-        and of the new squared gradient.
+        """Return (normalized gradient, new second moments by key) for the array `name`. The normalized gradient is
+        `grad` divided by the root of the second moment. `state` has the old moments. A new moment is a weighted sum.
+        `old` is the weight of the old moment. `new` is the weight of the squared gradient.
         """
         square = mx.square(grad) + self.eps
         if grad.ndim < 2:

@@ -14,9 +14,13 @@ from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 
 @dataclass(frozen=True)
 class AdamW:
-    """The AdamW optimizer. m is the running mean of the gradient, and v is that of its square. Both are corrected for their start
-    at zero. A step is p <- (1 - lr weight_decay) p - lr m / (sqrt(v) + eps) for each value p. `beta1` and `beta2` are the decay
-    rates of m and v. The state takes twice the memory of the trained arrays.
+    """The AdamW optimizer: Adam with decoupled weight decay. `beta1` is the decay rate of the running mean of the
+    gradient. `beta2` is the decay rate of the running mean of the squared gradient. `eps` is added to the denominator
+    of the update. A step also removes the share `lr * weight_decay` of every matrix. The state takes twice the memory
+    of the trained arrays.
+
+    Let `m` and `v` be the two running means, corrected for their start at zero. A step then changes a matrix `p` to
+    `(1 - lr * weight_decay) * p - lr * m / (sqrt(v) + eps)`. Vectors and scalars have no weight decay.
 
     It is the optimizer to begin with: published LoRA recipes are stated for it.
     """

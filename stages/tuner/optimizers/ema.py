@@ -77,7 +77,7 @@ def update_average(params: Params, state: Params, decay: float, apply: Flag = Tr
 
 
 def averages(state: Params) -> Arrays:
-    """Return the moving averages in an optimizer's `state`, as name of the trained array -> average. Return {} if the state has
-    no averages.
+    """Return the moving averages in an optimizer's `state`, by the names of the trained arrays. The result is `{}` if
+    the state has no averages.
     """
     return {name.removeprefix(PREFIX): value for name, value in state.items() if name.startswith(PREFIX)}

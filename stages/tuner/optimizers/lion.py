@@ -14,10 +14,17 @@ from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 
 @dataclass(frozen=True)
 class Lion:
-    """The Lion optimizer. g is the gradient, and m is a running mean of it. A step is p <- (1 - lr weight_decay) p - lr
-    sign(beta1 m + (1 - beta1) g) for each value p. Then m <- beta2 m + (1 - beta2) g. The state takes half as much memory as
-    AdamW's. Lion suits larger batches; with one sample per step it is noisy. Use a learning rate 3 to 10 times smaller than for
+    """The Lion optimizer. A step moves every value by the learning rate, against the sign of a mean of gradients.
+    `beta1` is the share of the running mean in this mean; the rest is the new gradient. `beta2` is the decay rate of
+    the running mean. A step also removes the share `lr * weight_decay` of every matrix. The state takes half as much
+    memory as AdamW's.
+
+    Lion suits larger batches. With one sample per step it is noisy. Use a learning rate 3 to 10 times smaller than for
     AdamW. Make the weight decay larger by the same factor.
+
+    Let `g` be the gradient and `m` its running mean. A step changes a matrix `p` to
+    `(1 - lr * weight_decay) * p - lr * sign(beta1 * m + (1 - beta1) * g)`. Then `m` becomes
+    `beta2 * m + (1 - beta2) * g`. Vectors and scalars have no weight decay.
     """
 
     usual_lr: ClassVar[float] = 2e-5

@@ -10,8 +10,9 @@ from stages.tuner.optimizers.protocol import Flag
 
 
 def mean_weights(beta: float | mx.array, apply: Flag) -> tuple[mx.array, mx.array]:
-    """Return the weights (old, new) of a running mean. The mean is updated as mean <- old * mean + new * value. The weights are
-    (beta, 1 - beta). If `apply` is false, they are (1, 0), and the mean stays unchanged.
+    """Return the weights `(old, new)` for one update of a running mean. The caller computes the new mean as
+    `old * mean + new * value`. `beta` is the decay rate. The weights are `(beta, 1 - beta)`. If `apply` is false, they
+    are `(1, 0)`, and the mean stays unchanged.
 
     As factors they cost nothing in the loop over the values. A choice between two results would keep both in memory.
     """

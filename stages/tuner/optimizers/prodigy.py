@@ -78,9 +78,10 @@ class Prodigy:
         return new_params, new_state
 
     def _estimate(self, params: Params, grads: Params, state: Arrays, rate: mx.array, apply: Flag) -> Arrays:
-        """Return the new estimate of d and the sums behind it, as entries of the new state. The keys are "d", "d_max",
-        "numerator" and "<name>.s". `params`, `grads` and `state` are those of `update`. `rate` is this step's learning rate, d
-        included. If `apply` is false, the entries are unchanged.
+        """Return the new learning-rate estimate `d` and the sums that it is computed from. They are entries of the new
+        state, with the keys "d", "d_max", "numerator" and "<name>.s". `params`, `grads` and `state` are the arguments
+        of `update`. `rate` is the learning rate of this step, already multiplied by the old `d`. If `apply` is false,
+        the entries are unchanged.
         """
         d = state["d"]
         decay = mx.where(apply, math.sqrt(self.beta2) if self.beta3 is None else self.beta3, 1.0)

@@ -36,11 +36,14 @@ class OptimizerStep:
     def __call__(
         self, params: Stacks, grads: Arrays, state: Arrays, lr: float, losses_finite: mx.array
     ) -> tuple[Stacks, Arrays, mx.array, mx.array]:
-        """Take one step and return (new params, new state, norm, updated). `params` are the adapter's stacks. `grads` maps the
-        names of single arrays to gradients. `state` is the optimizer's state. `lr` is the learning rate. `losses_finite` is a
-        boolean array of one value. `norm` is the global norm of the gradients before clipping. If `losses_finite` is false or the
-        norm is not finite, nothing changes and `updated` is false. The dicts `params.arrays`, `grads` and `state` are emptied to
-        save memory.
+        """Take one step and return `(new params, new state, norm, updated)`. `params` holds the adapter's arrays as
+        stacks. `grads` maps the names of single arrays to gradients. `state` is the optimizer's state. `lr` is the
+        learning rate. `losses_finite` is a boolean scalar array: true if all losses of the step are finite. `norm` is
+        the global norm of the gradients before clipping. `updated` is true if the losses and `norm` are finite.
+        Otherwise the new params and the new state equal the old ones.
+
+        The dicts `params.arrays`, `grads` and `state` must not be used after the call. Most of their entries are
+        removed to save memory.
 
         The results are scheduled on the device but may not be computed yet.
         """
@@ -73,10 +76,13 @@ class OptimizerStep:
         owners: Mapping[str, str | None],
         numbers: tuple[float, mx.array, mx.array],
     ) -> tuple[Arrays, Arrays]:
-        """Update the stacks called `names` and return (their new arrays, their new state). `params`, `gradients` and `state` are
-        dicts of arrays. The entries of these stacks are removed from them to save memory. `owners` maps a key of the state to the
-        name of its stack, or to None if all stacks share the entry. `numbers` are the learning rate, the clip factor and a flag.
-        If the flag is false, the step is not applied.
+        """Update the stacks called `names` and return (their new arrays, their new state). `params` and `gradients` map
+        the names of stacks to arrays. `state` is the optimizer's state. `owners` maps each key of the state to the name
+        of its stack, or to None if all stacks share the entry. `numbers` is `(learning rate, clip factor, apply)`. If
+        `apply` is 0, arrays and state are returned unchanged.
+
+        To save memory, the entries of these stacks are removed from `params`, `gradients` and `state`. Shared entries
+        stay in `state`.
         """
         lr, factor, apply = numbers
         own_state = {
@@ -96,8 +102,9 @@ class OptimizerStep:
         return params.nbytes + (WORK_COMPILED if compiles() else WORK) * (params.nbytes if self.method.coupled else largest)
 
     def average(self, params: Stacks, state: Arrays) -> Arrays:
-        """Return the moving average of the adapter's arrays, as name -> array. `params` are the adapter's stacks. The average is
-        read from the optimizer's `state`. Return {} if the optimizer computes no average.
+        """Return the moving average of the adapter, as name -> array. `params` holds the adapter's arrays as stacks. A
+        stack joins arrays of equal shape along a new first axis. `state` is the optimizer's state, which holds the
+        average. The result is `{}` if the optimizer computes no average.
         """
         averages = ema.averages(state)
         return stacks.unstack(averages, params.groups) if averages else {}
@@ -105,8 +112,11 @@ class OptimizerStep:
     def _clipped_update(
         self, params: Arrays, grads: Arrays, state: Arrays, lr: mx.array, factor: mx.array, apply: mx.array
     ) -> tuple[Arrays, Arrays]:
-        """Return the optimizer's (new arrays, new state) for gradients multiplied by `factor`. If `apply` is 0, gradients that
-        are not finite are replaced by zeros. In this case nothing changes.
+        """Take one step with the gradients multiplied by `factor`, and return (new arrays, new state). `apply` is a
+        scalar array, 1 or 0. If it is 0, arrays and state are returned unchanged.
+
+        If `apply` is 0, the optimizer gets zeros as gradients. A value that is not finite would otherwise reach the
+        result, even with the weight 0.
         """
         finite = {name: mx.where(apply, factor * grad.astype(mx.float32), 0.0) for name, grad in grads.items()}
         return self.method.update(params, finite, state, lr, apply)
