@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 BLAS = blas.load()  # before anything here imports mlx.core
 
-PIPELINES: dict[str, str] = {"text_to_image": "stages.text_to_image"}
+PIPELINES: dict[str, str] = {"text_to_image": "stages.text_to_image", "retrieval": "stages.retrieval"}
 
 
 def pipeline(name: str) -> Pipeline:

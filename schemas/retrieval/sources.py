@@ -11,6 +11,8 @@ SOURCES = TableSchema(
     columns=(
         column("path", pa.string(), "the name of the root, a slash, and the file's path below the root, with forward slashes"),
         column("root", pa.string(), "name of the root: the last part of a folder's path, or the name of an installed package"),
+        column("file", pa.string(), "where the file lies: relative to the project's folder, or absolute"),
+        column("module", pa.string(), "dotted name of the file's module; for a language without modules, its path with dots"),
         column("source_id", pa.string(), "sha256 of the file's bytes, hex; empty for a file that was not read"),
         column("bytes", pa.int64(), "file size, bytes"),
         column("mtime_ns", pa.int64(), "modification time of the file, nanoseconds since 1970"),

@@ -1,4 +1,12 @@
 """The pipeline retrieval: a folder of source code becomes a fine-tuned retriever with its index. One file or folder per stage.
 
-A stage imports `stages.models`, `stages.tuner`, `schemas` and the modules here that are no stages, but no other stage.
+A stage imports `texts`, `search`, `families`, `encoder`, `stages.models`, `stages.tuner` and `schemas`, but no other stage.
 """
+
+from stages.stage import Pipeline
+
+PIPELINE = Pipeline(
+    name="retrieval",
+    doc="a folder of source code becomes a fine-tuned retriever and its search",
+    stages={name: f"stages.retrieval.{name}" for name in ("sources", "units")},
+)

@@ -1,0 +1,62 @@
+"""What a query and a document are as text, their ids, and the words of both for lexical search."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import re
+from typing import Literal
+
+Role = Literal["query", "document"]
+
+# The words of an identifier: parseHTTPHeader_2 is parse, HTTP, Header, 2.
+WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+|[^\W\d_A-Za-z]+")
+SENTENCE_END = re.compile(r"(?<=[.!?])(?<!\be\.g\.)(?<!\bi\.e\.)\s+(?=[A-Z`\"'(\[])")
+# Where the prose of a docstring ends: a heading, a field, a doctest, a directive or an underline.
+SECTION = re.compile(
+    r"^\s*(parameters?|args|arguments|keyword args|returns?|yields?|raises|examples?|notes?|references|see also|attributes|usage|"
+    r"warnings?|todo)\b\s*:?\s*$|^\s*[:@]\w+|^\s*>>>|^\s*\.\. |^\s*[-=~*+#]{3,}\s*$",
+    re.IGNORECASE | re.MULTILINE,
+)
+# fmt: off
+FUNCTION_WORDS = frozenset({
+    "a", "an", "and", "are", "as", "at", "be", "by", "can", "for", "from", "given", "has", "if", "in", "into", "is", "it", "its",
+    "of", "on", "or", "otherwise", "return", "returns", "self", "that", "the", "this", "to", "which", "with",
+})
+# fmt: on
+
+
+def text_id(role: Role, text: str) -> str:
+    """Return the id of a text in its role: the sha256 (hex) of the role, a line feed and the text."""
+    return hashlib.sha256(f"{role}\n{text}".encode()).hexdigest()
+
+
+def document(module: str, qualified_name: str, rest: str) -> str:
+    """Return the text of a unit that the encoder reads. `rest` is its code from the first parenthesis on, without docstring."""
+    return f"{module} {qualified_name}{rest}".strip()
+
+
+def without_name(text: str, name: str) -> str:
+    """Return a document with the name of its function or class replaced by a letter, wherever it occurs as a whole word."""
+    return re.sub(rf"\b{re.escape(name)}\b", "f", text) if name else text
+
+
+def words(text: str) -> list[str]:
+    """Return the words of a text or of code in lower case. `parseHTTPHeader_2` is split: parse, http, header, 2."""
+    return [word.lower() for word in WORD.findall(text)]
+
+
+def content_words(text: str) -> set[str]:
+    """Return the distinct words of a text that say something about its content, in lower case."""
+    return {word for word in words(text) if len(word) > 1 and word not in FUNCTION_WORDS}
+
+
+def first_sentence(docstring: str) -> str | None:
+    """Return the first sentence of a docstring on one line, or None if its prose is empty. Headings, lists of parameters,
+    doctests and all that follows them are no prose.
+    """
+    text = inspect.cleandoc(docstring)
+    section = SECTION.search(text)
+    prose = (text[: section.start()] if section else text).strip()
+    paragraph = " ".join(re.split(r"\n\s*\n", prose)[0].split())
+    return SENTENCE_END.split(paragraph)[0] or None

@@ -1,0 +1,140 @@
+"""The stage `units`: parse every used source file once, and yield a row per function, method, class or window of lines."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from schemas.retrieval.sources import SOURCES
+from schemas.retrieval.units import UNITS
+from stages.retrieval import texts
+from stages.retrieval.units.python import parse, python_units
+from stages.retrieval.units.syntax import syntax_units
+from stages.retrieval.units.unit import Unit, package_of
+from stages.retrieval.units.windows import windows
+from stages.settings import require, runtime, setting
+from stages.stage import Stage, StageContext
+
+Row = dict[str, Any]
+
+KEPT = ("unit_id", "path", "source_id", "language", "module")  # the columns on which the freshness of a row depends
+
+
+@dataclass(frozen=True)
+class UnitsConfig:
+    """The section [units] of project.toml: what a search finds."""
+
+    min_lines: int = setting(2, "fewest lines of code in a body, docstring excluded; shorter functions say little to a search")
+    classes: bool = setting(True, "a class is a unit too: its first lines and the signatures of its methods")
+    window: int = setting(40, "lines of a window, in a file of a language that cannot be parsed; each overlaps the next by half")
+    max_characters: int = setting(6000, "characters of a document; the rest is beyond what an encoder reads")
+    batch_size: int = runtime(32, "files per record batch, which a kill can lose")
+
+    def __post_init__(self) -> None:
+        require(self, "min_lines", 0)
+        require(self, "window", 2, 10_000)
+        require(self, "max_characters", 100, 1_000_000)
+        require(self, "batch_size", 1)
+
+
+def wanted_units(ctx: StageContext) -> pa.Table:
+    """Return one row per unit of every used source file, with the columns `KEPT`. Files whose units are stored are not parsed
+    again. Raises ValueError if no source file is used or a file has changed since the stage `sources` read it.
+    """
+    sources = _used(ctx)
+    if not sources:
+        raise ValueError("no source file is used: see `select path, skipped, detail from sources`, or set sources.roots")
+    stored = defaultdict(list)
+    for row in ctx.stored.select(list(KEPT)).to_pylist() if ctx.stored.num_rows else ():
+        stored[tuple(row[name] for name in KEPT[1:])].append(row)
+    rows: list[Row] = []
+    for source in sources:
+        known = stored.get(tuple(source[name] for name in KEPT[1:]))
+        rows += known or ({name: row[name] for name in KEPT} for row in unit_rows(ctx, source))
+    return pa.Table.from_pylist(rows, schema=pa.schema([UNITS.batch.field(name) for name in KEPT]))
+
+
+def _used(ctx: StageContext) -> list[Row]:
+    rows = [row for row in ctx.rows(SOURCES).to_pylist() if row["skipped"] is None]
+    return sorted(rows, key=lambda row: str(row["path"]))
+
+
+def parse_units(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+    """Parse the files with pending units and yield their rows as record batches. All units of a file are in one batch, so that
+    a file with stored units is complete.
+    """
+    pending = set(ctx.pending["unit_id"].to_pylist())
+    paths = set(ctx.pending["path"].to_pylist())
+    sources = [row for row in _used(ctx) if row["path"] in paths]
+    for start in range(0, len(sources), ctx.config.batch_size):
+        if ctx.stop():
+            return
+        some = sources[start : start + ctx.config.batch_size]
+        rows = [row for source in some for row in unit_rows(ctx, source) if row["unit_id"] in pending]
+        yield UNITS.table(rows).combine_chunks().to_batches()[0]
+        ctx.progress(start + len(some), len(sources), "files")
+
+
+def unit_rows(ctx: StageContext, source: Row) -> list[Row]:
+    """Return the rows of the table `units` for one file. `source` is the file's row of the table `sources`. Raises ValueError if
+    the file's bytes are not those that the stage `sources` read.
+    """
+    file = ctx.root / Path(source["file"]).expanduser()
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read any more ({error.strerror}): run make sources") from None
+    if hashlib.sha256(content).hexdigest() != source["source_id"]:
+        raise ValueError(f"{file} has changed since its row in sources was written: run make sources")
+    found = {}
+    for unit in find_units(content.decode("utf-8-sig"), source["language"], ctx.config):
+        row = _row(unit, source, ctx.config.max_characters)
+        found[row["unit_id"]] = row
+    return list(found.values())
+
+
+def find_units(text: str, language: str, config: UnitsConfig) -> list[Unit]:
+    """Return the units of a source text that have at least `config.min_lines` lines of code. Python is parsed by `ast`, other
+    languages by tree-sitter if it is installed and knows them. Text that cannot be parsed is cut into windows of lines.
+    """
+    if language == "python":
+        tree = parse(text)
+        found = None if tree is None else list(python_units(text, tree, classes=config.classes))
+    else:
+        found = syntax_units(text, language, classes=config.classes)
+    units = list(windows(text, config.window)) if found is None else found
+    return [unit for unit in units if unit.code_lines >= config.min_lines]
+
+
+def _row(unit: Unit, source: Row, max_characters: int) -> Row:
+    text = texts.document(source["module"], unit.qualified_name, unit.rest)[:max_characters].rstrip()
+    text_id = texts.text_id("document", text)
+    place = f"{source['path']}\n{unit.qualified_name}\n{unit.first_line} {unit.last_line}\n{text_id}"
+    lexical = texts.words(f"{unit.name} {text}")
+    return {
+        "unit_id": hashlib.sha256(place.encode()).hexdigest(),
+        **{name: source[name] for name in KEPT[1:]},
+        "package": package_of(source["path"]),
+        "name": unit.name,
+        "qualified_name": unit.qualified_name,
+        "kind": unit.kind,
+        "first_line": unit.first_line,
+        "last_line": unit.last_line,
+        "code_lines": unit.code_lines,
+        "signature": unit.signature,
+        "docstring": unit.docstring,
+        "body": unit.body,
+        "query": texts.first_sentence(unit.docstring) if unit.docstring else None,
+        "text": text,
+        "text_id": text_id,
+        "words": " ".join(lexical),
+    }
+
+
+STAGE = Stage(reads=(SOURCES,), writes=UNITS, config=UnitsConfig, wants=wanted_units, run=parse_units)

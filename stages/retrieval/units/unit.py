@@ -1,0 +1,32 @@
+"""A unit of source code before it is a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A function, method, class or window of lines in one file. Lines count from 1. `rest` is the code from the first
+    parenthesis on, without the docstring. `code_lines` is the number of lines of the body that hold code.
+    """
+
+    name: str
+    qualified_name: str
+    kind: str  # function, method, class, lines
+    first_line: int
+    last_line: int
+    signature: str
+    docstring: str
+    body: str
+    rest: str
+    code_lines: int
+
+
+def package_of(path: str) -> str:
+    """Return the top of a file's path: the root and the file's top-level module, such as "stdlib/email". `path` is its path in
+    the table `sources`.
+    """
+    root, _, below = path.partition("/")
+    return f"{root}/{PurePosixPath(below).parts[0].partition('.')[0]}" if below else root
