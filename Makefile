@@ -24,6 +24,7 @@ unexport PROJECT SET SQL WHAT NAME IMAGES FAMILY TRIGGER
 .NOTPARALLEL:
 .PHONY: init images captions ingest buckets latents embeddings train samples segments status query panel follow memory export clean
 .PHONY: scores evaluate
+.PHONY: sources units
 .PHONY: test prove check format bench pages dictionary recipe figures experiments
 .DEFAULT_GOAL := train
 
@@ -67,6 +68,14 @@ evaluate: scores
 # Train in segments of EVERY steps, each a process of its own, with previews after each.
 segments: latents embeddings captions buckets images
 	@$(LATENTMILL) segments --every $(EVERY)
+
+# Stages of the pipeline retrieval
+
+sources: .venv/ready
+	@$(RUN) sources
+
+units: sources
+	@$(RUN) units
 
 # Looking at a project
 

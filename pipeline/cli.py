@@ -40,18 +40,22 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return the command called `cmd_name`; None if there is no such command."""
+        """Import and return the command called `cmd_name`; None if there is no such command. If two pipelines have a command of
+        that name, the one of the project's pipeline is returned.
+        """
         from stages.stage import load
 
-        for _, commands in command_groups(ctx.meta.get("arguments", ())):
+        arguments = ctx.meta.get("arguments", ())
+        for commands in (own_commands(arguments), *(commands for _, commands in command_groups(arguments))):
             if cmd_name in commands:
                 command: click.Command = load(commands[cmd_name])
                 return command
         return None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands, group by group."""
-        return [name for _, commands in command_groups(ctx.meta.get("arguments", ())) for name in commands]
+        """Return the names of all commands, group by group. A name that two pipelines use is returned once."""
+        groups = command_groups(ctx.meta.get("arguments", ()))
+        return list(dict.fromkeys(name for _, commands in groups for name in commands))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands for `--help` into `formatter`. Each command has a one-line summary.
@@ -59,6 +63,8 @@ class Commands(click.Group):
         The summaries come from the source files, so no command is imported.
         """
         for title, commands in command_groups(ctx.meta.get("arguments", ())):
+            if not commands:
+                continue
             with formatter.section(title):
                 formatter.write_dl([(name, summary(reference)) for name, reference in commands.items()])
 
@@ -76,8 +82,19 @@ def command_groups(arguments: Sequence[str]) -> Iterator[tuple[str, Mapping[str,
         yield f"Commands of {name}: {pipeline.doc}", pipeline.commands
     own = own_pipeline(arguments)
     if own and own not in stages.PIPELINES:
-        with contextlib.suppress(ValueError):  # opening the project reports it
-            yield f"Commands of {own}", stages.pipeline(own).commands
+        yield f"Commands of {own}", own_commands(arguments)
+
+
+def own_commands(arguments: Sequence[str]) -> Mapping[str, str]:
+    """Return the commands of the pipeline of the user's project: name -> "module:attribute". Return {} if there is no project.
+    `arguments` is the command line.
+    """
+    import stages
+
+    own = own_pipeline(arguments)
+    with contextlib.suppress(ValueError):  # opening the project reports it
+        return stages.pipeline(own).commands if own else {}
+    return {}
 
 
 def own_pipeline(arguments: Sequence[str]) -> str:

@@ -9,8 +9,8 @@ from typing import Literal
 
 Role = Literal["query", "document"]
 
-# The words of an identifier: parseHTTPHeader_2 is parse, HTTP, Header, 2.
-WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+|[^\W\d_A-Za-z]+")
+# Where an identifier is split: parseHTTPHeader_2 is parse, HTTP, Header, 2.
+HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|(?<=[^\W\d_])(?=\d)|(?<=\d)(?=[^\W\d_])|[\W_]+")
 SENTENCE_END = re.compile(r"(?<=[.!?])(?<!\be\.g\.)(?<!\bi\.e\.)\s+(?=[A-Z`\"'(\[])")
 # Where the prose of a docstring ends: a heading, a field, a doctest, a directive or an underline.
 SECTION = re.compile(
@@ -43,7 +43,7 @@ def without_name(text: str, name: str) -> str:
 
 def words(text: str) -> list[str]:
     """Return the words of a text or of code in lower case. `parseHTTPHeader_2` is split: parse, http, header, 2."""
-    return [word.lower() for word in WORD.findall(text)]
+    return [word.lower() for word in HUMP.split(text) if word]
 
 
 def content_words(text: str) -> set[str]:

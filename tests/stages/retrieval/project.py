@@ -1,0 +1,69 @@
+"""Small projects of the pipeline retrieval, for tests: a folder of Python files with functions of many purposes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.project.project import Project
+from tests import projects
+
+CONFIG = """
+[project]
+pipeline = "retrieval"
+commit_seconds = 0.0
+
+"""
+VERBS = ("Count", "Sort", "Reverse", "Parse", "Encode", "Merge", "Split", "Compare", "Filter", "Print")
+NOUNS = ("words", "lines", "paths", "dates", "colours", "headers", "tickets", "invoices")
+FUNCTION = '''
+def {verb}_{noun}(values, {noun}_limit=3):
+    """{title} the {noun} of a list and keep the largest {number}.
+
+    Args:
+        values: the {noun}.
+    """
+    found = []
+    for value in values:  # every one of the {noun}
+        if value.{verb}() > {number}:
+            found.append(({verb}_{noun}.rank, value))
+    return sorted(found)[:{noun}_limit]
+'''
+
+
+def write(folder: Path, verbs: int = 4, nouns: int = 4) -> Path:
+    """Write a source tree: one module per noun, one function per verb in each. Returns the folder."""
+    for position, noun in enumerate(NOUNS[:nouns]):
+        place = folder / ("deep" if position % 2 else "flat") / f"{noun}.py"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        parts = [
+            FUNCTION.format(verb=verb.lower(), title=verb, noun=noun, number=10 * position + number)
+            for number, verb in enumerate(VERBS[:verbs])
+        ]
+        place.write_text("\n".join(parts))
+    return folder
+
+
+def make(folder: Path, text: str = "", **size: int) -> Path:
+    """A project with a source tree in its folder code. `text` is added to project.toml. Returns the project's folder."""
+    write(folder / "code", **size)
+    (folder / "project.toml").write_text(CONFIG + text)
+    return folder
+
+
+def run(folder: Path, *names: str, overrides: dict[str, Any] | None = None) -> list[str]:
+    """Run stages, each with a new project. Returns the messages."""
+    from pipeline import runner
+
+    console = projects.Silent()
+    for name in names:
+        runner.run(Project(folder, overrides or {}, fetch=True), name, console)
+    return console.lines
+
+
+def rows(folder: Path, name: str, overrides: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """The rows of a table."""
+    found: pa.Table = Project(folder, overrides or {}).folder(name).rows()
+    return list(found.to_pylist())

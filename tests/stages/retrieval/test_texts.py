@@ -1,0 +1,47 @@
+"""The words, sentences and ids of queries and documents."""
+
+import hashlib
+
+import pytest
+
+from stages.retrieval.texts import first_sentence, text_id, without_name, words
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("parseHTTPHeader_2", "parse http header 2"),
+        ("get_payload(self, i=None)", "get payload self i none"),
+        ("__init__", "init"),
+        ("XMLParser.feed", "xml parser feed"),
+        ("größe_maß", "größe maß"),
+        ("", ""),
+    ],
+)
+def test_identifiers_are_split_into_words_of_lower_case(text, found):
+    assert " ".join(words(text)) == found
+
+
+@pytest.mark.parametrize(
+    ("docstring", "sentence"),
+    [
+        ("Return the payload. It may be a list.", "Return the payload."),
+        ("Return the\n    payload of a message\n\n    More.", "Return the payload of a message"),
+        ("Match names, e.g. Foo. Then stop.", "Match names, e.g. Foo."),
+        ("Args:\n    x: a number", None),
+        (">>> f()\n3", None),
+        ("Add two numbers.\nReturns:\n    the sum", "Add two numbers."),
+        ("   ", None),
+    ],
+)
+def test_a_query_is_the_first_sentence_of_the_prose(docstring, sentence):
+    assert first_sentence(docstring) == sentence
+
+
+def test_a_text_has_another_id_as_a_query_than_as_a_document():
+    assert text_id("query", "add") == hashlib.sha256(b"query\nadd").hexdigest() != text_id("document", "add")
+
+
+def test_a_name_is_removed_as_a_whole_word_only():
+    assert without_name("m add(a):\n  return add(a) + added", "add") == "m f(a):\n  return f(a) + added"
+    assert without_name("text", "") == "text"
