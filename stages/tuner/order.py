@@ -1,7 +1,11 @@
-"""The order of training rows: batches of one shape each, as a function of (seed, epoch) alone.
+"""The order of training rows: full batches of similar shapes, as a function of (seed, batch number) alone.
 
-In every epoch each row occurs exactly once, or as often as its rate says. The last batch of a shape may be smaller, because
-padding would repeat rows, and dropping the batch would lose some rows in every epoch.
+Rows are drawn in passes. A pass draws each row once, or as often as its rate says. If the rows of a pass do not fill its last
+batch, the first rows of the next pass fill it. So no batch is smaller than the others, and no row is left out. Over any number
+of epochs, each row is drawn equally often, up to one draw.
+
+The rows of a batch have one shape if there are enough rows of that shape to fill a batch. Shapes with fewer rows share their
+batches. Such a batch is divided by shape, and its parts are computed one after another.
 """
 
 from __future__ import annotations
@@ -9,66 +13,69 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-import threading
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from stages.tuner import draws
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of training rows. `epoch` is the epoch of the batch, counted from 0. `rows` are indices into the list of all
-    training rows.
+    """A batch of training rows, or the part of a batch with one shape. `epoch` is the epoch of the batch, counted from 0. `rows`
+    are indices into the list of all training rows.
     """
 
     epoch: int
     rows: tuple[int, ...]
 
 
-def occurrences(rates: Sequence[float], seed: int, epoch: int) -> list[int]:
-    """Return how often each row occurs in one epoch, as a list with one count per row. `rates` has each row's average number of
-    occurrences per epoch: 2 is twice in every epoch, 1/3 is once in three epochs. `epoch` is counted from 0. Equal arguments give
-    equal counts.
-
-    Rows with the same fractional rate take turns. So each of them occurs evenly over the epochs. Their number per epoch varies by
-    at most one.
+class Rates:
+    """How often each row occurs in the passes of a run. Rows with equal fractional rates take turns. So each of them occurs
+    evenly over the passes. Their number per pass varies by at most one.
     """
-    counts = [0] * len(rates)
-    rows_of_rate: dict[float, list[int]] = {}
-    for row, rate in enumerate(rates):
-        rows_of_rate.setdefault(rate, []).append(row)
-    for number, (rate, rows) in enumerate(rows_of_rate.items()):
-        turns = draws.permutation(len(rows), seed, "turns", number) if rate % 1 else range(len(rows))
-        for row, turn in zip(rows, turns, strict=True):
-            start = (turn + 0.5) / len(rows)
-            counts[row] = math.floor(rate * (epoch + 1) + start) - math.floor(rate * epoch + start)
-    return counts
+
+    def __init__(self, rates: Sequence[float], seed: int) -> None:
+        """`rates` has each row's average number of occurrences per pass: 2 is twice in every pass, 1/3 is once in three
+        passes. `seed` determines the turns.
+        """
+        self.rates, self._starts = np.asarray(rates, np.float64), np.zeros(len(rates))
+        for number, rate in enumerate(dict.fromkeys(rates)):
+            rows = np.flatnonzero(self.rates == rate)
+            turns = draws.permutation(len(rows), seed, "turns", number) if rate % 1 else range(len(rows))
+            self._starts[rows] = (np.asarray(turns) + 0.5) / len(rows)
+
+    def before(self, number: int) -> np.ndarray:
+        """Return how often each row occurs before pass `number`, as an array of integers. Passes are counted from 0."""
+        found: np.ndarray = np.floor(self.rates * number + self._starts).astype(np.int64)
+        return found
+
+    def within(self, number: int) -> np.ndarray:
+        """Return how often each row occurs in pass `number`, as an array of integers. Passes are counted from 0."""
+        return self.before(number + 1) - self.before(number)
 
 
-def epoch_batches(
-    shapes: Sequence[Hashable], batch_size: int, seed: int, epoch: int, rates: Sequence[float] | None = None
-) -> list[Batch]:
-    """Return the batches of one epoch in shuffled order. All rows of a batch have the same shape. `shapes` has the shape of each
-    training row. `batch_size` is the most rows of a batch. `epoch` is counted from 0. `rates` has each row's average number of
-    occurrences per epoch. If `rates` is None, every row occurs once.
+def share_batches(shapes: Sequence[Hashable], batch_size: int) -> list[list[int]]:
+    """Divide the rows into groups whose batches are drawn together, and return the rows of each group. `shapes` has the shape of
+    each row. A shape with at least `batch_size` rows is a group of its own. All other shapes form one group. If that group has
+    fewer than `batch_size` rows, the smallest other groups join it until it has enough.
     """
-    times = occurrences(rates, seed, epoch) if rates is not None else [1] * len(shapes)
-    buckets: dict[Hashable, list[int]] = {}
+    by_shape: dict[Hashable, list[int]] = {}
     for row, shape in enumerate(shapes):
-        buckets.setdefault(shape, []).extend([row] * times[row])
-    batches: list[tuple[int, ...]] = []
-    for number, rows in enumerate(buckets.values()):
-        order = draws.permutation(len(rows), seed, "order", epoch, number)
-        shuffled = [rows[n] for n in order]
-        batches += [tuple(shuffled[start : start + batch_size]) for start in range(0, len(shuffled), batch_size)]
-    return [Batch(epoch, batches[n]) for n in draws.permutation(len(batches), seed, "batches", epoch)]
+        by_shape.setdefault(shape, []).append(row)
+    large = sorted((rows for rows in by_shape.values() if len(rows) >= batch_size), key=len, reverse=True)
+    shared = [row for rows in by_shape.values() if len(rows) < batch_size for row in rows]
+    while shared and len(shared) < batch_size and large:
+        shared += large.pop()
+    return sorted([*large, sorted(shared)] if shared else large)
 
 
 class Order:
     """The order in which a run trains on its rows. It depends only on the arguments of the constructor. The batches of any step
-    are computed directly, without drawing earlier steps. A run may have any number of steps.
+    are computed directly, without drawing earlier steps. A run may have any number of steps. Every batch has `batch_size` rows.
+    A row occurs twice in a batch only if its group has too few rows, or if its rate is above 1.
     """
 
     def __init__(
@@ -79,41 +86,122 @@ class Order:
         accumulate: int = 1,
         rates: Sequence[float] | None = None,
     ) -> None:
-        """Prepare the order. `shapes` has the shape of each training row. All rows of a batch have equal shapes. `batch_size` is
-        the most rows of a batch. `seed` determines the shuffling. `accumulate` is the number of batches in a step. `rates` has
-        each row's average number of occurrences per epoch. If `rates` is None, every row occurs once.
+        """Prepare the order. `shapes` has the shape of each training row. `seed` determines the shuffling. `accumulate` is the
+        number of batches in a step. `rates` has each row's average number of occurrences per epoch. If `rates` is None, every row
+        occurs once.
         """
         assert shapes, "there are no training rows"
         assert rates is None or (len(rates) == len(shapes) and min(rates) >= 0 and max(rates) > 0), rates
-        self.batch_size, self.accumulate = batch_size, accumulate
-        self._epoch = functools.lru_cache(maxsize=4)(lambda epoch: epoch_batches(shapes, batch_size, seed, epoch, rates))
-        self._batch_count = functools.partial(_batch_count, shapes, batch_size, seed, rates=rates)
-        self._equal_epochs = rates is None or all(rate % 1 == 0 for rate in rates)
-        self._ends = [self._batch_count(0)]  # the number of batches up to and with each epoch
-        self._lock = threading.Lock()  # the data loader's thread reads steps too
-        self.per_epoch = self._ends[0]
+        self.shapes, self.batch_size, self.seed, self.accumulate = list(shapes), batch_size, seed, accumulate
+        self.rates = Rates([1.0] * len(shapes) if rates is None else rates, seed)
+        drawn = [row for row in range(len(shapes)) if self.rates.rates[row]]
+        groups = share_batches([shapes[row] for row in drawn], batch_size)
+        self.groups = [np.array([drawn[n] for n in rows]) for rows in groups]
+        self.per_epoch = float(self.rates.rates.sum()) / batch_size  # batches, on average
+        # Caches. A thread that finds another thread's entry computes equal rows.
+        self._drawn = functools.lru_cache(maxsize=256)(self._drawn_before)
+        self._batches_before = functools.lru_cache(maxsize=256)(self._batches)
+        self._pass = functools.lru_cache(maxsize=4 * len(groups))(self._pass_rows)
+        self._last_open: dict[int, tuple[int, list[int]]] = {}  # group -> (pass, rows of the batch that it begins in)
+        self._last_epoch = 0
+        self._epoch = functools.lru_cache(maxsize=4)(self.epoch)
+
+    def step(self, step: int) -> list[Batch]:
+        """Return the batches of one step. There are `accumulate` of them. A batch of several shapes is returned as one part per
+        shape. Steps are counted from 1.
+        """
+        first = (step - 1) * self.accumulate
+        return [part for n in range(self.accumulate) for part in self._parts(self.batch_at(first + n))]
 
     def batch_at(self, number: int) -> Batch:
         """Return the batch with this number. Batches are counted from 0 and over all epochs."""
-        if self._equal_epochs:
-            epoch, place = divmod(number, self.per_epoch)
-            return self._epoch(epoch)[place]
-        with self._lock:
-            while self._ends[-1] <= number:
-                self._ends.append(self._ends[-1] + self._batch_count(len(self._ends)))
-        epoch = bisect.bisect_right(self._ends, number)
-        return self._epoch(epoch)[number - (self._ends[epoch - 1] if epoch else 0)]
+        epoch = self._last_epoch  # usually that of the call before
+        if not self._batches_before(epoch) <= number < self._batches_before(epoch + 1):
+            most = 1
+            while self._batches_before(most) <= number:
+                most *= 2
+            epoch = self._last_epoch = bisect.bisect_right(range(most), number, key=self._batches_before) - 1
+        return self._epoch(epoch)[number - self._batches_before(epoch)]
 
-    def step(self, step: int) -> list[Batch]:
-        """Return the batches of one step. There are `accumulate` of them. Steps are counted from 1."""
-        first = (step - 1) * self.accumulate
-        return [self.batch_at(first + n) for n in range(self.accumulate)]
+    def epoch(self, epoch: int) -> list[Batch]:
+        """Return the batches of one epoch in shuffled order. Epochs are counted from 0. The first rows of an epoch may have been
+        drawn in the epoch before, to fill its last batches. An epoch may have no batch if there are fewer rows than a batch has.
+        """
+        batches: list[tuple[int, ...]] = []
+        for group in range(len(self.groups)):
+            start, stop = (-(-self._drawn(n)[group] // self.batch_size) * self.batch_size for n in (epoch, epoch + 1))
+            rows, at = [], epoch
+            skipped = start - self._drawn(epoch)[group]  # already drawn, to fill a batch
+            while len(rows) < skipped + stop - start:
+                rows += self._pass(group, at)
+                at += 1
+            rows = rows[skipped : skipped + stop - start]
+            batches += [tuple(rows[n : n + self.batch_size]) for n in range(0, len(rows), self.batch_size)]
+        return [Batch(epoch, batches[n]) for n in draws.permutation(len(batches), self.seed, "batches", epoch)]
 
+    def most(self, shape: Hashable) -> int:
+        """Return the largest number of rows of this shape that a batch can have."""
+        group = next(rows for rows in self.groups if any(self.shapes[row] == shape for row in rows))
+        if all(self.shapes[row] == shape for row in group):
+            return self.batch_size
+        own = sum(math.ceil(self.rates.rates[row]) for row in group if self.shapes[row] == shape)
+        least = int(np.floor(self.rates.rates[group]).sum())  # rows of every pass
+        if least >= self.batch_size and self.rates.rates.max() <= 1:
+            return min(self.batch_size, own)  # no row occurs twice in a batch
+        passes = 1 + -(-(self.batch_size - 1) // least) if least else self.batch_size
+        return min(self.batch_size, own * passes)
 
-def _batch_count(shapes: Sequence[Hashable], batch_size: int, seed: int, epoch: int, rates: Sequence[float] | None) -> int:
-    """Return the number of batches of one epoch, without drawing their order. The arguments are those of `epoch_batches`."""
-    times = occurrences(rates, seed, epoch) if rates is not None else [1] * len(shapes)
-    rows: Counter[Hashable] = Counter()
-    for shape, count in zip(shapes, times, strict=True):
-        rows[shape] += count
-    return sum(math.ceil(count / batch_size) for count in rows.values())
+    @property
+    def sharing(self) -> list[Hashable]:
+        """The shapes that share their batches with other shapes."""
+        shapes = [list(dict.fromkeys(self.shapes[row] for row in rows)) for rows in self.groups]
+        return [shape for found in shapes if len(found) > 1 for shape in found]
+
+    def _parts(self, batch: Batch) -> list[Batch]:
+        by_shape: dict[Hashable, list[int]] = {}
+        for row in batch.rows:
+            by_shape.setdefault(self.shapes[row], []).append(row)
+        return [Batch(batch.epoch, tuple(rows)) for rows in by_shape.values()]
+
+    def _drawn_before(self, epoch: int) -> list[int]:
+        """Return the number of rows in all passes before `epoch`, for each group."""
+        counts = self.rates.before(epoch)
+        return [int(counts[rows].sum()) for rows in self.groups]
+
+    def _batches(self, epoch: int) -> int:
+        """Return the number of batches in all epochs before `epoch`."""
+        return sum(-(-count // self.batch_size) for count in self._drawn(epoch))
+
+    def _pass_rows(self, group: int, number: int) -> list[int]:
+        """Return the rows of one pass through a group, in order."""
+        start, open_batch = number, self._open_batch(group, number)
+        while open_batch is None:
+            start -= 1
+            open_batch = self._open_batch(group, start)
+        for at in range(start, number + 1):
+            rows = self._arranged(group, at, open_batch)
+            open_batch = [*open_batch, *rows]
+            open_batch = open_batch[len(open_batch) - len(open_batch) % self.batch_size :]
+        self._last_open[group] = number + 1, open_batch
+        return rows
+
+    def _open_batch(self, group: int, number: int) -> list[int] | None:
+        """Return the rows of the batch that is partly full when pass `number` begins, or None if they are not known."""
+        if self._drawn(number)[group] % self.batch_size == 0:
+            return []
+        known, open_batch = self._last_open.get(group, (-1, []))
+        return open_batch if known == number else None
+
+    def _arranged(self, group: int, number: int, open_batch: Sequence[int]) -> list[int]:
+        """Shuffle the rows of one pass so that its first rows, which fill `open_batch`, are not in that batch."""
+        counts = self.rates.within(number)[self.groups[group]]
+        rows = np.repeat(self.groups[group], counts)
+        # The occurrences of a row are spread over the pass: the n-th of m lies in the n-th of m equal parts.
+        nth = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        places = (nth + draws.generator(self.seed, "order", number, group).random(len(rows))) / np.repeat(counts, counts)
+        shuffled: list[int] = rows[np.argsort(places, kind="stable")].tolist()
+        missing = self.batch_size - len(open_batch) if open_batch else 0
+        taken = set(open_batch)
+        first = [n for n, row in enumerate(shuffled) if row not in taken][:missing]
+        chosen = set(first)
+        return [shuffled[n] for n in first] + [row for n, row in enumerate(shuffled) if n not in chosen]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +37,8 @@ LOWEST_RESOLUTION = 256  # pixels: no lower resolution is advised
 class BatchShape:
     """The size of a batch: number of samples, width and height of each image in pixels, and rows of each text embedding.
     `pixels_per_token` is the side of an image token in pixels. `held` is the largest batch of held-out images, or None without
-    validation. No gradient is computed for `held`.
+    validation. No gradient is computed for `held`. If `shared` is true, the run has batches of several shapes, which are computed
+    shape by shape.
     """
 
     samples: int
@@ -47,6 +47,7 @@ class BatchShape:
     text_rows: int
     pixels_per_token: int
     held: BatchShape | None = None
+    shared: bool = False
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -80,18 +81,19 @@ def largest_batch(sampler: TrainingSampler, pixels_per_token: int) -> BatchShape
     """Return the batch with the most tokens that can occur in any epoch of a run. Its `held` is the largest batch of held-out
     images. `pixels_per_token` is the side of an image token in pixels.
     """
-    text_rows = max(sampler.data.text_rows.values())
-    most: Counter[tuple[int, int]] = Counter()  # crops of each shape in an epoch
-    for crop in sampler.data.crops:
-        most[crop.width, crop.height] += math.ceil(crop.rate)
-    size = sampler.order.batch_size
-    trained = [BatchShape(min(size, count), *shape, text_rows, pixels_per_token) for shape, count in most.items()]
-    held = [BatchShape(size, crop.width, crop.height, text_rows, pixels_per_token) for crop in sampler.data.held]
+    text_rows, order = max(sampler.data.text_rows.values()), sampler.order
+    shapes = {crop.grid: (crop.width, crop.height) for crop in sampler.data.crops}
+    trained = [
+        BatchShape(order.most(grid), *shape, text_rows, pixels_per_token, shared=grid in order.sharing)
+        for grid, shape in shapes.items()
+    ]
+    held = [BatchShape(order.batch_size, crop.width, crop.height, text_rows, pixels_per_token) for crop in sampler.data.held]
 
     def tokens(batch: BatchShape) -> tuple[int, int]:
         return batch.samples * batch.tokens, batch.width
 
-    return replace(max(trained, key=tokens), held=max(held, key=tokens, default=None))
+    shared = any(batch.shared for batch in trained)
+    return replace(max(trained, key=tokens), held=max(held, key=tokens, default=None), shared=shared)
 
 
 class MemoryEstimator:
@@ -134,9 +136,11 @@ class MemoryEstimator:
     def sums_gradients(self, batch: BatchShape, samples: int) -> bool:
         """Return True if a step sums several gradients. A second copy of the gradient is then in memory. `batch` is the
         largest batch of the run. `samples` is the number of samples in a micro-batch. Gradients are summed if a step
-        has several batches, if `batch` has more than `samples` samples, or if there is a preservation loss.
+        has several batches, if a batch has several shapes, if `batch` has more than `samples` samples, or if there is a
+        preservation loss.
         """
-        return self.config.accumulate > 1 or samples < batch.samples or self.config.preservation is not None
+        several = self.config.accumulate > 1 or batch.shared or samples < batch.samples
+        return several or self.config.preservation is not None
 
     def attention_scores(self, samples: int, tokens: int) -> dict[str, int]:
         """Return the bytes of the score matrices of attention, by kind. The key "scores" counts the matrices that exist

@@ -50,11 +50,13 @@ class TrainingSampler:
     classes_every: int = 0  # class captions are used in every n-th step; 0: never
 
     def sizes(self, step: int) -> list[int]:
-        """Return the number of samples in each batch of step `step` (from 1). No sample is drawn."""
-        return [len(batch.rows) for batch in self.order.step(step)]
+        """Return the number of samples in each batch of step `step` (from 1). No sample is drawn. A batch of several shapes
+        counts as one.
+        """
+        return [self.order.batch_size] * self.order.accumulate
 
     def step(self, step: int) -> list[list[Sample]]:
-        """Draw the samples of step `step` (from 1), as one list per batch."""
+        """Draw the samples of step `step` (from 1), as one list per batch. A batch of several shapes gives one list per shape."""
         batches: list[list[Sample]] = []
         number = 0
         for batch in self.order.step(step):

@@ -70,5 +70,6 @@ STAGE = Stage(
     run=train,
     snapshot=snapshot,
     divisible=False,
+    version=2,  # 2: every batch is full
     result=ADAPTER,
 )

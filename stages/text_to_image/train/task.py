@@ -94,11 +94,17 @@ class ImageTask:
             yield (f"{self.family.title}: train LoRAs on the base model and use them on this one; training on this one may fail")
 
     def description(self) -> str:
-        """Return one line with the number of crops, images and shapes that the run trains on, and of images held out."""
-        crops, held = self.data.crops, self.data.held
+        """Return one line with the number of crops, images and shapes that the run trains on, the size of its batches, and the
+        number of images held out.
+        """
+        crops, held, order = self.data.crops, self.data.held, self.sampler.order
         images, shapes = {crop.image_id for crop in crops}, {crop.grid for crop in crops}
         line = f"{len(crops)} crops of {len(images)} images in {len(shapes)} shapes"
-        line += f", {self.sampler.order.per_epoch} batches per epoch"
+        line += f", mean batch {order.batch_size}, {order.per_epoch:.4g} batches per epoch"
+        if order.sharing:
+            line += f"; {len(order.sharing)} shapes share batches, because one has fewer crops than a batch"
+        if sum(crop.rate > 0 for crop in crops) < order.batch_size:
+            line += "; crops repeat within a batch, because there are fewer than a batch has"
         if held:
             line += f"; {len({crop.image_id for crop in held})} images are held out"
         if self.config.mask:

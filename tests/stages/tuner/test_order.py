@@ -1,43 +1,115 @@
+from collections import Counter
+
 import hypothesis.strategies as st
+import numpy as np
+import pytest
 from hypothesis import given, settings
 
-from stages.tuner.order import Order, epoch_batches, occurrences
+from stages.tuner.order import Order, Rates, share_batches
 
-shapes = st.lists(st.sampled_from([(64, 64), (64, 96), (96, 64)]), min_size=1, max_size=40)
+SHAPES = [(64, 64), (64, 96), (96, 64), (32, 32)]
+shapes = st.lists(st.sampled_from(SHAPES), min_size=1, max_size=40)
+sizes = st.integers(1, 7)
+seeds = st.integers(0, 3)
+
+
+def counts(order, epochs):
+    return Counter(row for epoch in epochs for batch in order.epoch(epoch) for row in batch.rows)
+
+
+@settings(max_examples=100, deadline=None)
+@given(shapes, sizes, seeds, st.integers(0, 9), st.integers(1, 3))
+def test_every_step_has_as_many_rows_as_the_settings_say(shapes, size, seed, step, accumulate):
+    parts = Order(shapes, size, seed, accumulate).step(step + 1)
+    assert sum(len(part.rows) for part in parts) == size * accumulate
+    assert all(len({shapes[row] for row in part.rows}) == 1 for part in parts)
+
+
+@settings(max_examples=100, deadline=None)
+@given(shapes, sizes, seeds, st.integers(0, 30))
+def test_over_any_ten_epochs_every_row_is_drawn_ten_times_give_or_take_one(shapes, size, seed, first):
+    size = min(size, len(shapes))
+    drawn = counts(Order(shapes, size, seed), range(first, first + 10))
+    assert all(abs(drawn[row] - 10) <= 1 for row in range(len(shapes)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 3), sizes, seeds)
+def test_fewer_rows_than_a_batch_repeat_in_it_equally_often(count, size, seed):
+    order = Order([(64, 64)] * count, size, seed)
+    for step in range(1, 9):
+        (batch,) = order.step(step)
+        assert len(batch.rows) == size
+        assert max(Counter(batch.rows).values()) <= -(-size // count) + (size % count > 0)
+    drawn = Counter(row for step in range(1, 9) for batch in order.step(step) for row in batch.rows)
+    assert max(drawn.values()) - min(drawn[row] for row in range(count)) <= 1
 
 
 @settings(max_examples=60, deadline=None)
-@given(shapes, st.integers(1, 5), st.integers(0, 3), st.integers(0, 3))
-def test_an_epoch_has_every_row_once_in_batches_of_one_shape(shapes, size, seed, epoch):
-    batches = epoch_batches(shapes, size, seed, epoch)
-    assert sorted(row for batch in batches for row in batch.rows) == list(range(len(shapes)))
-    assert all(len({shapes[row] for row in batch.rows}) == 1 for batch in batches)
-    assert all(1 <= len(batch.rows) <= size and batch.epoch == epoch for batch in batches)
-    small = [shapes[batch.rows[0]] for batch in batches if len(batch.rows) < size]
-    assert len(small) == len(set(small))  # at most one remainder a bucket
-    assert batches == epoch_batches(shapes, size, seed, epoch)
+@given(shapes, sizes, seeds)
+def test_no_row_occurs_twice_in_a_batch_while_others_could_fill_it(shapes, size, seed):
+    size = min(size, len(shapes))
+    order = Order(shapes, size, seed)
+    assert all(len(set(batch.rows)) == size for batch in map(order.batch_at, range(60)))
 
 
-@settings(max_examples=30, deadline=None)
-@given(shapes, st.integers(1, 3), st.integers(1, 4))
-def test_the_steps_take_all_batches_of_all_epochs_in_order(shapes, size, accumulate):
-    order = Order(shapes, size, 0, accumulate)
-    walked = [batch for step in range(1, 12) for batch in order.step(step)]
-    epochs = [batch for epoch in range(walked[-1].epoch + 1) for batch in epoch_batches(shapes, size, 0, epoch)]
+@settings(max_examples=60, deadline=None)
+@given(shapes, sizes, seeds)
+def test_a_batch_has_several_shapes_only_if_one_has_too_few_rows(shapes, size, seed):
+    order, many = Order(shapes, size, seed), Counter(shapes)
+    seen = Counter()
+    for number in range(40):
+        found = Counter(shapes[row] for row in order.batch_at(number).rows)
+        assert len(found) == 1 or set(found) <= set(order.sharing)
+        for shape, count in found.items():
+            seen[shape] = max(seen[shape], count)
+    assert bool(order.sharing) == any(count < size for count in many.values()) * (len(many) > 1)
+    assert all(seen[shape] <= order.most(shape) <= size for shape in seen)
+
+
+def test_shapes_with_too_few_rows_share_batches_and_take_the_smallest_other_shape_if_they_must():
+    rows = ["a"] * 6 + ["b"] * 4 + ["c"] * 2 + ["d"]
+    assert share_batches(rows, 3) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 12]]
+    assert share_batches(rows, 4) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12]]
+    assert share_batches(rows, 20) == [list(range(13))]
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes, sizes, seeds, st.integers(1, 400))
+def test_a_step_is_the_same_whatever_was_asked_before(shapes, size, seed, step):
+    order = Order(shapes, size, seed, 2)
+    walked = [order.step(n) for n in range(1, 30)]
+    assert [order.step(n) for n in range(29, 0, -1)] == walked[::-1]
+    alone = Order(shapes, size, seed, 2).step(step)
+    assert order.step(step) == alone == Order(shapes, size, seed, 2).step(step)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes, sizes, seeds)
+def test_the_numbered_batches_are_those_of_the_epochs_in_order(shapes, size, seed):
+    order = Order(shapes, size, seed)
+    walked = [order.batch_at(number) for number in range(30)]
+    epochs = [batch for epoch in range(walked[-1].epoch + 1) for batch in order.epoch(epoch)]
     assert walked == epochs[: len(walked)]
-    assert Order(shapes, size, 0, accumulate).step(9) == order.step(9)
+    assert order.per_epoch == len(shapes) / size
+
+
+def test_rows_that_fill_the_batches_of_an_epoch_make_it_a_permutation():
+    order = Order([(64, 64)] * 8 + [(96, 64)] * 4, 4, 0)
+    for epoch in range(3):
+        assert counts(order, [epoch]) == Counter(range(12))
 
 
 def test_the_order_differs_between_epochs_and_seeds():
     same = [(64, 64)] * 30
-    assert len({tuple(epoch_batches(same, 1, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
-    rows = {tuple(batch.rows for batch in epoch_batches(same, 4, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}
+    assert len({tuple(Order(same, 1, seed).epoch(epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
+    rows = {tuple(batch.rows for batch in Order(same, 4, seed).epoch(epoch)) for seed in (0, 1) for epoch in (0, 1)}
     assert len(rows) == 4
 
 
 def test_batches_of_different_shapes_are_mixed():
     mixed = [(64, 64)] * 20 + [(96, 64)] * 20
-    first = [batch.rows[0] < 20 for batch in epoch_batches(mixed, 1, 0, 0)]
+    first = [batch.rows[0] < 20 for batch in Order(mixed, 1, 0).epoch(0)]
     assert 4 < sum(first[:20]) < 16
 
 
@@ -47,33 +119,47 @@ rated = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(rated, st.integers(0, 3))
+@given(rated, seeds)
 def test_rows_occur_as_often_as_their_rates_say_and_take_turns(rows, seed):
     rates = [rate for _, rate in rows]
-    epochs = [occurrences(rates, seed, epoch) for epoch in range(12)]
+    passes = np.array([Rates(rates, seed).within(number) for number in range(12)])
     for row, rate in enumerate(rates):
-        assert sum(epoch[row] for epoch in epochs) == round(12 * rate)
-        assert all(abs(epoch[row] - rate) < 1 for epoch in epochs)
+        assert passes[:, row].sum() == round(12 * rate)
+        assert (abs(passes[:, row] - rate) < 1).all()
     for rate in set(rates):
-        sizes = [sum(n for n, r in zip(epoch, rates, strict=True) if r == rate) for epoch in epochs]
+        sizes = passes[:, np.array(rates) == rate].sum(axis=1)
         assert max(sizes) - min(sizes) <= 1
 
 
-@settings(max_examples=40, deadline=None)
-@given(rated, st.integers(1, 3), st.integers(1, 3))
-def test_the_steps_take_all_batches_of_epochs_of_unequal_length_in_order(rows, size, accumulate):
+@settings(max_examples=60, deadline=None)
+@given(rated, sizes, seeds, st.integers(0, 20))
+def test_rated_rows_keep_their_shares_in_full_batches(rows, size, seed, first):
     shapes, rates = zip(*rows, strict=True)
-    order = Order(shapes, size, 0, accumulate, rates)
-    walked = [batch for step in range(1, 12) for batch in order.step(step)]
-    epochs = [batch for epoch in range(walked[-1].epoch + 1) for batch in epoch_batches(shapes, size, 0, epoch, rates)]
-    assert walked == epochs[: len(walked)]
-    assert Order(shapes, size, 0, accumulate, rates).step(11) == order.step(11)
-    for batch in walked:
-        assert 1 <= len(batch.rows) <= size
-        assert len({shapes[row] for row in batch.rows}) == 1
+    order = Order(shapes, size, seed, rates=rates)
+    batches = [batch for epoch in range(first, first + 24) for batch in order.epoch(epoch)]
+    assert all(len(batch.rows) == size for batch in batches)
+    drawn = Counter(row for batch in batches for row in batch.rows)
+    for row, rate in enumerate(rates):
+        assert abs(drawn[row] - 24 * rate) <= (2 if size <= len(rows) else size + 1) * bool(rate)
+    assert all(count <= order.most(shapes[row]) for batch in batches for row, count in Counter(batch.rows).items())
 
 
 @settings(max_examples=30, deadline=None)
-@given(shapes, st.integers(1, 3), st.integers(0, 3))
+@given(shapes, sizes, st.integers(0, 3))
 def test_equal_rates_change_no_draw(shapes, size, epoch):
-    assert epoch_batches(shapes, size, 0, epoch, [1.0] * len(shapes)) == epoch_batches(shapes, size, 0, epoch)
+    assert Order(shapes, size, 0, 1, None).epoch(epoch) == Order(shapes, size, 0, 1, [1.0] * len(shapes)).epoch(epoch)
+
+
+def test_a_step_far_from_the_start_is_found_without_drawing_the_steps_before(monkeypatch):
+    order = Order([(64, 64)] * 1001, 8, 0)
+    arranged = []
+    found = Order._arranged
+    monkeypatch.setattr(Order, "_arranged", lambda self, *args: arranged.append(args) or found(self, *args))
+    order.step(1_000_000)
+    assert len(arranged) <= 2 * 8
+
+
+@pytest.mark.parametrize("rates", [[0.001] * 3, [1000.0, 0.001]])
+def test_extreme_rates_give_full_batches(rates):
+    order = Order([(64, 64)] * len(rates), 4, 0, rates=rates)
+    assert all(len(batch.rows) == 4 for step in (1, 2, 50) for batch in order.step(step))

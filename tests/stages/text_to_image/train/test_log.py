@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from stages.text_to_image.train.selection import MaskConfig, ValidationConfig
-from tests.stages.text_to_image.train.runs import BASE, Run, rich_tables
+from tests.stages.text_to_image.train.runs import BASE, Run, rich_tables, tables
 
 # What is said
 
@@ -15,9 +15,24 @@ def test_a_run_prints_its_control_files_the_size_of_its_adapter_and_what_is_held
     config = replace(BASE, steps=1, rank_for={"attn.*": 4}, validation=ValidationConfig())
     said = "\n".join(Run(tmp_path, transformer, config).go().said)
     assert f"files named stop, checkpoint or pause in {tmp_path / 'artifacts'} control this run" in said
-    assert "lora of rank 2 to 4 on " in said and "batches per epoch; 1 images are held out" in said
+    assert "lora of rank 2 to 4 on " in said and "mean batch 2, 3 batches per epoch; " in said
+    assert said.count("; 1 images are held out") == 1
 
 
 def test_a_run_with_masks_prints_how_many_crops_have_one(transformer, tmp_path):
     run = Run(tmp_path, transformer, replace(BASE, steps=1, mask=MaskConfig()), rich_tables()).go()
-    assert any(re.search(r"batches per epoch; [1-9]\d* crops have a mask$", line) for line in run.said)
+    assert any(re.search(r"batches per epoch; .*; [1-9]\d* crops have a mask$", line) for line in run.said)
+
+
+def test_a_run_prints_its_mean_batch_and_which_crops_repeat_or_share_batches(transformer, tmp_path):
+    cases = {
+        "4 crops of 4 images in 1 shapes, mean batch 4, 1 batches per epoch": ((64, 64),) * 4,
+        "4 crops of 4 images in 2 shapes, mean batch 4, 1 batches per epoch; "
+        "2 shapes share batches, because one has fewer crops than a batch": ((64, 64),) * 3 + ((96, 64),),
+        "3 crops of 3 images in 1 shapes, mean batch 4, 0.75 batches per epoch; "
+        "crops repeat within a batch, because there are fewer than a batch has": ((64, 64),) * 3,
+    }
+    for number, (line, shapes) in enumerate(cases.items()):
+        run = Run(tmp_path / str(number), transformer, replace(BASE, steps=1, batch_size=4), tables(shapes)).go()
+        assert any(said.endswith(line) for said in run.said), run.said
+        assert len(run.rows) == 4

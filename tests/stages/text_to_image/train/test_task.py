@@ -28,7 +28,7 @@ from tests.harness import MemoryTensors
 
 EMPTY = {pa.string(): "", pa.bool_(): False}
 IMAGE_COUNT = 6
-FIRST_WITHOUT_SETTINGS = [(1, 768, "text1", 0.6115), (0, 768, "nothing", 0.7483), (1, 512, "text1", 0.9776)]
+FIRST_WITHOUT_SETTINGS = [(5, 768, "text5", 0.6115), (1, 768, "nothing", 0.7483), (4, 512, "text4", 0.9776)]
 
 
 def table(schema, rows):
