@@ -17,7 +17,11 @@ TRAIN = TableSchema(
             default="train",
         ),
         column("sample", pa.int32(), "position of the sample in the step, from 0, micro-batch by micro-batch"),
-        column("epoch", pa.int32(), "pass over the data that the batch belongs to, from 0; its last batches are filled from the next pass"),
+        column(
+            "epoch",
+            pa.int32(),
+            "epoch, a pass over the data: that of the batch, from 0; its last batches are filled from the next pass",
+        ),
         column("image_id", pa.string(), "image of the sample: sha256 of its file"),
         column("latent_id", pa.string(), "crop of the image, a key of the table latents"),
         column(

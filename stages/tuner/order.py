@@ -13,7 +13,6 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -54,7 +53,8 @@ class Rates:
 
     def within(self, number: int) -> np.ndarray:
         """Return how often each row occurs in pass `number`, as an array of integers. Passes are counted from 0."""
-        return self.before(number + 1) - self.before(number)
+        found: np.ndarray = self.before(number + 1) - self.before(number)
+        return found
 
 
 def share_batches(shapes: Sequence[Hashable], batch_size: int) -> list[list[int]]:
@@ -130,7 +130,8 @@ class Order:
         batches: list[tuple[int, ...]] = []
         for group in range(len(self.groups)):
             start, stop = (-(-self._drawn(n)[group] // self.batch_size) * self.batch_size for n in (epoch, epoch + 1))
-            rows, at = [], epoch
+            rows: list[int] = []
+            at = epoch
             skipped = start - self._drawn(epoch)[group]  # already drawn, to fill a batch
             while len(rows) < skipped + stop - start:
                 rows += self._pass(group, at)
@@ -144,7 +145,7 @@ class Order:
         group = next(rows for rows in self.groups if any(self.shapes[row] == shape for row in rows))
         if all(self.shapes[row] == shape for row in group):
             return self.batch_size
-        own = sum(math.ceil(self.rates.rates[row]) for row in group if self.shapes[row] == shape)
+        own: int = sum(math.ceil(self.rates.rates[row]) for row in group if self.shapes[row] == shape)
         least = int(np.floor(self.rates.rates[group]).sum())  # rows of every pass
         if least >= self.batch_size and self.rates.rates.max() <= 1:
             return min(self.batch_size, own)  # no row occurs twice in a batch
