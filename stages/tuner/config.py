@@ -95,9 +95,7 @@ class TrainingConfig:
 
     steps: int = selects(1500, "optimizer steps in all; raise it later and the run goes on from where it ended")
     seed: int = setting(0, "seed of every draw: order of rows, noise, the adapter's start")
-    batch_size: int = setting(
-        1, "samples of a batch; every batch is full: shapes with fewer samples share batches"
-    )
+    batch_size: int = setting(1, "samples of a batch; every batch is full: shapes with fewer samples share batches")
     accumulate: int = setting(1, "batches whose gradients make one step: a larger batch in the memory of a small one")
     rank: int = setting(32, "rank of the adapter: how much it can hold; 16 and 32 are the common ones")
     rank_for: Mapping[str, int] | None = setting(
