@@ -52,7 +52,8 @@ embeddings: captions
 	@$(RUN) embeddings
 
 # `train` ends with the previews, which name the adapter; `samples` is an alias.
-train: latents embeddings captions buckets images
+# `captions` stands before `latents`, so that a missing caption is found before weights are downloaded.
+train: images captions buckets latents embeddings
 	@$(RUN) train
 	@$(RUN) samples
 
@@ -66,7 +67,7 @@ evaluate: scores
 	@$(LATENTMILL) evaluate
 
 # Train in segments of EVERY steps, each a process of its own, with previews after each.
-segments: latents embeddings captions buckets images
+segments: images captions buckets latents embeddings
 	@$(LATENTMILL) segments --every $(EVERY)
 
 # Stages of the pipeline retrieval

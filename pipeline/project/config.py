@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import stages
 from pipeline.project.parse import Parser, nearest
 from schemas.renames import PIPELINES
 from stages.settings import require, runtime, selects
+from stages.untrusted import TOML_BYTES, parse_toml, read_utf8
 
 FILE = "project.toml"
 Overrides = Mapping[str, Any] | Iterable[str]
@@ -73,14 +73,9 @@ def read(file: Path) -> dict[str, Any]:
     """Parse the project file `file` and return its sections: name -> settings by key. The settings are not checked. Raises
     ValueError if the file is missing, cannot be read or is not TOML.
     """
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8-sig"))  # some editors write a byte order mark
-    except FileNotFoundError:
-        raise ValueError(f"{file.parent}: no {FILE} here; `latentmill init --help` explains how to make one") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: not valid TOML: {error}") from None
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    if not file.exists():
+        raise ValueError(f"{file.parent}: no {FILE} here; `latentmill init --help` explains how to make one")
+    return parse_toml(read_utf8(file, TOML_BYTES), str(file))
 
 
 def pipeline_name(raw: Mapping[str, Any]) -> str:
@@ -126,6 +121,6 @@ def _set(raw: dict[str, Any], names: list[str], value: Any, origin: str) -> None
 
 def _toml_value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}", "--set")["value"]
+    except ValueError:
         return text  # a bare word is a string: --set project.family=tiny

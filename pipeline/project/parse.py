@@ -11,11 +11,14 @@ import difflib
 import math
 import os
 import re
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeGuard
 
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = 80
 NAMES = {  # type -> its name in an error, singular and plural
     int: ("a whole number", "whole numbers"),
     float: ("a number", "numbers"),
@@ -41,7 +44,7 @@ class Parser:
         """
         if not isinstance(raw, Mapping):
             raise ValueError(
-                f"{name} must be a section: write its settings below a line [{name}], got {raw!r} ({self.place(name)})"
+                f"{name} must be a section: write its settings below a line [{name}], got {shown(raw)} ({self.place(name)})"
             )
         kind = self.sections[name]
         hints = typing.get_type_hints(kind)
@@ -70,8 +73,13 @@ class Parser:
             return _convert(hint, value)
         except TypeError:
             raise ValueError(
-                f"{name} must be {_describe(hint)}{_example(hint, value)}, got {value!r} ({self.place(name)})"
+                f"{name} must be {_describe(hint)}{_example(hint, value)}, got {shown(value)} ({self.place(name)})"
             ) from None
+
+
+def shown(value: Any) -> str:
+    """Return `value` as Python writes it. A long text or list is shortened in the middle or at its end."""
+    return SHORT.repr(value)
 
 
 def nearest(word: Any, words: Iterable[str]) -> str:

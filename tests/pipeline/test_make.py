@@ -1,5 +1,6 @@
 """What is typed after `make` reaches the command as it was typed."""
 
+import re
 import subprocess
 
 import pytest
@@ -30,6 +31,12 @@ def through_make(target: str, name: str, variable: str, value: str) -> str:
 )
 def test_quotes_dollars_and_spaces_survive_make(target, variable, value):
     assert through_make(target, f"LATENTMILL_{variable}", variable, value) == value
+
+
+def test_make_train_checks_captions_before_weights_are_needed():
+    words = ["make", "-n", "-o", ".venv/ready", "train"]
+    said = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, timeout=600).stdout
+    assert re.findall(r"run (\w+)", said)[:4] == ["images", "captions", "buckets", "latents"]
 
 
 def test_set_holds_several_settings_whose_values_may_hold_spaces():

@@ -11,6 +11,8 @@ from stages.text_to_image.captions.config import CaptionsConfig
 from stages.text_to_image.captions.metadata import read_metadata
 from stages.text_to_image.captions.text import Caption, normalise, read_text
 
+SIDECAR_BYTES = 1_000_000  # largest sidecar that is read; a caption has some hundred bytes
+
 Lookup = Callable[[str], list[Caption]]  # an image's path, relative to the image folder -> its captions, none if there are none
 
 
@@ -71,7 +73,7 @@ def _read_sidecar(folder: Path, name: str, many: bool) -> list[Caption]:
     """Return the captions in the sidecar file `name`, a path relative to `folder`. If `many` is True, every line that is
     not blank is a caption. Otherwise the whole text is one caption. A blank file gives an empty list.
     """
-    text = read_text(folder / name)
+    text = read_text(folder / name, SIDECAR_BYTES)
     if many:
         lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), 1)]
         return [Caption(line, "sidecar", f"{name}:{number}") for number, line in lines if line]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import posixpath
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from stages.text_to_image.captions.text import Caption, first_names, normalise, read_text
+from stages.untrusted import parse_json
 
 Row = dict[str, Any]
 
 TEXT_COLUMNS = ("text", "caption", "prompt")  # the first of these columns that a row has holds its caption
+METADATA_BYTES = 256_000_000  # largest metadata file that is read: about a million long captions
 
 
 def read_metadata(folder: Path, paths: Iterable[str]) -> tuple[dict[str, list[Caption]], list[str]]:
@@ -57,13 +59,10 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Row]]:
     """Yield (line number, object) for every line of a metadata.jsonl that is not blank. Raises ValueError if a line is
     not a JSON object.
     """
-    for line, text in enumerate(read_text(path).split("\n"), 1):
+    for line, text in enumerate(read_text(path, METADATA_BYTES).split("\n"), 1):
         if not text.strip():
             continue
-        try:
-            row = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {line}: not valid JSON at column {error.colno}: {error.msg}") from None
+        row = parse_json(text, f"{path}, line {line}")
         if not isinstance(row, dict):
             raise ValueError(
                 f'{path}, line {line}: must be a JSON object such as {{"file_name": "a.png", "text": "..."}}, got {text[:40]}'
@@ -72,15 +71,39 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[int, Row]]:
-    """Yield (line number, row) for every row of a metadata.csv. A row is a dict from column name to text. Raises
-    ValueError if the file is not CSV.
+    """Yield (line number, row) for every row of a metadata.csv. A row is a dict from column name to text. The first row
+    names the columns. Raises ValueError if the file is not CSV. Raises it too if a column's name is there twice, the row of
+    names is repeated, or a row has another number of fields than columns.
     """
-    reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
+    reader = csv.reader(io.StringIO(read_text(path, METADATA_BYTES), newline=""), strict=True, skipinitialspace=True)
+    columns: list[str] = []
+    last = 0
     try:
-        for row in reader:
-            yield reader.line_num, row
+        for fields in reader:
+            line, last = last + 1, reader.line_num
+            if not fields:
+                continue
+            where = f"{path}, line {line}"
+            if not columns:
+                columns = [name.strip() for name in fields]
+                _check_columns(columns, where)
+                continue
+            if [field.strip() for field in fields] == columns:
+                raise ValueError(f"{where}: the names of the columns are there a second time; remove the line")
+            if len(fields) != len(columns):
+                raise ValueError(
+                    f"{where}: must have {len(columns)} fields ({', '.join(columns)}), got {len(fields)}; "
+                    f'a text with a comma must be in double quotes, such as {columns[0]},"a red, round thing"'
+                )
+            yield last, dict(zip(columns, fields, strict=True))
     except csv.Error as error:
-        raise ValueError(f"{path}, line {reader.line_num}: not valid CSV: {error}") from None
+        raise ValueError(f"{path}, line {last + 1}: not valid CSV: {error}") from None
+
+
+def _check_columns(columns: list[str], where: str) -> None:
+    twice = [name for name, count in Counter(columns).items() if count > 1]
+    if twice:
+        raise ValueError(f"{where}: the column {twice[0]} is there twice; columns: {', '.join(columns)}")
 
 
 def _parse(path: Path, line: int, row: Row) -> tuple[str, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -10,7 +11,7 @@ import pyarrow as pa
 
 from stages.text_to_image.captions.config import CaptionsConfig
 from stages.text_to_image.captions.lookup import from_file_name, make_lookups
-from stages.text_to_image.captions.template import fill_template
+from stages.text_to_image.captions.template import FOREIGN, fill_template
 from stages.text_to_image.captions.text import Caption, first_names
 from stages.text_to_image.imaging.usable import usable_paths
 
@@ -20,15 +21,18 @@ Row = dict[str, Any]
 def caption_rows(images: pa.Table, folder: Path, config: CaptionsConfig) -> tuple[list[Row], list[str]]:
     """Return all rows of the table `captions` as dicts, and a list of notes for the user. The notes name what is unusual
     but allowed. `images` is the table `images`. `folder` is the image folder. Raises ValueError if no image is usable, no
-    caption contains the trigger, or a file with captions cannot be read. Also raises it if an image has no caption and
-    `config.missing` is "error".
+    caption contains the trigger, a caption would get it twice, or a file with captions cannot be read. Also raises it if
+    an image has no caption and `config.missing` is "error".
     """
     paths = usable_paths(images)
     found, notes = _find_captions(paths, images["path"].to_pylist(), folder, config)
-    rows = []
+    rows, used = [], []
     for image_id, captions in found.items():
         texts = [(fill_template(config.template, each.text, config.trigger), each) for each in captions]
-        rows += _image_rows(image_id, texts or _substitutes(paths[image_id][0], config))
+        texts = texts or _substitutes(paths[image_id][0], config)
+        rows += _image_rows(image_id, texts)
+        used += [each for _, each in texts if each.source != "config"]
+    _check_texts(used, config)
     notes += _check_trigger([row["text"] for row in rows], config)
     rows.append(_row("", "empty", "", "config", "", 0))
     if config.trigger:
@@ -79,6 +83,29 @@ def _substitutes(path: str, config: CaptionsConfig) -> list[tuple[str, Caption]]
         text = config.trigger if config.missing == "trigger" else ""
         return [(text, Caption(text, "config", "captions.missing"))]
     return []
+
+
+def _check_texts(captions: list[Caption], config: CaptionsConfig) -> None:
+    """Raise ValueError if a caption contains another program's placeholder for the trigger. Also raise it if a caption
+    contains the trigger and the template adds it, so that the text would have it twice. The message names the first such
+    caption and counts the rest.
+    """
+    foreign = [each for each in captions if FOREIGN in each.text.lower()]
+    if foreign:
+        remedy = 'write the trigger itself there, or set captions.template = "{trigger}, {caption}"'
+        raise ValueError(f"{_named(foreign)}: {FOREIGN} is not replaced; {remedy}")
+    if not (config.trigger and {"{trigger}", "{caption}"} <= set(re.findall(r"\{\w+\}", config.template))):
+        return
+    twice = [each for each in captions if re.search(rf"(?<!\w){re.escape(config.trigger)}(?!\w)", each.text)]
+    if twice:
+        raise ValueError(
+            f'{_named(twice)}: the caption has the trigger "{config.trigger}" already, and captions.template adds it again; '
+            'remove it from the captions, or set captions.template = "{caption}"'
+        )
+
+
+def _named(captions: list[Caption]) -> str:
+    return captions[0].origin + (f" and {len(captions) - 1} more" if len(captions) > 1 else "")
 
 
 def _check_trigger(texts: list[str], config: CaptionsConfig) -> list[str]:

@@ -6,6 +6,8 @@ import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 
+from stages.untrusted import read_bytes
+
 
 @dataclass(frozen=True)
 class Caption:
@@ -20,15 +22,17 @@ class Caption:
     origin: str
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, most: int) -> str:
     """Return the text of a file. If the file begins with a byte order mark of UTF-16, it is read as UTF-16, otherwise as
-    UTF-8. Every line break becomes one newline character. Raises ValueError if the file has another encoding or cannot be
-    read. The message names the file and the first wrong byte.
+    UTF-8. Every line break becomes one newline character. `most` is the largest allowed size in bytes. Raises ValueError if
+    the file has another encoding, is larger, or cannot be read. The message names the file and the first wrong byte. Raises
+    it too if the file is a link to a file in another folder, whose text would become a caption unseen.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    if path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve()):
+        raise ValueError(
+            f"{path} is a link to {path.resolve()}, in another folder: captions are not read from there; copy the file"
+        )
+    data = read_bytes(path, most)
     encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
     try:
         text = data.decode(encoding)

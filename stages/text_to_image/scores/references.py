@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from stages.hashing import file_sha256
+from stages.untrusted import parse_json, read_utf8
 
 METADATA = "metadata.jsonl"
+TEXT_BYTES = 100_000_000  # largest text file that is read
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".tif", ".tiff", ".bmp", ".gif")
 
 
@@ -35,7 +36,7 @@ def read_references(folder: Path) -> list[Reference]:
     for path in sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file()):
         name = path.relative_to(folder).as_posix()
         picture_id, sidecar = file_sha256(path), path.with_suffix(".txt")
-        caption = captions.get(name) or (sidecar.read_text(encoding="utf-8") if sidecar.is_file() else "")
+        caption = captions.get(name) or (read_utf8(sidecar, TEXT_BYTES) if sidecar.is_file() else "")
         found.setdefault(picture_id, Reference(name, picture_id, caption.strip()))
     absent = sorted(name for name in captions if not (folder / name).is_file())
     if absent:
@@ -50,11 +51,11 @@ def _read_metadata(file: Path) -> dict[str, str]:
     if not file.is_file():
         return {}
     found: dict[str, str] = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_utf8(file, TEXT_BYTES).splitlines(), 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line, "line")
             found[str(row["file_name"])] = str(row["text"])
         except (ValueError, KeyError, TypeError):
             expected = '{"file_name": "a.png", "text": "..."}'

@@ -33,6 +33,12 @@ def load(tmp_path, text: str, *overrides: str) -> config.Config:
         ("[train]\nsteps = true", "train.steps must be a whole number, got True (project.toml [train])"),
         ("train = 3", "train must be a section: write its settings below a line [train], got 3"),
         ("[train", "not valid TOML"),
+        ("[train]\nsteps = " + "[" * 100_000 + "]" * 100_000, "project.toml: not valid TOML: it is nested too deeply"),
+        (".".join("a" * 20_000) + " = 1", "project.toml: not valid TOML: a line has more than 200 dots"),
+        ("[train]\nsteps = " + "9" * 5000, "project.toml: not valid TOML: Exceeds the limit"),
+        ("#" * 2_000_000, "project.toml is too large: 2,000,000 bytes, at most 1,000,000 are read"),
+        ("[train]\nsteps = [" + "1, " * 100_000 + "]", "train.steps must be a whole number, got [1, 1, 1, 1, 1, 1, ...]"),
+        ('[project]\nfamily = ["' + "x" * 100_000 + '"]', "project.family must be a string, got ['xxxxxxxxxxxx"),
         ('[project]\npipeline = "text_to_imag"', "did you mean text_to_image? (project.toml [project])"),
         ('[project]\npipeline = ["text_to_image"]', "project.pipeline must be a string, got ['text_to_image']"),
         ("project = 3", "project must be a section: write its settings below a line [project], got 3"),
@@ -67,7 +73,7 @@ def test_a_missing_file_names_the_command_that_makes_one(tmp_path):
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "project.toml").mkdir()
-    with pytest.raises(ValueError, match=r"project\.toml cannot be read: Is a directory"):
+    with pytest.raises(ValueError, match=r"project\.toml is not a regular file"):
         config.load(tmp_path / "project.toml")
 
 

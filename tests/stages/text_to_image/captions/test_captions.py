@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -185,6 +186,94 @@ def test_a_malformed_metadata_file_is_an_error_with_its_line(captioned, name, te
         captioned.rows(sources=("metadata", "sidecar"))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "file_name,text\np0.png,a red, round thing\n",
+            r"line 2: must have 2 fields \(file_name, text\), got 3; .* in double quotes",
+        ),
+        ("file_name,text\np0.png\n", r"line 2: must have 2 fields .*, got 1"),
+        ('file_name,text\na.png,"a red\np1.png,x\n', r"line 2: not valid CSV: unexpected end of data"),
+        ('file_name,text\na.png,"a red\np1.png,"blue"\n', r"line 2: not valid CSV"),
+        ("file_name,text\na.png,x\nfile_name,text\nb.png,y\n", r"line 3: the names of the columns are there a second time"),
+        ("file_name,text,text\na.png,x,y\n", r"line 1: the column text is there twice"),
+        ("file_name,text\na.png," + "x" * 200_000, r"line 2: not valid CSV: field larger than field limit"),
+    ],
+)
+def test_an_ambiguous_csv_is_refused_and_no_caption_is_cut(captioned, text, message):
+    captioned.write("metadata.csv", text)
+    with pytest.raises(ValueError, match=rf"metadata\.csv, {message}"):
+        captioned.rows(sources=("metadata", "sidecar"))
+
+
+def test_a_quoted_csv_text_is_taken_whole_also_after_a_space(folder):
+    folder.write("metadata.csv", 'file_name, text\n\na.png, "a red, round thing"\nsub/b.jpg,a 5" nail\n')
+    assert folder.captions() == {"a.png": ["a red, round thing"], "sub/b.jpg": ['a 5" nail']}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ('{"file_name": "a.png", "text": ' + "9" * 5000 + "}", "not valid JSON"),
+        ('{"file_name": "a.png", "text": "x", "text": "y"}', "the key 'text' is there twice"),
+    ],
+)
+def test_a_hostile_line_of_json_is_one_line_with_its_place(captioned, line, message):
+    captioned.write("metadata.jsonl", line)
+    with pytest.raises(ValueError, match=rf"metadata\.jsonl, line 1: .*{message}"):
+        captioned.rows(sources=("metadata", "sidecar"))
+
+
+@pytest.mark.parametrize("text", ["a photo of [trigger]", "[Trigger], a cat"])
+def test_the_placeholder_of_ai_toolkit_is_refused_in_a_caption(captioned, text):
+    captioned.write("a.txt", text)
+    with pytest.raises(ValueError, match=r"^a\.txt: \[trigger\] is not replaced; write the trigger itself"):
+        captioned.rows(trigger="ohwx", template="{trigger}, {caption}")
+
+
+def test_a_caption_that_has_the_trigger_does_not_get_it_twice(captioned):
+    captioned.write("a.txt", "a photo of ohwx")
+    captioned.write("sub/b.txt", "ohwxes")  # another word
+    with pytest.raises(ValueError, match=r'^a\.txt: the caption has the trigger "ohwx" already, and captions\.template adds it'):
+        captioned.rows(trigger="ohwx", template="{trigger}, {caption}")
+    assert captioned.captions(trigger="ohwx")["a.png"] == ["a photo of ohwx"]
+    captioned.write("a.txt", "a photo")
+    assert captioned.captions(trigger="ohwx", template="{trigger}, {caption}")["sub/b.jpg"] == ["ohwx, ohwxes"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "metadata.jsonl", "metadata.csv"])
+def test_a_link_to_a_text_elsewhere_is_no_caption(captioned, tmp_path, name):
+    (tmp_path / "secret").write_text("file_name,text\na.png,secret")
+    (captioned.root / name).unlink(missing_ok=True)
+    (captioned.root / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match=rf"{name} is a link to .*secret, in another folder: captions are not read from there"):
+        captioned.rows()
+    (captioned.root / name).unlink()
+    (captioned.root / name).symlink_to("/proc/self/environ")
+    with pytest.raises(ValueError, match="captions are not read from there"):
+        captioned.rows()
+
+
+def test_a_link_to_a_text_in_its_own_folder_is_read(captioned):
+    (captioned.root / "a.txt").rename(captioned.root / "all.txt")
+    (captioned.root / "a.txt").symlink_to("all.txt")
+    assert captioned.captions()["a.png"] == ["a cat"]
+
+
+def test_a_named_pipe_or_a_huge_file_as_a_sidecar_is_refused_and_not_waited_for(captioned):
+    (captioned.root / "a.txt").unlink()
+    os.mkfifo(captioned.root / "a.txt")
+    with pytest.raises(ValueError, match=r"a\.txt is not a regular file"):
+        captioned.rows()
+    (captioned.root / "a.txt").unlink()
+    with (captioned.root / "a.txt").open("wb") as file:
+        file.truncate(40_000_000_000)
+    with pytest.raises(ValueError, match=r"a\.txt is too large: 40,000,000,000 bytes, at most 1,000,000 are read"):
+        captioned.rows()
+
+
 def test_a_file_name_in_another_unicode_spelling_is_found(folder):
     folder.add("cafe\u0301.png")
     folder.write("metadata.jsonl", json.dumps({"file_name": "caf\u00e9.png", "text": "coffee"}))
@@ -229,8 +318,8 @@ def test_a_missing_caption_is_replaced_as_the_setting_says(folder):
 def test_braces_in_a_caption_are_not_placeholders(folder):
     folder.write("a.txt", "{trigger} {caption} {x}")
     folder.write("sub/b.txt", "b")
-    found = folder.captions(template="by {trigger}: {caption}!", trigger="{caption}")
-    assert found["a.png"] == ["by {caption}: {trigger} {caption} {x}!"]
+    found = folder.captions(template="by {trigger}: {caption}!", trigger="{y}")
+    assert found["a.png"] == ["by {y}: {trigger} {caption} {x}!"]
 
 
 def test_a_template_without_caption_is_one_text_for_all_images_and_needs_no_files(folder):
@@ -309,6 +398,11 @@ def test_one_edited_caption_makes_one_row_pending(captioned):
         ({"missing": "skipp"}, "missing must be 'error', .* or 'skip', got 'skipp'"),
         ({"lines": "all"}, "lines must be 'one' or 'many', got 'all'"),
         ({"template": "{captoin}"}, r"template must have no placeholder but .*, got \{captoin\}; did you mean \{caption\}\?"),
+        ({"template": "{caption"}, r'template must have no braces but those of \{caption\} and \{trigger\}, got "\{caption"'),
+        ({"template": "caption}"}, "template must have no braces but"),
+        ({"template": "{{caption}}"}, "template must have no braces but"),
+        ({"template": "[trigger] {caption}"}, r"template must not have ai-toolkit's \[trigger\]; write \{trigger\} instead"),
+        ({"preview_prompts": ["[trigger]"]}, r"preview_prompts must not have ai-toolkit's \[trigger\]"),
         ({"template": " "}, "template must not be empty"),
         ({"template": "{trigger} {caption}"}, r"trigger must be set, because captions\.template has \{trigger\}"),
         ({"preview_prompts": ["{trigger}"]}, r"trigger must be set, because captions\.preview_prompts has \{trigger\}"),

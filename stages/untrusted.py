@@ -1,0 +1,113 @@
+"""Read files that this program did not write: regular files only, and never more bytes or levels than a bound allows.
+
+Every failure is a ValueError of one line that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import tomllib
+from collections import Counter
+from pathlib import Path
+from typing import Any, BinaryIO
+
+JSON_BYTES = 100_000_000  # the largest tokenizer.json in use has 33 MB
+TOML_BYTES = 1_000_000
+DOTS = 200  # in a line of TOML, outside texts; tomllib's time grows with the square of a dotted key's parts
+TEXTS = re.compile(r"""\"[^"\n]*"|'[^'\n]*'""")
+
+
+def open_regular(path: Path, most: int | None = None) -> BinaryIO:
+    """Open a regular file for reading and return the open file. `most` is the largest allowed size in bytes; None allows any
+    size. A named pipe, a device or a socket is refused, and never waited for. Raises ValueError if the file is refused. Raises
+    OSError if it cannot be opened.
+    """
+    _check(path, path.stat(), most)  # before it is opened: opening a device may have an effect
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
+    try:
+        _check(path, os.fstat(file.fileno()), most)
+    except ValueError:
+        file.close()
+        raise
+    return file
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """Return the bytes of a regular file of at most `most` bytes. Raises ValueError if the file is larger, is no regular file or
+    cannot be read.
+    """
+    try:
+        with open_regular(path, most) as file:
+            return file.read(os.fstat(file.fileno()).st_size)  # a file of /proc says 0 and has no end
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def read_utf8(path: Path, most: int) -> str:
+    """Return the text of a regular file in UTF-8 of at most `most` bytes, without a byte order mark. Raises ValueError if it
+    cannot be read.
+    """
+    try:
+        return read_bytes(path, most).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}") from None
+
+
+def read_json(path: Path, most: int = JSON_BYTES) -> Any:
+    """Parse the JSON file `path` of at most `most` bytes, and return its content. Raises ValueError if it cannot be read."""
+    return parse_json(read_bytes(path, most), str(path))
+
+
+def parse_json(text: str | bytes, where: str) -> Any:
+    """Parse JSON and return its content. `where` names the text in errors, such as "a.jsonl, line 3". Raises ValueError if the
+    text is not JSON, is nested too deeply or has a key twice in one object.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not valid JSON at {_place(error)}: {error.msg}") from None
+    except RecursionError:
+        raise ValueError(f"{where}: not valid JSON: it is nested too deeply") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{where}: not valid JSON: not UTF-8") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: not valid JSON: {error}") from None
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """Parse TOML and return its content. `where` names the text in errors. Raises ValueError if the text is not TOML, is nested
+    too deeply or is longer than a settings file can be.
+    """
+    if len(text) > TOML_BYTES:
+        raise ValueError(f"{where}: too large: {len(text):,} characters, at most {TOML_BYTES:,} are read")
+    long = [line for line in text.splitlines() if line.count(".") > DOTS]
+    if any(TEXTS.sub("", line).count(".") > DOTS for line in long):
+        raise ValueError(f"{where}: not valid TOML: a line has more than {DOTS} dots")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(f"{where}: not valid TOML: it is nested too deeply") from None
+    except ValueError as error:  # also a whole number of thousands of digits
+        raise ValueError(f"{where}: not valid TOML: {error}") from None
+
+
+def _check(path: Path, status: os.stat_result, most: int | None) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path} is not a regular file")
+    if most is not None and status.st_size > most:
+        raise ValueError(f"{path} is too large: {status.st_size:,} bytes, at most {most:,} are read")
+
+
+def _place(error: json.JSONDecodeError) -> str:
+    return f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {twice!r} is there twice")
+    return found
