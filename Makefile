@@ -24,7 +24,7 @@ unexport PROJECT SET SQL WHAT NAME IMAGES FAMILY TRIGGER
 .NOTPARALLEL:
 .PHONY: init images captions ingest buckets latents embeddings train samples segments status query panel follow memory export clean
 .PHONY: scores evaluate
-.PHONY: sources units
+.PHONY: sources units pairs
 .PHONY: test prove check format bench pages dictionary recipe figures experiments
 .DEFAULT_GOAL := train
 
@@ -77,6 +77,9 @@ sources: .venv/ready
 
 units: sources
 	@$(RUN) units
+
+pairs: units
+	@$(RUN) pairs
 
 # Looking at a project
 

@@ -8,5 +8,5 @@ from stages.stage import Pipeline
 PIPELINE = Pipeline(
     name="retrieval",
     doc="a folder of source code becomes a fine-tuned retriever and its search",
-    stages={name: f"stages.retrieval.{name}" for name in ("sources", "units")},
+    stages={name: f"stages.retrieval.{name}" for name in ("sources", "units", "pairs")},
 )

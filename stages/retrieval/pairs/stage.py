@@ -1,0 +1,187 @@
+"""The stage `pairs`: one row per unit with a docstring. The first sentence is the query, the unit's code the document."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from schemas.retrieval.pairs import PAIRS
+from schemas.retrieval.units import UNITS
+from stages.retrieval import texts
+from stages.retrieval.pairs.among import groups, leaks
+from stages.retrieval.pairs.rules import overlap, reason_against, split_of
+from stages.settings import require, runtime, setting
+from stages.stage import Stage, StageContext
+
+Row = dict[str, Any]
+
+KEPT = ("pair_id", "unit_id", "package", "query", "query_id", "text_id")  # the columns that come from the unit alone
+AMONG = (None, "duplicate", "leak")  # the values of `rejected` that depend on other pairs
+
+
+@dataclass(frozen=True)
+class PairsConfig:
+    """The section [pairs] of project.toml: which docstrings are queries, and how pairs are split."""
+
+    split: Literal["module", "unit"] = setting(
+        "module",
+        "what falls into a split as a whole: module, so that the test is code of other top-level modules; or unit, so that the "
+        "encoder is tuned to the very code base that is searched",
+    )
+    test: float = setting(0.25, "share of the test split, 0 to 1: hundreds of queries give useful intervals")
+    valid: float = setting(0.1, "share of the validation split, 0 to 1, on which settings are chosen")
+    min_query_words: int = setting(3, "fewest words of a query")
+    max_query_words: int = setting(40, "most words of a query")
+    min_body_lines: int = setting(5, "fewest lines of code in a body, docstring excluded")
+    max_leak: float = setting(
+        0.5, "a train pair is not used if its document is more like a document of valid or test than this, Jaccard of trigrams"
+    )
+    batch_size: int = runtime(512, "pairs per record batch, which a kill can lose")
+
+    def __post_init__(self) -> None:
+        require(self, "test", 0, below=1)
+        require(self, "valid", 0, below=1)
+        if self.test + self.valid >= 1:
+            raise ValueError(f"test must be < {1 - self.valid:g}, so that pairs are left to train on, got {self.test}")
+        require(self, "min_query_words", 1)
+        require(self, "max_query_words", self.min_query_words)
+        require(self, "min_body_lines", 0)
+        require(self, "max_leak", 0, 1)
+        require(self, "batch_size", 1)
+
+
+def wanted_pairs(ctx: StageContext) -> pa.Table:
+    """Return one row per unit with a query, with the columns `KEPT`. Raises ValueError if no unit has a docstring."""
+    rows = [_kept(row) for row in _units(ctx).values()]
+    if not rows:
+        raise ValueError(
+            "no unit has a docstring, so there are no pairs: set sources.roots to documented code, or units.min_lines"
+        )
+    return pa.Table.from_pylist(rows, schema=pa.schema([PAIRS.batch.field(name) for name in KEPT]))
+
+
+def _units(ctx: StageContext) -> dict[str, Row]:
+    """Return the units that have a query, by unit_id, in the order of path and line."""
+    columns = ["unit_id", "path", "qualified_name", "package", "first_line", "code_lines", "query", "body", "text", "text_id"]
+    rows = [row for row in ctx.rows(UNITS).select(columns).to_pylist() if row["query"]]
+    return {row["unit_id"]: row for row in sorted(rows, key=lambda row: (row["path"], row["first_line"], row["unit_id"]))}
+
+
+def _kept(unit: Row) -> Row:
+    pair_id = hashlib.sha256(f"{unit['unit_id']}\n{unit['query']}".encode()).hexdigest()
+    query_id = texts.text_id("query", unit["query"])
+    return {"pair_id": pair_id, "query_id": query_id, **{name: unit[name] for name in ("unit_id", "package", "query", "text_id")}}
+
+
+def judge_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+    """Judge every pending pair by itself and yield its row. Duplicates and leaks are not looked for yet, because a row must
+    depend on its own unit alone.
+    """
+    units = _units(ctx)
+    pending = ctx.pending["unit_id"].to_pylist()
+    for start in range(0, len(pending), ctx.config.batch_size):
+        if ctx.stop():
+            return
+        some = pending[start : start + ctx.config.batch_size]
+        yield _batch([pair_row(units[unit_id], ctx.config) for unit_id in some])
+        ctx.progress(start + len(some), len(pending), "pairs")
+
+
+def pair_row(unit: Row, config: PairsConfig) -> Row:
+    """Return the row of the table `pairs` for a unit with a query, judged by itself. `unit` is its row of the table `units`."""
+    place = unit["package"] if config.split == "module" else f"{unit['path']} {unit['qualified_name']}"
+    found = reason_against(
+        unit["query"],
+        unit["text"],
+        unit["code_lines"],
+        query_words=(config.min_query_words, config.max_query_words),
+        min_body_lines=config.min_body_lines,
+    )
+    row = {
+        **_kept(unit),
+        "split": split_of(place, config.valid, config.test),
+        "overlap": overlap(unit["query"], unit["text"]),
+        "leak": 0.0,
+        "rejected": found[0] if found else None,
+        "detail": found[1] if found else "",
+    }
+    if not found and row["split"] == "train" and not row["overlap"]:
+        row |= {"rejected": "no_overlap", "detail": "no word of the query occurs in the code, which teaches little"}
+    return {**row, "duplicate_group": row["pair_id"]}
+
+
+def finish_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+    """Compare all pairs with each other: mark duplicates, then train pairs that leak into valid or test. Yield the rows that
+    change. Tell the user how many pairs each split has. If the user stopped the run before every pair had a row, do nothing.
+    """
+    units = _units(ctx)
+    stored = {row["unit_id"]: row for row in ctx.stored.select(PAIRS.batch.names).to_pylist()}
+    if not units.keys() <= stored.keys():
+        return
+    rows = [stored[unit_id] for unit_id in units]
+    judged = mark_leaks(mark_duplicates(rows, units), units, ctx.config.max_leak)
+    changed = [new for new, old in zip(judged, rows, strict=True) if _batch([new]) != _batch([old])]
+    for start in range(0, len(changed), ctx.config.batch_size):
+        yield _batch(changed[start : start + ctx.config.batch_size])
+    _summarise(ctx, judged)
+
+
+def mark_duplicates(rows: list[Row], units: dict[str, Row]) -> list[Row]:
+    """Return rows with their duplicate groups, in the order given. Pairs with the same words in the query or the same body belong
+    to a group. Of several usable pairs of a group, the first is used. `units` maps unit_ids to rows of the table `units`.
+    """
+    keys = [(("query", *texts.words(row["query"])), ("body", *units[row["unit_id"]]["body"].split())) for row in rows]
+    taken: set[int] = set()
+    found = []
+    for row, group in zip(rows, groups(keys), strict=True):
+        new = row | {"duplicate_group": rows[group]["pair_id"], "leak": 0.0}
+        if row["rejected"] in AMONG:
+            first = units[rows[group]["unit_id"]]
+            detail = f"the query or the body is that of {first['path']}, line {first['first_line']}, or of its duplicates"
+            new |= {"rejected": "duplicate", "detail": detail} if group in taken else {"rejected": None, "detail": ""}
+            taken.add(group)
+        found.append(new)
+    return found
+
+
+def mark_leaks(rows: list[Row], units: dict[str, Row], limit: float) -> list[Row]:
+    """Return rows in which train pairs are rejected if their body is too like one of valid or test. `limit` is the largest
+    Jaccard similarity of word trigrams that is allowed.
+    """
+    used = [row for row in rows if row["rejected"] is None]
+    held_out = [units[row["unit_id"]] for row in used if row["split"] != "train"]
+    train = [row for row in used if row["split"] == "train"]
+    likeness, position = leaks([units[row["unit_id"]]["body"] for row in train], [unit["body"] for unit in held_out])
+    marked = {}
+    for row, value, place in zip(train, likeness.tolist(), position.tolist(), strict=True):
+        marked[row["pair_id"]] = row | {"leak": value}
+        if value > limit:
+            other = held_out[place]
+            detail = f"its body is like {other['path']}, line {other['first_line']}, which is held out: Jaccard {value:.2f}"
+            marked[row["pair_id"]] |= {"rejected": "leak", "detail": detail}
+    return [marked.get(row["pair_id"], row) for row in rows]
+
+
+def _batch(rows: list[Row]) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pylist(rows, schema=PAIRS.batch)
+
+
+def _summarise(ctx: StageContext, rows: list[Row]) -> None:
+    splits = Counter(row["split"] for row in rows if not row["rejected"])
+    reasons = sorted(Counter(row["rejected"] for row in rows if row["rejected"]).items())
+    counts = ", ".join(f"{splits[split]} {split}" for split in ("train", "valid", "test"))
+    ctx.say(f"{len(rows)} pairs: {counts}{''.join(f', {count} {reason}' for reason, count in reasons)}")
+    if not all(splits[split] for split in ("train", "valid", "test")):
+        packages = len({row["package"] for row in rows})
+        remedy = (
+            'pairs.split = "unit" splits within a module' if ctx.config.split == "module" else "set pairs.valid and pairs.test"
+        )
+        ctx.say(f"a split is empty: the pairs are of {packages} top-level modules; {remedy}")
+
+
+STAGE = Stage(reads=(UNITS,), writes=PAIRS, config=PairsConfig, wants=wanted_pairs, run=judge_pairs, finish=finish_pairs)

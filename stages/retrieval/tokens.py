@@ -1,0 +1,150 @@
+"""The stage `tokens`: token ids of every document and every query, so that training and encoding never tokenise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from schemas.retrieval.pairs import PAIRS
+from schemas.retrieval.tokens import TOKENS
+from schemas.retrieval.units import UNITS
+from stages.retrieval import texts
+from stages.settings import require, runtime, selects, setting
+from stages.stage import Stage, StageContext
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Row = dict[str, Any]
+
+LONGEST = 4096  # tokens: the memory of attention grows with the square of the length
+
+
+@dataclass(frozen=True)
+class TokensConfig:
+    """The section [tokens] of project.toml: how texts become token ids."""
+
+    query_tokens: int = setting(32, f"tokens of a query at most, end token included; at most {LONGEST}")
+    document_tokens: int = setting(256, f"tokens of a document at most, end token included; at most {LONGEST}")
+    hard: bool = selects(False, "also tokenise the documents of pairs without their names, for the hard mode of the evaluation")
+    batch_size: int = runtime(256, "texts per record batch, which a kill can lose")
+
+    def __post_init__(self) -> None:
+        require(self, "query_tokens", 2, LONGEST)
+        require(self, "document_tokens", 2, LONGEST)
+        require(self, "batch_size", 1)
+
+
+def wanted_tokens(ctx: StageContext) -> pa.Table:
+    """Return one row per distinct text, with the columns `text_id` and `role`, sorted by role and id."""
+    wanted = sorted((row["role"], text_id) for text_id, row in _texts(ctx).items())
+    fields = [TOKENS.batch.field(name) for name in ("text_id", "role")]
+    return pa.Table.from_pylist([{"text_id": text_id, "role": role} for role, text_id in wanted], schema=pa.schema(fields))
+
+
+def _texts(ctx: StageContext) -> dict[str, Row]:
+    """Return every text by its text_id, as dicts of `role` and `text`: the documents of all units, and the queries of the pairs
+    that are used.
+    """
+    units = ctx.rows(UNITS).select(["unit_id", "name", "text", "text_id"]).to_pylist()
+    pairs = [row for row in ctx.rows(PAIRS).to_pylist() if row["rejected"] is None]
+    found = {row["text_id"]: {"role": "document", "text": row["text"]} for row in units}
+    found |= {row["query_id"]: {"role": "query", "text": row["query"]} for row in pairs}
+    if ctx.config.hard:
+        paired = {row["unit_id"] for row in pairs}
+        for text in (texts.without_name(row["text"], row["name"]) for row in units if row["unit_id"] in paired):
+            found[texts.text_id("document", text)] = {"role": "document", "text": text}
+    return found
+
+
+def encode_tokens(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+    """Tokenise the pending texts and yield their rows as record batches. Raises ValueError if the tokenizer cannot be used."""
+    pending = ctx.pending.to_pylist()
+    if not pending:
+        return
+    known = _texts(ctx)
+    tokenizer = TextTokenizer(ctx.need("tokenizer"), lower_case=ctx.need("family").lower_case)
+    longest = {"query": ctx.config.query_tokens, "document": ctx.config.document_tokens}
+    for start in range(0, len(pending), ctx.config.batch_size):
+        if ctx.stop():
+            return
+        some = pending[start : start + ctx.config.batch_size]
+        encoded = tokenizer.encode([known[row["text_id"]]["text"] for row in some])
+        rows = [_row(row, ids, longest[row["role"]], tokenizer) for row, ids in zip(some, encoded, strict=True)]
+        yield TOKENS.table(rows).combine_chunks().to_batches()[0]
+        ctx.progress(start + len(some), len(pending), "texts")
+
+
+def _row(row: Row, ids: list[int], longest: int, tokenizer: TextTokenizer) -> Row:
+    kept = tokenizer.cut(ids, longest)
+    return {
+        "text_id": row["text_id"],
+        "role": row["role"],
+        "count": len(kept),
+        "truncated": len(ids) - len(kept),
+        "unknown": kept.count(tokenizer.unknown) if tokenizer.unknown is not None else 0,
+        "ids_shape": [len(kept)],
+        "ids": np.array(kept, np.int32),
+    }
+
+
+class TextTokenizer:
+    """The tokenizer of a model family. `folder` holds its tokenizer.json. If `lower_case` is True, texts are lower-cased first.
+    Raises ValueError if there is no tokenizer.json, or it cannot be read.
+    """
+
+    def __init__(self, folder: Path, *, lower_case: bool) -> None:
+        self.lower_case = lower_case
+        self.tokenizer = _load(folder / "tokenizer.json" if folder.is_dir() else folder)
+        config = folder / "tokenizer_config.json"
+        named = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        self.end = self.tokenizer.token_to_id(_content(named.get("eos_token")) or "</s>")
+        self.unknown = self.tokenizer.token_to_id(_content(named.get("unk_token")) or "<unk>")
+
+    def encode(self, many: list[str]) -> list[list[int]]:
+        """Return the token ids of texts, the end token included, not cut."""
+        found = self.tokenizer.encode_batch([text.lower() for text in many] if self.lower_case else many)
+        ids = [each.ids for each in found]
+        return [each if self.end is None or (each and each[-1] == self.end) else [*each, self.end] for each in ids]
+
+    def cut(self, ids: list[int], longest: int) -> list[int]:
+        """Return the first token ids of a text, at most `longest`, of which the last is the end token."""
+        return ids if len(ids) <= longest else [*ids[: longest - 1], ids[-1]]
+
+    def pieces(self, ids: list[int]) -> list[str]:
+        """Return the text of every token id, for people."""
+        return [self.tokenizer.id_to_token(each) or f"<{each}>" for each in ids]
+
+
+def _content(token: Any) -> str:
+    return token["content"] if isinstance(token, dict) else token or ""
+
+
+def _load(file: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    if not file.is_file():
+        raise ValueError(f"{file} is missing: a retriever needs a tokenizer.json")
+    try:
+        found = Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001  (the library raises Exception itself)
+        raise ValueError(f"{file} is not a tokenizer.json: {error}") from None
+    found.no_padding()
+    found.no_truncation()
+    return found
+
+
+STAGE = Stage(
+    reads=(UNITS, PAIRS),
+    writes=TOKENS,
+    config=TokensConfig,
+    needs=("family", "tokenizer"),
+    wants=wanted_tokens,
+    run=encode_tokens,
+)

@@ -1,0 +1,144 @@
+"""The stage pairs: which docstrings are queries, how pairs are split, duplicates and leaks."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from stages.retrieval.pairs.among import groups, leaks
+from stages.retrieval.pairs.rules import overlap, reason_against, split_of
+from tests.stages.retrieval.project import FUNCTION, make, rows, run
+
+
+def reason(query: str, document: str = "def f(a):\n  return a", lines: int = 9) -> str | None:
+    found = reason_against(query, document, lines, query_words=(3, 12), min_body_lines=5)
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ("Count the words of a text.", None),
+        ("Count words.", "short_query"),
+        ("Count " + "very " * 12 + "many words.", "long_query"),
+        ("Initialize self.  See help(type(self)) for accurate signature.", "boilerplate"),
+        ("Initialize the object.", "boilerplate"),
+        ("Initialize the database connection from a file.", None),
+        ("Constructor arguments are keywords.", "boilerplate"),
+        ("See the base class.", "boilerplate"),
+        ("TODO: write this text.", "boilerplate"),
+        ("Override the base class method.", "boilerplate"),
+        ("Override standard display hook to use non-locale encoding", None),
+        ("Test whether a path is a symbolic link.", None),
+        ("Internal routine to get nobody's uid", None),
+        ("Seek to a place in the file.", None),
+    ],
+)
+def test_a_query_is_judged_by_its_words(query, expected):
+    assert reason(query) == expected
+
+
+def test_a_pair_is_judged_by_its_code():
+    assert reason("Count the words.", lines=4) == "short_body"
+    assert reason("Count the words.", "x = 'count  THE words.'") == "verbatim"
+
+
+def test_overlap_counts_content_words_once():
+    assert overlap("Return the number of words", "def number_of(x)") == 0.5
+    assert overlap("the of", "the of") == 0.0
+
+
+def test_splits_have_their_shares_and_a_text_never_changes_its_split():
+    names = [f"module{n}" for n in range(4000)]
+    found = Counter(split_of(name, 0.1, 0.25) for name in names)
+    assert abs(found["test"] / 4000 - 0.25) < 0.03 and abs(found["valid"] / 4000 - 0.1) < 0.02
+    tested = {name for name in names if split_of(name, 0.1, 0.25) == "test"}
+    assert tested <= {name for name in names if split_of(name, 0.3, 0.3) == "test"}
+
+
+def test_items_are_grouped_by_common_keys_also_through_a_third():
+    assert groups([("a", "x"), ("b", "y"), ("c", "y"), ("a", "z"), ("d", "z"), ("e",)]) == [0, 1, 1, 0, 0, 5]
+
+
+def test_a_leak_is_the_largest_jaccard_similarity_of_trigrams():
+    likeness, position = leaks(["a b c d", "q r s t"], ["x y z", "a b c e", "a b c d f"])
+    assert likeness.tolist() == pytest.approx([2 / 3, 0.0]) and position[0] == 2
+    assert leaks(["a b c"], [])[0].tolist() == [0.0]
+
+
+def test_no_module_has_pairs_in_two_splits_but_a_library_can_be_split_within(tmp_path):
+    folder = make(tmp_path / "project", verbs=8, nouns=8)
+    run(folder, "sources", "units")
+    for split, most in (("module", 1), ("unit", 3)):
+        overrides = {"pairs.split": split, "pairs.test": 0.4, "pairs.valid": 0.2}
+        run(folder, "pairs", overrides=overrides)
+        found = rows(folder, "pairs", overrides)
+        for package in {row["package"] for row in found}:
+            assert len({row["split"] for row in found if row["package"] == package}) <= most
+        if split == "unit":
+            assert {row["split"] for row in found} == {"train", "valid", "test"}
+
+
+def test_of_pairs_with_one_query_or_body_the_first_is_used(tmp_path):
+    folder = make(tmp_path / "project", verbs=2, nouns=1)
+    same = FUNCTION.format(verb="count", title="Count", noun="words", number=0)
+    (folder / "code" / "zebra.py").write_text(same.replace("[:words_limit]", "[:1]"))  # the same query
+    (folder / "code" / "again.py").write_text(
+        same.replace("Count the words", "Number all words").replace("count_words", "number")
+    )
+    run(folder, "sources", "units", "pairs")
+    found = {row["query"] + row["package"]: row for row in rows(folder, "pairs")}
+    first = found["Count the words of a list and keep the largest 0.code/flat"]
+    other = found["Count the words of a list and keep the largest 0.code/zebra"]
+    assert (first["rejected"], other["rejected"]) == (None, "duplicate")
+    assert first["duplicate_group"] == other["duplicate_group"]
+
+
+def test_deleting_a_file_makes_its_duplicate_usable(tmp_path):
+    folder = make(tmp_path / "project", verbs=2, nouns=1)
+    same = FUNCTION.format(verb="count", title="Count", noun="words", number=0)
+    (folder / "code" / "a.py").write_text(same + "\n\nX = 1\n")
+    run(folder, "sources", "units", "pairs")
+    assert {row["rejected"] for row in rows(folder, "pairs") if row["package"] == "code/flat"} == {None, "duplicate"}
+    (folder / "code" / "a.py").unlink()
+    run(folder, "sources", "units", "pairs")
+    assert {row["rejected"] for row in rows(folder, "pairs")} == {None}
+
+
+def test_a_train_pair_that_is_nearly_a_test_pair_is_rejected(tmp_path):
+    folder = make(tmp_path / "project", verbs=6, nouns=1)
+    overrides = {"pairs.split": "unit", "pairs.test": 0.5, "pairs.max_leak": 0.3}
+    run(folder, "sources", "units", "pairs", overrides=overrides)
+    found = rows(folder, "pairs", overrides)
+    leaked = [row for row in found if row["rejected"] == "leak"]
+    assert leaked and all(row["split"] == "train" and row["leak"] > 0.3 for row in leaked)
+    assert all(row["leak"] <= 0.3 for row in found if row["rejected"] is None)
+
+
+def test_code_without_docstrings_is_one_line(tmp_path):
+    folder = make(tmp_path / "project", verbs=1, nouns=1)
+    (folder / "code" / "flat" / "words.py").write_text("def f(a):\n    a += 1\n    return a\n")
+    run(folder, "sources", "units")
+    with pytest.raises(ValueError, match="no unit has a docstring, so there are no pairs"):
+        run(folder, "pairs")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"pairs.test": 0.95}, r"pairs.test must be < 0.9, so that pairs are left to train on, got 0.95"),
+        ({"pairs.split": "file"}, "pairs.split must be"),
+        ({"pairs.max_query_words": 2}, "pairs.max_query_words must be >= 3"),
+    ],
+)
+def test_wrong_settings_are_one_line(overrides, message, tmp_path):
+    folder = make(tmp_path / "project", verbs=1, nouns=1)
+    with pytest.raises(ValueError, match=message):
+        run(folder, "pairs", overrides=overrides)
+
+
+def test_the_user_hears_of_an_empty_split(tmp_path):
+    folder = make(tmp_path / "project", verbs=3, nouns=1)
+    run(folder, "sources", "units")
+    assert any('pairs.split = "unit"' in line for line in run(folder, "pairs"))
