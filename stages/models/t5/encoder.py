@@ -1,0 +1,175 @@
+"""T5's encoder and its projection head as a chain of blocks: token ids to unit vectors, one per token.
+
+Several arrays of token ids pass through the chain at once, each with its own length: queries and documents, for example. Their
+tokens lie one after another in the residual stream, so that every Linear is one matrix product. Only attention knows the parts.
+T tokens of all parts, B texts of a part, L tokens of a text, D model width, H heads, K head width, E width of a token vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from stages.models.t5.config import BIAS, EMBEDDING, FINAL_NORM, HEAD, T5Config, block_name
+from stages.models.t5.layers import HIDDEN, attend, buckets, gelu_times, rms_norm
+
+Linear = Callable[[str, Any, mx.array], mx.array]  # (name within the block, weight, x) -> y
+Shared = list[dict[str, mx.array]]  # per part: bias_1HLL, hidden_B11L, real_BL
+
+TABLES_KEPT = 16  # tables of buckets in memory, one per length
+EPS = 1e-12  # the least norm that a vector is divided by, as in PyTorch's normalize
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of the encoder, or its head. `kind` names the function that computes it. `name` is its full name, such as
+    "encoder.block.0". `weights` maps names within the block to arrays.
+    """
+
+    kind: str
+    name: str
+    weights: dict[str, Any]
+
+
+class T5:
+    """T5's encoder with a projection head. Call it to get token vectors in one go. To control how every block is computed, call
+    `enter`, then `block(kind)` for each of `blocks`, then `leave`. The last block is the head.
+    """
+
+    def __init__(self, config: T5Config, weights: Mapping[str, Any]) -> None:
+        """Build the encoder from its sizes and weights. `weights` maps every name in `config.shapes()` to an array. The weight of
+        a Linear within a block may also be any object that the function `linear` of the block accepts.
+        """
+        self.config = config
+        self.embedding, self.bias = weights[EMBEDDING], weights[BIAS]
+        kind = "gated" if config.gated else "relu"
+        self.blocks = [
+            Block(kind, name, {inside: weights[f"{name}.{inside}"] for inside in config.block_shapes()})
+            for name in map(block_name, range(config.num_layers))
+        ]
+        head = {"final_layer_norm.weight": weights[FINAL_NORM], "linear.weight": weights[HEAD]}
+        self.blocks.append(Block("head", "head", head))
+        self._buckets: dict[int, mx.array] = {}
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The dtype in which the encoder computes."""
+        found: mx.Dtype = self.embedding.dtype
+        return found
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Return the sizes of the Linears in all blocks: full name -> (outputs, inputs). The head is the last one."""
+        shapes = {name: shape for name, shape in self.config.shapes().items() if name not in (EMBEDDING, BIAS)}
+        return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
+
+    def enter(self, ids: Sequence[mx.array], real: Sequence[mx.array]) -> tuple[mx.array, Shared]:
+        """Return the input of the first block, and what all blocks read. `ids` holds one int32 array of token ids (texts,
+        tokens) per part. `real` holds a boolean array of the same shape per part, False for padding. The input of the first
+        block is (tokens of all parts, width).
+        """
+        h_TD = mx.concatenate([self.embedding[part_BL.reshape(-1)] for part_BL in ids])
+        return h_TD, [self._part(part_BL) for part_BL in real]
+
+    def _part(self, real_BL: mx.array) -> dict[str, mx.array]:
+        length = real_BL.shape[1]
+        bias_1HLL = self.bias[self._bucket_table(length)].transpose(2, 0, 1)[None]
+        hidden_B11L = mx.where(real_BL, 0.0, HIDDEN)[:, None, None, :]
+        bias, hidden = mx.contiguous(bias_1HLL).astype(self.dtype), hidden_B11L.astype(self.dtype)
+        return {"bias_1HLL": bias, "hidden_B11L": hidden, "real_BL": real_BL}
+
+    def _bucket_table(self, length: int) -> mx.array:
+        if length not in self._buckets:
+            c = self.config
+            found = buckets(length, c.relative_attention_num_buckets, c.relative_attention_max_distance)
+            self._buckets[length] = mx.array(found)
+            if len(self._buckets) > TABLES_KEPT:
+                self._buckets.pop(next(iter(self._buckets)))
+        return self._buckets[length]
+
+    def block(self, kind: str) -> Callable[..., mx.array]:
+        """Return the function that computes blocks of this `kind`, "gated", "relu" or "head". Call it as `function(weights, h_TD,
+        shared, linear)`. `linear(name, weight, x)` computes one Linear; its default is the plain product. The head's result is
+        (tokens of all parts, width of a token vector), not normalised.
+        """
+        eps, heads = self.config.layer_norm_epsilon, self.config.num_heads
+        if kind == "head":
+            return lambda weights, h_TD, shared, linear=plain_linear: linear(
+                "linear", weights["linear.weight"], rms_norm(h_TD, weights["final_layer_norm.weight"], eps)
+            )
+        forward = _gated if kind == "gated" else _relu
+
+        def layer(weights: Mapping[str, Any], h_TD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
+            x_TD = rms_norm(h_TD, weights["layer.0.layer_norm.weight"], eps)
+            h_TD = h_TD + _attention(weights, x_TD, shared, linear, heads)
+            return h_TD + forward(weights, rms_norm(h_TD, weights["layer.1.layer_norm.weight"], eps), linear)
+
+        return layer
+
+    def leave(self, h_TE: mx.array, shared: Shared) -> list[mx.array]:
+        """Return the token vectors of every part: float32 (texts, tokens, width), of length 1, and zero for padding. h_TE is the
+        head's output for the tokens of all parts.
+        """
+        wide_TE = h_TE.astype(mx.float32)
+        unit_TE = wide_TE / mx.maximum(mx.sqrt(mx.maximum((wide_TE * wide_TE).sum(-1, keepdims=True), EPS**2)), EPS)
+        parts = _split(unit_TE, shared)
+        return [
+            x_LE.reshape(*part["real_BL"].shape, -1) * part["real_BL"][:, :, None]
+            for x_LE, part in zip(parts, shared, strict=True)
+        ]
+
+    def __call__(
+        self, ids: Sequence[mx.array], real: Sequence[mx.array], linear_for: Callable[[str], Linear] | None = None
+    ) -> list[mx.array]:
+        """Return the token vectors of every part, as `leave` does. `ids` and `real` are the arguments of `enter`. `linear_for`
+        runs the encoder with an adapter: it takes a block's name and returns the `linear` of that block.
+        """
+        h_TD, shared = self.enter(ids, real)
+        for block in self.blocks:
+            linear = linear_for(block.name) if linear_for else plain_linear
+            h_TD = self.block(block.kind)(block.weights, h_TD, shared, linear)
+        return self.leave(h_TD, shared)
+
+
+def plain_linear(name: str, weight: Any, x: mx.array) -> mx.array:
+    """Return x W^T. `weight` is W, an array (outputs, inputs). `name` is not used."""
+    y: mx.array = x @ weight.T
+    return y
+
+
+def _split(x_TD: mx.array, shared: Shared) -> list[mx.array]:
+    """Return the rows of each part. `x_TD` holds the tokens of all parts, one part after another."""
+    ends: list[int] = np.cumsum([part["real_BL"].size for part in shared]).tolist()
+    return list(mx.split(x_TD, ends[:-1])) if len(ends) > 1 else [x_TD]
+
+
+def _attention(weights: Mapping[str, Any], x_TD: mx.array, shared: Shared, linear: Linear, heads: int) -> mx.array:
+    def project(name: str) -> list[mx.array]:
+        full = f"layer.0.SelfAttention.{name}"
+        return _split(linear(full, weights[f"{full}.weight"], x_TD), shared)
+
+    done: list[mx.array] = []
+    for q, k, v, part in zip(project("q"), project("k"), project("v"), shared, strict=True):
+        B, L = part["real_BL"].shape
+        q_BHLK, k_BHLK, v_BHLK = (x.reshape(B, L, heads, -1).swapaxes(1, 2) for x in (q, k, v))
+        y_BHLK = attend(q_BHLK, k_BHLK, v_BHLK, part["bias_1HLL"], part["hidden_B11L"])
+        done.append(y_BHLK.swapaxes(1, 2).reshape(B * L, -1))
+    y_TD = mx.concatenate(done) if len(done) > 1 else done[0]
+    return linear("layer.0.SelfAttention.o", weights["layer.0.SelfAttention.o.weight"], y_TD)
+
+
+def _gated(weights: Mapping[str, Any], x_TD: mx.array, linear: Linear) -> mx.array:
+    gate, up = (linear(name, weights[f"{name}.weight"], x_TD) for name in map(_inner, ("wi_0", "wi_1")))
+    return linear(_inner("wo"), weights[f"{_inner('wo')}.weight"], gelu_times(gate, up))
+
+
+def _relu(weights: Mapping[str, Any], x_TD: mx.array, linear: Linear) -> mx.array:
+    inner_TF = mx.maximum(linear(_inner("wi"), weights[f"{_inner('wi')}.weight"], x_TD), 0)
+    return linear(_inner("wo"), weights[f"{_inner('wo')}.weight"], inner_TF)
+
+
+def _inner(name: str) -> str:
+    return f"layer.1.DenseReluDense.{name}"

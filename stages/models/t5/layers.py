@@ -1,0 +1,109 @@
+"""The operations within a T5 block: RMS norm, relative positions, attention, feed-forward.
+
+Some have a gradient of their own, because MLX's keeps more in memory or computes gradients of frozen weights.
+T tokens of all parts, B texts of a part, L tokens of a text, D model width, H heads, K head width, F feed-forward width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+HIDDEN = -1e9  # added to the scores of padding
+GELU = math.sqrt(2 / math.pi)
+
+
+def buckets(length: int, count: int, furthest: int) -> np.ndarray:
+    """Return the bucket of every relative position, int32 (length, length). Row i, column j is the bucket of the key at j for
+    the query at i. Half of the `count` buckets are for keys after the query. The nearest positions have a bucket each; farther
+    ones share buckets that grow logarithmically, up to the distance `furthest`.
+
+    The logarithm is computed in float64 on the host. In float32, a device may round a power to the wrong bucket.
+    """
+    offset = np.arange(length)[None, :] - np.arange(length)[:, None]
+    half = count // 2
+    exact = half // 2
+    distance = np.abs(offset)
+    ratio = np.log(np.maximum(distance, 1) / exact) / math.log(furthest / exact)
+    far = np.minimum(exact + (ratio * (half - exact)).astype(np.int64), half - 1)
+    near = np.where(distance < exact, distance, far)
+    return (near + half * (offset > 0)).astype(np.int32)
+
+
+def rms_norm(x: mx.array, weight_D: mx.array, eps: float) -> mx.array:
+    """Return x / sqrt(mean(x^2) + eps) * weight_D. x is (..., width). The weight is treated as frozen: its gradient is zero."""
+
+    @mx.custom_function
+    def forward(x: mx.array) -> mx.array:
+        return mx.fast.rms_norm(x, weight_D, eps)
+
+    @forward.vjp
+    def backward(x: mx.array, dy: mx.array, _: mx.array) -> mx.array:
+        return mx.vjp(lambda x: mx.fast.rms_norm(x, None, eps), [x], [dy * weight_D])[1][0]
+
+    made: Any = forward(x)
+    y: mx.array = made
+    return y
+
+
+def gelu_times(gate: mx.array, up: mx.array) -> mx.array:
+    """Return gelu(gate) * up, element by element, with the tanh form of GELU that T5 v1.1 uses. Both arrays have one shape. It
+    is computed in float32; the result has the dtype of `up`.
+    """
+    made: Any = _gelu_times(gate, up)
+    y: mx.array = made
+    return y
+
+
+@mx.custom_function
+def _gelu_times(gate: mx.array, up: mx.array) -> mx.array:
+    wide, tanh = _wide_and_tanh(gate)
+    return (0.5 * wide * (1 + tanh) * up.astype(mx.float32)).astype(up.dtype)
+
+
+@_gelu_times.vjp  # type: ignore[untyped-decorator, unused-ignore]
+def _gelu_times_vjp(primals: Any, dy: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+    # The dependency keeps the compiler from reusing, and so keeping, the tanh of the forward pass.
+    gate, up = mx.depends(list(primals), [dy])
+    wide, tanh = _wide_and_tanh(gate)
+    slope = 0.5 * (1 + tanh) + 0.5 * wide * (1 - tanh * tanh) * GELU * (1 + 3 * 0.044715 * wide * wide)
+    by_up = dy.astype(mx.float32)
+    dgate = by_up * up.astype(mx.float32) * slope
+    return dgate.astype(gate.dtype), (by_up * 0.5 * wide * (1 + tanh)).astype(up.dtype)
+
+
+def _wide_and_tanh(gate: mx.array) -> tuple[mx.array, mx.array]:
+    wide = gate.astype(mx.float32)
+    return wide, mx.tanh(GELU * (wide + 0.044715 * wide * wide * wide))
+
+
+def attend(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, bias_1HLL: mx.array, hidden_B11L: mx.array) -> mx.array:
+    """Return softmax(q k^T + bias + hidden) v, (B, H, L, K). The scores are not divided by the root of the width, because T5
+    has that factor in its weights. `hidden_B11L` is 0 for real keys and -1e9 for padding. No gradient is computed for the bias
+    and for `hidden_B11L`.
+
+    The gradient computes the probabilities again instead of keeping them.
+    """
+
+    def probabilities(q_BHLK: mx.array, k_BHLK: mx.array) -> mx.array:
+        scores_BHLL = q_BHLK @ k_BHLK.swapaxes(-1, -2)
+        return mx.softmax(scores_BHLL + bias_1HLL + hidden_B11L, axis=-1, precise=True)
+
+    @mx.custom_function
+    def forward(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array) -> mx.array:
+        return probabilities(q_BHLK, k_BHLK) @ v_BHLK
+
+    @forward.vjp
+    def backward(primals: Any, dy_BHLK: mx.array, y_BHLK: mx.array) -> tuple[mx.array, ...]:
+        q_BHLK, k_BHLK, v_BHLK = mx.depends(list(primals), [dy_BHLK])
+        p_BHLL = probabilities(q_BHLK, k_BHLK)
+        pull_BHL1 = (dy_BHLK.astype(mx.float32) * y_BHLK).sum(-1, keepdims=True)
+        ds_BHLL = (p_BHLL * ((dy_BHLK @ v_BHLK.swapaxes(-1, -2)) - pull_BHL1)).astype(q_BHLK.dtype)
+        return ds_BHLL @ k_BHLK, ds_BHLL.swapaxes(-1, -2) @ q_BHLK, p_BHLL.swapaxes(-1, -2) @ dy_BHLK
+
+    made: Any = forward(q_BHLK, k_BHLK, v_BHLK)
+    y_BHLK: mx.array = made
+    return y_BHLK

@@ -1,0 +1,162 @@
+"""The T5 encoder against transformers' own, in float32."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from stages.models.t5 import encoder, layers
+from stages.models.t5.config import HEAD, T5Config
+from stages.models.t5.encoder import T5
+from stages.models.t5.layers import buckets
+
+MOST, MEAN = 5e-5, 1e-5  # limits of the largest and the mean absolute difference
+TINY = {"vocab_size": 99, "d_model": 48, "d_kv": 16, "d_ff": 80, "num_layers": 3, "num_heads": 2}  # 2 * 16 differs from 48
+BASE = {"vocab_size": 500, "d_model": 768, "d_kv": 64, "d_ff": 2048, "num_layers": 12, "num_heads": 12}
+FORMS = {"gated": (TINY, "gated-gelu"), "relu": (TINY, "relu")}
+
+
+@functools.lru_cache(maxsize=2)
+def reference(form: str) -> tuple[Any, Any]:
+    """A random T5 encoder by transformers and a random head, (model, head as NumPy)."""
+    import torch
+    from transformers import T5Config as TheirConfig
+    from transformers import T5EncoderModel
+
+    sizes, kind = {**FORMS, "base": (BASE, "gated-gelu")}[form]
+    torch.manual_seed(0)
+    model = T5EncoderModel(TheirConfig(**sizes, feed_forward_proj=kind)).eval()
+    for name, tensor in model.named_parameters():
+        if "layer_norm" in name:
+            tensor.data = 1 + 0.3 * torch.randn_like(tensor)
+        if "relative_attention_bias" in name:
+            tensor.data = torch.randn_like(tensor)
+    return model, np.random.default_rng(0).normal(size=(32, sizes["d_model"])).astype(np.float32) / 8
+
+
+def ours(model: Any, head: np.ndarray) -> T5:
+    config = T5Config.from_dict(model.config.to_dict(), dimensions=len(head))
+    arrays = {
+        name: mx.array(value.numpy()) for name, value in model.state_dict().items() if name != "encoder.embed_tokens.weight"
+    }
+    assert {name: value.shape for name, value in arrays.items()} == config.encoder_shapes()
+    return T5(config, {**arrays, HEAD: mx.array(head)})
+
+
+def texts(vocabulary: int, rows: int, length: int, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and which of them are real; every row has another length."""
+    rng = np.random.default_rng(seed)
+    real = np.arange(length)[None] < np.linspace(length, 2, rows).astype(int)[:, None]
+    return np.where(real, rng.integers(1, vocabulary, (rows, length)), 0), real
+
+
+def hidden_states(model: T5, ids: np.ndarray, real: np.ndarray) -> np.ndarray:
+    """The normalised states that the head reads."""
+    h_TD, shared = model.enter([mx.array(ids)], [mx.array(real)])
+    for block in model.blocks[:-1]:
+        h_TD = model.block(block.kind)(block.weights, h_TD, shared)
+    norm = model.blocks[-1].weights["final_layer_norm.weight"]
+    return np.array(layers.rms_norm(h_TD, norm, model.config.layer_norm_epsilon)).reshape(*ids.shape, -1)
+
+
+def theirs(model: Any, ids: np.ndarray, real: np.ndarray) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        found = model(torch.tensor(ids), attention_mask=torch.tensor(real).long()).last_hidden_state
+    states: np.ndarray = found.numpy()
+    return states
+
+
+def erf_gelu(gate: mx.array, up: mx.array) -> mx.array:
+    return 0.5 * gate * (1 + mx.erf(gate / 2**0.5)) * up
+
+
+def differences(form: str, rows: int, length: int) -> tuple[float, float]:
+    model, head = reference(form)
+    ids, real = texts(model.config.vocab_size, rows, length)
+    apart = np.abs(hidden_states(ours(model, head), ids, real) - theirs(model, ids, real))[real]
+    return float(apart.max()), float(apart.mean())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_tiny_encoder_gives_the_hidden_states_of_transformers(form: str) -> None:
+    most, mean = differences(form, 5, 150)
+    assert most <= MOST
+    assert mean <= MEAN
+
+
+@pytest.mark.slow
+def test_an_encoder_of_base_size_gives_the_hidden_states_of_transformers_and_the_erf_gelu_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    most, mean = differences("base", 2, 512)
+    assert most <= MOST
+    assert mean <= MEAN
+    monkeypatch.setattr(encoder, "gelu_times", erf_gelu)
+    most, mean = differences("base", 2, 512)
+    assert most > MOST
+    assert mean > MEAN
+
+
+def test_the_buckets_of_all_offsets_to_1024_are_those_of_transformers() -> None:
+    import torch
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    offsets = torch.arange(-1024, 1025)
+    wanted = T5Attention._relative_position_bucket(offsets, bidirectional=True, num_buckets=32, max_distance=128).numpy()
+    table = buckets(1025, 32, 128)
+    found = np.concatenate([table[1024, :1024], table[0]])  # keys before the last row, then keys after the first
+    assert (found == wanted).all()
+
+
+def test_the_vectors_of_a_text_do_not_depend_on_its_padding_or_its_neighbours() -> None:
+    model = ours(*reference("gated"))
+    ids, real = texts(99, 4, 40)
+    [whole] = model([mx.array(ids)], [mx.array(real)])
+    cut = int(real[2].sum())
+    other_ids, other_real = texts(99, 3, 17, seed=5)
+    _, alone = model([mx.array(other_ids), mx.array(ids[2:3, :cut])], [mx.array(other_real), mx.array(real[2:3, :cut])])
+    assert np.abs(np.array(whole[2, :cut]) - np.array(alone[0])).max() <= 5e-6
+    assert (np.array(whole)[~real] == 0).all()
+    assert np.allclose(np.linalg.norm(np.array(whole)[real], axis=-1), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_gradient_of_a_block_is_that_of_automatic_differentiation(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ours(*reference(form))
+    ids, real = texts(99, 3, 20)
+    h_TD, shared = model.enter([mx.array(ids)], [mx.array(real)])
+    block = model.blocks[0]
+    out_TD = mx.random.normal(h_TD.shape, key=mx.random.key(1))
+
+    def by_input() -> np.ndarray:
+        return np.array(mx.vjp(lambda h: model.block(block.kind)(block.weights, h, shared), [h_TD], [out_TD])[1][0])
+
+    own = by_input()
+    monkeypatch.setattr(encoder, "attend", plain_attend)
+    monkeypatch.setattr(encoder, "gelu_times", lambda gate, up: 0.5 * gate * (1 + mx.tanh(layers.GELU * cubic(gate))) * up)
+    monkeypatch.setattr(encoder, "rms_norm", lambda x, w, eps: x * mx.rsqrt((x * x).mean(-1, keepdims=True) + eps) * w)
+    plain = by_input()
+    assert np.abs(own - plain).max() <= 1e-5 * np.abs(plain).max()
+
+
+def cubic(x: mx.array) -> mx.array:
+    return x + 0.044715 * x**3
+
+
+def plain_attend(q: mx.array, k: mx.array, v: mx.array, bias: mx.array, hidden: mx.array) -> mx.array:
+    return mx.softmax(q @ k.swapaxes(-1, -2) + bias + hidden, axis=-1) @ v
+
+
+def test_a_config_of_another_model_is_refused_in_one_line() -> None:
+    with pytest.raises(ValueError, match="lacks d_kv, num_heads; is it a T5 model"):
+        T5Config.from_dict({"vocab_size": 9, "d_model": 9, "d_ff": 9, "num_layers": 1})
+    with pytest.raises(ValueError, match="must be relu or gated-gelu, got 'gated-silu'"):
+        T5Config.from_dict({**TINY, "feed_forward_proj": "gated-silu"})
+    with pytest.raises(ValueError, match="dense_act_fn of the encoder must be gelu_new with gated-gelu, got 'gelu'"):
+        T5Config.from_dict({**TINY, "feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu"})
