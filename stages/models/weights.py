@@ -151,11 +151,11 @@ def load_component(
         arrays = {rename(k): v for k, v in arrays.items()}
     if ignore:
         arrays = {k: v for k, v in arrays.items() if not ignore(k)}
-    _check_shapes(arrays, shapes, path)
+    check_shapes(arrays, shapes, path)
     return _evaluate_each(arrays, dtype, arrange)
 
 
-def _check_shapes(arrays: Arrays, shapes: Shapes, where: Path) -> None:
+def check_shapes(arrays: Arrays, shapes: Shapes, where: Path) -> None:
     """Raise ValueError if a tensor is missing, unknown or of a wrong shape. `shapes` maps names to the right shapes. `where` is
     the component's path, for the message.
     """

@@ -20,8 +20,8 @@ from stages.tuner.schedule import Schedule, Shape
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The settings [train.optimizer]. If a number is not set, the chosen method's default applies. Raises ValueError if a number
-    is out of range or the method does not have it.
+    """The settings [train.optimizer]. If a number is not set, the chosen method's default applies. Raises ValueError if a
+    number is out of range or the method does not have it.
     """
 
     kind: MethodName = setting(  # noqa: RUF009
@@ -39,8 +39,8 @@ class OptimizerConfig:
         self.method()
 
     def method(self) -> Method:
-        """Build the optimizer of kind `kind` with the numbers that are set. Raises ValueError if a number is out of range or this
-        kind does not have it.
+        """Build the optimizer of kind `kind` with the numbers that are set. Raises ValueError if a number is out of range or
+        this kind does not have it.
         """
         numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "kind"}
         return make_optimizer(self.kind, **{name: value for name, value in numbers.items() if value is not None})
@@ -48,8 +48,8 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The settings [train.schedule]: the learning rate over the steps. The rate of a step does not depend on [train] `steps`. So
-    a run can be made longer later.
+    """The settings [train.schedule]: the learning rate over the steps. The rate of a step does not depend on [train] `steps`.
+    So a run can be made longer later.
     """
 
     shape: Shape = setting("constant", "after the warm-up: constant, or down to the floor")  # noqa: RUF009
@@ -65,8 +65,8 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class EmaConfig:
-    """The settings [train.ema]: keep a running average of the adapter over the steps. Useful if the checkpoints of a run differ a
-    lot.
+    """The settings [train.ema]: keep a running average of the adapter over the steps. Useful if the checkpoints of a run
+    differ a lot.
     """
 
     decay: float = setting(0.99, "0.99 averages over about 100 steps, right for a run of 1000; 0.999 suits 10,000")
@@ -167,6 +167,13 @@ class TrainingConfig:
             raise ValueError(f'factor needs variant = "lokr", got "{self.variant}"; leave it out, or choose variant = "lokr"')
         if self.rslora and self.variant == "lokr":
             raise ValueError('rslora has no effect with variant = "lokr"; leave one of them out')
+
+    @property
+    def trained_whole(self) -> tuple[str, ...]:
+        """Patterns of the Linears that are trained in full instead of by an adapter. The default is none; a pipeline's own
+        [train] may return one of its settings.
+        """
+        return ()
 
     def learning_rate(self) -> Schedule:
         """Build the learning-rate schedule. Its method `at(step)` returns the learning rate of a step; steps count from 1."""

@@ -3,8 +3,8 @@
 The samples of a step depend on (seed, step) alone, and a checkpoint holds all other state. So a run that is stopped, killed or
 made longer ends with the same bits as an uninterrupted run.
 
-After each step, the loop builds the step's rows, checks its health, measures held-out samples if that is due, writes a checkpoint
-if one is due, and then yields the rows. Rows come after their checkpoint, so that stored rows imply a result.
+After each step, the loop builds the step's rows, checks its health, measures held-out samples if that is due, writes a
+checkpoint if one is due, and then yields the rows. Rows come after their checkpoint, so that stored rows imply a result.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def train(ctx: TrainingContext, task: Task[Any, Any], control: Control) -> Itera
     record batches, step by step. `ctx` gives the run's folder and stored rows. `task` gives the data, the model and the loss.
     `control` holds requests such as stop and pause. Raises ValueError if the run cannot continue.
 
-    If a request ends the run early, a checkpoint is written first. If every row is stored and the result is published, nothing is
-    done.
+    If a request ends the run early, a checkpoint is written first. If every row is stored and the result is published,
+    nothing is done.
     """
     validation = validation_of(task)
     validation.add_table(ctx.stored)
@@ -84,8 +84,8 @@ def load_training(task: Task[Any, Any], start: Checkpoint | None, plan: MemoryPl
 
 
 class TrainingRun:
-    """One run of the training loop, from the point `start` to the last step. `start` holds a checkpoint (or none, at step 0) and
-    the rows that are not stored yet. Call `go` to run the loop.
+    """One run of the training loop, from the point `start` to the last step. `start` holds a checkpoint (or none, at step 0)
+    and the rows that are not stored yet. Call `go` to run the loop.
     """
 
     def __init__(self, ctx: TrainingContext, task: Task[Any, Any], control: Control, start: Start) -> None:
@@ -137,8 +137,8 @@ class TrainingRun:
         return range(self.start.step + 1, self.task.config.steps + 1)
 
     def take_steps(self) -> Iterator[pa.RecordBatch]:
-        """Take the remaining steps, write checkpoints when they are due, and yield the rows of each step as record batches. Ends
-        after the last step, or earlier if `control` asks for it.
+        """Take the remaining steps, write checkpoints when they are due, and yield the rows of each step as record batches.
+        Ends after the last step, or earlier if `control` asks for it.
         """
         schedule = self.task.config.learning_rate()
         began = time.perf_counter()
@@ -162,9 +162,9 @@ class TrainingRun:
                 return
 
     def compute(self, batches: Sequence[MicroBatch], lr: float, ratio: bool) -> StepResult:
-        """Take one optimizer step. `batches` hold all samples of the step, and `lr` is the learning rate. If `ratio` is true, the
-        result also holds the length of the update relative to the adapter. With micro_batch = "auto", the step's peak memory
-        decides the size of the next step's micro-batches.
+        """Take one optimizer step. `batches` hold all samples of the step, and `lr` is the learning rate. If `ratio` is true,
+        the result also holds the length of the update relative to the adapter. With micro_batch = "auto", the step's peak
+        memory decides the size of the next step's micro-batches.
         """
         training = self.training
         if training.max_tokens is None:
@@ -219,9 +219,9 @@ class TrainingRun:
             self.unmeasured = self.control.stop_requested()
             if self.unmeasured:
                 return []
-            losses = self.training.measure(batch)
+            measured = self.training.measure(batch)
             clocks = {"seconds": time.perf_counter() - began, "read_seconds": 0.0, "split": VALIDATION}
-            rows += sample_rows(self.task, batch.samples, {"loss": losses}, shared | clocks, first=len(rows))
+            rows += sample_rows(self.task, batch.samples, measured, shared | clocks, first=len(rows))
             began = time.perf_counter()
         self.validation.add(rows)
         self.unsaved += rows
@@ -230,8 +230,8 @@ class TrainingRun:
         return rows
 
     def saves_after(self, step: int) -> bool:
-        """Return True if a checkpoint must be written after step `step`. Deletes the control file with which the user requests a
-        checkpoint.
+        """Return True if a checkpoint must be written after step `step`. Deletes the control file with which the user
+        requests a checkpoint.
         """
         asked = self.control.wants_checkpoint()
         due = step % self.task.config.checkpoint_every == 0 or step >= self.validation.last_step

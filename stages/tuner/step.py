@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -16,12 +16,14 @@ from stages.tuner.adapters import lora
 from stages.tuner.adapters.initial import fresh_adapter, start_from_adapter, target_weights
 from stages.tuner.adapters.stacks import Stacks
 from stages.tuner.adapters.targets import Target, matches_pattern, select_targets, similar_names, target_scales
-from stages.tuner.blockwise.backprop import Arrays, BlockwiseBackprop, Plan, loss_and_grads
+from stages.tuner.blockwise.backprop import Arrays, Plan, Values, loss_and_grads, predict
 from stages.tuner.blockwise.device import dispatch, live_memory_limit
 from stages.tuner.blockwise.meter import Meter
 from stages.tuner.config import TrainingConfig, longest_first
+from stages.tuner.contrastive.gradcache import loss_and_grads_in_parts
 from stages.tuner.optimizers import ema
 from stages.tuner.optimizers.step import OptimizerStep, global_norm, is_finite
+from stages.tuner.step_gradient import StepGradient
 from stages.tuner.task import InitialAdapter, MicroBatch, Model, Objective, Term
 
 
@@ -44,6 +46,7 @@ def choose_targets(linears: Mapping[str, tuple[int, int]], config: TrainingConfi
             variant=config.variant,
             rslora=config.rslora,
             factor=config.factor,
+            whole=config.trained_whole,
         )
     except ValueError as error:
         raise ValueError(f"[train] {error}") from None
@@ -52,9 +55,9 @@ def choose_targets(linears: Mapping[str, tuple[int, int]], config: TrainingConfi
 def starting_adapter(
     model: Model, targets: Sequence[Target], config: TrainingConfig, start: InitialAdapter | None = None
 ) -> Arrays:
-    """Return the adapter that training starts from: float32 arrays by name. `start` is a loaded adapter: its arrays by name, and
-    the scale of each Linear. If it is given, the returned adapter makes the same change as `start`. If it is None, the returned
-    adapter does not change the model yet. Raises ValueError if `start` does not fit `targets`.
+    """Return the adapter that training starts from: float32 arrays by name. `start` is a loaded adapter: its arrays by name,
+    and the scale of each Linear. If it is given, the returned adapter makes the same change as `start`. If it is None, the
+    returned adapter does not change the model yet. Raises ValueError if `start` does not fit `targets`.
     """
     weights = target_weights(model.blocks, targets) if config.variant == "dora" else None
     fresh = fresh_adapter(targets, config.seed, weights)
@@ -62,8 +65,8 @@ def starting_adapter(
 
 
 def build_optimizer(config: TrainingConfig) -> OptimizerStep:
-    """Build the optimizer that the section [train.optimizer] of `config` describes, with gradient clipping. With [train.ema], the
-    optimizer also keeps a running average of the adapter.
+    """Build the optimizer that the section [train.optimizer] of `config` describes, with gradient clipping. With [train.ema],
+    the optimizer also keeps a running average of the adapter.
     """
     method = config.optimizer.method()
     return OptimizerStep(ema.Averaged(method, config.ema.decay) if config.ema else method, config.clip)
@@ -71,60 +74,20 @@ def build_optimizer(config: TrainingConfig) -> OptimizerStep:
 
 @dataclass
 class StepResult:
-    """The losses of one optimizer step and the state of the adapter after it. `losses` has one loss per sample, in order. `terms`
-    has further losses by table column. `grad_norm` is the gradient's global norm before clipping. `finite` is False if a loss or
-    the gradient is not finite. In this case nothing was updated. `bounded` is False if the update made the adapter or the
-    optimizer's state infinite. `update_ratio` is the length of the update divided by the adapter's length, or None if not
-    requested. `largest_tokens` is the number of tokens of the largest micro-batch.
+    """The losses of one optimizer step and the state of the adapter after it. `losses` has one loss per sample, in order.
+    `terms` has further losses and values by table column. `grad_norm` is the gradient's global norm before clipping. `finite`
+    is False if a loss or the gradient is not finite. In this case nothing was updated. `bounded` is False if the update made
+    the adapter or the optimizer's state infinite. `update_ratio` is the length of the update divided by the adapter's length,
+    or None if not requested. `largest_tokens` is the number of tokens of the largest micro-batch.
     """
 
     losses: list[float]
-    terms: dict[str, list[float | None]]  # further terms of the loss, by column; None: the sample has no such term
+    terms: dict[str, list[Any]]  # further terms of the loss and values, by column; None: the sample has no such term
     grad_norm: float  # global norm of the gradient before clipping
     finite: bool  # False: a loss or the gradient is not finite, and nothing was updated
     bounded: bool  # False: the update made the adapter or the optimizer's state infinite
     update_ratio: float | None  # length of the update divided by the adapter's; None if not requested
     largest_tokens: int  # tokens of the largest micro-batch that was computed at once
-
-
-@dataclass
-class StepGradient:
-    """The gradient of one optimizer step, summed over its micro-batches (samples computed at once). `grads` maps the name of an
-    adapter array to its gradient. `terms` has one dict per micro-batch: table column -> (losses, flags). The losses are one per
-    sample. The flags say which samples have the term, or are None if all have it. All arrays are lazy: not evaluated yet.
-    """
-
-    grads: Arrays = field(default_factory=dict)
-    terms: list[dict[str, tuple[mx.array, Sequence[bool] | None]]] = field(default_factory=list)  # per micro-batch, by column
-    largest_tokens: int = 0
-
-    @property
-    def losses(self) -> mx.array:
-        """The main loss of every sample of the step, in order, as one array. Further loss terms are left out."""
-        return mx.concatenate([terms["loss"][0] for terms in self.terms])
-
-    def values(self, column: str) -> list[float | None]:
-        """Return one value per sample for the loss term of the table column `column`. The values are in the order of the step. If
-        a sample does not have this term, its value is None.
-        """
-        found: list[float | None] = []
-        for terms in self.terms:
-            losses_B, applies = terms.get(column, (None, None))
-            values: Any = [None] * terms["loss"][0].size if losses_B is None else losses_B.tolist()
-            found += values if applies is None else [v if a else None for v, a in zip(values, applies, strict=True)]
-        return found
-
-    def add(self, grads: Arrays, share: float) -> None:
-        """Add `share` times the gradients `grads` of one loss term to the sum. The dict `grads` is consumed and must not be used
-        afterwards. `share` is the micro-batch's share of the step's samples, 0 to 1.
-
-        A third copy of the gradient would raise the peak of memory.
-        """
-        if share < 1 or self.grads:
-            for name in grads:
-                grads[name] = share * grads[name].astype(mx.float32) + self.grads.pop(name, 0.0)
-            dispatch(grads)  # else the gradient of every micro-batch would wait for the last one
-        self.grads = grads
 
 
 class TrainingStep:
@@ -146,10 +109,8 @@ class TrainingStep:
     ) -> None:
         """Create a step for the Linears `targets` of `model`. `objective` is the loss. `config` holds the settings [train].
         `adapter` maps names to the float32 arrays to train. `state` is the optimizer's state to continue from, or None for the
-        initial state. Raises ValueError if [train] `micro_batch` is set but `objective` needs whole batches.
+        initial state.
         """
-        if config.micro_batch is not None and not objective.separable:
-            raise ValueError("[train] micro_batch must be unset: the loss compares all samples of a batch with each other")
         self.model, self.objective, self.config = model, objective, config
         self.targets, self.scales = list(targets), target_scales(targets)
         self.optimizer = build_optimizer(config)
@@ -172,10 +133,10 @@ class TrainingStep:
         return self.optimizer.average(self.masters, self.state) or None
 
     def step(self, batches: Sequence[MicroBatch], lr: float, ratio: bool = False, meter: Meter | None = None) -> StepResult:
-        """Update the adapter once with the mean gradient over all samples of `batches`. Returns the losses and further results of
-        the step. If a loss or the gradient is not finite, the adapter stays unchanged. `lr` is the learning rate. If `ratio` is
-        true, the result also holds the length of the update divided by the length of the adapter. A `meter` measures the phases
-        of the step: batch, gradients, optimizer.
+        """Update the adapter once with the mean gradient over all samples of `batches`. Returns the losses and further
+        results of the step. If a loss or the gradient is not finite, the adapter stays unchanged. `lr` is the learning rate.
+        If `ratio` is true, the result also holds the length of the update divided by the length of the adapter. A `meter`
+        measures the phases of the step: batch, gradients, optimizer.
 
         The call waits for the device once, at its end. With a `meter`, it waits after each phase.
         """
@@ -188,7 +149,8 @@ class TrainingStep:
                 self.masters, self.state, norm, done = self.optimizer(self.masters, found.grads, self.state, lr, finite)
                 length = None if before is None else update_ratio(before, self.masters.arrays)
                 bounded = is_finite(self.masters.arrays, self.state)
-                mx.eval(self.masters.arrays, self.state, norm, losses, found.terms, done, bounded, length)
+                values = [value for terms in found.terms for value, _, _ in terms.values()]
+                mx.eval(self.masters.arrays, self.state, norm, losses, values, done, bounded, length)
         numbers: Any = [value.item() for value in (norm, done, bounded)]
         ratio_found: Any = None if length is None else length.item()
         each: Any = losses.tolist()
@@ -212,17 +174,30 @@ class TrainingStep:
         adapter = cast_adapter(self.masters, self.model.dtype, self.config)
         found = StepGradient()
         for batch in self.split(batches):
-            found.largest_tokens = max(found.largest_tokens, len(batch.samples) * batch.tokens)
+            found.largest_tokens = max(found.largest_tokens, min(self.most(batch), len(batch.samples)) * batch.tokens)
             found.terms.append({})
             for term in self._terms(batch, meter):
                 with _phase(meter, "gradients"):
-                    losses_B, grads = loss_and_grads(self.model, adapter, self.scales, term.inputs, term.loss, self.plan)
+                    losses_B, grads = self._loss_and_grads(batch, term, adapter)
                     found.add(grads, len(batch.samples) / count)
-                    found.terms[-1][term.column] = losses_B, term.applies
+                    found.note(term, losses_B)
                     if meter:
                         mx.eval(losses_B, found.grads)
                 del grads, term  # frees memory before the next term is built
         return found
+
+    def _loss_and_grads(self, batch: MicroBatch, term: Term, adapter: Arrays) -> tuple[mx.array | Values, Arrays]:
+        """Return the losses of one term and its gradients by name. A term that compares samples is computed in parts if the
+        micro-batch is larger than the limits allow. Raises ValueError if [train] `micro_batch` is set for a term that cannot be
+        computed in parts.
+        """
+        whole = self.objective.separable or term.division is None
+        if self.config.micro_batch is not None and whole and not self.objective.separable:
+            raise ValueError("[train] micro_batch must be unset: the loss compares all samples of a batch with each other")
+        if term.division is None or whole or self.most(batch) >= len(batch.samples):
+            return loss_and_grads(self.model, adapter, self.scales, term.inputs, term.loss, self.plan)
+        parts, join = term.division.parts(self.most(batch)), term.division.join
+        return loss_and_grads_in_parts(self.model, adapter, self.scales, parts, join, term.loss, self.plan)
 
     def _terms(self, batch: MicroBatch, meter: Meter | None) -> Iterator[Term]:
         """Yield the terms of the loss of micro-batch `batch`. If a `meter` is given, the inputs of every term are evaluated.
@@ -244,35 +219,43 @@ class TrainingStep:
 
     def split(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the micro-batches (samples computed at once) of a step, in order. A batch is divided if it is larger than
-        `max_samples` or `max_tokens` allow. It stays whole if the loss compares its samples with each other.
+        `max_samples` or `max_tokens` allow. It stays whole if the loss compares its samples with each other: then GradCache
+        divides the computation of each term.
         """
         for batch in batches:
-            count = len(batch.samples)
-            most = min(self.max_samples or count, max(1, self.max_tokens // batch.tokens) if self.max_tokens else count)
+            count, most = len(batch.samples), self.most(batch)
             if most >= count or not self.objective.separable:
                 yield batch
             else:
                 yield from (batch.select(start, min(start + most, count)) for start in range(0, count, most))
 
-    def measure(self, batch: MicroBatch) -> list[float]:
-        """Return the validation loss of every sample of the held-out micro-batch `batch`, computed with the present adapter.
-        Nothing is updated.
+    def most(self, batch: MicroBatch) -> int:
+        """Return how many samples of `batch` may be computed at once, at least 1."""
+        count = len(batch.samples)
+        return min(self.max_samples or count, max(1, self.max_tokens // batch.tokens) if self.max_tokens else count)
+
+    def measure(self, batch: MicroBatch) -> dict[str, list[Any]]:
+        """Return the validation loss of every sample of the held-out micro-batch `batch` under the key "loss", and any further
+        values by their column. They are computed with the present adapter. Nothing is updated.
+
+        A term that can be computed in parts is, in parts of as many samples as the settings alone decide.
         """
         with live_memory_limit(self.live_bytes):
             term = self.objective.validation_term(self.model, batch)
-            blocks = BlockwiseBackprop(self.model, self.adapter, self.scales)
-            h, shared = self.model.enter(**term.inputs)
-            for n in range(len(self.model.blocks)):
-                h = blocks.forward(n, h, shared)
-                dispatch(h)
-            losses: Any = term.loss(self.model.leave(h, shared)).tolist()
-        found: list[float] = losses
-        return found
+            adapter = self.adapter
+            if term.division:
+                parts = term.division.parts(self.config.measured_at_once)
+                prediction = term.division.join([predict(self.model, adapter, self.scales, part) for part in parts])
+            else:
+                prediction = predict(self.model, adapter, self.scales, term.inputs)
+            found = StepGradient(terms=[{}])
+            found.note(term, term.loss(prediction))
+            return {column: found.values(column) for column in found.terms[0]}
 
 
 def predict_base(model: Model, inputs: Mapping[str, Any]) -> mx.array:
-    """Return the prediction of `model` without an adapter. `inputs` are the keyword arguments of `model.enter`. The function does
-    not wait for the device: the returned array may still be in computation.
+    """Return the prediction of `model` without an adapter. `inputs` are the keyword arguments of `model.enter`. The function
+    does not wait for the device: the returned array may still be in computation.
     """
     h, shared = model.enter(**inputs)
     for block in model.blocks:

@@ -51,16 +51,32 @@ class Model(Chain, Protocol):
         """The MLX dtype that the model computes in."""
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Return the shape (outputs, inputs) of every Linear within the model's blocks, by the Linear's full name. These are the
-        Linears that can get an adapter.
+        """Return the shape (outputs, inputs) of every Linear within the model's blocks, by the Linear's full name. These are
+        the Linears that can get an adapter.
         """
 
 
 @dataclass(frozen=True)
+class Division:
+    """How to compute a term in parts, so that only one part has activations in memory. `parts(samples)` returns the keyword
+    arguments of `model.enter` for each part of at most `samples` samples. `join` makes the prediction of the whole term from
+    the list of the predictions of all parts.
+    """
+
+    parts: Callable[[int], Sequence[Mapping[str, Any]]]
+    join: Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
 class Term:
-    """One term of the loss of a micro-batch. `inputs` are the keyword arguments of `model.enter`. `loss(prediction)` returns one
-    float32 value per sample. Training minimises the mean over all samples of a step. `column` is the table column that stores the
-    values. `applies[n]` is False if sample n does not have this term. If `applies` is None, all samples have it.
+    """One term of the loss of a micro-batch. `inputs` are the keyword arguments of `model.enter`. `loss(prediction)` returns
+    one float32 value per sample. Training minimises the mean over all samples of a step. `column` is the table column that
+    stores the values. `applies[n]` is False if sample n does not have this term. If `applies` is None, all samples have it.
+
+    `loss` may return a dict instead: the losses under the key "loss", and further values per sample that are only stored, under
+    the names of their columns. If `names` has such a column, its values are indices into that list of texts, and the text is
+    stored; null stands for a negative index. `division` says how to compute the term in parts. It is needed if the objective is
+    not separable and its batches shall be divided.
 
     If `loss` uses arrays, bind them by keyword: `functools.partial(function, name=array)`. They then become arguments of a
     compiled graph.
@@ -70,22 +86,25 @@ class Term:
     loss: Loss
     column: str = "loss"
     applies: Sequence[bool] | None = None
+    names: Mapping[str, Sequence[str]] | None = None
+    division: Division | None = None
 
 
 class Objective(Protocol[M_contra]):
-    """The interface of a loss that training minimises. An implementation turns a micro-batch (samples computed at once) into loss
-    terms.
+    """The interface of a loss that training minimises. An implementation turns a micro-batch (samples computed at once) into
+    loss terms.
     """
 
     @property
     def separable(self) -> bool:
-        """True if the loss of a sample does not depend on the other samples of its batch. Only then may a batch be divided into
-        micro-batches. Contrastive losses are not separable.
+        """True if the loss of a sample does not depend on the other samples of its batch. A batch may then be divided into
+        micro-batches. Contrastive losses are not separable. Their batches are divided by GradCache, if the terms have a
+        `division`.
         """
 
     def terms(self, model: Any, batch: M_contra) -> Iterator[Term]:
-        """Yield the terms of the loss of micro-batch `batch`, one at a time. The first term is the main loss. It applies to every
-        sample.
+        """Yield the terms of the loss of micro-batch `batch`, one at a time. The first term is the main loss. It applies to
+        every sample.
         """
 
     def validation_term(self, model: Any, batch: M_contra) -> Term:
@@ -96,8 +115,8 @@ class Reader(Protocol[S, M_co]):
     """A reader that copies micro-batches from disk into host memory. The loop calls it in a background thread."""
 
     def prefetch(self, samples: Iterable[S]) -> None:
-        """Start reading the data of `samples` from disk in the background. They are the samples of the next step. Data of samples
-        that were announced earlier may be released.
+        """Start reading the data of `samples` from disk in the background. They are the samples of the next step. Data of
+        samples that were announced earlier may be released.
         """
 
     def read(self, step: int, samples: list[S]) -> M_co:
@@ -118,8 +137,9 @@ class HeldOut(Protocol[M_co]):
 
 
 class Task(Protocol[S, M]):
-    """The interface between the training loop and one kind of training. An implementation supplies the data, the model, the loss
-    and the columns of the result rows. The loop supplies everything else. `S` is the type of a sample, `M` that of a micro-batch.
+    """The interface between the training loop and one kind of training. An implementation supplies the data, the model, the
+    loss and the columns of the result rows. The loop supplies everything else. `S` is the type of a sample, `M` that of a
+    micro-batch.
     """
 
     @property
@@ -136,14 +156,14 @@ class Task(Protocol[S, M]):
 
     @property
     def schema(self) -> pa.Schema:
-        """The Arrow schema of the run's table, one row per sample. The loop fills the columns `step`, `split`, `sample`, `loss`,
-        `lr`, `grad_norm`, `seconds`, `read_seconds` and `peak_bytes`. The method `row` fills the others.
+        """The Arrow schema of the run's table, one row per sample. The loop fills the columns `step`, `split`, `sample`,
+        `loss`, `lr`, `grad_norm`, `seconds`, `read_seconds` and `peak_bytes`. The method `row` fills the others.
         """
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """Text entries that the task adds to the header of every adapter file: key -> text. The loop adds provenance and adapter
-        settings.
+        """Text entries that the task adds to the header of every adapter file: key -> text. The loop adds provenance and
+        adapter settings.
         """
 
     def sizes(self, step: int) -> list[int]:

@@ -30,7 +30,8 @@ def buckets(length: int, count: int, furthest: int) -> np.ndarray:
     ratio = np.log(np.maximum(distance, 1) / exact) / math.log(furthest / exact)
     far = np.minimum(exact + (ratio * (half - exact)).astype(np.int64), half - 1)
     near = np.where(distance < exact, distance, far)
-    return (near + half * (offset > 0)).astype(np.int32)
+    found: np.ndarray = (near + half * (offset > 0)).astype(np.int32)
+    return found
 
 
 def rms_norm(x: mx.array, weight_D: mx.array, eps: float) -> mx.array:

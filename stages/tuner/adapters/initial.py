@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from stages.tuner import draws, quantize
-from stages.tuner.adapters import dora, lokr, lora
+from stages.tuner.adapters import dora, full, lokr, lora
 from stages.tuner.adapters.lora import Arrays
 from stages.tuner.adapters.targets import Target
 
@@ -23,9 +23,9 @@ RANK_AXIS = {lora.A: 0, lora.B: 1, lokr.W2_A: 1, lokr.W2_B: 0}  # the axis of le
 
 
 def target_weights(blocks: Iterable[Any], targets: Iterable[Target]) -> dict[str, quantize.Weight]:
-    """Return the frozen weight of each target, as target name -> weight. A target is a Linear that gets an adapter. `blocks` are
-    the model's blocks. Each block has a `name` and a dict `weights` with keys "<linear>.weight". In these keys, "<linear>" is the
-    name of a Linear within the block.
+    """Return the frozen weight of each target, as target name -> weight. A target is a Linear that gets an adapter. `blocks`
+    are the model's blocks. Each block has a `name` and a dict `weights` with keys "<linear>.weight". In these keys,
+    "<linear>" is the name of a Linear within the block.
     """
     every = {f"{block.name}.{name}": weight for block in blocks for name, weight in block.weights.items()}
     return {target.name: every[f"{target.name}.weight"] for target in targets}
@@ -67,10 +67,10 @@ def start_from_adapter(
     weights: Mapping[str, quantize.Weight] | None = None,
 ) -> Arrays:
     """Return the arrays of a new adapter that changes the model as the adapter `source` does, up to rounding. `source` maps
-    "<linear><suffix>", such as "<linear>.lora_A.weight", to arrays. `scales` maps "<linear>" to the factor that multiplies the
-    change by `source`. `targets` are the Linears of the new adapter. `fresh` is the result of `fresh_adapter` for `targets`. Its
-    arrays fill missing Linears and ranks. `weights` maps target names to frozen weights. It is needed if a DoRA starts from a
-    LoRA. Raises ValueError if `source` does not suit `targets`.
+    "<linear><suffix>", such as "<linear>.lora_A.weight", to arrays. `scales` maps "<linear>" to the factor that multiplies
+    the change by `source`. `targets` are the Linears of the new adapter. `fresh` is the result of `fresh_adapter` for
+    `targets`. Its arrays fill missing Linears and ranks. `weights` maps target names to frozen weights. It is needed if a
+    DoRA starts from a LoRA. Raises ValueError if `source` does not suit `targets`.
     """
     chosen = list(targets)
     check_initial(source, scales, chosen)
@@ -88,9 +88,9 @@ def start_from_adapter(
 
 
 def check_initial(source: Mapping[str, mx.array], scales: Mapping[str, float], targets: Iterable[Target]) -> None:
-    """Raise ValueError if the adapter `source` cannot start an adapter for `targets`. Every Linear of `source` must be a target,
-    with the same variant and shape. Its rank must not be larger than the target's. All values must be finite. `source` maps
-    "<linear><suffix>" to arrays. `scales` has a key "<linear>" for each Linear of `source`.
+    """Raise ValueError if the adapter `source` cannot start an adapter for `targets`. Every Linear of `source` must be a
+    target, with the same variant and shape. Its rank must not be larger than the target's. All values must be finite.
+    `source` maps "<linear><suffix>" to arrays. `scales` has a key "<linear>" for each Linear of `source`.
     """
     chosen = {target.name: target for target in targets}
     for name in scales:
@@ -150,6 +150,8 @@ def _filled_up(suffix: str, value: mx.array, fresh: mx.array) -> mx.array:
 
 
 def _variant(suffixes: Collection[str]) -> str:
+    if full.DIFF in suffixes:
+        return "a whole difference"
     if lokr.W1 in suffixes:
         return "a LoKr with a whole w2" if lokr.W2 in suffixes else "a LoKr with a low-rank w2"
     return "a DoRA" if dora.MAGNITUDE in suffixes else "a LoRA"

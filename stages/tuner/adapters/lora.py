@@ -1,7 +1,8 @@
 """The arrays of an adapter and what they add to a frozen Linear. Hu et al. 2021, arXiv 2106.09685.
 
 LoRA computes y = x W^T + scale (x A^T) B^T with A of shape (rank, inputs) and B of shape (outputs, rank). DoRA adds a
-magnitude per output (dora.py). LoKr replaces B A by a Kronecker product (lokr.py).
+magnitude per output (dora.py). LoKr replaces B A by a Kronecker product (lokr.py), and full training by one whole matrix
+(full.py).
 
 An adapter is a flat dict of float32 arrays named "<linear><suffix>". The suffixes that a Linear has give its variant.
 """
@@ -13,15 +14,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from stages.tuner.adapters import dora, lokr
+from stages.tuner.adapters import dora, full, lokr
 from stages.tuner.adapters.product import product, scaled
 
 Arrays = dict[str, mx.array]
 Linear = Callable[[str, Any, mx.array], mx.array]  # (name within the block, weight, x) -> y
 
 A, B = ".lora_A.weight", ".lora_B.weight"
-SUFFIXES = (A, B, dora.MAGNITUDE, lokr.W1, lokr.W2, lokr.W2_A, lokr.W2_B)
-ZERO_AT_START = (B, lokr.W2, lokr.W2_B)  # arrays that start at zero, so that a fresh adapter changes nothing
+SUFFIXES = (A, B, dora.MAGNITUDE, lokr.W1, lokr.W2, lokr.W2_A, lokr.W2_B, full.DIFF)
+ZERO_AT_START = (B, lokr.W2, lokr.W2_B, full.DIFF)  # arrays that start at zero, so that a fresh adapter changes nothing
 
 
 def adapted_linear(adapters: Mapping[str, mx.array], scales: Mapping[str, float]) -> Linear:
@@ -36,6 +37,8 @@ def adapted_linear(adapters: Mapping[str, mx.array], scales: Mapping[str, float]
         own = arrays_of_linear(adapters, name)
         if not own:
             return product(x, weight)
+        if full.DIFF in own:
+            return product(x, weight) + x @ own[full.DIFF].astype(x.dtype).T
         if lokr.W1 in own:
             return product(x, weight) + scaled(lokr.output_change(x, own), scales[name])
         y = product(x, weight, (own[A].astype(x.dtype), own[B].astype(x.dtype)), scales[name])
@@ -57,6 +60,9 @@ def linear_shape(arrays: Mapping[str, mx.array]) -> tuple[int, int]:
     """Return the shape (outputs, inputs) of the Linear that an adapter's arrays belong to. `arrays` maps suffixes, such as
     ".lora_A.weight", to the arrays of this Linear.
     """
+    if full.DIFF in arrays:
+        outputs, inputs = arrays[full.DIFF].shape
+        return outputs, inputs
     if A in arrays:
         return arrays[B].shape[0], arrays[A].shape[1]
     (a, b), (c, d) = arrays[lokr.W1].shape, lokr.second_factor_shape(arrays)
@@ -64,8 +70,8 @@ def linear_shape(arrays: Mapping[str, mx.array]) -> tuple[int, int]:
 
 
 def largest_change(adapters: Mapping[str, mx.array]) -> mx.array:
-    """Return the largest absolute value in those arrays of an adapter that start at zero (LoRA's B, LoKr's w2). It is 0 until
-    training changes the adapter. `adapters` maps "<linear><suffix>" to arrays. The result is a scalar array that is not computed
-    yet.
+    """Return the largest absolute value in those arrays of an adapter that start at zero (LoRA's B, LoKr's w2, a difference).
+    It is 0 until training changes the adapter. `adapters` maps "<linear><suffix>" to arrays. The result is a scalar array
+    that is not computed yet.
     """
     return mx.max(mx.stack([mx.max(mx.abs(value)) for name, value in adapters.items() if name.endswith(ZERO_AT_START)]))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import mlx.core as mx
 
 from stages.tuner import quantize
-from stages.tuner.adapters import dora, lokr, lora
+from stages.tuner.adapters import dora, full, lokr, lora
 
 
 def merge(weight: quantize.Weight, arrays: Mapping[str, mx.array], scale: float) -> mx.array:
@@ -23,6 +23,8 @@ def merge(weight: quantize.Weight, arrays: Mapping[str, mx.array], scale: float)
     """
     dense_OI = quantize.dense(weight)
     wide_OI = dense_OI.astype(mx.float32)
+    if full.DIFF in arrays:
+        return (wide_OI + arrays[full.DIFF]).astype(dense_OI.dtype)
     if lokr.W1 in arrays:
         return (wide_OI + scale * lokr.kronecker(arrays)).astype(dense_OI.dtype)
     down_RI, up_OR = arrays[lora.A].astype(mx.float32), arrays[lora.B].astype(mx.float32)

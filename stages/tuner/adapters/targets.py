@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from stages.tuner.adapters import dora, lokr
+from stages.tuner.adapters import dora, full, lokr
 from stages.tuner.adapters.lora import A, B
 
 Variant = Literal["lora", "dora", "lokr"]
@@ -19,11 +19,12 @@ Shapes = Mapping[str, tuple[int, int]]  # name of a Linear -> (outputs, inputs)
 
 @dataclass(frozen=True)
 class Target:
-    """A Linear that gets an adapter, with the settings of this adapter. `name` is the name of the Linear. Its weight
-    has the shape `(outputs, inputs)`. `variant` is "lora", "dora" or "lokr". The adapter's change is multiplied by
-    `alpha / rank`, or by `alpha / sqrt(rank)` if `rslora` is true. A LoKr with a whole (not low-rank) second matrix
-    `w2` is not scaled. `factor` is used only by a LoKr. It is the largest number of rows and the largest number of
-    columns of the first matrix `w1`. If it is None, `w1` has no such limit.
+    """A Linear that gets an adapter, with the settings of this adapter. `name` is the name of the Linear. Its weight has the
+    shape `(outputs, inputs)`. `variant` is "lora", "dora", "lokr" or "full". The adapter's change is multiplied by `alpha /
+    rank`, or by `alpha / sqrt(rank)` if `rslora` is true. A LoKr with a whole (not low-rank) second matrix `w2` is not
+    scaled. The variant "full" trains the whole weight. It is not scaled and ignores `rank` and `alpha`. `factor` is used only
+    by a LoKr. It is the largest number of rows and the largest number of columns of the first matrix `w1`. If it is None,
+    `w1` has no such limit.
 
     rsLoRA: Kalajdzievski 2023, arXiv 2312.03732. `lokr.factorize` applies `factor`.
     """
@@ -33,16 +34,17 @@ class Target:
     inputs: int
     rank: int
     alpha: float
-    variant: Variant = "lora"
+    variant: Variant | Literal["full"] = "lora"
     rslora: bool = False
     factor: int | None = None
 
     @property
     def scale(self) -> float:
         """The factor that multiplies the adapter's change of the weight. It is `alpha / rank`, or `alpha / sqrt(rank)`
-        if `rslora` is true. For a LoKr with a whole (not low-rank) second matrix `w2`, the factor is 1.
+        if `rslora` is true. For a LoKr with a whole (not low-rank) second matrix `w2`, the factor is 1. It is also 1 for
+        the variant "full".
         """
-        if lokr.W2 in self.shapes:
+        if lokr.W2 in self.shapes or self.variant == "full":
             return 1.0
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
@@ -51,6 +53,8 @@ class Target:
         """The shapes of the adapter's arrays, as suffix -> shape. For LoRA, ".lora_A.weight" is (rank, inputs) and
         ".lora_B.weight" is (outputs, rank).
         """
+        if self.variant == "full":
+            return {full.DIFF: (self.outputs, self.inputs)}
         if self.variant == "lokr":
             return dict(lokr.array_shapes(self.outputs, self.inputs, self.rank, self.factor))
         pair: dict[str, tuple[int, ...]] = {A: (self.rank, self.inputs), B: (self.outputs, self.rank)}
@@ -68,14 +72,18 @@ def select_targets(
     variant: Variant = "lora",
     rslora: bool = False,
     factor: int | None = None,
+    whole: Sequence[str] = (),
 ) -> list[Target]:
-    """Return a Target for each Linear whose name matches one of `patterns`. `linears` maps names to (outputs, inputs); its order
-    is kept. A pattern is a name with wildcards, such as "attn.to_q" or "*". `rank` is the rank of the adapters. `alpha` is their
-    alpha; None means the rank. `ranks` and `alphas` map patterns to values that replace `rank` and `alpha`. The first matching
-    pattern counts. Rank 0 leaves a Linear out. `variant`, `rslora` and `factor` apply to all targets. Raises ValueError if a
-    pattern matches nothing, a value is out of range, or no target remains.
+    """Return a Target for each Linear whose name matches one of `patterns`. `linears` maps names to (outputs, inputs); its
+    order is kept. A pattern is a name with wildcards, such as "attn.to_q" or "*". `rank` is the rank of the adapters. `alpha`
+    is their alpha; None means the rank. `ranks` and `alphas` map patterns to values that replace `rank` and `alpha`. The
+    first matching pattern counts. Rank 0 leaves a Linear out. `variant`, `rslora` and `factor` apply to all targets. `whole`
+    are patterns of Linears that are trained in full instead. Raises ValueError if a pattern matches nothing, a value is out
+    of range, or no target remains.
     """
-    chosen = _matching_linears(linears, list(patterns))
+    trained_whole = _matching_linears(linears, whole, "full") if whole else {}
+    rest = {name: shape for name, shape in linears.items() if name not in trained_whole}
+    chosen = _matching_linears(rest, list(patterns))
     _check_overrides("rank_for", ranks or {}, chosen, zero_allowed=True)
     _check_overrides("alpha_for", alphas or {}, chosen, zero_allowed=False)
     if rslora and alpha is None:
@@ -88,15 +96,15 @@ def select_targets(
             targets.append(Target(name, outputs, inputs, int(own_rank), float(own_alpha), variant, rslora, factor))
     if not targets:
         raise ValueError("rank_for must leave at least one target a rank above 0, got rank 0 for all of them")
-    return targets
+    return targets + [Target(name, *shape, 1, 1.0, "full") for name, shape in trained_whole.items()]
 
 
-def _matching_linears(linears: Shapes, patterns: Sequence[str]) -> dict[str, tuple[int, int]]:
+def _matching_linears(linears: Shapes, patterns: Sequence[str], setting: str = "targets") -> dict[str, tuple[int, int]]:
     if not patterns:
         raise ValueError('targets must have at least one pattern, got none; ["*"] is every Linear of the blocks')
     for pattern in patterns:
         if not any(matches_pattern(name, pattern) for name in linears):
-            raise ValueError(f"targets: {pattern!r} matches no Linear of the blocks{similar_names(pattern, linears)}")
+            raise ValueError(f"{setting}: {pattern!r} matches no Linear of the blocks{similar_names(pattern, linears)}")
     return {name: shape for name, shape in linears.items() if any(matches_pattern(name, pattern) for pattern in patterns)}
 
 
@@ -115,8 +123,8 @@ def _first_match(name: str, values: Mapping[str, float] | None, default: float) 
 
 
 def matches_pattern(name: str, pattern: str) -> bool:
-    """Return True if `pattern` matches the name of a Linear. `pattern` may have shell wildcards. It must match the whole name, or
-    the end of the name after any dot. "*" matches every name. "attn.to_q" matches this Linear in every block.
+    """Return True if `pattern` matches the name of a Linear. `pattern` may have shell wildcards. It must match the whole
+    name, or the end of the name after any dot. "*" matches every name. "attn.to_q" matches this Linear in every block.
     "single_transformer_blocks.*" matches every Linear of these blocks.
     """
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
@@ -136,8 +144,8 @@ def similar_names(pattern: str, names: Iterable[str]) -> str:
 
 
 def target_scales(targets: Iterable[Target]) -> dict[str, float]:
-    """Return the scale of each target's adapter, as name of the Linear -> scale. The adapter's change of the weight is multiplied
-    by the scale.
+    """Return the scale of each target's adapter, as name of the Linear -> scale. The adapter's change of the weight is
+    multiplied by the scale.
     """
     return {target.name: target.scale for target in targets}
 
@@ -146,11 +154,13 @@ def adapter_metadata(targets: Iterable[Target]) -> dict[str, str]:
     """Return the metadata for the header of an adapter's file. All values are strings. "variant", "rank" and "alpha"
     are those of the first target. A reader takes this alpha, divided by the rank of a Linear, as the scale of the
     Linear. "scales" is added if this is wrong for a target. It is a JSON object that maps names of Linears to scales. A
-    LoKr with a whole (not low-rank) matrix `w2` is not checked, because its scale is always 1.
+    LoKr with a whole (not low-rank) matrix `w2` is not checked, because its scale is always 1. Nor is a Linear that is
+    trained in full.
     """
     chosen = list(targets)
     first = chosen[0]
     metadata = {"variant": first.variant, "rank": str(first.rank), "alpha": f"{first.alpha:g}"}
-    if any(t.scale != first.alpha / t.rank and lokr.W2 not in t.shapes for t in chosen):
+    unscaled = (lokr.W2, full.DIFF)
+    if any(t.scale != first.alpha / t.rank and not any(suffix in t.shapes for suffix in unscaled) for t in chosen):
         metadata["scales"] = json.dumps(target_scales(chosen))
     return metadata

@@ -26,7 +26,8 @@ Tree = Any  # an array, or tuples, lists and dicts of arrays
 Arrays = dict[str, mx.array]
 Linear = Callable[[str, Any, mx.array], mx.array]  # (name within the block, weight, x) -> y, with the adapter added
 BlockFunction = Callable[[Mapping[str, Any], Tree, Tree, Linear], Tree]  # (weights, h, shared, linear) -> h
-Loss = Callable[[mx.array], mx.array]  # prediction -> one loss per sample
+Values = dict[str, mx.array]  # one value per sample each: "loss", and any others that are only reported
+Loss = Callable[[Any], mx.array | Values]  # prediction -> one loss per sample, alone or with other values
 Plan = str | int  # "whole", "blocks", or how many of the last blocks keep their activations
 
 
@@ -57,8 +58,8 @@ class Chain(Protocol):
 
     @property
     def enter(self) -> Callable[..., tuple[Tree, Tree]]:
-        """The function that starts the forward pass. It takes the model's inputs as keyword arguments and returns (h, shared). h
-        is the input of the first block. `shared` is read by all blocks.
+        """The function that starts the forward pass. It takes the model's inputs as keyword arguments and returns (h,
+        shared). h is the input of the first block. `shared` is read by all blocks.
         """
 
     def block(self, kind: str) -> BlockFunction:
@@ -70,7 +71,7 @@ class Chain(Protocol):
         """
 
     @property
-    def leave(self) -> Callable[[Tree, Tree], mx.array]:
+    def leave(self) -> Callable[[Tree, Tree], Tree]:
         """The function that ends the forward pass. It takes (h, shared) and returns the model's prediction. h is the output of
         the last block.
         """
@@ -83,13 +84,13 @@ def loss_and_grads(
     inputs: Mapping[str, Any],
     loss: Loss,
     plan: Plan = "whole",
-) -> tuple[mx.array, Arrays]:
-    """Compute (losses, gradients): one loss per sample, and the gradients of the mean loss by adapter name. `chain` is the model.
-    `adapters` maps names such as "<block>.<linear>.lora_A.weight" to arrays. `scales` maps "<block>.<linear>" to the factor that
-    multiplies the adapter's change. `inputs` are the keyword arguments of `chain.enter`. `loss` maps the prediction to one loss
-    per sample. `plan` says how many of the last blocks keep their activations: "whole" (all), "blocks" (one) or a number. All
-    plans give the same gradients up to rounding. Raises ValueError if `plan` is anything else, if there are no adapters, or if an
-    adapter belongs to no block.
+) -> tuple[mx.array | Values, Arrays]:
+    """Compute (losses, gradients): the result of `loss`, and the gradients of the mean loss by adapter name. `chain` is the
+    model. `adapters` maps names such as "<block>.<linear>.lora_A.weight" to arrays. `scales` maps "<block>.<linear>" to the
+    factor that multiplies the adapter's change. `inputs` are the keyword arguments of `chain.enter`. `loss` maps the
+    prediction to one loss per sample, or to a dict of values per sample with the key "loss". `plan` says how many of the last
+    blocks keep their activations: "whole" (all), "blocks" (one) or a number. All plans give the same gradients up to
+    rounding. Raises ValueError if `plan` is anything else, if there are no adapters, or if an adapter belongs to no block.
 
     The results may not be computed yet on return. Only a loss that is a `functools.partial(function, name=array, ...)` is
     compiled. Its arrays become arguments of the graph. An array captured by a closure would be frozen into the graph.
@@ -115,10 +116,31 @@ def loss_and_grads(
     return losses_B, grads
 
 
+def main_losses(found: mx.array | Values) -> mx.array:
+    """Return the losses that training minimises, one per sample. `found` is the result of a loss: the losses alone, or a dict
+    with the key "loss".
+    """
+    return found["loss"] if isinstance(found, dict) else found
+
+
+def predict(chain: Chain, adapters: Arrays, scales: Mapping[str, float], inputs: Mapping[str, Any]) -> Tree:
+    """Return the prediction of `chain` with an adapter, without a gradient. The arguments are those of `loss_and_grads`. The
+    function does not wait for the device: the prediction may still be in computation.
+    """
+    blocks = BlockwiseBackprop(chain, adapters, scales)
+    h, shared = chain.enter(**inputs)
+    for n in range(len(chain.blocks)):
+        h = blocks.forward(n, h, shared)
+        dispatch(h)
+    prediction = chain.leave(h, shared)
+    dispatch(prediction)
+    return prediction
+
+
 def kept_blocks(plan: Plan, blocks: int) -> int:
-    """Return how many of the last blocks keep their activations until the backward pass. `plan` is "whole" (all blocks), "blocks"
-    (1 block) or a number. `blocks` is the number of blocks of the model. The result is at least 1 and at most `blocks`. Raises
-    ValueError for any other plan.
+    """Return how many of the last blocks keep their activations until the backward pass. `plan` is "whole" (all blocks),
+    "blocks" (1 block) or a number. `blocks` is the number of blocks of the model. The result is at least 1 and at most
+    `blocks`. Raises ValueError for any other plan.
 
     The last block costs nothing, because the backward pass begins with it.
     """
@@ -149,27 +171,27 @@ class BlockwiseBackprop:
         self.first_trained = min(n for n, own in enumerate(self.adapters) if own)
 
     def forward(self, n: int, h: Tree, shared: Tree) -> Tree:
-        """Return the output of the block with index `n` for its input `h`. `shared` is the value that `chain.enter` returned for
-        all blocks.
+        """Return the output of the block with index `n` for its input `h`. `shared` is the value that `chain.enter` returned
+        for all blocks.
         """
         block = self.chain.blocks[n]
         return self.compiled(_forward, block.kind)(self.adapters[n], block.weights, h, shared, self.scales[n])
 
     def backward(self, n: int, h: Tree, shared: Tree, cotangent: Tree) -> tuple[Tree, Arrays]:
         """Compute the block with index `n` again from its input `h`, and differentiate it. `shared` is what all blocks read.
-        `cotangent` is the gradient of the loss with respect to the block's output. Returns (gradient with respect to h, gradients
-        by adapter name).
+        `cotangent` is the gradient of the loss with respect to the block's output. Returns (gradient with respect to h,
+        gradients by adapter name).
         """
         block = self.chain.blocks[n]
         run = self.compiled(_backward, block.kind)
         by_input, grads = run(self.adapters[n], block.weights, h, shared, self.scales[n], cotangent)
         return by_input, {f"{block.name}.{key}": grad for key, grad in grads.items()}
 
-    def tail(self, head: int, h: Tree, shared: Tree, loss: Loss) -> tuple[mx.array, Tree, Arrays]:
+    def tail(self, head: int, h: Tree, shared: Tree, loss: Loss) -> tuple[mx.array | Values, Tree, Arrays]:
         """Compute the last blocks and the loss, and differentiate them as one graph. The first of these blocks has the
         index `head`. `h` is the input of this block. `shared` is the value that all blocks read. `loss` maps the
-        prediction to one loss per sample. Returns three values: the losses, the gradient of their mean with respect to
-        `h`, and a dict of gradients by adapter name.
+        prediction to one loss per sample, or to a dict of values per sample. Returns three values: the result of `loss`,
+        the gradient of the mean loss with respect to `h`, and a dict of gradients by adapter name.
         """
         blocks = self.chain.blocks[head:]
         kinds = tuple(b.kind for b in blocks)
@@ -207,15 +229,15 @@ def _backward(chain: Chain, kind: str) -> Callable[..., Any]:
     return backward
 
 
-def _tail(chain: Chain, kinds: tuple[str, ...], loss: Callable[..., mx.array]) -> Callable[..., Any]:
+def _tail(chain: Chain, kinds: tuple[str, ...], loss: Callable[..., mx.array | Values]) -> Callable[..., Any]:
     def tail(
         adapters: list[Arrays], weights: list[Tree], h: Tree, shared: Tree, scales: list[dict[str, float]], given: Arrays
-    ) -> tuple[mx.array, Tree, list[Arrays]]:
-        def run(adapters: list[Arrays], h: Tree) -> tuple[mx.array, mx.array]:
+    ) -> tuple[mx.array | Values, Tree, list[Arrays]]:
+        def run(adapters: list[Arrays], h: Tree) -> tuple[mx.array, mx.array | Values]:
             for kind, own, weight, scale in zip(kinds, adapters, weights, scales, strict=True):
                 h = chain.block(kind)(weight, h, shared, lora.adapted_linear(own, scale))
             losses_B = loss(chain.leave(h, shared), **given)
-            return losses_B.mean(), losses_B
+            return main_losses(losses_B).mean(), losses_B
 
         (_, losses_B), (grads, by_input) = mx.value_and_grad(run, argnums=(0, 1))(adapters, h)
         return losses_B, by_input, grads

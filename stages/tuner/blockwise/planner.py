@@ -1,8 +1,8 @@
 """An estimate of training's peak memory from shapes alone, before any weight is loaded.
 
-A run that cannot fit thus ends at once. It names the setting that would make it fit. Tests compare the estimate with the measured
-peaks of steps, small and at full size. Blocks are traced on arrays that are never computed. What passes through the Linears of a
-block determines how much it keeps for its gradient. The constants are measured on FLUX.2's blocks.
+A run that cannot fit thus ends at once. It names the setting that would make it fit. Tests compare the estimate with the
+measured peaks of steps, small and at full size. Blocks are traced on arrays that are never computed. What passes through the
+Linears of a block determines how much it keeps for its gradient. The constants are measured on FLUX.2's blocks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from stages.tuner.adapters import dora, lokr
+from stages.tuner.adapters import dora, full, lokr
 from stages.tuner.adapters.targets import Target
 from stages.tuner.blockwise.backprop import Chain, Plan, Tree, kept_blocks
 from stages.tuner.quantize import CHUNK, GROUP, is_packable
@@ -30,8 +30,8 @@ FACTOR = 1.25  # a step's measured peak is within this factor of the estimate, e
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimate of the memory that training needs for its largest batch. Each field is the bytes for one purpose. `peak(plan)`
-    returns the peak of the whole run.
+    """An estimate of the memory that training needs for its largest batch. Each field is the bytes for one purpose.
+    `peak(plan)` returns the peak of the whole run.
     """
 
     weights: int  # frozen weights
@@ -49,8 +49,8 @@ class Estimate:
 
     def peak(self, plan: Plan) -> int:
         """Return the estimated peak memory of training in bytes. It is the largest of backward pass, optimizer step and
-        validation. `plan` is "whole", "blocks" or a number. It says how many of the last blocks keep their activations until the
-        backward pass.
+        validation. `plan` is "whole", "blocks" or a number. It says how many of the last blocks keep their activations until
+        the backward pass.
         """
         backward = self._kept_activations(plan) + self.block_work + self.unpacked_work
         return self.held + int(max(backward, self.optimizer_work, self.validation))
@@ -142,9 +142,12 @@ def _trace_linears(chain: Chain, block: Any, h: Tree, shared: Tree) -> dict[str,
 def _saved_per_token(target: Target) -> int:
     """Return how many values per token an adapter keeps for its gradient. The input and the output of its Linear are
     not counted. A LoRA keeps `rank` values: the product of the input and the matrix `A`. A DoRA also keeps the output
-    of the LoRA before it is rescaled. A LoKr keeps the intermediate products with its matrices.
+    of the LoRA before it is rescaled. A LoKr keeps the intermediate products with its matrices. A Linear that is trained
+    in full keeps nothing more.
     """
     shapes = target.shapes
+    if full.DIFF in shapes:
+        return 0
     if lokr.W1 not in shapes:
         return target.rank + (target.outputs if dora.MAGNITUDE in shapes else 0)
     a, b = shapes[lokr.W1]
@@ -156,8 +159,8 @@ def _saved_per_token(target: Target) -> int:
 
 def weight_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> int:
     """Return the bytes of all weights together. `shapes` yields (shape, bits) for each weight. bits is 8 or 4 for a packed
-    (quantised) weight, and 16 for any other. `itemsize` is the bytes of one unpacked value. A scale or offset of a packed weight
-    also takes `itemsize` bytes.
+    (quantised) weight, and 16 for any other. `itemsize` is the bytes of one unpacked value. A scale or offset of a packed
+    weight also takes `itemsize` bytes.
     """
     total = 0
     for shape, bits in shapes:
@@ -167,9 +170,9 @@ def weight_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -
 
 
 def unpacked_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> int:
-    """Return the bytes of the largest packed (quantised) weight in unpacked form. Return 0 if none is packed. The result is at
-    most 256 MiB, because large weights are unpacked in chunks. `shapes` yields (shape, bits) for each weight. bits is 8 or 4 for
-    a packed weight, and 16 for any other. `itemsize` is the bytes of one unpacked value.
+    """Return the bytes of the largest packed (quantised) weight in unpacked form. Return 0 if none is packed. The result is
+    at most 256 MiB, because large weights are unpacked in chunks. `shapes` yields (shape, bits) for each weight. bits is 8 or
+    4 for a packed weight, and 16 for any other. `itemsize` is the bytes of one unpacked value.
     """
     return max((min(math.prod(shape) * itemsize, CHUNK) for shape, bits in shapes if _is_packed(shape, bits)), default=0)
 

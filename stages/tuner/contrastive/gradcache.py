@@ -1,0 +1,74 @@
+"""GradCache: the gradient of a loss over a whole batch, in the memory of a part of it. Gao et al. 2021, arXiv 2101.06983.
+
+Every part is encoded without a gradient. The loss of all vectors gives its gradient by each vector. Then every part is
+encoded again, and this gradient is carried back through it. The sum over the parts is the gradient of the whole batch. It
+costs one more forward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from stages.tuner.blockwise.backprop import Arrays, Chain, Loss, Plan, Tree, Values, loss_and_grads, main_losses, predict
+
+Join = Callable[[list[Tree]], Tree]  # predictions of all parts, in order -> the prediction of the whole batch
+
+
+def loss_and_grads_in_parts(
+    chain: Chain,
+    adapters: Arrays,
+    scales: Mapping[str, float],
+    parts: Sequence[Mapping[str, Any]],
+    join: Join,
+    loss: Loss,
+    plan: Plan = "whole",
+) -> tuple[mx.array | Values, Arrays]:
+    """Compute (losses, gradients) of a batch that is divided into parts. The result equals that of `loss_and_grads` for the
+    whole batch, up to rounding. `parts` holds the keyword arguments of `chain.enter` for each part. `join` makes the prediction
+    of the whole batch from the list of predictions of the parts. The other arguments are those of `loss_and_grads`.
+
+    Only one part at a time has activations in memory.
+    """
+    predictions = [_computed(predict(chain, adapters, scales, part)) for part in parts]
+    losses_B, pulls = _loss_and_pulls(predictions, join, loss)
+    mx.eval(losses_B, pulls)
+    del predictions
+    total: Arrays = {}
+    for part, pull in zip(parts, pulls, strict=True):
+        carried = functools.partial(_inner_product, **{f"pull_{name}": value for name, value in tree_flatten(pull)})
+        _, grads = loss_and_grads(chain, adapters, scales, part, carried, plan)
+        total = {
+            name: total[name] + grad.astype(mx.float32) if total else grad.astype(mx.float32) for name, grad in grads.items()
+        }
+        del grads
+        mx.eval(total)  # else the next part would begin before this part's activations are freed
+    return losses_B, total
+
+
+def _computed(prediction: Tree) -> Tree:
+    mx.eval(prediction)
+    return prediction
+
+
+def _loss_and_pulls(predictions: list[Tree], join: Join, loss: Loss) -> tuple[mx.array | Values, list[Tree]]:
+    """Return the result of `loss` for all parts together, and the gradient of the mean loss by each part's prediction."""
+
+    def run(predictions: list[Tree]) -> tuple[mx.array, mx.array | Values]:
+        found = loss(join(predictions))
+        return main_losses(found).mean(), found
+
+    (_, found), pulls = mx.value_and_grad(run)(predictions)
+    return found, pulls
+
+
+def _inner_product(prediction: Tree, **pulls: mx.array) -> mx.array:
+    """Return <prediction, pull> as an array of one value. Its gradient by the prediction is the pull. `pulls` holds the pull of
+    each array in the prediction, under the name "pull_" and the array's path.
+    """
+    found = dict(tree_flatten(prediction))
+    return mx.stack([(value.astype(mx.float32) * pulls[f"pull_{name}"]).sum() for name, value in found.items()]).sum()[None]

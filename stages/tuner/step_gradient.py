@@ -1,0 +1,73 @@
+"""The gradient of one optimizer step, summed over its micro-batches, and the values of its samples by table column."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from stages.tuner.blockwise.backprop import Arrays, Values, main_losses
+from stages.tuner.blockwise.device import dispatch
+from stages.tuner.task import Term
+
+Found = tuple[mx.array, Sequence[bool] | None, Sequence[str] | None]  # values, which samples have them, texts that they index
+
+
+@dataclass
+class StepGradient:
+    """The gradient of one optimizer step, summed over its micro-batches (samples computed at once). `grads` maps the name of an
+    adapter array to its gradient. `terms` has one dict per micro-batch: table column -> (values, flags, texts). The values are
+    one per sample. The flags say which samples have the term, or are None if all have it. If there are texts, the values are
+    indices into them. All arrays are lazy: not evaluated yet.
+    """
+
+    grads: Arrays = field(default_factory=dict)
+    terms: list[dict[str, Found]] = field(default_factory=list)  # per micro-batch, by column
+    largest_tokens: int = 0
+
+    @property
+    def losses(self) -> mx.array:
+        """The main loss of every sample of the step, in order, as one array. Further loss terms are left out."""
+        return mx.concatenate([terms["loss"][0] for terms in self.terms])
+
+    def values(self, column: str) -> list[Any]:
+        """Return one value per sample for the loss term of the table column `column`. The values are in the order of the
+        step. If a sample does not have this term, its value is None.
+        """
+        found: list[Any] = []
+        for terms in self.terms:
+            count = terms["loss"][0].size
+            found += plain_values(*terms[column]) if column in terms else [None] * count
+        return found
+
+    def note(self, term: Term, found: mx.array | Values) -> None:
+        """Add the result of the loss of `term` to the last micro-batch. `found` is the losses, or a dict with further values."""
+        names = term.names or {}
+        self.terms[-1][term.column] = main_losses(found), term.applies, None
+        if isinstance(found, dict):
+            more = {column: (value, term.applies, names.get(column)) for column, value in found.items() if column != "loss"}
+            self.terms[-1].update(more)
+
+    def add(self, grads: Arrays, share: float) -> None:
+        """Add `share` times the gradients `grads` of one loss term to the sum. The dict `grads` is consumed and must not be
+        used afterwards. `share` is the micro-batch's share of the step's samples, 0 to 1.
+
+        A third copy of the gradient would raise the peak of memory.
+        """
+        if share < 1 or self.grads:
+            for name in grads:
+                grads[name] = share * grads[name].astype(mx.float32) + self.grads.pop(name, 0.0)
+            dispatch(grads)  # else the gradient of every micro-batch would wait for the last one
+        self.grads = grads
+
+
+def plain_values(values: mx.array, applies: Sequence[bool] | None, texts: Sequence[str] | None) -> list[Any]:
+    """Return one Python value per sample. It is None for a sample whose flag in `applies` is False. If there are `texts`, each
+    value is the text with this index, or None if the index is negative.
+    """
+    each: Any = values.tolist()
+    if texts is not None:
+        each = [texts[n] if n >= 0 else None for n in each]
+    return each if applies is None else [v if a else None for v, a in zip(each, applies, strict=True)]
