@@ -8,65 +8,80 @@ WORK ?= build
 WORKERS ?= 2
 FAST ?=
 LATENTMILL = .venv/bin/python -m pipeline
-RUN = $(LATENTMILL) run
 # Passed in the environment under other names, so that spaces, quotes and dollars reach the command as they were typed.
 export LATENTMILL_PROJECT := $(value PROJECT)
 export LATENTMILL_SET := $(value SET)
 export LATENTMILL_SQL := $(value SQL)
 export LATENTMILL_WHAT := $(value WHAT)
 export LATENTMILL_NAME := $(value NAME)
+export LATENTMILL_RUN := $(if $(filter command%,$(origin RUN)),$(value RUN))
+export LATENTMILL_RUNS := $(value RUNS)
 export LATENTMILL_IMAGES := $(value IMAGES)
 export LATENTMILL_FAMILY := $(value FAMILY)
 export LATENTMILL_TRIGGER := $(value TRIGGER)
-unexport PROJECT SET SQL WHAT NAME IMAGES FAMILY TRIGGER
+unexport PROJECT SET SQL WHAT NAME RUN RUNS IMAGES FAMILY TRIGGER
+override RUN = $(LATENTMILL) run
 
 # One stage at a time, also under `make -j`, so that no two models are in memory together.
 .NOTPARALLEL:
 .PHONY: init images captions ingest buckets latents embeddings train samples segments status query panel follow memory export clean
 .PHONY: scores evaluate
 .PHONY: sources units pairs
+.PHONY: help runs compare best view report generate
 .PHONY: test prove check format bench pages dictionary recipe figures experiments
 .DEFAULT_GOAL := train
 
-# A new project: make init PROJECT=data/cats IMAGES=~/Pictures/cats FAMILY=klein-base-4b TRIGGER="ohwx cat"
+## Show this list
+help:
+	@awk '/^## / { text = substr($$0, 4); next } /^[a-z]+:/ && text { sub(":.*", ""); printf "make %-11s %s\n", $$0, text } { text = "" }' $(MAKEFILE_LIST)
+
+## Make a project: make init PROJECT=cats IMAGES=~/Pictures/cats
 init: .venv/ready
 	@$(LATENTMILL) init
 
 # Stages
 
+## Read the image folder: one row per file
 images: .venv/ready
 	@$(RUN) images
 
+## Find the captions of the images
 captions: images
 	@$(RUN) captions
 
 ingest: images captions
 
+## Decide the size and the crop of each image at each resolution
 buckets: images
 	@$(RUN) buckets
 
+## Encode the crops with the autoencoder
 latents: buckets images
 	@$(RUN) latents
 
+## Encode the captions with the text encoder
 embeddings: captions
 	@$(RUN) embeddings
 
 # `train` ends with the previews, which name the adapter; `samples` is an alias.
 # `captions` stands before `latents`, so that a missing caption is found before weights are downloaded.
+## Train, then draw previews (the default), after earlier stages
 train: images captions buckets latents embeddings
 	@$(RUN) train
 	@$(RUN) samples
 
 samples: train
 
-# Compare the previews with the training images and with real pictures. Not part of `train`.
+# Not part of `train`.
+## Compare the previews with training images and real pictures
 scores: samples
 	@$(RUN) scores
 
+## Show the scores of base, adapters and real pictures
 evaluate: scores
 	@$(LATENTMILL) evaluate
 
-# Train in segments of EVERY steps, each a process of its own, with previews after each.
+## Train in parts of EVERY=250 steps, with previews after each
 segments: images captions buckets latents embeddings
 	@$(LATENTMILL) segments --every $(EVERY)
 
@@ -83,52 +98,73 @@ pairs: units
 
 # Looking at a project
 
+## Show what is built, what is missing, and all training runs
 status: .venv/ready
 	@$(LATENTMILL) status
 
+## Ask in SQL: make query SQL='select * from tables'
 query: .venv/ready
 	@$(LATENTMILL) query
 
-# A stored query of the pipeline: make panel NAME=loss; without NAME, the list.
+## List the training runs; RUN=1a2b NAME=fast names one
+runs: .venv/ready
+	@$(LATENTMILL) runs
+
+## Compare training runs: make compare RUNS='slow fast'
+compare: .venv/ready
+	@$(LATENTMILL) compare
+
+## Name the best checkpoint of a run, and why
+best: .venv/ready
+	@$(LATENTMILL) best
+
+## Answer a stored question: make panel NAME=loss; or list them
 panel: .venv/ready
 	@$(LATENTMILL) panel
 
+## Show what became of an input: make follow WHAT=fox
 follow: .venv/ready
 	@$(LATENTMILL) follow
 
+## Measure the memory of a few training steps
 memory: .venv/ready
 	@$(LATENTMILL) memory
 
+## Write the adapter for other programs; RUN=NAME chooses a run
 export: .venv/ready
 	@$(LATENTMILL) export
 
+## Delete rows and tables that the settings no longer use
 clean: .venv/ready
 	@$(LATENTMILL) clean
 
 # Development
 
 # Tests must not see the variables that were set for a project.
-PYTEST = env $(foreach name,PROJECT SET SQL WHAT NAME IMAGES FAMILY TRIGGER,-u LATENTMILL_$(name)) .venv/bin/python -m pytest
+PYTEST = env $(foreach name,PROJECT SET SQL WHAT NAME RUN RUNS IMAGES FAMILY TRIGGER,-u LATENTMILL_$(name)) .venv/bin/python -m pytest
 
-# All tests in WORKERS processes; with FAST=1 those that take less than a minute together.
+## Run all tests; FAST=1 runs the fast ones
 test: .venv/test
 	$(PYTEST) -n $(WORKERS) --dist loadfile $(if $(FAST),-m fast)
 
 # The proofs in their full form, one after another: each adds a row to data/proofs.jsonl.
+## Run the long forms of the tests
 prove: .venv/test
 	$(PYTEST) -m proof --prove
 
+## Run ruff, mypy and the import contracts
 check: .venv/check
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
+## Format the code
 format: .venv/check
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
-# The generated pages and figures of data/, after a change to schemas or settings.
+## Write the generated pages and figures again
 pages: dictionary recipe figures
 
 dictionary: .venv/ready
@@ -140,6 +176,7 @@ recipe: .venv/ready
 figures: .venv/plots
 	.venv/bin/python -m data.pages.figures
 
+## Measure this machine
 bench: .venv/ready
 	.venv/bin/python -m tests.bench.measure
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from pipeline.project import project
+from pipeline.project.config import Overrides
 from stages.stage import load
 
 if TYPE_CHECKING:
@@ -20,9 +22,16 @@ if TYPE_CHECKING:
 class Project(project.Project):
     """A training project, opened for use from Python. It is a folder with project.toml, the input files, and one table per
     stage. `p = Project("data/cats", {"train.steps": 200})` opens the folder data/cats and replaces one setting of project.toml.
-    `p.run("train")` runs a stage, and `p["train"]` returns its table. Raises ValueError if the folder holds no project or a
-    setting is wrong.
+    `p.run("train")` runs a stage, and `p["train"]` returns its table. `training_run` chooses a training run by its name or
+    recipe: its settings and its table are used. Raises ValueError if the folder holds no project or a setting is wrong.
     """
+
+    def __init__(self, path: str | Path, overrides: Overrides = (), *, fetch: bool = False, training_run: str = "") -> None:
+        super().__init__(path, overrides, fetch=fetch)
+        if training_run:
+            from pipeline.project.runs import choose
+
+            choose(self, training_run, overrides)
 
     def run(self, name: str, *, upstream: bool = False, progress: ProgressCallback | bool = True) -> Outcome:
         """Run the stage `name`. This brings the table of that name up to date. Return an `Outcome`: rows written and removed,

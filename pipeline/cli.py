@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -18,8 +19,9 @@ from pipeline.options import ENVIRONMENT
 STOPPED = 130  # the shell's code for Ctrl-C
 GENERIC = {
     name: f"pipeline.commands.{name}:command"
-    for name in ("init", "run", "status", "query", "panel", "follow", "clean", "families")
+    for name in ("init", "run", "status", "query", "panel", "runs", "compare", "follow", "clean", "families")
 }
+GENERIC |= {"best": "pipeline.commands.compare:best_command"}
 
 
 class Commands(click.Group):
@@ -50,7 +52,7 @@ class Commands(click.Group):
             if cmd_name in commands:
                 command: click.Command = load(commands[cmd_name])
                 return command
-        return None
+        return stage_command(cmd_name, ctx.meta.get("arguments", ()))
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands, group by group. A name that two pipelines use is returned once."""
@@ -67,6 +69,24 @@ class Commands(click.Group):
                 continue
             with formatter.section(title):
                 formatter.write_dl([(name, summary(reference)) for name, reference in commands.items()])
+
+
+def stage_command(name: str, arguments: Sequence[str]) -> click.Command | None:
+    """Return a command that runs the stage `name` as `latentmill run NAME` does; None if no pipeline has such a stage.
+    `arguments` is the command line, which may name a project with a pipeline of its own.
+    """
+    import stages
+    from stages.stage import load
+
+    for each in dict.fromkeys([*stages.PIPELINES, *filter(None, [own_pipeline(arguments)])]):
+        with contextlib.suppress(ValueError):
+            if name in stages.pipeline(each).stages:
+                run: click.Command = load(GENERIC["run"])
+                assert run.callback
+                options = [param for param in run.params if param.name != "stage"]
+                text = f"Run the stage {name}, which brings its table up to date. Short for `latentmill run {name}`."
+                return click.Command(name, callback=functools.partial(run.callback, stage=name), params=options, help=text)
+    return None
 
 
 def command_groups(arguments: Sequence[str]) -> Iterator[tuple[str, Mapping[str, str]]]:

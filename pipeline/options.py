@@ -1,4 +1,4 @@
-"""The options --project and --set, which the commands of every pipeline share."""
+"""The options --project, --set and --run, which the commands of every pipeline share."""
 
 from __future__ import annotations
 
@@ -24,30 +24,46 @@ SET = click.option(
     metavar="SECTION.KEY=VALUE",
     help="Override a setting of project.toml, such as train.steps=500. May be repeated. With make: SET='...'.",
 )
+RUN = click.option(
+    "--run",
+    "chosen_run",
+    default="",
+    envvar="LATENTMILL_RUN",
+    metavar="NAME",
+    help="Use a training run by its name or recipe, with the settings that it was made with. `latentmill runs` lists them.",
+)
 
 
 def with_project(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the function of a click command: add the options --project and --set to the command. `function` gets the opened
-    `Project` as the keyword argument `project`, and the command's other options unchanged.
+    """Decorate the function of a click command: add the options --project, --set and --run to the command. `function` gets the
+    opened `Project` as the keyword argument `project`, and the command's other options unchanged.
     """
 
     @PROJECT
     @SET
+    @RUN
     @functools.wraps(function)
-    def opened(path: str, overrides: tuple[str, ...], **others: Any) -> Any:
-        return function(project=open_project(path, overrides), **others)
+    def opened(path: str, overrides: tuple[str, ...], chosen_run: str, **others: Any) -> Any:
+        return function(project=open_project(path, overrides, chosen_run), **others)
 
     return opened
 
 
-def open_project(path: str, overrides: tuple[str, ...] = ()) -> Project:
+def open_project(path: str, overrides: tuple[str, ...] = (), run: str = "") -> Project:
     """Open and return the project in the folder `path`. `overrides` replace settings; they are texts such as
-    "train.steps=500". If there are none, those in the environment variable `LATENTMILL_SET` are used. Raises ValueError
-    if there is no project or a setting is wrong. The message is one line.
+    "train.steps=500". If there are none, those in the environment variable `LATENTMILL_SET` are used. `run` is the name or recipe
+    of a training run whose settings are used. Raises ValueError if there is no project or no such run, or if a setting is wrong.
+    The message is one line.
     """
     from pipeline.project.project import Project
 
-    return Project(path, overrides or overrides_from_environment())
+    overrides = overrides or overrides_from_environment()
+    project = Project(path, overrides)
+    if run:
+        from pipeline.project.runs import choose
+
+        choose(project, run, overrides)
+    return project
 
 
 def overrides_from_environment() -> tuple[str, ...]:

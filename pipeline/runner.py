@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.errors import Stopped
+from pipeline.project import runs
 from pipeline.project.project import Project
 from pipeline.project.recipe import recipe_id
 from pipeline.store.catalog import link_table
@@ -75,15 +76,20 @@ def run(
     console: Console,
     meter: Meter | None = None,
     compute: Callable[[StageContext], Computed] | None = None,
+    run_name: str = "",
 ) -> Outcome:
     """Run the stage `name`: compute and store the rows that its table lacks, and publish the table. Return a report of the run.
     Messages and progress go to `console`. If `meter` is given, it measures MLX's memory while each batch is computed. If
     `compute` is given, it replaces the stage's own `run`. `compute(ctx)` must yield record batches and artifacts for the rows
-    in `ctx.pending`. Raises Stopped if the user interrupts. Raises ValueError for mistakes that the user can correct.
+    in `ctx.pending`. `run_name` becomes the name of the run if the stage trains. Raises Stopped if the user interrupts. Raises
+    ValueError for mistakes that the user can correct.
 
     `compute` can come from work units in other processes (`pipeline.work`). Artifacts are files that rows name.
     """
-    stage, folder = project.stage(name), project.current(name)
+    stage = project.stage(name)
+    runs.check_resumable(project, name)
+    folder = project.current(name)
+    notes = list(runs.news(project, name)) if runs.trains(stage.writes) else []
     warnings.filterwarnings("ignore", module="PIL")  # Pillow's warnings are either in the row or harmless
     began = time.monotonic()
     reasons: list[str] = []
@@ -94,6 +100,10 @@ def run(
         ctx = _context(project, stage, writer, console, stop, reasons)
         wanted = stage.wants(ctx)
         ctx.pending = pending_rows(stage, ctx, wanted)
+        if runs.trains(stage.writes) and (ctx.pending.num_rows or run_name):
+            runs.begin(project, name, software(), run_name)
+        for note in notes:
+            console.say(note)
         published = folder.rows().select(wanted.column_names) if folder.exists else wanted.slice(0, 0)
         commit((compute or stage.run)(ctx), stage, writer, meter)
         ctx.stored = writer.stored

@@ -231,6 +231,8 @@ class Pipeline:
     views: Mapping[str, View] = field(default_factory=dict)
     follow: str = ""  # a Chain: how `latentmill follow` traces one input through the tables
     panels: tuple[Panel, ...] = ()
+    side_by_side: str = ""  # function(runs, rows, out): writes the results of several runs into one file; returns out or None
+    ranking: Panel | None = None  # SQL with the columns adapter_id and score, the higher the better; `title` names the score
 
     def stage(self, name: str) -> Stage:
         """Return the stage that writes the table called `name`. Its module is imported if needed. Raises KeyError if no

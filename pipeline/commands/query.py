@@ -1,8 +1,9 @@
 """`latentmill query`: answers SQL queries over the tables of a project.
 
 `open_catalog` returns a DuckDB connection in which every table of a project has its name. It also has the tables `tables` (what
-is built, and how large) and `columns` (what every column holds), the views of the pipeline, and the function bf16(word): the
-value of a bfloat16 number that is stored as a 16-bit word.
+is built, and how large), `columns` (what every column holds) and `runs` (every training run), the rows of all runs (`all_train`
+for the stage train), the views of the pipeline, and the function bf16(word): the value of a bfloat16 number that is stored as a
+16-bit word.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeline.commands.runs import rows_of_runs, runs_table
 from pipeline.options import with_project
 from pipeline.terminal import format_cell, format_table
 
@@ -85,6 +87,9 @@ def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConne
         catalog.register(name, folder.rows() if built else opened.stage(name).writes.stored.empty_table())
     catalog.register("tables", _tables(opened))
     catalog.register("columns", _columns(opened))
+    catalog.register("runs", runs_table(opened))
+    for name, rows in rows_of_runs(opened).items():
+        catalog.register(name, rows)
     catalog.execute(BF16)
     for name, view in opened.pipeline.views.items():
         catalog.execute(f"create or replace temp view {name} as {view.sql}")

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 @click.option(
     "--memory", "measured", is_flag=True, help="Also measure MLX's memory batch by batch, and write the figures to tables/memory."
 )
+@click.option("--name", "run_name", default="", envvar="LATENTMILL_NAME", help="Name the run, if the stage trains.")
 @with_project
-def command(stage: str, measured: bool, project: Project) -> None:
-    """Run one stage, which brings its table up to date. STAGE is the name of a table in `latentmill status`. The tables that the
-    stage reads are used as they are; `make STAGE` brings them up to date first.
+def command(stage: str, measured: bool, run_name: str, project: Project) -> None:
+    """Run one stage, which brings its table up to date. STAGE is the name of a table in `latentmill status`; `latentmill STAGE`
+    is short for it. The tables that the stage reads are used as they are; `make STAGE` brings them up to date first.
     """
     from pipeline import runner
 
@@ -34,7 +35,7 @@ def command(stage: str, measured: bool, project: Project) -> None:
 
         meter = Meter()
     with Terminal(stage) as terminal:
-        outcome = runner.run(project.allow_downloads(), stage, terminal, meter)
+        outcome = runner.run(project.allow_downloads(), stage, terminal, meter, run_name=run_name)
     click.echo(summary(outcome))
     for line in stage_report(meter, project, stage) if meter else ():
         click.echo(line)

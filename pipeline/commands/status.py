@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -16,10 +18,11 @@ if TYPE_CHECKING:
 
 
 @click.command("status")
+@click.option("--long", "more", is_flag=True, help="Also show each table's recipe, dead rows and peak memory.")
 @with_project
-def command(project: Project) -> None:
-    """Show every table and what the next run would do. The list has recipe, rows and size of each table. Nothing is written."""
-    click.echo(render(project))
+def command(more: bool, project: Project) -> None:
+    """Show every table, what the next run would do, and every training run. Nothing is written."""
+    click.echo(render(project, more))
 
 
 @dataclass
@@ -135,8 +138,12 @@ def _count(rows: int) -> str:
     return f"{rows} row{'' if rows == 1 else 's'}"
 
 
-def render(project: Project) -> str:
-    """Return the output of `latentmill status` as text: a line about the project, then a table with a line per stage's table."""
+def render(project: Project, more: bool = False) -> str:
+    """Return the output of `latentmill status` as text: a line about the project, a table with a line per stage's table, and the
+    training runs. If `more` is True, the lines also have recipe, dead rows and peak memory.
+    """
+    from pipeline.commands.runs import list_runs
+
     family = f"family {project.family.name}, " if project.pipeline.families else ""
     rows = [
         (
@@ -151,4 +158,15 @@ def render(project: Project) -> str:
         for each in states(project)
     ]
     names = ("table", "recipe", "rows", "dead", "size", "peak", "state")
-    return f"{project.name}: {family}{project.path}\n{format_table(names, rows, right=('size', 'peak'))}"
+    shown = [index for index, name in enumerate(names) if more or name not in ("recipe", "dead", "peak")]
+    cells = [[row[index] for index in shown] for row in rows]
+    table = format_table([names[index] for index in shown], cells, right=("size", "peak"))
+    runs = list_runs(project)
+    return f"{project.name}: {family}{_short(project.path)}\n{table}" + (f"\n\n{runs}" if runs else "")
+
+
+def _short(path: Path) -> Path:
+    """Return `path` relative to the current folder if it lies below it, else unchanged."""
+    with suppress(ValueError):
+        return path.resolve().relative_to(Path.cwd())
+    return path

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,15 @@ class NotBuilt(ValueError):  # noqa: N818  (a state that the user can change, de
         self.table = table
 
 
+@dataclass(frozen=True)
+class FixedTable:
+    """The table that a project uses for the stage `stage`, whatever its settings are. `recipe` is the table's recorded recipe."""
+
+    stage: str
+    table: TableFolder
+    recipe: Mapping[str, Any]
+
+
 class Project:
     """A project: the folder `path` with project.toml, input files and the folder tables/. `overrides` replace settings. They
     are a mapping such as {"train.steps": 200}, or texts such as "train.steps=200". If `fetch` is True, missing weights may be
@@ -58,8 +68,16 @@ class Project:
         self._recipes: dict[str, dict[str, Any]] = {}
         self._rows: dict[str, pa.Table] = {}
         self._seen = self._manifests()
+        self.fixed: FixedTable | None = None
         if self.pipeline.families:
             _ = self.family  # an unknown family is an error before anything is written
+
+    def fix(self, table: FixedTable, config: configuration.Config) -> None:
+        """Use `table` for its stage from now on, whatever the present settings are. `config` replaces the settings."""
+        self.config, self.fixed = config, table
+        self.__dict__.pop("family", None)
+        self._recipes.clear()
+        self._rows.clear()
 
     def refresh(self) -> None:
         """Discard cached rows and recipes if they may be out of date. This is the case if a stage has finished a run
@@ -162,6 +180,14 @@ class Project:
         is the name of the table's folder. Raises NotBuilt if a table that the recipe needs is missing. Raises
         ValueError if weights cannot be found.
         """
+        if self.fixed and self.fixed.stage == name:
+            return dict(self.fixed.recipe)
+        return self.fresh_recipe(name)
+
+    def fresh_recipe(self, name: str) -> dict[str, Any]:
+        """Return the recipe of the table `name` as `recipe` does. The recipe is also computed if the table is
+        fixed.
+        """
         if name not in self._recipes:
             stage = self.stage(name)
             weights = [need for need in stage.needs if isinstance(self.pipeline.resources[need], Weights)]
@@ -180,6 +206,8 @@ class Project:
         """
         from pipeline.store.table import TableFolder
 
+        if self.fixed and self.fixed.stage == name:
+            return self.fixed.table
         return TableFolder(self.path / "tables" / name / recipes.recipe_id(self.recipe(name)), self.stage(name).writes)
 
     def folder(self, name: str) -> TableFolder:
@@ -190,6 +218,8 @@ class Project:
         from pipeline.store.table import TableFolder
 
         schema = self.stage(name).writes
+        if self.fixed and self.fixed.stage == name:
+            return self.fixed.table
         parent = self.path / "tables" / name
         try:
             found = self.current(name)

@@ -23,11 +23,18 @@ def significant_settings(config: Any) -> dict[str, Any]:
     setting's name to its value. A nested section is a nested dict. Fields declared with `selects` only choose rows.
     Fields declared with `runtime` change no row. Both are left out.
     """
+    return settings_of(config, ("setting",))
+
+
+def settings_of(config: Any, kinds: tuple[str, ...]) -> dict[str, Any]:
+    """Return the settings of `config` whose kind is in `kinds`: "setting", "selects" or "runtime". `config` is a config
+    dataclass. The result maps a setting's name to its value. A nested section is a nested dict.
+    """
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.metadata.get("kind") == "setting":
-            found[field.name] = significant_settings(value) if dataclasses.is_dataclass(value) else value
+        if field.metadata.get("kind") in kinds:
+            found[field.name] = settings_of(value, kinds) if dataclasses.is_dataclass(value) else value
     return found
 
 

@@ -4,7 +4,7 @@ A stage imports `imaging` (reading image files), `families`, `stages.models`, `s
 """
 
 from stages.stage import FamilyRecord, Folder, Pipeline, Weights
-from stages.text_to_image.views import PANELS, VIEWS
+from stages.text_to_image.views import PANELS, RANKING, VIEWS
 
 PIPELINE = Pipeline(
     name="text_to_image",
@@ -29,4 +29,6 @@ PIPELINE = Pipeline(
     views=VIEWS,
     follow="stages.text_to_image.follow:CHAIN",
     panels=PANELS,
+    side_by_side="stages.text_to_image.samples.side_by_side:draw_side_by_side",
+    ranking=RANKING,
 )

@@ -27,7 +27,77 @@ order by stage, path
     "images that are not trained on: the table where each drops out, and why",
     needs=("images",),
 )
-VIEWS = {"unused": UNUSED}
+
+# A sample's raw loss says mostly which noise level was drawn: the loss at one level is several times that at another. The mean of
+# its neighbours by noise level is what such a sample costs; what is left is corrected by its neighbours in time in the same way.
+HURTING = View(
+    """
+with drawn as (
+    select image_id, step, sigma, loss, ln(loss) as log_loss from train where split = 'train' and loss > 0 and isfinite(loss)
+),
+level as (
+    select *, log_loss - avg(log_loss) over (
+        order by sigma, step, image_id rows between 50 preceding and 50 following exclude current row) as above_level
+    from drawn
+),
+time as (
+    select *, above_level - avg(above_level) over (
+        order by step, sigma, image_id rows between 100 preceding and 100 following exclude current row) as above
+    from level
+),
+per_image as (
+    select image_id, count(*) as draws, exp(avg(above)) as times_expected, avg(above) as excess,
+        stddev_samp(above) / sqrt(count(*)) as excess_error, avg(loss) as raw_loss
+    from time group by image_id
+)
+select path, image_id, draws, times_expected, excess, excess_error, raw_loss
+from per_image join (select image_id, min(path) as path from images where rejected is null group by image_id) using (image_id)
+order by excess desc
+""",
+    "images by their loss, corrected for noise level and step. times_expected = exp(excess); excess is the mean over the "
+    "image's samples of a - (mean of a over the 200 samples nearest in step), where a = ln(loss) - (mean of ln(loss) over "
+    "the 100 samples nearest in noise level)",
+    needs=("images", "train"),
+)
+TRAINED = View(
+    """
+select train.*, file.path, buckets.resolution, words.text
+from train
+left join (select image_id, min(path) as path from images where rejected is null group by image_id) as file using (image_id)
+left join latents using (latent_id)
+left join buckets on buckets.rejected is null and latents.image_id = buckets.image_id and latents.width = buckets.width
+    and latents.height = buckets.height and latents.crop_x = buckets.crop_x and latents.crop_y = buckets.crop_y
+    and latents.crop_w = buckets.crop_w and latents.crop_h = buckets.crop_h
+left join (select caption_id, min(text) as text from captions group by caption_id) as words
+    on words.caption_id = train.caption_id
+""",
+    "the rows of train with the path of the image, the resolution and the text",
+    needs=("train",),
+)
+STEPS = View(
+    """
+select step, split, count(*) as samples, avg(loss) as loss, any_value(lr) as lr, any_value(grad_norm) as grad_norm,
+    case when split = 'train' then max(seconds) end as seconds, max(read_seconds) as read_seconds, max(peak_bytes) as peak_bytes
+from train group by step, split order by step, split
+""",
+    "one row per step and split: the mean loss, and the facts about the step once",
+    needs=("train",),
+)
+PREVIEWS = View(
+    """
+select samples.*, (select folder from tables where stage = 'samples') || '/artifacts/' || path as file from samples
+""",
+    "the rows of samples with the full path of the picture",
+    needs=("samples",),
+)
+VIEWS = {"unused": UNUSED, "hurting": HURTING, "trained": TRAINED, "steps": STEPS, "previews": PREVIEWS}
+
+# The previews of prompts that look most like the training images, for `latentmill best` without held-out images.
+RANKING = Panel(
+    "style",
+    "mean score `style`",
+    "select adapter_id, avg(style) as score from scores where kind = 'adapter' group by adapter_id",
+)
 
 PANELS = (
     Panel(
@@ -49,6 +119,12 @@ PANELS = (
         "Images that are not trained on, by the table where they drop out and the reason",
         "select stage, reason, count(*) as images, min(path) as example from unused "
         "group by all order by images desc, stage, reason",
+    ),
+    Panel(
+        "hurting",
+        "Images whose loss is above what their noise levels and steps explain (1 is as expected)",
+        "select path, draws, round(times_expected, 3) as times_expected, round(excess_error, 3) as error, raw_loss from hurting "
+        "order by excess desc limit 20",
     ),
     Panel("disk", "Rows and bytes of every table", "select stage, built, rows, dead, bytes from tables"),
 )

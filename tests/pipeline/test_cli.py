@@ -98,3 +98,15 @@ def test_every_panel_answers_over_a_small_project(name, tmp_path):
 def test_the_families_are_listed_with_licence_and_source():
     out = latentmill("families")
     assert re.search(r"^klein-base-4b +\S.*Apache", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", PIPELINE.stages)
+def test_the_name_of_a_stage_is_a_command(name):
+    assert f"Run the stage {name}" in latentmill(name, "--help")
+
+
+def test_make_help_lists_the_targets_in_80_columns():
+    words = ["make", "-s", "help"]
+    lines = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert {"make train", "make status", "make compare"} <= {" ".join(line.split()[:2]) for line in lines}
+    assert max(map(len, lines)) <= 80

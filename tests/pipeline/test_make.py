@@ -25,6 +25,8 @@ def through_make(target: str, name: str, variable: str, value: str) -> str:
         ("query", "SQL", "select '$x', $$a$$, \"b\" from t where c like '%`d`' -- $(shell echo no)\n;"),
         ("follow", "WHAT", 'it\'s a $5 "cat" & a dog.jpg'),
         ("panel", "NAME", "loss"),
+        ("export", "RUN", "fast"),
+        ("compare", "RUNS", "slow fast"),
         ("status", "PROJECT", "data/my cats é $HOME 'q'"),
         ("status", "SET", 'buckets.resolutions=[64, 96] captions.template={trigger}, "$x"'),
     ],

@@ -179,7 +179,7 @@ def test_csv_and_json_hold_every_row_and_value(project: FakeProject) -> None:
 @pytest.mark.parametrize(
     ("sql", "message"),
     [
-        ("select * from imags", r'Did you mean "images"\? There are images, captions, .*, scores, columns, tables, unused'),
+        ("select * from imags", r'Did you mean "images"\? There are images, captions, .*, scores, all_train, .*unused'),
         ("select pth from images", r"pth.* images has path, image_id, .*detail"),
         ("select images.pth from images join buckets using (image_id)", r"buckets has image_id, resolution, .*images has path"),
         ("selec 1", "syntax error"),

@@ -110,3 +110,11 @@ def test_a_table_stays_up_to_date_after_its_weights_are_deleted(project, tiny_we
     assert states_of(project)["latents"] == "up to date"
     shutil.rmtree(tmp_path / "gone")
     assert states_of(project)["latents"] == "up to date"
+
+
+def test_status_fits_80_columns(project, monkeypatch):
+    monkeypatch.chdir(project.parent)
+    projects.edit(project, "[64, 96]", "[64, 96, 128]")
+    text = render(Project(project))
+    assert max(map(len, text.splitlines())) <= 80, text
+    assert "project: family tiny, project" in text

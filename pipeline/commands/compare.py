@@ -1,0 +1,180 @@
+"""`latentmill compare`: training runs side by side. `latentmill best`: the checkpoint of a run to use, and the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.commands.runs import run_facts
+from pipeline.options import with_project
+from pipeline.project.runs import Run, find_run, find_runs
+from pipeline.terminal import format_cell, format_seconds, format_table
+from stages.stage import load
+
+if TYPE_CHECKING:
+    from pipeline.project.project import Project
+
+ROWS = 10  # stretches of the curves, of equal length
+
+
+@click.command("compare")
+@click.argument("runs", nargs=-1, envvar="LATENTMILL_RUNS")
+@click.option("--out", type=click.Path(path_type=Path), help="Where the file with the results side by side is written.")
+@with_project
+def command(runs: tuple[str, ...], out: Path | None, project: Project) -> None:
+    """Compare training runs: settings that differ, losses over the steps, and results side by side. RUNS are names or
+    recipes, at least two; `latentmill runs` lists them.
+    """
+    if len(runs) < 2:
+        raise ValueError("compare needs two runs or more: latentmill compare A B; with make: make compare RUNS='A B'")
+    found = [find_run(project, text) for text in runs]
+    if len({run.recipe for run in found}) < 2:
+        raise ValueError(f"compare needs at least two different runs, got {', '.join(runs)}")
+    for line in compare(project, found, out):
+        click.echo(line)
+
+
+@click.command("best")
+@click.argument("run", required=False, envvar="LATENTMILL_RUN")
+@with_project
+def best_command(run: str | None, project: Project) -> None:
+    """Name the checkpoint of a run to use, and say why. It is the one with the lowest held-out loss; without held-out samples,
+    the one with the best scores. RUN is a name or recipe; without it, the run of the present settings.
+    """
+    runs = find_runs(project)
+    found = find_run(project, run) if run else next((each for each in runs if each.current), None)
+    if found is None:
+        raise ValueError(f"{project.name} has no run yet; run: latentmill train")
+    for line in best(project, found):
+        click.echo(line)
+
+
+def compare(project: Project, runs: Sequence[Run], out: Path | None = None) -> Iterator[str]:
+    """Yield the lines of a comparison of `runs`: facts, settings that differ, losses over the steps, held-out losses. If the
+    pipeline can show results side by side, a file is written to `out` (None: exports/ of the project) and named in the last line.
+    """
+    facts = [run_facts(project, run) for run in runs]
+    heads = [run.label for run in runs]
+    shown = ("recipe", "state", "steps", "time", "data rows", "loss", "best step")
+    cells = [
+        [
+            fact["run"],
+            fact["state"],
+            fact["steps"],
+            format_seconds(fact["seconds"]),
+            fact["data_rows"],
+            fact["loss"],
+            fact["best_step"],
+        ]
+        for fact in facts
+    ]
+    yield format_table(("", *heads), [(name, *(cell[n] for cell in cells)) for n, name in enumerate(shown)])
+    yield ""
+    yield _settings(runs)
+    yield ""
+    yield format_table(("mean loss of steps", *heads), _curves(runs))
+    if any(run.held_out for run in runs):
+        steps = sorted({step for run in runs for step in run.held_out})
+        rows = [(step, *(run.held_out.get(step) for run in runs)) for step in steps]
+        yield ""
+        yield format_table(("held-out loss at step", *heads), rows)
+    if project.pipeline.side_by_side:
+        draw = load(project.pipeline.side_by_side)
+        target = out or project.path / "exports" / f"{'-and-'.join(heads)}.png"
+        written = draw([(run.label, adapter_digests(run)) for run in runs], _result_rows(project), target)
+        yield ""
+        yield (
+            f"side by side: {written}"
+            if written
+            else "no results with equal prompts and seeds to show side by side; run: make samples"
+        )
+
+
+def _settings(runs: Sequence[Run]) -> str:
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    rows = [(key, *(run.settings.get(key) for run in runs)) for key in keys]
+    rows = [row for row in rows if len({repr(value) for value in row[1:]}) > 1]
+    if not rows:
+        return "no setting differs: the runs were trained on different data"
+    return format_table(("setting", *(run.label for run in runs)), [[format_cell(v, "unset") for v in row] for row in rows])
+
+
+def _curves(runs: Sequence[Run]) -> list[tuple[Any, ...]]:
+    """Return rows (steps, mean loss of each run), for about ROWS stretches of equal length."""
+    last = max((run.steps["step"][-1].as_py() for run in runs if run.steps.num_rows), default=0)
+    width = max(1, -(-last // ROWS))
+    means = []
+    for run in runs:
+        found: dict[int, list[float]] = {}
+        for row in run.steps.to_pylist():
+            found.setdefault((row["step"] - 1) // width, []).append(row["loss"])
+        means.append({place: sum(values) / len(values) for place, values in found.items()})
+    return [
+        (f"{place * width + 1} to {min((place + 1) * width, last)}", *(mean.get(place) for mean in means))
+        for place in range(-(-last // width) if last else 0)
+    ]
+
+
+def adapter_digests(run: Run) -> dict[str, int]:
+    """Return the adapters of a run's checkpoints: sha256 of the file -> step."""
+    from stages.tuner.checkpoint import ADAPTER, EMA, find_checkpoints
+
+    saved = find_checkpoints(run.table.folder / "artifacts")
+    return {
+        one.state["files"][name]["sha256"]: one.step for one in saved for name in (ADAPTER, EMA) if name in one.state["files"]
+    }
+
+
+def _result_rows(project: Project) -> list[dict[str, Any]]:
+    """Return the rows of all tables of results, such as previews, of any settings and run. The column `file` is the path of the
+    file that a row names.
+    """
+    from pipeline.store.table import TableFolder
+
+    rows = []
+    for name in project.pipeline.results:
+        schema = project.stage(name).writes
+        if "path" not in schema.stored.names:
+            continue
+        for folder in (project.path / "tables" / name).glob("*/rows.lance"):
+            table = TableFolder(folder.parent, schema)
+            rows += [row | {"file": table.folder / "artifacts" / row["path"]} for row in table.committed().to_pylist()]
+    return [row for row in rows if row["file"].is_file()]
+
+
+def best(project: Project, run: Run) -> Iterator[str]:
+    """Yield lines that name the best checkpoint of `run`, the reason, and the command that exports it."""
+    if run.best_step is not None:
+        losses = {step: loss for step, loss in run.held_out.items() if step in run.checkpoints}
+        step, last = run.best_step, max(losses)
+        yield f"{run.label}: step {step}, held-out loss {losses[step]:.4g}, the lowest of {len(losses)} checkpoints"
+        if last != step:
+            yield f"the last, step {last}, has {losses[last]:.4g}"
+    elif (scores := _scores(project, run)) and project.pipeline.ranking:
+        step = max(scores, key=lambda each: scores[each])
+        title = project.pipeline.ranking.title
+        yield f"{run.label}: step {step}, {title} {scores[step]:.4g}, the best of {len(scores)} checkpoints"
+    else:
+        raise ValueError(
+            f"{run.label}: nothing tells its {len(run.checkpoints)} checkpoints apart; hold data out ([train.validation]), "
+            "or score the results of several checkpoints"
+        )
+    yield f"to export it: latentmill export --run {run.label} --step {step}"
+
+
+def _scores(project: Project, run: Run) -> dict[int, float]:
+    """Return the score of each checkpoint of `run`, the higher the better: step -> score. It is empty if nothing was scored."""
+    from pipeline.commands.query import answer
+    from pipeline.project.project import NotBuilt
+
+    if not project.pipeline.ranking:
+        return {}
+    try:
+        rows = answer(project, project.pipeline.ranking.sql).to_pylist()
+    except NotBuilt:
+        return {}
+    steps = adapter_digests(run)
+    return {steps[row["adapter_id"]]: row["score"] for row in rows if row["adapter_id"] in steps and row["score"] is not None}

@@ -1,0 +1,178 @@
+"""`latentmill runs`: lists all training runs of a project, and names them. `runs_table` is the table `runs` of queries."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.options import with_project
+from pipeline.project.runs import WINDOW, Run, differences, find_run, find_runs, flatten, present_settings, rename
+from pipeline.store.lock import lock_holder
+from pipeline.terminal import format_cell, format_seconds, format_table
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from pipeline.project.project import Project
+
+SHOWN = 3  # settings that a line of the list names
+
+
+@click.command("runs")
+@click.argument("run", required=False, envvar="LATENTMILL_RUN")
+@click.option("--name", envvar="LATENTMILL_NAME", help="Give RUN this name.")
+@with_project
+def command(run: str | None, name: str | None, project: Project) -> None:
+    """List all training runs of a project, or name one. RUN is the name of a run or the beginning of its recipe. A run is kept
+    when the settings change; `--run NAME` makes other commands use it.
+    """
+    if name and not run:
+        raise ValueError("which run? latentmill runs RUN --name NAME; `latentmill runs` lists them")
+    if run:
+        found = find_run(project, run)
+        if name:
+            rename(project, found, name)
+            click.echo(f"the run {found.recipe} is called {name}")
+        else:
+            click.echo(describe_run(project, found))
+        return
+    click.echo(list_runs(project) or f"{project.name} has no run yet; run: latentmill train")
+
+
+def list_runs(project: Project) -> str:
+    """Return the list of all runs of `project` as text, the newest first. Return "" if there is none."""
+    rows = []
+    for run in find_runs(project):
+        facts = run_facts(project, run)
+        different = [f"{key.removeprefix(run.stage + '.')} {_plain(value)}" for key, (value, _) in _differs(project, run).items()]
+        more = f" and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
+        rows.append(
+            (
+                f"{'*' if run.current else ' '} {run.label}",
+                f"{facts['steps']}/{facts['wanted_steps']}" if facts["wanted_steps"] else str(facts["steps"]),
+                _number(facts["loss"]),
+                f"{facts['best_step']}: {facts['best_loss']:.4g}" if facts["best_step"] else None,
+                ", ".join(different[:SHOWN]) + more if different else ("present settings" if run.current else "other data"),
+            )
+        )
+    return format_table(("run", "steps", "loss", "best", "settings that differ"), rows, right=("steps", "loss")) if rows else ""
+
+
+def describe_run(project: Project, run: Run) -> str:
+    """Return the facts about `run` as text, one per line, with the settings that differ from the present ones."""
+    facts = run_facts(project, run)
+    facts["seconds"] = format_seconds(facts["seconds"])
+    lines = [(key, value) for key, value in facts.items() if key not in ("settings", "differs", "versions")]
+    lines += [(key, f"{_plain(mine)}, now {_plain(now)}") for key, (mine, now) in _differs(project, run).items()]
+    return format_table(("fact", "value"), lines)
+
+
+def run_facts(project: Project, run: Run) -> dict[str, Any]:
+    """Return the row of the table `runs` for `run`: column -> value."""
+    steps = run.steps
+    count = steps["step"][-1].as_py() if steps.num_rows else 0
+    losses = [loss for loss in steps["loss"].to_pylist()[-WINDOW:] if loss is not None]
+    snapshot = run.record.get("recipe", {}).get("snapshot") or {}
+    best, held_out = run.best_step, run.held_out
+    wanted = flatten(run.record.get("settings", {})).get(f"{run.stage}.steps")
+    writer = lock_holder(run.table.folder / "lock")
+    state = "running" if writer else "finished" if _is_finished(project, run) else "interrupted"
+    return {
+        "run": run.recipe,
+        "name": run.name or None,
+        "stage": run.stage,
+        "current": run.current,
+        "state": state,
+        "started": run.record.get("started"),
+        "seconds": float(sum(value or 0 for value in steps["seconds"].to_pylist())),
+        "steps": count,
+        "wanted_steps": wanted if isinstance(wanted, int) else None,
+        "loss": sum(losses) / len(losses) if losses else None,
+        "held_out_loss": list(held_out.values())[-1] if held_out else None,
+        "best_step": best,
+        "best_loss": held_out[best] if best is not None else None,
+        "peak_bytes": max((value or 0 for value in steps["peak_bytes"].to_pylist()), default=0),
+        "data_rows": snapshot.get("rows"),
+        "snapshot": snapshot.get("sha256"),
+        "settings": json.dumps(run.settings, ensure_ascii=False),
+        "differs": ", ".join(f"{key} {_plain(value)}" for key, (value, _) in _differs(project, run).items()),
+        "versions": json.dumps(run.record.get("versions", {})),
+        "folder": str(run.table.folder),
+    }
+
+
+def _is_finished(project: Project, run: Run) -> bool:
+    return (run.table.folder / "artifacts" / str(getattr(project.stage(run.stage), "result", "") or "-")).exists()
+
+
+def _differs(project: Project, run: Run) -> dict[str, tuple[Any, Any]]:
+    if not run.settings:
+        return {}
+    return differences(run, flatten(present_settings(project, run.stage)))
+
+
+COLUMNS = {
+    "run": "string",
+    "name": "string",
+    "stage": "string",
+    "current": "bool",
+    "state": "string",
+    "started": "string",
+    "seconds": "float64",
+    "steps": "int64",
+    "wanted_steps": "int64",
+    "loss": "float64",
+    "held_out_loss": "float64",
+    "best_step": "int64",
+    "best_loss": "float64",
+    "peak_bytes": "int64",
+    "data_rows": "int64",
+    "snapshot": "string",
+    "settings": "string",
+    "differs": "string",
+    "versions": "string",
+    "folder": "string",
+}
+
+
+def runs_table(project: Project) -> pa.Table:
+    """Return the Arrow table `runs` of queries, with one row per training run of `project`, the newest first."""
+    import pyarrow as pa
+
+    schema = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in COLUMNS.items()])
+    return pa.Table.from_pylist([run_facts(project, run) for run in find_runs(project)], schema=schema)
+
+
+def rows_of_runs(project: Project) -> dict[str, pa.Table]:
+    """Return one Arrow table per stage that trains, with the rows of all its runs: "all_" and the stage's name -> table. Its
+    first columns are `run` (recipe) and `run_name` (the name, or the recipe if the run has no name).
+    """
+    import pyarrow as pa
+
+    from pipeline.project.runs import trains
+
+    found = {}
+    for stage in project.stage_names:
+        schema = project.stage(stage).writes
+        if not trains(schema):
+            continue
+        stored = schema.stored
+        names = pa.schema([("run", pa.string()), ("run_name", pa.string()), *stored])
+        parts = [names.empty_table()]
+        for run in find_runs(project):
+            if run.stage == stage:
+                rows = run.rows.cast(stored)
+                texts = [pa.array([text] * rows.num_rows, pa.string()) for text in (run.recipe, run.label)]
+                parts.append(pa.Table.from_arrays([*texts, *rows.columns], schema=names))
+        found[f"all_{stage}"] = pa.concat_tables(parts)
+    return found
+
+
+def _number(value: float | None) -> str | None:
+    return None if value is None else f"{value:.4g}"
+
+
+def _plain(value: Any) -> str:
+    return "unset" if value is None else format_cell(value if isinstance(value, str | float) else json.dumps(value))

@@ -1,0 +1,297 @@
+"""Training runs: one folder each, kept when the settings change, with a record in run.json and a name if the user gave one.
+
+A stage trains if its table has the columns of the training loop. `run.json` is written when a run begins, before its table has
+a manifest, so that an interrupted run can be listed and continued too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.project.config import FILE as CONFIG
+from pipeline.project.config import Overrides, load
+from pipeline.project.parse import nearest
+from pipeline.project.project import FixedTable, Project
+from pipeline.project.recipe import recipe_id, settings_of
+from pipeline.store.disk import atomic_write, make_folder
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from pipeline.store.table import TableFolder
+    from schemas.table import TableSchema
+
+FILE = "run.json"
+COLUMNS = {"step", "split", "sample", "loss", "lr", "seconds", "peak_bytes"}  # what the training loop writes
+WINDOW = 50  # steps whose mean is the last loss of a run
+RECIPE = re.compile(r"[0-9a-f]{12}")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of a project. `recipe` is the name of its folder, 12 hex digits. `name` is the user's name for it, or "".
+    `table` is the folder of its rows and checkpoints. `record` is the content of run.json, or the part that the manifest holds if
+    an earlier version of this program made the run. `current` is True for the run of the present settings.
+    """
+
+    stage: str
+    recipe: str
+    name: str
+    table: TableFolder
+    record: Mapping[str, Any] = field(repr=False)
+    current: bool = False
+
+    @property
+    def label(self) -> str:
+        """The name of the run, or its recipe if it has no name."""
+        return self.name or self.recipe
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that the run was made with: dotted key, such as "train.lr" -> value."""
+        return flatten(self.record.get("settings", {}))
+
+    @functools.cached_property
+    def rows(self) -> pa.Table:
+        """The rows of the run, also if it is not finished."""
+        return self.table.committed().select(self.table.schema.stored.names)
+
+    @functools.cached_property
+    def steps(self) -> pa.Table:
+        """One row per training step, in order. The columns are `step`, `loss` (the mean of its samples), `lr`, `seconds` and
+        `peak_bytes`.
+        """
+        import pyarrow.compute as pc
+
+        rows = self.rows.filter(pc.equal(self.rows["split"], "train"))
+        found = rows.group_by("step").aggregate([("loss", "mean"), ("lr", "max"), ("seconds", "max"), ("peak_bytes", "max")])
+        return (
+            found.select(["step", "loss_mean", "lr_max", "seconds_max", "peak_bytes_max"])
+            .rename_columns(["step", "loss", "lr", "seconds", "peak_bytes"])
+            .sort_by("step")
+        )
+
+    @functools.cached_property
+    def held_out(self) -> dict[int, float]:
+        """The mean loss of the held-out samples: step -> loss. Measurements with missing samples are left out."""
+        import pyarrow.compute as pc
+
+        rows = self.rows.filter(pc.equal(self.rows["split"], "validation"))
+        found = rows.group_by("step").aggregate([("loss", "mean"), ("loss", "count")]).to_pylist()
+        whole = max((each["loss_count"] for each in found), default=0)
+        return {each["step"]: each["loss_mean"] for each in sorted(found, key=lambda e: e["step"]) if each["loss_count"] == whole}
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        """The checkpoints of the run: step -> folder."""
+        paths = self.table.folder.glob("artifacts/checkpoints/step-*/state.json")
+        return dict(sorted((int(path.parent.name.split("-")[1]), path.parent) for path in paths))
+
+    @property
+    def best_step(self) -> int | None:
+        """The checkpoint with the lowest held-out loss. It is None if nothing was measured at a checkpoint."""
+        losses = {step: loss for step, loss in self.held_out.items() if step and step in self.checkpoints}
+        return min(losses, key=lambda step: (losses[step], step), default=None)
+
+
+def trains(schema: TableSchema) -> bool:
+    """Return True if a stage that writes tables of this `schema` trains: its rows come from the training loop."""
+    return set(schema.stored.names) >= COLUMNS
+
+
+def find_runs(project: Project) -> list[Run]:
+    """Return all training runs of `project`, the newest first. A run that was interrupted before its first checkpoint is listed
+    too.
+    """
+    from pipeline.store.table import TableFolder
+
+    found = []
+    for stage in project.stage_names:
+        schema = project.stage(stage).writes
+        if not trains(schema):
+            continue
+        current = project.folder(stage).folder.name
+        for folder in (project.path / "tables" / stage).glob("*/"):
+            table = TableFolder(folder, schema)
+            if RECIPE.fullmatch(folder.name) and (record := read_record(table)) is not None and readable(table):
+                found.append(Run(stage, folder.name, record.get("name", ""), table, record, folder.name == current))
+    return sorted(found, key=lambda run: str(run.record.get("started", "")), reverse=True)
+
+
+def readable(table: TableFolder) -> bool:
+    """Return True unless an earlier version of this program wrote the table with other columns."""
+    return not table.exists or table.has_current_columns
+
+
+def find_run(project: Project, text: str) -> Run:
+    """Return the run of `project` whose name is `text`, or whose recipe begins with `text`. Raises ValueError if there is no such
+    run or several. The message lists the runs.
+    """
+    runs = find_runs(project)
+    found = [run for run in runs if run.name == text] or [run for run in runs if text and run.recipe.startswith(text)]
+    if len(found) == 1:
+        return found[0]
+    labels = [run.label for run in runs]
+    if found:
+        raise ValueError(f"run {text!r} is the beginning of {len(found)}: {', '.join(run.recipe for run in found)}")
+    there = f"; there are {', '.join(labels)}" if labels else f"; {project.name} has no run yet"
+    raise ValueError(f"there is no run {text!r}{nearest(text, labels)}{there}")
+
+
+def read_record(table: TableFolder) -> dict[str, Any] | None:
+    """Return what is known about the run in `table`: "name", "started", "recipe", "settings", "versions". Return None if the
+    folder holds no run.
+    """
+    try:
+        found = json.loads((table.folder / FILE).read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+    except (OSError, ValueError):
+        pass  # made by an earlier version, or damaged
+    if not table.exists:
+        return None
+    manifest = table.manifest()
+    recipe = manifest.get("recipe", {})
+    settings = {table.schema.name: recipe.get("settings", {})}
+    started = datetime.datetime.fromtimestamp(table.manifest_file.stat().st_mtime, datetime.UTC).isoformat(timespec="seconds")
+    return {"recipe": recipe, "settings": settings, "started": started, "versions": manifest.get("facts", {}).get("versions", {})}
+
+
+def write_record(table: TableFolder, record: Mapping[str, Any]) -> None:
+    """Write `record` into run.json of the run in `table`."""
+    make_folder(table.folder)
+    with atomic_write(table.folder / FILE) as temporary:
+        temporary.write_text(json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+
+
+def begin(project: Project, stage: str, versions: Mapping[str, str], name: str = "") -> None:
+    """Record that a run of the `stage` begins or goes on with the present settings. `versions` are those of the software. If
+    `name` is given, the run gets this name. Raises ValueError if another run has the name.
+    """
+    table = project.current(stage)
+    old = read_record(table) or {}
+    if name:
+        check_name(project, name, table.folder.name)
+    write_record(
+        table,
+        {
+            "name": name or old.get("name", ""),
+            "started": old.get("started") or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "recipe": project.recipe(stage),
+            "settings": present_settings(project, stage),
+            "versions": dict(versions),
+        },
+    )
+
+
+def rename(project: Project, run: Run, name: str) -> None:
+    """Give `run` another name. Raises ValueError if `name` is not a name or another run has it."""
+    check_name(project, name, run.recipe)
+    write_record(run.table, {**run.record, "name": name})
+
+
+def check_name(project: Project, name: str, recipe: str) -> None:
+    """Raise ValueError if the run `recipe` cannot be called `name`."""
+    if not NAME.fullmatch(name) or RECIPE.fullmatch(name):
+        raise ValueError(f"a run's name must be up to 40 letters, digits, dots, underscores and hyphens, got {name!r}")
+    for run in find_runs(project):
+        if run.name == name and run.recipe != recipe:
+            raise ValueError(
+                f"the run {run.recipe} is called {name!r} already; choose another name, or go on with it: --run {name}"
+            )
+
+
+def present_settings(project: Project, stage: str) -> dict[str, Any]:
+    """Return the present settings that a run of the `stage` depends on: section -> {key: value}. They are those of [project], of
+    the stages before it and of the stage itself. Settings that change no row are left out.
+    """
+    names = [*project.pipeline.upstream(stage), stage]
+    sections = {"project": project.config.project, **{name: project.config.sections[name] for name in names}}
+    plain = {name: settings_of(section, ("setting", "selects")) for name, section in sections.items()}
+    found: dict[str, Any] = json.loads(json.dumps(plain, default=str))
+    return found
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings as one dict: {"train": {"ema": {"decay": 0.9}}} becomes {"train.ema.decay": 0.9}."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        found.update(flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value})
+    return found
+
+
+def differences(run: Run, other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the settings of `run` that differ from the settings `other`: dotted key -> (value of the run, other value). A
+    missing value is None. Only keys of sections that both have are compared.
+    """
+    mine = run.settings
+    sections = {key.split(".")[0] for key in mine} & {key.split(".")[0] for key in other}
+    keys = [key for key in dict.fromkeys([*mine, *other]) if key.split(".")[0] in sections]
+    return {key: (mine.get(key), other.get(key)) for key in keys if mine.get(key) != other.get(key)}
+
+
+def choose(project: Project, text: str, overrides: Overrides = ()) -> None:
+    """Let `project` use the run `text`, a name or the beginning of a recipe: its settings and its table. `overrides` replace its
+    settings. Raises ValueError if there is no such run or if its settings are no longer valid.
+    """
+    run = find_run(project, text)
+    recorded: list[Any] = []
+    for section, values in run.record.get("settings", {}).items():
+        now = project.config.project if section == "project" else project.config.sections.get(section)
+        present = json.loads(json.dumps(settings_of(now, ("setting", "selects")), default=str)) if now is not None else {}
+        recorded += [(f"{section}.{key}", value) for key, value in values.items() if present.get(key) != value]
+    given = overrides.items() if isinstance(overrides, Mapping) else overrides
+    config = load(project.path / CONFIG, [*recorded, *given])
+    project.fix(FixedTable(run.stage, run.table, run.record.get("recipe", {})), config)
+
+
+def news(project: Project, stage: str) -> Iterator[str]:
+    """Yield lines for the user before a training `stage` runs. If only the data have changed since the newest run, the lines say
+    that a new run begins at step 0, what it will cost, and how to start from the old adapter instead.
+    """
+    recipe, table = project.recipe(stage), project.current(stage)
+    if read_record(table) is not None:
+        return
+    same = [run for run in find_runs(project) if _without_data(run.record.get("recipe", {})) == _without_data(recipe)]
+    if not same:
+        return
+    before = same[0]
+    then, now = (each.get("snapshot", {}).get("rows") for each in (before.record["recipe"], recipe))
+    pairs = f"{then} pairs of data then, {now} now" if then != now else f"{now} pairs of data, with another content"
+    yield f"the data have changed since the run {before.label} ({pairs}): this is a new run, from step 0; {before.label} is kept"
+    adapter = before.table.folder / "artifacts" / str(project.stage(stage).result)
+    if adapter.is_file() and before.steps.num_rows:
+        seconds = sum(before.steps["seconds"].to_pylist()) / before.steps.num_rows
+        steps = getattr(project.config.sections[stage], "steps", 0)
+        yield (
+            f"{steps} steps take about {seconds * steps / 60:.3g} min, by the speed of {before.label}; to start from its "
+            f"adapter instead, with fewer steps and a new optimizer state: "
+            f"--set '{stage}.initial=\"{adapter.relative_to(project.path)}\"'"
+        )
+
+
+def _without_data(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in recipe.items() if key not in ("snapshot", "tensors")}
+
+
+def check_resumable(project: Project, stage: str) -> None:
+    """Raise ValueError if the chosen run of `project` cannot go on, because its data or its weights are no longer the same."""
+    run = project.fixed
+    if run is None or run.stage != stage:
+        return
+    fresh = project.fresh_recipe(stage)
+    if recipe_id(fresh) != run.table.folder.name:
+        changed = [key for key in fresh if fresh[key] != run.recipe.get(key)]
+        raise ValueError(
+            f"the run {run.table.folder.name} cannot go on: {', '.join(changed)} of its recipe changed since it began "
+            "(what it was trained on, or its weights); it can be exported, drawn with and compared"
+        )

@@ -1,0 +1,39 @@
+"""Previews of several training runs in one picture, for `latentmill compare`: equal prompts and seeds in one row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stages.text_to_image.samples.grid import draw_grid
+
+MOST = 24  # rows: prompts and seeds that are shown
+
+
+def draw_side_by_side(runs: Sequence[tuple[str, Mapping[str, int]]], rows: Sequence[Mapping[str, Any]], out: Path) -> Path | None:
+    """Draw previews of `runs` side by side into the PNG file `out` and return its path. `runs` are pairs of a heading and the
+    adapters of a run: adapter_id -> step. `rows` are rows of tables `samples`, with the picture's path in the column `file`. A
+    row of the picture shows a prompt and seed that every run has drawn. A column shows the newest checkpoint of a run that has
+    drawn them, or the base. Return None if no prompt and seed is shared.
+    """
+    sources = [("base", {"": 0}), *runs]
+    found: list[dict[tuple[Any, ...], tuple[int, Path]]] = []
+    for _, adapters in sources:
+        drawn: dict[tuple[Any, ...], tuple[int, Path]] = {}
+        for row in rows:
+            if row["adapter_id"] in adapters:
+                key = (row["prompt"], row["seed"], row["width"], row["height"])
+                drawn[key] = max(drawn.get(key, (-1, row["file"])), (adapters[row["adapter_id"]], row["file"]))
+        found.append(drawn)
+    shared = [key for key in found[1] if all(key in drawn for drawn in found[1:])]
+    if not shared:
+        return None
+    size = shared[0][2:]
+    keys = sorted(key for key in shared if key[2:] == size)[:MOST]
+    steps = [max(drawn[key][0] for key in keys if key in drawn) if any(key in drawn for key in keys) else 0 for drawn in found]
+    heads = ["base", *(f"{name}, step {step}" for (name, _), step in zip(runs, steps[1:], strict=True))]
+    cells = [[drawn[key][1] if key in drawn else None for drawn in found] for key in keys]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draw_grid(cells, heads, [f"{prompt}\nseed {seed}" for prompt, seed, _, _ in keys], (size[0], size[1])).save(out)
+    return out

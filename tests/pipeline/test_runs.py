@@ -1,0 +1,168 @@
+"""Training runs are listed, compared and continued by name, whatever the present settings are."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.commands.compare import best, compare
+from pipeline.commands.query import answer
+from pipeline.commands.runs import list_runs
+from pipeline.options import open_project
+from pipeline.project.project import Project
+from pipeline.project.runs import choose, find_run, find_runs, rename
+from tests import projects
+from tests.pipeline.commands import tables
+
+LR = "lr = 0.001"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory, tiny_weights) -> Path:
+    """A project with the finished runs `slow` and `fast`, which differ in train.lr and have previews, and a third of 2 of 6
+    steps.
+    """
+    folder = projects.make(tmp_path_factory.mktemp("runs") / "project", tiny_weights, images=4)
+    projects.edit(folder, "[train]\n", "[train.validation]\nshare = 0.25\nevery = 2\n\n[train]\nlr = 0.001\n")
+    projects.build(folder, "images", "captions", "buckets", "latents", "embeddings", "train", "samples")
+    rename(Project(folder), find_runs(Project(folder))[0], "slow")
+    projects.edit(folder, LR, "lr = 0.005")
+    projects.latentmill(folder, "train", "--name", "fast")
+    projects.build(folder, "samples")
+    projects.edit(folder, "lr = 0.005", "lr = 0.002")
+    projects.latentmill(folder, "train", "--set", "train.stop_after_steps=2")
+    return folder
+
+
+@pytest.fixture
+def project(built, tmp_path) -> Path:
+    shutil.copytree(built, tmp_path / "project", copy_function=shutil.copy2, symlinks=True)
+    return tmp_path / "project"
+
+
+def test_every_run_stays_listed_with_the_settings_that_differ(built):
+    rows = {
+        row["run_name"]: row
+        for row in answer(Project(built), "select coalesce(name, 'third') as run_name, * from runs").to_pylist()
+    }
+    assert set(rows) == {"slow", "fast", "third"}
+    assert {name: row["steps"] for name, row in rows.items()} == {"slow": 6, "fast": 6, "third": 2}
+    assert {name: row["state"] for name, row in rows.items()} == {"slow": "finished", "fast": "finished", "third": "interrupted"}
+    assert rows["slow"]["differs"] == "train.lr 0.001" and rows["fast"]["differs"] == "train.lr 0.005"
+    assert rows["slow"]["best_step"] in (2, 4, 6) and rows["slow"]["best_loss"] > 0 and rows["slow"]["loss"] > 0
+    assert rows["slow"]["wanted_steps"] == 6 and rows["slow"]["data_rows"] > 0 and "mlx" in rows["slow"]["versions"]
+    assert "lr 0.001" in list_runs(Project(built)) and "6/6" in list_runs(Project(built))
+
+
+def test_the_rows_of_all_runs_can_be_queried_together(built):
+    counted = answer(
+        Project(built), "select run_name, max(step) as last from all_train where split = 'train' group by 1"
+    ).to_pylist()
+    assert {row["last"] for row in counted if row["run_name"] in ("slow", "fast")} == {6}
+    assert len(counted) == 3
+
+
+def test_an_older_run_is_exported_by_name(built, tmp_path):
+    for name in ("slow", "fast"):
+        said = projects.latentmill(built, "export", str(tmp_path / f"{name}.safetensors"), "--run", name)
+        assert "wrote" in said
+    assert (tmp_path / "slow.safetensors").read_bytes() != (tmp_path / "fast.safetensors").read_bytes()
+
+
+def test_an_older_run_goes_on_by_name_and_no_other_run_changes(project):
+    before = {run.recipe: run.rows.num_rows for run in find_runs(Project(project))}
+    slow = find_run(Project(project), "slow").recipe
+    said = projects.latentmill(project, "train", "--run", "slow", "--set", "train.steps=8")
+    assert "rows written" in said
+    after = {run.recipe: run.rows.num_rows for run in find_runs(Project(project))}
+    assert after.pop(slow) > before.pop(slow) and after == before
+    assert find_run(Project(project), "slow").steps.num_rows == 8
+    third = next(run.recipe for run in find_runs(Project(project)) if not run.name)
+    projects.latentmill(project, "train", "--run", third[:6])
+    assert find_run(Project(project), third).steps.num_rows == 6
+
+
+def test_a_continued_run_ends_with_the_bits_of_an_unbroken_one(project):
+    third = next(run for run in find_runs(Project(project)) if not run.name)
+    projects.latentmill(project, "train", "--run", third.recipe)
+    whole = project.parent / "whole"
+    shutil.copytree(project, whole, symlinks=True)
+    shutil.rmtree(whole / "tables" / "train")
+    projects.build(whole, "train")
+    names = ("artifacts", "adapter.safetensors")
+    assert (
+        third.table.folder.joinpath(*names).read_bytes()[-4096:]
+        == (whole / "tables" / "train" / third.recipe).joinpath(*names).read_bytes()[-4096:]
+    )
+
+
+def test_a_run_whose_data_have_changed_is_not_continued_but_can_be_exported(project, tmp_path):
+    projects.add_image(project, "new.png", seed=9)
+    projects.build(project, "images", "captions", "buckets", "latents", "embeddings")
+    said = projects.latentmill(project, "train", "--run", "slow", code=2)
+    assert "cannot go on: snapshot" in said
+    assert "wrote" in projects.latentmill(project, "export", str(tmp_path / "slow.safetensors"), "--run", "slow")
+
+
+def test_train_says_that_changed_data_begin_a_new_run_and_what_the_alternative_is(project):
+    projects.edit(project, "lr = 0.002", "lr = 0.005")
+    projects.add_image(project, "new.png", seed=9)
+    console = projects.Silent()
+    projects.build(project, "images", "captions", "buckets", "latents", "embeddings", "train", console=console)
+    said = " ".join(console.lines)
+    assert "the data have changed since the run fast" in said and "from step 0; fast is kept" in said
+    assert 'train.initial="tables/train/' in said
+    console = projects.Silent()
+    projects.build(project, "train", console=console)
+    assert "the data have changed" not in " ".join(console.lines)
+
+
+def test_compare_shows_settings_curves_and_pictures_side_by_side(built, tmp_path):
+    from PIL import Image
+
+    opened = Project(built)
+    said = "\n".join(compare(opened, [find_run(opened, "slow"), find_run(opened, "fast")], tmp_path / "both.png"))
+    assert "train.lr" in said and "0.001" in said and "0.005" in said
+    assert "train.rank" not in said
+    assert "held-out loss at step" in said and "1 to 1" in said
+    with Image.open(tmp_path / "both.png") as picture:
+        assert picture.width > 3 * 64
+
+
+def test_best_names_the_checkpoint_with_the_lowest_held_out_loss(built):
+    run = find_run(Project(built), "slow")
+    said = list(best(Project(built), run))
+    lowest = min((loss, step) for step, loss in run.held_out.items() if step)
+    assert said[0].startswith(f"slow: step {lowest[1]}, held-out loss")
+    assert said[-1] == f"to export it: latentmill export --run slow --step {lowest[1]}"
+
+
+def test_wrong_names_of_runs_are_one_line(project):
+    opened = Project(project)
+    with pytest.raises(ValueError, match=r"there is no run 'slov'; did you mean slow\?; there are"):
+        find_run(opened, "slov")
+    with pytest.raises(ValueError, match="is called 'fast' already"):
+        rename(opened, find_run(opened, "slow"), "fast")
+    with pytest.raises(ValueError, match="a run's name must be"):
+        rename(opened, find_run(opened, "slow"), "../up")
+    with pytest.raises(ValueError, match="there is no run"):
+        open_project(str(project), (), "nothing")
+
+
+def test_a_chosen_run_brings_its_settings_and_given_overrides_win(project):
+    opened = Project(project)
+    choose(opened, "slow", ["train.steps=9"])
+    assert (opened.config.sections["train"].lr, opened.config.sections["train"].steps) == (0.001, 9)
+
+
+def test_a_run_of_an_earlier_version_has_no_record_and_is_listed(project):
+    run = find_run(Project(project), "slow")
+    (run.table.folder / "run.json").unlink()
+    found = find_run(Project(project), run.recipe)
+    assert found.settings["train.lr"] == 0.001 and found.steps.num_rows == 6
+
+
+def test_tables_that_are_no_runs_are_not_listed(tmp_path):
+    assert [run.recipe for run in find_runs(tables.make(tmp_path))] == [tables.RECIPE]
