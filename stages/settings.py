@@ -8,16 +8,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 
-def setting(default: Any, doc: str) -> Any:
+def setting(default: Any, doc: str, *, unrecorded: tuple[Any, ...] = (), follows: str = "", unless: str = "") -> Any:
     """Declare a config field whose value changes the content of rows. Return a field for the body of a config
     dataclass. The field is part of the recipe (the hash that names a table's folder). Another value therefore starts a
     new table. `default` is the field's default. `doc` names the unit and the reason for the default. Raises TypeError
     if the default is mutable.
+
+    With a value in `unrecorded`, the field is left out of the recipe. Use it for a setting that is added later: the
+    value that means "as before" must not rename existing tables. `follows` names a setting of another section, such as
+    "train.base_bits". While the field is None, it takes the value of that setting. If the field `unless` of the same
+    section is set, it stays None.
     """
-    return _field(default, doc, "setting")
+    return _field(default, doc, "setting", unrecorded=unrecorded, follows=follows, unless=unless)
 
 
 def selects(default: Any, doc: str) -> Any:
@@ -53,10 +59,27 @@ def require(section: Any, name: str, low: float | None = None, high: float | Non
         raise ValueError(f"{name} must be {' and '.join(f'{sign} {bound}' for sign, bound, _ in given)}, got {value}")
 
 
-def _field(default: Any, doc: str, kind: str) -> Any:
+def follow(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections with every setting filled in that follows a setting of another section. `sections` maps the
+    name of a section to its config dataclass. Settings whose source does not exist stay None.
+    """
+    found = dict(sections)
+    for name, section in sections.items():
+        changes = {}
+        for field in dataclasses.fields(section):
+            other, _, key = str(field.metadata.get("follows", "")).partition(".")
+            unless = field.metadata.get("unless")
+            set_already = getattr(section, field.name) is not None or (unless and getattr(section, unless) is not None)
+            if key and not set_already and hasattr(sections.get(other), key):
+                changes[field.name] = getattr(sections[other], key)
+        found[name] = dataclasses.replace(section, **changes)
+    return found
+
+
+def _field(default: Any, doc: str, kind: str, **more: Any) -> Any:
     if isinstance(default, list | dict | set):
         raise TypeError("a default must be immutable: use a tuple")
-    return dataclasses.field(default=default, metadata={"doc": doc, "kind": kind})
+    return dataclasses.field(default=default, metadata={"doc": doc, "kind": kind, **more})
 
 
 def toml_string(text: str) -> str:

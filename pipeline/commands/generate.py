@@ -86,6 +86,7 @@ class Adapter:
             lambda: empty_1TJ,
             self.path,
             precision=self.project.config.sections["samples"].precision,
+            packed=self.project.config.sections["samples"],
             steps=steps,
             guidance=guidance,
             strength=strength,

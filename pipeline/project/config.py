@@ -10,7 +10,7 @@ from typing import Any
 import stages
 from pipeline.project.parse import Parser, nearest
 from schemas.renames import PIPELINES
-from stages.settings import require, runtime, selects
+from stages.settings import follow, require, runtime, selects
 from stages.untrusted import TOML_BYTES, parse_toml, read_utf8
 
 FILE = "project.toml"
@@ -66,7 +66,7 @@ def load(file: Path, overrides: Overrides = ()) -> Config:
             raise ValueError(f"[{name}] is not a section{near} ({place(name)})")
     parser = Parser(sections, place)
     parsed = {name: parser.section(name, raw.get(name, {})) for name in sections}
-    return Config(dataclasses.replace(parsed.pop("project"), pipeline=chosen), parsed)
+    return Config(dataclasses.replace(parsed.pop("project"), pipeline=chosen), follow(parsed))
 
 
 def read(file: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt")  # files of a comp
 def significant_settings(config: Any) -> dict[str, Any]:
     """Return the settings of `config` that change what a row holds. `config` is a config dataclass. The result maps a
     setting's name to its value. A nested section is a nested dict. Fields declared with `selects` only choose rows.
-    Fields declared with `runtime` change no row. Both are left out.
+    Fields declared with `runtime` change no row. Both are left out. So is a field whose value is listed as `unrecorded`.
     """
     return settings_of(config, ("setting",))
 
@@ -33,7 +33,7 @@ def settings_of(config: Any, kinds: tuple[str, ...]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.metadata.get("kind") in kinds:
+        if field.metadata.get("kind") in kinds and value not in field.metadata.get("unrecorded", ()):
             found[field.name] = settings_of(value, kinds) if dataclasses.is_dataclass(value) else value
     return found
 

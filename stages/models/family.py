@@ -129,10 +129,10 @@ class Architecture:
 
     # sigmas(tokens, steps): the steps + 1 noise levels, from 1 down to 0, to draw an image of so many image tokens.
     sigmas: Callable[[int, int], list[float]]
-    # draw(model, text_1TJ, height, width, *, seed, steps, guidance, negative_1TJ=None, linear_for=None): yield the latent
+    # draw(model, text_1TJ, height, width, *, seed, steps, guidance, negative_1TJ=None, predict=None): yield the latent
     # (1,C,h,w), float32, after every denoising step; the last one is the image's. height and width are pixels. With
-    # negative_1TJ, the embedding of the empty prompt, guidance is classifier-free: two passes a step. linear_for(block name)
-    # returns the Linear of a block, to draw with an adapter.
+    # negative_1TJ, the embedding of the empty prompt, guidance is classifier-free: two passes a step. predict(**inputs)
+    # replaces model(**inputs), to draw with an adapter.
     draw: Callable[..., Iterator[mx.array]]
 
     # read_adapter(path): an adapter file of any known format, with the names of `Transformer.linears`.

@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple, get_args
 
 import mlx.core as mx
 
+from stages import kernels
+
 Bits = Literal[16, 8, 4]  # bits per weight; 16 means not packed
 BITS: tuple[Bits, ...] = get_args(Bits)
 GROUP = 64  # weights of a row that share a scale and an offset
@@ -87,15 +89,17 @@ def select_rows(weight: Weight, rows: slice) -> Weight:
     return weight[rows] if isinstance(weight, mx.array) else QuantizedWeight(*(array[rows] for array in weight))
 
 
-def row_chunks(weight: Weight) -> list[slice]:
+def row_chunks(weight: Weight, tokens: int = 1) -> list[slice]:
     """Return slices of rows that together cover a weight, in order. Each chunk of a packed (quantised) weight has at most 256 MiB
-    when unpacked. If the weight is small or a plain array, the result is `[slice(None)]`, one slice of all rows.
+    when unpacked. On Metal, the product of a chunk with `tokens` rows stays below the limit of one kernel. If the weight is
+    small, the result is `[slice(None)]`, one slice of all rows.
     """
-    if isinstance(weight, mx.array):
-        return [slice(None)]
-    total, size = weight.shape[0], weight.shape[0] * weight.shape[1] * weight.scales.dtype.size
-    step = -(-total // -(-size // CHUNK))
-    return [slice(start, min(start + step, total)) for start in range(0, total, step)] if step < total else [slice(None)]
+    total, inputs = weight.shape
+    most = kernels.most_outputs(tokens, inputs)
+    if isinstance(weight, QuantizedWeight):
+        unpacked = max(1, CHUNK // (inputs * weight.scales.dtype.size))
+        most = min(most or unpacked, unpacked)
+    return kernels.slices(total, most)
 
 
 def unpack_after(weight: QuantizedWeight, after: mx.array) -> QuantizedWeight:

@@ -1,18 +1,24 @@
 """FLUX.2's autoencoder: images to normalised latents and back.
 
 Source: autoencoder.py of the reference repository and the released vae/config.json. Weights have the names of the diffusers
-layout. Inside, arrays are channels-last; latents are channels-first, as they are stored.
+layout. Inside, arrays are channels-last; latents are channels-first, as they are stored. Large images are computed in strips of
+rows (rows.py).
 
-B batch, H and W image height and width in pixels, C channels, P = H W positions, h = H / 16, w = W / 16, L latent channels (32),
+B batch, R rows of a strip, H and W image height and width in pixels, C channels, P = H W positions, h = H / 16, w = W / 16,
+L latent channels (32),
 4 L = 128 channels after patches of 2 x 2 positions are folded into channels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
+from stages import kernels
 from stages.models.flux2.autoencoder_config import AutoencoderConfig
 from stages.models.flux2.layers import silu
+from stages.models.flux2.rows import Rows, group_statistics, strip_rows, windows
 
 NORM_EPS = 1e-6  # of every group normalisation; it is not in the config
 QUERIES = 4096  # rows of attention at once: four passes at 1024 px, with 0.27 GB of scores each instead of 1.07 GB
@@ -47,8 +53,8 @@ class Autoencoder:
     """FLUX.2's autoencoder. `encode` turns images into normalised latents. `decode` turns latents into images. It computes in the
     dtype of its weights.
 
-    Every group of layers is evaluated before the next one is built, so that memory peaks at a few activations of one level. At
-    1024 px one activation of the top level takes half a GB in float32.
+    Every strip of a convolution is evaluated before the next one is built, so that memory peaks at two or three activations of
+    one level. At 1024 px one activation of the top level takes half a GB in float32.
     """
 
     def __init__(self, config: AutoencoderConfig, weights: dict[str, mx.array]) -> None:
@@ -58,6 +64,7 @@ class Autoencoder:
         self.config = config
         self.weights = weights
         self.dtype = weights["encoder.conv_in.weight"].dtype
+        self._activate: Callable[..., mx.array] = mx.compile(normalised_silu) if kernels.compiles() else normalised_silu
 
     def encode(self, images_BHWC: mx.array) -> mx.array:
         """Encode images to normalised latents. images_BHWC is (batch, height, width, 3) with values from -1 to 1. The result is
@@ -67,18 +74,18 @@ class Autoencoder:
         H, W = images_BHWC.shape[1:3]
         if H % self.config.scale or W % self.config.scale:
             raise ValueError(f"width and height of an image must be multiples of {self.config.scale} pixels, got {W} x {H}")
-        x_BHWC = self._conv("encoder.conv_in", images_BHWC.astype(self.dtype))
+        x = self._conv("encoder.conv_in", Rows([images_BHWC.astype(self.dtype)]))
         levels = len(self.config.block_out_channels)
         for i in range(levels):
             for j in range(self.config.layers_per_block):
-                x_BHWC = self._resnet(f"encoder.down_blocks.{i}.resnets.{j}", x_BHWC)
+                x = self._resnet(f"encoder.down_blocks.{i}.resnets.{j}", x)
             if i < levels - 1:
-                x_BHWC = self._downsample(f"encoder.down_blocks.{i}.downsamplers.0.conv", x_BHWC)
-        x_BHWC = self._middle("encoder.mid_block", x_BHWC)
-        x_BHWC = self._conv("encoder.conv_out", silu(self._norm("encoder.conv_norm_out", x_BHWC)))
+                x = self._downsample(f"encoder.down_blocks.{i}.downsamplers.0.conv", x)
+        x = self._middle("encoder.mid_block", x)
+        x = self._conv("encoder.conv_out", x, norm="encoder.conv_norm_out")
         if self.config.use_quant_conv:
-            x_BHWC = self._conv("quant_conv", x_BHWC, pad=0)
-        mean_BHWL = x_BHWC[..., : self.config.latent_channels].astype(mx.float32)
+            x = self._conv("quant_conv", x, pad=0)
+        mean_BHWL = x.take(0, x.height)[..., : self.config.latent_channels].astype(mx.float32)
         center_C, spread_C = self._statistics()
         return (patchify(mean_BHWL) - center_C) / spread_C
 
@@ -87,18 +94,18 @@ class Autoencoder:
         Its values are about -1 to 1 and are not clipped.
         """
         center_C, spread_C = self._statistics()
-        z_BHWL = unpatchify(latents_BChw.astype(mx.float32) * spread_C + center_C).astype(self.dtype)
+        x = Rows([unpatchify(latents_BChw.astype(mx.float32) * spread_C + center_C).astype(self.dtype)])
         if self.config.use_post_quant_conv:
-            z_BHWL = self._conv("post_quant_conv", z_BHWL, pad=0)
-        x_BHWC = self._middle("decoder.mid_block", self._conv("decoder.conv_in", z_BHWL))
+            x = self._conv("post_quant_conv", x, pad=0)
+        x = self._middle("decoder.mid_block", self._conv("decoder.conv_in", x))
         levels = len(self.config.decoder_channels)
         for i in range(levels):
             for j in range(self.config.layers_per_block + 1):
-                x_BHWC = self._resnet(f"decoder.up_blocks.{i}.resnets.{j}", x_BHWC)
+                x = self._resnet(f"decoder.up_blocks.{i}.resnets.{j}", x)
             if i < levels - 1:
-                x_BHWC = self._upsample(f"decoder.up_blocks.{i}.upsamplers.0.conv", x_BHWC)
-        x_BHWC = self._conv("decoder.conv_out", silu(self._norm("decoder.conv_norm_out", x_BHWC)))
-        return x_BHWC.astype(mx.float32)
+                x = self._upsample(f"decoder.up_blocks.{i}.upsamplers.0.conv", x)
+        x = self._conv("decoder.conv_out", x, norm="decoder.conv_norm_out")
+        return x.take(0, x.height).astype(mx.float32)
 
     def _statistics(self) -> tuple[mx.array, mx.array]:
         """Return (mean, standard deviation) of the latent's channels, each a float32 array (channels, 1, 1). They are read from
@@ -108,67 +115,119 @@ class Autoencoder:
         var_C = self.weights["bn.running_var"].astype(mx.float32)
         return mean_C[:, None, None], mx.sqrt(var_C + self.config.batch_norm_eps)[:, None, None]
 
-    def _conv(self, name: str, x_BHWC: mx.array, *, stride: int = 1, pad: int = 1) -> mx.array:
-        weight, bias = self.weights[f"{name}.weight"], self.weights[f"{name}.bias"]
-        return mx.conv2d(x_BHWC, weight, stride=stride, padding=pad) + bias
+    def _kernel(self, name: str) -> tuple[mx.array, mx.array]:
+        return self.weights[f"{name}.weight"], self.weights[f"{name}.bias"]
 
     def _linear(self, name: str, x_BPC: mx.array) -> mx.array:
         return mx.addmm(self.weights[f"{name}.bias"], x_BPC, self.weights[f"{name}.weight"].T)
 
-    def _norm(self, name: str, x_BHWC: mx.array) -> mx.array:
-        """Apply the group normalisation called `name` to x_BHWC, (batch, height, width, channels). Each group of channels is
+    def _conv(self, name: str, x: Rows, *, pad: int = 1, norm: str = "", keep: bool = False, add: Rows | None = None) -> Rows:
+        """Apply the convolution `name` with stride 1 to `x`, strip by strip. `pad` is the number of rows and columns of zeros on
+        each side. If `norm` names a normalisation, it and SiLU are applied first. `add` is added to the result. Strips of `x` and
+        of `add` are freed as soon as they are used; with `keep`, those of `x` are not.
+        """
+        weight, bias = self._kernel(name)
+        H, outputs = x.height, weight.shape[0]
+        about = self._norm(norm, x) if norm else None
+        strips = []
+        for first, last in windows(H, strip_rows(H, x.width, x.channels, outputs, weight.shape[1])):
+            part = x.take(first - pad, last + pad)
+            part = self._activate(part, *about) if about else part
+            above, below = max(0, pad - first), max(0, last + pad - H)
+            if above != below:  # one strip of several: zeros on one side only
+                part = mx.pad(part, [(0, 0), (above, below), (0, 0), (0, 0)])
+                above = 0
+            y = mx.conv2d(part, weight, padding=(above, pad)) + bias
+            y = y if add is None else add.take(first, last) + y
+            strips.append(_evaluated(y))
+            del part, y
+            if not keep:
+                x.free_before(last - pad)
+            if add is not None:
+                add.free_before(last)
+        return Rows(strips)
+
+    def _norm(self, name: str, x: Rows) -> tuple[mx.array, ...]:
+        """Return the arguments of `normalised_silu` after `x` for the group normalisation `name`. Each group of channels is
         normalised over all positions.
         """
-        B, H, W, C = x_BHWC.shape
-        G = self.config.norm_num_groups
-        x_BGP = x_BHWC.reshape(B, H * W, G, C // G).transpose(0, 2, 1, 3).reshape(B, G, -1)
-        x_BGP = mx.fast.layer_norm(x_BGP, None, None, NORM_EPS)
-        x_BHWC = x_BGP.reshape(B, G, H * W, C // G).transpose(0, 2, 1, 3).reshape(B, H, W, C)
-        return x_BHWC * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
+        mean_B11C, scale_B11C = group_statistics(x, self.config.norm_num_groups, NORM_EPS)
+        return mean_B11C, scale_B11C, *(self.weights[f"{name}.{part}"].astype(mx.float32) for part in ("weight", "bias"))
 
-    def _resnet(self, name: str, x_BHWC: mx.array) -> mx.array:
-        h_BHWC = _evaluated(self._conv(f"{name}.conv1", silu(self._norm(f"{name}.norm1", x_BHWC))))
-        h_BHWC = self._conv(f"{name}.conv2", silu(self._norm(f"{name}.norm2", h_BHWC)))
+    def _resnet(self, name: str, x: Rows) -> Rows:
+        h = self._conv(f"{name}.conv1", x, norm=f"{name}.norm1", keep=True)
         if f"{name}.conv_shortcut.weight" in self.weights:
-            x_BHWC = self._conv(f"{name}.conv_shortcut", x_BHWC, pad=0)
-        return _evaluated(x_BHWC + h_BHWC)
+            x = self._conv(f"{name}.conv_shortcut", x, pad=0)
+        return self._conv(f"{name}.conv2", h, norm=f"{name}.norm2", add=x)
 
-    def _attention(self, name: str, x_BHWC: mx.array) -> mx.array:
-        """Add self-attention over all positions to x_BHWC, (batch, height, width, channels). `name` is the prefix of its weights'
-        names.
+    def _attention(self, name: str, x: Rows) -> Rows:
+        """Add self-attention over all positions to `x`. `name` is the prefix of its weights' names.
 
-        Its one head is too wide for MLX's fused kernels. To save memory, it is computed for QUERIES rows of queries at a time.
+        Its one head is too wide for MLX's fused kernels. To save memory, it is computed for some rows of queries at a time.
         """
+        x_BHWC = x.take(0, x.height)
         B, H, W, C = x_BHWC.shape
-        x_BPC = self._norm(f"{name}.group_norm", x_BHWC).reshape(B, H * W, C)
+        mean, scale, weight, bias = self._norm(f"{name}.group_norm", x)
+        x_BPC = ((x_BHWC.astype(mx.float32) - mean) * scale * weight + bias).astype(self.dtype).reshape(B, H * W, C)
         q_B1PC, k_B1PC, v_B1PC = (self._linear(f"{name}.{part}", x_BPC)[:, None] for part in ("to_q", "to_k", "to_v"))
         parts = []
-        for start in range(0, H * W, QUERIES):
-            some_B1QC = q_B1PC[:, :, start : start + QUERIES]
+        Q = query_rows(B * H * W, C)
+        for start in range(0, H * W, Q):
+            some_B1QC = q_B1PC[:, :, start : start + Q]
             parts.append(_evaluated(mx.fast.scaled_dot_product_attention(some_B1QC, k_B1PC, v_B1PC, scale=C**-0.5)))
         out_BPC = mx.concatenate(parts, axis=2)[:, 0]
-        return _evaluated(x_BHWC + self._linear(f"{name}.to_out.0", out_BPC).reshape(B, H, W, C))
+        return Rows([_evaluated(x_BHWC + self._linear(f"{name}.to_out.0", out_BPC).reshape(B, H, W, C))])
 
-    def _middle(self, name: str, x_BHWC: mx.array) -> mx.array:
-        x_BHWC = self._resnet(f"{name}.resnets.0", x_BHWC)
+    def _middle(self, name: str, x: Rows) -> Rows:
+        x = self._resnet(f"{name}.resnets.0", x)
         if self.config.mid_block_add_attention:
-            x_BHWC = self._attention(f"{name}.attentions.0", x_BHWC)
-        return self._resnet(f"{name}.resnets.1", x_BHWC)
+            x = self._attention(f"{name}.attentions.0", x)
+        return self._resnet(f"{name}.resnets.1", x)
 
-    def _downsample(self, name: str, x_BHWC: mx.array) -> mx.array:
-        """Halve height and width by the convolution `name` with stride 2. x_BHWC is (batch, height, width, channels). Only the
-        bottom and the right side of the input are padded, by one row and one column.
+    def _downsample(self, name: str, x: Rows) -> Rows:
+        """Halve height and width by the convolution `name` with stride 2. Only the bottom and the right side of the input are
+        padded, by one row and one column.
         """
-        x_BHWC = mx.pad(x_BHWC, [(0, 0), (0, 1), (0, 1), (0, 0)])
-        return _evaluated(self._conv(name, x_BHWC, stride=2, pad=0))
+        weight, bias = self._kernel(name)
+        H, W = x.height // 2, x.width // 2
+        strips = []
+        for first, last in windows(H, strip_rows(2 * H, 2 * W, x.channels, weight.shape[0]) // 2 or 1):
+            part = x.take(2 * first, 2 * last + 1)
+            below = 2 * last + 1 - x.height if last == H else 0
+            part = mx.pad(part, [(0, 0), (0, below), (0, 1), (0, 0)])
+            strips.append(_evaluated(mx.conv2d(part, weight, stride=2) + bias))
+            del part
+            x.free_before(2 * last)
+        return Rows(strips)
 
-    def _upsample(self, name: str, x_BHWC: mx.array) -> mx.array:
-        """Double height and width: repeat every position, then apply the convolution `name`. x_BHWC is (batch, height, width,
-        channels).
-        """
-        B, H, W, C = x_BHWC.shape
-        twice = mx.broadcast_to(x_BHWC[:, :, None, :, None], (B, H, 2, W, 2, C)).reshape(B, 2 * H, 2 * W, C)
-        return _evaluated(self._conv(name, twice))
+    def _upsample(self, name: str, x: Rows) -> Rows:
+        """Double height and width: repeat every position, then apply the convolution `name`."""
+        weight, bias = self._kernel(name)
+        H, W = 2 * x.height, 2 * x.width
+        strips = []
+        for first, last in windows(H, strip_rows(H, W, x.channels, weight.shape[0])):
+            top, bottom = max(first - 1, 0), min(last + 1, H)
+            some_BRWC = x.take(top // 2, -(-bottom // 2))
+            B, R, _, C = some_BRWC.shape
+            twice = mx.broadcast_to(some_BRWC[:, :, None, :, None], (B, R, 2, W // 2, 2, C)).reshape(B, 2 * R, W, C)
+            twice = twice[:, top % 2 : 2 * R - bottom % 2]
+            twice = mx.pad(twice, [(0, 0), (int(first == 0), int(last == H)), (0, 0), (0, 0)])
+            strips.append(_evaluated(mx.conv2d(twice, weight, padding=(0, 1)) + bias))
+            del some_BRWC, twice
+            x.free_before((last - 1) // 2)
+        return Rows(strips)
+
+
+def normalised_silu(
+    x_BRWC: mx.array, mean_B11C: mx.array, scale_B11C: mx.array, weight_C: mx.array, bias_C: mx.array
+) -> mx.array:
+    """Return silu((x - mean) * scale * weight + bias) in the dtype of x. It is computed in float32."""
+    return silu((x_BRWC.astype(mx.float32) - mean_B11C) * (scale_B11C * weight_C) + bias_C).astype(x_BRWC.dtype)
+
+
+def query_rows(positions: int, channels: int) -> int:
+    """Return how many rows of queries attention computes at once over `positions` keys. A kernel stays below the limit."""
+    return min(QUERIES, max(1, int(kernels.LIMIT // (2 * kernels.product_flop(1, channels, positions)))))
 
 
 def _evaluated(x: mx.array) -> mx.array:

@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from stages import kernels
 from stages.models.flux2.layers import attend, modulate, norm_and_rotate, silu_times, split_heads, swiglu
 
 Shared = dict[str, Any]  # what all blocks receive: modulations, rotary tables, text positions; arrays and lists of arrays
@@ -20,8 +21,7 @@ def plain_linear(name: str, weight: Any, x: mx.array) -> mx.array:
     """Compute a Linear without bias: x @ weight.T. `name` is not used. `weight` is an array (outputs, inputs), or a packed
     (quantised) weight. A packed weight has a method `dense()` that returns the array.
     """
-    y: mx.array = x @ (weight if isinstance(weight, mx.array) else weight.dense()).T
-    return y
+    return kernels.linear(x, weight if isinstance(weight, mx.array) else weight.dense())
 
 
 def text_rows(shared: Shared) -> int:

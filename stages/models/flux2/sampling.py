@@ -12,10 +12,10 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 
-from stages.models.flux2.blocks import Linear
-from stages.models.flux2.inputs import image_ids, text_ids
+from stages.models.flux2.inputs import image_ids, inputs
 from stages.models.flux2.transformer import Flux2
 
+Predict = Callable[..., mx.array]  # (keyword arguments of Flux2.enter) -> velocity, (batch, image tokens, channels)
 Velocity = Callable[[mx.array, float], mx.array]  # (x, sigma) -> dx/dsigma, of x's shape
 
 # (slope, offset) of mu as a line over the number of image tokens, for 10 and for 200 steps: constants of FLUX.2.
@@ -36,21 +36,21 @@ def draw(
     steps: int,
     guidance: float,
     negative_1TJ: mx.array | None = None,
-    linear_for: Callable[[str], Linear] | None = None,
+    predict: Predict | None = None,
 ) -> Iterator[mx.array]:
     """Draw one image and yield its latent after every denoising step. The last latent is the finished one. Each is
     float32, `(1, channels, height / 16, width / 16)`. `text_1TJ` is the prompt's embedding, `(1, text rows, features)`.
     `height` and `width` are in pixels, multiples of 16. `seed` determines the starting noise. `steps` is the number of
     denoising steps. `negative_1TJ` is the embedding of the empty prompt, or None. With it, `guidance` is the factor of
-    classifier-free guidance. Without it, `guidance` is an input of the model. `linear_for` draws with an adapter. It
-    takes a block's name and returns the `linear(name, weight, x)` of that block. None means no adapter. Raises
-    ValueError if `height` or `width` is not a positive multiple of 16. Raises it too if `steps` is less than 1.
+    classifier-free guidance. Without it, `guidance` is an input of the model. `predict` computes the velocity in place
+    of the model, such as one that has an adapter. Its keyword arguments are those of `Flux2.enter`. Raises ValueError
+    if `height` or `width` is not a positive multiple of 16. Raises it too if `steps` is less than 1.
     """
     for name, pixels in (("width", width), ("height", height)):
         if pixels < PIXELS or pixels % PIXELS:
             raise ValueError(f"{name} must be a multiple of {PIXELS} pixels, got {pixels}")
     size = (height // PIXELS, width // PIXELS)
-    velocity = velocity_function(model, size, text_1TJ, negative_1TJ, guidance, linear_for)
+    velocity = velocity_function(model, size, text_1TJ, negative_1TJ, guidance, predict)
     x_1Chw = noise(seed, (1, model.config.in_channels, *size))
     yield from euler(velocity, x_1Chw, sigmas(size[0] * size[1], steps))
 
@@ -61,34 +61,33 @@ def velocity_function(
     text_1TJ: mx.array,
     negative_1TJ: mx.array | None,
     guidance: float,
-    linear_for: Callable[[str], Linear] | None = None,
+    predict: Predict | None = None,
 ) -> Velocity:
     """Return a function `velocity(x_1Chw, sigma)` that runs the model on one prompt. `x_1Chw` is the noisy latent,
     `(1, channels, height, width)`. `sigma` is its noise level, from 0 (clean) to 1 (noise). The result has the shape of
     `x_1Chw`. `size` is the latent's `(height, width)`. `text_1TJ` is the embedding of the prompt,
     `(1, text rows, features)`. `negative_1TJ` is the embedding of the empty prompt, or None. With it, the model runs on
     both prompts, and `guidance` is the factor of classifier-free guidance. Without it, `guidance` is an input of the
-    model. `linear_for` runs the model with an adapter. It takes a block's name and returns the
-    `linear(name, weight, x)` of that block. None means no adapter.
+    model. `predict` computes the velocity in place of the model. Its keyword arguments are those of `Flux2.enter`.
     """
     ids_L4 = image_ids(*size)
+    run = predict or model
 
-    def predict(text_BTJ: mx.array, x_1Chw: mx.array, sigma: float) -> mx.array:
+    def one_pass(text_BTJ: mx.array, x_1Chw: mx.array, sigma: float) -> mx.array:
         B = text_BTJ.shape[0]
         x_BLC = mx.repeat(x_1Chw.flatten(2).swapaxes(1, 2), B, axis=0)
-        ctx_ids_T4 = text_ids(text_BTJ.shape[1])
-        v_BLC = model(x_BLC, ids_L4, text_BTJ, ctx_ids_T4, mx.array([sigma] * B), mx.array([guidance] * B), linear_for)
+        v_BLC = run(**inputs(x_BLC, size, text_BTJ, mx.array([sigma] * B), guidance))
         v_BChw = v_BLC.swapaxes(1, 2).reshape(B, *x_1Chw.shape[1:]).astype(mx.float32)
         mx.eval(v_BChw)  # one pass in memory at a time
         return v_BChw
 
     def velocity(x_1Chw: mx.array, sigma: float) -> mx.array:
         if negative_1TJ is None:
-            return predict(text_1TJ, x_1Chw, sigma)
+            return one_pass(text_1TJ, x_1Chw, sigma)
         if ids_L4.shape[0] <= TOGETHER:
-            v_BChw = predict(mx.concatenate([text_1TJ, negative_1TJ]), x_1Chw, sigma)
+            v_BChw = one_pass(mx.concatenate([text_1TJ, negative_1TJ]), x_1Chw, sigma)
             return classifier_free_guidance(v_BChw[:1], v_BChw[1:], guidance)
-        return classifier_free_guidance(predict(text_1TJ, x_1Chw, sigma), predict(negative_1TJ, x_1Chw, sigma), guidance)
+        return classifier_free_guidance(one_pass(text_1TJ, x_1Chw, sigma), one_pass(negative_1TJ, x_1Chw, sigma), guidance)
 
     return velocity
 

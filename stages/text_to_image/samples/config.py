@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from stages.settings import require, runtime, selects, setting
+from stages.tuner.quantize import BITS, Bits
 
 MULTIPLE = 16  # pixels: widths and heights are multiples of this
 
@@ -27,6 +29,19 @@ class SamplesConfig:
     precision: Literal["bfloat16", "float32"] = setting(
         "bfloat16", "dtype that the transformer computes in: bfloat16, or float32 on a CPU"
     )
+    base_bits: Bits | None = setting(  # noqa: RUF009
+        None,
+        "bits of a weight of the base's blocks: 16, 8 or 4; by default those of [train], with which the adapter was trained",
+        unrecorded=(None, 16),
+        follows="train.base_bits",
+    )
+    base_bits_for: Mapping[str, int] | None = setting(
+        None,
+        "other bits by pattern, the longest that matches; by default those of [train], unless base_bits is set here",
+        unrecorded=(None, {}),
+        follows="train.base_bits_for",
+        unless="base_bits",
+    )
     grid: int = runtime(8, "number of prompts that the grid shows, from the first; every prompt is drawn")
 
     def __post_init__(self) -> None:
@@ -39,5 +54,8 @@ class SamplesConfig:
                 raise ValueError(f"{name} must be a multiple of {MULTIPLE}, such as {near}, got {value}")
         if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds must be different whole numbers >= 0, like [0, 1], got {list(self.seeds)}")
+        for pattern, bits in (self.base_bits_for or {}).items():
+            if bits not in BITS:
+                raise ValueError(f"base_bits_for must give 16, 8 or 4 bits, got {bits} for {pattern!r}")
         require(self, "grid", 1)
         require(self, "steps", 1)

@@ -5,31 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
 from stages.models.family import Family
 from stages.models.protocols import Transformer
-from stages.tuner.adapters import lora
+from stages.text_to_image.packing import Packed, packing
+from stages.tuner.blockwise.forward import AdapterMismatch, BlockwiseForward, model_forward
 
 DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
-LinearFor = Callable[[str], Any]  # name of a block -> its Linear
 
 
 @dataclass(frozen=True)
 class LatentSampler:
     """A transformer that draws latents with fixed settings, with or without an adapter. `label` names the sampler in
-    error messages, such as "step 500". `linear_for(name)` returns the function that computes the Linear layers of the
-    block `name` with the adapter. `linear_for` is None if there is no adapter. `steps` is the number of denoising
-    steps. `guidance` is the factor of guidance. `negative` is the embedding of the empty prompt, shape `(1, text
-    tokens, features)`. It is None if guidance takes only one pass per step.
+    error messages, such as "step 500". `predict` computes the velocity block by block, with the adapter if there is
+    one. `steps` is the number of denoising steps. `guidance` is the factor of guidance. `negative` is the embedding of
+    the empty prompt, shape `(1, text tokens, features)`. It is None if guidance takes only one pass per step.
     """
 
     label: str
     family: Family
     model: Transformer
-    linear_for: LinearFor | None
+    predict: BlockwiseForward
     steps: int
     guidance: float
     negative: mx.array | None
@@ -51,7 +49,7 @@ class LatentSampler:
             steps=self.steps,
             guidance=self.guidance,
             negative_1TJ=self.negative,
-            linear_for=self.linear_for,
+            predict=self.predict,
         )
         latent_1Chw = mx.zeros(0)
         for step, latent_1Chw in enumerate(latents, 1):  # noqa: B007  (the last one is the image's)
@@ -70,6 +68,7 @@ def load_sampler(
     adapter: Path | None = None,
     *,
     precision: str = "bfloat16",
+    packed: Packed | None = None,
     steps: int | None = None,
     guidance: float | None = None,
     strength: float = 1.0,
@@ -77,35 +76,25 @@ def load_sampler(
     """Return a sampler that draws with a transformer and an adapter. `label` names the sampler in errors. `transformer`
     is the path of the transformer. `read_negative` returns the embedding of the empty prompt, (1, text tokens, features).
     It is called only if guidance takes two passes. `adapter` is the file of the adapter, or None. `precision` is
-    "bfloat16" or "float32". If `steps` or `guidance` is None, the family's value is used. `strength` scales the adapter.
-    Raises ValueError if the adapter was trained on another transformer.
+    "bfloat16" or "float32". `packed` holds the settings `base_bits` and `base_bits_for`; None packs no weight. If
+    `steps` or `guidance` is None, the family's value is used. `strength` scales the adapter. Raises ValueError if the
+    adapter was trained on another transformer.
     """
-    model = family.architecture.load_transformer(transformer, family, DTYPES[precision])
-    linear_for = adapter_linears(model, family, adapter, strength) if adapter else None
+    architecture = family.architecture
+    pack = packing(architecture, packed) if packed else None
+    model = architecture.load_transformer(transformer, family, DTYPES[precision], pack)
+    predict = adapted_forward(model, family, adapter, strength) if adapter else model_forward(model, None)
     chosen = family.guidance if guidance is None else guidance
     negative = read_negative() if family.real_cfg and chosen > 1 else None
-    return LatentSampler(label, family, model, linear_for, family.sampling_steps if steps is None else steps, chosen, negative)
+    return LatentSampler(label, family, model, predict, family.sampling_steps if steps is None else steps, chosen, negative)
 
 
-def adapter_linears(model: Transformer, family: Family, file: Path, strength: float = 1.0) -> LinearFor:
-    """Return a function that applies the adapter `file` to the blocks of `model`. Its argument is the name of a block.
-    Its result is the function that computes the Linear layers of this block with the adapter. `file` has the file
-    format of `family`. `strength` multiplies the change that the adapter makes: 1 is full, 0 is none. Raises ValueError
-    if a shape in the adapter does not match the transformer.
+def adapted_forward(model: Transformer, family: Family, file: Path, strength: float = 1.0) -> BlockwiseForward:
+    """Return the blockwise prediction of `model` with the adapter `file`. `file` has the file format of `family`. `strength`
+    multiplies the change that the adapter makes: 1 is full, 0 is none. Raises ValueError if a shape in the adapter does not
+    match the transformer.
     """
-    arrays, scales = family.architecture.read_adapter(file)
-    known = model.linears()
-    for name in scales:
-        shape = lora.linear_shape(lora.arrays_of_linear(arrays, name))
-        if known.get(name) != shape:
-            expected = f"has shape {known[name]}" if name in known else "does not exist"
-            raise ValueError(
-                f"{file} was trained on another transformer: {name} has shape {shape} in the adapter, but {expected} in this one"
-            )
-    linears = {}
-    for block in model.blocks:
-        prefix = block.name + "."
-        own = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-        scaled = {name.removeprefix(prefix): scale * strength for name, scale in scales.items() if name.startswith(prefix)}
-        linears[block.name] = lora.adapted_linear(own, scaled)
-    return linears.__getitem__
+    try:
+        return model_forward(model, family.architecture.read_adapter(file), strength)
+    except AdapterMismatch as error:
+        raise ValueError(f"{file} was trained on another transformer: {error}") from None

@@ -133,6 +133,7 @@ def sampler_for(ctx: StageContext, source: SampleSource) -> LatentSampler:
         lambda: read_embedding(ctx, empty_caption(ctx)),
         source.adapter_file(),
         precision=config.precision,
+        packed=config,
         steps=config.steps,
         guidance=config.guidance,
     )

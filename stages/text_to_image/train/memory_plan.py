@@ -18,8 +18,8 @@ import mlx.core as mx
 from stages.models import attention
 from stages.models.family import Architecture, Family
 from stages.models.protocols import TransformerConfig
+from stages.text_to_image.packing import weight_bits
 from stages.text_to_image.train.config import TrainConfig
-from stages.text_to_image.train.model import weight_bits
 from stages.text_to_image.train.sampler import TrainingSampler
 from stages.tuner.adapters.stacks import Stacks
 from stages.tuner.blockwise import planner

@@ -12,10 +12,10 @@ import numpy as np
 
 from stages.models.family import Family
 from stages.models.protocols import Transformer
+from stages.text_to_image.packing import packing
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.dataset import Crop
 from stages.text_to_image.train.memory_plan import BatchShape
-from stages.text_to_image.train.model import packing
 from stages.text_to_image.train.objective import FlowMatching
 from stages.text_to_image.train.reader import MicroBatch
 from stages.text_to_image.train.sampler import Sample

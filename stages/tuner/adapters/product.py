@@ -28,7 +28,7 @@ def product(x: mx.array, weight: quantize.Weight, pair: Pair | None = None, scal
     shape `(outputs, rank)`. `scale` multiplies the low-rank change. Gradients are computed for `x`, `A` and `B`, but
     not for `W`.
     """
-    chunks = quantize.row_chunks(weight)
+    chunks = quantize.row_chunks(weight, x.size // x.shape[-1])
 
     def project_down(x: mx.array, down: mx.array) -> mx.array:
         return scaled(x @ down.T, scale)

@@ -160,9 +160,9 @@ class BlockwiseBackprop:
 
     def __init__(self, chain: Chain, adapters: Arrays, scales: Mapping[str, float]) -> None:
         self.chain = chain
-        self.compiled = _compiled_functions(chain)
-        self.adapters = [_within_block(block.name, adapters) for block in chain.blocks]
-        self.scales = [_within_block(block.name, scales) for block in chain.blocks]
+        self.compiled = compiled_functions(chain)
+        self.adapters = [within_block(block.name, adapters) for block in chain.blocks]
+        self.scales = [within_block(block.name, scales) for block in chain.blocks]
         known = {f"{block.name}.{key}" for block, own in zip(chain.blocks, self.adapters, strict=True) for key in own}
         if not adapters:
             raise ValueError("there is no adapter to train")
@@ -175,7 +175,7 @@ class BlockwiseBackprop:
         for all blocks.
         """
         block = self.chain.blocks[n]
-        return self.compiled(_forward, block.kind)(self.adapters[n], block.weights, h, shared, self.scales[n])
+        return self.compiled(forward_function, block.kind)(self.adapters[n], block.weights, h, shared, self.scales[n])
 
     def backward(self, n: int, h: Tree, shared: Tree, cotangent: Tree) -> tuple[Tree, Arrays]:
         """Compute the block with index `n` again from its input `h`, and differentiate it. `shared` is what all blocks read.
@@ -208,7 +208,11 @@ class BlockwiseBackprop:
 # Functions of explicit arrays, to be compiled. A captured array would count as a constant and be frozen into the graph.
 
 
-def _forward(chain: Chain, kind: str) -> Callable[..., Tree]:
+def forward_function(chain: Chain, kind: str) -> Callable[..., Tree]:
+    """Return a function that computes one block of this `kind`. Its arguments are (adapters, weights, h, shared, scales), with
+    names within the block.
+    """
+
     def forward(adapters: Arrays, weights: Tree, h: Tree, shared: Tree, scales: dict[str, float]) -> Tree:
         return chain.block(kind)(weights, h, shared, lora.adapted_linear(adapters, scales))
 
@@ -216,7 +220,7 @@ def _forward(chain: Chain, kind: str) -> Callable[..., Tree]:
 
 
 def _backward(chain: Chain, kind: str) -> Callable[..., Any]:
-    forward = _forward(chain, kind)
+    forward = forward_function(chain, kind)
 
     def backward(
         adapters: Arrays, weights: Tree, h: Tree, shared: Tree, scales: dict[str, float], cotangent: Tree
@@ -265,13 +269,13 @@ def _arranged_like(tree: Tree, leaves: Sequence[mx.array]) -> Tree:
     return tree_map(lambda _: next(each), tree)
 
 
-def _within_block(block: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def within_block(block: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values whose names start with "<block>.", with this prefix removed from their names."""
     prefix = block + "."
     return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
 
 
-class _CompiledFunctions:
+class CompiledFunctions:
     """A cache of the compiled functions of one model. It refers to the model weakly. Dropping the model therefore frees its
     weights.
     """
@@ -288,11 +292,12 @@ class _CompiledFunctions:
         return self.functions[key]
 
 
-_COMPILED: dict[int, _CompiledFunctions] = {}
+_COMPILED: dict[int, CompiledFunctions] = {}
 
 
-def _compiled_functions(chain: Chain) -> _CompiledFunctions:
+def compiled_functions(chain: Chain) -> CompiledFunctions:
+    """Return the cache of the compiled functions of `chain`. It exists once for each model in memory."""
     if id(chain) not in _COMPILED:
-        _COMPILED[id(chain)] = _CompiledFunctions(chain)
+        _COMPILED[id(chain)] = CompiledFunctions(chain)
         weakref.finalize(chain, _COMPILED.pop, id(chain))
     return _COMPILED[id(chain)]

@@ -9,6 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from stages.kernels import compiles as compiles
+
 GB = 1e9
 HEADROOM = 0.15  # share of the device's memory left for the system, MLX's cache and copies
 BUFFER_VARIABLE = "MLX_MAX_MB_PER_BUFFER"  # MLX: MB that operations read before MLX submits them to the device
@@ -16,13 +18,6 @@ BUFFER_MB = "200"
 LARGE_BUFFERS = ((8, 0), (9, 0), (10, 0), (12, 0))  # CUDA compute capabilities for which MLX's own limit is 400 or 1000 MB
 
 dispatch: Callable[..., None] = mx.async_eval  # start computing these arrays without waiting; MLX leaves it untyped
-
-
-def compiles() -> bool:
-    """Return True if functions should be compiled with mx.compile on the default device. On a CPU the result is False, because
-    compilation takes minutes there.
-    """
-    return mx.default_device() != mx.cpu
 
 
 def device_bytes() -> int:

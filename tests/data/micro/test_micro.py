@@ -23,7 +23,7 @@ from stages.models.folders import read_config
 from stages.models.text.encoder import TextEncoder, widen
 from stages.models.text.qwen3 import Qwen3Config
 from stages.text_to_image.families import family
-from stages.text_to_image.samples.drawing import adapter_linears
+from stages.text_to_image.samples.drawing import adapted_forward
 from stages.tuner import checkpoint
 from stages.tuner.adapters.initial import fresh_adapter
 from stages.tuner.adapters.targets import select_targets
@@ -99,8 +99,8 @@ def by_us(words: Words, text: str, shape: Shape, adapter: checkpoint.Checkpoint 
     """Draw a picture as the samples stage does, without rounding it to bytes: (H,W,3), 0 to 1."""
     model = load_flux2(FOLDER / "transformer", MICRO, mx.float32)
     prompt, negative = (mx.array(words[t]).view(mx.bfloat16)[None] for t in (text, ""))
-    linear_for = adapter_linears(model, MICRO, adapter.folder / checkpoint.ADAPTER) if adapter else None
-    settings = {"seed": SEED, "steps": STEPS, "guidance": MICRO.guidance, "negative_1TJ": negative, "linear_for": linear_for}
+    predict = adapted_forward(model, MICRO, adapter.folder / checkpoint.ADAPTER) if adapter else None
+    settings = {"seed": SEED, "steps": STEPS, "guidance": MICRO.guidance, "negative_1TJ": negative, "predict": predict}
     *_, drawn = MICRO.architecture.draw(model, prompt, *shape, **settings)
     image_BHWC = load_autoencoder(FOLDER / "vae", MICRO, mx.float32).decode(drawn)
     return np.array(mx.clip((image_BHWC[0] + 1) / 2, 0, 1))

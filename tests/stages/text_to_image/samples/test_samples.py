@@ -20,13 +20,13 @@ from schemas.text_to_image.samples import SAMPLES
 from schemas.text_to_image.train import TRAIN
 from stages.models.flux2 import sampling
 from stages.models.flux2.config import Flux2Config
-from stages.models.flux2.inputs import image_ids, text_ids
+from stages.models.flux2.inputs import inputs
 from stages.models.flux2.load import load_flux2
 from stages.models.flux2.transformer import Flux2
 from stages.stage import StageContext
 from stages.text_to_image.families import family
 from stages.text_to_image.samples.config import SamplesConfig
-from stages.text_to_image.samples.drawing import adapter_linears
+from stages.text_to_image.samples.drawing import adapted_forward
 from stages.text_to_image.samples.sources import sample_sources
 from stages.text_to_image.samples.stage import STAGE
 from stages.tuner import checkpoint
@@ -407,15 +407,7 @@ def test_every_variant_of_an_adapter_draws_as_the_weights_that_it_merges_into(va
     saved = checkpoint.save(writer_into(tmp_path), 10, arrays, {}, TRAIN.table([]), about, {})
     every = model.top | {f"{block.name}.{name}": weight for block in model.blocks for name, weight in block.weights.items()}
     merged = Flux2(model.config, merged_weights(every, arrays, target_scales(targets)))
-    given = (
-        mx.array(draw.normal(size=(1, 4, 128)), mx.float32),
-        image_ids(2, 2),
-        mx.ones((1, 5, 192)),
-        text_ids(5),
-        mx.array([0.5]),
-    )
-    expected = merged(*given)
-    assert mx.abs(model(*given) - expected).max() > 1e-2
-    assert (
-        mx.abs(model(*given, linear_for=adapter_linears(model, TINY, saved.folder / checkpoint.ADAPTER)) - expected).max() < 1e-4
-    )
+    given = inputs(mx.array(draw.normal(size=(1, 4, 128)), mx.float32), (2, 2), mx.ones((1, 5, 192)), mx.array([0.5]))
+    expected = merged(**given)
+    assert mx.abs(model(**given) - expected).max() > 1e-2
+    assert mx.abs(adapted_forward(model, TINY, saved.folder / checkpoint.ADAPTER)(**given) - expected).max() < 1e-4

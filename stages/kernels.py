@@ -1,0 +1,58 @@
+"""Limits on single kernels, by shapes alone. Models and the tuner split large products by them.
+
+macOS ends a program whose GPU kernel runs too long while the display is on. No kernel on Metal therefore takes more than
+`LIMIT` floating-point operations.
+"""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+
+LIMIT = 0.25e12  # floating-point operations of one kernel: an estimated 0.1 s on the slowest Mac that MLX supports
+
+
+def compiles() -> bool:
+    """Return True if functions should be compiled with mx.compile on the default device. On a CPU the result is False, because
+    compilation takes minutes there.
+    """
+    return mx.default_device() != mx.cpu
+
+
+def limited() -> bool:
+    """Return True if kernels of the default device must stay below `LIMIT`. This is so on Metal."""
+    return mx.metal.is_available() and mx.default_device() == mx.gpu
+
+
+def product_flop(rows: int, inputs: int, outputs: int) -> float:
+    """Return the floating-point operations of the product of a (rows, inputs) matrix and an (inputs, outputs) matrix."""
+    return 2.0 * rows * inputs * outputs
+
+
+def most_outputs(rows: int, inputs: int, multiple: int = 128) -> int | None:
+    """Return how many outputs of a product one kernel may compute, a multiple of `multiple` where possible. The input has shape
+    (rows, inputs). None means any number: the default device has no limit.
+    """
+    if not limited():
+        return None
+    most = int(LIMIT // product_flop(rows, inputs, 1))
+    return max(1, most - most % multiple if most > multiple else most)
+
+
+def slices(total: int, step: int | None) -> list[slice]:
+    """Return slices of about equal length that cover `total` items in order. Each has at most `step` items. If `step` is None
+    or at least `total`, the result is `[slice(None)]`, one slice of all items.
+    """
+    if step is None or step >= total:
+        return [slice(None)]
+    even = math.ceil(total / math.ceil(total / step))
+    return [slice(start, min(start + even, total)) for start in range(0, total, even)]
+
+
+def linear(x: mx.array, weight: mx.array) -> mx.array:
+    """Return x @ weight.T, in several kernels if one would exceed the limit. `weight` has the shape (outputs, inputs)."""
+    found = slices(weight.shape[0], most_outputs(x.size // x.shape[-1], weight.shape[1]))
+    if len(found) == 1:
+        return x @ weight.T
+    return mx.concatenate([x @ weight[rows].T for rows in found], axis=-1)

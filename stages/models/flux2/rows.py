@@ -1,0 +1,107 @@
+"""Images and activations as strips of rows, so that a convolution of a large image needs memory for one strip at a time.
+
+The number of rows of a strip follows from shapes alone: no strip of a convolution's input or output takes more than
+`STRIP_BYTES`, and no kernel more operations than `kernels.LIMIT`. Small images are one strip. A convolution reads the rows
+beside its strip too, and statistics of a normalisation are sums over all strips, so results are equal up to rounding.
+
+B batch, R rows of a strip, W width, C channels, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+
+from stages import kernels
+
+STRIP_BYTES = 32 << 20  # of one strip of float32 values: 256 x 256 positions of 128 channels
+ITEM = 4  # bytes: strips have the same rows in every dtype
+
+
+class Rows:
+    """An activation (batch, height, width, channels) as a list of strips of rows. Strips that are no longer needed are freed by
+    `free_before`.
+    """
+
+    def __init__(self, strips: list[mx.array]) -> None:
+        self.strips: list[mx.array | None] = list(strips)
+        self.starts = [0]
+        for strip in strips:
+            self.starts.append(self.starts[-1] + strip.shape[1])
+        self.width, self.channels = strips[0].shape[2:]
+
+    @property
+    def height(self) -> int:
+        """The number of rows of all strips together."""
+        return self.starts[-1]
+
+    def take(self, first: int, last: int) -> mx.array:
+        """Return the rows from `first` to before `last`. Rows outside of the activation are left out."""
+        first, last = max(first, 0), min(last, self.height)
+        parts = []
+        for at, strip in enumerate(self.strips):
+            start, end = max(first, self.starts[at]), min(last, self.starts[at + 1])
+            if start >= end:
+                continue
+            assert strip is not None, "a strip was freed too early"
+            whole = (start, end) == (self.starts[at], self.starts[at + 1])
+            parts.append(strip if whole else strip[:, start - self.starts[at] : end - self.starts[at]])
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+
+    def free_before(self, row: int) -> None:
+        """Free every strip whose rows all lie before `row`."""
+        for at, end in enumerate(self.starts[1:]):
+            if end <= row:
+                self.strips[at] = None
+
+    def present(self) -> Iterator[mx.array]:
+        """Yield the strips from top to bottom. None may have been freed."""
+        for strip in self.strips:
+            assert strip is not None, "a strip was freed too early"
+            yield strip
+
+
+def strip_rows(height: int, width: int, inputs: int, outputs: int, kernel: int = 3) -> int:
+    """Return how many output rows of a convolution are computed at once. `height` and `width` are those of the output.
+    `inputs` and `outputs` are the numbers of channels. `kernel` is the side of the convolution's kernel.
+    """
+    by_bytes = STRIP_BYTES // (ITEM * width * max(inputs, outputs))
+    by_operations = kernels.LIMIT // kernels.product_flop(width, kernel * kernel * inputs, outputs)
+    most = max(1, int(min(by_bytes, by_operations)))
+    return -(-height // -(-height // most))
+
+
+def windows(height: int, rows: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, last) of strips of at most `rows` rows that cover `height` rows. `last` is excluded."""
+    for first in range(0, height, rows):
+        yield first, min(first + rows, height)
+
+
+def group_statistics(x: Rows, groups: int, eps: float) -> tuple[mx.array, mx.array]:
+    """Return (mean, 1 / standard deviation) of each channel's group, both float32 (batch, 1, 1, channels). They are taken
+    over all rows and columns and over the channels of the group, in two passes. `eps` is added to the variance.
+
+    Sums go over columns first: one long sum of float32 values would lose digits.
+    """
+    count = x.height * x.width * x.channels // groups
+    total_BC = sum((_evaluated(_sum(strip)) for strip in x.present()), start=mx.array(0.0))
+    mean_BG = total_BC.reshape(total_BC.shape[0], groups, -1).sum(-1) / count
+    mean_B11C = mx.repeat(mean_BG, x.channels // groups, axis=-1)[:, None, None]
+    square_BC = sum((_evaluated(_squares(strip, mean_B11C)) for strip in x.present()), start=mx.array(0.0))
+    var_BG = square_BC.reshape(square_BC.shape[0], groups, -1).sum(-1) / count
+    scale_BG = mx.rsqrt(var_BG + eps)
+    return mean_B11C, mx.repeat(scale_BG, x.channels // groups, axis=-1)[:, None, None]
+
+
+def _sum(x_BRWC: mx.array) -> mx.array:
+    return x_BRWC.astype(mx.float32).sum(2).sum(1)
+
+
+def _squares(x_BRWC: mx.array, mean_B11C: mx.array) -> mx.array:
+    return mx.square(x_BRWC.astype(mx.float32) - mean_B11C).sum(2).sum(1)
+
+
+def _evaluated(x: mx.array) -> mx.array:
+    mx.eval(x)
+    return x

@@ -1,0 +1,81 @@
+"""The prediction of a chain of blocks without a gradient, one block at a time. `backprop` has the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from stages.tuner.adapters import lora
+from stages.tuner.blockwise.backprop import Arrays, Chain, Tree, compiled_functions, forward_function, within_block
+from stages.tuner.blockwise.device import dispatch, live_memory_limit
+
+
+class AdapterMismatch(ValueError):  # noqa: N818  (a mistake of the user, described in one line)
+    """Raised if an adapter does not fit the model. The message begins with the name of the Linear."""
+
+
+class BlockwiseForward:
+    """A model with or without an adapter that predicts block by block. Call it with the keyword arguments of `chain.enter`.
+
+    The function of each kind of block is compiled once, where compilation is on. Each block is handed to the device before the
+    next one is built. While `live_bytes` bytes or more are in use, MLX starts no further operation; None means no limit.
+    """
+
+    def __init__(
+        self, chain: Chain, adapters: Arrays | None = None, scales: Mapping[str, float] | None = None, dtype: Any = None
+    ) -> None:
+        """Prepare predictions of the model `chain`. `adapters` maps names such as "<block>.<linear>.lora_A.weight" to arrays.
+        `scales` maps "<block>.<linear>" to the factor that multiplies the adapter's change. None means no adapter. Matrices of
+        the adapter are cast to `dtype`; None keeps their dtype.
+        """
+        self.chain = chain
+        self.compiled = compiled_functions(chain)
+        arrays = {name: cast_matrix(array, dtype) for name, array in (adapters or {}).items()}
+        mx.eval(arrays)
+        self.adapters = [within_block(block.name, arrays) for block in chain.blocks]
+        self.scales = [within_block(block.name, scales or {}) for block in chain.blocks]
+        self.live_bytes: int | None = None
+
+    def __call__(self, **inputs: Any) -> mx.array:
+        """Return the model's prediction, computed. `inputs` are the keyword arguments of `chain.enter`."""
+        with live_memory_limit(self.live_bytes):
+            h, shared = self.chain.enter(**inputs)
+            dispatch(h, shared)
+            for n in range(len(self.chain.blocks)):
+                h = self.block(n, h, shared)
+                dispatch(h)
+            prediction: mx.array = self.chain.leave(h, shared)
+            mx.eval(prediction)
+        return prediction
+
+    def block(self, n: int, h: Tree, shared: Tree) -> Tree:
+        """Return the output of the block with index `n` for its input `h`. `shared` is what `chain.enter` returned for all
+        blocks.
+        """
+        block = self.chain.blocks[n]
+        run: Callable[..., Tree] = self.compiled(forward_function, block.kind)
+        return run(self.adapters[n], block.weights, h, shared, self.scales[n])
+
+
+def cast_matrix(array: mx.array, dtype: Any) -> mx.array:
+    """Return a LoRA matrix in `dtype`. Arrays with fewer than two axes, and all arrays if `dtype` is None, stay as they are.
+
+    A vector scales outputs and needs float32.
+    """
+    return array.astype(dtype) if dtype is not None and array.ndim == 2 else array
+
+
+def model_forward(model: Any, adapter: tuple[Arrays, dict[str, float]] | None, strength: float = 1.0) -> BlockwiseForward:
+    """Return the blockwise prediction of `model`. `adapter` is a pair: arrays by name, and the scale of each Linear. None means
+    no adapter. `strength` multiplies the scales. Raises AdapterMismatch if a shape in the adapter does not match the model.
+    """
+    arrays, scales = adapter or ({}, {})
+    known = model.linears()
+    for name in scales:
+        shape = lora.linear_shape(lora.arrays_of_linear(arrays, name))
+        if known.get(name) != shape:
+            expected = f"has shape {known[name]}" if name in known else "does not exist"
+            raise AdapterMismatch(f"{name} has shape {shape} in the adapter, but {expected} in this one")
+    return BlockwiseForward(model, arrays, {name: scale * strength for name, scale in scales.items()}, model.dtype)
