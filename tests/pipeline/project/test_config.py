@@ -161,3 +161,14 @@ def test_a_project_that_names_no_family_has_the_first_of_its_pipeline(tmp_path):
     assert Project(tmp_path).family is next(iter(FAMILIES.values()))
     with pytest.raises(ValueError, match=r"project\.family must be one of klein-base-4b, .*, got 'tinny'; did you mean tiny\?"):
         Project(tmp_path, {"project.family": "tinny"})
+
+
+def test_previews_are_drawn_with_the_bits_of_training_unless_they_have_their_own(tmp_path):
+    def bits(text: str) -> tuple[int | None, object]:
+        samples = load(tmp_path, GOOD + text).sections["samples"]
+        return samples.base_bits, samples.base_bits_for
+
+    assert bits("") == (16, None)
+    trained = '[train]\nbase_bits = 4\nbase_bits_for = {"attn.to_out*" = 8}\n'
+    assert bits(trained) == (4, {"attn.to_out*": 8})
+    assert bits(trained + "[samples]\nbase_bits = 8") == (8, None)

@@ -116,3 +116,12 @@ def test_a_cache_that_cannot_be_written_changes_no_hash(tmp_path, folder):
     (tmp_path / "a file").write_text("where a folder would be made")
     hashes = recipes.FileHashes(tmp_path / "a file" / "weights.json")
     assert hashes.component("vae", folder) == recipes.FileHashes(tmp_path / "weights.json").component("vae", folder)
+
+
+def test_a_setting_that_was_added_later_renames_no_table_while_it_means_what_was_before():
+    @dataclass(frozen=True)
+    class Later(Section):
+        bits: int | None = setting(None, "added later", unrecorded=(None, 16))
+
+    assert recipe_id(Later()) == recipe_id(Later(bits=16)) == recipe_id(Section())
+    assert recipe_id(Later(bits=4)) != recipe_id(Section())

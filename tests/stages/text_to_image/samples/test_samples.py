@@ -411,3 +411,11 @@ def test_every_variant_of_an_adapter_draws_as_the_weights_that_it_merges_into(va
     expected = merged(**given)
     assert mx.abs(model(**given) - expected).max() > 1e-2
     assert mx.abs(adapted_forward(model, TINY, saved.folder / checkpoint.ADAPTER)(**given) - expected).max() < 1e-4
+
+
+def test_a_base_of_fewer_bits_draws_a_preview_that_is_farther_from_that_of_the_full_base(root: Path, tmp_path: Path) -> None:
+    config = replace(CONFIG, checkpoints=(10,), base=False, seeds=(0,))
+    rows = {bits: harness.run(STAGE, context(root, tmp_path / str(bits), replace(config, base_bits=bits))) for bits in (16, 8, 4)}
+    drawn = {bits: pixels(context(root, tmp_path / str(bits), config), found.to_pylist()[0]) for bits, found in rows.items()}
+    far = {bits: np.abs(drawn[bits] - drawn[16]).mean() for bits in (8, 4)}
+    assert 0 < far[8] < far[4]

@@ -1,0 +1,41 @@
+"""Predictions block by block are those of the whole model, within the limit of live memory."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from stages.tuner.blockwise import forward as blockwise
+from stages.tuner.blockwise.forward import AdapterMismatch, model_forward
+from tests.stages.tuner.adapters.models import adapted, batch, linear_for, tiny
+
+
+def test_a_prediction_block_by_block_is_the_whole_models():
+    model = tiny()
+    adapters, scales = adapted(model, "lora")
+    inputs = batch()
+    bare, full = model_forward(model, None)(**inputs), model_forward(model, (adapters, scales))(**inputs)
+    assert mx.allclose(bare, model(**inputs), rtol=1e-5, atol=1e-6)
+    assert mx.allclose(full, model(**inputs, linear_for=linear_for(adapters, scales)), rtol=1e-5, atol=1e-5)
+    assert mx.abs(full - bare).max() > 1e-3
+    assert mx.allclose(model_forward(model, (adapters, scales), 0.0)(**inputs), bare, rtol=1e-5, atol=1e-6)
+
+
+def test_every_block_runs_under_the_limit_of_live_memory_and_the_limit_is_restored(monkeypatch):
+    model, seen = tiny(), []
+    real = blockwise.dispatch
+    monkeypatch.setattr(blockwise, "dispatch", lambda *given: [seen.append(mx.get_memory_limit()), real(*given)][1])
+    predict, before = model_forward(model, None), mx.get_memory_limit()
+    predict.live_bytes = 123_456_789
+    predict(**batch())
+    assert seen == [123_456_789] * (len(model.blocks) + 1)
+    assert mx.get_memory_limit() == before
+
+
+def test_an_adapter_of_another_model_is_refused_by_the_name_of_its_linear():
+    model = tiny()
+    adapters, scales = adapted(model, "lora")
+    name = next(iter(scales))
+    wrong = {key: value[..., :-1] if key == f"{name}.lora_A.weight" else value for key, value in adapters.items()}
+    with pytest.raises(AdapterMismatch, match=f"{name} has shape"):
+        model_forward(model, (wrong, scales))
