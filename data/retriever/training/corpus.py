@@ -31,7 +31,8 @@ from data.retriever.training.extract import Function, functions
 LOG = logging.getLogger("retriever")
 ASIDE = "sympy"
 PIECES = 8192
-DOCUMENT, QUERY, NAMED = 256, 32, 128  # most tokens of a document, of a query, of a document known by its name only
+DOCUMENT, QUERY = 256, 32  # most tokens of a document and of a query that are evaluated
+TRAINED, NAMED = 208, 128  # most tokens of a document in the training, and of one known by its name only
 LINES_JUDGED = 5  # least lines of code of a function that is evaluated
 SHINGLE, SHARED = 8, 0.3
 LEARNED_FROM = 60_000  # documents the tokenizer is learned from
@@ -94,8 +95,11 @@ class Encoder:
         """Return the tokens of texts without the end token."""
         return [found.ids for found in self.pieces.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def pack(self, pairs: Pairs) -> dict[str, np.ndarray]:
-        """Return the packed arrays: documents in four parts (module, owner, name, rest), and up to three queries of each."""
+    def pack(self, pairs: Pairs, most: int = DOCUMENT) -> dict[str, np.ndarray]:
+        """Return the packed arrays: documents of at most `most` tokens in four parts, and the queries of each.
+
+        The parts are module, owner, name and rest.
+        """
         chosen = pairs.functions
         documents: list[int] = []
         parts = np.zeros((len(chosen), 4), np.uint16)
@@ -107,7 +111,7 @@ class Encoder:
             columns = [self.ids([str(getattr(f, part)) for f in block]) for part in ("module", "owner", "name", "rest")]
             asked = iter(self.ids([query for f in block for query in f.queries]))
             for n, function in enumerate(block):
-                left = (DOCUMENT if function.queries else NAMED) - 1  # the end token
+                left = most - 1  # the end token
                 for column, ids in enumerate(columns):
                     kept = ids[n][:left]
                     left -= len(kept)
@@ -225,7 +229,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Make the training data of retriever-micro.")
     parser.add_argument("--work", type=Path, required=True, help="folder of downloads and of what was taken from them")
     parser.add_argument("--out", type=Path, required=True, help="folder of corpus.npz.xz and the tokenizer")
-    parser.add_argument("--named", type=int, default=100_000, help="most functions known by their name only")
+    parser.add_argument("--named", type=int, default=40_000, help="most functions known by their name only")
     parser.add_argument("--date", default="2026-11-22", help="day of the download, for LICENSES.md")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
@@ -251,8 +255,8 @@ def main(argv: list[str] | None = None) -> None:
     known = np.unique(shingles(encoder.pack(everything))[0])
     arrays = {f"{name}_{key}": a for name, pairs in tests.items() for key, a in encoder.pack(pairs).items()}
     taken_from: dict[str, dict[str, int]] = {}
-    for kind, pairs in (("documented", documented), ("named", named)):
-        packed = encoder.pack(pairs)
+    for kind, pairs, most in (("documented", documented, TRAINED), ("named", named, NAMED)):
+        packed = encoder.pack(pairs, most)
         copied = copies(packed, known)
         kept = ~copied
         LOG.info("%s: %d near-copies of the standard library or %s removed", kind, int(copied.sum()), ASIDE)

@@ -218,7 +218,7 @@ def test_a_batch_holds_documents_with_their_own_queries_and_marks_repeats(made):
     arrays = load(folder / "corpus.npz.xz")
     texts = Texts.join(arrays, ("documented", "named"), torch.device("cpu"))
     batches = Batches(texts, len(arrays["documented_parts"]), 64, (32, 96), 4, seed=5)
-    rows, which, kept = batches._choice()
+    _, which, kept = batches._choice()
     assert not kept[which < 0, NAME].any(), "a document that is asked for by its name does not show it"
     batch = batches.draw()
     assert [len(ids) for ids, _ in batch.documents] == [16] * 4
@@ -226,6 +226,7 @@ def test_a_batch_holds_documents_with_their_own_queries_and_marks_repeats(made):
     assert batch.same.any() and not batch.same.diagonal().any() and torch.equal(batch.same, batch.same.T)
 
 
+@pytest.mark.slow
 def test_a_training_writes_a_folder_whose_loss_fell_and_whose_8_bit_weights_are_near(made, tmp_path, monkeypatch):
     folder, _ = made
     monkeypatch.setattr(train, "time", Clock())
