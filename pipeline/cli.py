@@ -38,7 +38,7 @@ class Commands(click.Group):
         ctx.meta["arguments"] = args
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
-            ctx.fail(f"there is no command {name!r}{nearest(name, self.list_commands(ctx))}")
+            ctx.fail(f"there is no command {name!r}{nearest(name, [*self.list_commands(ctx), *stage_names(args)])}")
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -75,18 +75,28 @@ def stage_command(name: str, arguments: Sequence[str]) -> click.Command | None:
     """Return a command that runs the stage `name` as `latentmill run NAME` does; None if no pipeline has such a stage.
     `arguments` is the command line, which may name a project with a pipeline of its own.
     """
-    import stages
     from stages.stage import load
 
+    if name not in stage_names(arguments):
+        return None
+    run: click.Command = load(GENERIC["run"])
+    assert run.callback
+    options = [param for param in run.params if param.name != "stage"]
+    text = f"Run the stage {name}, which brings its table up to date. Short for `latentmill run {name}`."
+    return click.Command(name, callback=functools.partial(run.callback, stage=name), params=options, help=text)
+
+
+def stage_names(arguments: Sequence[str]) -> list[str]:
+    """Return the names of all stages of the built-in pipelines, and of the pipeline of the project that `arguments`, the command
+    line, may name.
+    """
+    import stages
+
+    names: list[str] = []
     for each in dict.fromkeys([*stages.PIPELINES, *filter(None, [own_pipeline(arguments)])]):
         with contextlib.suppress(ValueError):
-            if name in stages.pipeline(each).stages:
-                run: click.Command = load(GENERIC["run"])
-                assert run.callback
-                options = [param for param in run.params if param.name != "stage"]
-                text = f"Run the stage {name}, which brings its table up to date. Short for `latentmill run {name}`."
-                return click.Command(name, callback=functools.partial(run.callback, stage=name), params=options, help=text)
-    return None
+            names += stages.pipeline(each).stages
+    return names
 
 
 def command_groups(arguments: Sequence[str]) -> Iterator[tuple[str, Mapping[str, str]]]:

@@ -41,6 +41,9 @@ class Console(Protocol):
     def say(self, line: str) -> None:
         """Show one line of text."""
 
+    def note(self, text: str) -> None:
+        """Show facts beside the progress, such as the loss. Each text replaces the one before."""
+
     def progress(self, done: int, total: int, unit: str) -> None:
         """Show that `done` of `total` items are finished. `unit` names the items in the plural, for example "images"."""
 
@@ -139,6 +142,7 @@ def _context(
         write_artifact=writer.write_artifact,
         say=console.say,
         progress=console.progress,
+        note=console.note,
         stop=stop.is_set,
         pause=reasons.append,
         provenance=provenance(project, stage.name),

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -37,6 +37,18 @@ class Rate(ProgressColumn):
         return Text(format_rate(speed, unit) if speed else "")
 
 
+class Bar(Progress):
+    """A progress bar with a line of facts below it. `facts` is that line, or "" for none."""
+
+    facts = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Yield the bar and, if there are facts, the line below it."""
+        yield self.make_tasks_table(self.tasks)
+        if self.facts:
+            yield Text(self.facts, style="dim", overflow="ellipsis", no_wrap=True)
+
+
 class Terminal:
     """A console that shows the messages and progress of the stage `stage_name` on standard error. It is a context manager. The
     progress bar is shown while the context is open. If standard error is not a terminal, a line of text is shown every
@@ -47,10 +59,11 @@ class Terminal:
         self.stage_name = stage_name
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(), TimeRemainingColumn())
-        self.bar = Progress(*columns, console=self.console, transient=True) if sys.stderr.isatty() else None
+        self.bar = Bar(*columns, console=self.console, transient=True) if sys.stderr.isatty() else None
         self.task = self.bar.add_task(stage_name, total=None, visible=False) if self.bar else None
         self.waiting = threading.Timer(WAIT_SECONDS, self._appear)
         self.waiting.daemon = True
+        self.facts = ""
         self.last_line = time.monotonic()
         self.first: tuple[float, int] | None = None  # time and count of the first report: a resumed run does not begin at 0
 
@@ -73,6 +86,14 @@ class Terminal:
         """Show the message `line`, preceded by the stage's name."""
         self.console.print(f"{self.stage_name}: {line}", markup=False)
 
+    def note(self, text: str) -> None:
+        """Show `text`, facts such as the loss, below the progress bar. Without a terminal, the next line of progress ends with
+        it.
+        """
+        self.facts = text
+        if self.bar:
+            self.bar.facts = text
+
     def progress(self, done: int, total: int, unit: str) -> None:
         """Show that `done` of `total` units are finished. `unit` is the name of the units, such as "images". The
         singular is also accepted.
@@ -88,7 +109,8 @@ class Terminal:
         if done > before and now - self.last_line >= QUIET_SECONDS:
             self.last_line = now
             speed = (done - before) / (now - since)
-            self.say(f"{done} of {total} {unit}s, {format_rate(speed, unit)}, {format_seconds((total - done) / speed)} left")
+            left = f"{done} of {total} {unit}s, {format_rate(speed, unit)}, {format_seconds((total - done) / speed)} left"
+            self.say(f"{left}; {self.facts}" if self.facts else left)
 
 
 class Quiet:
@@ -108,6 +130,9 @@ class Quiet:
 
     def say(self, line: str) -> None:
         """Discard the message `line`."""
+
+    def note(self, text: str) -> None:
+        """Discard `text`."""
 
     def progress(self, done: int, total: int, unit: str) -> None:
         """Call `report`, if there is one, with the stage's name and the arguments. `done` of `total` units are finished."""

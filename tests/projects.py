@@ -53,13 +53,17 @@ SIZES = ((160, 120), (120, 160), (128, 128), (200, 90), (150, 150))
 
 
 class Silent:
-    """A console that keeps the messages in `lines` and checks the progress."""
+    """A console that keeps the messages in `lines` and the facts beside the progress in `notes`, and checks the progress."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.notes: list[str] = []
 
     def say(self, line: str) -> None:
         self.lines.append(line)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
     def progress(self, done: int, total: int, unit: str) -> None:
         assert 0 <= done <= total and unit

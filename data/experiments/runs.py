@@ -106,6 +106,9 @@ class LogConsole:
         """Log one line."""
         LOG.info("  %s", line)
 
+    def note(self, text: str) -> None:
+        """Show nothing."""
+
     def progress(self, done: int, total: int, unit: str) -> None:
         """Show nothing."""
 

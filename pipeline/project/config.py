@@ -9,6 +9,7 @@ from typing import Any
 
 import stages
 from pipeline.project.parse import Parser, nearest
+from pipeline.project.synonyms import name_here
 from schemas.renames import PIPELINES
 from stages.settings import follow, require, runtime, selects
 from stages.untrusted import TOML_BYTES, parse_toml, read_utf8
@@ -105,10 +106,25 @@ def _apply(raw: dict[str, Any], overrides: Overrides) -> dict[str, str]:
             equals, origin, syntax = "=", f"override {key!r}: {value!r}", "'section.key', such as 'train.steps'"
         names = [name.strip() for name in key.split(".")]
         if not equals or len(names) < 2 or not all(names):
-            raise ValueError(f"{origin}: an override must be {syntax}")
+            raise ValueError(f"{origin}: an override must be {syntax}{_whole_name(raw, names)}")
         _set(raw, names, value, origin)
         origins[".".join(names)] = origin
     return origins
+
+
+def _whole_name(raw: Mapping[str, Any], names: list[str]) -> str:
+    """Return the end of an error message about an override without a section, such as "; did you mean train.lr?" for ["lr"].
+    `raw` is the parsed project file. Return "" if no section has such a setting.
+    """
+    try:
+        pipeline = stages.pipeline(pipeline_name(raw))
+    except ValueError:
+        return ""
+    parser = Parser({name: pipeline.stage(name).config for name in pipeline.stages}, str)
+    for key in (names[0], name_here(names[0])) if len(names) == 1 else ():
+        if holders := [holder for holder in parser.holders(key) if not key.startswith(holder)]:
+            return f"; did you mean {f'train.{key}' if 'train' in holders else f'{holders[0]}.{key}'}?"
+    return ""
 
 
 def _set(raw: dict[str, Any], names: list[str], value: Any, origin: str) -> None:

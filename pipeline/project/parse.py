@@ -17,6 +17,8 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeGuard
 
+from pipeline.project.synonyms import name_here
+
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = 80
 NAMES = {  # type -> its name in an error, singular and plural
@@ -60,11 +62,19 @@ class Parser:
             raise ValueError(f"{name}.{message} ({self.place(f'{name}.{key[0] if key else str()}')})") from None
 
     def _remedy(self, name: str, key: str) -> str:
-        holders = [other for other, kind in self.sections.items() if key in _names(kind)]
+        holders = self.holders(key)
         if holders:
             return f"; [{holders[0]}] has it"
         names = _names(self.sections[name])
+        here = name_here(key)
+        called = [other for other in dict.fromkeys([name, *self.holders(here)]) if here in _names(self.sections[other])]
+        if called:
+            return f"; did you mean {here if called[0] == name else f'{called[0]}.{here}'}?"
         return nearest(key, names) or f"; [{name}] has {', '.join(names)}"
+
+    def holders(self, key: str) -> list[str]:
+        """Return the names of the sections that have a setting called `key`, such as ["train"] for "lr"."""
+        return [name for name, kind in self.sections.items() if key in _names(kind)]
 
     def _value(self, hint: Any, value: Any, name: str) -> Any:
         if name in self.sections and value is not None:

@@ -1,15 +1,59 @@
-"""Lines for the user before the first step: what looks wrong in the settings, and what is trained."""
+"""Lines for the user: what looks wrong in the settings, what is trained, and the state of the run after each step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from stages.tuner.config import TrainingConfig
 from stages.tuner.step import TrainingStep
-from stages.tuner.task import Task, TrainingContext
+from stages.tuner.task import Row, Task, TrainingContext
+from stages.tuner.validation import TRAIN, Validation
+
+SMOOTHED = 50  # steps whose mean is the smoothed loss
+
+
+class Summary:
+    """The state of a run in one line, for the terminal. `config` holds the settings [train]. `past` are rows of earlier steps, as
+    dicts with the columns `step`, `split` and `loss`.
+    """
+
+    def __init__(self, config: TrainingConfig, past: Iterable[Row]) -> None:
+        self.config = config
+        self.losses: deque[float] = deque(maxlen=SMOOTHED)  # the mean loss of each of the last steps
+        steps: dict[int, list[float]] = {}
+        for row in past:
+            if row["split"] == TRAIN:
+                steps.setdefault(row["step"], []).append(row["loss"])
+        self.losses.extend(_mean(losses) for _, losses in sorted(steps.items()))
+
+    def after(self, rows: Sequence[Row], validation: Validation) -> str:
+        """Return the line after a step, such as "loss 0.612, held out 0.64 (best 0.63 at 400), lr 0.0003, checkpoint in 12 steps,
+        1.9 GB". The loss is the mean of the last 50 steps. `rows` are the rows of the step, and of its measurement if it had one.
+        """
+        trained = [row for row in rows if row["split"] == TRAIN]
+        step, lr, peak = (trained[0][name] for name in ("step", "lr", "peak_bytes"))
+        self.losses.append(_mean([row["loss"] for row in trained]))
+        parts = [f"loss {_mean([loss for loss in self.losses if math.isfinite(loss)]):.4f}"]
+        means = validation.means
+        if means:
+            best = validation.best_step
+            lowest = f" (best {means[best]:.4f} at {best})" if best is not None and best != max(means) else ""
+            parts.append(f"held out {means[max(means)]:.4f}{lowest}")
+        every = self.config.checkpoint_every
+        left = min(every - step % every, validation.last_step - step) if step % every else min(every, validation.last_step - step)
+        parts.append(f"lr {lr:.2g}")
+        if left > 0:
+            parts.append(f"checkpoint in {left} step{'s' if left > 1 else ''}")
+        return ", ".join([*parts, f"{peak / 1e9:.3g} GB"])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
 
 
 def warn(say: Callable[[str], None], task: Task[Any, Any]) -> None:

@@ -23,7 +23,7 @@ from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.control import Control
 from stages.tuner.health import check_health, checks_update
 from stages.tuner.loader import Loader
-from stages.tuner.log import announce, warn
+from stages.tuner.log import Summary, announce, warn
 from stages.tuner.memory_plan import MemoryPlan, adjust_max_tokens
 from stages.tuner.resume import Start, find_start
 from stages.tuner.rows import record_batches, rows_table, sample_rows
@@ -95,6 +95,7 @@ class TrainingRun:
         self.validation.add(self.past)
         # The measurement after the start's step may have been interrupted; then it is repeated.
         self.unmeasured = bool(start.checkpoint) and self.validation.discard_incomplete(start.step)
+        self.summary = Summary(task.config, self.past)
         self.skipped: int = start.checkpoint.state["skipped"] if start.checkpoint else 0  # steps in a row that were not finite
         self.unsaved: list[Row] = []  # rows that no checkpoint holds yet
         self.earlier_peak = 0  # bytes: the peak before MLX's own count was last reset
@@ -156,6 +157,7 @@ class TrainingRun:
             if self.saves_after(step):
                 self.save(step)
             yield from record_batches(self.task.schema, rows)
+            self.ctx.note(self.summary.after(rows, self.validation))
             self.ctx.progress(step, self.validation.last_step, "step")
             self.control.wait_while_paused()
             if self.control.ending or step >= self.validation.last_step:

@@ -247,6 +247,12 @@ class TrainingContext(Protocol):
         """
 
     @property
+    def note(self) -> Callable[[str], None]:
+        """The function `note(text)`. It shows facts about the run beside the progress bar, such as the loss. Each text replaces
+        the one before.
+        """
+
+    @property
     def stop(self) -> Callable[[], bool]:
         """The function `stop()`. It returns True once the user has requested a stop."""
 

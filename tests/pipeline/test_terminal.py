@@ -65,3 +65,26 @@ def test_numbers_are_written_with_their_unit():
     assert [format_bytes(n) for n in (0, 812, 1_234_567, 7.75e9)] == ["0 B", "812 B", "1.23 MB", "7.75 GB"]
     assert [format_seconds(s) for s in (0.44, 12.2, 200, 7500)] == ["0.4 s", "12 s", "3 min 20 s", "2 h 5 min"]
     assert [format_rate(speed, "image") for speed in (12.34, 0.25)] == ["12.3 images/s", "4.0 s/image"]
+
+
+def test_facts_of_a_training_run_end_the_line_of_progress(clock, capsys):
+    with Terminal("train") as shown:
+        for step in range(1, 40):
+            shown.note(f"loss 0.{step}")
+            shown.progress(step, 100, "step")
+            clock[0] += 1
+    assert re.fullmatch(r"train: \d+ of 100 steps, 1\.0 steps/s, 1 min \d+ s left; loss 0\.\d+", lines(capsys)[-1])
+
+
+def test_the_summary_of_a_run_names_loss_held_out_rate_next_checkpoint_and_memory():
+    from stages.tuner.config import TrainingConfig, ValidationConfig
+    from stages.tuner.log import Summary
+    from stages.tuner.validation import Validation
+
+    validation = Validation(ValidationConfig(every=2), 1, 100)
+    summary = Summary(TrainingConfig(checkpoint_every=10), [{"step": 1, "split": "train", "loss": 3.0}])
+    for step, held_out in ((0, 5.0), (2, 2.0), (4, 4.0)):
+        validation.add([{"step": step, "split": "validation", "loss": held_out}])
+    row = {"step": 5, "split": "train", "loss": 1.0, "lr": 3e-4, "peak_bytes": 1_900_000_000}
+    said = summary.after([row], validation)
+    assert said == "loss 2.0000, held out 4.0000 (best 2.0000 at 2), lr 0.0003, checkpoint in 5 steps, 1.9 GB"

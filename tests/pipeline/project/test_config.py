@@ -56,7 +56,7 @@ def load(tmp_path, text: str, *overrides: str) -> config.Config:
         ('[train]\nvariant = "lorra"', "train.variant must be 'lora', 'dora' or 'lokr', got 'lorra'"),
         ("[train]\nfactor = 4", 'leave it out, or choose variant = "lokr"'),
         ("[train.noise]\nscale = 1", 'leave it out, or choose base = "mode"'),
-        ("[train]\nlearning_rate = 0.1", "train.learning_rate is not a setting; [train] has steps, "),
+        ("[train]\nlearning_rate = 0.1", "train.learning_rate is not a setting; did you mean lr? (project.toml [train])"),
         ("[buckets.more]\na = 1", "buckets.more is not a setting; [buckets] has resolutions"),
     ],
 )

@@ -208,6 +208,7 @@ class Context:
     pause: Callable[[str], None]
     provenance: dict[str, str] = field(default_factory=lambda: {"recipe": "toy"})
     progress: Callable[[int, int, str], None] = lambda done, total, unit: None
+    note: Callable[[str], None] = lambda text: None
 
     def write_artifact(self, name: str, write: Callable[[Path], None]) -> Path:
         path = self.artifacts / name

@@ -1,0 +1,68 @@
+"""Twenty mistakes that people make in their first hour: each gets one line that says what to write instead."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline import cli
+from tests import projects
+
+# Arguments after `latentmill`, or lines added to project.toml, and what the answer must say.
+COMMANDS = [
+    (["trian"], "did you mean train?"),
+    (["run", "latent"], "did you mean latents?"),
+    (["run"], "STAGE"),
+    (["train", "--steps", "100"], "--steps"),
+    (["status", "--set", "train.lr"], "--set train.lr: an override must be section.key=value, such as --set train.steps=500"),
+    (["status", "--set", "lr=1e-4"], "did you mean train.lr?"),
+    (["status", "--set", "learning_rate=1e-4"], "did you mean train.lr?"),
+    (["status", "--set", "train.lr=high"], "train.lr must be a number, got 'high' (--set train.lr=high)"),
+    (["status", "--set", "train.stepz=5"], "did you mean steps? (--set train.stepz=5)"),
+    (["status", "--set", "buckets.resolutions=512"], "such as [512]"),
+    (["query"], "latentmill query"),
+    (["query", "select * from image"], 'Did you mean "images"?'),
+    (["panel", "los"], "did you mean loss?"),
+    (["follow"], "make follow WHAT=TEXT"),
+    (["export", "--run", "nothing"], "there is no run 'nothing'"),
+    (["compare", "one"], "compare needs two runs or more"),
+    (["buckets"], "make images"),
+]
+SETTINGS = [
+    ("[train]\nepochs = 10", "train.epochs is not a setting; did you mean steps?"),
+    ("[train]\nbatch = 2", "train.batch is not a setting; did you mean batch_size?"),
+    ("[train]\nlearning_rate = 1e-4", "train.learning_rate is not a setting; did you mean lr?"),
+    ("[train]\nresolution = 512", "train.resolution is not a setting; did you mean buckets.resolutions?"),
+    ("[train]\nnetwork_dim = 16", "train.network_dim is not a setting; did you mean rank?"),
+    ("[samples]\nprompts = ['a cat']", "did you mean captions.preview_prompts?"),
+    ("[training]\nsteps = 5", "[training] is not a section; did you mean train?"),
+]
+
+
+def answer(folder, arguments: list[str]) -> str:
+    """The output of a command that must fail with exit code 2 and without a traceback."""
+    runner = CliRunner()
+    codes: list[int] = []
+    with runner.isolation() as (out, err, _):
+        codes.append(cli.exit_code(lambda: cli.cli.main([*arguments, "--project", str(folder)], standalone_mode=False)))
+        text = (out.getvalue() + err.getvalue()).decode()
+    assert codes == [2], text
+    assert "Traceback" not in text
+    return text
+
+
+@pytest.mark.parametrize(("arguments", "said"), COMMANDS, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_a_typical_mistake_on_the_command_line_is_answered_with_what_to_write(tmp_path, arguments, said):
+    folder = projects.make(tmp_path / "project", tmp_path, images=1)
+    assert said in " ".join(answer(folder, arguments).split())
+
+
+@pytest.mark.parametrize(("text", "said"), SETTINGS)
+def test_a_typical_mistake_in_project_toml_is_answered_with_the_right_setting(tmp_path, text, said):
+    folder = projects.make(tmp_path / "project", tmp_path, images=1)
+    (folder / "project.toml").write_text(f"{text}\n")
+    assert said in answer(folder, ["status"])
+
+
+def test_they_are_at_least_twenty():
+    assert len(COMMANDS) + len(SETTINGS) >= 20
