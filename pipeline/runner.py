@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import platform
 import resource
 import signal
@@ -32,6 +33,7 @@ from stages.stage import Artifact, Stage, StageContext
 if TYPE_CHECKING:
     from stages.tuner.blockwise.meter import Meter
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 VERSIONS = ("latentmill", "mlx", "numpy", "pyarrow", "pylance", "pillow", "transformers")
 
 
@@ -97,7 +99,7 @@ def run(
     began = time.monotonic()
     reasons: list[str] = []
     with (
-        interruptible() as stop,
+        interruptible(console.say) as stop,
         Writer(folder, project.recipe(name), flush_seconds=project.config.project.commit_seconds) as writer,
     ):
         ctx = _context(project, stage, writer, console, stop, reasons)
@@ -184,9 +186,10 @@ def _write_bytes(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def interruptible() -> Iterator[threading.Event]:
+def interruptible(say: Callable[[str], None] = lambda line: None) -> Iterator[threading.Event]:
     """Yield an event that the first Ctrl-C or SIGTERM sets. The block can then stop after its current batch. A second signal
-    raises KeyboardInterrupt. Outside the main thread, signals are left as they are and the event is never set.
+    raises KeyboardInterrupt. `say` gets one line at the first signal, at once, also while the main thread computes. Outside
+    the main thread, signals are left as they are and the event is never set.
     """
     stop = threading.Event()
 
@@ -198,12 +201,39 @@ def interruptible() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
-        yield stop
+        with _acknowledged(say):
+            yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _acknowledged(say: Callable[[str], None]) -> Iterator[None]:
+    """Call `say` in a thread when the first signal of SIGNALS arrives. Python calls a signal's handler only when the main thread
+    returns from native code, which may take minutes; the number of the signal is written to a pipe at once.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def listen() -> None:
+        while number := os.read(reader, 1):
+            if number[0] in SIGNALS:
+                say("stopping after the current item; a second signal ends at once")
+                return
+
+    thread = threading.Thread(target=listen, name="signals", daemon=True)
+    thread.start()
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+        thread.join()
+        os.close(reader)
 
 
 def provenance(project: Project, stage_name: str) -> dict[str, str]:

@@ -11,8 +11,9 @@ import re
 import stat
 import tomllib
 from collections import Counter
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 JSON_BYTES = 100_000_000  # the largest tokenizer.json in use has 33 MB
 TOML_BYTES = 1_000_000
@@ -20,13 +21,13 @@ DOTS = 200  # in a line of TOML, outside texts; tomllib's time grows with the sq
 TEXTS = re.compile(r"""\"[^"\n]*"|'[^'\n]*'""")
 
 
-def open_regular(path: Path, most: int | None = None) -> BinaryIO:
+def open_regular(path: Path, most: int | None = None) -> BufferedReader:
     """Open a regular file for reading and return the open file. `most` is the largest allowed size in bytes; None allows any
     size. A named pipe, a device or a socket is refused, and never waited for. Raises ValueError if the file is refused. Raises
     OSError if it cannot be opened.
     """
     _check(path, path.stat(), most)  # before it is opened: opening a device may have an effect
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
+    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115  (Path.open takes no opener; the caller closes)
     try:
         _check(path, os.fstat(file.fileno()), most)
     except ValueError:
@@ -92,6 +93,10 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: not valid TOML: it is nested too deeply") from None
     except ValueError as error:  # also a whole number of thousands of digits
         raise ValueError(f"{where}: not valid TOML: {error}") from None
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # opening a named pipe waits for its writer
 
 
 def _check(path: Path, status: os.stat_result, most: int | None) -> None:

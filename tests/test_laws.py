@@ -139,7 +139,7 @@ def test_resume_a_run_stopped_after_a_batch_ends_where_an_unbroken_run_ends(
     real = runner.interruptible
 
     @contextlib.contextmanager
-    def interruptible() -> Iterator[Any]:
+    def interruptible(say: Any) -> Iterator[Any]:
         nonlocal stop
         with real() as event:
             stop = event

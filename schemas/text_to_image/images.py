@@ -26,7 +26,8 @@ IMAGES = TableSchema(
         column(
             "rejected",
             pa.string(),
-            "reason why the file is not used: unreadable, truncated, bomb, too_small, duplicate, unsupported; null if it is used",
+            "reason why the file is not used: unreadable, truncated, bomb, too_large, too_small, range, duplicate, "
+            "unsupported; null if it is used",
             null=True,
         ),
         column("detail", pa.string(), "explanation of the reason, a sentence; empty for a usable image"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from schemas.text_to_image.images import IMAGES
 from stages.hashing import file_sha256
 from stages.text_to_image.images.scan import FILE_COLUMNS
-from stages.text_to_image.imaging.decode import ImageError, probe
+from stages.text_to_image.imaging.decode import ImageError, pixel_count, probe
+from stages.text_to_image.imaging.room import ROOM
+from stages.untrusted import open_regular
 
 Row = dict[str, Any]
 
@@ -23,18 +26,18 @@ IMAGE_SUFFIXES = frozenset({
 UNKNOWN = {"image_id": "", "format": "", "mode": "", "width": 0, "height": 0, "frames": 0, "rejected": None, "detail": ""}
 
 
-def examine(folder: Path, file: Row, *, min_side: int, max_pixels: int) -> Row:
+def examine(folder: Path, file: Row, *, min_side: int, max_pixels: int, max_bytes: int) -> Row:
     """Decode one file and return its complete row of the table `images`. `folder` is the image folder. `file` is a dict
     of `path` (relative to `folder`), `bytes`, `mtime_ns` and `inode`. An image is rejected if it is damaged, has a side
-    below `min_side` pixels, or has more than `max_pixels` pixels. This raises no error. The row has the reason in the
-    columns `rejected` and `detail`. Duplicates are not looked for.
+    below `min_side` pixels, or has more than `max_pixels` pixels. A file of more than `max_bytes` bytes is rejected unread.
+    This raises no error. The row has the reason in the columns `rejected` and `detail`. Duplicates are not looked for.
     """
     row = {name: file[name] for name in FILE_COLUMNS} | UNKNOWN
     suffix = Path(row["path"]).suffix.lower()
     try:
         if suffix and suffix not in IMAGE_SUFFIXES:
             raise ImageError("unsupported", f"{suffix} files are not read: convert it to JPEG or PNG")
-        _read(folder / row["path"], max_pixels, row)
+        _read(folder / row["path"], max_pixels, max_bytes, row)
         if min(row["width"], row["height"]) < min_side:
             size = f"{row['width']} x {row['height']}"
             raise ImageError("too_small", f"{size}: its shorter side is below images.min_side = {min_side}")
@@ -49,16 +52,16 @@ def examine(folder: Path, file: Row, *, min_side: int, max_pixels: int) -> Row:
     return {name: row[name] for name in IMAGES.batch.names}
 
 
-def _read(path: Path, max_pixels: int, row: Row) -> None:
+def _read(path: Path, max_pixels: int, max_bytes: int, row: Row) -> None:
     """Read the image file at `path` and store its facts in the dict `row`. The keys are `format`, `mode`, `width`,
-    `height`, `frames` and `image_id` (the file's sha256). Raises ImageError if the file cannot be read or decoded, or
-    has more than `max_pixels` pixels. If the file can be read, `image_id` is set even when ImageError is raised. The
-    only exception is the error reason "unsupported".
+    `height`, `frames` and `image_id` (the file's sha256). Raises ImageError if the file cannot be read or decoded, has more
+    than `max_bytes` bytes, or has more than `max_pixels` pixels. If the file can be read, `image_id` is set even when
+    ImageError is raised. The only exceptions are the error reasons "unsupported" and "too_large".
 
     The file is opened once, so that all values describe the same bytes even if another file is renamed to this path.
     """
     try:
-        with path.open("rb") as file:
+        with _opened(path, max_bytes) as file, ROOM.taken(min(pixel_count(file), max_pixels)):
             try:
                 row |= vars(probe(file, max_pixels))
             except ImageError as error:
@@ -70,3 +73,16 @@ def _read(path: Path, max_pixels: int, row: Row) -> None:
         raise ImageError("unreadable", "the file is gone, is a broken link, or has a name that is not UTF-8") from None
     except OSError as error:
         raise ImageError("unreadable", f"the file cannot be read: {error.strerror or type(error).__name__}") from error
+
+
+def _opened(path: Path, max_bytes: int) -> BufferedReader:
+    """Open a regular file that is neither empty nor larger than `max_bytes` bytes. Raises ImageError for any other."""
+    size = path.stat().st_size
+    if size > max_bytes:
+        raise ImageError("too_large", f"{size:,} bytes, more than images.max_bytes = {max_bytes:,}")
+    if not size:  # also the endless files of /proc
+        raise ImageError("unreadable", "the file is empty")
+    try:
+        return open_regular(path, max_bytes)
+    except ValueError:
+        raise ImageError("unreadable", "not a regular file") from None

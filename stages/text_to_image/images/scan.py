@@ -23,6 +23,7 @@ SIDE_SUFFIXES = frozenset({
 })
 SIDE_NAMES = frozenset({"authors", "copying", "credits", "license", "licence", "makefile", "notice", "readme", "thumbs.db"})
 # fmt: on
+SYSTEM = ("/proc", "/sys")  # files there have no size and no end
 PROJECT_FILE = "project.toml"  # a folder that holds this file is a project, and these folders in it are its output
 PROJECT_FOLDERS = frozenset({"tables", "weights", "exports"})
 
@@ -44,7 +45,7 @@ def scan(folder: Path) -> Listing:
     """
     if not folder.is_dir():
         raise ValueError(_no_folder(folder))
-    rows = [_file_row(folder, entry) for entry in _files_below(folder, set()) if not _describes_others(Path(entry.name))]
+    rows = [_file_row(folder, entry) for entry in _files_below(folder) if not _describes_others(Path(entry.name))]
     of_others = masks.which_are_masks(row["path"] for row in rows)
     files = [row for row in rows if row["path"] not in of_others]
     return Listing(sorted(files, key=lambda row: str(row["path"])), len(of_others))
@@ -61,27 +62,39 @@ def _no_folder(folder: Path) -> str:
     return f"image folder {folder} {problem}: put the images there, or set images.folder{hint}"
 
 
-def _files_below(folder: Path, seen: set[tuple[int, int]]) -> Iterator[os.DirEntry[str]]:
-    """Yield the files in `folder` and in all folders below it, sorted by name within each folder. `seen` is a set of
-    pairs (device, inode). Every folder that is entered is added to it. A folder in `seen` is not entered again, so that
-    loops of links end. Raises ValueError if a folder cannot be read.
+def _files_below(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """Yield the files in `folder` and in all folders below it, sorted by name within each folder. A folder is entered once,
+    so that loops of links end. Raises ValueError if a folder cannot be read, or is one of the system's own, such as /proc.
+    """
+    seen: set[tuple[int, int]] = set()
+    waiting: list[Iterator[os.DirEntry[str]]] = [iter(_entries(folder, seen))]
+    while waiting:  # without recursion: folders may be nested a thousand deep
+        entry = next(waiting[-1], None)
+        if entry is None:
+            waiting.pop()
+        elif entry.is_symlink() and not Path(entry.path).exists():
+            yield entry  # a broken link becomes a row too, so that the user hears of it
+        elif entry.is_dir():
+            waiting.append(iter(_entries(Path(entry.path), seen)))
+        elif entry.is_file():
+            yield entry
+
+
+def _entries(folder: Path, seen: set[tuple[int, int]]) -> list[os.DirEntry[str]]:
+    """Return the visible entries of one folder, sorted by name. `seen` is a set of pairs (device, inode), to which the folder
+    is added. A folder in `seen` has no entries. Raises ValueError if the folder cannot be read or is one of the system's own.
     """
     try:
         status = folder.stat()
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        if (status.st_dev, status.st_ino) in seen:
+            return []
+        if (folder.is_symlink() or not seen) and any(folder.resolve().is_relative_to(each) for each in SYSTEM):
+            raise ValueError(f"folder {folder} leads to {folder.resolve()}, a folder of the system, which holds no images")
+        seen.add((status.st_dev, status.st_ino))
+        return _visible(sorted(os.scandir(folder), key=lambda entry: entry.name))
     except OSError as error:
         remedy = "change its permissions, or move it out of the image folder"
         raise ValueError(f"folder {folder} cannot be read ({error.strerror}): {remedy}") from error
-    if (status.st_dev, status.st_ino) in seen:
-        return
-    seen.add((status.st_dev, status.st_ino))
-    for entry in _visible(entries):
-        if entry.is_symlink() and not Path(entry.path).exists():
-            yield entry  # a broken link becomes a row too, so that the user hears of it
-        elif entry.is_dir():
-            yield from _files_below(Path(entry.path), seen)
-        elif entry.is_file():
-            yield entry
 
 
 def _visible(entries: list[os.DirEntry[str]]) -> list[os.DirEntry[str]]:
@@ -102,7 +115,8 @@ def _file_row(folder: Path, entry: os.DirEntry[str]) -> Row:
     # A table cannot hold a name that is not UTF-8. The row gets the escaped name, under which no file will be found.
     path = path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     inode = status.st_ino & (2**63 - 1)  # as int64
-    return {"path": path, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": inode}
+    mtime_ns = max(-(2**63), min(2**63 - 1, status.st_mtime_ns))  # after the year 2262, an int64 has no room for it
+    return {"path": path, "bytes": status.st_size, "mtime_ns": mtime_ns, "inode": inode}
 
 
 def _describes_others(name: Path) -> bool:

@@ -5,9 +5,9 @@ The image folder is only read, never written.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from stages.stage import Stage, StageContext
 from stages.text_to_image.images.duplicates import mark_duplicates
 from stages.text_to_image.images.examine import examine
 from stages.text_to_image.images.scan import FILE_COLUMNS, scan
-from stages.text_to_image.imaging.decode import CEILING, MAX_PIXELS
+from stages.text_to_image.imaging.decode import CEILING, CEILING_BYTES, MAX_BYTES, MAX_PIXELS
 
 Row = dict[str, Any]
 
@@ -37,10 +37,14 @@ class ImagesConfig:
     max_pixels: int = setting(
         MAX_PIXELS, f"width x height above which a file is refused as a decompression bomb, pixels; at most {CEILING}"
     )
+    max_bytes: int = setting(
+        MAX_BYTES, f"size of a file above which it is refused unread, bytes; at most {CEILING_BYTES}: it is read whole"
+    )
     workers: int = runtime(4, "threads that read and decode; a disk is rarely faster with more")
 
     def __post_init__(self) -> None:
         require(self, "max_pixels", 1, CEILING)
+        require(self, "max_bytes", 1, CEILING_BYTES)
         require(self, "min_side", 1)
         require(self, "workers", 1)
 
@@ -73,14 +77,31 @@ def examine_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     """
     stored = {row["path"]: row for row in _rows(ctx.stored)}
     pending = sorted(ctx.pending.to_pylist(), key=_path)
-    read = partial(examine, ctx.need("image_folder"), min_side=ctx.config.min_side, max_pixels=ctx.config.max_pixels)
+    limits = {name: getattr(ctx.config, name) for name in ("min_side", "max_pixels", "max_bytes")}
+    read = partial(examine, ctx.need("image_folder"), **limits)
     with ThreadPoolExecutor(ctx.config.workers) as pool:
         for start in range(0, len(pending), BATCH):
+            rows = list(_until_stop(ctx, pool, read, pending[start : start + BATCH]))
+            yield from _batches([row for row in rows if row != stored.get(row["path"])])
+            ctx.progress(start + len(rows), len(pending), "images")
             if ctx.stop():
                 return
-            files = pending[start : start + BATCH]
-            yield from _batches([row for row in pool.map(read, files) if row != stored.get(row["path"])])
-            ctx.progress(start + len(files), len(pending), "images")
+
+
+def _until_stop(ctx: StageContext, pool: ThreadPoolExecutor, read: Callable[[Row], Row], files: list[Row]) -> Iterator[Row]:
+    """Yield the rows of `files`, which `read` makes in the threads of `pool`. Once the user asks to stop, only the files that
+    a thread has begun are still waited for.
+    """
+    waiting: deque[Future[Row]] = deque()
+    todo = iter(files)
+    while True:
+        while len(waiting) < 2 * ctx.config.workers and not ctx.stop() and (file := next(todo, None)):
+            waiting.append(pool.submit(read, file))
+        if not waiting:
+            return
+        future = waiting.popleft()
+        if not (ctx.stop() and future.cancel()):
+            yield future.result()
 
 
 def finish_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
@@ -139,6 +160,7 @@ STAGE = Stage(
     needs=("image_folder",),
     wants=wanted_images,
     run=examine_images,
+    version=2,
     finish=finish_images,
     redo=unread_images,
 )

@@ -1,5 +1,6 @@
 """Image files, for every stage of this pipeline that reads them.
 
 `decode.py` opens a file of any format, `truncation.py` recognises a file that was cut short, `colour.py` converts pixels to
-8-bit sRGB, `masks.py` finds and reads masks, `usable.py` says which images and paths can be used. It imports no stage.
+8-bit sRGB, `room.py` bounds the pixels in memory, `masks.py` finds and reads masks, `usable.py` says which images and paths
+can be used. It imports no stage.
 """

@@ -3,34 +3,102 @@
 from __future__ import annotations
 
 import io
+import math
+from collections.abc import Iterator
 
 import numpy as np
 from PIL import Image, ImageCms, ImageColor
 
 # White in a mode without a fixed range: the smallest of these values that no pixel exceeds.
-WHITES = {"I": (65535.0, 2147483647.0), "F": (1.0, 255.0, 65535.0)}
+INTEGER_WHITES = (255.0, 65535.0, 2147483647.0)
+UNSIGNED_WHITES = (255.0, 65535.0, 4294967295.0)
+FLOAT_WHITES = (1.0, 255.0, 65535.0)
+OVERSHOOT = 1.1  # sharpening takes floats a little beyond white; they are clipped
+DARKEST = 0.25  # an image whose largest value is a smaller share of white has another range, or is nearly black
+STRIP = 1_000_000  # pixels converted at once, so that a large image is not in memory as float64
+SAMPLE_FORMAT = 339  # the TIFF tag: 1 unsigned, 2 signed
+BITS = 258  # the TIFF tag: bits per sample
+
+
+class RangeError(ValueError):
+    """The error for an image whose pixel values have no usual range, so that it is unknown which value is white."""
 
 
 def eight_bit(image: Image.Image) -> Image.Image:
     """Scale a grey image of 16 bits, 32 bits or floats to 8 bits. Return it in mode "L". If one grey value is
     transparent, return it in mode "LA". An image in another mode is returned unchanged. Pillow's convert() would clip the
-    values instead of scaling them.
+    values instead of scaling them. Raises RangeError if the values have no usual range.
 
-    White is 65535 for 16 bits. For other modes, it is the smallest usual white (see WHITES) that is not below the largest
-    value.
+    White is 65535 for 16 bits. For other modes, it is the smallest usual white (such as FLOAT_WHITES) that is not below the
+    largest value.
     """
     if not image.mode.startswith(("I", "F")):
         return image
-    values = np.nan_to_num(np.asarray(image).astype(np.float64), nan=0.0, posinf=np.finfo(np.float64).max, neginf=0.0)
-    largest = float(values.max(initial=0.0))
-    white = next((white for white in WHITES.get(image.mode, (65535.0,)) if largest <= white), largest)
-    grey = Image.fromarray(np.rint(np.clip(values / white, 0.0, 1.0) * 255.0).astype(np.uint8))
+    white = _white(image)
     transparent = image.info.get("transparency")
-    if isinstance(transparent, int):  # a PNG may declare one grey value as transparent
-        grey.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
+    grey = Image.new("L", image.size)
+    opaque = Image.new("L", image.size) if isinstance(transparent, int) else None  # a PNG may declare one value transparent
+    for top, values in _strips(image):
+        scaled = np.nan_to_num(np.clip(values / white, 0.0, 1.0), nan=0.0)
+        grey.paste(Image.fromarray(np.rint(scaled * 255.0).astype(np.uint8)), (0, top))
+        if opaque:
+            opaque.paste(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)), (0, top))
+    if opaque:
+        grey.putalpha(opaque)
     if "icc_profile" in image.info:
         grey.info["icc_profile"] = image.info["icc_profile"]
     return grey
+
+
+def check_range(image: Image.Image) -> None:
+    """Raise RangeError if `image` is grey with 32 bits or floats, and its values have no usual range."""
+    if image.mode.startswith(("I", "F")):
+        _white(image)
+
+
+def _white(image: Image.Image) -> float:
+    """Return the value that is white in a grey image of 16 bits, 32 bits or floats. Raises RangeError if no usual white fits
+    the values.
+    """
+    if image.mode not in ("I", "F") or (image.mode == "I" and image.format == "PPM"):  # Pillow scales a PPM to 16 bits
+        return 65535.0
+    is_float = image.mode == "F"
+    whites: tuple[float, ...] = FLOAT_WHITES if is_float else UNSIGNED_WHITES if _is_unsigned(image) else INTEGER_WHITES
+    if _tag(image, BITS) == 16:  # signed, because unsigned 16 bits have a mode of their own
+        whites = (255.0, 32767.0)
+    low, high = math.inf, -math.inf
+    for _, values in _strips(image):
+        low, high = min(low, float(np.nanmin(values, initial=0.0))), max(high, float(np.nanmax(values, initial=0.0)))
+    over = OVERSHOOT if is_float else 1.0
+    white = next((white for white in whites if high <= over * white), math.inf)
+    if white == math.inf or (white > whites[0] and high < DARKEST * white) or low < (1.0 - over) * white:
+        usual = ", ".join(f"{each:g}" for each in whites)
+        raise RangeError(
+            f"the pixels have values from {low:g} to {high:g}, and white is unclear (0 to {usual} are known): "
+            "save it with 8 or 16 bits per channel"
+        )
+    return white
+
+
+def _strips(image: Image.Image) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield an image in strips of whole rows: the first row's number and the values as float64 (rows, width)."""
+    unsigned = image.mode == "I" and _is_unsigned(image)
+    rows = max(1, STRIP // max(1, image.width))
+    for top in range(0, image.height, rows):
+        strip = np.asarray(image.crop((0, top, image.width, min(top + rows, image.height))))
+        yield top, (strip.view(np.uint32) if unsigned else strip).astype(np.float64)
+
+
+def _is_unsigned(image: Image.Image) -> bool:
+    """Return True if the whole numbers of a TIFF image are unsigned. Pillow reads them as signed 32-bit numbers."""
+    return image.format == "TIFF" and _tag(image, SAMPLE_FORMAT) in (None, 1)
+
+
+def _tag(image: Image.Image, number: int) -> int | None:
+    """Return the first value of a tag of a TIFF image. Return None if it has no such tag or is no TIFF image."""
+    value = getattr(image, "tag_v2", {}).get(number)
+    first = value[0] if isinstance(value, tuple) and value else value
+    return first if isinstance(first, int) else None
 
 
 def to_srgb(image: Image.Image) -> Image.Image:

@@ -16,8 +16,9 @@ from typing import BinaryIO
 
 from PIL import Image, UnidentifiedImageError
 
-from stages.text_to_image.imaging.colour import composite, eight_bit, parse_colour, to_srgb
+from stages.text_to_image.imaging.colour import RangeError, check_range, composite, eight_bit, parse_colour, to_srgb
 from stages.text_to_image.imaging.truncation import is_truncated, peek
+from stages.untrusted import open_regular
 
 # Pillow reads more formats, but EPS would start Ghostscript, and TGA and others accept any bytes as an image.
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "TIFF", "GIF", "BMP", "JPEG2000", "PPM", "QOI")
@@ -26,6 +27,8 @@ HEIC_REMEDY = "HEIC is read only with pillow-heif: run `pip install pillow-heif`
 
 MAX_PIXELS = 89_478_485  # Pillow warns above this limit: 0.25 GiB of RGB
 CEILING = 2 * MAX_PIXELS  # Pillow refuses above this limit
+MAX_BYTES = 1_000_000_000  # 89 million pixels of four 16-bit channels have 0.72 GB
+CEILING_BYTES = 4_000_000_000  # a whole file is in memory while its crops are cut
 
 ORIENTATION = 0x0112  # the EXIF tag: how to turn the stored pixels upright
 UPRIGHT = {
@@ -52,8 +55,8 @@ TRUNCATION_WORDS = (
 
 class ImageError(ValueError):
     """An error that says why an image file cannot be used. `reason` is one word: "unreadable", "truncated", "bomb",
-    "unsupported", "too_small" or "mask". The word "bomb" means too many pixels. `detail` explains the reason in a
-    sentence.
+    "too_large", "range", "unsupported", "too_small" or "mask". The word "bomb" means too many pixels, "too_large" too many
+    bytes, "range" pixel values of which none is known to be white. `detail` explains the reason in a sentence.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -77,13 +80,27 @@ class Probe:
 
 def probe(file: Path | BinaryIO, max_pixels: int = MAX_PIXELS) -> Probe:
     """Decode the first frame of an image file and return the file's facts. `file` is a path or an open binary file.
-    Raises ImageError if the file is damaged, in no known format, or has more than `max_pixels` pixels. The pixels are
-    decoded because damage shows only then.
+    Raises ImageError if the file is damaged, in no known format, or has more than `max_pixels` pixels. Raises it too if it
+    is unknown which pixel value is white. The pixels are decoded because damage shows only then.
     """
     with _decoded(file, max_pixels) as (image, mode, frames):
+        check_range(image)
         sideways = _orientation(image) >= 5
         width, height = image.size[::-1] if sideways else image.size
         return Probe(image.format or "", mode, width, height, frames)
+
+
+def pixel_count(file: BinaryIO) -> int:
+    """Return width x height of an open image file, from its header. Return 0 if the header cannot be read; decoding the file
+    then says why. The file position is set to the start.
+    """
+    try:
+        with Image.open(file, formats=_formats(file)) as image:
+            return image.width * image.height
+    except Exception:  # noqa: BLE001  (any decoder's error; `probe` and `open_image` report it)
+        return 0
+    finally:
+        file.seek(0)
 
 
 def open_image(file: Path | BinaryIO, background: str = "#ffffff", max_pixels: int = CEILING) -> Image.Image:
@@ -136,9 +153,11 @@ def _opened(file: Path | BinaryIO) -> Iterator[BinaryIO]:
         yield file
         return
     try:
-        opened = file.open("rb")
+        opened = open_regular(file)
     except OSError as error:
         raise ImageError("unreadable", f"the file cannot be opened: {error.strerror or error}") from error
+    except ValueError:
+        raise ImageError("unreadable", "not a regular file") from None
     with opened:
         yield opened
 
@@ -172,6 +191,8 @@ def _image_error(error: Exception, file: BinaryIO) -> ImageError:
     file. It is checked for truncation. The text of the result holds no path and no memory address, so that equal files
     give equal rows.
     """
+    if isinstance(error, RangeError):
+        return ImageError("range", str(error))
     if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):
         return ImageError("bomb", str(error).replace(", could be decompression bomb DOS attack.", "").strip())
     if is_truncated(file):

@@ -15,8 +15,10 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from stages.text_to_image.imaging import masks
-from stages.text_to_image.imaging.decode import ImageError, open_alpha, open_image
+from stages.text_to_image.imaging.decode import CEILING_BYTES, ImageError, open_alpha, open_image, pixel_count
+from stages.text_to_image.imaging.room import ROOM
 from stages.text_to_image.latents.mask_ids import ALPHA
+from stages.untrusted import read_bytes
 
 Row = dict[str, Any]
 Crop = tuple[np.ndarray, bytes | None]  # pixels, uint8 (height, width, 3), and the mask, one byte per token, if there is one
@@ -66,9 +68,10 @@ def decode_crops(job: ImageJob, background: str) -> list[Crop]:
     ImageError if the image or its mask cannot be used. Raises FileChanged if one of the files has changed.
     """
     data = _read_unchanged(job.path, job.image_id)
-    image = open_image(io.BytesIO(data), background)
-    mask = _read_mask(job, data, image)
-    return [(cut_crop(image, row), masks.token_mask(mask, image.size, row) if mask else None) for row in job.rows]
+    with ROOM.taken(pixel_count(io.BytesIO(data))):
+        image = open_image(io.BytesIO(data), background)
+        mask = _read_mask(job, data, image)
+        return [(cut_crop(image, row), masks.token_mask(mask, image.size, row) if mask else None) for row in job.rows]
 
 
 def cut_crop(image: Image.Image, row: Row) -> np.ndarray:
@@ -105,8 +108,8 @@ def _read_unchanged(path: Path, sha256: str) -> bytes:
     of its bytes is not `sha256` (hex digits).
     """
     try:
-        data = path.read_bytes()
-    except OSError as error:
+        data = read_bytes(path, CEILING_BYTES)
+    except ValueError as error:
         raise FileChanged(str(error)) from error
     if hashlib.sha256(data).hexdigest() != sha256:
         raise FileChanged(path.name)

@@ -8,8 +8,10 @@ from typing import Literal
 import pyarrow as pa
 
 from stages.hashing import file_sha256
+from stages.text_to_image.imaging.decode import MAX_BYTES
 from stages.text_to_image.imaging.masks import mask_finder
 from stages.text_to_image.imaging.usable import usable_paths, usable_rows
+from stages.untrusted import open_regular
 
 ALPHA = "alpha"  # the mask_id of an image's own alpha channel: the image_id covers its content
 MAY_HIDE_ALPHA = ("PNG", "GIF", "WEBP")  # formats with transparent pixels even in modes without an alpha channel
@@ -51,6 +53,7 @@ def _may_have_alpha(mode: str, form: str) -> bool:
 
 def _sha256(path: Path) -> str:
     try:
-        return file_sha256(path)
+        with open_regular(path, MAX_BYTES) as file:
+            return file_sha256(file)
     except OSError as error:
         raise ValueError(f"the mask {path} cannot be read: {error.strerror or error}") from error

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -199,12 +200,82 @@ def test_a_run_stopped_after_any_batch_ends_where_an_unbroken_one_ends(tmp_path,
         assert broken.stored.equals(whole.stored)
 
 
-def test_a_run_stops_after_the_current_batch(project, monkeypatch):
-    monkeypatch.setattr(images, "BATCH", 2)
-    for seed in range(6):
-        draw(project.source / f"{seed}.png", seed)
-    answers = iter([False, True])
-    assert sorted(project.run(stop=lambda: next(answers))) == ["0.png", "1.png"]
+def stop_at(monkeypatch, name):
+    """Return a `stop` that is True once the file `name` is decoded."""
+    stop, real = threading.Event(), examine.probe
+
+    def probe(file, max_pixels):
+        if file.name.endswith(name):
+            stop.set()
+        return real(file, max_pixels)
+
+    monkeypatch.setattr(examine, "probe", probe)
+    return stop.is_set
+
+
+def test_a_run_stops_after_the_current_files(tmp_path, monkeypatch):
+    project = Project(tmp_path, workers=1)
+    for seed in range(20):
+        draw(project.source / f"{seed:02}.png", seed)
+    done = sorted(project.run(stop=stop_at(monkeypatch, "02.png")))
+    assert done[:3] == ["00.png", "01.png", "02.png"] and len(done) < 6
+
+
+def test_a_file_above_the_limit_is_refused_unread_and_a_link_into_proc_too(project, probed):
+    with (project.source / "sparse.png").open("wb") as file:
+        file.write(b"\x89PNG\r\n\x1a\n")
+        file.truncate(40_000_000_000)
+    (project.source / "environment.png").symlink_to("/proc/self/environ")
+    (project.source / "memory.png").symlink_to("/proc/kcore")
+    draw(project.source / "good.png")
+    rows = project.run()
+    assert rows["good.png"]["rejected"] is None and rows["environment.png"]["rejected"] == "unreadable"
+    assert rows["sparse.png"]["rejected"] == "too_large"
+    assert rows["sparse.png"]["detail"] == "40,000,000,000 bytes, more than images.max_bytes = 1,000,000,000"
+    assert rows["memory.png"]["rejected"] in ("too_large", "unreadable")  # by the system's version
+    assert [Path(name).name for name in probed] == ["good.png"]
+
+
+def test_a_folder_of_the_system_is_refused_and_not_searched(project):
+    draw(project.source / "good.png")
+    (project.source / "linked").symlink_to("/proc")
+    with pytest.raises(ValueError, match="linked leads to /proc, a folder of the system, which holds no images"):
+        project.run()
+
+
+def test_a_named_pipe_that_takes_the_place_of_a_file_is_not_waited_for(project):
+    draw(project.source / "a.png")
+    made = project.context()
+    (project.source / "a.png").unlink()
+    os.mkfifo(project.source / "a.png")
+    (row,) = run(STAGE, made).to_pylist()
+    assert row["rejected"] == "unreadable" and row["image_id"] == ""
+
+
+def test_a_file_from_a_far_year_is_an_image_like_any_other(project):
+    path = draw(project.source / "future.png")
+    os.utime(path, ns=(0, int(17e18)))
+    if path.stat().st_mtime_ns < 2**63:
+        pytest.skip("this file system has no year 2508")
+    assert project.run()["future.png"]["rejected"] is None
+    assert not project.run()
+
+
+def test_folders_nested_a_thousand_deep_are_searched(project):
+    folders = [project.source / "/".join(["d"] * depth) for depth in range(1, 1101)]
+    for folder in folders:
+        folder.mkdir()
+    path = draw(folders[-1] / "a.png")
+    assert [row["rejected"] for row in project.run().values()] == [None]
+    path.unlink()
+    for folder in reversed(folders):  # pytest cannot delete them
+        folder.rmdir()
+
+
+def test_a_float_image_of_unclear_range_is_a_row_with_its_reason(project):
+    Image.fromarray(np.full((80, 80), 12.0, np.float32)).save(project.source / "a.tif")
+    row = project.run()["a.tif"]
+    assert row["rejected"] == "range" and "from 0 to 12, and white is unclear" in row["detail"] and row["image_id"]
 
 
 def test_files_examined_one_by_one_and_finished_together_give_the_rows_of_one_run(project):
@@ -226,15 +297,14 @@ def test_files_examined_one_by_one_and_finished_together_give_the_rows_of_one_ru
     assert project.verdicts()["m.png"] == project.verdicts()["z.png"] == "duplicate"
 
 
-def test_a_run_that_was_stopped_marks_no_duplicates_and_has_no_summary(project, monkeypatch):
-    monkeypatch.setattr(images, "BATCH", 2)
-    for name in ("a.png", "b.png", "c.png"):
-        draw(project.source / name)
-    answers = iter([False, True])
-    project.run(stop=lambda: next(answers))
-    assert project.verdicts() == {"a.png": None, "b.png": None} and project.lines == []
+def test_a_run_that_was_stopped_marks_no_duplicates_and_has_no_summary(tmp_path, monkeypatch):
+    project = Project(tmp_path, workers=1)
+    for number in range(20):
+        draw(project.source / f"{number:02}.png")
+    project.run(stop=stop_at(monkeypatch, "02.png"))
+    assert set(project.verdicts().values()) == {None} and 3 <= len(project.verdicts()) < 20 and project.lines == []
     project.run()
-    assert project.verdicts() == {"a.png": None, "b.png": "duplicate", "c.png": "duplicate"}
+    assert project.verdicts() == {"00.png": None} | {f"{number:02}.png": "duplicate" for number in range(1, 20)}
 
 
 def test_a_file_that_could_not_be_read_and_is_gone_is_not_tried_again(project):

@@ -4,6 +4,7 @@ import io
 import struct
 import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ import pillow_heif
 import pytest
 from PIL import Image, ImageCms, ImageFile, ImageOps
 
-from stages.text_to_image.imaging import decode
+from stages.text_to_image.imaging import colour, decode
 from stages.text_to_image.imaging.decode import ImageError, open_image, probe
+from stages.text_to_image.imaging.room import Room
 
 pillow_heif.register_heif_opener()
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")
@@ -202,6 +204,73 @@ def test_float_pixels_are_scaled_by_the_smallest_usual_range_that_holds_them(whi
 def test_thirty_two_bit_integers_are_scaled():
     values = np.array([[0, 2**31 - 1, 2**30]], np.int32)
     assert np.asarray(opened(saved(Image.fromarray(values), "TIFF")))[..., 0].tolist() == [[0, 255, 128]]
+
+
+def tiff(values):
+    """A TIFF file of one grey channel, as tifffile and ImageJ write it, also in kinds that Pillow does not write."""
+    height, width = values.shape
+    form = {"u": 1, "i": 2, "f": 3}[values.dtype.kind]
+    tags = {256: width, 257: height, 258: values.itemsize * 8, 259: 1, 262: 1, 273: 8, 277: 1, 278: height}
+    tags |= {279: values.nbytes, 339: form}
+    data = values.astype(values.dtype.newbyteorder("<")).tobytes()
+    entries = b"".join(struct.pack("<HHII", tag, 4 if tag in (273, 279) else 3, 1, value) for tag, value in tags.items())
+    return b"II*\0" + struct.pack("<I", 8 + len(data)) + data + struct.pack("<H", len(tags)) + entries + bytes(4)
+
+
+def test_floats_a_little_beyond_white_are_clipped_and_not_taken_for_a_dark_image():
+    values = np.linspace(0, 1.05, 64, dtype=np.float32).reshape(8, 8)
+    found = np.asarray(opened(tiff(values)))[..., 0]
+    assert np.array_equal(found, np.rint(np.clip(values.astype(float), 0, 1) * 255))
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (np.linspace(0, 12, 64, dtype=np.float32), "from 0 to 12, and white is unclear"),
+        (np.linspace(-1, 1, 64, dtype=np.float32), "from -1 to 1, and white is unclear"),
+        (np.array([0, np.inf] * 32, np.float32), "from 0 to inf, and white is unclear"),
+        (np.linspace(0, 70000, 64).astype(np.int32), "from 0 to 70000, and white is unclear"),
+        (np.linspace(0, 70000, 64).astype(np.uint32), "from 0 to 70000, and white is unclear"),
+        (np.linspace(-9, 4000, 64).astype(np.int16), "from -9 to 4000, and white is unclear"),
+    ],
+)
+def test_pixels_of_no_usual_range_are_refused_with_the_range(values, said):
+    for read in (probe, open_image):
+        with pytest.raises(ImageError, match=said) as error:
+            read(io.BytesIO(tiff(values.reshape(8, 8))))
+        assert error.value.reason == "range"
+
+
+@pytest.mark.parametrize(
+    ("kind", "white"),
+    [(np.uint32, 2**32 - 1), (np.int32, 2**31 - 1), (np.int32, 65535), (np.uint16, 65535), (np.int16, 32767), (np.int32, 255)],
+)
+def test_whole_numbers_of_every_width_and_sign_are_scaled(kind, white):
+    values = np.linspace(0, white, 64).astype(kind).reshape(8, 8)
+    found = np.asarray(opened(tiff(values)))[..., 0]
+    assert np.array_equal(found, np.rint(values.astype(np.float64) / white * 255))
+
+
+def test_an_image_of_many_strips_is_scaled_as_one_of_one(monkeypatch):
+    values = (np.arange(64 * 50, dtype=np.uint16) * 20).reshape(50, 64)
+    whole = opened(saved(Image.fromarray(values), transparency=400)).tobytes()
+    monkeypatch.setattr(colour, "STRIP", 64 * 7)
+    assert opened(saved(Image.fromarray(values), transparency=400)).tobytes() == whole
+
+
+def test_threads_decode_no_more_pixels_at_once_than_there_is_room_for():
+    room, together, most = Room(100), 0, []
+
+    def decode(pixels):
+        nonlocal together
+        with room.taken(pixels):
+            together += pixels
+            most.append(together)
+            together -= pixels
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(decode, [60, 50, 200, 30, 1] * 40))
+    assert len(most) == 200 and max(most) == 200  # the one that has no room waits until it is alone
 
 
 def test_transparency_shows_the_background_in_every_mode():

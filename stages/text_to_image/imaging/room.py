@@ -1,0 +1,34 @@
+"""A bound on the pixels that threads decode at the same time, so that a few huge images do not fill the memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Room:
+    """A number of `pixels` that threads share. `with room.taken(n)` waits until n of them are free. An image that has more
+    than all of them waits until it is alone.
+    """
+
+    def __init__(self, pixels: int) -> None:
+        self.pixels = pixels
+        self._used = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, pixels: int) -> Iterator[None]:
+        """Take `pixels` for the length of a `with` block. Waits until they are free."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._used or self._used + pixels <= self.pixels)
+            self._used += pixels
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= pixels
+                self._changed.notify_all()
+
+
+ROOM = Room(100_000_000)  # in a decoded image a pixel takes 4 to 12 bytes: about 1 GB in all
