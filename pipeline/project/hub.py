@@ -9,11 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.store.disk import CHECKOUT, atomic_folder, from_home
-from stages.models.family import FOLDERS, Family
+from stages.models.family import ModelFamily
 from stages.models.weights import read_header, weight_files
 
+TOKENIZER = "tokenizer"  # the component without weights
 SHARD = re.compile(r"-\d+-of-(\d+)\.")  # in model-00001-of-00002.safetensors
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -21,15 +21,18 @@ class NotFetched(ValueError):  # noqa: N818  (no mistake of the user: the first 
     """Raised if weights are not on this machine yet, and downloading or generating them was not allowed."""
 
 
-def resolve(spec: str, project: Path, family: Family, components: Iterable[str] = tuple(FOLDERS), *, fetch: bool = True) -> Path:
-    """Return the folder with the weights of a model family. `spec` is the setting `weights`: a folder, a hub id "org/name", or
-    "" for the family's own weights. A folder may be absolute, start with ~, or be relative to `project`, the project's folder.
-    `family` is the model family. Only `components`, such as "transformer", are downloaded or checked. If `fetch` is True,
-    missing weights are downloaded or generated. Raises NotFetched if weights are missing and `fetch` is False. Raises
-    ValueError if they cannot be found or read.
+def resolve(
+    spec: str, project: Path, family: ModelFamily, components: Iterable[str] | None = None, *, fetch: bool = True
+) -> Path:
+    """Return the folder with the weights of a model family. `spec` is the setting `weights`: a folder, a hub id "org/name",
+    or "" for the family's own weights. A folder may be absolute, start with ~, or be relative to `project`, the project's
+    folder. `family` is the model family. Only `components`, such as "transformer", are downloaded or checked; None means all.
+    If `fetch` is True, missing weights are downloaded or generated. Raises NotFetched if weights are missing and `fetch` is
+    False. Raises ValueError if they cannot be found or read.
     """
+    wanted = list(family.folders if components is None else components)
     if not spec and family.bundled:
-        return _bundled(family, components)
+        return _bundled(family, wanted)
     if not spec and family.seeded is not None:
         return _generated(project / "weights" / family.name, family, family.seeded, fetch)
     hub = spec or family.hub
@@ -41,20 +44,20 @@ def resolve(spec: str, project: Path, family: Family, components: Iterable[str] 
     if not HUB_ID.fullmatch(hub):
         kind = "is a file, not a folder" if folder.exists() else "does not exist"
         raise ValueError(f"[project] weights must be a folder or a hub id (org/name), got {spec!r}: {folder} {kind}")
-    return _downloaded(hub, list(components), family, fetch)
+    return _downloaded(hub, wanted, family, fetch)
 
 
 # Weights in the checkout
 
 
-def _bundled(family: Family, components: Iterable[str]) -> Path:
+def _bundled(family: ModelFamily, components: Iterable[str]) -> Path:
     """Return the folder with the weights of a family that is part of the source checkout. `components` are names such as
     "transformer". Raises ValueError if a file of one of them is missing or damaged.
     """
     folder = CHECKOUT / family.bundled
     for component in components:
         try:
-            _check_component(folder / FOLDERS[component])
+            _check_component(folder / family.folders[component], component, family)
         except ValueError as error:
             problem = str(error).removesuffix("; fetch it again").replace(f"{CHECKOUT}/", "")
             remedy = f"it is part of the checkout; run `git checkout {family.bundled}` in {CHECKOUT} to restore it"
@@ -62,12 +65,11 @@ def _bundled(family: Family, components: Iterable[str]) -> Path:
     return folder
 
 
-def _check_component(folder: Path) -> None:
+def _check_component(folder: Path, component: str, family: ModelFamily) -> None:
     """Check `folder`, the folder of one component such as the autoencoder. Raises ValueError if a file in it is missing or cut
     short.
     """
-    is_tokenizer = folder.name == FOLDERS["tokenizer"]
-    for name in TOKENIZER if is_tokenizer else ("config.json",):
+    for name in family.required[component]:
         if not (folder / name).is_file():
             raise ValueError(f"{folder / name} is missing")
     for file in folder.glob("*.json"):
@@ -75,14 +77,14 @@ def _check_component(folder: Path) -> None:
             json.loads(file.read_bytes())
         except ValueError:
             raise ValueError(f"{file} is damaged: not valid JSON") from None
-    for file in () if is_tokenizer else weight_files(folder):
+    for file in () if component == TOKENIZER else weight_files(folder):
         read_header(file)
 
 
 # Weights that the project generates
 
 
-def _generated(folder: Path, family: Family, seed: int, allowed: bool) -> Path:
+def _generated(folder: Path, family: ModelFamily, seed: int, allowed: bool) -> Path:
     """Return `folder`, which holds random weights of `family` drawn from `seed`. If `folder` does not exist, the weights are
     written, completely or not at all. Raises NotFetched if they are missing and `allowed` is False.
     """
@@ -102,40 +104,44 @@ def _generated(folder: Path, family: Family, seed: int, allowed: bool) -> Path:
 # Weights from the Hugging Face hub
 
 
-def _downloaded(hub: str, components: list[str], family: Family, fetch: bool) -> Path:
+def _downloaded(hub: str, components: list[str], family: ModelFamily, fetch: bool) -> Path:
     """Return the folder of the cached copy of the hub repository `hub` ("org/name"). If the cache lacks one of `components` and
     `fetch` is True, the copy is downloaded. Raises NotFetched if `fetch` is False. Raises ValueError, with the remedy, if the
     download fails.
     """
     from huggingface_hub import errors, snapshot_download
 
-    folders = [FOLDERS[component] for component in components]
-    patterns = [f"{name}/*" for name in folders] + ["*.json"]
+    patterns = [pattern for component in components for pattern in family.patterns(component)] + ["*.json"]
     with suppress(errors.LocalEntryNotFoundError):
         cached = Path(snapshot_download(hub, allow_patterns=patterns, local_files_only=True))
-        if not _incomplete(cached, folders):
+        if not _incomplete(cached, components, family):
             return cached
     if not fetch:
-        raise NotFetched(f"{', '.join(folders)} of {hub} is not downloaded yet; the first stage that needs it downloads it")
+        names = ", ".join(family.folders[each] or each for each in components)
+        raise NotFetched(f"{names} of {hub} is not downloaded yet; the first stage that needs it downloads it")
     try:
         copy = Path(snapshot_download(hub, allow_patterns=patterns))
     except (errors.HTTPError, OSError, ValueError) as error:
         raise ValueError(_explain(hub, family, error)) from None
-    if missing := _incomplete(copy, folders):  # without a network the client returns an incomplete cache
-        raise ValueError(f"the download of {hub} lacks {', '.join(missing)}: {_manual_download(hub)}")
+    if missing := _incomplete(copy, components, family):  # without a network the client returns an incomplete cache
+        raise ValueError(f"the download of {hub} lacks {', '.join(missing)}: {_manual_download(hub, family)}")
     return copy
 
 
-def _incomplete(copy: Path, folders: list[str]) -> list[str]:
-    return [f"{name}/" for name in folders if not _is_complete(copy / name)]
+def _incomplete(copy: Path, components: list[str], family: ModelFamily) -> list[str]:
+    """Return the names of the components that lack a file in `copy`, a folder of the hub cache: "vae/", or "encoder"."""
+    folders = {component: family.folders[component] for component in components}
+    return [f"{name}/" if name else each for each, name in folders.items() if not _is_complete(copy / name, each)]
 
 
-def _is_complete(folder: Path) -> bool:
+def _is_complete(folder: Path, component: str) -> bool:
     """Return True if all files of a component's `folder` in the hub cache are downloaded. The hub client gives a file its final
     name only when all its bytes have arrived, so only names are checked.
     """
-    if folder.name == FOLDERS["tokenizer"]:
+    if component == TOKENIZER:
         return any((folder / name).is_file() for name in ("tokenizer.json", "merges.txt"))
+    if (folder / "pytorch_model.bin").is_file() and (folder / "config.json").is_file():
+        return True
     try:
         found = weight_files(folder)
     except ValueError:  # there are no weights yet, or not all shards that the index names
@@ -144,19 +150,19 @@ def _is_complete(folder: Path) -> bool:
     return (folder / "config.json").is_file() and all(len(found) == int(shard[1]) for shard in shards)
 
 
-def _manual_download(hub: str) -> str:
+def _manual_download(hub: str, family: ModelFamily) -> str:
     """Return a sentence that tells the user how to download the hub repository `hub` ("org/name") on another machine.
 
     All components are listed, because one folder must serve every stage.
     """
-    patterns = " ".join(f"--include '{name}/*'" for name in FOLDERS.values())
+    patterns = " ".join(f"--include '{pattern}'" for component in family.folders for pattern in family.patterns(component))
     return (
         f"on a machine with a network, run `hf download {hub} {patterns} --local-dir FOLDER`, "
         'then set weights = "FOLDER" in project.toml'
     )
 
 
-def _explain(hub: str, family: Family, error: Exception) -> str:
+def _explain(hub: str, family: ModelFamily, error: Exception) -> str:
     """Return a one-line message for an `error` of the hub client. It tells what failed, and what the user can do. `hub`
     ("org/name") is the repository whose download failed.
     """
@@ -169,7 +175,7 @@ def _explain(hub: str, family: Family, error: Exception) -> str:
         return f"the hub has no repository {hub}, or it is private: check [project] weights, or give a folder that exists"
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
         return f"{hub} cannot be written to {constants.HF_HUB_CACHE}: {error.strerror}; free space there, or set HF_HOME"
-    return f"{hub} cannot be reached: {_manual_download(hub)}"
+    return f"{hub} cannot be reached: {_manual_download(hub, family)}"
 
 
 def _status_code(error: Exception) -> int:

@@ -164,10 +164,12 @@ class Project:
         """
         self.family.require(name)  # before gigabytes are downloaded for nothing
         label = f"{self.family.name} {self.config.project.weights} {name}"
+        patterns = self.family.files[name]
         try:
-            digest = self.hashes.component(label, self.component(name, fetch=False))
+            digest = self.hashes.component(label, self.component(name, fetch=False), patterns)
         except ValueError:
-            digest = self.hashes.last_known(label) or self.hashes.component(label, self.component(name, fetch=self.fetch))
+            known = self.hashes.last_known(label)
+            digest = known or self.hashes.component(label, self.component(name, fetch=self.fetch), patterns)
         kind = self.pipeline.resources[name]
         assert isinstance(kind, Weights)
         return {"sha256": digest, **{fact: getattr(self.family, fact) for fact in kind.fields}}

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,14 @@ import pyarrow as pa
 from stages.hashing import file_sha256
 from stages.stage import Stage
 
-WEIGHT_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt")  # files of a component that decide what it computes
+WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".json",
+    ".jinja",
+    ".txt",
+    ".model",
+)  # files of a component that decide what it computes
 
 
 def significant_settings(config: Any) -> dict[str, Any]:
@@ -90,12 +98,13 @@ class FileHashes:
         with contextlib.suppress(OSError, json.JSONDecodeError):  # a damaged cache only costs time
             self.known |= json.loads(file.read_text())
 
-    def component(self, name: str, path: Path) -> str:
+    def component(self, name: str, path: Path, patterns: Iterable[str] = ("*",)) -> str:
         """Return the sha256 (hex) over the weight and config files of a component, and remember it under `name`. `path` is the
-        component's only file or its folder.
+        component's only file or its folder. `patterns` say which files of the folder belong to it.
         """
-        files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in WEIGHT_SUFFIXES and p.is_file())
-        lines = [f"{p.name if path.is_dir() else 'file'} {self.of_file(p)}" for p in files]
+        found = [path] if path.is_file() else sorted({p for pattern in patterns for p in path.glob(pattern)})
+        files = [path] if path.is_file() else [p for p in found if p.suffix in WEIGHT_SUFFIXES and p.is_file()]
+        lines = [f"{p.relative_to(path).as_posix() if path.is_dir() else 'file'} {self.of_file(p)}" for p in files]
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         self._remember("components", name, digest)
         return digest

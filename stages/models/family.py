@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -21,29 +21,79 @@ Adapter = tuple[dict[str, "mx.array"], dict[str, float]]  # arrays by "<linear><
 FOLDERS = {"transformer": "transformer", "autoencoder": "vae", "text_encoder": "text_encoder", "tokenizer": "tokenizer"}
 
 
-@dataclass(frozen=True)
-class Family:
-    """A model family, such as FLUX.2 [klein] 4B, as plain data that can be pickled. `name` identifies it in project.toml. `title`
-    and `licence` are for the user. `transformer`, `text_encoder` and `autoencoder` hold the sizes of these components. Their keys
-    are those of the released config files. A config.json beside the weights takes precedence. `architecture` holds the functions
-    of the family.
+@dataclass(frozen=True, kw_only=True)
+class ModelFamily:
+    """What every model family has, of whatever pipeline: names, a licence, and where its weights come from. `name` identifies it
+    in project.toml. `title` and `licence` are for the user. `folders` maps each component to its folder within the weights; ""
+    is the folder itself. `files` maps each component to the patterns of its files in that folder. `required` maps it to the names
+    of files that bundled weights must have. The component "tokenizer" has no weights.
     """
+
+    folders: ClassVar[Mapping[str, str]] = {}
+    files: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    required: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     name: str
     title: str
     licence: str
     code: str  # "module:attribute" of the architecture, which is imported when it is first used
-    transformer: Mapping[str, Any]
-    text_encoder: Mapping[str, Any]
-    autoencoder: Mapping[str, Any]
 
     # Where the weights come from if a project names none: the hub, the checkout, or a seed.
-    hub: str = ""  # hub id "org/name" of weights in the diffusers layout
+    hub: str = ""  # hub id "org/name" of the weights
     gated: bool = False  # the hub asks users to accept a licence first
     bundled: str = ""  # folder of the weights, relative to the checkout
     seeded: int | None = None  # seed of random weights that the project generates
     single_files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # component -> file names in use for one file
     unsupported: Mapping[str, str] = field(default_factory=dict)  # component -> in one line, why it cannot be used yet
+
+    begin: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # section -> settings of a new project.toml
+
+    @property
+    def architecture(self) -> Any:
+        """The functions of the family's architecture. MLX is imported when this is first read. They have at least
+        `write_random_weights(folder, family, seed)`, which writes a complete model if the family is `seeded`.
+        """
+        module, _, attribute = self.code.partition(":")
+        return getattr(import_module(module), attribute)
+
+    def require(self, component: str) -> None:
+        """Raise ValueError if the program cannot use a component of this family yet. `component` is a key of `folders`,
+        such as "tokenizer". The message gives the reason in one line.
+        """
+        if reason := self.unsupported.get(component):
+            raise ValueError(reason)
+
+    def patterns(self, component: str) -> list[str]:
+        """Return the patterns of a component's files, relative to the folder of the weights, such as "vae/*"."""
+        folder = self.folders[component]
+        return [f"{folder}/{pattern}" if folder else pattern for pattern in self.files[component]]
+
+    @property
+    def source(self) -> str:
+        """The family's own source of weights, as a text for messages: a hub id, a folder of the checkout, or "made by the
+        project". It is used if a project sets no weights.
+        """
+        return self.hub or (f"{self.bundled}, part of the checkout" if self.bundled else "made by the project")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family(ModelFamily):
+    """A model family, such as FLUX.2 [klein] 4B, as plain data that can be pickled. `name` identifies it in project.toml. `title`
+    and `licence` are for the user. `transformer`, `text_encoder` and `autoencoder` hold the sizes of these components. Their keys
+    are those of the released config files. A config.json beside the weights takes precedence. `architecture` holds the functions
+    of the family. Weights of the hub are in the diffusers layout.
+    """
+
+    folders: ClassVar[Mapping[str, str]] = FOLDERS
+    files: ClassVar[Mapping[str, tuple[str, ...]]] = dict.fromkeys(FOLDERS, ("*",))
+    required: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **dict.fromkeys(FOLDERS, ("config.json",)),
+        "tokenizer": ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    }
+
+    transformer: Mapping[str, Any]
+    text_encoder: Mapping[str, Any]
+    autoencoder: Mapping[str, Any]
 
     # Text embeddings.
     text_kind: str = "qwen3"  # architecture and prompt form of the text encoder
@@ -57,30 +107,13 @@ class Family:
     guidance: float = 4.0  # default when drawing
     sampling_steps: int = 50  # default number of denoising steps
 
-    begin: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # section -> settings of a new project.toml
-
     @property
     def architecture(self) -> Architecture:
         """The functions of the family's architecture: loading, inputs, drawing, adapters. MLX is imported when this is first
         read.
         """
-        module, _, attribute = self.code.partition(":")
-        found: Architecture = getattr(import_module(module), attribute)
+        found: Architecture = super().architecture
         return found
-
-    def require(self, component: str) -> None:
-        """Raise ValueError if the program cannot use a component of this family yet. `component` is a key of `FOLDERS`,
-        such as "text_encoder". The message gives the reason in one line.
-        """
-        if reason := self.unsupported.get(component):
-            raise ValueError(reason)
-
-    @property
-    def source(self) -> str:
-        """The family's own source of weights, as a text for messages: a hub id, a folder of the checkout, or "made by the
-        project". It is used if a project sets no weights.
-        """
-        return self.hub or (f"{self.bundled}, part of the checkout" if self.bundled else "made by the project")
 
 
 @dataclass(frozen=True)

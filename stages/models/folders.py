@@ -11,15 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.models.family import FOLDERS, Family
+from stages.models.family import ModelFamily
 
 
-def locate(root: Path, component: str, family: Family) -> Path:
-    """Return the path of a component's weights in the folder `root`. It is a subfolder or a single file. `component` is a key of
-    FOLDERS, such as "transformer". Raises ValueError if neither exists. The message gives the names that were looked for.
+def locate(root: Path, component: str, family: ModelFamily) -> Path:
+    """Return the path of a component's weights in the folder `root`. It is a folder or a single file. `component` is a key
+    of `family.folders`, such as "transformer". Raises ValueError if neither exists. The message gives the names that were
+    looked for.
     """
-    assert component in FOLDERS, component
-    folder = root / FOLDERS[component]
+    assert component in family.folders, component
+    folder = root / family.folders[component]
     names = family.single_files.get(component, ())
     for path in (folder, *(root / name for name in names)):
         if path.exists():

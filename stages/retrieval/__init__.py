@@ -3,10 +3,16 @@
 A stage imports `texts`, `search`, `families`, `encoder`, `stages.models`, `stages.tuner` and `schemas`, but no other stage.
 """
 
-from stages.stage import Pipeline
+from stages.stage import FamilyRecord, Pipeline, Weights
 
 PIPELINE = Pipeline(
     name="retrieval",
     doc="a folder of source code becomes a fine-tuned retriever and its search",
-    stages={name: f"stages.retrieval.{name}" for name in ("sources", "units", "pairs")},
+    stages={name: f"stages.retrieval.{name}" for name in ("sources", "units", "pairs", "tokens")},
+    resources={
+        "family": FamilyRecord(),
+        "encoder": Weights(("head_seed",)),
+        "tokenizer": Weights(("lower_case",)),
+    },
+    families="stages.retrieval.families:FAMILIES",
 )

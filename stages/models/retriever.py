@@ -1,0 +1,43 @@
+"""The record of a family of retrievers: encoders that give a vector for every token of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from stages.models.family import ModelFamily
+
+if TYPE_CHECKING:
+    from stages.models.t5.architecture import RetrieverArchitecture
+
+FOLDERS = {"encoder": "", "tokenizer": ""}  # all files lie beside each other, as transformers writes them
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrieverFamily(ModelFamily):
+    """A family of retrievers as plain data. Its weights lie in one folder, in the layout of transformers, with the projection
+    head in 1_Dense or 2_Dense. `sizes` is the content of config.json, for weights that the project generates. If `lower_case` is
+    True, texts are lower-cased before they are tokenised. If the weights have no head, one is drawn from `head_seed`; it must
+    then be trained before the retriever is of use.
+    """
+
+    folders: ClassVar[Mapping[str, str]] = FOLDERS
+    files: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "encoder": ("config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model.bin", "[12]_Dense/*"),
+        "tokenizer": ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "spiece.model"),
+    }
+    required: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "encoder": ("config.json", "1_Dense/config.json", "1_Dense/model.safetensors"),
+        "tokenizer": ("tokenizer.json", "tokenizer_config.json"),
+    }
+
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    lower_case: bool = False
+    head_seed: int | None = None
+
+    @property
+    def architecture(self) -> RetrieverArchitecture:
+        """The functions of the family's architecture. MLX is imported when this is first read."""
+        found: RetrieverArchitecture = super().architecture
+        return found

@@ -1,0 +1,71 @@
+"""Read a trained adapter file of a retriever, and merge it into the weights of its base. Nothing of it may be left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import mlx.core as mx
+
+from stages.models import adapters
+from stages.models.weights import read_file
+from stages.tuner.adapters import full, lora
+from stages.tuner.adapters.merge import check_shapes, merge
+
+Arrays = dict[str, mx.array]
+
+
+def read_adapter(path: Path, linears: Mapping[str, tuple[int, int]]) -> tuple[Arrays, dict[str, float]]:
+    """Read the adapter file `path`. Return its arrays by name, in float32, and the scale of each Linear. `linears` maps the names
+    of the model's Linears to (outputs, inputs). Raises ValueError if an array is missing or not finite, or if a Linear is not one
+    of the model, with the same shape.
+    """
+    arrays, metadata = read_file(path)
+    arrays = {name: value.astype(mx.float32) for name, value in arrays.items()}
+    whole = [name.removesuffix(full.DIFF) for name in arrays if name.endswith(full.DIFF)]
+    try:
+        low = adapters.linears({name: value for name, value in arrays.items() if not name.endswith(full.DIFF)})
+        scales = dict.fromkeys(whole, 1.0) | _scales(metadata, arrays, low)
+        _check_linears(metadata, scales)
+        check_shapes({f"{name}.weight": shape for name, shape in linears.items()}, arrays, scales)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if name := adapters.first_not_finite(arrays):
+        raise ValueError(f"{path}: {name} holds values that are not finite; choose an earlier checkpoint")
+    return arrays, scales
+
+
+def _scales(metadata: Mapping[str, str], arrays: Arrays, linears: list[str]) -> dict[str, float]:
+    """Return the factor of each Linear's change: from the entry "scales" of the header, or alpha divided by the rank."""
+    if "scales" in metadata:
+        listed = json.loads(metadata["scales"])
+        return {name: float(listed[name]) for name in linears}
+    if "alpha" not in metadata:
+        raise ValueError("the header has no alpha: is it an adapter that this program trained?")
+    ranks = adapters.ranks(arrays)
+    return {name: float(metadata["alpha"]) / ranks[name] if name in ranks else 1.0 for name in linears}
+
+
+def _check_linears(metadata: Mapping[str, str], scales: Mapping[str, float]) -> None:
+    """Raise ValueError if the file lacks a Linear that its header lists under "linears"."""
+    missing = [name for name in json.loads(metadata.get("linears", "[]")) if name not in scales]
+    if missing:
+        raise ValueError(f"the file lacks the arrays of {missing[0]} ({len(missing)} of its Linears); fetch it again")
+
+
+def merge_all(weights: Mapping[str, mx.array], arrays: Arrays, scales: Mapping[str, float]) -> Arrays:
+    """Return all weights of an encoder with an adapter merged into them, in float32. `weights` maps full names to arrays. Raises
+    AssertionError if a Linear of the adapter was not merged.
+    """
+    merged: Arrays = {}
+    done = set()
+    for key, weight in weights.items():
+        name = key.removesuffix(".weight")
+        wide = weight.astype(mx.float32)
+        if name in scales:
+            wide = merge(wide, lora.arrays_of_linear(arrays, name), scales[name])
+            done.add(name)
+        merged[key] = wide
+    assert done == set(scales), f"{len(scales) - len(done)} of {len(scales)} Linears were not merged"
+    return merged

@@ -1,0 +1,104 @@
+"""Encode texts to token vectors, with the base encoder or with a trained adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from stages.models.retriever import RetrieverFamily
+from stages.models.t5.encoder import T5
+from stages.retrieval.adapter import read_adapter
+from stages.retrieval.tokenizer import TextTokenizer
+from stages.tuner.adapters.lora import adapted_linear
+from stages.tuner.blockwise.device import dispatch
+
+MULTIPLE = 16  # texts are padded to a multiple of so many tokens: a GPU compiles one kernel per length
+
+
+class Encoder:
+    """An encoder of token ids with a projection head, with or without an adapter. `model` is the base encoder. `adapter`
+    holds the arrays of an adapter by name, and `scales` the scale of each Linear; both are empty for the base alone.
+    `tokenizer` is None if only token ids are encoded.
+    """
+
+    def __init__(
+        self,
+        model: T5,
+        adapter: dict[str, mx.array],
+        scales: dict[str, float],
+        tokenizer: TextTokenizer | None,
+        query_tokens: int,
+    ) -> None:
+        self.model, self.tokenizer, self.query_tokens = model, tokenizer, query_tokens
+        self.linears = {
+            block.name: adapted_linear(_within(block.name, adapter), _within(block.name, scales)) for block in model.blocks
+        }
+
+    @property
+    def width(self) -> int:
+        """The number of values of a token vector."""
+        return self.model.config.dimensions
+
+    def encode_ids(self, many: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the token vectors of texts, float32 (tokens, width), each of length 1. `many` holds the token ids of each text.
+
+        The texts are computed together, padded to the longest.
+        """
+        if not many:
+            return []
+        longest = max(-(-len(ids) // MULTIPLE) * MULTIPLE for ids in many)
+        ids_BL = np.zeros((len(many), longest), np.int32)
+        real_BL = np.zeros((len(many), longest), bool)
+        for row, ids in enumerate(many):
+            ids_BL[row, : len(ids)] = ids
+            real_BL[row, : len(ids)] = True
+        h_TD, shared = self.model.enter([mx.array(ids_BL)], [mx.array(real_BL)])
+        for block in self.model.blocks:
+            h_TD = self.model.block(block.kind)(block.weights, h_TD, shared, self.linears[block.name])
+            dispatch(h_TD)
+        [vectors_BLE] = self.model.leave(h_TD, shared)
+        found = np.array(vectors_BLE)
+        return [found[row, : len(ids)] for row, ids in enumerate(many)]
+
+    def query_ids(self, text: str) -> np.ndarray:
+        """Return the token ids of a query, cut to the length of queries."""
+        assert self.tokenizer is not None, "this encoder has no tokenizer"
+        [ids] = self.tokenizer.encode([text])
+        return np.array(self.tokenizer.cut(ids, self.query_tokens), np.int32)
+
+    def encode_queries(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the token vectors of queries, float32 (tokens, width), each of length 1."""
+        return self.encode_ids([self.query_ids(text) for text in texts])
+
+    def tokens(self, text: str) -> list[str]:
+        """Return the text of every token of a query, in the order of its vectors."""
+        assert self.tokenizer is not None, "this encoder has no tokenizer"
+        return self.tokenizer.pieces(self.query_ids(text).tolist())
+
+
+def load_encoder(
+    weights: Path,
+    tokenizer: Path | None,
+    family: RetrieverFamily,
+    adapter: Path | None = None,
+    *,
+    precision: str = "float32",
+    query_tokens: int = 32,
+) -> Encoder:
+    """Load an encoder from the folder `weights`, with the tokenizer of the folder `tokenizer`. `adapter` is a trained adapter
+    file; None means the base alone. `precision` is the dtype to compute in, "float32" or "bfloat16". Queries are cut to
+    `query_tokens`. Raises ValueError if a file is missing or damaged, or if the adapter is one of another model.
+    """
+    model = family.architecture.load_encoder(weights, getattr(mx, precision), family.head_seed)
+    arrays, scales = read_adapter(adapter, model.linears()) if adapter else ({}, {})
+    found = TextTokenizer(tokenizer, lower_case=family.lower_case) if tokenizer else None
+    return Encoder(model, arrays, scales, found, query_tokens)
+
+
+def _within(block: str, values: dict[str, Any]) -> dict[str, Any]:
+    prefix = block + "."
+    return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
