@@ -26,7 +26,7 @@ override RUN = $(LATENTMILL) run
 .NOTPARALLEL:
 .PHONY: init images captions ingest buckets latents embeddings train samples segments status query panel follow memory export clean
 .PHONY: scores evaluate
-.PHONY: sources units pairs
+.PHONY: sources units pairs tokens
 .PHONY: help runs compare best view report generate
 .PHONY: test prove check format bench pages dictionary recipe figures experiments
 .DEFAULT_GOAL := train
@@ -95,6 +95,9 @@ units: sources
 
 pairs: units
 	@$(RUN) pairs
+
+tokens: pairs
+	@$(RUN) tokens
 
 # Looking at a project
 

@@ -18,15 +18,6 @@ TINY = {
 
 _ALL = (
     RetrieverFamily(
-        name="tiny",
-        title="T5 with a projection head, seeded random weights: to test with",
-        licence="Apache-2.0",
-        code=T5,
-        seeded=0,
-        sizes=TINY,
-        begin={"train": {"precision": "float32"}},
-    ),
-    RetrieverFamily(
         name="retriever-micro",
         title="T5 v1.1 with a projection head, small, trained on documented Python functions",
         licence="Apache-2.0",
@@ -49,6 +40,15 @@ _ALL = (
         code=T5,
         hub="google/t5-v1_1-base",
         head_seed=0,
+    ),
+    RetrieverFamily(
+        name="tiny",
+        title="T5 with a projection head, seeded random weights: to test with",
+        licence="Apache-2.0",
+        code=T5,
+        seeded=0,
+        sizes=TINY,
+        begin={"train": {"precision": "float32"}},
     ),
 )
 FAMILIES = {family.name: family for family in _ALL}

@@ -48,7 +48,7 @@ def load_encoder(folder: Path, dtype: mx.Dtype | None = None, head_seed: int | N
 
 def load_weights(folder: Path, config: T5Config, dtype: mx.Dtype = mx.float32, head_seed: int | None = None) -> Arrays:
     """Load the weights that `config.shapes()` names, as arrays of `dtype`. The other arguments are those of `load_encoder`."""
-    arrays = {_rename(key): value for key, value in _read(weight_files(folder)).items() if not _is_decoder(key)}
+    arrays = {_rename(key): value for key, value in _read_encoder(folder).items() if not _is_decoder(key)}
     check_shapes(arrays, config.encoder_shapes(), folder)
     arrays[HEAD] = _load_head(folder, config, head_seed)
     done: Arrays = {}
@@ -92,6 +92,17 @@ def _load_head(folder: Path, config: T5Config, seed: int | None) -> mx.array:
     bound = config.d_model**-0.5
     drawn = np.random.Generator(np.random.Philox(key=seed)).uniform(-bound, bound, shape)
     return mx.array(drawn.astype(np.float32))
+
+
+def _read_encoder(folder: Path) -> Arrays:
+    """Return the tensors of a model folder by name, from its safetensors files, or else from pytorch_model.bin."""
+    plain = folder / "pytorch_model.bin"
+    if plain.is_file() and not any(folder.glob("*.safetensors")):
+        arrays = read_torch_file(plain)
+        if EMBEDDING in arrays:
+            arrays.pop(TIED, None)
+        return arrays
+    return _read(weight_files(folder))
 
 
 def _rename(key: str) -> str:

@@ -13,6 +13,7 @@ from tests import projects
 CONFIG = """
 [project]
 pipeline = "retrieval"
+family = "tiny"
 commit_seconds = 0.0
 
 """

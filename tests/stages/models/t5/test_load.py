@@ -1,0 +1,168 @@
+"""Loading T5 encoders from the layouts in use, strictly."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from stages.models.t5.config import HEAD
+from stages.models.t5.load import load_encoder, load_weights, read_sizes
+from tests.stages.models.t5.test_encoder import ours, reference, texts
+
+
+@pytest.fixture(scope="module", params=["gated", "relu"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, np.ndarray, Path]:
+    """A model by transformers, its head, and a folder in PyLate's layout that holds both."""
+    from safetensors.numpy import save_file
+
+    model, head = reference(request.param)
+    folder = tmp_path_factory.mktemp("t5")
+    model.save_pretrained(folder)
+    (folder / "1_Dense").mkdir()
+    save_file({"linear.weight": head}, folder / "1_Dense" / "model.safetensors")
+    return model, head, folder
+
+
+def copied(saved: tuple[Any, np.ndarray, Path], to: Path) -> Path:
+    return Path(shutil.copytree(saved[2], to / "model"))
+
+
+def same_weights(model: Any, head: np.ndarray, folder: Path) -> bool:
+    found = load_weights(folder, read_sizes(folder))
+    wanted = {name: value.numpy() for name, value in model.state_dict().items() if name != "encoder.embed_tokens.weight"}
+    return set(found) == {*wanted, HEAD} and all(np.array_equal(np.array(found[k]), v) for k, v in {**wanted, HEAD: head}.items())
+
+
+def test_a_folder_of_transformers_with_a_dense_head_gives_the_same_tensors(saved: Any) -> None:
+    assert same_weights(*saved)
+
+
+def test_the_head_of_xtr_in_2_dense_as_a_file_of_pytorch_gives_the_same_tensors(saved: Any, tmp_path: Path) -> None:
+    import torch
+
+    folder = copied(saved, tmp_path)
+    shutil.rmtree(folder / "1_Dense")
+    (folder / "2_Dense").mkdir()
+    torch.save({"linear.weight": torch.tensor(saved[1])}, folder / "2_Dense" / "pytorch_model.bin")
+    assert same_weights(saved[0], saved[1], folder)
+
+
+def test_a_whole_model_in_a_file_of_pytorch_gives_the_same_tensors_and_its_decoder_is_left_out(
+    saved: Any, tmp_path: Path
+) -> None:
+    import torch
+
+    folder = copied(saved, tmp_path)
+    (folder / "model.safetensors").unlink()
+    extra = {"decoder.block.0.layer.0.layer_norm.weight": torch.ones(3), "lm_head.weight": torch.ones(2, 2)}
+    torch.save(saved[0].state_dict() | extra, folder / "pytorch_model.bin")
+    assert same_weights(saved[0], saved[1], folder)
+
+
+def test_a_file_of_pytorch_that_would_run_code_is_refused(saved: Any, tmp_path: Path) -> None:
+    import torch
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "touched",)
+
+    folder = copied(saved, tmp_path)
+    shutil.rmtree(folder / "1_Dense")
+    (folder / "1_Dense").mkdir()
+    torch.save({"linear.weight": Evil()}, folder / "1_Dense" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="is not a file of tensors that PyTorch saved"):
+        load_encoder(folder)
+    assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize("shape", [(-1, 1), (-1,)])
+def test_matrices_in_8_bits_are_unpacked_row_by_row(saved: Any, tmp_path: Path, shape: tuple[int, ...]) -> None:
+    folder = copied(saved, tmp_path)
+    stored: dict[str, mx.array] = dict(mx.load(str(folder / "model.safetensors")))
+    packed: dict[str, mx.array] = {}
+    for name, value in stored.items():
+        if value.ndim == 2 and "relative" not in name:
+            scale = mx.abs(value).max(axis=1, keepdims=True) / 127
+            packed[name] = mx.round(value / scale).astype(mx.int8)
+            packed[name + "_scale"] = scale.reshape(shape).astype(mx.float16)
+        else:
+            packed[name] = value
+    mx.save_safetensors(str(folder / "model.safetensors"), packed)
+    found, exact = load_weights(folder, read_sizes(folder)), load_weights(saved[2], read_sizes(saved[2]))
+    for name, value in exact.items():
+        assert mx.abs(found[name] - value).max().item() <= mx.abs(value).max().item() / 200, name
+    packed.pop("encoder.block.1.layer.0.SelfAttention.q.weight_scale")
+    mx.save_safetensors(str(folder / "model.safetensors"), packed)
+    with pytest.raises(ValueError, match=r"block.1.layer.0.SelfAttention.q.weight is stored in 8 bits only with"):
+        load_encoder(folder)
+
+
+def test_a_loaded_encoder_gives_the_vectors_of_the_reference(saved: Any) -> None:
+    model, head, folder = saved
+    ids, real = texts(99, 3, 12)
+    ours_B, loaded_B = (each([mx.array(ids)], [mx.array(real)])[0] for each in (ours(model, head), load_encoder(folder)))
+    assert mx.array_equal(ours_B, loaded_B).item()
+
+
+def damaged(folder: Path, how: str) -> None:
+    arrays: dict[str, mx.array] = dict(mx.load(str(folder / "model.safetensors")))
+    if how == "missing":
+        arrays.pop("encoder.block.2.layer.1.layer_norm.weight")
+    elif how == "unknown":
+        arrays["encoder.block.7.layer.0.layer_norm.weight"] = mx.ones(48)
+    elif how == "shape":
+        arrays["encoder.block.0.layer.0.SelfAttention.o.weight"] = mx.ones((48, 48))
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
+    if how == "cut":
+        content = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(content[:-100])
+    elif how == "head":
+        shutil.rmtree(folder / "1_Dense")
+    elif how == "head shape":
+        mx.save_safetensors(str(folder / "1_Dense" / "model.safetensors"), {"linear.weight": mx.ones((32, 40))})
+    elif how == "bias":
+        mx.save_safetensors(
+            str(folder / "1_Dense" / "model.safetensors"), {"linear.weight": mx.ones((32, 48)), "linear.bias": mx.ones(32)}
+        )
+    elif how == "activation":
+        (folder / "1_Dense" / "config.json").write_text(json.dumps({"activation_function": "torch.nn.modules.activation.Tanh"}))
+    elif how == "config":
+        (folder / "config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("missing", r"lacks encoder.block.2.layer.1.layer_norm.weight \(1 of"),
+        ("unknown", r"holds encoder.block.7.layer.0.layer_norm.weight, which the architecture does not have"),
+        ("shape", r"SelfAttention.o.weight must be \(48, 32\), got \(48, 48\)"),
+        ("cut", r"is cut short"),
+        ("head", r"has no projection head: looked for 1_Dense/ and 2_Dense/"),
+        ("head shape", r"head.linear.weight must be \(32, 48\), got \(32, 40\)"),
+        ("bias", r"must hold linear.weight and nothing else, got linear.bias, linear.weight"),
+        ("activation", r"must have no bias and no activation"),
+        ("config", r"has no config.json"),
+    ],
+)
+def test_a_damaged_model_is_refused_in_one_line(saved: Any, tmp_path: Path, how: str, message: str) -> None:
+    folder = copied(saved, tmp_path)
+    damaged(folder, how)
+    with pytest.raises(ValueError, match=message):
+        load_encoder(folder)
+
+
+def test_a_missing_head_is_drawn_only_from_a_seed_that_is_given(saved: Any, tmp_path: Path) -> None:
+    folder = copied(saved, tmp_path)
+    shutil.rmtree(folder / "1_Dense")
+    first, again, other = (
+        load_encoder(folder, head_seed=seed, dimensions=24).blocks[-1].weights["linear.weight"] for seed in (0, 0, 1)
+    )
+    assert first.shape == (24, 48)
+    assert mx.array_equal(first, again).item()
+    assert not mx.array_equal(first, other).item()
