@@ -1,0 +1,40 @@
+"""The folder data/retriever: its size, and the licences of what it was trained on."""
+
+import re
+from pathlib import Path
+
+from data.retriever.training import corpus, packages
+
+FOLDER = Path(corpus.__file__).parents[1]
+MOST_BYTES = 7_500_000
+
+
+def rows() -> list[list[str]]:
+    """Return the cells of the table in LICENSES.md."""
+    lines = (FOLDER / "LICENSES.md").read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
+
+
+def key(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_the_folder_has_at_most_seven_and_a_half_megabytes():
+    files = [file for file in FOLDER.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    assert sum(file.stat().st_size for file in files) <= MOST_BYTES
+
+
+def test_every_package_of_the_training_is_listed_with_a_permissive_licence():
+    assert len(rows()) >= 75
+    for package, licence, *_ in rows():
+        assert packages.Package(package, "", licence).permissive, (package, licence)
+
+
+def test_every_package_of_the_training_is_pinned_and_the_library_kept_aside_is_not_among_them():
+    pinned = {key(line[0].partition("==")[0]): line[0].partition("==")[2] for line in packages.listed()}
+    trained = {}
+    for package, *_ in rows():
+        name, version = package.split()
+        trained[key(name.strip("`"))] = version
+    assert trained.items() <= pinned.items()
+    assert corpus.ASIDE not in trained
