@@ -105,11 +105,12 @@ def encode(project: Project, texts: Sequence[str]) -> list[mx.array]:
     """
     import mlx.core as mx
 
+    from stages.text_to_image.embeddings.memory_plan import load_encoder
+
     family = project.family
     family.require("text_encoder")
     weights, tokenizer = (project.component(name) for name in ("text_encoder", "tokenizer"))
-    precision = project.config.sections["embeddings"].precision
-    encoder = family.architecture.load_text_encoder(weights, tokenizer, family, precision)
+    encoder = load_encoder(family, weights, tokenizer, project.config.sections["embeddings"])
     embeddings = [mx.array(each.words).view(mx.bfloat16)[None] for each in encoder.encode(list(texts))]
     del encoder
     release()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from stages.models.protocols import Autoencoder, TextEncoder, Transformer, TransformerConfig
+    from stages.models.protocols import Autoencoder, TextEncoder, TextEncoderSizes, Transformer, TransformerConfig
 
 Adapter = tuple[dict[str, "mx.array"], dict[str, float]]  # arrays by "<linear><ending>", float32; the scale of each Linear
 
@@ -157,8 +157,14 @@ class Architecture:
 
     # load_autoencoder(path, family, dtype=None).
     load_autoencoder: Callable[..., Autoencoder]
-    # load_text_encoder(weights path, tokenizer path, family, precision): precision is "bfloat16" or "float32".
-    load_text_encoder: Callable[[Path, Path, Family, str], TextEncoder]
+    # load_text_encoder(weights path, tokenizer path, family, precision, arrange=None, by_layer=False): precision is "bfloat16" or
+    # "float32". arrange(name, weight) may pack the weight of a layer. by_layer reads the layers again for every batch of texts.
+    load_text_encoder: Callable[..., TextEncoder]
+    # text_encoder_sizes(path or None, family): what an estimate of its memory needs.
+    text_encoder_sizes: Callable[[Path | None, Family], TextEncoderSizes]
+    # autoencoder_bytes(path or None, family, height, width, itemsize, encodes): (weights, most in use beside them), bytes, to
+    # encode or decode one image of this size in pixels.
+    autoencoder_bytes: Callable[[Path | None, Family, int, int, int, bool], tuple[int, int]]
 
     # sigmas(tokens, steps): the steps + 1 noise levels, from 1 down to 0, to draw an image of so many image tokens.
     sigmas: Callable[[int, int], list[float]]
@@ -167,6 +173,7 @@ class Architecture:
     # negative_1TJ, the embedding of the empty prompt, guidance is classifier-free: two passes a step. predict(**inputs)
     # replaces model(**inputs), to draw with an adapter.
     draw: Callable[..., Iterator[mx.array]]
+    guided_together: int  # up to so many image tokens, both passes of guidance run as one batch
 
     # read_adapter(path): an adapter file of any known format, with the names of `Transformer.linears`.
     read_adapter: Callable[[Path], Adapter]

@@ -87,6 +87,31 @@ class Autoencoder(Protocol):
         """
 
 
+class TextEncoderSizes(Protocol):
+    """The sizes of a text encoder. An estimate of its memory needs them."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of rows of the token embedding."""
+
+    @property
+    def hidden_size(self) -> int:
+        """The number of features of a hidden state."""
+
+    @property
+    def intermediate_size(self) -> int:
+        """The number of features inside a feed-forward layer."""
+
+    @property
+    def num_attention_heads(self) -> int:
+        """The number of attention heads of every layer."""
+
+    def shapes(self, layers: int) -> dict[str, Shape]:
+        """Return a dict from the name of every weight that the first `layers` layers need to its shape. Names of weights in
+        layers start with "layers.".
+        """
+
+
 class TextEncoder(Protocol):
     """A network that turns texts into embeddings."""
 

@@ -144,6 +144,21 @@ def load_component(
 
     Casting goes tensor by tensor, so that only one is in memory twice.
     """
+    arrays = open_component(path, shapes, rename=rename, convert=convert, ignore=ignore)
+    return evaluate_each(arrays, dtype, arrange)
+
+
+def open_component(
+    path: Path,
+    shapes: Shapes,
+    *,
+    rename: Callable[[str], str] | None = None,
+    convert: Callable[[Arrays], Arrays] | None = None,
+    ignore: Callable[[str], bool] | None = None,
+) -> Arrays:
+    """Return the tensors of a component as arrays that are not read yet. MLX reads an array when it is first evaluated. The
+    arguments and errors are those of `load_component`.
+    """
     arrays = read_tensors(path)
     if convert:
         arrays = convert(arrays)
@@ -152,7 +167,7 @@ def load_component(
     if ignore:
         arrays = {k: v for k, v in arrays.items() if not ignore(k)}
     check_shapes(arrays, shapes, path)
-    return _evaluate_each(arrays, dtype, arrange)
+    return arrays
 
 
 def check_shapes(arrays: Arrays, shapes: Shapes, where: Path) -> None:
@@ -176,7 +191,7 @@ def check_shapes(arrays: Arrays, shapes: Shapes, where: Path) -> None:
         raise ValueError(f"{where} is of another size: {_first(wrong)}")
 
 
-def _evaluate_each(arrays: Arrays, dtype: Any, arrange: Callable[[str, mx.array], mx.array] | None) -> Arrays:
+def evaluate_each(arrays: Arrays, dtype: Any, arrange: Callable[[str, mx.array], mx.array] | None) -> Arrays:
     """Read, cast and rearrange the tensors one by one, and return them by name. `dtype` is a dtype, a function from
     name to dtype, or None for no cast. Only floating-point tensors are cast. `arrange(name, array)` then returns the
     array that replaces the tensor. If `arrange` is None, nothing is rearranged. `arrays` maps names to the tensors. The

@@ -1,9 +1,18 @@
 """FLUX.2's entry in the table of architectures. Code outside this folder imports this file only."""
 
 from stages.models.family import Architecture
-from stages.models.flux2 import adapter_reader, adapter_writer, config, load, random_weights, sampling, transformer
+from stages.models.flux2 import (
+    adapter_reader,
+    adapter_writer,
+    autoencoder_memory,
+    config,
+    load,
+    random_weights,
+    sampling,
+    transformer,
+)
 from stages.models.flux2 import inputs as model_inputs
-from stages.models.text.encoder import TextEncoder
+from stages.models.text.encoder import TextEncoder, text_encoder_sizes
 
 FLUX2 = Architecture(
     pixels_per_token=sampling.PIXELS,
@@ -20,8 +29,11 @@ FLUX2 = Architecture(
     zero_inputs=model_inputs.zero_inputs,
     load_autoencoder=load.load_autoencoder,
     load_text_encoder=TextEncoder,
+    text_encoder_sizes=text_encoder_sizes,
+    autoencoder_bytes=autoencoder_memory.autoencoder_bytes,
     sigmas=sampling.sigmas,
     draw=sampling.draw,
+    guided_together=sampling.TOGETHER,
     read_adapter=adapter_reader.read_adapter,
     adapter_styles={"diffusers": adapter_writer.to_diffusers, "comfyui": adapter_writer.to_comfyui},
     write_random_weights=random_weights.write_random_weights,

@@ -6,9 +6,10 @@ of hidden states taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -16,8 +17,8 @@ import numpy as np
 from stages.models.family import Family
 from stages.models.folders import component_config
 from stages.models.text import qwen3
-from stages.models.text.tokenisation import PromptTokenizer
-from stages.models.weights import load_component
+from stages.models.text.tokenisation import PromptTokenizer, TokenizedPrompt
+from stages.models.weights import evaluate_each, open_component
 
 PRECISIONS = {"bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -35,30 +36,51 @@ class Embedding:
 
 class TextEncoder:
     """A model family's text encoder with its tokenizer. It turns texts into embeddings. Only the layers that the family's
-    embeddings need are in memory.
+    embeddings need are read.
     """
 
-    def __init__(self, weights: Path, tokenizer: Path, family: Family, precision: str) -> None:
+    def __init__(
+        self,
+        weights: Path,
+        tokenizer: Path,
+        family: Family,
+        precision: str,
+        arrange: Callable[[str, mx.array], Any] | None = None,
+        by_layer: bool = False,
+    ) -> None:
         """Load the text encoder and its tokenizer. `weights` is the folder or file of the weights. `tokenizer` is the tokenizer's
         folder. `family` is the record of the model family. `precision` is the dtype to compute in, "bfloat16" or "float32".
-        Raises ValueError if files are missing, damaged or of another model. Raises it too if the tokenizer does not belong to the
-        weights.
+        `arrange(name, weight)` may pack (quantise) a weight of a layer. With `by_layer`, no weight stays in memory: every call of
+        `encode` reads the layers one after another. Raises ValueError if files are missing, damaged or of another model. Raises
+        it too if the tokenizer does not belong to the weights.
         """
         self.prompts = PromptTokenizer(tokenizer, family)
         self.layers = family.text_layers
-        config = qwen3.Qwen3Config.from_dict(component_config(weights, family.text_encoder))
-        known = len(self.prompts.tokenizer)
-        if known > config.vocab_size:  # MLX reads garbage, without an error, for an index beyond a table
+        self.path, self.by_layer, self.arrange, self.dtype = weights, by_layer, arrange, PRECISIONS[precision]
+        self.config = qwen3.Qwen3Config.from_dict(component_config(weights, family.text_encoder))
+        known, rows = len(self.prompts.tokenizer), self.config.vocab_size
+        if known > rows:  # MLX reads garbage, without an error, for an index beyond a table
             raise ValueError(
-                f"the tokenizer in {tokenizer} has {known} tokens, but the text encoder in {weights} has {config.vocab_size}: "
+                f"the tokenizer in {tokenizer} has {known} tokens, but the text encoder in {weights} has {rows}: "
                 "they do not belong together"
             )
+        opened = self._open()  # errors are found before the first text
+        self.model = qwen3.Qwen3(self.config, {} if by_layer else self._read(opened, ""))
+
+    def _open(self) -> dict[str, mx.array]:
+        """Return the weights by name, as arrays that are not read yet."""
         deepest = max(self.layers)
-        unneeded = qwen3.unneeded_beyond(deepest, config.num_hidden_layers)
-        loaded = load_component(
-            weights, config.shapes(deepest), rename=qwen3.rename, dtype=PRECISIONS[precision], ignore=unneeded
-        )
-        self.model = qwen3.Qwen3(config, loaded)
+        unneeded = qwen3.unneeded_beyond(deepest, self.config.num_hidden_layers)
+        return open_component(self.path, self.config.shapes(deepest), rename=qwen3.rename, ignore=unneeded)
+
+    def _read(self, opened: dict[str, mx.array], prefix: str) -> dict[str, Any]:
+        """Read the weights whose names start with `prefix`, and take them out of `opened`. Weights of layers are packed."""
+
+        def packed(name: str, weight: mx.array) -> Any:
+            return self.arrange(name, weight) if self.arrange and name.startswith("layers.") else weight
+
+        arrays = {name: opened.pop(name) for name in list(opened) if name.startswith(prefix)}
+        return evaluate_each(arrays, self.dtype, packed)
 
     def encode(self, texts: list[str]) -> Iterator[Embedding]:
         """Encode the texts one by one, in order. Yield an embedding for each.
@@ -66,12 +88,49 @@ class TextEncoder:
         Texts are not batched: rows of a wider matrix product differ in their last bits, so an embedding would depend on the other
         texts of its batch. The rows of one text keep a device busy anyway.
         """
+        if self.by_layer:
+            yield from self._encode_by_layer(texts)
+            return
         for text in texts:
             prompt = self.prompts(text)
-            real_1T = mx.arange(self.prompts.length)[None] < prompt.real
-            states_1TJ = self.model.encode(mx.array(prompt.ids)[None], real_1T, self.layers)
-            words_TJ = np.array(states_1TJ[0].astype(mx.bfloat16).view(mx.uint16))
-            yield Embedding(words_TJ, prompt.real, prompt.dropped)
+            states_1TJ = self.model.encode(mx.array(prompt.ids)[None], self._real(prompt), self.layers)
+            yield Embedding(as_words(states_1TJ[0]), prompt.real, prompt.dropped)
+
+    def _real(self, prompt: TokenizedPrompt) -> mx.array:
+        return mx.arange(self.prompts.length)[None] < prompt.real
+
+    def _encode_by_layer(self, texts: list[str]) -> Iterator[Embedding]:
+        """Encode the texts together: each layer is read, applied to every text, and freed. The results are those of `encode`."""
+        prompts, opened = [self.prompts(text) for text in texts], self._open()
+        table = self._read(opened, "embed_tokens.")["embed_tokens.weight"]
+        hidden = [table[mx.array(prompt.ids)[None]] for prompt in prompts]
+        seen = [qwen3.mask(self._real(prompt)) for prompt in prompts]
+        mx.eval(hidden, seen)
+        del table
+        final = self._read(opened, "norm.")
+        words: list[dict[int, np.ndarray]] = [{0: as_words(h_1TD[0])} if 0 in self.layers else {} for h_1TD in hidden]
+        for i in range(max(self.layers)):
+            self.model.weights = final | self._read(opened, f"layers.{i}.")
+            for n in range(len(hidden)):
+                hidden[n] = self.model.layer(i, hidden[n], seen[n])
+                mx.eval(hidden[n])
+                if i + 1 in self.layers:
+                    words[n][i + 1] = as_words(self.model.state(i + 1, hidden[n])[0])
+            self.model.weights = {}
+        for prompt, states in zip(prompts, words, strict=True):
+            yield Embedding(np.concatenate([states[k] for k in self.layers], axis=-1), prompt.real, prompt.dropped)
+
+
+def text_encoder_sizes(path: Path | None, family: Family) -> qwen3.Qwen3Config:
+    """Return the sizes of the text encoder at `path`, a folder or a file. If `path` is None or has no config.json, they come from
+    `family`. Raises ValueError if the config is not that of a supported text encoder.
+    """
+    return qwen3.Qwen3Config.from_dict(component_config(path, family.text_encoder) if path else family.text_encoder)
+
+
+def as_words(values_TJ: mx.array) -> np.ndarray:
+    """Return the values of an array, rounded to bfloat16, as a NumPy array of uint16 words."""
+    return np.array(values_TJ.astype(mx.bfloat16).view(mx.uint16))
 
 
 def widen(words: np.ndarray) -> np.ndarray:

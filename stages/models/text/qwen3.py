@@ -129,11 +129,12 @@ def mask(real_BT: mx.array) -> mx.array:
 
 
 class Qwen3:
-    """Qwen3's decoder, used as a text encoder. `config` holds its sizes. `weights` maps names to arrays. It needs the
-    names in `config.shapes(k)`. Here k is the largest number in the argument `layers` of `encode`.
+    """Qwen3's decoder, used as a text encoder. `config` holds its sizes. `weights` maps names to arrays, or to packed
+    (quantised) weights with a method `dense()`. The token embedding and the norms must be arrays. It needs the names in
+    `config.shapes(k)`. Here k is the largest number in the argument `layers` of `encode`.
     """
 
-    def __init__(self, config: Qwen3Config, weights: Mapping[str, mx.array]) -> None:
+    def __init__(self, config: Qwen3Config, weights: Mapping[str, Any]) -> None:
         self.config = config
         self.weights = weights
 
@@ -148,11 +149,19 @@ class Qwen3:
         seen_B1TT = mask(real_BT)
         states = {0: h_BTD}
         for i in range(max(layers)):
-            h_BTD = self._layer(i, h_BTD, seen_B1TT)
-            states[i + 1] = h_BTD if i + 1 < self.config.num_hidden_layers else self._norm("norm", h_BTD)
+            h_BTD = self.layer(i, h_BTD, seen_B1TT)
+            mx.async_eval(h_BTD)  # unpacked weights of one layer exist at a time
+            states[i + 1] = self.state(i + 1, h_BTD)
         return mx.concatenate([states[k] for k in layers], axis=-1)
 
-    def _layer(self, i: int, h_BTD: mx.array, seen_B1TT: mx.array) -> mx.array:
+    def state(self, k: int, h_BTD: mx.array) -> mx.array:
+        """Return hidden state `k` from `h_BTD`, the output of layer `k`. The state after the model's last layer is normalised."""
+        return h_BTD if k < self.config.num_hidden_layers else self._norm("norm", h_BTD)
+
+    def layer(self, i: int, h_BTD: mx.array, seen_B1TT: mx.array) -> mx.array:
+        """Return the output of the layer with index `i`, (batch, tokens, hidden size). `h_BTD` is its input. `seen_B1TT` is the
+        attention mask that `mask` returns.
+        """
         h_BTD = h_BTD + self._attend(f"layers.{i}.self_attn", self._norm(f"layers.{i}.input_layernorm", h_BTD), seen_B1TT)
         return h_BTD + self._feed_forward(f"layers.{i}.mlp", self._norm(f"layers.{i}.post_attention_layernorm", h_BTD))
 
@@ -181,4 +190,6 @@ class Qwen3:
         return mx.fast.rms_norm(x, self.weights[f"{name}.weight"], self.config.rms_norm_eps)
 
     def _linear(self, name: str, x: mx.array) -> mx.array:
-        return x @ self.weights[f"{name}.weight"].T
+        weight: Any = self.weights[f"{name}.weight"]
+        y: mx.array = x @ (weight if isinstance(weight, mx.array) else weight.dense()).T
+        return y

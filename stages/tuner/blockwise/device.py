@@ -42,16 +42,18 @@ def memory_budget(limit_gb: float | None = None) -> int:
 def live_memory_limit(limit: int | None) -> Iterator[None]:
     """Return a context manager that limits how far MLX runs ahead of the device. MLX starts operations before earlier
     ones have finished. While `limit` bytes or more are in use, MLX waits until running work frees memory. If `limit` is
-    None, MLX's own limit applies. Results do not change. At the end, the previous limit is restored.
+    None, MLX's own limit applies. MLX's cache of freed memory is limited to `limit` too. Results do not change. At the
+    end, the previous limits are restored.
     """
     if limit is None:
         yield
         return
-    before = mx.set_memory_limit(limit)
+    before, cache = mx.set_memory_limit(limit), mx.set_cache_limit(limit)
     try:
         yield
     finally:
         mx.set_memory_limit(before)
+        mx.set_cache_limit(cache)
 
 
 def gathers_large_command_buffers() -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from pipeline.project.recipe import significant_settings
 from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.embeddings import EMBEDDINGS
 from stages.models.text.encoder import widen
 from stages.stage import StageContext
-from stages.text_to_image.embeddings import STAGE, EmbeddingsConfig
+from stages.text_to_image.embeddings import STAGE, EmbeddingsConfig, memory_plan
 from stages.text_to_image.families import family
 from tests import harness
 
@@ -194,3 +197,55 @@ def test_a_row_carries_its_words_in_row_major_order(folder: Path, tmp_path: Path
     encoder = TINY.architecture.load_text_encoder(folder / "text_encoder", folder / "tokenizer", TINY, "float32")
     expected = next(encoder.encode(["a cat"])).words
     assert made["tensor"][0].as_py() == expected.ravel().tolist()
+
+
+def words(config: EmbeddingsConfig, folder: Path, tmp_path: Path) -> dict[str, list[int]]:
+    rows = harness.run(STAGE, context_of(folder, tmp_path, config=config)).to_pylist()
+    return {row["caption_id"]: row["tensor"] for row in rows}
+
+
+def test_layer_by_layer_the_embeddings_are_the_same_to_the_bit(folder: Path, tmp_path: Path) -> None:
+    for bits in (16, 4):
+        whole = replace(FLOAT32, bits=bits, memory="whole", batch_size=3)
+        assert words(replace(whole, memory="layers"), folder, tmp_path / "a") == words(whole, folder, tmp_path / "b")
+
+
+def test_layer_by_layer_needs_the_memory_of_a_layer_and_not_of_all(folder: Path, tmp_path: Path) -> None:
+    plans = {by_layer: memory_plan.estimate(FLOAT32, family("klein-base-4b"), None, by_layer) for by_layer in (False, True)}
+    assert plans[True].peak < plans[False].peak / 4
+    assert memory_plan.choose_plan(FLOAT32, family("klein-base-4b"), None, int(40e9)).by_layer is False
+    assert memory_plan.choose_plan(FLOAT32, family("klein-base-4b"), None, int(8e9)).by_layer is True
+
+
+def test_an_encoder_that_cannot_fit_is_refused_and_the_settings_that_fit_are_named() -> None:
+    whole, klein = replace(FLOAT32, memory="whole"), family("klein-base-4b")
+    with pytest.raises(ValueError, match=r'text encoder needs about .* GB, .*: with \[embeddings\] memory = "layers" it fits'):
+        memory_plan.choose_plan(whole, klein, None, int(4e9))
+    with pytest.raises(ValueError, match="no setting makes it fit"):
+        memory_plan.choose_plan(whole, klein, None, int(1e8))
+
+
+def test_fewer_bits_give_nearly_the_embeddings_of_all_and_only_they_rename_the_table(folder: Path, tmp_path: Path) -> None:
+    found = {bits: words(replace(FLOAT32, bits=bits), folder, tmp_path / str(bits)) for bits in (16, 8, 4)}
+    key = digest("a cat")
+    full, eight, four = (widen(np.array(found[bits][key], np.uint16)) for bits in (16, 8, 4))
+    assert 0 < np.abs(eight - full).mean() < np.abs(four - full).mean() < np.abs(full).mean()
+    assert significant_settings(FLOAT32) == {"precision": "float32"}
+    assert significant_settings(replace(FLOAT32, bits=4)) == {"precision": "float32", "bits": 4}
+
+
+@pytest.mark.parametrize(("bits", "by_layer"), [(16, False), (4, False), (16, True)])
+def test_the_estimate_of_the_text_encoder_is_near_its_measured_peak(bits: Any, by_layer: bool, tmp_path: Path) -> None:
+    wide = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 1024, "head_dim": 64}
+    larger = replace(TINY, text_encoder=TINY.text_encoder | wide, text_layers=(2, 3, 5))
+    larger.architecture.write_random_weights(tmp_path / "weights", larger, 0)
+    config = replace(FLOAT32, bits=bits)
+    expected = memory_plan.estimate(config, larger, None, by_layer).peak
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    paths = [tmp_path / "weights" / name for name in ("text_encoder", "tokenizer")]
+    encoder = memory_plan.load_encoder(larger, *paths, config, by_layer)
+    list(encoder.encode(["a cat", "a dog"]))
+    measured = mx.get_peak_memory() - before
+    assert 0.75 < expected / measured < 1.35, (expected, measured)

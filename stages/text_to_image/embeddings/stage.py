@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -17,26 +16,12 @@ from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.embeddings import EMBEDDINGS
 from stages.models.protocols import TextEncoder
 from stages.models.text.encoder import Embedding, widen
-from stages.settings import require, runtime, setting
 from stages.stage import Stage, StageContext
+from stages.text_to_image.embeddings.config import EmbeddingsConfig
+from stages.text_to_image.embeddings.memory_plan import choose_plan, forecast, load_encoder
+from stages.tuner.blockwise.device import live_memory_limit, memory_budget
 
 Row = dict[str, Any]
-
-MAX_BATCH = 64  # texts per batch: 64 embeddings of the largest family are 1 GB
-
-
-@dataclass(frozen=True)
-class EmbeddingsConfig:
-    """The section [embeddings] of project.toml: how texts are encoded."""
-
-    precision: Literal["bfloat16", "float32"] = setting(
-        "bfloat16",
-        "dtype that the text encoder computes in: bfloat16 as it was released, or float32, which is far faster on a CPU",
-    )
-    batch_size: int = runtime(8, "texts per record batch, which a kill can lose; texts are encoded one by one")
-
-    def __post_init__(self) -> None:
-        require(self, "batch_size", 1, MAX_BATCH)
 
 
 def wanted_embeddings(ctx: StageContext) -> pa.Table:
@@ -55,12 +40,15 @@ def encode_embeddings(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     family = ctx.need("family")
     family.require("text_encoder")
     captions = _rows_by_text(ctx.rows(CAPTIONS))
-    encoder = family.architecture.load_text_encoder(ctx.need("text_encoder"), ctx.need("tokenizer"), family, ctx.config.precision)
+    path = ctx.need("text_encoder")
+    plan = choose_plan(ctx.config, family, path, memory_budget())
+    encoder = load_encoder(family, path, ctx.need("tokenizer"), ctx.config, plan.by_layer)
     try:
-        for start in range(0, len(pending), ctx.config.batch_size):
-            if ctx.stop():
-                return
-            yield _batch(ctx, encoder, pending, start, captions)
+        with live_memory_limit(plan.live_bytes):
+            for start in range(0, len(pending), ctx.config.batch_size):
+                if ctx.stop():
+                    return
+                yield _batch(ctx, encoder, pending, start, captions)
     finally:
         del encoder
         gc.collect()
@@ -139,4 +127,5 @@ STAGE = Stage(
     needs=("family", "text_encoder", "tokenizer"),
     wants=wanted_embeddings,
     run=encode_embeddings,
+    forecast=forecast,
 )

@@ -1,0 +1,84 @@
+"""An estimate of the autoencoder's memory from shapes alone. It follows the strips of rows in which images are computed.
+
+H and W are rows and columns of an activation, C channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+
+from stages.models.family import Family
+from stages.models.flux2.autoencoder import query_rows
+from stages.models.flux2.autoencoder_config import AutoencoderConfig
+from stages.models.flux2.rows import strip_rows
+from stages.models.folders import component_config
+
+COLUMNS = 9.0  # on a CPU, a convolution copies each 3 x 3 neighbourhood of its input
+SCRATCH = 4.0  # elsewhere: bytes of scratch per byte of a convolution's input strip; a limit, not a measurement
+EXTRA = 4.0  # strips beside it: the input, its normalised form, the sum with the bias, and one more
+
+
+def autoencoder_bytes(
+    path: Path | None, family: Family, height: int, width: int, itemsize: int, encodes: bool
+) -> tuple[int, int]:
+    """Return (bytes of the weights, most bytes in use beside them) of encoding or decoding one image. `path` is the
+    autoencoder's folder or file, or None for the sizes of `family`. `height` and `width` are in pixels. `itemsize` is the bytes
+    of one value.
+    """
+    config = AutoencoderConfig.from_dict(component_config(path, family.autoencoder) if path else family.autoencoder)
+    weights = sum(itemsize * math.prod(shape) for shape in config.shapes().values())
+    half = (encoding if encodes else decoding)(config, height, width)
+    image = 4 * height * width * 3  # float32 pixels, as input or output
+    return weights, int(max(held + work for held, work in half) * itemsize) + image
+
+
+def encoding(config: AutoencoderConfig, height: int, width: int) -> Iterator[tuple[float, float]]:
+    """Yield (values held, values at work) of every convolution that encodes an image."""
+    channels, inputs = config.block_out_channels, config.block_out_channels[0]
+    yield 0, conv_work(height, width, config.in_channels, inputs)
+    for level, outputs in enumerate(channels):
+        H, W = height >> level, width >> level
+        for _ in range(config.layers_per_block):
+            yield from resnet(H, W, inputs, outputs)
+            inputs = outputs
+        if level < len(channels) - 1:
+            yield H * W * outputs * 1.25, conv_work(H, W, outputs, outputs)
+    yield from middle(config, height >> (len(channels) - 1), width >> (len(channels) - 1), inputs)
+
+
+def decoding(config: AutoencoderConfig, height: int, width: int) -> Iterator[tuple[float, float]]:
+    """Yield (values held, values at work) of every convolution that decodes an image."""
+    channels = config.decoder_channels[::-1]
+    inputs, last = channels[0], len(channels) - 1
+    yield from middle(config, height >> last, width >> last, inputs)
+    for level, outputs in enumerate(channels):
+        H, W = height >> (last - level), width >> (last - level)
+        for _ in range(config.layers_per_block + 1):
+            yield from resnet(H, W, inputs, outputs)
+            inputs = outputs
+        if level < last:
+            yield 5 * H * W * outputs, conv_work(2 * H, 2 * W, outputs, outputs)
+
+
+def resnet(H: int, W: int, inputs: int, outputs: int) -> Iterator[tuple[float, float]]:
+    """Yield the values held and at work in the two convolutions of a residual block."""
+    yield H * W * (inputs + outputs), conv_work(H, W, inputs, outputs)
+    yield H * W * 2 * outputs, conv_work(H, W, outputs, outputs)
+
+
+def middle(config: AutoencoderConfig, H: int, W: int, channels: int) -> Iterator[tuple[float, float]]:
+    """Yield the values held and at work in the middle block, at the lowest resolution."""
+    yield from resnet(H, W, channels, channels)
+    if config.mid_block_add_attention:
+        yield 7 * H * W * channels, 2 * query_rows(H * W, channels) * H * W
+
+
+def conv_work(H: int, W: int, inputs: int, outputs: int) -> float:
+    """Return the values in use while one strip of a convolution is computed. H and W are those of its output."""
+    strip = min(strip_rows(H, W, inputs, outputs), H) * W
+    copies = COLUMNS if mx.default_device() == mx.cpu else SCRATCH
+    return strip * (inputs * copies + EXTRA * max(inputs, outputs))

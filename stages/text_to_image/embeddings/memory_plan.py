@@ -1,0 +1,120 @@
+"""How much memory the text encoder takes, from shapes alone, and whether its layers stay in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from stages.models.family import Family
+from stages.models.protocols import TextEncoder
+from stages.stage import Forecast, Outlook
+from stages.text_to_image.embeddings.config import EmbeddingsConfig
+from stages.tuner import quantize
+from stages.tuner.blockwise import planner
+from stages.tuner.quantize import BITS
+
+ITEMSIZES = {"bfloat16": 2, "float32": 4}
+AHEAD = 0.5  # share of the working memory that work started ahead may use beyond the estimate
+
+
+@dataclass(frozen=True)
+class EncoderPlan:
+    """How texts are encoded. If `by_layer`, each layer is read again for every batch of texts. `held` is the bytes that stay in
+    memory, `work` the bytes in use beside them.
+    """
+
+    by_layer: bool
+    held: int
+    work: int
+
+    @property
+    def peak(self) -> int:
+        """The estimated peak memory in bytes."""
+        return self.held + self.work
+
+    @property
+    def live_bytes(self) -> int:
+        """The memory use, in bytes, at which MLX must wait before it starts further work."""
+        return self.peak + int(AHEAD * self.work)
+
+    @property
+    def words(self) -> str:
+        """The plan in words."""
+        return "layer by layer" if self.by_layer else "whole"
+
+
+def estimate(config: EmbeddingsConfig, family: Family, weights: Path | None, by_layer: bool) -> EncoderPlan:
+    """Estimate the memory of encoding texts, from shapes alone. `weights` is the path of the text encoder; None takes the
+    sizes of `family`. `by_layer` says whether layers are read one at a time.
+    """
+    sizes, item = family.architecture.text_encoder_sizes(weights, family), ITEMSIZES[config.precision]
+    shapes = sizes.shapes(max(family.text_layers))
+    layers: dict[str, list[tuple[tuple[int, ...], int]]] = {}
+    for name, shape in shapes.items():
+        layers.setdefault(name.split(".")[1] if name.startswith("layers.") else "", []).append((shape, config.bits))
+    outside = planner.weight_bytes(((shape, 16) for shape, _ in layers.pop("")), item)
+    per_layer = [planner.weight_bytes(layer, item) for layer in layers.values()]
+    tokens = family.text_tokens
+    scores = sizes.num_attention_heads * tokens * tokens * item
+    feed_forward = 4 * tokens * sizes.intermediate_size * item
+    states = (len(family.text_layers) + 2) * tokens * sizes.hidden_size * item
+    unpacked = sum(unpacked_layer(next(iter(layers.values())), item)) if config.bits < 16 else 0
+    work = states + max(2 * scores, feed_forward) + unpacked
+    if not by_layer:
+        return EncoderPlan(False, outside + sum(per_layer), work)
+    texts = config.batch_size * 2 * tokens * sizes.hidden_size * item
+    reading = max(per_layer) + item * max(shape[0] * shape[-1] for shape, _ in next(iter(layers.values())))
+    return EncoderPlan(True, texts, max(outside, reading + work))
+
+
+def unpacked_layer(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> list[int]:
+    """Return the bytes of each weight of a layer that is packed, in unpacked form."""
+    return [shape[0] * shape[1] * itemsize for shape, bits in shapes if bits < 16 and quantize.is_packable(shape)]
+
+
+def choose_plan(config: EmbeddingsConfig, family: Family, weights: Path | None, budget: int) -> EncoderPlan:
+    """Choose whether the layers of the text encoder stay in memory. The setting [embeddings] `memory` decides. "auto" keeps them
+    if they fit into `budget` bytes. Raises ValueError if the plan needs more. The message names settings that would fit.
+    """
+    plan = estimate(config, family, weights, config.memory == "layers")
+    if config.memory == "auto" and plan.peak > budget:
+        plan = estimate(config, family, weights, True)
+    if plan.peak > budget:
+        advice = remedy(config, family, weights, budget)
+        would = f"with {advice} it fits" if advice else "no setting makes it fit; choose a smaller family"
+        raise ValueError(
+            f"embeddings: the text encoder needs about {plan.peak / 1e9:.3g} GB, more than the {budget / 1e9:.3g} GB that it may "
+            f"take: {would}"
+        )
+    return plan
+
+
+def remedy(config: EmbeddingsConfig, family: Family, weights: Path | None, budget: int) -> str:
+    """Return the settings of [embeddings] with which the text encoder fits into `budget` bytes; empty if there are none."""
+    if estimate(config, family, weights, True).peak <= budget:
+        return '[embeddings] memory = "layers"'
+    for bits in BITS:
+        if bits < config.bits and estimate(replace(config, bits=bits), family, weights, True).peak <= budget:
+            return f'[embeddings] memory = "layers", bits = {bits}'
+    return ""
+
+
+def load_encoder(family: Family, weights: Path, tokenizer: Path, config: EmbeddingsConfig, by_layer: bool = False) -> TextEncoder:
+    """Load the text encoder of `family` as [embeddings] says: its precision and bits. `weights` and `tokenizer` are paths."""
+    arrange = None if config.bits == 16 else lambda name, weight: quantize.pack_if_possible(weight, config.bits)
+    found: TextEncoder = family.architecture.load_text_encoder(weights, tokenizer, family, config.precision, arrange, by_layer)
+    return found
+
+
+def forecast(outlook: Outlook) -> Forecast:
+    """Return what the stage `embeddings` needs, from shapes alone."""
+    config, family, weights = outlook.sections["embeddings"], outlook.family, outlook.weights("text_encoder")
+    plan = estimate(config, family, weights, config.memory == "layers")
+    if config.memory == "auto" and plan.peak > outlook.budget:
+        plan = estimate(config, family, weights, True)
+    sizes = family.architecture.text_encoder_sizes(weights, family)
+    row_bytes = 2 * family.text_tokens * sizes.hidden_size * len(family.text_layers)
+    advice = remedy(config, family, weights, outlook.budget) if plan.peak > outlook.budget else ""
+    bits = f", {config.bits} bits" if config.bits < 16 else ""
+    return Forecast(plan.peak, row_bytes, plan=f"text encoder {plan.words}{bits}", remedy=advice)
