@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 
 from pipeline.errors import Stopped
 from pipeline.project import runs
+from pipeline.project.outlook import announcement
 from pipeline.project.project import Project
 from pipeline.project.recipe import recipe_id
 from pipeline.store.catalog import link_table
@@ -109,6 +110,8 @@ def run(
             runs.begin(project, name, software(), run_name)
         for note in notes:
             console.say(note)
+        if ctx.pending.num_rows and (line := announcement(project, name, ctx.pending.num_rows)):
+            console.say(line)
         published = folder.rows().select(wanted.column_names) if folder.exists else wanted.slice(0, 0)
         commit((compute or stage.run)(ctx), stage, writer, meter)
         ctx.stored = writer.stored

@@ -65,8 +65,8 @@ class StageContext:
 @dataclass(frozen=True)
 class Outlook:
     """Everything that a forecast of a stage may use. `sections` maps the name of a section to its settings. `family` is the
-    record of the model family, or None. `budget` is the bytes of memory that a stage may take. `weights(name)` returns the path of a
-    component that is on this machine, else None. `rows(schema)` returns the rows of a table that is built, else None.
+    record of the model family, or None. `budget` is the bytes of memory that a stage may take. `weights(name)` returns the
+    path of a component that is on this machine, else None. `rows(schema)` returns the rows of a built table, else None.
     """
 
     sections: Mapping[str, Any]

@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 FUSED_ROWS = 128  # the fused gradient needs a multiple of this many query rows
+METAL_WIDTHS = (64, 72, 80, 96, 128)  # head widths of the fused forward kernel on Metal
 CHUNK_BYTES = 256 << 20  # of one chunk's (batch, heads, chunk rows, key rows) matrix; large enough to keep a GPU busy
 
 
@@ -67,6 +68,20 @@ def fused_gradient(q_BHLK: mx.array) -> bool:
     """
     on = mx.cuda.is_available() and mx.default_device() == mx.gpu and os.environ.get("MLX_CUDA_USE_CUDNN_SDPA", "1") != "0"
     return on and q_BHLK.dtype in (mx.bfloat16, mx.float16) and q_BHLK.shape[-1] <= 128 and q_BHLK.shape[-1] % 8 == 0
+
+
+def fused_forward(q_BHLK: mx.array) -> bool:
+    """Return True if the device computes attention without a gradient in one kernel that stores no scores."""
+    metal = mx.metal.is_available() and mx.default_device() == mx.gpu and q_BHLK.shape[-1] in METAL_WIDTHS
+    return metal or fused_gradient(q_BHLK)
+
+
+def forward_score_bytes(q_BHLK: mx.array) -> int:
+    """Return the most bytes of attention scores in memory while `attention` runs without a gradient. Keys have the shape of the
+    queries `q_BHLK`, (batch, heads, rows, width).
+    """
+    B, H, L, _ = q_BHLK.shape
+    return 0 if fused_forward(q_BHLK) else min(B * H * L * L * q_BHLK.dtype.size, CHUNK_BYTES)
 
 
 def chunk_rows(q_BHLK: mx.array, k_BHSK: mx.array) -> int:

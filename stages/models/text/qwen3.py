@@ -15,6 +15,8 @@ import mlx.core as mx
 
 from stages.models.attention import attention
 
+dispatch: Callable[..., None] = mx.async_eval  # start computing without waiting; MLX leaves it untyped
+
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -150,7 +152,7 @@ class Qwen3:
         states = {0: h_BTD}
         for i in range(max(layers)):
             h_BTD = self.layer(i, h_BTD, seen_B1TT)
-            mx.async_eval(h_BTD)  # unpacked weights of one layer exist at a time
+            dispatch(h_BTD)  # unpacked weights of one layer exist at a time
             states[i + 1] = self.state(i + 1, h_BTD)
         return mx.concatenate([states[k] for k in layers], axis=-1)
 

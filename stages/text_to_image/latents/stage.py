@@ -9,49 +9,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 
 from schemas.text_to_image.buckets import BUCKETS
 from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
-from stages.settings import require, runtime, selects, setting
 from stages.stage import Stage, StageContext
-from stages.text_to_image.imaging.colour import parse_colour
 from stages.text_to_image.imaging.decode import ImageError
 from stages.text_to_image.imaging.usable import usable_paths
+from stages.text_to_image.latents.config import LatentsConfig
 from stages.text_to_image.latents.crop import FileChanged, ImageJob, decode_ahead
 from stages.text_to_image.latents.mask_ids import mask_files, mask_ids
+from stages.text_to_image.latents.memory_plan import AHEAD, ITEMSIZES, forecast
 
 Row = dict[str, Any]
 
 WANTED = ("latent_id", "image_id", "width", "height", "crop_x", "crop_y", "crop_w", "crop_h", "flip", "mask_id")
 CROP = ("crop_x", "crop_y", "crop_w", "crop_h")
-
-
-@dataclass(frozen=True)
-class LatentsConfig:
-    """The section [latents] of project.toml: how crops are encoded, and where masks are taken from."""
-
-    flip: bool = selects(False, "encode a mirrored copy of every crop too; off, because text and faces are not symmetric")
-    mask: Literal["none", "alpha", "file"] = selects(
-        "none",
-        "which part of an image is trained on: none: all of it; alpha: its opaque part; file: the white part of a mask file, "
-        "cat.mask.png or masks/cat.png for cat.jpg",
-    )
-    background: str = setting("#ffffff", "colour behind transparent pixels")
-    precision: Literal["float32", "bfloat16"] = setting(
-        "float32", "dtype that the autoencoder computes in; bfloat16 needs half the memory and is less exact"
-    )
-    batch_size: int = runtime(8, "rows per record batch, which a kill can lose; images are encoded one by one")
-    workers: int = runtime(4, "threads that decode and resize images ahead of the autoencoder")
-
-    def __post_init__(self) -> None:
-        require(self, "batch_size", 1)
-        require(self, "workers", 1)
-        parse_colour(self.background)
 
 
 def latent_id(row: Row) -> str:
@@ -93,24 +69,27 @@ def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     import mlx.core as mx
 
     from stages.text_to_image.latents.encode import record_batch
+    from stages.tuner.blockwise.device import live_memory_limit
 
     family = ctx.need("family")
     model = family.architecture.load_autoencoder(ctx.need("autoencoder"), family, getattr(mx, ctx.config.precision))
+    limit = live_bytes(ctx)
     changed: list[str] = []
     rows = _encoded_rows(ctx, model, changed)
     held: list[Row] = []
     try:
-        for row in rows:
-            held.append(row)
-            stopping = ctx.stop()
-            if stopping or len(held) == ctx.config.batch_size:
+        with live_memory_limit(limit):
+            for row in rows:
+                held.append(row)
+                stopping = ctx.stop()
+                if stopping or len(held) == ctx.config.batch_size:
+                    yield record_batch(held)
+                    held = []
+                    mx.clear_cache()
+                if stopping:
+                    return
+            if held:
                 yield record_batch(held)
-                held = []
-                mx.clear_cache()
-            if stopping:
-                return
-        if held:
-            yield record_batch(held)
     finally:
         rows.close()
         del rows, model
@@ -118,6 +97,15 @@ def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     if changed:
         names = ", ".join(changed[:3])
         raise ValueError(f"{len(changed)} image files changed since the table images was written ({names}): run images again")
+
+
+def live_bytes(ctx: StageContext) -> int:
+    """Return the memory use, in bytes, at which MLX must wait before it starts further work on a pending image."""
+    family = ctx.need("family")
+    width, height = max(((row["width"], row["height"]) for row in ctx.pending.to_pylist()), key=lambda size: size[0] * size[1])
+    item = ITEMSIZES[ctx.config.precision]
+    held, work = family.architecture.autoencoder_bytes(ctx.need("autoencoder"), family, height, width, item, True)
+    return int(held + (1 + AHEAD) * work)
 
 
 def _encoded_rows(ctx: StageContext, model: Any, changed: list[str]) -> Generator[Row]:
@@ -164,4 +152,5 @@ STAGE = Stage(
     needs=("image_folder", "family", "autoencoder"),
     wants=wanted_latents,
     run=encode_latents,
+    forecast=forecast,
 )

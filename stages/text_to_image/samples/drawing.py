@@ -72,18 +72,20 @@ def load_sampler(
     steps: int | None = None,
     guidance: float | None = None,
     strength: float = 1.0,
+    live_bytes: int | None = None,
 ) -> LatentSampler:
     """Return a sampler that draws with a transformer and an adapter. `label` names the sampler in errors. `transformer`
     is the path of the transformer. `read_negative` returns the embedding of the empty prompt, (1, text tokens, features).
     It is called only if guidance takes two passes. `adapter` is the file of the adapter, or None. `precision` is
     "bfloat16" or "float32". `packed` holds the settings `base_bits` and `base_bits_for`; None packs no weight. If
-    `steps` or `guidance` is None, the family's value is used. `strength` scales the adapter. Raises ValueError if the
-    adapter was trained on another transformer.
+    `steps` or `guidance` is None, the family's value is used. `strength` scales the adapter. `live_bytes` limits the
+    memory in use, see `BlockwiseForward`. Raises ValueError if the adapter was trained on another transformer.
     """
     architecture = family.architecture
     pack = packing(architecture, packed) if packed else None
     model = architecture.load_transformer(transformer, family, DTYPES[precision], pack)
     predict = adapted_forward(model, family, adapter, strength) if adapter else model_forward(model, None)
+    predict.live_bytes = live_bytes
     chosen = family.guidance if guidance is None else guidance
     negative = read_negative() if family.real_cfg and chosen > 1 else None
     return LatentSampler(label, family, model, predict, family.sampling_steps if steps is None else steps, chosen, negative)

@@ -20,10 +20,12 @@ from schemas.text_to_image.train import TRAIN
 from stages.stage import Stage, StageContext
 from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.samples.decoding import decode, save_png
-from stages.text_to_image.samples.drawing import LatentSampler, load_sampler
+from stages.text_to_image.samples.drawing import DTYPES, LatentSampler, load_sampler
 from stages.text_to_image.samples.grid import write_grid
+from stages.text_to_image.samples.memory_plan import drawing_memory, forecast, passes
 from stages.text_to_image.samples.sources import SampleSource, sample_sources
 from stages.tuner import checkpoint
+from stages.tuner.blockwise.device import limit_command_buffers, live_memory_limit
 
 LATENTS = "latents"  # artifacts folder of latents that were drawn but not decoded, so that a stopped run draws nothing twice
 ID_DIGITS = 16  # hex digits of an id in a file's name
@@ -54,6 +56,7 @@ def draw_samples(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     latents are drawn first. Then all images are decoded. So the transformer and the autoencoder are never in memory
     together.
     """
+    limit_command_buffers()  # must come before the first MLX array
     pending = ctx.pending.to_pylist()
     undrawn = [row for row in pending if not latent_path(ctx, row).exists()]
     progress = StepProgress(ctx, len(undrawn) * (ctx.config.steps or ctx.need("family").sampling_steps))
@@ -125,17 +128,21 @@ def draw_latents(ctx: StageContext, source: SampleSource, rows: list[Row], progr
 
 def sampler_for(ctx: StageContext, source: SampleSource) -> LatentSampler:
     """Load the transformer and the adapter of `source` and return a sampler with the settings of [samples]."""
-    config = ctx.config
+    config, family, file = ctx.config, ctx.need("family"), source.adapter_file()
+    size, dtype = (config.width, config.height), DTYPES[config.precision]
+    adapter = file.stat().st_size * dtype.size // 4 if file else 0  # stored as float32
+    memory = drawing_memory(family, ctx.need("transformer"), config, config.precision, size, passes(config, family), adapter)
     return load_sampler(
         f"samples: {source.label}",
         ctx.need("transformer"),
-        ctx.need("family"),
+        family,
         lambda: read_embedding(ctx, empty_caption(ctx)),
-        source.adapter_file(),
+        file,
         precision=config.precision,
         packed=config,
         steps=config.steps,
         guidance=config.guidance,
+        live_bytes=memory.live_bytes,
     )
 
 
@@ -150,14 +157,17 @@ def decode_latents(ctx: StageContext, source: SampleSource, rows: list[Row], lat
     if not drawn or ctx.stop():
         return
     family = ctx.need("family")
-    autoencoder = family.architecture.load_autoencoder(ctx.need("autoencoder"), family, mx.float32)
+    path, size = ctx.need("autoencoder"), (ctx.config.height, ctx.config.width)
+    autoencoder = family.architecture.load_autoencoder(path, family, mx.float32)
+    held, work = family.architecture.autoencoder_bytes(path, family, *size, 4, False)
     for row in drawn:
         if ctx.stop():
             return
         started = time.perf_counter()
         loaded: Any = mx.load(str(latents[file_name(row)]), return_metadata=True)
         arrays, about = loaded
-        image = decode(autoencoder, arrays["latents"])
+        with live_memory_limit(held + 2 * work):
+            image = decode(autoencoder, arrays["latents"])
         name = f"images/{file_name(row)}.png"
         facts = {"prompt": row["prompt"], "seed": row["seed"], "step": source.step, "adapter_id": source.adapter_id}
         ctx.write_artifact(name, partial(save_png, image=image, metadata=facts | ctx.provenance))
@@ -199,5 +209,6 @@ STAGE = Stage(
     wants=wanted_samples,
     run=draw_samples,
     finish=finish_samples,
+    forecast=forecast,
     result="grid.png",
 )

@@ -218,7 +218,7 @@ def refusal(estimator: MemoryEstimator, batch: BatchShape, candidate: Candidate,
     """Return the one-line message for a run that does not fit in memory. The message says that `candidate` needs more than
     `limit` bytes. It also says which settings would fit. A lower resolution is proposed only if no other settings suffice.
     """
-    advice, needs = _advice(estimator, batch, limit)
+    advice, needs = lower_resolution(estimator, batch, limit)
     would = f"{advice} would need {needs / GB:.3g} GB" if advice else "no setting would need less"
     also = f"{', too much as well' if advice else ''}; choose a smaller family, or train on a device with more memory"
     return (
@@ -227,7 +227,7 @@ def refusal(estimator: MemoryEstimator, batch: BatchShape, candidate: Candidate,
     )
 
 
-def _advice(estimator: MemoryEstimator, batch: BatchShape, limit: int) -> tuple[str, int]:
+def lower_resolution(estimator: MemoryEstimator, batch: BatchShape, limit: int) -> tuple[str, int]:
     """Return which settings to change so that training fits into `limit` bytes. The result is a pair: the settings as
     text, and the bytes that training needs with them. `batch` is the largest batch of the run. Settings of [train] come
     first. A lower resolution is added only if they do not suffice. If nothing suffices, the result has all these

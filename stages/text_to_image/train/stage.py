@@ -19,6 +19,7 @@ from stages.hashing import file_sha256
 from stages.stage import Stage, StageContext
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.dataset import load_dataset
+from stages.text_to_image.train.forecast import forecast
 from stages.text_to_image.train.task import ImageTask
 from stages.tuner import loop
 from stages.tuner.checkpoint import ADAPTER
@@ -69,6 +70,7 @@ STAGE = Stage(
     wants=wanted_samples,
     run=train,
     snapshot=snapshot,
+    forecast=forecast,
     divisible=False,
     version=2,  # 2: every batch is full
     result=ADAPTER,

@@ -1,0 +1,76 @@
+"""`latentmill plan`: what every stage will need, before anything is downloaded or computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from pipeline.options import with_project
+from pipeline.terminal import format_bytes, format_seconds, format_table
+
+if TYPE_CHECKING:
+    from pipeline.project.outlook import Need
+    from pipeline.project.project import Project
+
+GB = 1e9
+
+
+@click.command("plan")
+@click.option("--memory", "gigabytes", type=float, help="Memory that a stage may take, in GB.  [default: this machine's]")
+@with_project
+def command(project: Project, gigabytes: float | None) -> int:
+    """Show what each stage will need: rows, disk, memory, time. The figures are computed from shapes; nothing is loaded. The exit
+    code is 2 if a stage does not fit into memory.
+    """
+    if gigabytes is not None and gigabytes <= 0:
+        raise ValueError(f"--memory must be > 0 GB, got {gigabytes:g}")
+    lines, fits = report(project, None if gigabytes is None else int(gigabytes * GB))
+    for line in lines:
+        click.echo(line)
+    return 0 if fits else 2
+
+
+def report(project: Project, budget: int | None = None) -> tuple[list[str], bool]:
+    """Return (lines of text, whether every stage fits into memory). `budget` is the bytes of memory that a stage may take; None
+    means what this machine has.
+    """
+    from pipeline.project.outlook import downloads, need, outlook
+
+    seen = outlook(project, budget)
+    needs = [need(project, name, seen) for name in project.stage_names]
+    family = f"family {project.family.name}, " if project.pipeline.families else ""
+    lines = [f"{project.name}: {family}a stage may take {format_bytes(seen.budget)} of memory"]
+    names = ("stage", "rows", "to do", "disk", "memory", "time", "how")
+    lines += format_table(names, [row(each) for each in needs], right=("rows", "to do", "disk", "memory", "time")).splitlines()
+    absent = downloads(project)
+    if absent:
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in absent.items())
+        lines.append(f"to download, about: {parts}; {format_bytes(sum(absent.values()))} in all")
+    lines += refusals(needs, seen.budget)
+    lines.append("Memory and disk are computed from shapes. Time is at the rate of the last run.")
+    return lines, not any(True for _ in refusals(needs, seen.budget))
+
+
+def row(each: Need) -> tuple[str | int | None, ...]:
+    """Return the cells of one stage."""
+    found = each.forecast
+    return (
+        each.stage_name,
+        each.wanted,
+        each.missing,
+        None if each.disk is None else format_bytes(each.disk),
+        format_bytes(found.peak) if found else None,
+        None if each.seconds is None else format_seconds(each.seconds),
+        found.plan if found else each.note,
+    )
+
+
+def refusals(needs: list[Need], budget: int) -> Iterator[str]:
+    """Yield one line for each stage that needs more than `budget` bytes, with the nearest settings that fit."""
+    from pipeline.project.outlook import refusal
+
+    for each in needs:
+        if each.forecast and each.forecast.peak > budget:
+            yield refusal(each.stage_name, each.forecast.peak, each.forecast.remedy, budget)

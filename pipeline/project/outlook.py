@@ -1,0 +1,162 @@
+"""What a stage of a project needs, before it runs: rows, disk, memory, downloads. Nothing is computed or downloaded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from stages.stage import Forecast, Outlook, Weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pyarrow as pa
+
+    from pipeline.project.project import Project
+    from schemas.table import TableSchema
+
+GB = 1e9
+HALF, FULL = 2, 4  # bytes of a stored value: transformers and text encoders, autoencoders
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one stage needs. `wanted` is the number of rows of its table; None if it cannot be known yet. `missing` is how many of
+    them are not stored. `forecast` is None for a stage that needs little. `note` says why there is no forecast. `seconds` is
+    the time that the missing rows take at the rate of the last run; None if no run was measured.
+    """
+
+    stage_name: str
+    wanted: int | None = None
+    missing: int | None = None
+    forecast: Forecast | None = None
+    note: str = ""
+    seconds: float | None = None
+
+    @property
+    def disk(self) -> int | None:
+        """The size of the finished table and its files on disk, in bytes. None if it is small or not known."""
+        if self.forecast is None or (self.wanted is None and not self.forecast.file_bytes):
+            return None
+        return self.forecast.row_bytes * (self.wanted or 0) + self.forecast.file_bytes
+
+
+def outlook(project: Project, budget: int | None = None) -> Outlook:
+    """Return what forecasts of the stages of `project` may use. `budget` is the bytes of memory that a stage may take; None means
+    what this machine has.
+    """
+    from stages.tuner.blockwise.device import memory_budget
+
+    def weights(name: str) -> Path | None:
+        try:
+            return project.component(name, fetch=False)
+        except ValueError:
+            return None
+
+    def rows(schema: TableSchema) -> pa.Table | None:
+        try:
+            return project.context(project.stage(schema.name)).rows(schema)
+        except ValueError:  # not built yet
+            return None
+
+    family = project.family if project.pipeline.families else None
+    return Outlook(project.config.sections, family, memory_budget() if budget is None else budget, weights, rows)
+
+
+def forecast(project: Project, name: str, seen: Outlook | None = None) -> Forecast | None:
+    """Return the forecast of the stage `name`, or None for a stage that needs little. Raises ValueError if the family cannot be
+    used for this stage.
+    """
+    stage = project.stage(name)
+    if stage.forecast is None:
+        return None
+    for need in stage.needs:
+        if isinstance(project.pipeline.resources[need], Weights):
+            project.family.require(need)
+    return stage.forecast(seen or outlook(project))
+
+
+def need(project: Project, name: str, seen: Outlook) -> Need:
+    """Return what the stage `name` needs. Tables that are built are counted; settings give the rest."""
+    from pipeline.store.rows import missing
+
+    try:
+        found, note = forecast(project, name, seen), ""
+    except ValueError as error:
+        found, note = None, str(error)
+    wanted = found.rows if found else None
+    left = wanted
+    stage = project.stage(name)
+    try:
+        folder = project.current(name)
+        stored = folder.rows() if folder.exists else None
+        rows = stage.wants(project.context(stage, **({"stored": stored} if stored is not None else {})))
+        wanted = rows.num_rows
+        left = wanted if stored is None else missing(rows, stored).num_rows
+    except ValueError:  # inputs or weights are not there yet
+        pass
+    return Need(name, wanted, left, found, note, seconds_for(project, name, left))
+
+
+def refusal(stage_name: str, peak: int, remedy: str, budget: int) -> str:
+    """Return the one-line message for a stage that needs `peak` bytes, more than `budget`. `remedy` names settings that fit."""
+    would = f"{remedy} would fit" if remedy else "no setting would fit; choose a smaller family"
+    return f"{stage_name} needs about {peak / GB:.3g} GB of memory, more than the {budget / GB:.3g} GB that it may take: {would}"
+
+
+def announcement(project: Project, name: str, rows: int) -> str:
+    """Return the line that is shown before the stage `name` makes `rows` rows: what it will need. It is empty for a stage that
+    needs little. Raises ValueError if the stage cannot fit into memory. The message names the nearest settings that fit.
+
+    A stage with a snapshot makes its own plan, from its data, and refuses by itself.
+    """
+    seen = outlook(project)
+    try:
+        found = forecast(project, name, seen)
+    except ValueError:  # the stage reports it
+        return ""
+    if found is None:
+        return ""
+    if found.peak > seen.budget and project.stage(name).snapshot is None:
+        raise ValueError(refusal(name, found.peak, found.remedy, seen.budget))
+    disk = found.row_bytes * rows + found.file_bytes
+    size = f", about {disk / 1e6:.3g} MB on disk" if disk else ""
+    return (
+        f"{rows} rows to make{size}; estimated peak memory {found.peak / GB:.2g} GB of {seen.budget / GB:.3g} GB ({found.plan})"
+    )
+
+
+def seconds_for(project: Project, name: str, rows: int | None) -> float | None:
+    """Return the seconds that `rows` rows of the stage take at the rate of its last run. None without a run that wrote rows."""
+    folder = project.folder(name)
+    if not rows or not folder.exists:
+        return None
+    run: dict[str, Any] = folder.manifest().get("facts", {}).get("run", {})
+    written = run.get("rows_written", 0)
+    return rows * run["seconds"] / written if written else None
+
+
+def downloads(project: Project) -> dict[str, int]:
+    """Return the bytes of each model component that is not on this machine, computed from its shapes. The dict is empty if the
+    pipeline uses no model or its weights are part of the checkout or generated.
+    """
+    family = project.family if project.pipeline.families else None
+    if family is None or family.bundled or family.seeded is not None:
+        return {}
+    here = outlook(project, 0).weights
+    architecture, sizes = family.architecture, {}
+    for name, kind in project.pipeline.resources.items():
+        if isinstance(kind, Weights) and name in component_bytes(family, architecture) and here(name) is None:
+            sizes[name] = component_bytes(family, architecture)[name]
+    return sizes
+
+
+def component_bytes(family: Any, architecture: Any) -> dict[str, int]:
+    """Return the size of each component of `family` as it is published, in bytes. Unsupported components are left out."""
+    sizes = {"transformer": HALF * sum(map(math.prod, architecture.transformer_config(None, family).shapes().values()))}
+    sizes["autoencoder"] = architecture.autoencoder_bytes(None, family, 256, 256, FULL, True)[0]
+    if "text_encoder" not in family.unsupported:
+        encoder = architecture.text_encoder_sizes(None, family)
+        sizes["text_encoder"] = HALF * sum(map(math.prod, encoder.shapes(encoder.num_hidden_layers).values()))
+    return sizes

@@ -1,0 +1,32 @@
+"""The settings of the stage `latents`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from stages.settings import require, runtime, selects, setting
+from stages.text_to_image.imaging.colour import parse_colour
+
+
+@dataclass(frozen=True)
+class LatentsConfig:
+    """The section [latents] of project.toml: how crops are encoded, and where masks are taken from."""
+
+    flip: bool = selects(False, "encode a mirrored copy of every crop too; off, because text and faces are not symmetric")
+    mask: Literal["none", "alpha", "file"] = selects(
+        "none",
+        "which part of an image is trained on: none: all of it; alpha: its opaque part; file: the white part of a mask file, "
+        "cat.mask.png or masks/cat.png for cat.jpg",
+    )
+    background: str = setting("#ffffff", "colour behind transparent pixels")
+    precision: Literal["float32", "bfloat16"] = setting(
+        "float32", "dtype that the autoencoder computes in; bfloat16 needs half the memory and is less exact"
+    )
+    batch_size: int = runtime(8, "rows per record batch, which a kill can lose; images are encoded one by one")
+    workers: int = runtime(4, "threads that decode and resize images ahead of the autoencoder")
+
+    def __post_init__(self) -> None:
+        require(self, "batch_size", 1)
+        require(self, "workers", 1)
+        parse_colour(self.background)

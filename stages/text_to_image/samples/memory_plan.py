@@ -1,0 +1,113 @@
+"""How much memory drawing and decoding take, from shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from stages.models import attention
+from stages.models.family import Family
+from stages.stage import Forecast, Outlook
+from stages.text_to_image.packing import Packed, weight_bits
+from stages.text_to_image.samples.config import SamplesConfig
+from stages.tuner.blockwise import planner
+from stages.tuner.quantize import BITS
+from stages.tuner.step import choose_targets
+
+AHEAD = 0.5  # share of the working memory that work started ahead may use beyond the estimate
+LOWEST_SIDE = 256  # pixels: no smaller preview is advised
+PNG = 1.5  # bytes per pixel of a preview on disk, about
+
+
+@dataclass(frozen=True)
+class DrawingMemory:
+    """The memory of drawing, in bytes: `held` stays in use (weights and adapter), `work` is in use beside it in a block."""
+
+    held: int
+    work: int
+
+    @property
+    def peak(self) -> int:
+        """The estimated peak memory in bytes."""
+        return self.held + self.work
+
+    @property
+    def live_bytes(self) -> int:
+        """The memory use, in bytes, at which MLX must wait before it starts further work."""
+        return self.peak + int(AHEAD * self.work)
+
+
+def drawing_memory(
+    family: Family, weights: Path | None, packed: Packed, precision: str, size: tuple[int, int], passes: int, adapter: int = 0
+) -> DrawingMemory:
+    """Estimate the memory of one denoising step, from shapes alone. `weights` is the path of the transformer. None takes
+    the sizes of `family`. `packed` says how many bits a weight takes. `size` is (width, height) in pixels. `passes` is how
+    many prompts a step computes: 2 with classifier-free guidance. `adapter` is the bytes of the adapter as it is used.
+    """
+    architecture, dtype = family.architecture, getattr(mx, precision)
+    sizes: Any = architecture.transformer_config(weights, family)
+    shapes = {name: (shape, weight_bits(name, architecture, packed)) for name, shape in sizes.shapes().items()}
+    inside = [shapes[name] for name in shapes if architecture.in_block(name)]
+    grid = size[1] // architecture.pixels_per_token, size[0] // architecture.pixels_per_token
+    together = passes if grid[0] * grid[1] <= architecture.guided_together else 1
+    rows = grid[0] * grid[1] + family.text_tokens
+    q_BHSK = mx.zeros((together, sizes.num_attention_heads, rows, sizes.attention_head_dim), dtype)
+    found = planner.estimate(
+        architecture.meta_transformer(sizes, dtype),
+        architecture.zero_inputs(sizes, together, grid, family.text_tokens),
+        planner.weight_bytes(shapes.values(), dtype.size),
+        [],
+        0,
+        unpacked=planner.unpacked_bytes(inside, dtype.size),
+        scores=attention.forward_score_bytes(q_BHSK),
+    )
+    return DrawingMemory(found.weights + adapter, found.forward_peak)
+
+
+def passes(config: SamplesConfig, family: Family) -> int:
+    """Return how many prompts a denoising step computes: 2 with classifier-free guidance, else 1."""
+    guidance = family.guidance if config.guidance is None else config.guidance
+    return 2 if family.real_cfg and guidance > 1 else 1
+
+
+def stage_peak(config: SamplesConfig, outlook: Outlook) -> tuple[int, str]:
+    """Return the estimated peak memory of the stage in bytes, and the part of the stage that has it: "drawing" or "decoding"."""
+    family, weights, size = outlook.family, outlook.weights("transformer"), (config.width, config.height)
+    architecture = family.architecture
+    linears = architecture.meta_transformer(architecture.transformer_config(weights, family), mx.float32).linears()
+    targets = choose_targets(linears, outlook.sections["train"])
+    values = sum(shape[0] * shape[-1] for target in targets for shape in target.shapes.values())
+    adapter = values * getattr(mx, config.precision).size
+    drawing = drawing_memory(family, weights, config, config.precision, size, passes(config, family), adapter).peak
+    decoding = sum(architecture.autoencoder_bytes(outlook.weights("autoencoder"), family, config.height, config.width, 4, False))
+    return max((drawing, "drawing"), (decoding, "decoding"))
+
+
+def forecast(outlook: Outlook) -> Forecast:
+    """Return what the stage `samples` needs, from shapes alone."""
+    config: SamplesConfig = outlook.sections["samples"]
+    peak, part = stage_peak(config, outlook)
+    size = f"{config.width} x {config.height} px, {config.base_bits or 16} bits, most in {part}"
+    checkpoints = 1 if config.checkpoints == "last" else None if config.checkpoints == "all" else len(config.checkpoints)
+    prompts = len(outlook.sections["captions"].preview_prompts)
+    rows = None if checkpoints is None else (checkpoints + config.base) * prompts * len(config.seeds)
+    advice = remedy(config, outlook) if peak > outlook.budget else ""
+    return Forecast(peak, int(PNG * config.width * config.height), rows, plan=size, remedy=advice)
+
+
+def remedy(config: SamplesConfig, outlook: Outlook) -> str:
+    """Return the settings of [samples] with which drawing fits into the budget; empty if there are none."""
+    fewer = [bits for bits in BITS if bits < (config.base_bits or 16)]
+    for bits in fewer:
+        if stage_peak(replace(config, base_bits=bits), outlook)[0] <= outlook.budget:
+            return f"[samples] base_bits = {bits}"
+    least = replace(config, base_bits=fewer[-1]) if fewer else config
+    step = outlook.family.architecture.pixels_per_token
+    for side in range(min(config.width, config.height) // step * step - step, LOWEST_SIDE - 1, -step):
+        if stage_peak(replace(least, width=side, height=side), outlook)[0] <= outlook.budget:
+            packed = f"base_bits = {least.base_bits}, " if fewer else ""
+            return f"[samples] {packed}width = {side}, height = {side}"
+    return ""

@@ -1,0 +1,31 @@
+"""Sizes of images that a stage will meet, for forecasts: from the table `buckets` if it is built, else from the settings."""
+
+from __future__ import annotations
+
+from schemas.text_to_image.buckets import BUCKETS
+from stages.stage import Outlook
+
+BFLOAT16 = 2  # bytes
+
+
+def image_sizes(outlook: Outlook) -> list[tuple[int, int]]:
+    """Return (width, height) of every crop of the table `buckets`, in pixels. If the table is not built, return one square per
+    resolution of [buckets].
+    """
+    rows = outlook.rows(BUCKETS)
+    if rows is None or not rows.num_rows:
+        return [(side, side) for side in outlook.sections["buckets"].resolutions]
+    kept = [row for row in rows.to_pylist() if row["rejected"] is None]
+    return [(row["width"], row["height"]) for row in kept] or [(0, 0)]
+
+
+def largest_image(outlook: Outlook) -> tuple[int, int]:
+    """Return (width, height) of the crop with the most pixels, in pixels."""
+    return max(image_sizes(outlook), key=lambda size: (size[0] * size[1], size))
+
+
+def latent_bytes(outlook: Outlook, channels: int) -> int:
+    """Return the mean size of a latent on disk, in bytes. `channels` is the number of channels of a latent."""
+    side: int = outlook.family.architecture.pixels_per_token
+    sizes = image_sizes(outlook)
+    return BFLOAT16 * channels * sum(width * height for width, height in sizes) // (side * side * len(sizes))

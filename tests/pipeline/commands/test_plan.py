@@ -1,0 +1,96 @@
+"""`latentmill plan`: what stages need, computed from shapes; what cannot fit is refused with the nearest settings that do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.commands.plan import report
+from pipeline.project.outlook import announcement, component_bytes, need, outlook
+from pipeline.project.project import Project
+from stages.text_to_image.families import FAMILIES
+from tests import projects
+
+KLEIN = '[project]\nfamily = "{}"\n[captions]\npreview_prompts = ["a fox"]\n[buckets]\nresolutions = [{}]\n'
+
+
+def klein(folder: Path, more: str = "", side: int = 1024, family: str = "klein-base-4b") -> Project:
+    folder.mkdir(exist_ok=True)
+    (folder / "images").mkdir(exist_ok=True)
+    (folder / "project.toml").write_text(KLEIN.format(family, side) + more)
+    return Project(folder)
+
+
+def test_the_plan_of_a_new_project_needs_no_weights_and_fits_80_columns(tmp_path):
+    lines, fits = report(klein(tmp_path), int(60e9))
+    assert fits and "klein-base-4b" in lines[0]
+    stages = {line.split()[0] for line in lines}
+    assert {"latents", "embeddings", "train", "samples"} <= stages
+    assert any(line.startswith("to download, about: transformer 7.75 GB") for line in lines)
+    assert not (tmp_path / "tables").exists()
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("klein-base-4b", 3_875_544_576), ("klein-base-9b", 9_078_581_248)])
+def test_a_download_is_the_size_of_the_released_weights(name, parameters):
+    family = FAMILIES[name]
+    sizes = component_bytes(family, family.architecture)
+    assert sizes["transformer"] == 2 * parameters
+    assert sizes["autoencoder"] == pytest.approx(4 * 84_046_372, rel=1e-4)
+    assert "text_encoder" in sizes
+
+
+def test_what_cannot_fit_is_refused_and_the_named_settings_do_fit(tmp_path):
+    budget = int(7e9)
+    lines, fits = report(klein(tmp_path), budget)
+    assert not fits
+    (samples,) = [line for line in lines if line.startswith("samples needs about")]
+    assert "[samples] base_bits = 8 would fit" in samples or "[samples] base_bits = 4 would fit" in samples
+    bits = int(samples.split("base_bits = ")[1].split()[0])
+    more = f'[samples]\nbase_bits = {bits}\n[train]\nbase_bits = 4\n[train.optimizer]\nkind = "adamw8bit"\n'
+    again, fits = report(klein(tmp_path, more, 512), budget)
+    assert fits, again
+    nothing, _ = report(klein(tmp_path), int(1e8))
+    assert any("no setting would fit; choose a smaller family" in line for line in nothing)
+
+
+def test_a_stage_that_cannot_run_for_the_family_says_why_in_its_line(tmp_path):
+    lines, _ = report(klein(tmp_path, family="dev"), int(200e9))
+    assert any("the text encoder of dev" in line for line in lines if line.startswith("embeddings"))
+
+
+def test_a_stage_says_what_it_needs_before_its_first_row_and_nothing_when_it_is_up_to_date(tmp_path, tiny_weights):
+    folder = projects.make(tmp_path / "p", tiny_weights, images=2)
+    console = projects.Silent()
+    projects.build(folder, "images", "captions", "buckets", "latents", console=console)
+    (line,) = [line for line in console.lines if "estimated peak memory" in line]
+    assert line.startswith("4 rows to make, about ")
+    again = projects.Silent()
+    projects.build(folder, "latents", console=again)
+    assert not any("estimated peak" in line for line in again.lines)
+
+
+def test_disk_is_forecast_within_two_percent_and_time_at_the_rate_of_the_last_run(tmp_path, tiny_weights):
+    folder = projects.make(tmp_path / "p", tiny_weights, images=3)
+    projects.build(folder, "images", "captions", "buckets", "latents", "embeddings")
+    project = Project(folder)
+    for name in ("latents", "embeddings"):
+        found = need(project, name, outlook(project))
+        rows = project.current(name).rows()
+        assert found.missing == 0 and found.wanted == rows.num_rows and found.seconds is None
+        tensors = sum(rows["nbytes"].to_pylist())
+        assert found.disk == pytest.approx(tensors, rel=0.02), name
+    projects.add_image(folder, "new.png", 7)
+    projects.build(folder, "images", "captions", "buckets")
+    later = need(Project(folder), "latents", outlook(Project(folder)))
+    assert later.missing == 2 and later.seconds is not None and later.seconds > 0
+
+
+def test_a_stage_that_cannot_fit_is_refused_before_its_weights_are_loaded(tmp_path, tiny_weights, monkeypatch):
+    from stages.tuner.blockwise import device
+
+    folder = projects.make(tmp_path / "p", tiny_weights, images=2)
+    projects.build(folder, "images", "captions", "buckets")
+    monkeypatch.setattr(device, "device_bytes", lambda: 1000)
+    with pytest.raises(ValueError, match=r"latents needs about .* GB of memory, more than the .* that it may take: "):
+        announcement(Project(folder), "latents", 4)

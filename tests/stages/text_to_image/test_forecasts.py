@@ -1,0 +1,97 @@
+"""Forecasts of stages beside measured peaks, and what decides them: shapes alone."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from stages.models.family import Family
+from stages.models.flux2.autoencoder import Autoencoder, arrange
+from stages.models.flux2.autoencoder_config import AutoencoderConfig
+from stages.models.flux2.random_weights import weight
+from stages.models.flux2.sizes import transformer_sizes
+from stages.stage import Outlook
+from stages.text_to_image import PIPELINE
+from stages.text_to_image.families import family
+from stages.text_to_image.samples.config import SamplesConfig
+from stages.text_to_image.samples.memory_plan import drawing_memory
+from stages.text_to_image.train.profile import profile_settings, random_transformer
+from stages.tuner.blockwise.forward import model_forward
+
+TINY = family("tiny")
+WIDE = replace(TINY, transformer=transformer_sizes(2, 3, 4, 256) | {"attention_head_dim": 64, "axes_dims_rope": (16,) * 4})
+BUDGET = int(20e9)
+
+
+def peak_beside(before: int) -> int:
+    return mx.get_peak_memory() - before
+
+
+def start() -> int:
+    gc.collect()
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    return before
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize(("side", "passes"), [(128, 1), (128, 2), (256, 2), (512, 1)])
+def test_the_estimate_of_drawing_is_near_its_measured_peak(bits: Any, side: int, passes: int) -> None:
+    config = replace(profile_settings(), precision="float32", base_bits=bits)
+    model = random_transformer(WIDE, config)
+    expected = drawing_memory(WIDE, None, SamplesConfig(base_bits=bits), "float32", (side, side), passes)
+    held = sum(value.nbytes for block in model.blocks for value in flat(block.weights)) + sum(
+        value.nbytes for value in flat(model.top)
+    )
+    assert held == pytest.approx(expected.held, rel=0.02)
+    text = mx.zeros((1, TINY.text_tokens, 256))
+    negative = text if passes == 2 else None
+    predict = model_forward(model, None)
+    predict.live_bytes = 1
+    drawing = {"seed": 0, "steps": 2, "guidance": 3.0, "negative_1TJ": negative, "predict": predict}
+    before = start()
+    list(WIDE.architecture.draw(model, text, side, side, **drawing))
+    measured = peak_beside(before) + held
+    assert 0.75 < expected.peak / measured < 1.3, (expected, measured)
+
+
+def flat(weights: dict[str, Any]) -> list[mx.array]:
+    return [array for value in weights.values() for array in ([value] if isinstance(value, mx.array) else value)]
+
+
+@pytest.mark.parametrize(("encodes", "side"), [(True, 128), (True, 512), (False, 128), (False, 320)])
+def test_the_estimate_of_the_autoencoder_is_near_its_measured_peak(encodes: bool, side: int) -> None:
+    sizes = TINY.autoencoder | {"block_out_channels": (32, 32, 64, 64), "norm_num_groups": 8}
+    larger: Family = replace(TINY, autoencoder=sizes)
+    config = AutoencoderConfig.from_dict(sizes)
+    arrays = {name: arrange(name, mx.array(weight(f"vae.{name}", shape, 0))) for name, shape in config.shapes().items()}
+    model = Autoencoder(config, arrays)
+    shape = (1, side, side, 3) if encodes else (1, 128, side // 16, side // 16)
+    given = mx.array(np.random.default_rng(0).standard_normal(shape).astype(np.float32))
+    mx.eval(arrays, given)
+    weights, expected = larger.architecture.autoencoder_bytes(None, larger, side, side, 4, encodes)
+    assert sum(array.nbytes for array in arrays.values()) == weights
+    before = start()
+    mx.eval(model.encode(given) if encodes else model.decode(given))
+    assert 0.7 < expected / peak_beside(before) < 1.4, (expected, peak_beside(before))
+
+
+@pytest.mark.parametrize("name", ["latents", "embeddings", "train", "samples"])
+@pytest.mark.parametrize("record", ["klein-base-4b", "klein-base-9b"])
+def test_a_forecast_follows_from_settings_and_shapes_and_grows_with_the_size_of_images(name: str, record: str) -> None:
+    def peak(side: int) -> int:
+        sections = {one: PIPELINE.stage(one).config() for one in PIPELINE.stages}
+        sections["buckets"] = replace(sections["buckets"], resolutions=(side,))
+        sections["samples"] = replace(sections["samples"], width=side, height=side)
+        found = PIPELINE.stage(name).forecast
+        assert found is not None
+        return found(Outlook(sections, family(record), BUDGET)).peak
+
+    assert peak(512) == peak(512)
+    assert peak(1024) >= peak(512)
