@@ -63,36 +63,6 @@ class StageContext:
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """Everything that a forecast of a stage may use. `sections` maps the name of a section to its settings. `family` is the
-    record of the model family, or None. `budget` is the bytes of memory that a stage may take. `weights(name)` returns the
-    path of a component that is on this machine, else None. `rows(schema)` returns the rows of a built table, else None.
-    """
-
-    sections: Mapping[str, Any]
-    family: Any
-    budget: int
-    weights: Callable[[str], Path | None] = lambda name: None
-    rows: Callable[[TableSchema], pa.Table | None] = lambda schema: None
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """What a stage needs, computed from shapes before it runs. `peak` is the most memory in use by MLX, in bytes. `row_bytes` is
-    the mean size of a row's tensors or files on disk. `rows` is the number of rows if the settings give it. `file_bytes` is the
-    size of other files. `plan` says in words how the stage computes. If `peak` exceeds the budget, `remedy` names settings with
-    which the stage would fit; it is empty if there are none.
-    """
-
-    peak: int
-    row_bytes: int = 0
-    rows: int | None = None
-    file_bytes: int = 0
-    plan: str = ""
-    remedy: str = ""
-
-
-@dataclass(frozen=True)
 class Stage:
     """One stage of a pipeline, as plain data. `reads` holds the tables that it reads. `writes` is the table that it
     writes. The other fields are its config dataclass, its needs and its functions. `wants(ctx)` returns the rows that the
@@ -113,7 +83,7 @@ class Stage:
     `snapshot` is for a stage whose rows depend on each other. It returns the rows that the whole result depends on, and they
     become part of the recipe.
 
-    `forecast(outlook)` computes from shapes what the stage needs. Nothing is loaded. None means that it needs little.
+    `forecast(outlook)` returns a `stages.forecast.Forecast`: what the stage needs, computed from shapes. None: it needs little.
 
     `divisible` is True if the pending rows may be divided among work units that run in different processes.
     """
@@ -127,7 +97,7 @@ class Stage:
     finish: Callable[[StageContext], Iterator[pa.RecordBatch]] | None = None
     redo: Callable[[StageContext], pa.Table] | None = None
     snapshot: Callable[[StageContext], pa.Table] | None = None
-    forecast: Callable[[Outlook], Forecast] | None = None
+    forecast: Callable[[Any], Any] | None = None  # stages.forecast: Outlook -> Forecast
     divisible: bool = True
     version: int = 1
     result: str = ""  # the artifact that a user came for, if there is one

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from stages.stage import Forecast, Outlook, Weights
+from stages.forecast import Forecast, Outlook
+from stages.stage import Weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,7 +75,8 @@ def forecast(project: Project, name: str, seen: Outlook | None = None) -> Foreca
     for need in stage.needs:
         if isinstance(project.pipeline.resources[need], Weights):
             project.family.require(need)
-    return stage.forecast(seen or outlook(project))
+    found: Forecast = stage.forecast(seen or outlook(project))
+    return found
 
 
 def need(project: Project, name: str, seen: Outlook) -> Need:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from schemas.text_to_image.buckets import BUCKETS
-from stages.stage import Outlook
+from stages.forecast import Outlook
 
 BFLOAT16 = 2  # bytes
 

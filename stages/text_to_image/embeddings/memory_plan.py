@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from stages.forecast import Forecast, Outlook
 from stages.models.family import Family
 from stages.models.protocols import TextEncoder
-from stages.stage import Forecast, Outlook
 from stages.text_to_image.embeddings.config import EmbeddingsConfig
 from stages.tuner import quantize
 from stages.tuner.blockwise import planner

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.stage import Forecast, Outlook
+from stages.forecast import Forecast, Outlook
 from stages.text_to_image.latents.config import LatentsConfig
 from stages.text_to_image.sizes import largest_image, latent_bytes
 

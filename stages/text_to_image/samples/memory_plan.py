@@ -8,9 +8,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from stages.forecast import Forecast, Outlook
 from stages.models import attention
 from stages.models.family import Family
-from stages.stage import Forecast, Outlook
 from stages.text_to_image.packing import Packed, weight_bits
 from stages.text_to_image.samples.config import SamplesConfig
 from stages.tuner.blockwise import planner

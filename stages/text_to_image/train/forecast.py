@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.stage import Forecast, Outlook
+from stages.forecast import Forecast, Outlook
 from stages.text_to_image.sizes import largest_image
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.memory_plan import BatchShape, MemoryEstimator, cheapest_fit, lower_resolution

@@ -10,12 +10,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from stages.forecast import Outlook
 from stages.models.family import Family
 from stages.models.flux2.autoencoder import Autoencoder, arrange
 from stages.models.flux2.autoencoder_config import AutoencoderConfig
 from stages.models.flux2.random_weights import weight
 from stages.models.flux2.sizes import transformer_sizes
-from stages.stage import Outlook
 from stages.text_to_image import PIPELINE
 from stages.text_to_image.families import family
 from stages.text_to_image.samples.config import SamplesConfig
