@@ -62,7 +62,8 @@ class Project(project.Project):
 
     def sql(self, query: str) -> pa.Table:
         """Run an SQL query (DuckDB) over the project's tables and views, and return the rows as an Arrow table. Raises
-        ValueError for a mistake in the SQL, or if the query names a table that is not built.
+        ValueError for a mistake in the SQL, or if the query names a table that is not built. The query reads only the tables:
+        it reaches no file.
         """
         from pipeline.commands.query import answer
 

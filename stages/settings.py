@@ -11,36 +11,54 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+Limits = tuple[float, float]  # the smallest and the largest allowed number
 
-def setting(default: Any, doc: str, *, unrecorded: tuple[Any, ...] = (), follows: str = "", unless: str = "") -> Any:
+WHOLE: Limits = (-(2**31), 2**31 - 1)  # of a whole number without bounds of its own
+NUMBER: Limits = (-1e9, 1e9)  # of another number without bounds of its own
+SEEDS: Limits = (0, 2**32 - 1)
+MOST_ITEMS = 10_000  # of a list or section of names
+
+
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    bounds: Limits | None = None,
+    unrecorded: tuple[Any, ...] = (),
+    follows: str = "",
+    unless: str = "",
+) -> Any:
     """Declare a config field whose value changes the content of rows. Return a field for the body of a config
     dataclass. The field is part of the recipe (the hash that names a table's folder). Another value therefore starts a
-    new table. `default` is the field's default. `doc` names the unit and the reason for the default. Raises TypeError
-    if the default is mutable.
+    new table. `default` is the field's default. `doc` names the unit and the reason for the default. `bounds` are the
+    smallest and the largest value, of a list or a section of names those of each value. Raises TypeError if the default
+    is mutable.
 
     With a value in `unrecorded`, the field is left out of the recipe. Use it for a setting that is added later: the
     value that means "as before" must not rename existing tables. `follows` names a setting of another section, such as
     "train.base_bits". While the field is None, it takes the value of that setting. If the field `unless` of the same
     section is set, it stays None.
     """
-    return _field(default, doc, "setting", unrecorded=unrecorded, follows=follows, unless=unless)
+    return _field(default, doc, "setting", bounds, unrecorded=unrecorded, follows=follows, unless=unless)
 
 
-def selects(default: Any, doc: str) -> Any:
+def selects(default: Any, doc: str, *, bounds: Limits | None = None) -> Any:
     """Declare a config field whose value decides which rows exist. Return a field for the body of a config dataclass.
     The field's value does not change the values in a row. It is not part of the recipe (the hash that names a table's
-    folder). `default` is the field's default. `doc` names the unit and the reason for the default. Raises TypeError if
-    the default is mutable.
+    folder). `default` is the field's default. `doc` names the unit and the reason for the default. `bounds` are the
+    smallest and the largest value, of a list or a section of names those of each value. Raises TypeError if the default
+    is mutable.
     """
-    return _field(default, doc, "selects")
+    return _field(default, doc, "selects", bounds)
 
 
-def runtime(default: Any, doc: str) -> Any:
+def runtime(default: Any, doc: str, *, bounds: Limits | None = None) -> Any:
     """Declare a config field whose value changes no row, such as a batch size. Return a field for the body of a config
     dataclass. The field is not part of the recipe (the hash that names a table's folder). `default` is the field's
-    default. `doc` names the unit and the reason for the default. Raises TypeError if the default is mutable.
+    default. `doc` names the unit and the reason for the default. `bounds` are the smallest and the largest value, of a list
+    or a section of names those of each value. Raises TypeError if the default is mutable.
     """
-    return _field(default, doc, "runtime")
+    return _field(default, doc, "runtime", bounds)
 
 
 def require(section: Any, name: str, low: float | None = None, high: float | None = None, *, below: float | None = None) -> None:
@@ -76,10 +94,41 @@ def follow(sections: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _field(default: Any, doc: str, kind: str, **more: Any) -> Any:
+def check_bounds(section: Any) -> None:
+    """Raise ValueError if a number of the config dataclass `section` is out of its bounds. Call it in `__post_init__`. The
+    message is that of `require`.
+    """
+    for field in dataclasses.fields(section):
+        check_value(field, getattr(section, field.name))
+
+
+def check_value(field: dataclasses.Field[Any], value: Any) -> None:
+    """Raise ValueError if `value` is out of the bounds of its config field. A number without bounds of its own has those of
+    WHOLE or NUMBER. A list or section of names has at most MOST_ITEMS items. A text must not contain a zero byte.
+    """
+    many = isinstance(value, tuple | Mapping)
+    if many and len(value) > MOST_ITEMS:
+        raise ValueError(f"{field.name} must have at most {MOST_ITEMS} items, got {len(value)}")
+    for item in (value.values() if isinstance(value, Mapping) else value) if many else (value,):
+        if isinstance(item, str) and "\0" in item:
+            raise ValueError(f"{field.name} must be a text without zero bytes, got {item!r}")
+        if isinstance(item, bool) or not isinstance(item, int | float):
+            continue
+        low, high = field.metadata.get("bounds") or (WHOLE if isinstance(item, int) else NUMBER)
+        if not low <= item <= high:
+            each = " each" if many else ""
+            raise ValueError(f"{field.name} must be >= {low:.12g} and <= {high:.12g}{each}, got {_short(item)}")
+
+
+def _short(number: float) -> str:
+    long = isinstance(number, int) and number.bit_length() > 100
+    return "a number of more than 30 digits" if long else str(number)
+
+
+def _field(default: Any, doc: str, kind: str, bounds: Limits | None, **more: Any) -> Any:
     if isinstance(default, list | dict | set):
         raise TypeError("a default must be immutable: use a tuple")
-    return dataclasses.field(default=default, metadata={"doc": doc, "kind": kind, **more})
+    return dataclasses.field(default=default, metadata={"doc": doc, "kind": kind, "bounds": bounds, **more})
 
 
 def toml_string(text: str) -> str:

@@ -42,7 +42,9 @@ def entries(config: type, section: str, optional: bool = False) -> Iterator[Entr
             nested.append((inner, f"{section}.{field.name}", optional or off))
             continue
         choices = typing.get_args(hints[field.name]) if typing.get_origin(hints[field.name]) is typing.Literal else ()
-        doc, effect = field.metadata["doc"], CHANGES[field.metadata["kind"]]
+        bounds = field.metadata["bounds"]
+        doc = field.metadata["doc"] + (f"; {bounds[0]:.7g} to {bounds[1]:.7g}" if bounds else "")
+        effect = CHANGES[field.metadata["kind"]]
         yield Entry(section, field.name, field.default, doc, effect, choices, optional)
     for inner, name, off in nested:
         yield from entries(inner, name, off)

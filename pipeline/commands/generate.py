@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -55,16 +55,18 @@ class Adapter:
         contain the adapter's trigger word. `seed` chooses the starting noise. `width` and `height` are in pixels.
         `steps` is the number of denoising steps. `guidance` is the guidance scale: how strongly the prompt is followed.
         An argument that is None takes its value from the section `[samples]` of project.toml. `strength` scales the
-        adapter: 1 is as trained, 0 is the base model. Raises ValueError if `width` or `height` is not a multiple of 16.
+        adapter: 1 is as trained, 0 is the base model. Raises ValueError if `width` or `height` is not a multiple of 16, or a
+        value is out of the bounds that `[samples]` has.
 
         With all values from `[samples]`, the image equals the preview of the stage `samples` for the same prompt and
         seed. The text encoder, the transformer and the autoencoder are loaded one after another.
         """
         config: SamplesConfig = self.project.config.sections["samples"]
-        size = (config.width if width is None else width, config.height if height is None else height)
-        chosen = (config.steps if steps is None else steps, config.guidance if guidance is None else guidance)
+        given: dict[str, Any] = {"width": width, "height": height, "steps": steps, "guidance": guidance}
+        config = replace(config, seeds=(seed,), **{name: value for name, value in given.items() if value is not None})
         text_1TJ, empty_1TJ = encode(self.project, [prompt, ""])
-        latent_1Chw = self._draw(text_1TJ, empty_1TJ, seed, size, *chosen, strength)
+        size = (config.width, config.height)
+        latent_1Chw = self._draw(text_1TJ, empty_1TJ, seed, size, config.steps, config.guidance, strength)
         return decode_latent(self.project, latent_1Chw)
 
     def _draw(

@@ -14,8 +14,10 @@ import json
 import math
 import os
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,7 @@ import click
 
 from pipeline.commands.runs import rows_of_runs, runs_table
 from pipeline.options import with_project
+from pipeline.store.disk import atomic_write
 from pipeline.terminal import format_cell, format_table
 
 if TYPE_CHECKING:
@@ -35,6 +38,15 @@ if TYPE_CHECKING:
 ROWS_SHOWN = 1000  # rows of an answer printed as a table; csv and json have all rows
 CELL_WIDTH = 80  # characters; longer text is cut in a table, a sha256 (64) is not
 STYLES = ("table", "csv", "json")
+MOST_ROWS = 1_000_000  # rows of an answer that are printed
+CHUNK = 10_000  # rows in memory at once while an answer is written to a file
+# What keeps a query from files, from extensions, and from undoing that. An answer too large for the memory is an error.
+LOCKED = (
+    ("temp_directory", "''"),
+    ("enable_external_access", "false"),
+    ("autoload_known_extensions", "false"),
+    ("lock_configuration", "true"),
+)
 
 # The value of a bfloat16 word: sign, 8 bits of exponent, 7 of fraction. Denormals count as zero.
 BF16 = """
@@ -46,26 +58,64 @@ create or replace temp macro bf16(u) as (case
 """
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What a query may use: `seconds` of time, and `gigabytes` of memory for DuckDB. An `unsafe` query may also read and write
+    files, attach databases and load extensions.
+    """
+
+    seconds: float = 300.0
+    gigabytes: float = 4.0
+    unsafe: bool = False
+
+
+FILE = click.Path(path_type=Path, dir_okay=False)
+
+
 @click.command("query")
 @click.argument("sql", required=False, envvar="LATENTMILL_SQL")
 @click.option("--format", "style", type=click.Choice(STYLES), default="table", show_default=True, help="Format of the answer.")
+@click.option("--csv", "csv_file", type=FILE, help="Write the answer to this file, as CSV.")
+@click.option("--json", "json_file", type=FILE, help="Write the answer to this file, as a JSON array.")
 @click.option(
     "--parquet",
     type=click.Path(path_type=Path),
-    help="Answer no query; write every table to this folder as a Parquet file, with a database for DuckDB's own shell.",
+    help="Write the answer to this file, as Parquet. Without SQL: write every table to this folder as a Parquet file, with a "
+    "database for DuckDB's own shell.",
 )
+@click.option(
+    "--seconds", type=click.FloatRange(0.001, 1e6), default=Limits.seconds, show_default=True, help="A longer query is ended."
+)
+@click.option(
+    "--memory-gb", type=click.FloatRange(0.1, 1e5), default=Limits.gigabytes, show_default=True, help="Memory for the query, GB."
+)
+@click.option("--unsafe", is_flag=True, help="Let the query read and write files, attach databases and load extensions.")
 @with_project
-def command(sql: str | None, style: str, parquet: Path | None, project: Project) -> None:
+def command(
+    sql: str | None,
+    style: str,
+    csv_file: Path | None,
+    json_file: Path | None,
+    parquet: Path | None,
+    seconds: float,
+    memory_gb: float,
+    unsafe: bool,
+    project: Project,
+) -> None:
     """Answer an SQL query (DuckDB) over the tables of a project. Every table has the name that `latentmill status` shows. `select
-    * from tables` lists the tables, `select * from columns` all columns with a description.
+    * from tables` lists the tables, `select * from columns` all columns with a description. The query reads only these tables.
     """
-    if parquet:
+    limits = Limits(seconds, memory_gb, unsafe)
+    files = {kind: path for kind, path in (("csv", csv_file), ("json", json_file), ("parquet", parquet)) if path}
+    if parquet and not sql:
         export_parquet(project, parquet)
         click.echo(f"wrote {parquet / 'catalog.duckdb'} and a Parquet file per table")
-    elif sql:
-        click.echo(run_query(project, sql, style))
-    else:
+    elif not sql:
         raise ValueError('no SQL given; for instance: latentmill query "select * from tables"')
+    elif not files:
+        click.echo(run_query(project, sql, style, limits))
+    for kind, path in files.items() if sql else ():
+        click.echo(f"wrote {write_answer(project, sql or '', path, kind, limits)} rows to {path}")
 
 
 def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConnection | None = None) -> duckdb.DuckDBPyConnection:
@@ -96,12 +146,12 @@ def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConne
     return catalog
 
 
-def answer(project: Project, sql: str) -> pa.Table:
+def answer(project: Project, sql: str, limits: Limits = Limits()) -> pa.Table:
     """Run an SQL query over the tables of `project` and return the rows as an Arrow table. Raises ValueError if the SQL
-    is wrong. The message is one line. If a table or column is unknown, it lists the names that exist. Raises NotBuilt
-    if the query names a table that is not built.
+    is wrong, reaches for a file or exceeds `limits`. The message is one line. If a table or column is unknown, it lists the
+    names that exist. Raises NotBuilt if the query names a table that is not built.
     """
-    with _catalog_for(project, sql) as catalog:
+    with _catalog_for(project, sql, limits) as catalog:
         result: Any = catalog.sql(sql)
         if result is None:
             raise ValueError("the SQL returns no rows; for instance: select * from tables")
@@ -109,42 +159,107 @@ def answer(project: Project, sql: str) -> pa.Table:
     return table
 
 
-def run_query(project: Project, sql: str, style: str = "table") -> str:
+def run_query(project: Project, sql: str, style: str = "table", limits: Limits = Limits()) -> str:
     """Run an SQL query over the tables of `project` and return the rows as text. `style` is "table" (aligned columns),
-    "csv" or "json". Raises ValueError if the SQL is wrong or empty. The message is one line. Raises NotBuilt if the
-    query names a table that is not built.
+    "csv" or "json". Raises ValueError if the SQL is wrong or empty, reaches for a file or exceeds `limits`. The message is one
+    line. Raises NotBuilt if the query names a table that is not built.
     """
     if style not in STYLES:
         raise ValueError(f"the style must be one of {', '.join(STYLES)}, got {style!r}")
-    with _catalog_for(project, sql) as catalog:
-        result = catalog.execute(sql)
-        if not result or not result.description:
-            raise ValueError("the SQL is empty; for instance: select * from tables")
-        return format_answer([column[0] for column in result.description], result.fetchall(), style)
+    with _catalog_for(project, sql, limits) as catalog:
+        names = _begin(catalog, sql)
+        rows = catalog.fetchmany(MOST_ROWS + 1)
+        if len(rows) > MOST_ROWS:
+            raise ValueError(f"the answer has more than {MOST_ROWS:,} rows: add a limit, or write it to a file with --csv FILE")
+        return format_answer(names, rows, style)
+
+
+def write_answer(project: Project, sql: str, path: Path, kind: str, limits: Limits = Limits()) -> int:
+    """Run an SQL query over the tables of `project`, write the rows to the file `path`, and return their number. `kind` is
+    "csv", "json" or "parquet". The file appears whole or not at all. Raises ValueError and NotBuilt as `run_query` does.
+    """
+    import pyarrow.parquet as pq
+
+    count = 0
+    path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with _catalog_for(project, sql, limits) as catalog, atomic_write(path.absolute()) as temporary:
+        if kind == "parquet":
+            reader: Any = catalog.sql(sql).to_arrow_reader(CHUNK)
+            with pq.ParquetWriter(temporary, reader.schema) as writer:
+                for batch in reader:
+                    writer.write_batch(batch)
+                    count += batch.num_rows
+            return count
+        names = _begin(catalog, sql)
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write("[" if kind == "json" else _csv(names, []))
+            while rows := catalog.fetchmany(CHUNK):
+                text = _csv(names, rows).partition("\n")[2] if kind == "csv" else _json(names, rows)[2:-2]
+                file.write(("," if kind == "json" and count else "") + "\n" + text)
+                count += len(rows)
+            file.write("\n]\n" if kind == "json" else "\n")
+    return count
+
+
+def _begin(catalog: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
+    """Start an SQL query and return the names of its columns."""
+    result = catalog.execute(sql)
+    if not result or not result.description:
+        raise ValueError("the SQL is empty; for instance: select * from tables")
+    return [column[0] for column in result.description]
 
 
 @contextmanager
-def _catalog_for(project: Project, sql: str) -> Iterator[duckdb.DuckDBPyConnection]:
+def _catalog_for(project: Project, sql: str, limits: Limits) -> Iterator[duckdb.DuckDBPyConnection]:
     """Open a DuckDB connection to the tables of `project`, for use in a `with` statement. `sql` is the query to be run.
-    A DuckDB error in the body of the `with` statement becomes a ValueError with a one-line message. Raises NotBuilt if
-    `sql` names a table that is not built.
+    Unless `limits` is unsafe, the connection reaches no file, and its settings are locked. A DuckDB error in the body of the
+    `with` statement becomes a ValueError with a one-line message. Raises NotBuilt if `sql` names a table that is not built.
     """
     import duckdb
 
     from pipeline.project.project import NotBuilt
 
+    try:
+        sql.encode()
+    except UnicodeEncodeError:
+        raise ValueError("the SQL must be UTF-8 text, got bytes that are not") from None
     catalog = open_catalog(project)
+    for name in _not_built(project, sql, catalog):
+        raise NotBuilt(f"the table {name} is not built; run: make {name}", name)
     catalog.execute("set python_enable_replacements = false")  # a misspelt table must not find a Python variable
+    catalog.execute(f"set memory_limit = '{limits.gigabytes} GB'")
+    for name, value in () if limits.unsafe else LOCKED:
+        catalog.execute(f"set {name} = {value}")
+    timer = threading.Timer(limits.seconds, catalog.interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield catalog
+    except duckdb.InterruptException:
+        raise ValueError(f"the query took longer than {limits.seconds:g} s; --seconds allows more") from None
+    except duckdb.OutOfMemoryException:
+        raise ValueError(f"the query needs more than {limits.gigabytes:g} GB; --memory-gb allows more") from None
+    except duckdb.PermissionException as error:
+        raise ValueError(f"{_first_line(error)}: a query reads only the tables; --unsafe allows more") from None
+    except duckdb.Error as error:
+        raise ValueError(_explain(error, sql, catalog)) from None
+    finally:
+        timer.cancel()
+
+
+def _not_built(project: Project, sql: str, catalog: duckdb.DuckDBPyConnection) -> Iterator[str]:
+    """Yield the tables that an SQL query names and that are not built, directly or through a view."""
     (tree,) = catalog.execute("select json_serialize_sql($1)", [sql]).fetchall()[0]
-    named = set(re.findall(r'"table_name":"(\w+)"', tree))
+    words = re.findall(r'"table_name":"(\w+)"', tree) if '"error":false' in tree else re.findall(r"\w+", sql)
+    named = {word.lower() for word in words}  # only a SELECT can be parsed; of other statements every word counts
     named.update(*(view.needs for name, view in project.pipeline.views.items() if name in named))
     for (name,) in catalog.execute("select stage from tables where not built").fetchall():
         if name in named:
-            raise NotBuilt(f"the table {name} is not built; run: make {name}", name)
-    try:
-        yield catalog
-    except duckdb.Error as error:
-        raise ValueError(_explain(error, sql, catalog)) from None
+            yield name
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split("LINE 1:")[0].split())
 
 
 def format_answer(names: Sequence[str], rows: Sequence[tuple[Any, ...]], style: str) -> str:
@@ -157,7 +272,7 @@ def format_answer(names: Sequence[str], rows: Sequence[tuple[Any, ...]], style: 
         return _json(names, rows)
     table = format_table(names, [[_short(value) for value in row] for row in rows[:ROWS_SHOWN]], null="NULL")
     left = len(rows) - ROWS_SHOWN
-    return f"{table}\n... and {left} more rows; csv and json have all" if left > 0 else table
+    return f"{table}\n... and {left} more rows; --format csv or json has all" if left > 0 else table
 
 
 def export_parquet(project: Project, out: Path) -> list[Path]:

@@ -11,7 +11,7 @@ import stages
 from pipeline.project.parse import Parser, nearest
 from pipeline.project.synonyms import name_here
 from schemas.renames import PIPELINES
-from stages.settings import follow, require, runtime, selects
+from stages.settings import check_bounds, follow, runtime, selects
 from stages.untrusted import TOML_BYTES, parse_toml, read_utf8
 
 FILE = "project.toml"
@@ -25,10 +25,12 @@ class ProjectConfig:
     family: str = selects("", "the model family; `latentmill families` lists them; empty: the pipeline's first")
     weights: str = selects("", "a folder or a hub id; empty: the family's own")
     pipeline: str = selects("text_to_image", "the pipeline: its name, or the dotted name of a module with a PIPELINE")
-    commit_seconds: float = runtime(30.0, "rows are committed this often, seconds: a kill loses no more than that")
+    commit_seconds: float = runtime(
+        30.0, "rows are committed this often, seconds: a kill loses no more than that", bounds=(0.0, 86400.0)
+    )
 
     def __post_init__(self) -> None:
-        require(self, "commit_seconds", 0)
+        check_bounds(self)
 
 
 @dataclasses.dataclass(frozen=True)

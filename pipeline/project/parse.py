@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeGuard
 
 from pipeline.project.synonyms import name_here
+from stages.settings import check_value
 
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = 80
@@ -55,6 +56,8 @@ class Parser:
                 raise ValueError(f"{name}.{key} is not a setting{self._remedy(name, key)} ({self.place(f'{name}.{key}')})")
         values = {key: self._value(hints[key], value, f"{name}.{key}") for key, value in raw.items()}
         try:
+            for field in dataclasses.fields(kind):
+                check_value(field, values.get(field.name))
             return kind(**values)
         except ValueError as error:
             message = str(error).removeprefix(f"{name}.").removeprefix(f"{name.rpartition('.')[2]}: ")

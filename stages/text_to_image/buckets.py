@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from schemas.text_to_image.buckets import BUCKETS
 from schemas.text_to_image.images import IMAGES
-from stages.settings import require, selects, setting
+from stages.settings import check_bounds, selects, setting
 from stages.stage import Stage, StageContext
 from stages.text_to_image.imaging.usable import usable_rows
 
@@ -30,15 +30,17 @@ class BucketsConfig:
     """The section [buckets] of project.toml: the resolutions that images are trained at."""
 
     resolutions: tuple[int, ...] = selects(
-        (512, 768), "resolutions R, pixels: every image is trained once per R, at an area of at most R x R"
+        (512, 768), "resolutions R, pixels: every image is trained once per R, at an area of at most R x R", bounds=(16, 4096)
     )
     upscale: bool = setting(False, "enlarge an image that has fewer than R x R pixels; otherwise it keeps its own size")
     max_shapes: int = setting(
         256,
         "shapes of full area per R, spread evenly over the aspect ratios; 256: all, up to R = 1024; 1: squares only",
+        bounds=(1, 10_000),
     )
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         for resolution in self.resolutions:
             if resolution < STEP or resolution % STEP:
                 below = max(STEP, resolution // STEP * STEP)
@@ -47,7 +49,6 @@ class BucketsConfig:
         if not self.resolutions or len(set(self.resolutions)) < len(self.resolutions):
             got = list(self.resolutions)
             raise ValueError(f"resolutions must name at least one resolution, and none twice, such as [512, 768], got {got}")
-        require(self, "max_shapes", 1)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from stages.settings import require, runtime, selects, setting
+from stages.settings import SEEDS, check_bounds, runtime, selects, setting
 from stages.tuner.adapters.targets import Variant
 from stages.tuner.optimizers.methods import MethodName, make_optimizer
 from stages.tuner.optimizers.protocol import Method
@@ -27,15 +27,20 @@ class OptimizerConfig:
     kind: MethodName = setting(  # noqa: RUF009
         "adamw", "adamw8bit: a quarter of its memory; adafactor: almost none; lion: one moment; prodigy: finds its own rate"
     )
-    beta1: float | None = setting(None, "decay of the mean of gradients; unset: the method's own")
-    beta2: float | None = setting(None, "decay of the mean of their squares; unset: the method's own")
+    beta1: float | None = setting(None, "decay of the mean of gradients; unset: the method's own", bounds=(0.0, 0.9999999))
+    beta2: float | None = setting(None, "decay of the mean of their squares; unset: the method's own", bounds=(0.0, 0.9999999))
     eps: float | None = setting(
-        None, "added to the root, so that a zero gradient is not divided by zero; unset: the method's own"
+        None, "added to the root, so that a zero gradient is not divided by zero; unset: the method's own", bounds=(1e-30, 1.0)
     )
-    d_coef: float | None = setting(None, "prodigy: factor of its rate; 0.5 slower, 2 faster; unset: the method's own")
-    weight_decay: float = setting(1e-4, "share of an array taken away per step, times lr; what most LoRA trainers use")
+    d_coef: float | None = setting(
+        None, "prodigy: factor of its rate; 0.5 slower, 2 faster; unset: the method's own", bounds=(1e-6, 1e6)
+    )
+    weight_decay: float = setting(
+        1e-4, "share of an array taken away per step, times lr; what most LoRA trainers use", bounds=(0.0, 100.0)
+    )
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         self.method()
 
     def method(self) -> Method:
@@ -53,14 +58,16 @@ class ScheduleConfig:
     """
 
     shape: Shape = setting("constant", "after the warm-up: constant, or down to the floor")  # noqa: RUF009
-    warmup_steps: int = setting(100, "steps in which the rate rises to lr; AdamW's second moments need about so many")
-    decay_steps: int = setting(1000, "steps from lr down to the floor, for linear and cosine; constant afterwards")
-    floor: float = setting(0.0, "the rate at which linear and cosine end, as a share of lr")
+    warmup_steps: int = setting(
+        100, "steps in which the rate rises to lr; AdamW's second moments need about so many", bounds=(0, 1_000_000)
+    )
+    decay_steps: int = setting(
+        1000, "steps from lr down to the floor, for linear and cosine; constant afterwards", bounds=(1, 1_000_000)
+    )
+    floor: float = setting(0.0, "the rate at which linear and cosine end, as a share of lr", bounds=(0.0, 1.0))
 
     def __post_init__(self) -> None:
-        require(self, "warmup_steps", 0)
-        require(self, "decay_steps", 1)
-        require(self, "floor", 0, 1)
+        check_bounds(self)
 
 
 @dataclass(frozen=True)
@@ -69,55 +76,69 @@ class EmaConfig:
     differ a lot.
     """
 
-    decay: float = setting(0.99, "0.99 averages over about 100 steps, right for a run of 1000; 0.999 suits 10,000")
+    decay: float = setting(
+        0.99, "0.99 averages over about 100 steps, right for a run of 1000; 0.999 suits 10,000", bounds=(0.0, 0.9999999)
+    )
 
     def __post_init__(self) -> None:
-        require(self, "decay", 0, 0.9999999)
+        check_bounds(self)
 
 
 @dataclass(frozen=True)
 class ValidationConfig:
     """The settings [train.validation] of any training: when held-out samples are measured, and when a run ends early."""
 
-    every: int = setting(100, "steps between two measurements; the first is before the first step")
-    patience: int | None = selects(None, "end the run after so many measurements in a row without a better one; unset: never")
-    min_delta: float = selects(0.0, "the mean loss must fall by more than this to count as better")
+    every: int = setting(100, "steps between two measurements; the first is before the first step", bounds=(1, 1_000_000))
+    patience: int | None = selects(
+        None, "end the run after so many measurements in a row without a better one; unset: never", bounds=(1, 1_000_000)
+    )
+    min_delta: float = selects(0.0, "the mean loss must fall by more than this to count as better", bounds=(0.0, 1000.0))
 
     def __post_init__(self) -> None:
-        require(self, "every", 1)
-        require(self, "patience", 1)
-        require(self, "min_delta", 0)
+        check_bounds(self)
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
     """The settings [train] that every kind of training has. A pipeline's own [train] inherits from this class."""
 
-    steps: int = selects(1500, "optimizer steps in all; raise it later and the run goes on from where it ended")
-    seed: int = setting(0, "seed of every draw: order of rows, noise, the adapter's start")
-    batch_size: int = setting(1, "samples of a batch; every batch is full: shapes with fewer samples share batches")
-    accumulate: int = setting(1, "batches whose gradients make one step: a larger batch in the memory of a small one")
-    rank: int = setting(32, "rank of the adapter: how much it can hold; 16 and 32 are the common ones")
+    steps: int = selects(
+        1500, "optimizer steps in all; raise it later and the run goes on from where it ended", bounds=(1, 1_000_000)
+    )
+    seed: int = setting(0, "seed of every draw: order of rows, noise, the adapter's start", bounds=SEEDS)
+    batch_size: int = setting(
+        1, "samples of a batch; every batch is full: shapes with fewer samples share batches", bounds=(1, 1024)
+    )
+    accumulate: int = setting(
+        1, "batches whose gradients make one step: a larger batch in the memory of a small one", bounds=(1, 4096)
+    )
+    rank: int = setting(32, "rank of the adapter: how much it can hold; 16 and 32 are the common ones", bounds=(1, 4096))
     rank_for: Mapping[str, int] | None = setting(
-        None, 'other ranks by pattern, the longest that matches: {"attn.*" = 16}; 0: no adapter there'
+        None, 'other ranks by pattern, the longest that matches: {"attn.*" = 16}; 0: no adapter there', bounds=(0, 4096)
     )
     alpha: float | None = setting(
-        None, "the adapter's output is scaled by alpha / rank; unset: the rank, which every reader assumes"
+        None, "the adapter's output is scaled by alpha / rank; unset: the rank, which every reader assumes", bounds=(1e-12, 1e6)
     )
-    alpha_for: Mapping[str, float] | None = setting(None, "other alphas by pattern, the longest that matches")
+    alpha_for: Mapping[str, float] | None = setting(
+        None, "other alphas by pattern, the longest that matches", bounds=(1e-12, 1e6)
+    )
     variant: Variant = setting(  # noqa: RUF009
         "lora", "dora: a length per row too, slower, nearer to full training; lokr: a Kronecker product, small files"
     )
     rslora: bool = setting(False, "scale by alpha / sqrt(rank): for ranks of 64 and more")
-    factor: int | None = setting(None, "lokr: the smaller side of the product; unset: near the root")
+    factor: int | None = setting(None, "lokr: the smaller side of the product; unset: near the root", bounds=(1, 65536))
     initial: str = setting(
         "", "start from this adapter: a safetensors file, written by training or by export; relative to the project"
     )
     targets: tuple[str, ...] = setting(
         ("*",), 'which Linears of the blocks get an adapter, by wildcards: "attn.to_q", "*.0.attn.*"; "*": all'
     )
-    lr: float = setting(1e-4, "learning rate; what most LoRA trainers use with AdamW; prodigy wants 1, lion 2e-5")
-    clip: float = setting(1.0, "largest global norm of the gradient; a larger gradient is scaled down to it; 0: never")
+    lr: float = setting(
+        1e-4, "learning rate; what most LoRA trainers use with AdamW; prodigy wants 1, lion 2e-5", bounds=(1e-12, 100.0)
+    )
+    clip: float = setting(
+        1.0, "largest global norm of the gradient; a larger gradient is scaled down to it; 0: never", bounds=(0.0, 1e6)
+    )
     precision: Literal["bfloat16", "float32"] = setting(
         "bfloat16", "what the model computes in; float32 on a CPU, where it is faster"
     )
@@ -135,26 +156,31 @@ class TrainingConfig:
         "auto",
         "whole: fastest; blocks: least memory, computes every block twice; a number: so many of the last blocks are not "
         "computed twice; auto: the fastest that fits. They agree to rounding, so a run keeps the one that it began with",
+        bounds=(1, 10_000),
     )
-    memory_gb: float | None = runtime(None, "memory that training may take, GB; unset: the device's memory less headroom")
+    memory_gb: float | None = runtime(
+        None, "memory that training may take, GB; unset: the device's memory less headroom", bounds=(1e-12, 1e6)
+    )
     micro_batch: Literal["auto"] | int | None = runtime(
-        None, "samples of a batch computed at once; auto: as many as fit. The gradient is the same up to rounding"
+        None,
+        "samples of a batch computed at once; auto: as many as fit. The gradient is the same up to rounding",
+        bounds=(1, 1024),
     )
-    checkpoint_every: int = runtime(250, "steps between checkpoints: what a kill can cost, and which adapters can be compared")
-    keep_states: int = runtime(2, "newest checkpoints whose optimizer state is kept, twice the adapter's size; adapters all stay")
-    stop_after_steps: int | None = runtime(None, "end this command after so many steps; the same command goes on")
-    stop_after_minutes: float | None = runtime(None, "end this command after so long: a Mac's GPU watchdog, a slot of time")
+    checkpoint_every: int = runtime(
+        250, "steps between checkpoints: what a kill can cost, and which adapters can be compared", bounds=(1, 1_000_000)
+    )
+    keep_states: int = runtime(
+        2, "newest checkpoints whose optimizer state is kept, twice the adapter's size; adapters all stay", bounds=(1, 1_000_000)
+    )
+    stop_after_steps: int | None = runtime(
+        None, "end this command after so many steps; the same command goes on", bounds=(1, 1_000_000)
+    )
+    stop_after_minutes: float | None = runtime(
+        None, "end this command after so long: a Mac's GPU watchdog, a slot of time", bounds=(1e-12, 1e6)
+    )
 
     def __post_init__(self) -> None:
-        require(self, "steps", 1, 1_000_000)  # each is a row; a larger number is a typing error
-        for name in ("batch_size", "accumulate", "rank", "factor", "checkpoint_every", "keep_states", "stop_after_steps"):
-            require(self, name, 1)
-        for name in ("lr", "memory_gb", "stop_after_minutes", "alpha"):
-            require(self, name, 1e-12)
-        require(self, "clip", 0)
-        for name in ("memory", "micro_batch"):
-            if isinstance(getattr(self, name), int):
-                require(self, name, 1)
+        check_bounds(self)
         self._check_combinations()
 
     def _check_combinations(self) -> None:

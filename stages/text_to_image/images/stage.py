@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from schemas.text_to_image.images import IMAGES
-from stages.settings import require, runtime, selects, setting
+from stages.settings import check_bounds, runtime, selects, setting
 from stages.stage import Stage, StageContext
 from stages.text_to_image.images.duplicates import mark_duplicates
 from stages.text_to_image.images.examine import examine
@@ -33,20 +33,25 @@ class ImagesConfig:
     """The section [images] of project.toml: the image folder, and the limits on the size of an image."""
 
     folder: str = selects("images", "image folder, searched with all folders below it; relative to the project")
-    min_side: int = setting(64, "shortest side that is used, pixels; a smaller image has fewer than 4 tokens across")
+    min_side: int = setting(
+        64, "shortest side that is used, pixels; a smaller image has fewer than 4 tokens across", bounds=(1, 65536)
+    )
     max_pixels: int = setting(
-        MAX_PIXELS, f"width x height above which a file is refused as a decompression bomb, pixels; at most {CEILING}"
+        MAX_PIXELS,
+        f"width x height above which a file is refused as a decompression bomb, pixels; at most {CEILING}",
+        bounds=(1, CEILING),
     )
     max_bytes: int = setting(
-        MAX_BYTES, f"size of a file above which it is refused unread, bytes; at most {CEILING_BYTES}: it is read whole"
+        MAX_BYTES,
+        f"size of a file above which it is refused unread, bytes; at most {CEILING_BYTES}: it is read whole",
+        bounds=(1, CEILING_BYTES),
     )
-    workers: int = runtime(4, "threads that read and decode; a disk is rarely faster with more")
+    workers: int = runtime(4, "threads that read and decode; a disk is rarely faster with more", bounds=(1, 64))
 
     def __post_init__(self) -> None:
-        require(self, "max_pixels", 1, CEILING)
-        require(self, "max_bytes", 1, CEILING_BYTES)
-        require(self, "min_side", 1)
-        require(self, "workers", 1)
+        check_bounds(self)
+        if not self.folder.strip():
+            raise ValueError(f'folder must name the image folder, such as "images", got "{self.folder}"')
 
 
 def wanted_images(ctx: StageContext) -> pa.Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from stages.settings import require, runtime, selects, setting
+from stages.settings import check_bounds, runtime, selects, setting
 from stages.text_to_image.imaging.colour import parse_colour
 
 
@@ -23,10 +23,9 @@ class LatentsConfig:
     precision: Literal["float32", "bfloat16"] = setting(
         "float32", "dtype that the autoencoder computes in; bfloat16 needs half the memory and is less exact"
     )
-    batch_size: int = runtime(8, "rows per record batch, which a kill can lose; images are encoded one by one")
-    workers: int = runtime(4, "threads that decode and resize images ahead of the autoencoder")
+    batch_size: int = runtime(8, "rows per record batch, which a kill can lose; images are encoded one by one", bounds=(1, 1024))
+    workers: int = runtime(4, "threads that decode and resize images ahead of the autoencoder", bounds=(1, 64))
 
     def __post_init__(self) -> None:
-        require(self, "batch_size", 1)
-        require(self, "workers", 1)
+        check_bounds(self)
         parse_colour(self.background)

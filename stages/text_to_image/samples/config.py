@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from stages.settings import require, runtime, selects, setting
+from stages.settings import SEEDS, check_bounds, runtime, selects, setting
 from stages.tuner.quantize import BITS, Bits
 
 MULTIPLE = 16  # pixels: widths and heights are multiples of this
@@ -17,15 +17,23 @@ class SamplesConfig:
     """The section [samples] of project.toml: which previews are drawn, and how."""
 
     checkpoints: str | tuple[int, ...] = selects(
-        "last", 'checkpoints that draw: "last", "all", or a list of steps; a preview takes minutes on a Mac'
+        "last",
+        'checkpoints that draw: "last", "all", or a list of steps; a preview takes minutes on a Mac',
+        bounds=(0, 1_000_000),
     )
     average: bool = selects(False, "draw with the moving average of the adapter ([train.ema]) if the checkpoint has one")
     base: bool = selects(True, "also draw with the base model without an adapter, to compare with")
-    seeds: tuple[int, ...] = selects((0,), "seeds of the starting noise; each gives one preview per prompt and checkpoint")
-    width: int = selects(768, "width of a preview, pixels, a multiple of 16; 768 is the larger default training resolution")
-    height: int = selects(768, "height of a preview, pixels, a multiple of 16")
-    steps: int | None = setting(None, "denoising steps; by default the family's number")
-    guidance: float | None = setting(None, "guidance scale, how strongly the prompt is followed; by default the family's value")
+    seeds: tuple[int, ...] = selects(
+        (0,), "seeds of the starting noise; each gives one preview per prompt and checkpoint", bounds=SEEDS
+    )
+    width: int = selects(
+        768, "width of a preview, pixels, a multiple of 16; 768 is the larger default training resolution", bounds=(16, 4096)
+    )
+    height: int = selects(768, "height of a preview, pixels, a multiple of 16", bounds=(16, 4096))
+    steps: int | None = setting(None, "denoising steps; by default the family's number", bounds=(1, 1000))
+    guidance: float | None = setting(
+        None, "guidance scale, how strongly the prompt is followed; by default the family's value", bounds=(0.0, 100.0)
+    )
     precision: Literal["bfloat16", "float32"] = setting(
         "bfloat16", "dtype that the transformer computes in: bfloat16, or float32 on a CPU"
     )
@@ -42,9 +50,10 @@ class SamplesConfig:
         follows="train.base_bits_for",
         unless="base_bits",
     )
-    grid: int = runtime(8, "number of prompts that the grid shows, from the first; every prompt is drawn")
+    grid: int = runtime(8, "number of prompts that the grid shows, from the first; every prompt is drawn", bounds=(1, 1000))
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         if isinstance(self.checkpoints, str) and self.checkpoints not in ("all", "last"):
             raise ValueError(f'checkpoints must be "last", "all" or a list of steps like [500, 1000], got "{self.checkpoints}"')
         for name in ("width", "height"):
@@ -57,5 +66,3 @@ class SamplesConfig:
         for pattern, bits in (self.base_bits_for or {}).items():
             if bits not in BITS:
                 raise ValueError(f"base_bits_for must give 16, 8 or 4 bits, got {bits} for {pattern!r}")
-        require(self, "grid", 1)
-        require(self, "steps", 1)

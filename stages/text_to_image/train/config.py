@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from stages.settings import require, setting
+from stages.settings import check_bounds, setting
 from stages.text_to_image.train.selection import DataConfig, MaskConfig, ValidationConfig
 from stages.tuner.config import TrainingConfig
 from stages.tuner.diffusion.noise import Base, Shift
@@ -24,20 +24,19 @@ class NoiseConfig:
     base: Base = setting(  # noqa: RUF009
         "logit_normal", "before the shift; what most trainers of FLUX.2 use. high_noise: composition; low_noise: texture"
     )
-    mean: float = setting(0.0, "logit_normal: mean of the logit of sigma; above 0 prefers noise")
-    std: float = setting(1.0, "logit_normal: standard deviation of the logit of sigma")
-    scale: float | None = setting(None, "mode: its scale; the paper's 1.29 if unset")
+    mean: float = setting(0.0, "logit_normal: mean of the logit of sigma; above 0 prefers noise", bounds=(-10.0, 10.0))
+    std: float = setting(1.0, "logit_normal: standard deviation of the logit of sigma", bounds=(1e-6, 10.0))
+    scale: float | None = setting(None, "mode: its scale; the paper's 1.29 if unset", bounds=(-0.999, 1.75))
     shift: Shift = setting("resolution", "resolution: FLUX.1's line, 1.9 at 512 px, 3.2 at 1024 px")  # noqa: RUF009
-    shift_factor: float = setting(3.0, "S of the static shift; 1 is none")
-    strata: int = setting(1, "so many steps in a row cover the levels evenly, for short runs; 1: independent draws")
+    shift_factor: float = setting(3.0, "S of the static shift; 1 is none", bounds=(1e-3, 1000.0))
+    strata: int = setting(
+        1, "so many steps in a row cover the levels evenly, for short runs; 1: independent draws", bounds=(1, 10_000)
+    )
 
     def __post_init__(self) -> None:
-        require(self, "std", 1e-6)
-        require(self, "scale", -0.999, 1.75)
+        check_bounds(self)
         if self.scale is not None and self.base != "mode":
             raise ValueError(f'scale needs base = "mode", got "{self.base}"; leave it out, or choose base = "mode"')
-        require(self, "shift_factor", 1e-6)
-        require(self, "strata", 1)
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,13 @@ class LossConfig:
     """The settings [train.loss]: how the loss of the predicted velocity is computed, and its weight at each noise level."""
 
     kind: Literal["mse", "pseudo_huber"] = setting("mse", "pseudo_huber: large errors count less, for data with outliers")
-    huber_c: float = setting(0.1, "pseudo_huber: the error above which it grows linearly")
+    huber_c: float = setting(0.1, "pseudo_huber: the error above which it grows linearly", bounds=(1e-6, 1000.0))
     weight: WeightName = setting(  # noqa: RUF009
         "none", "by the noise level: bell, half_bell and measured are ai-toolkit's linear_timesteps, ..2 and weighted"
     )
 
     def __post_init__(self) -> None:
-        require(self, "huber_c", 1e-6)
+        check_bounds(self)
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,11 @@ class PreservationConfig:
     gradient. ai-toolkit calls the method differential output preservation (DOP).
     """
 
-    weight: float = setting(1.0, "factor of the preservation loss beside the loss; ai-toolkit's")
-    every: int = setting(1, "apply it in every so many steps: 2 costs half and preserves half as firmly")
+    weight: float = setting(1.0, "factor of the preservation loss beside the loss; ai-toolkit's", bounds=(1e-6, 1000.0))
+    every: int = setting(1, "apply it in every so many steps: 2 costs half and preserves half as firmly", bounds=(1, 1_000_000))
 
     def __post_init__(self) -> None:
-        require(self, "weight", 1e-6)
-        require(self, "every", 1)
+        check_bounds(self)
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,9 @@ class TrainConfig(TrainingConfig):
     ValueError if a setting is out of range.
     """
 
-    caption_dropout: float = setting(0.05, "share of samples trained with the empty caption, which keeps guidance working")
+    caption_dropout: float = setting(
+        0.05, "share of samples trained with the empty caption, which keeps guidance working", bounds=(0.0, 1.0)
+    )
     noise: NoiseConfig = setting(NoiseConfig(), "the noise levels")  # noqa: RUF009
     loss: LossConfig = setting(LossConfig(), "the loss of a predicted velocity")  # noqa: RUF009
     data: DataConfig = setting(DataConfig(), "how often which crops are drawn")  # noqa: RUF009
@@ -88,4 +88,3 @@ class TrainConfig(TrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, "caption_dropout", 0, 1)

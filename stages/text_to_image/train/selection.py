@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Literal
 
-from stages.settings import require, setting
+from stages.settings import SEEDS, check_bounds, setting
 from stages.tuner import config as tuner
 from stages.tuner import draws
 
@@ -24,11 +24,14 @@ class DataConfig:
     """The settings [train.data]: how often each crop is drawn, and what replaces a dropped caption."""
 
     resolutions: Mapping[str, float] | None = setting(
-        None, "how often a crop of each resolution is drawn, relative to the others: {512 = 2, 768 = 1}; 0: never; unset: equally"
+        None,
+        "how often a crop of each resolution is drawn, relative to the others: {512 = 2, 768 = 1}; 0: never; unset: equally",
+        bounds=(0.0, MOST),
     )
     repeats: Mapping[str, float] | None = setting(
         None,
         'how often per epoch the images of a folder occur: {"rare" = 3, "blurred" = 0}; the longest path that matches; others 1',
+        bounds=(0.0, MOST),
     )
     dropped: Literal["empty", "trigger"] = setting(
         "empty", "what a dropped caption becomes; trigger: the trigger word alone, for a subject that should need no other"
@@ -53,10 +56,12 @@ class MaskConfig:
     `mask` is "alpha" or "file". Training raises ValueError if no crop has a mask.
     """
 
-    floor: float = setting(0.1, "the least weight of a token, where the mask is black: a little preserves the surroundings")
+    floor: float = setting(
+        0.1, "the least weight of a token, where the mask is black: a little preserves the surroundings", bounds=(0.0, 1.0)
+    )
 
     def __post_init__(self) -> None:
-        require(self, "floor", 0, 1)
+        check_bounds(self)
 
 
 @dataclass(frozen=True)
@@ -65,16 +70,18 @@ class ValidationConfig(tuner.ValidationConfig):
     they are measured.
     """
 
-    share: float = setting(0.1, "share of the images that is held out, at least one image; the choice depends on content alone")
-    most: int = setting(16, "most images that are held out: each costs a forward pass per level and crop")
+    share: float = setting(
+        0.1, "share of the images that is held out, at least one image; the choice depends on content alone", bounds=(0.001, 1.0)
+    )
+    most: int = setting(16, "most images that are held out: each costs a forward pass per level and crop", bounds=(1, 10_000))
     paths: tuple[str, ...] = setting((), 'hold out these images instead, by wildcards on their paths: "held/*", "*_val.png"')
-    sigmas: tuple[float, ...] = setting((0.1, 0.3, 0.5, 0.7, 0.9), "the noise levels: fixed, so that losses can be compared")
-    seed: int = setting(0, "seed of the choice of images and of their noise")
+    sigmas: tuple[float, ...] = setting(
+        (0.1, 0.3, 0.5, 0.7, 0.9), "the noise levels: fixed, so that losses can be compared", bounds=(0.0, 1.0)
+    )
+    seed: int = setting(0, "seed of the choice of images and of their noise", bounds=SEEDS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, "share", 0, 1)
-        require(self, "most", 1)
         if not self.sigmas or not all(0 < sigma <= 1 for sigma in self.sigmas) or len(set(self.sigmas)) < len(self.sigmas):
             raise ValueError(
                 f"sigmas must be different levels above 0, up to 1, such as [0.1, 0.5, 0.9], got {list(self.sigmas)}"

@@ -92,6 +92,9 @@ def select_targets(
     targets = []
     for name, (outputs, inputs) in chosen.items():
         if own_rank := _first_match(name, ranks, rank):
+            if own_rank > min(outputs, inputs) and variant != "lokr":
+                narrow = f"{min(outputs, inputs)} for {name} ({outputs} x {inputs})"
+                raise ValueError(f"rank must be <= {narrow}, got {own_rank:g}: a larger one adds nothing; see rank_for")
             own_alpha = _first_match(name, alphas, own_rank if alpha is None else alpha)
             targets.append(Target(name, outputs, inputs, int(own_rank), float(own_alpha), variant, rslora, factor))
     if not targets:

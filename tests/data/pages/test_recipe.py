@@ -87,7 +87,7 @@ def test_a_source_is_given_only_for_a_number_that_an_optimizer_has() -> None:
 def test_the_learning_rates_of_lion_and_prodigy_are_the_same_wherever_they_stand() -> None:
     (doc,) = [entry.doc for entry in entries(PIPELINE.stage("train").config, "train") if entry.key == "train.lr"]
     rates = [make_optimizer(kind).usual_lr for kind in ("prodigy", "lion")]
-    found = re.search(r"prodigy wants (\S+), lion (\S+)$", doc)
+    found = re.search(r"prodigy wants (\S+), lion ([^\s;]+)", doc)
     assert found and [float(word) for word in found.groups()] == rates
     (row,) = re.findall(r"^\| lion \| (.*) \|$", PAGE, re.MULTILINE)
     assert re.findall(r"`lr = (\S+)`, a fifth", row) == ["2e-5"]

@@ -7,9 +7,10 @@ import json
 import re
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
-from pipeline.commands.query import CELL_WIDTH, ROWS_SHOWN, answer, open_catalog, run_query
+from pipeline.commands.query import CELL_WIDTH, ROWS_SHOWN, Limits, answer, open_catalog, run_query, write_answer
 from pipeline.project.project import NotBuilt
 from schemas.text_to_image.train import TRAIN
 from stages.text_to_image import PIPELINE
@@ -187,7 +188,7 @@ def test_csv_and_json_hold_every_row_and_value(project: FakeProject) -> None:
         ("select * from sql", "Table with name sql does not exist"),
         ("", "SQL is empty"),
         ("-- nothing", "SQL is empty"),
-        ("copy images to '/nonexistent/images.csv'", "Cannot open file"),
+        ("copy images to '/nonexistent/images.csv'", "a query reads only the tables; --unsafe allows more"),
     ],
 )
 def test_a_mistake_in_sql_is_one_line_with_the_names_that_exist(project: FakeProject, sql: str, message: str) -> None:
@@ -224,3 +225,87 @@ def test_a_table_of_an_earlier_version_with_other_columns_counts_as_not_built(tm
         file.write_text(json.dumps(manifest | {"recipe": {"columns": said}}))
         assert ask(project, "select count(*) from captions") == [(rows,)]
         assert ask(project, "select built from tables where stage = 'captions'") == [(bool(rows),)]
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "copy images to '{file}'",
+        "attach '{file}' as x",
+        "select * from read_csv('/etc/passwd')",
+        "select * from read_text('/etc/passwd')",
+        "from '/etc/passwd'",
+        "select * from glob('/*')",
+        "install httpfs",
+        "load httpfs",
+        "export database '{file}'",
+        "set enable_external_access = true",
+        "set memory_limit = '8GB'",
+        "set temp_directory = '/tmp'",
+        "pragma profiling_output = '{file}'",
+        "select 1; copy images to '{file}'",
+    ],
+)
+def test_a_query_reaches_no_file_and_no_extension(project: FakeProject, tmp_path: Path, sql: str) -> None:
+    file = tmp_path / "written"
+    for ask in (run_query, answer):
+        with pytest.raises(ValueError) as error:
+            ask(project, sql.replace("{file}", str(file)))
+        assert "\n" not in str(error.value) and not file.exists()
+
+
+def test_an_unsafe_query_may_write_a_file(project: FakeProject, tmp_path: Path) -> None:
+    run_query(project, f"copy images to '{tmp_path}/written.csv'", limits=Limits(unsafe=True))
+    assert (tmp_path / "written.csv").read_text().startswith("path,")
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "with recursive x as (select 1 as n union all select n + 1 from x) select count(*) from x",
+        "select count(*) from range(1000000000000) a, range(1000000) b",
+    ],
+)
+def test_a_query_without_an_end_is_ended(project: FakeProject, sql: str) -> None:
+    with pytest.raises(ValueError, match=r"^the query took longer than 0\.2 s; --seconds allows more$"):
+        run_query(project, sql, limits=Limits(seconds=0.2, gigabytes=8))
+
+
+def test_a_query_that_needs_too_much_memory_is_one_line(project: FakeProject) -> None:
+    with pytest.raises(ValueError, match=r"^the query needs more than 0\.1 GB; --memory-gb allows more$"):
+        run_query(project, "select string_agg(repeat('x', 1000000)) from range(1000)", limits=Limits(gigabytes=0.1))
+    with pytest.raises(ValueError, match="the answer has more than 1,000,000 rows: add a limit, or write it"):
+        run_query(project, "from range(100000000)")
+
+
+def test_bytes_that_are_not_utf_8_are_one_line(project: FakeProject) -> None:
+    with pytest.raises(ValueError, match="the SQL must be UTF-8 text"):
+        run_query(project, b"select '\xff'".decode("utf-8", "surrogateescape"))
+
+
+@pytest.mark.parametrize("count", [0, 3, 25_000])
+def test_an_answer_is_written_whole_to_csv_json_and_parquet(project: FakeProject, tmp_path: Path, count: int) -> None:
+    sql = f"select range as n, 'a, \"b\"' as text, [range] as list from range({count})"
+    for kind in ("csv", "json", "parquet"):
+        assert write_answer(project, sql, tmp_path / "new" / f"a.{kind}", kind) == count
+    rows = json.loads((tmp_path / "new" / "a.json").read_text())
+    assert [row["n"] for row in rows] == list(range(count)) and all(row["text"] == 'a, "b"' for row in rows)
+    with (tmp_path / "new" / "a.csv").open(newline="") as file:
+        assert [int(row["n"]) for row in csv.DictReader(file)] == list(range(count))
+    assert pq.read_table(tmp_path / "new" / "a.parquet")["n"].to_pylist() == list(range(count))
+
+
+def test_a_failed_answer_leaves_no_file(project: FakeProject, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Conversion Error"):
+        write_answer(
+            project, "select (case when range > 20000 then 'x' else '1' end)::int from range(30000)", tmp_path / "a", "csv"
+        )
+    assert list(tmp_path.glob("*a*")) == []
+
+
+@pytest.mark.parametrize(
+    "sql", ["select count(*) from TRAIN", 'from "train"', "create table x as select * from train", "pivot train on step"]
+)
+def test_a_table_that_is_not_built_is_named_however_it_is_written(tmp_path: Path, sql: str) -> None:
+    with pytest.raises(ValueError, match="the table train is not built; run: make train"):
+        run_query(FakeProject(tmp_path), sql)

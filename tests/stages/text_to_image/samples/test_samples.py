@@ -340,11 +340,11 @@ def test_memory_is_released_when_the_stage_ends(root: Path, tmp_path: Path) -> N
     [
         ({"checkpoints": "latest"}, 'checkpoints must be "last", "all" or a list of steps .*, got "latest"'),
         ({"width": 1000}, "width must be a multiple of 16, such as 992, got 1000"),
-        ({"height": 0}, "height must be a multiple of 16, such as 16, got 0"),
+        ({"height": 0}, "height must be >= 16 and <= 4096, got 0"),
         ({"seeds": (1, 1)}, r"seeds must be different .*, got \[1, 1\]"),
         ({"seeds": ()}, r"seeds must be .*, got \[\]"),
-        ({"steps": 0}, "steps must be >= 1, got 0"),
-        ({"grid": 0}, "grid must be >= 1, got 0"),
+        ({"steps": 0}, "steps must be >= 1 and <= 1000, got 0"),
+        ({"grid": 0}, "grid must be >= 1 and <= 1000, got 0"),
     ],
 )
 def test_settings_that_allow_no_preview_are_refused(values: dict[str, Any], line: str) -> None:

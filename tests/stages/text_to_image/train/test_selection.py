@@ -52,7 +52,7 @@ def test_whether_an_image_is_held_out_does_not_depend_on_the_others():
 
 def test_at_least_one_and_at_most_so_many_are_held_out():
     assert len(held_out(ValidationConfig(share=0.9, most=3), NAMES)) == 3
-    assert len(held_out(ValidationConfig(share=0.0), NAMES)) == 1
+    assert len(held_out(ValidationConfig(share=0.001), NAMES)) == 1
 
 
 def test_paths_hold_out_every_image_that_they_match_by_any_of_its_paths():
@@ -72,9 +72,9 @@ def test_paths_hold_out_every_image_that_they_match_by_any_of_its_paths():
         (lambda: DataConfig(repeats={"a": 1e9}), r"repeats must be .*, got 1e\+09 for 'a'"),
         (lambda: DataConfig(repeats={"a": 1e-9}), "repeats must be .*, got 1e-09 for 'a'"),
         (lambda: MaskConfig(floor=1.5), "floor must be >= 0 and <= 1, got 1.5"),
-        (lambda: ValidationConfig(share=2), "share must be >= 0 and <= 1, got 2"),
-        (lambda: ValidationConfig(every=0), "every must be >= 1, got 0"),
-        (lambda: ValidationConfig(patience=0), "patience must be >= 1, got 0"),
+        (lambda: ValidationConfig(share=2), "share must be >= 0.001 and <= 1, got 2"),
+        (lambda: ValidationConfig(every=0), "every must be >= 1 and <= 1000000, got 0"),
+        (lambda: ValidationConfig(patience=0), "patience must be >= 1 and <= 1000000, got 0"),
         (lambda: ValidationConfig(sigmas=(0.5, 0.5)), "sigmas must be different levels above 0"),
         (lambda: ValidationConfig(sigmas=(0.0,)), "sigmas must be different levels above 0"),
     ],

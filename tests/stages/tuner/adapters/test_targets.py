@@ -6,10 +6,10 @@ import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.tuner.adapters.targets import adapter_metadata, select_targets, target_scales
 
 LINEARS = {
-    "transformer_blocks.0.attn.to_q": (8, 8),
-    "transformer_blocks.0.ff.linear_in": (48, 8),
-    "transformer_blocks.1.attn.to_q": (8, 8),
-    "single_transformer_blocks.0.attn.to_out": (8, 32),
+    "transformer_blocks.0.attn.to_q": (16, 16),
+    "transformer_blocks.0.ff.linear_in": (96, 16),
+    "transformer_blocks.1.attn.to_q": (16, 16),
+    "single_transformer_blocks.0.attn.to_out": (16, 64),
 }
 
 
@@ -63,6 +63,10 @@ def test_rslora_divides_alpha_by_the_root_of_the_rank():
         ({"ranks": {"to_q": -1}}, "rank_for: the value of 'to_q' must be >= 0 \\(0 leaves the Linears out\\), got -1"),
         ({"alphas": {"to_q": 0.0}}, "alpha_for: the value of 'to_q' must be > 0, got 0.0"),
         ({"ranks": {"*": 0}}, "rank_for must leave at least one target"),
+        (
+            {"ranks": {"to_q": 17}},
+            r"rank must be <= 16 for transformer_blocks\.0\.attn\.to_q \(16 x 16\), got 17: a larger one adds",
+        ),
         ({"rslora": True}, "rslora needs an alpha, .*; alpha = 4 gives a scale of 1"),
     ],
 )

@@ -1,0 +1,97 @@
+"""Every number that a project can set has bounds, and is refused beyond them before anything is loaded."""
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+
+import pytest
+
+import stages
+from pipeline.project.config import ProjectConfig
+from pipeline.project.parse import Parser, _members, _nested
+from stages.settings import NUMBER, WHOLE
+
+NUMBERS = (int, float)
+
+
+def sections(pipeline):
+    return {"project": ProjectConfig, **{name: pipeline.stage(name).config for name in pipeline.stages}}
+
+
+def numeric_settings():
+    """Yield (sections, section, field, kind, shape) for every setting that can hold a number. shape(x) is a value with x."""
+    for pipeline_name in stages.PIPELINES:
+        found = sections(stages.pipeline(pipeline_name))
+        for section, config in _nested(found):
+            hints = typing.get_type_hints(config)
+            for field in dataclasses.fields(config):
+                for member in _members(hints[field.name]):
+                    kind, shape = numeric(member)
+                    if kind:
+                        yield pytest.param(found, section, field, kind, shape, id=f"{section}.{field.name}")
+
+
+def numeric(member):
+    """Return the type of the numbers that an annotated type holds, None if it holds none, and how to make a value of one."""
+    origin, arguments = typing.get_origin(member), typing.get_args(member)
+    if member in NUMBERS:
+        return member, lambda x: x
+    if origin is tuple and arguments[0] in NUMBERS:
+        return arguments[0], lambda x: [x]
+    if origin is Mapping and arguments[1] in NUMBERS:
+        return arguments[1], lambda x: {"512": x}
+    return None, None
+
+
+SETTINGS = list(numeric_settings())
+
+
+def refused(found, section, name, value):
+    with pytest.raises(ValueError) as error:
+        Parser(found, lambda key: "project.toml").section(section, {name: value})
+    said = str(error.value)
+    assert said.startswith(f"{section}.{name} must ") and "\n" not in said and len(said) < 300, said
+
+
+def test_the_table_has_the_settings_of_every_pipeline():
+    names = {param.id for param in SETTINGS}
+    assert {"train.rank", "train.rank_for", "buckets.resolutions", "samples.guidance", "train.noise.mean"} <= names
+    assert {"train.validation.sigmas", "train.memory", "train.micro_batch", "project.commit_seconds"} <= names
+    assert {"sources.max_bytes", "pairs.max_leak", "train.optimizer.beta1"} <= names and len(names) > 70
+
+
+@pytest.mark.parametrize(("found", "section", "field", "kind", "shape"), SETTINGS)
+def test_a_number_beyond_its_bounds_is_refused_in_one_line(found, section, field, kind, shape):
+    low, high = field.metadata["bounds"] or (NUMBER if kind is float else WHOLE)
+    below, above = (low - 1, high + 1) if kind is int else (low - max(1e-9, abs(low) * 1e-3), high * 1.001)
+    for value in (below, above, kind(-1e30), kind(1e30)):
+        refused(found, section, field.name, shape(value))
+    if kind is int:
+        refused(found, section, field.name, shape(10**4000))
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("train", "rank", 10_000),
+        ("samples", "guidance", 1e30),
+        ("train.noise", "mean", 1e9),
+        ("train.noise", "mean", -1e9),
+        ("train.noise", "std", 1e9),
+        ("train.schedule", "warmup_steps", 10**23),
+        ("train", "seed", 2**64),
+        ("samples", "seeds", [2**64]),
+        ("train.validation", "seed", 2**64),
+        ("train.validation", "share", 0),
+        ("buckets", "resolutions", [1_000_000]),
+        ("train.noise", "strata", 10**9),
+        ("train", "accumulate", 10**5),
+        ("samples", "width", 1_600_000),
+        ("samples", "height", 1_600_000),
+        ("images", "folder", ""),
+        ("images", "folder", "a\0b"),
+        ("captions", "preview_prompts", ["x"] * 100_000),
+    ],
+)
+def test_an_absurd_value_is_refused_before_anything_is_loaded(section, name, value):
+    refused(sections(stages.pipeline("text_to_image")), section, name, value)
