@@ -14,6 +14,7 @@ from stages.models.family import Family
 from stages.models.flux2 import autoencoder
 from stages.models.flux2.autoencoder_config import AutoencoderConfig
 from stages.models.text.qwen3 import Qwen3, Qwen3Config
+from stages.tuner import quantize
 
 CAPTION_TOKENS = 60  # a caption of usual length; the other rows are padding, which is computed too
 
@@ -33,6 +34,7 @@ class Images:
     """The autoencoder with one random image of `size` (width, height)."""
 
     def __init__(self, family: Family, size: tuple[int, int], dtype: Any) -> None:
+        """Draw weights and one image of `size` (width, height) pixels."""
         config = AutoencoderConfig.from_dict(family.autoencoder)
         weights = {key: autoencoder.arrange(key, value) for key, value in random_weights(config.shapes(), dtype).items()}
         self.model = autoencoder.Autoencoder(config, weights)
@@ -44,13 +46,31 @@ class Images:
         mx.eval(self.model.encode(self.pixels_BHWC))
 
 
+class Latents(Images):
+    """The autoencoder with one random latent, to be decoded."""
+
+    def __init__(self, family: Family, size: tuple[int, int], dtype: Any) -> None:
+        super().__init__(family, size, dtype)
+        self.latent_BChw = mx.random.normal((1, 128, size[1] // 16, size[0] // 16))
+        del self.pixels_BHWC
+        mx.eval(self.latent_BChw)
+
+    def step(self) -> None:
+        """Decode the latent."""
+        mx.eval(self.model.decode(self.latent_BChw))
+
+
 class Captions:
     """The text encoder with one random caption, padded to the family's number of text tokens."""
 
-    def __init__(self, family: Family, dtype: Any) -> None:
+    def __init__(self, family: Family, dtype: Any, bits: int = 16) -> None:
+        """Draw weights, packed to `bits` bits within the layers, and one caption."""
         config = Qwen3Config.from_dict(family.text_encoder)
         self.layers = family.text_layers
-        self.model = Qwen3(config, random_weights(config.shapes(max(self.layers)), dtype))
+        weights: dict[str, Any] = random_weights(config.shapes(max(self.layers)), dtype)
+        for name in [name for name in weights if name.startswith("layers.")]:
+            weights[name] = quantize.pack_if_possible(weights.pop(name), bits)
+        self.model = Qwen3(config, weights)
         T = family.text_tokens
         self.tokens_BT = mx.random.randint(0, config.vocab_size, (1, T))
         self.real_BT = mx.arange(T)[None] < min(CAPTION_TOKENS, T)

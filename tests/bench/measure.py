@@ -27,6 +27,7 @@ KERNELS = "MLX_PTX_CACHE_DIR"  # CUDA: the folder in which MLX keeps compiled ke
 @click.option("--family", default="", help="Training steps of that family: every plan, bits and resolution.")
 @click.option("--comparison", is_flag=True, help="klein 4B beside PyTorch and MLX's plain graph.")
 @click.option("--large", is_flag=True, help="dev and klein 9B at 4 and 8 bits, the encoders, the loader.")
+@click.option("--stages", "beside", is_flag=True, help="klein 4B: the stages beside training, and PyTorch beside them.")
 @click.option("--gpu", is_flag=True, help="--comparison and --large.")
 @click.option("--limit", default=LIMIT_S, show_default=True, help="Seconds that one case may take.")
 @click.option("--commit", envvar="LATENTMILL_COMMIT", help="Commit of the code, where git cannot say it.")
@@ -47,6 +48,7 @@ def main(
     family: str,
     comparison: bool,
     large: bool,
+    beside: bool,
     gpu: bool,
     limit: float,
     commit: str | None,
@@ -60,6 +62,7 @@ def main(
     chosen = [Case.from_json(case) for case in cases]
     chosen += suites.comparison() if comparison or gpu else []
     chosen += suites.large() if large or gpu else []
+    chosen += suites.stages_beside_training() if beside else []
     chosen += suites.training(family) if family else []
     measure(chosen or list(suites.quick()), limit, environment.commit() if commit is None else commit, out)
 

@@ -78,17 +78,62 @@ def measure_training(case: Case) -> dict[str, Any]:
 
 
 def measure_encoder(case: Case) -> dict[str, Any]:
-    """Time and memory of encoding one image with the autoencoder, or one caption with the text encoder."""
+    """Time and memory of encoding or decoding one image with the autoencoder, or of encoding one caption."""
+    import mlx.core as mx
+
+    from stages.text_to_image.embeddings import EmbeddingsConfig
+    from stages.text_to_image.embeddings.memory_plan import estimate
+    from stages.text_to_image.families import family
+    from stages.tuner.blockwise.device import live_memory_limit
+    from tests.bench.encoders import Captions, Images, Latents
+
+    record, dtype = family(case.family), getattr(mx, case.dtype)
+    if case.kind == "text_encoder":
+        encoder: Any = Captions(record, dtype, case.bits)
+        plan = estimate(EmbeddingsConfig(precision=case.dtype, bits=case.bits), record, None, False)  # type: ignore[arg-type]
+        held, work = plan.held, plan.work
+    else:
+        encodes = case.kind == "autoencoder"
+        encoder = (Images if encodes else Latents)(record, (case.width, case.height), dtype)
+        given = (None, record, case.height, case.width, dtype.size, encodes)
+        held, work = record.architecture.autoencoder_bytes(*given)
+    weights_gb = mx.get_active_memory() / 1e9
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    with live_memory_limit(int(held + 1.5 * work) if case.memory_limited else None):
+        times = time_steps(encoder.step, case.steps)
+    sizes = {"peak_gb": mx.get_peak_memory(), "cache_gb": mx.get_cache_memory(), "estimated_gb": held + work}
+    return times | {name: size / 1e9 for name, size in sizes.items()} | {"held_gb": weights_gb}
+
+
+def measure_drawing(case: Case) -> dict[str, Any]:
+    """Time and memory of one denoising forward pass of the transformer, block by block as the stage `samples` draws."""
     import mlx.core as mx
 
     from stages.text_to_image.families import family
-    from tests.bench.encoders import Captions, Images
+    from stages.text_to_image.samples.config import SamplesConfig
+    from stages.text_to_image.samples.memory_plan import drawing_memory
+    from stages.text_to_image.train.profile import profile_settings, random_transformer
+    from stages.tuner.blockwise.device import limit_command_buffers
+    from stages.tuner.blockwise.forward import model_forward
 
-    record, dtype = family(case.family), getattr(mx, case.dtype)
-    encoder = Images(record, (case.width, case.height), dtype) if case.kind == "autoencoder" else Captions(record, dtype)
-    weights_gb = mx.get_active_memory() / 1e9
+    if case.memory_limited:
+        limit_command_buffers()  # before MLX's first operation
+    record, config = family(case.family), profile_settings(base_bits=case.bits)
+    packed = SamplesConfig(base_bits=case.bits)  # type: ignore[arg-type]
+    memory = drawing_memory(record, None, packed, config.precision, (case.width, case.height), 1)
+    model = random_transformer(record, config)
+    predict = model_forward(model, None)
+    predict.live_bytes = memory.live_bytes if case.memory_limited else None
+    grid = case.height // 16, case.width // 16
+    inputs = record.architecture.zero_inputs(model.config, 1, grid, record.text_tokens)
+    inputs |= {name: mx.random.normal(inputs[name].shape) for name in ("x_BLC", "ctx_BTJ")}
+    mx.eval(inputs["x_BLC"], inputs["ctx_BTJ"])
+    mx.clear_cache()
     mx.reset_peak_memory()
-    return time_steps(encoder.step, case.steps) | {"peak_gb": mx.get_peak_memory() / 1e9, "held_gb": weights_gb}
+    times = time_steps(lambda: predict(**inputs), case.steps)
+    sizes = {"peak_gb": mx.get_peak_memory(), "cache_gb": mx.get_cache_memory(), "estimated_gb": memory.peak}
+    return times | {name: size / 1e9 for name, size in sizes.items()} | {"held_gb": mx.get_active_memory() / 1e9}
 
 
 def measure_loader(case: Case) -> dict[str, Any]:
@@ -107,14 +152,16 @@ def run(case: Case) -> dict[str, Any]:
     """
     if case.kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {case.kind!r}")
-    if case.backend == "torch" and case.plan not in TORCH_PLANS:
+    if case.backend == "torch" and case.kind == "train" and case.plan not in TORCH_PLANS:
         raise ValueError(f"plan must be one of {', '.join(TORCH_PLANS)} for PyTorch, got {case.plan!r}")
     if case.backend == "torch":
+        from tests.bench.torch_stages import measure_torch_stage
         from tests.bench.torch_steps import measure_torch
 
-        measured = measure_torch(case, time_steps)
+        measured = (measure_torch if case.kind == "train" else measure_torch_stage)(case, time_steps)
     else:
-        measured = {"train": measure_training, "loader": measure_loader}.get(case.kind, measure_encoder)(case)
+        kinds = {"train": measure_training, "loader": measure_loader, "draw": measure_drawing}
+        measured = kinds.get(case.kind, measure_encoder)(case)
     return asdict(case) | measured | describe(case.backend)
 
 

@@ -34,6 +34,22 @@ def training(family: str) -> Iterator[Case]:
         yield from pytorch(family, px)
 
 
+def stages_beside_training(family: str = "klein-base-4b") -> Iterator[Case]:
+    """Drawing, encoding, decoding and captions of one family at 512 and 1024 px, at 16 and 4 bits, and beside them PyTorch."""
+    for px in (1024, 512):
+        yield from (Case(family, px, px, bits=bits, kind="draw", memory_limited=True) for bits in (16, 4))
+        for kind in ("autoencoder", "decode"):
+            yield Case(family, px, px, kind=kind, dtype="float32", memory_limited=True)
+    yield from (Case(family, bits=bits, kind="text_encoder", memory_limited=True) for bits in (16, 4))
+    if importlib.util.find_spec("torch"):
+        for plan in ("eager", "compiled"):
+            for px in (1024, 512):
+                yield Case(family, px, px, plan, backend="torch", kind="draw")
+                for kind in ("autoencoder", "decode"):
+                    yield Case(family, px, px, plan, backend="torch", kind=kind, dtype="float32")
+            yield Case(family, plan=plan, backend="torch", kind="text_encoder")
+
+
 def comparison() -> Iterator[Case]:
     """klein 4B beside PyTorch and MLX's plain graph, in one run; the most important case comes first."""
     yield Case(memory_limited=True)

@@ -1,0 +1,106 @@
+"""The PyTorch reference of the benchmark for the stages beside training: diffusers' and transformers' models on CUDA.
+
+Weights are random and have the shapes of the family. Import this module only where PyTorch, diffusers and transformers are
+installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stages.models.family import Family
+from stages.text_to_image.families import FAMILIES
+from tests.bench.cases import Case
+from tests.bench.torch_model import DEVICE
+
+TimeSteps = Callable[[Callable[[], Any], int], dict[str, float]]
+
+
+def measure_torch_stage(case: Case, time_steps: TimeSteps) -> dict[str, Any]:
+    """Return time and memory of one forward pass: columns s, first_s, least_s, most_s, peak_gb, reserved_gb, version.
+
+    The case's kind is "draw", "autoencoder", "decode" or "text_encoder". Its plan is "eager" or "compiled".
+    """
+    torch.manual_seed(0)
+    dtype = getattr(torch, case.dtype)
+    makers = {"draw": drawing, "autoencoder": encoding, "decode": decoding, "text_encoder": caption}
+    with torch.no_grad():
+        step = makers[case.kind](case, FAMILIES[case.family], dtype)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+        def timed() -> None:
+            step()
+            torch.cuda.synchronize()
+
+        times = time_steps(timed, case.steps)
+    peak, reserved = torch.cuda.max_memory_allocated() / 1e9, torch.cuda.max_memory_reserved() / 1e9
+    return times | {"peak_gb": peak, "reserved_gb": reserved, "version": torch.__version__}
+
+
+def on_device(make: Callable[[], Any], dtype: Any) -> Any:
+    """Build a model on the GPU in `dtype`, ready to compute."""
+    torch.set_default_dtype(dtype)
+    with torch.device(DEVICE):
+        model = make()
+    torch.set_default_dtype(torch.float32)
+    return model.to(dtype).eval()
+
+
+def maybe_compiled(case: Case, function: Any) -> Any:
+    """Compile a module or function if the case asks for it."""
+    return torch.compile(function) if "compiled" in case.plan else function
+
+
+def drawing(case: Case, family: Family, dtype: Any) -> Callable[[], Any]:
+    """One denoising forward pass of diffusers' transformer."""
+    from diffusers import Flux2Transformer2DModel
+
+    model = on_device(lambda: Flux2Transformer2DModel(**family.transformer), dtype)
+    run = maybe_compiled(case, model)
+    h, w, T = case.height // 16, case.width // 16, family.text_tokens
+    x = torch.randn(1, h * w, family.transformer["in_channels"], device=DEVICE, dtype=dtype)
+    text = torch.randn(1, T, family.transformer["joint_attention_dim"], device=DEVICE, dtype=dtype)
+    ids = torch.stack(torch.meshgrid(torch.arange(1), torch.arange(h), torch.arange(w), torch.arange(1), indexing="ij"), -1)
+    image_ids = ids.reshape(1, -1, 4).to(DEVICE)
+    text_ids = torch.zeros(1, T, 4, dtype=torch.long, device=DEVICE)
+    text_ids[0, :, 3] = torch.arange(T)
+    given = {"hidden_states": x, "encoder_hidden_states": text, "timestep": torch.full((1,), 0.5, device=DEVICE, dtype=dtype)}
+    given |= {"img_ids": image_ids, "txt_ids": text_ids, "guidance": None, "return_dict": False}
+    return lambda: run(**given)
+
+
+def autoencoder(family: Family, dtype: Any) -> Any:
+    """Build diffusers' autoencoder."""
+    from diffusers import AutoencoderKLFlux2
+
+    return on_device(lambda: AutoencoderKLFlux2(**family.autoencoder), dtype)
+
+
+def encoding(case: Case, family: Family, dtype: Any) -> Callable[[], Any]:
+    """Encode one image."""
+    run = maybe_compiled(case, autoencoder(family, dtype).encode)
+    pixels = torch.rand(1, 3, case.height, case.width, device=DEVICE, dtype=dtype) * 2 - 1
+    return lambda: run(pixels).latent_dist.mode()
+
+
+def decoding(case: Case, family: Family, dtype: Any) -> Callable[[], Any]:
+    """Decode one latent."""
+    run = maybe_compiled(case, autoencoder(family, dtype).decode)
+    latent = torch.randn(1, 32, case.height // 8, case.width // 8, device=DEVICE, dtype=dtype)
+    return lambda: run(latent).sample
+
+
+def caption(case: Case, family: Family, dtype: Any) -> Callable[[], Any]:
+    """Encode one caption with the layers that the family needs."""
+    from transformers import Qwen3Config, Qwen3Model
+
+    sizes = dict(family.text_encoder) | {"num_hidden_layers": max(family.text_layers)}
+    sizes.pop("model_type")
+    model = on_device(lambda: Qwen3Model(Qwen3Config(**sizes)), dtype)
+    run = maybe_compiled(case, model)
+    tokens = torch.randint(0, 1000, (1, family.text_tokens), device=DEVICE)
+    return lambda: run(input_ids=tokens, output_hidden_states=True)
