@@ -121,6 +121,14 @@ compare: .venv/ready
 best: .venv/ready
 	@$(LATENTMILL) best
 
+## Show the project as a web page on this machine
+view: .venv/view
+	@$(LATENTMILL) view
+
+## Write the web page as one HTML file
+report: .venv/view
+	@$(LATENTMILL) report
+
 ## Answer a stored question: make panel NAME=loss; or list them
 panel: .venv/ready
 	@$(LATENTMILL) panel
@@ -198,6 +206,10 @@ experiments: .venv/plots
 
 .venv/plots: .venv/ready
 	.venv/bin/python -m pip install --quiet --editable ".[plots]"
+	@touch $@
+
+.venv/view: .venv/ready
+	.venv/bin/python -m pip install --quiet --editable ".[view]"
 	@touch $@
 
 # torch is installed first, in a command of its own: together with other packages a resolver may prefer its CUDA build.

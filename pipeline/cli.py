@@ -21,7 +21,11 @@ GENERIC = {
     name: f"pipeline.commands.{name}:command"
     for name in ("init", "plan", "run", "status", "query", "panel", "runs", "compare", "follow", "clean", "families")
 }
-GENERIC |= {"best": "pipeline.commands.compare:best_command"}
+GENERIC |= {
+    "best": "pipeline.commands.compare:best_command",
+    "view": "pipeline.page.command:command",
+    "report": "pipeline.page.command:report_command",
+}
 
 
 class Commands(click.Group):

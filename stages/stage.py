@@ -12,6 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from stages.page import Detail, Page
+
 if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
@@ -235,6 +237,9 @@ class Pipeline:
     views: Mapping[str, View] = field(default_factory=dict)
     follow: str = ""  # a Chain: how `latentmill follow` traces one input through the tables
     panels: tuple[Panel, ...] = ()
+    pages: tuple[Page, ...] = ()  # pages of `latentmill view`, besides the overview, the curves of training and SQL
+    detail: Detail | None = None  # the page about one input
+    thumbnail: str = ""  # function(path, longest side in pixels) -> a WebP picture, for the page
     side_by_side: str = ""  # function(runs, rows, out): writes the results of several runs into one file; returns out or None
     ranking: Panel | None = None  # SQL with the columns adapter_id and score, the higher the better; `title` names the score
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.runs import run_facts
+from pipeline.commands.runs import rows_of_results, run_facts
 from pipeline.options import with_project
 from pipeline.project.runs import Run, find_run, find_runs
 from pipeline.terminal import format_cell, format_seconds, format_table
@@ -84,7 +84,7 @@ def compare(project: Project, runs: Sequence[Run], out: Path | None = None) -> I
     if project.pipeline.side_by_side:
         draw = load(project.pipeline.side_by_side)
         target = out or project.path / "exports" / f"{'-and-'.join(heads)}.png"
-        written = draw([(run.label, adapter_digests(run)) for run in runs], _result_rows(project), target)
+        written = draw([(run.label, run.adapters) for run in runs], _result_rows(project), target)
         yield ""
         yield (
             f"side by side: {written}"
@@ -118,31 +118,15 @@ def _curves(runs: Sequence[Run]) -> list[tuple[Any, ...]]:
     ]
 
 
-def adapter_digests(run: Run) -> dict[str, int]:
-    """Return the adapters of a run's checkpoints: sha256 of the file -> step."""
-    from stages.tuner.checkpoint import ADAPTER, EMA, find_checkpoints
-
-    saved = find_checkpoints(run.table.folder / "artifacts")
-    return {
-        one.state["files"][name]["sha256"]: one.step for one in saved for name in (ADAPTER, EMA) if name in one.state["files"]
-    }
-
-
 def _result_rows(project: Project) -> list[dict[str, Any]]:
     """Return the rows of all tables of results, such as previews, of any settings and run. The column `file` is the path of the
     file that a row names.
     """
-    from pipeline.store.table import TableFolder
-
     rows = []
-    for name in project.pipeline.results:
-        schema = project.stage(name).writes
-        if "path" not in schema.stored.names:
-            continue
-        for folder in (project.path / "tables" / name).glob("*/rows.lance"):
-            table = TableFolder(folder.parent, schema)
-            rows += [row | {"file": table.folder / "artifacts" / row["path"]} for row in table.committed().to_pylist()]
-    return [row for row in rows if row["file"].is_file()]
+    for name, table in rows_of_results(project).items():
+        folder = project.path / "tables" / name.removeprefix("all_")
+        rows += [row | {"file": folder / row["recipe"] / "artifacts" / row["path"]} for row in table.to_pylist()]
+    return rows
 
 
 def best(project: Project, run: Run) -> Iterator[str]:
@@ -176,5 +160,5 @@ def _scores(project: Project, run: Run) -> dict[int, float]:
         rows = answer(project, project.pipeline.ranking.sql).to_pylist()
     except NotBuilt:
         return {}
-    steps = adapter_digests(run)
+    steps = run.adapters
     return {steps[row["adapter_id"]]: row["score"] for row in rows if row["adapter_id"] in steps and row["score"] is not None}

@@ -167,6 +167,33 @@ def rows_of_runs(project: Project) -> dict[str, pa.Table]:
                 texts = [pa.array([text] * rows.num_rows, pa.string()) for text in (run.recipe, run.label)]
                 parts.append(pa.Table.from_arrays([*texts, *rows.columns], schema=names))
         found[f"all_{stage}"] = pa.concat_tables(parts)
+    return found | rows_of_results(project)
+
+
+def rows_of_results(project: Project) -> dict[str, pa.Table]:
+    """Return one Arrow table per table of results that adapters made, such as previews: "all_" and its name -> the rows of any
+    settings whose file exists. The first columns are `recipe` (the table's folder) and `run_name` (null for the base).
+    """
+    import pyarrow as pa
+
+    from pipeline.store.table import TableFolder
+
+    found = {}
+    for name in project.pipeline.results:
+        stored = project.stage(name).writes.stored
+        if not {"adapter_id", "path"} <= set(stored.names):
+            continue
+        labels = {digest: run.label for run in find_runs(project) for digest in run.adapters}
+        rows: list[dict[str, Any]] = []
+        for folder in sorted((project.path / "tables" / name).glob("*/rows.lance")):
+            table = TableFolder(folder.parent, project.stage(name).writes)
+            rows += [
+                {"recipe": folder.parent.name, "run_name": labels.get(row["adapter_id"], row["adapter_id"][:8] or None)} | row
+                for row in table.committed().drop_columns(["live"]).to_pylist()
+                if (folder.parent / "artifacts" / row["path"]).is_file()
+            ]
+        schema = pa.schema([("recipe", pa.string()), ("run_name", pa.string()), *stored])
+        found[f"all_{name}"] = pa.Table.from_pylist(rows, schema=schema)
     return found
 
 

@@ -61,6 +61,7 @@ class Project:
             what = "is a file, not a project's folder" if folder.exists() else "no such folder"
             raise ValueError(f"{folder}: {what}; `latentmill init --help` explains how to make a project")
         self.path = folder
+        self.overrides = overrides
         self.fetch = fetch
         self.config = configuration.load(folder / configuration.FILE, overrides)
         self.pipeline = stages.pipeline(self.config.project.pipeline)

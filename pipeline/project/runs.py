@@ -95,6 +95,18 @@ class Run:
         paths = self.table.folder.glob("artifacts/checkpoints/step-*/state.json")
         return dict(sorted((int(path.parent.name.split("-")[1]), path.parent) for path in paths))
 
+    @functools.cached_property
+    def adapters(self) -> dict[str, int]:
+        """The adapters of the run's checkpoints: sha256 of the file -> step."""
+        found = {}
+        for step, folder in self.checkpoints.items():
+            try:
+                files = json.loads((folder / "state.json").read_text(encoding="utf-8"))["files"]
+                found.update({files[name]["sha256"]: step for name in files if name.startswith("adapter")})
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # damaged, or being deleted
+        return found
+
     @property
     def best_step(self) -> int | None:
         """The checkpoint with the lowest held-out loss. It is None if nothing was measured at a checkpoint."""

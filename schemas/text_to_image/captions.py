@@ -18,7 +18,11 @@ CAPTIONS = TableSchema(
             "dropout to the trigger alone), class (a text with the class word in place of the trigger) or preview (a prompt)",
         ),
         column("text", pa.string(), "text that the text encoder reads, with the template applied"),
-        column("source", pa.string(), "source of the text: sidecar, metadata, filename, template or config"),
+        column(
+            "source",
+            pa.string(),
+            "source of the text: sidecar, metadata, filename, template, config or edit (on the page of the project)",
+        ),
         column("origin", pa.string(), "file that the text was found in, with line number, or setting that it was made from"),
         column(
             "position",

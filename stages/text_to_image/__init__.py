@@ -4,6 +4,7 @@ A stage imports `imaging` (reading image files), `families`, `stages.models`, `s
 """
 
 from stages.stage import FamilyRecord, Folder, Pipeline, Weights
+from stages.text_to_image.pages import DETAIL, PAGES
 from stages.text_to_image.views import PANELS, RANKING, VIEWS
 
 PIPELINE = Pipeline(
@@ -29,6 +30,9 @@ PIPELINE = Pipeline(
     views=VIEWS,
     follow="stages.text_to_image.follow:CHAIN",
     panels=PANELS,
+    pages=PAGES,
+    detail=DETAIL,
+    thumbnail="stages.text_to_image.pages:thumbnail",
     side_by_side="stages.text_to_image.samples.side_by_side:draw_side_by_side",
     ranking=RANKING,
 )

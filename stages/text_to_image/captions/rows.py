@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow as pa
 
 from stages.text_to_image.captions.config import CaptionsConfig
+from stages.text_to_image.captions.edits import apply_edits
 from stages.text_to_image.captions.lookup import from_file_name, make_lookups
 from stages.text_to_image.captions.template import FOREIGN, fill_template
 from stages.text_to_image.captions.text import Caption, first_names
@@ -18,9 +20,12 @@ from stages.text_to_image.imaging.usable import usable_paths
 Row = dict[str, Any]
 
 
-def caption_rows(images: pa.Table, folder: Path, config: CaptionsConfig) -> tuple[list[Row], list[str]]:
+def caption_rows(
+    images: pa.Table, folder: Path, config: CaptionsConfig, edits: Mapping[str, str] | None = None
+) -> tuple[list[Row], list[str]]:
     """Return all rows of the table `captions` as dicts, and a list of notes for the user. The notes name what is unusual
-    but allowed. `images` is the table `images`. `folder` is the image folder. Raises ValueError if no image is usable, no
+    but allowed. `images` is the table `images`. `folder` is the image folder. `edits` are captions that the user
+    edited: "IMAGE_ID:POSITION" -> text. Raises ValueError if no image is usable, no
     caption contains the trigger, a caption would get it twice, or a file with captions cannot be read. Also raises it if
     an image has no caption and `config.missing` is "error".
     """
@@ -33,6 +38,7 @@ def caption_rows(images: pa.Table, folder: Path, config: CaptionsConfig) -> tupl
         rows += _image_rows(image_id, texts)
         used += [each for _, each in texts if each.source != "config"]
     _check_texts(used, config)
+    rows = apply_edits(rows, edits or {})
     notes += _check_trigger([row["text"] for row in rows], config)
     rows.append(_row("", "empty", "", "config", "", 0))
     if config.trigger:

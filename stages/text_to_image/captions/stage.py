@@ -14,6 +14,7 @@ from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.images import IMAGES
 from stages.stage import Stage, StageContext
 from stages.text_to_image.captions.config import CaptionsConfig
+from stages.text_to_image.captions.edits import read_edits
 from stages.text_to_image.captions.rows import caption_rows
 
 BATCH = 4096  # rows per record batch
@@ -23,7 +24,7 @@ def wanted_captions(ctx: StageContext) -> pa.Table:
     """Return all rows of the table `captions` with all columns. Reading the texts costs less than finding out which have
     changed. Raises ValueError if a caption is missing or a file with captions cannot be read.
     """
-    rows, _ = caption_rows(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config)
+    rows, _ = caption_rows(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config, read_edits(ctx.root))
     return pa.Table.from_pylist(rows, schema=CAPTIONS.batch)
 
 
@@ -37,7 +38,7 @@ def finish_captions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     user stopped the run, nothing is printed. The generator yields no rows.
     """
     if ctx.pending.num_rows and not ctx.stop():
-        _, notes = caption_rows(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config)
+        _, notes = caption_rows(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config, read_edits(ctx.root))
         for note in notes:
             ctx.say(note)
     yield from ()

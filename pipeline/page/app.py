@@ -1,0 +1,200 @@
+"""The web application behind `latentmill view`: pages, pictures, edits, and a text that changes when the project does.
+
+It serves this machine alone. A request whose Host is not local is refused, and so is one that another site's page makes. An
+edit needs the token that the page itself holds.
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from pipeline.page.site import LONGEST, Site
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+HERE = Path(__file__).parent
+HOSTS = ("127.0.0.1", "localhost", "[::1]")
+MOST_BYTES = 4_000_000  # of a request's body
+DAMAGED = (  # shown for a file that is no picture
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 90 90"><path d="M20 20 L70 70 M70 20 L20 70" stroke="#999" '
+    'stroke-width="4"/></svg>'
+)
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+
+
+class Guard:
+    """Refuse requests that did not come from the page itself: another host name, another site, a body that is too large."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request, or refuse it with status 403 or 413."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        refusal = refused(headers)
+        if refusal:
+            await PlainTextResponse(refusal[1], refusal[0])(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] += [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+            await send(message)
+
+        await self.app(scope, receive, send_with_headers)
+
+
+def refused(headers: dict[str, str]) -> tuple[int, str] | None:
+    """Return (status, reason) if a request with these headers must be refused, else None."""
+    host = headers.get("host", "")
+    if host.rpartition(":")[0] not in HOSTS and host not in HOSTS:
+        return 403, "this page answers on this machine alone: open http://127.0.0.1"
+    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        return 403, "a page of another site may not use this one"
+    if headers.get("origin", f"http://{host}") != f"http://{host}":
+        return 403, "a page of another site may not use this one"
+    length = headers.get("content-length", "0")
+    if not length.isdecimal() or int(length) > MOST_BYTES:
+        return 413, f"at most {MOST_BYTES} bytes"
+    return None
+
+
+def templates() -> Environment:
+    """Return the environment of the page's templates. Every value is escaped."""
+    return Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+
+
+def make_app(site: Site, token: str = "") -> Starlette:
+    """Return the web application that shows `site`. `token` is what an edit must bring; by default a random one."""
+    key = token or secrets.token_urlsafe(24)
+    environment = templates()
+
+    def render(template: str, **values: Any) -> HTMLResponse:
+        return HTMLResponse(environment.get_template(template).render(**values), headers={"Cache-Control": "no-store"})
+
+    async def shell(request: Request) -> Response:
+        site.refresh()
+        name = request.path_params.get("page", "overview")
+        titles = site.titles()
+        if name not in titles and name != "one":
+            return PlainTextResponse("there is no such page", 404)
+        return render("shell.html", project=site.project.name, titles=titles, page=name, token=key, single=False)
+
+    async def fragment(request: Request) -> Response:
+        site.refresh()
+        name, chosen = request.path_params["page"], dict(request.query_params)
+        if name == "one":
+            found = site.detail(chosen.get("key", ""))
+            return (
+                render("detail.html", one=found, picture=picture_address)
+                if found
+                else PlainTextResponse("there is no such row", 404)
+            )
+        if name not in site.titles():
+            return PlainTextResponse("there is no such page", 404)
+        return render("fragment.html", page=name, single=False, picture=picture_address, **site.data(name, chosen))
+
+    async def edit(request: Request) -> Response:
+        if not secrets.compare_digest(request.headers.get("x-token", "").encode(), key.encode()):
+            return PlainTextResponse("an edit needs the token of this page: load it again", 403)
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > MOST_BYTES:
+                return PlainTextResponse(f"at most {MOST_BYTES} bytes", 413)
+        site.refresh()
+        return _edited(site, request.path_params["page"], body)
+
+    def picture(request: Request) -> Response:
+        size = request.query_params.get("size", "")
+        try:
+            if size == "file":
+                path = site.file(request.path_params["name"])
+                if path.suffix.lower() == ".png":
+                    return FileResponse(path, media_type="image/png", filename=path.name)
+            longest = int(size) if size.isdecimal() and len(size) < 6 and int(size) in LONGEST else LONGEST[-1]
+            site.file(request.path_params["name"])
+        except (ValueError, OSError):
+            return PlainTextResponse("there is no such picture", 404)
+        try:
+            content = site.picture(request.path_params["name"], longest)
+        except (ValueError, OSError):
+            return Response(DAMAGED, media_type="image/svg+xml")
+        return Response(content, media_type="image/webp", headers={"Cache-Control": "private, max-age=60"})
+
+    async def changes(request: Request) -> Response:
+        return PlainTextResponse(site.changes(), headers={"Cache-Control": "no-store"})
+
+    routes = [
+        Route("/", shell),
+        Route("/static/{name}", static),
+        Route("/changes", changes),
+        Route("/picture/{name:path}", picture),
+        Route("/fragment/{page}", fragment),
+        Route("/edit/{page}", edit, methods=["POST"]),
+        Route("/{page}", shell),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(Guard)])
+
+
+def _edited(site: Site, page: str, body: bytes) -> Response:
+    """Write the edits in `body`, JSON, and answer with the keys that another tab had changed."""
+    import json
+
+    try:
+        edits = json.loads(body)
+        if not isinstance(edits, dict):
+            raise ValueError("the edits must be an object")
+        conflicts = site.edit(page, edits)
+    except ValueError as error:
+        return PlainTextResponse(" ".join(str(error).split())[:300], 400)
+    return JSONResponse({"conflicts": conflicts}, 409 if conflicts else 200)
+
+
+def picture_address(name: str, size: int | str = 384) -> str:
+    """Return the address of the picture `name`, "SOURCE/PATH"."""
+    from urllib.parse import quote
+
+    return f"/picture/{quote(name)}?size={size}"
+
+
+def script_of_charts() -> Path:
+    """Return the path of plotly's script. It is part of plotly's Python package, so nothing is loaded from elsewhere."""
+    import plotly
+
+    return Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
+
+
+STATIC = {"page.css": "text/css", "page.js": "text/javascript", "plotly.js": "text/javascript"}
+
+
+def static(request: Request) -> Response:
+    """Answer with one of the page's own files, or with plotly's script."""
+    name = request.path_params["name"]
+    if name not in STATIC:
+        return PlainTextResponse("there is no such file", 404)
+    path = script_of_charts() if name == "plotly.js" else HERE / "static" / name
+    return FileResponse(
+        path, media_type=STATIC[name], headers={"Cache-Control": "max-age=3600" if name == "plotly.js" else "no-cache"}
+    )

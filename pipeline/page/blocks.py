@@ -1,0 +1,244 @@
+"""From a pipeline's pages to the data that the templates show: rows of SQL, curves, cards, cells, texts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.commands.query import open_catalog
+from pipeline.commands.status import states
+from pipeline.project.runs import trains
+from pipeline.terminal import format_bytes
+from stages.page import Block, Cards, Chart, Editor, Listing, Page, Sheet
+from stages.stage import load
+
+if TYPE_CHECKING:
+    import duckdb
+
+    from pipeline.project.project import Project
+
+PER_PAGE = 60  # cards and texts on one page
+ROWS_SHOWN = 500  # rows of a table
+POINTS = 400  # points of a curve, about
+
+Row = dict[str, Any]
+
+
+class Catalog:
+    """SQL over the tables of `project` as they are now. It is a context manager."""
+
+    def __init__(self, project: Project) -> None:
+        self.connection: duckdb.DuckDBPyConnection = open_catalog(project)
+
+    def __enter__(self) -> Catalog:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.connection.close()
+
+    def rows(self, sql: str, **values: Any) -> list[Row]:
+        """Run `sql` and return the rows as dicts. `$name` in the SQL stands for values["name"]."""
+        result = self.connection.execute(sql, values or None)
+        names = [column[0] for column in result.description]
+        return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
+
+
+@contextmanager
+def errors_as_text(into: Row) -> Iterator[None]:
+    """Turn an error of the block into the entry "error" of `into`, one line of text."""
+    import duckdb
+
+    try:
+        yield
+    except (duckdb.Error, ValueError) as error:
+        into["error"] = " ".join(str(error).split())
+
+
+def training_page(project: Project) -> Page | None:
+    """Return the page with the curves of all training runs, or None if no stage of the pipeline trains."""
+    names = [name for name in project.stage_names if trains(project.stage(name).writes)]
+    if not names:
+        return None
+    table = f"all_{names[0]}"
+    last = f"(select greatest(1, max(step) // {POINTS}) from {table})"
+    curve = (
+        f"select run_name as series, step // {last} * {last} as x, {{}} as y from {table} where split = '{{}}' "
+        "group by all having y is not null order by series, x"
+    )
+    smooth = (
+        f"select run_name as series, step // (5 * {last}) * (5 * {last}) as x, avg(loss) as y from {table} "
+        "where split = 'train' and isfinite(loss) group by all order by series, x"
+    )
+    own = [block for page in project.pipeline.pages if page.name == "training" for block in page.blocks]
+    return Page(
+        "training",
+        "Training",
+        (
+            Listing(
+                "Runs",
+                "select coalesce(name, run) as run, state, steps, wanted_steps as of, loss, held_out_loss, best_step, "
+                "round(seconds / 60, 1) as minutes, differs as settings_that_differ from runs",
+            ),
+            Chart("Loss, mean of neighbouring steps", smooth, "step", "loss"),
+            Chart("Loss of held-out samples", curve.format("avg(loss)", "validation"), "step", "loss"),
+            *own,
+            Chart("Learning rate", curve.format("max(lr)", "train"), "step", "learning rate"),
+            Chart("Norm of the gradient", curve.format("avg(grad_norm)", "train"), "step", "norm", log=True),
+            Chart("Time of a step", curve.format("avg(seconds)", "train"), "step", "seconds"),
+            Chart("Peak memory of MLX", curve.format("max(peak_bytes) / 1e9", "train"), "step", "GB"),
+        ),
+    )
+
+
+def pages_of(project: Project) -> dict[str, Page]:
+    """Return the pages of `project` that are made of blocks: name -> page. The training page stands before the first page of
+    results.
+    """
+    found = {page.name: page for page in project.pipeline.pages}
+    training = training_page(project)
+    if training:
+        found = {name: page for name, page in found.items() if name != "training"} | {"training": training}
+        order = (
+            [page.name for page in project.pipeline.pages] if "training" in {p.name for p in project.pipeline.pages} else [*found]
+        )
+        found = {name: found[name] for name in order}
+    return found
+
+
+def overview(project: Project) -> Row:
+    """Return the data of the overview: the state of every table, all runs, and the disk."""
+    import shutil
+
+    from pipeline.commands.runs import run_facts
+    from pipeline.commands.status import describe
+    from pipeline.project.runs import find_runs
+
+    tables = [
+        {"name": each.stage_name, "rows": each.rows, "size": format_bytes(each.nbytes), "state": describe(each)}
+        for each in states(project)
+    ]
+    disk = shutil.disk_usage(project.path)
+    return {
+        "tables": tables,
+        "runs": [run_facts(project, run) for run in find_runs(project)],
+        "disk": f"{format_bytes(disk.free)} of {format_bytes(disk.total)} are free",
+    }
+
+
+def block_data(catalog: Catalog, block: Block, chosen: Mapping[str, str], folder: Path) -> Row:
+    """Return the data of one block for the template. `folder` is the project's. `chosen` holds what the user chose: "filter",
+    "order", "page", "find". A mistake in the SQL becomes the entry "error".
+    """
+    data: Row = {"kind": type(block).__name__.lower(), "title": block.title}
+    with errors_as_text(data):
+        if isinstance(block, Chart):
+            data["chart"] = json.dumps(chart_data(catalog.rows(block.sql), block)).replace("<", "\\u003c")
+        elif isinstance(block, Listing):
+            data |= listing_data(catalog.rows(block.sql))
+        elif isinstance(block, Cards):
+            data |= cards_data(catalog, block, chosen)
+        elif isinstance(block, Sheet):
+            data |= sheet_data(catalog.rows(block.sql))
+        elif isinstance(block, Editor):
+            data |= editor_data(catalog, block, chosen, load(block.read)(folder))
+    return data
+
+
+def chart_data(rows: list[Row], block: Chart) -> Row:
+    """Return the curves of a chart for plotly: {"traces": [...], "x": title, "y": title, "log": whether y is logarithmic}."""
+    curves: dict[str, tuple[list[Any], list[Any]]] = {}
+    for row in rows:
+        y = row["y"] if row["y"] is None or math.isfinite(row["y"]) else None
+        xs, ys = curves.setdefault(str(row["series"]), ([], []))
+        xs.append(row["x"])
+        ys.append(y)
+    mode = "lines+markers" if max((len(xs) for xs, _ in curves.values()), default=0) <= 40 else "lines"
+    traces = [{"name": name, "x": xs, "y": ys, "mode": mode, "type": "scatter"} for name, (xs, ys) in curves.items()]
+    return {"traces": traces, "x": block.x_title, "y": block.y_title, "log": block.log}
+
+
+def listing_data(rows: list[Row]) -> Row:
+    """Return the columns and the first rows of a table, with numbers as text of at most 5 significant digits."""
+    names = list(rows[0]) if rows else []
+    return {"names": names, "rows": [[_cell(value) for value in row.values()] for row in rows[:ROWS_SHOWN]], "count": len(rows)}
+
+
+def _cell(value: Any) -> Any:
+    if value is None:
+        return ""
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def cards_data(catalog: Catalog, block: Cards, chosen: Mapping[str, str]) -> Row:
+    """Return one page of cards for the chosen filter and order, with the number of rows of every filter."""
+    counts = {"all": "true", **block.filters}
+    name = chosen.get("filter", "all") if chosen.get("filter", "all") in counts else "all"
+    order = chosen.get("order", "") if chosen.get("order") in block.orders else next(iter(block.orders), "")
+    sums = ", ".join(f"count(*) filter ({condition})" for condition in counts.values())
+    numbers = catalog.connection.execute(f"select {sums} from ({block.sql})").fetchall()[0]
+    page, pages = _page(chosen, numbers[list(counts).index(name)])
+    ordered = f" order by {block.orders[order]}" if order else ""
+    found = f"select * from ({block.sql}) where {counts[name]}{ordered} limit {PER_PAGE} offset {page * PER_PAGE}"
+    return {
+        "cards": catalog.rows(found),
+        "filters": list(zip(counts, numbers, strict=True)),
+        "filter": name,
+        "orders": list(block.orders),
+        "order": order,
+        "page": page,
+        "pages": pages,
+    }
+
+
+def _page(chosen: Mapping[str, str], rows: int) -> tuple[int, int]:
+    """Return (chosen page from 0, number of pages) for `rows` rows."""
+    pages = max(1, -(-rows // PER_PAGE))
+    wanted = chosen.get("page", "0")
+    return min(int(wanted) if wanted.isdecimal() and len(wanted) < 9 else 0, pages - 1), pages
+
+
+def sheet_data(rows: list[Row]) -> Row:
+    """Return the cells of a sheet: headings of rows and columns, the steps, and for each cell its pictures by step."""
+    columns = list(dict.fromkeys(row["column"] for row in rows))
+    heads = list(dict.fromkeys(row["row"] for row in rows))
+    cells: dict[tuple[str, str], dict[int, str]] = {}
+    for row in rows:
+        cells.setdefault((row["row"], row["column"]), {})[row["step"]] = row["picture"]
+    steps = sorted({step for by_step in cells.values() for step in by_step if step})
+    table = [[sorted(cells.get((head, column), {}).items()) for column in columns] for head in heads]
+    return {"columns": columns, "table": list(zip(heads, table, strict=True)), "steps": steps}
+
+
+def editor_data(catalog: Catalog, block: Editor, chosen: Mapping[str, str], edits: Mapping[str, str]) -> Row:
+    """Return one page of texts, those that contain the text `find` if one was given, and the phrases that most texts repeat.
+    `edits` are the texts that were edited and may not be in the tables yet: key -> text.
+    """
+    find = chosen.get("find", "")
+    everything = [
+        row | {"text": edits.get(row["key"], row["text"]), "edited": row["key"] in edits} for row in catalog.rows(block.sql)
+    ]
+    texts = [row for row in everything if find.lower() in row["text"].lower()] if find else everything
+    page, pages = _page(chosen, len(texts))
+    return {
+        "texts": texts[page * PER_PAGE : (page + 1) * PER_PAGE],
+        "find": find,
+        "count": len(texts),
+        "page": page,
+        "pages": pages,
+        "phrases": repeated_phrases([row["text"] for row in everything]),
+        "note": block.note,
+    }
+
+
+def repeated_phrases(texts: list[str], most: int = 12) -> list[tuple[str, int]]:
+    """Return the parts between commas that at least two of `texts` share, with their number, the most frequent first."""
+    from collections import Counter
+
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update({part.strip() for part in text.split(",") if part.strip()})
+    return [(part, count) for part, count in counts.most_common(most) if count > 1]

@@ -1,0 +1,175 @@
+"""The state behind the page: the opened project, its catalog, and pictures. It is reopened when a file of the project changes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.page.blocks import Catalog, block_data, overview, pages_of
+from pipeline.project.config import Overrides
+from pipeline.project.project import Project
+from stages.page import Editor
+from stages.stage import Folder, load
+
+LONGEST = (160, 384, 2048)  # pixels: sizes in which a picture is shown
+
+
+class Site:
+    """The project in the folder `path` as the page shows it. `overrides` replace settings."""
+
+    def __init__(self, path: str | Path, overrides: Overrides = ()) -> None:
+        self.path, self.overrides = Path(path), overrides
+        self._seen = ""
+        self._project = Project(self.path, overrides)
+        self._catalog: Catalog | None = None
+
+    def changes(self) -> str:
+        """Return a text that differs after any change of the project: a stage commits rows or finishes, a setting or caption is
+        edited.
+        """
+        patterns = ("*.toml", "*.jsonl", "tables/*/*/*.json", "tables/*/*/rows.lance/_versions/*", "tables/*/*/lock")
+        digest = hashlib.sha256()
+        for path in sorted(path for pattern in patterns for path in self.path.glob(pattern)):
+            with contextlib.suppress(OSError):  # deleted meanwhile
+                stat = path.stat()
+                digest.update(f"{path}{stat.st_mtime_ns}{stat.st_size}\n".encode())
+        return digest.hexdigest()[:16]
+
+    def refresh(self) -> None:
+        """Open the project and its tables again if anything has changed."""
+        now = self.changes()
+        if now != self._seen:
+            self._project = Project(self.path, self.overrides)
+            if self._catalog:
+                self._catalog.connection.close()
+            self._catalog, self._seen = None, now
+
+    @property
+    def project(self) -> Project:
+        """The opened project."""
+        return self._project
+
+    @property
+    def catalog(self) -> Catalog:
+        """SQL over the project's tables."""
+        if self._catalog is None:
+            self._catalog = Catalog(self._project)
+        return self._catalog
+
+    def titles(self) -> dict[str, str]:
+        """Return the pages: name -> title."""
+        own = {name: page.title for name, page in pages_of(self.project).items()}
+        return {"overview": "Overview", **own, "sql": "SQL"}
+
+    def data(self, name: str, chosen: Mapping[str, str]) -> dict[str, Any]:
+        """Return the data of the page `name` for its template. `chosen` holds what the user chose. Raises KeyError if there is
+        no such page.
+        """
+        if name == "overview":
+            return {"overview": overview(self.project)}
+        if name == "sql":
+            return {"sql": self.answer(chosen.get("sql", "")), "panels": self.project.pipeline.panels}
+        blocks = pages_of(self.project)[name].blocks
+        return {"blocks": [block_data(self.catalog, block, chosen, self.path) for block in blocks]}
+
+    def answer(self, sql: str) -> dict[str, Any]:
+        """Return the answer to the user's SQL, or the message of an error, and the names of tables and columns."""
+        from pipeline.commands.query import answer
+        from pipeline.page.blocks import errors_as_text, listing_data
+
+        found: dict[str, Any] = {"text": sql}
+        if sql.strip():
+            with errors_as_text(found):
+                self.refuse_writing(sql)
+                found |= listing_data(answer(self.project, sql).to_pylist())
+        found["tables"] = self.catalog.rows("select stage, doc from tables")
+        found["columns"] = self.catalog.rows("select stage, name, type, doc from columns")
+        found["views"] = [{"name": name, "doc": view.doc} for name, view in self.project.pipeline.views.items()]
+        return found
+
+    def refuse_writing(self, sql: str) -> None:
+        """Raise ValueError unless `sql` is one query that only reads."""
+        import json
+
+        tree = json.loads(self.catalog.connection.execute("select json_serialize_sql($1)", [sql]).fetchall()[0][0])
+        if tree.get("error") and tree.get("error_type") == "not implemented":
+            raise ValueError("only queries that read are answered here: select ..., with ... select, from ...")
+        if len(tree.get("statements", [])) > 1:
+            raise ValueError("one query at a time")
+
+    def detail(self, key: str) -> dict[str, Any] | None:
+        """Return the data of the page about one input, or None if there is no such input."""
+        from pipeline.commands.follow import chain_of, follow
+
+        described = self.project.pipeline.detail
+        found = self.catalog.rows(described.sql, text=key) if described else []
+        if not found or not described:
+            return None
+        boxes = self.catalog.rows(described.boxes, text=key) if described.boxes else []
+        try:
+            chain_of(self.project)
+            lines = list(follow(self.project, key))
+        except ValueError as error:
+            lines = [str(error)]
+        return {"name": key, **found[0], "boxes": boxes, "lines": lines}
+
+    def file(self, name: str) -> Path:
+        """Return the file of the picture `name`, "SOURCE/PATH". Raises ValueError if it lies outside the source's folder."""
+        source, _, rest = name.partition("/")
+        if isinstance(self.project.pipeline.resources.get(source), Folder):
+            root = Path(self.project.resource(source))
+        elif source in self.project.pipeline.stages:
+            recipe, _, rest = rest.partition("/")
+            tables = (self.path / "tables" / source).resolve()
+            root = tables / recipe / "artifacts"
+            if root.resolve().parent.parent != tables:
+                raise ValueError(f"no picture {name}")
+        else:
+            raise ValueError(f"no picture {name}")
+        path = (root / rest).resolve()
+        if not rest or "\0" in rest or not path.is_relative_to(root.resolve()) or not path.is_file():
+            raise ValueError(f"no picture {name}")
+        return path
+
+    def picture(self, name: str, longest: int) -> bytes:
+        """Return the picture `name`, "SOURCE/PATH", as WebP with a longer side of at most `longest` pixels. Raises ValueError
+        if there is no such picture.
+        """
+        path = self.file(name)
+        return _thumbnail(self.project.pipeline.thumbnail, path, path.stat().st_mtime_ns, longest)
+
+    def edit(self, page: str, edits: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Write the edits of texts of the page `page` and return the keys that were not written, because another tab had
+        changed them in the meantime. `edits` maps a key to {"before": the text that was shown, "text": the new text, or null to
+        take edits back}. Raises ValueError if nothing may be written.
+        """
+        found = pages_of(self.project).get(page)
+        editors = [block for block in found.blocks if isinstance(block, Editor)] if found else []
+        if not editors:
+            raise ValueError(f"there is nothing to edit on the page {page!r}")
+        shown = {row["key"]: self.pending(editors[0]).get(row["key"], row["text"]) for row in self.catalog.rows(editors[0].sql)}
+        for key, change in edits.items():
+            if key not in shown:
+                raise ValueError(f"there is no text {key[:80]!r}")
+            if not isinstance(change, dict) or not isinstance(change.get("text"), str | None) or "before" not in change:
+                raise ValueError('an edit must be {"before": text, "text": text or null}')
+        conflicts = [key for key, change in edits.items() if change["before"] != shown[key]]
+        good = {key: change["text"] for key, change in edits.items() if key not in conflicts}
+        if good:
+            load(editors[0].write)(self.path, good)
+        return conflicts
+
+    def pending(self, editor: Editor) -> dict[str, str]:
+        """Return the edits that are written and not in the tables yet: key -> text."""
+        read: dict[str, str] = load(editor.read)(self.path)
+        return read
+
+
+@functools.lru_cache(maxsize=4096)
+def _thumbnail(function: str, path: Path, changed: int, longest: int) -> bytes:
+    content: bytes = load(function)(path, longest)
+    return content

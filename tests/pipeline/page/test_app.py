@@ -1,0 +1,236 @@
+"""The local page: what every page shows, what an edit changes, and which requests are refused."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("httpx2")
+
+from starlette.testclient import TestClient
+
+from pipeline.commands.query import answer
+from pipeline.page.app import MOST_BYTES, make_app
+from pipeline.page.report import write_report
+from pipeline.page.site import Site
+from pipeline.project.project import Project
+from tests import projects
+
+HOME = "http://127.0.0.1:8765"
+TOKEN = {"x-token": "secret"}
+SCRIPT = '"><script>alert(1)</script>'
+PAGES = ("overview", "images", "captions", "training", "samples", "scores", "sql")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory, tiny_weights) -> Path:
+    """A project whose images, captions and buckets are built; one caption and one file name hold a script."""
+    folder = projects.make(tmp_path_factory.mktemp("page") / "project", tiny_weights, images=3)
+    projects.add_image(folder, "<img src=x onerror=alert(2)>.png", seed=7, caption=f"a fox, {SCRIPT}")
+    projects.add_image(folder, "more.png", seed=8, caption="a fox, on snow")
+    (folder / "images" / "broken.png").write_text("no picture")
+    (folder / "secret.txt").write_text("secret")
+    projects.build(folder, "images", "captions", "buckets")
+    return folder
+
+
+@pytest.fixture
+def folder(built, tmp_path) -> Path:
+    shutil.copytree(built, tmp_path / "project", copy_function=shutil.copy2, symlinks=True)
+    return tmp_path / "project"
+
+
+@pytest.fixture
+def page(folder) -> TestClient:
+    return TestClient(make_app(Site(folder), "secret"), base_url=HOME)
+
+
+def texts(page: TestClient) -> dict[str, str]:
+    """The keys and texts that the captions page shows."""
+    shown = page.get("/fragment/captions").text
+    found = re.findall(r'data-key="([^"]+)" data-before="([^"]*)"', shown)
+    return {key: html.unescape(text) for key, text in found}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_page_answers_without_an_error_and_escapes_what_files_say(page, name):
+    shell = page.get("/" if name == "overview" else f"/{name}")
+    fragment = page.get(f"/fragment/{name}")
+    assert shell.status_code == fragment.status_code == 200
+    assert 'class="error"' not in fragment.text
+    for text in (shell.text, fragment.text):
+        assert "<script>alert" not in text and "<img src=x" not in text
+    assert "default-src 'none'" in shell.headers["content-security-policy"]
+    assert not re.search(r"https?://", shell.text + fragment.text)
+
+
+def test_the_overview_says_what_a_run_would_do(page):
+    assert "rows missing: make latents" not in page.get("/fragment/images").text
+    assert "up to date" in page.get("/fragment/overview").text
+
+
+def test_filters_show_the_images_that_they_name(page):
+    text = page.get("/fragment/images", params={"filter": "rejected"}).text
+    assert "broken.png" in text and "picture0.png" not in text.split("Images that are not trained on")[0]
+    assert page.get("/fragment/images", params={"filter": "'; drop table images", "page": "9" * 50}).status_code == 200
+
+
+def test_the_page_about_an_image_shows_its_crops_and_what_became_of_it(page):
+    text = page.get("/fragment/one", params={"key": "picture0.png"}).text
+    assert text.count("<rect") == 2 and "96 px" in text and "picture number 0" in text
+    assert page.get("/fragment/one", params={"key": "nothing"}).status_code == 404
+
+
+def test_pictures_are_small_and_nothing_but_pictures_is_served(page):
+    good = page.get("/picture/image_folder/picture0.png", params={"size": "160"})
+    assert good.headers["content-type"] == "image/webp" and good.content[:4] == b"RIFF"
+    assert page.get("/picture/image_folder/broken.png").headers["content-type"] == "image/svg+xml"
+    assert b"picture number" not in page.get("/picture/image_folder/picture0.txt").content
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "image_folder/../secret.txt",
+        "image_folder/..%2fproject.toml",
+        "image_folder/%2e%2e/project.toml",
+        "image_folder//etc/passwd",
+        "image_folder/%00",
+        "samples/../../project.toml",
+        "samples/../images/picture0.png",
+        "samples/x/../../../secret.txt",
+        "train/",
+        "nothing/at/all",
+        "image_folder/link.png",
+        "image_folder/",
+    ],
+)
+def test_no_path_escapes_from_its_folder(page, folder, name):
+    (folder / "images" / "link.png").symlink_to("/etc/passwd")
+    answered = page.get(f"/picture/{name}", params={"size": "file"})
+    assert answered.status_code == 404 and b"secret" not in answered.content and b"root:" not in answered.content
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "evil.example"},
+        {"host": "evil.example:8765"},
+        {"host": "127.0.0.1.evil.example"},
+        {"host": ""},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"origin": "http://127.0.0.1:9999"},
+    ],
+)
+def test_other_hosts_and_other_sites_are_refused(page, headers):
+    for path in ("/", "/fragment/captions", "/picture/image_folder/picture0.png", "/changes"):
+        assert page.get(path, headers=headers).status_code == 403
+    assert page.post("/edit/captions", json={}, headers=TOKEN | headers).status_code == 403
+
+
+def test_an_edit_without_the_token_of_the_page_changes_nothing(page, folder):
+    key, text = next(iter(texts(page).items()))
+    for headers in ({}, {"x-token": "wrong"}, {"x-token": "é".encode("latin-1").decode("latin-1")}):
+        sent = {name: value.encode("latin-1") for name, value in headers.items()}
+        assert page.post("/edit/captions", json={key: {"before": text, "text": "new"}}, headers=sent).status_code == 403
+    assert not (folder / "captions.edits.jsonl").exists()
+    assert page.get("/edit/captions").status_code == 405
+
+
+def test_an_edited_caption_changes_exactly_its_rows_and_no_file_of_the_image_folder(page, folder):
+    before = {row["image_id"]: row for row in answer(Project(folder), "from captions where role = 'caption'").to_pylist()}
+    files = {path: path.read_bytes() for path in (folder / "images").iterdir()}
+    key, text = next((key, text) for key, text in texts(page).items() if text == "a fox, on snow")
+    assert (
+        page.post("/edit/captions", json={key: {"before": text, "text": "a wolf 🐺 on snow"}}, headers=TOKEN).status_code == 200
+    )
+    assert texts(page)[key] == "a wolf 🐺 on snow"
+    assert projects.build(folder, "captions")["captions"].written == 1
+    after = {row["image_id"]: row for row in answer(Project(folder), "from captions where role = 'caption'").to_pylist()}
+    changed = [image for image in after if after[image] != before[image]]
+    assert changed == [key.split(":")[0]]
+    assert (after[changed[0]]["text"], after[changed[0]]["source"]) == ("a wolf 🐺 on snow", "edit")
+    assert files == {path: path.read_bytes() for path in (folder / "images").iterdir()}
+    assert (
+        page.post("/edit/captions", json={key: {"before": "a wolf 🐺 on snow", "text": None}}, headers=TOKEN).status_code == 200
+    )
+    projects.build(folder, "captions")
+    assert {row["image_id"]: row for row in answer(Project(folder), "from captions where role = 'caption'").to_pylist()} == before
+
+
+def test_of_two_tabs_the_second_is_told_and_nothing_is_lost(page):
+    key, text = next(iter(texts(page).items()))
+    assert page.post("/edit/captions", json={key: {"before": text, "text": "first tab"}}, headers=TOKEN).status_code == 200
+    other = next(other for other in texts(page) if other != key)
+    edits = {key: {"before": text, "text": "second tab"}, other: {"before": texts(page)[other], "text": "another"}}
+    answered = page.post("/edit/captions", json=edits, headers=TOKEN)
+    assert answered.status_code == 409 and answered.json() == {"conflicts": [key]}
+    assert texts(page)[key] == "first tab" and texts(page)[other] == "another"
+
+
+@pytest.mark.parametrize(
+    "text", ["x" * 1_000_000, "", "   ", "\ud800", 3, ["a"]], ids=["1 MB", "empty", "blank", "surrogate", "number", "list"]
+)
+def test_a_caption_that_cannot_be_used_is_refused_in_one_line(page, folder, text):
+    key, before = next(iter(texts(page).items()))
+    answered = page.post("/edit/captions", content=json.dumps({key: {"before": before, "text": text}}), headers=TOKEN)
+    assert answered.status_code == 400 and len(answered.text.splitlines()) == 1
+    assert not (folder / "captions.edits.jsonl").exists()
+
+
+def test_bodies_that_are_too_large_or_no_edits_are_refused(page):
+    assert page.post("/edit/captions", content=b"x" * (MOST_BYTES + 1), headers=TOKEN).status_code == 413
+    for body in (b"[]", b"{", b'{"nothing": {"before": "", "text": "x"}}', b"\xff", b'{"a": 1}'):
+        assert page.post("/edit/captions", content=body, headers=TOKEN).status_code == 400
+    assert page.post("/edit/training", content=b"{}", headers=TOKEN).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "create table x as select 1",
+        "copy (select 1) to '{out}'",
+        "insert into images select * from images",
+        "drop view unused",
+        "attach '{out}'",
+        "select 1; copy (select 1) to '{out}'",
+        "set threads = 1",
+        "install httpfs",
+        "pragma database_list",
+    ],
+)
+def test_sql_that_does_not_only_read_is_refused(page, tmp_path, sql):
+    text = page.get("/fragment/sql", params={"sql": sql.format(out=tmp_path / "out")}).text
+    assert 'class="error"' in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_sql_is_answered_and_mistakes_are_one_line(page):
+    assert "<td>3</td>" in page.get("/fragment/sql", params={"sql": "select 1 + 2 as three"}).text.replace("\n", "")
+    assert "Did you mean" in page.get("/fragment/sql", params={"sql": "select * from imags"}).text
+
+
+def test_the_text_of_changes_differs_after_a_stage_or_an_edit(page, folder):
+    before = page.get("/changes").text
+    assert page.get("/changes").text == before
+    projects.add_image(folder, "late.png", seed=30)
+    projects.build(folder, "images")
+    after = page.get("/changes").text
+    assert after != before and "late.png" in page.get("/fragment/images").text
+
+
+def test_the_report_is_one_file_without_addresses_that_holds_its_pictures(folder, tmp_path):
+    text = write_report(Site(folder), tmp_path / "report.html").read_text(encoding="utf-8")
+    body = text[text.index("<body") : text.index("<dialog")]
+    assert body.count("data:image/webp;base64,") >= 5
+    assert not re.search(r'(src|href)="(/|http)', body)
+    assert "<script>alert" not in body and "picture number 0" in body
