@@ -15,6 +15,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from stages.models.elementwise import slow_exp, softmax
+
 FUSED_ROWS = 128  # the fused gradient needs a multiple of this many query rows
 METAL_WIDTHS = (64, 72, 80, 96, 128)  # head widths of the fused forward kernel on Metal
 CHUNK_BYTES = 256 << 20  # of one chunk's (batch, heads, chunk rows, key rows) matrix; large enough to keep a GPU busy
@@ -35,8 +37,37 @@ def attention(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float
         return _one_layout(y_BHLK[:, :, :L])
     if mask is None and chunk_rows(q_BHLK, k_BHSK) < L:
         return chunked(q_BHLK, k_BHSK, v_BHSK, scale)
+    if mask is None and slow_exp(q_BHLK):
+        return kept(q_BHLK, k_BHSK, v_BHSK, scale)
     found: mx.array = mx.fast.scaled_dot_product_attention(q_BHLK, k_BHSK, v_BHSK, scale=scale, mask=mask)
     return found
+
+
+def kept(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float) -> mx.array:
+    """Compute `attention` without a mask for a device on which softmax takes longer than its products. The probabilities are kept
+    for the gradient, so that they are computed once.
+
+    MLX's products of many matrices copy a strided input each time. So each input is copied here, once.
+    """
+    q, k, v = (mx.contiguous(x) for x in (q_BHLK, k_BHSK, v_BHSK))
+    y_BHLK, _ = _kept(q if scale == 1 else scale * q, k, v)
+    found: mx.array = y_BHLK
+    return found
+
+
+@mx.custom_function
+def _kept(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array) -> tuple[mx.array, mx.array]:
+    p_BHLS = softmax(q_BHLK @ k_BHSK.swapaxes(-1, -2))
+    return p_BHLS @ v_BHSK, p_BHLS
+
+
+@_kept.vjp  # type: ignore[untyped-decorator, unused-ignore]
+def _kept_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array, mx.array]:
+    (q_BHLK, k_BHSK, v_BHSK), (y_BHLK, p_BHLS) = primals, outputs
+    dy_BHLK = mx.contiguous(cotangents[0])
+    pull_BHL1 = (dy_BHLK * y_BHLK).sum(-1, keepdims=True)
+    ds_BHLS = p_BHLS * (dy_BHLK @ v_BHSK.swapaxes(-1, -2) - pull_BHL1)
+    return ds_BHLS @ k_BHSK, ds_BHLS.swapaxes(-1, -2) @ q_BHLK, p_BHLS.swapaxes(-1, -2) @ dy_BHLK
 
 
 def _one_layout(y_BHLK: mx.array) -> mx.array:
@@ -110,7 +141,7 @@ def chunked(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float, 
         parts: list[mx.array] = []
         for start in starts:
             q_BHCK = _after(q_BHLK[:, :, start : start + C], parts[-1:])
-            parts.append(mx.fast.scaled_dot_product_attention(q_BHCK, k_BHSK, v_BHSK, scale=scale))
+            parts.append(_attended(q_BHCK, k_BHSK, v_BHSK, scale))
         return mx.concatenate(parts, axis=2)
 
     @forward.vjp
@@ -121,7 +152,7 @@ def chunked(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float, 
         for start in starts:
             q, dy, y = (x[:, :, start : start + C] for x in (q_BHLK, dy_BHLK, y_BHLK))
             q = _after(scale * q, [dk_BHSK, dv_BHSK, *dq_parts[-1:]])
-            p_BHCS = mx.softmax(q @ k_BHSK.swapaxes(-1, -2), axis=-1, precise=True)
+            p_BHCS = softmax(q @ k_BHSK.swapaxes(-1, -2))
             dv_BHSK = dv_BHSK + (p_BHCS.swapaxes(-1, -2) @ dy).astype(mx.float32)
             pull_BHC1 = (dy.astype(mx.float32) * y).sum(-1, keepdims=True)
             ds_BHCS = (p_BHCS * ((dy @ v_BHSK.swapaxes(-1, -2)) - pull_BHC1)).astype(q.dtype)
@@ -132,6 +163,15 @@ def chunked(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float, 
     made: Any = forward(q_BHLK, k_BHSK, v_BHSK)
     y_BHLK: mx.array = made
     return y_BHLK
+
+
+def _attended(q_BHCK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float) -> mx.array:
+    """Return softmax(scale q k^T) v for one chunk of queries."""
+    if slow_exp(q_BHCK):
+        y_BHCK: mx.array = softmax((scale * q_BHCK) @ k_BHSK.swapaxes(-1, -2)) @ v_BHSK
+    else:
+        y_BHCK = mx.fast.scaled_dot_product_attention(q_BHCK, k_BHSK, v_BHSK, scale=scale)
+    return y_BHCK
 
 
 def _after(x: mx.array, done: list[mx.array]) -> mx.array:

@@ -13,12 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from stages.models.attention import attention
+from stages.models.elementwise import sigmoid, silu, slow_exp
 from stages.models.flux2.config import EPS
-
-
-def silu(x: mx.array) -> mx.array:
-    """Return x * sigmoid(x), element by element."""
-    return x * mx.sigmoid(x)
 
 
 def modulation(y_BN: mx.array, hidden: int, rows: int) -> list[mx.array]:
@@ -63,9 +59,9 @@ def swiglu(x_BSF: mx.array) -> mx.array:
 def silu_times(gate: mx.array, up: mx.array) -> mx.array:
     """Return silu(gate) * up, element by element. Both arrays have the same shape. silu(x) is x * sigmoid(x).
 
-    The gradient computes the sigmoid again, which is cheaper than storing it.
+    On a GPU the gradient computes the sigmoid again, which is cheaper than storing it. On a CPU it is stored.
     """
-    made: Any = _silu_times(gate, up)
+    made: Any = _silu_times_stored(gate, up)[0] if slow_exp(gate) else _silu_times(gate, up)
     y: mx.array = made
     return y
 
@@ -84,6 +80,19 @@ def _silu_times_vjp(primals: Any, dy: mx.array, _: mx.array) -> tuple[mx.array, 
     dgate = dy * up * (share + gate * share * (1 - share))
     again = mx.depends([gate], [dgate])[0]
     return dgate, silu(again) * dy
+
+
+@mx.custom_function
+def _silu_times_stored(gate: mx.array, up: mx.array) -> tuple[mx.array, mx.array]:
+    share = sigmoid(gate)
+    return gate * share * up, share
+
+
+@_silu_times_stored.vjp  # type: ignore[untyped-decorator, unused-ignore]
+def _silu_times_stored_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
+    (gate, up), (dy, _), share = primals, cotangents, outputs[1]
+    dup = dy * (gate * share)
+    return dy * share * up + dup * up * (1 - share), dup
 
 
 def rms_norm_heads(x_BSHK: mx.array, weight_K: mx.array) -> mx.array:

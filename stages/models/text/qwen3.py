@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from stages.models.attention import attention
+from stages.models.elementwise import silu
 
 dispatch: Callable[..., None] = mx.async_eval  # start computing without waiting; MLX leaves it untyped
 
@@ -186,7 +187,7 @@ class Qwen3:
 
     def _feed_forward(self, name: str, x_BTD: mx.array) -> mx.array:
         gate = self._linear(f"{name}.gate_proj", x_BTD)
-        return self._linear(f"{name}.down_proj", gate * mx.sigmoid(gate) * self._linear(f"{name}.up_proj", x_BTD))
+        return self._linear(f"{name}.down_proj", silu(gate) * self._linear(f"{name}.up_proj", x_BTD))
 
     def _norm(self, name: str, x: mx.array) -> mx.array:
         return mx.fast.rms_norm(x, self.weights[f"{name}.weight"], self.config.rms_norm_eps)
