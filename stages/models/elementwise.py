@@ -1,8 +1,8 @@
 """Exponential functions of single elements, in the form that is fast on the device.
 
 On a Linux CPU, MLX 0.32 computes exp element by element with calls of fma: 10 ns an element, and 16 ns for sigmoid. Its power
-calls the C library's powf, which takes a third of that. So there, exp is a power of e. The rounding of e to float32 adds a relative
-error of 3e-8 |x|.
+calls the C library's powf, which takes 4 ns. So there, exp is a power of e. The rounding of e to float32 adds a relative error of
+3e-8 |x|.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def torch_step(shape: Shape) -> Callable[[], Any]:
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()
+        return float(loss.item())
 
     return step
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from stages import kernels
-from stages.models.flux2.autoencoder_config import AutoencoderConfig
 from stages.models.elementwise import silu
+from stages.models.flux2.autoencoder_config import AutoencoderConfig
 from stages.models.flux2.rows import Rows, group_statistics, strip_rows, windows
 
 NORM_EPS = 1e-6  # of every group normalisation; it is not in the config

@@ -14,9 +14,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from stages.models.elementwise import silu
 from stages.models.flux2.blocks import Linear, Shared, double_block, plain_linear, single_block, text_rows
 from stages.models.flux2.config import MODULATIONS, Flux2Config, in_block
-from stages.models.elementwise import silu
 from stages.models.flux2.layers import modulate, modulation, spread
 
 TABLES_KEPT = 32  # rotary tables in memory: one per image shape, 2.4 MB at 1024 px

@@ -3,7 +3,7 @@ import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.models import attention as module
-from stages.models.attention import attention, chunk_rows, chunked
+from stages.models.attention import attention, chunk_rows, chunked, kept
 
 
 def random_array(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
@@ -31,6 +31,18 @@ def test_chunked_attention_and_its_gradients_are_those_of_plain_attention(querie
     assert relative_error(y, true) < 1e-6
     for found, wanted in zip(grads, true_grads, strict=True):
         assert relative_error(found, wanted) < 2e-6
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_attention_that_keeps_its_probabilities_is_plain_attention_with_its_gradients(strided):
+    q, k, v, dy = (random_array(2, 3, 20 + n, 16) + n for n in (0, 1, 1, 0))
+    if strided:
+        q, k, v, dy = (mx.contiguous(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (q, k, v, dy))
+    (true,), true_grads = mx.vjp(plain, [q, k, v], [dy])
+    (y,), grads = mx.vjp(lambda q, k, v: kept(q, k, v, 0.25), [q, k, v], [dy])
+    assert relative_error(y, true) < 2e-6
+    for found, wanted in zip(grads, true_grads, strict=True):
+        assert relative_error(found, wanted) < 4e-6
 
 
 def test_attention_runs_in_chunks_if_its_scores_are_too_large_with_the_same_result(monkeypatch):

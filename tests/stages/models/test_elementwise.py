@@ -1,0 +1,65 @@
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import stages  # noqa: F401  a fast BLAS, before MLX
+from stages.models import elementwise
+from stages.models.elementwise import exp, sigmoid, silu, softmax
+from stages.models.flux2.layers import silu_times
+
+X = np.concatenate([np.linspace(-30, 30, 501), [-1e30, -120, -89, -1e-30, 0, 1e-30, 120, 1e30]])
+
+
+@pytest.fixture(params=[False, True], ids=["mlx", "power"], autouse=True)
+def form(request, monkeypatch):
+    """Each test runs with MLX's own functions and with powers."""
+    monkeypatch.setattr(elementwise, "slow_exp", lambda x: request.param)
+    monkeypatch.setattr("stages.models.flux2.layers.slow_exp", lambda x: request.param)
+
+
+def reference(x: np.ndarray) -> dict[str, np.ndarray]:
+    with np.errstate(over="ignore"):
+        share = 1 / (1 + np.exp(-x))
+        return {"exp": np.exp(x), "sigmoid": share, "silu": x * share}
+
+
+@pytest.mark.parametrize("function", [exp, sigmoid, silu])
+def test_exponentials_agree_with_float64_from_the_smallest_to_the_largest_numbers(function):
+    true = reference(X)[function.__name__]
+    with np.errstate(over="ignore"):
+        expected = true.astype(np.float32)
+    found = np.array(function(mx.array(X.astype(np.float32))))
+    np.testing.assert_allclose(found, expected, rtol=3e-6, atol=1e-35)
+
+
+def test_what_is_no_number_stays_none():
+    assert all(np.isnan(function(mx.array([np.nan])).item()) for function in (exp, sigmoid, silu))
+
+
+def test_softmax_sums_to_one_and_takes_any_size_of_scores():
+    x = mx.array(np.random.default_rng(0).normal(size=(3, 5, 70)).astype(np.float32) * 40 + 1e4)
+    found, true = np.array(softmax(x)), np.array(x, np.float64)
+    true = np.exp(true - true.max(-1, keepdims=True))
+    np.testing.assert_allclose(found, true / true.sum(-1, keepdims=True), rtol=1e-5, atol=1e-30)
+    np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-5)
+
+
+def test_the_gated_product_has_the_gradients_of_its_formula():
+    draw = np.random.default_rng(1)
+    gate, up, dy = (mx.array(draw.normal(size=(2, 7, 6)).astype(np.float32) * 3) for _ in range(3))
+    wide = mx.concatenate([gate, up], axis=-1)
+    parts = mx.split(wide, 2, axis=-1)  # views of one array, as in the blocks
+    (true,), true_grads = mx.vjp(lambda gate, up: gate * mx.sigmoid(gate) * up, [gate, up], [dy])
+    (y,), grads = mx.vjp(silu_times, parts, [dy])
+    for found, wanted in zip((y, *grads), (true, *true_grads), strict=True):
+        np.testing.assert_allclose(np.array(found), np.array(wanted), rtol=2e-5, atol=2e-6)
+
+
+def test_powers_are_for_float32_on_a_linux_cpu_alone(monkeypatch):
+    monkeypatch.undo()
+    x = mx.zeros((2,))
+    assert not elementwise.slow_exp(x.astype(mx.bfloat16))
+    monkeypatch.setattr(elementwise.sys, "platform", "darwin")
+    assert not elementwise.slow_exp(x)
+    monkeypatch.setattr(elementwise.sys, "platform", "linux")
+    assert elementwise.slow_exp(x) == (mx.default_device() == mx.cpu)
