@@ -50,9 +50,9 @@ def kept(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float) -> 
     MLX's products of many matrices copy a strided input each time. So each input is copied here, once.
     """
     q, k, v = (mx.contiguous(x) for x in (q_BHLK, k_BHSK, v_BHSK))
-    y_BHLK, _ = _kept(q if scale == 1 else scale * q, k, v)
-    found: mx.array = y_BHLK
-    return found
+    made: Any = _kept(scale * q, k, v)
+    y_BHLK: mx.array = made[0]
+    return y_BHLK
 
 
 @mx.custom_function

@@ -2,7 +2,8 @@
 
 Both sides train LoRA on the transformer of `data/micro`, with equal shapes, targets and optimizer, in float32. PyTorch runs
 diffusers' Flux2Transformer2DModel with peft. Each side is a process of its own, and the two take steps in turns. So other work on
-the machine slows both, and the least seconds of each can be compared.
+the machine slows both, and the least seconds of each can be compared. On a busy machine compare the CPU seconds of one thread:
+waiting for a core does not count in them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ import click
 FAMILY, FOLDER = "micro", "data/micro/transformer"
 SIDES = ("mlx", "torch")
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+PASSIVE = {
+    "OMP_WAIT_POLICY": "passive",
+    "GOMP_SPINCOUNT": "0",
+    "KMP_BLOCKTIME": "0",
+}  # threads that wait leave the core to others
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Side:
     def __init__(self, name: str, shape: Shape, threads: int) -> None:
         self.name, self.rows = name, list[dict[str, float]]()
         command = [sys.executable, "-m", "tests.bench.cpu", "--serve", name, "--shape", json.dumps(asdict(shape))]
-        environment = {**os.environ, **dict.fromkeys(THREADS, str(threads))}
+        environment = {**os.environ, **PASSIVE, **dict.fromkeys(THREADS, str(threads))}
         self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def step(self) -> None:

@@ -61,8 +61,8 @@ def silu_times(gate: mx.array, up: mx.array) -> mx.array:
 
     On a GPU the gradient computes the sigmoid again, which is cheaper than storing it. On a CPU it is stored.
     """
-    made: Any = _silu_times_stored(gate, up)[0] if slow_exp(gate) else _silu_times(gate, up)
-    y: mx.array = made
+    made: Any = _silu_times_stored(gate, up) if slow_exp(gate) else [_silu_times(gate, up)]
+    y: mx.array = made[0]
     return y
 
 
