@@ -8,6 +8,7 @@ waiting for a core does not count in them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -28,7 +29,7 @@ PASSIVE = {
     "OMP_WAIT_POLICY": "passive",
     "GOMP_SPINCOUNT": "0",
     "KMP_BLOCKTIME": "0",
-}  # threads that wait leave the core to others
+}  # idle threads sleep
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,9 @@ class Side:
     def step(self) -> None:
         """Take one step and keep its row: seconds, CPU seconds, and peak memory of the process in GB."""
         assert self.process.stdin and self.process.stdout
-        self.process.stdin.write("step\n")
-        self.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write("step\n")
+            self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line:
             raise click.ClickException(f"{self.name} ended with exit status {self.process.wait()}")
@@ -61,7 +63,8 @@ class Side:
 
     def close(self) -> None:
         """End the process."""
-        self.process.communicate()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.communicate()
 
     def summary(self, warm: int) -> dict[str, float]:
         """Return least and median seconds and least CPU seconds of the steps after the first `warm`, and the peak memory, GB."""
