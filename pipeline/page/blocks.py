@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
 
 PER_PAGE = 60  # cards and texts on one page
+CELL = 240  # letters of a cell
 ROWS_SHOWN = 500  # rows of a table
 POINTS = 400  # points of a curve, about
 
@@ -170,7 +171,8 @@ def listing_data(rows: list[Row]) -> Row:
 def _cell(value: Any) -> Any:
     if value is None:
         return ""
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
+    text = f"{value:.5g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= CELL else f"{text[:CELL]} …"
 
 
 def cards_data(catalog: Catalog, block: Cards, chosen: Mapping[str, str]) -> Row:

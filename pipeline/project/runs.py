@@ -243,11 +243,11 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def differences(run: Run, other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings of `run` that differ from the settings `other`: dotted key -> (value of the run, other value). A
-    missing value is None. Only keys of sections that both have are compared.
+    missing value is None. Only keys that the run has recorded, of sections that both have, are compared.
     """
     mine = run.settings
     sections = {key.split(".")[0] for key in mine} & {key.split(".")[0] for key in other}
-    keys = [key for key in dict.fromkeys([*mine, *other]) if key.split(".")[0] in sections]
+    keys = [key for key in mine if key.split(".")[0] in sections]
     return {key: (mine.get(key), other.get(key)) for key in keys if mine.get(key) != other.get(key)}
 
 
