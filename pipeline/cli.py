@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import click
 
+from pipeline.device_errors import explain
 from pipeline.options import ENVIRONMENT
 
 STOPPED = 130  # the shell's code for Ctrl-C
@@ -209,10 +209,11 @@ def exit_code(command: Callable[[], Any]) -> int:
             raise
         click.echo(f"error: {one_line(error)}", err=True)
         return 2
-    except RuntimeError as error:  # MLX raises it when memory is exhausted; any other RuntimeError is a bug
-        if os.environ.get("LATENTMILL_TRACEBACK") or not re.search(r"alloc|out of memory", str(error), re.IGNORECASE):
+    except RuntimeError as error:  # MLX raises it for errors of the device; any other RuntimeError is a bug
+        line = explain(str(error))
+        if os.environ.get("LATENTMILL_TRACEBACK") or line is None:
             raise
-        click.echo(f"error: not enough memory: {one_line(error)}; smaller batches or resolutions need less", err=True)
+        click.echo(f"error: {line}", err=True)
         return 2
     return code if isinstance(code, int) else 0
 

@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipeline.awake import kept_awake, replace_process, run_with_restart
 from pipeline.options import with_project
 from pipeline.terminal import Terminal, format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pipeline.project.project import Project
     from pipeline.runner import Outcome
 
@@ -34,13 +37,25 @@ def command(stage: str, measured: bool, run_name: str, project: Project) -> None
         from stages.tuner.blockwise.meter import Meter
 
         meter = Meter()
-    with Terminal(stage) as terminal:
-        outcome = runner.run(project.allow_downloads(), stage, terminal, meter, run_name=run_name)
+
+    def run() -> Outcome:
+        with kept_awake(), Terminal(stage) as terminal:
+            return runner.run(project.allow_downloads(), stage, terminal, meter, run_name=run_name)
+
+    outcome = run_with_restart(run, lambda: artifacts(project, stage), lambda line: click.echo(line, err=True), replace_process)
     click.echo(summary(outcome))
     for line in stage_report(meter, project, stage) if meter else ():
         click.echo(line)
     for line in results(project, stage):
         click.echo(line)
+
+
+def artifacts(project: Project, stage_name: str) -> Path | None:
+    """Return the artifacts folder of the table `stage_name` for the present settings. None if its inputs are not built yet."""
+    try:
+        return project.current(stage_name).folder / "artifacts"
+    except ValueError:  # running the stage reports it
+        return None
 
 
 def summary(outcome: Outcome) -> str:

@@ -170,6 +170,16 @@ def prune(artifacts: Path, step: int, last: int) -> None:
         (saved.folder / OPTIMIZER).unlink(missing_ok=True)
 
 
+def prune_timed(artifacts: Path, step: int) -> None:
+    """Delete checkpoints before step `step` that were written only because of the time. Call it when such a checkpoint was
+    written: the rows of the earlier ones were committed minutes ago.
+    """
+    for saved in find_checkpoints(artifacts):
+        if saved.state.get("timed") and saved.step < step:
+            (saved.folder / STATE).unlink(missing_ok=True)  # first: a folder without it is no checkpoint
+            shutil.rmtree(saved.folder, ignore_errors=True)
+
+
 def write_arrays(path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
     """Write the arrays to the safetensors file `path`, sorted by name, with `metadata` in the header. Equal content gives equal
     bytes. Raises ValueError if a value is not finite.

@@ -169,6 +169,12 @@ class TrainingConfig:
     checkpoint_every: int = runtime(
         250, "steps between checkpoints: what a kill can cost, and which adapters can be compared", bounds=(1, 1_000_000)
     )
+    checkpoint_minutes: float = runtime(
+        10.0,
+        "also write a checkpoint when the last one is so many minutes old; such a one is deleted when the next of its kind is "
+        "written",
+        bounds=(1e-12, 1e6),
+    )
     keep_states: int = runtime(
         2, "newest checkpoints whose optimizer state is kept, twice the adapter's size; adapters all stay", bounds=(1, 1_000_000)
     )

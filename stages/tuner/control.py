@@ -38,9 +38,10 @@ class Control:
     ending: bool = False  # the run is to end before its last step
     pausing: bool = False  # the file `pause` existed after the last step
     began: float = field(init=False)
+    last_saved: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.began = self.clock()
+        self.began = self.last_saved = self.clock()
         self._take(STOP)
 
     def after_step(self) -> None:
@@ -63,6 +64,14 @@ class Control:
         file `checkpoint` exists. The file `checkpoint` is deleted.
         """
         return self._take(CHECKPOINT) or self.ending or self.pausing
+
+    def overdue(self) -> bool:
+        """Return True if the last checkpoint, or the start of the run, is at least [train] `checkpoint_minutes` ago."""
+        return self.clock() - self.last_saved >= 60 * self.config.checkpoint_minutes
+
+    def saved(self) -> None:
+        """Note that a checkpoint was written now."""
+        self.last_saved = self.clock()
 
     def stop_requested(self) -> bool:
         """Return True if the run must end before its last step. The reason is an interrupt, the file `stop`, or a limit that was

@@ -98,6 +98,7 @@ class TrainingRun:
         self.summary = Summary(task.config, self.past)
         self.skipped: int = start.checkpoint.state["skipped"] if start.checkpoint else 0  # steps in a row that were not finite
         self.unsaved: list[Row] = []  # rows that no checkpoint holds yet
+        self.timed = False  # the last checkpoint was written only because of its time
         self.earlier_peak = 0  # bytes: the peak before MLX's own count was last reset
 
     @property
@@ -237,7 +238,9 @@ class TrainingRun:
         """
         asked = self.control.wants_checkpoint()
         due = step % self.task.config.checkpoint_every == 0 or step >= self.validation.last_step
-        return asked or due or step == self.validation.best_step
+        wanted = asked or due or step == self.validation.best_step
+        self.timed = not wanted and self.control.overdue()
+        return wanted or self.timed
 
     def save(self, step: int) -> None:
         """Write the checkpoint of step `step` with all unsaved rows, and delete old optimizer states. After the last step, also
@@ -246,11 +249,15 @@ class TrainingRun:
         ctx, training = self.ctx, self.training
         metadata = {**ctx.provenance, **self.task.metadata, **adapter_metadata(training.targets)}
         facts = {"skipped": self.skipped, "plan": training.plan, "max_tokens": training.max_tokens}
+        facts |= {"timed": True} if self.timed else {}
         rows = rows_table(self.task.schema, self.unsaved)
         saved = checkpoint.save(
             ctx.write_artifact, step, training.adapter, training.state, rows, metadata, facts, training.average
         )
         self.unsaved = []
+        self.control.saved()
+        if self.timed:
+            checkpoint.prune_timed(ctx.artifacts, step)
         checkpoint.prune(ctx.artifacts, step, self.task.config.keep_states)
         if step >= self.validation.last_step and not self.unmeasured:
             self.publish(saved)

@@ -107,3 +107,19 @@ def test_a_segment_of_minutes_ends_after_the_step_in_which_they_are_over(tmp_pat
     control.after_step()
     assert control.ending
     assert run.reasons == ["stopped after 5.0 minutes, as [train] stop_after_minutes says"]
+
+
+def test_a_checkpoint_is_written_when_the_last_one_is_old_and_only_the_newest_of_that_kind_is_kept(whole, tmp_path):
+    config = replace(UNMEASURED, checkpoint_every=1000, checkpoint_minutes=2.0)
+    run = ToyRun(tmp_path, config)
+    minutes = iter(range(10_000))  # a step takes a few readings of the clock
+    run.go(clock=lambda: 60.0 * next(minutes))
+    last = run.config.steps
+    timed = [saved.step for saved in checkpoint.find_checkpoints(run.folder) if saved.state.get("timed")]
+    assert steps(run)[-1] == last and len(timed) == 1 and timed[0] < last
+    assert run.rows == whole.rows
+
+
+def test_without_old_checkpoints_none_is_written_before_its_step(tmp_path):
+    run = ToyRun(tmp_path, replace(UNMEASURED, checkpoint_every=1000)).go()
+    assert steps(run) == [run.config.steps]

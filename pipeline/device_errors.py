@@ -1,0 +1,42 @@
+"""Errors of the GPU in words: what happened, and what helps. MLX raises them as RuntimeError."""
+
+from __future__ import annotations
+
+import re
+
+# (pattern of the message, what happened, what helps, whether a fresh process may go on)
+KINDS = (
+    (
+        r"impacting ?interactivity",
+        "macOS ended the GPU work because it held up the display",
+        "let the display sleep (`pmset displaysleepnow`) or log out of the desktop, or use [train] micro_batch = 1 and a lower "
+        "resolution",
+        True,
+    ),
+    (
+        r"gpu timeout|callbackerrortimeout|gpu hang|callbackerrorhang",
+        "macOS ended GPU work that took too long",
+        "use [train] micro_batch = 1 or a lower resolution, and close programs that use the GPU",
+        True,
+    ),
+    (
+        r"insufficient memory|outofmemory|out of memory|alloc",
+        "not enough memory",
+        "`latentmill plan` shows what each stage needs and which settings need less",
+        False,
+    ),
+)
+
+
+def explain(message: str) -> str | None:
+    """Return one line about an error of the GPU: what happened, the message, the remedy. None if `message` is no such error."""
+    for pattern, happened, remedy, _ in KINDS:
+        if re.search(pattern, message, re.IGNORECASE):
+            return f"{happened}: {' '.join(message.split())}; {remedy}. Finished work is kept: the same command goes on."
+    return None
+
+
+def may_restart(message: str) -> bool:
+    """Return True if a new process may go on after this error. Too little memory would only fail again."""
+    found = [again for pattern, _, _, again in KINDS if re.search(pattern, message, re.IGNORECASE)]
+    return bool(found) and found[0]

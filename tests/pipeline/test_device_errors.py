@@ -1,0 +1,100 @@
+"""Errors of Metal's GPU become one line with a remedy; a run starts again once, and only if it got on; a Mac stays awake."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from pipeline import awake
+from pipeline.awake import RESTARTED, kept_awake, run_with_restart
+from pipeline.cli import exit_code
+from pipeline.device_errors import explain, may_restart
+
+MEMORY = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)."
+TIMEOUT = "[METAL] Command buffer execution failed: Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)"
+WATCHDOG = (
+    "[METAL] Command buffer execution failed: Impacting Interactivity "
+    "(0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)"
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "happened", "remedy"),
+    [
+        (MEMORY, "not enough memory", "`latentmill plan`"),
+        (TIMEOUT, "took too long", "micro_batch = 1"),
+        (WATCHDOG, "held up the display", "pmset displaysleepnow"),
+        ("[malloc] Unable to allocate 5 bytes.", "not enough memory", "`latentmill plan`"),
+    ],
+)
+def test_an_error_of_the_gpu_is_one_line_with_the_remedy_and_ends_the_command(message, happened, remedy, capsys):
+    def fails() -> None:
+        raise RuntimeError(message)
+
+    assert exit_code(fails) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert happened in line and remedy in line and message.split(".")[0] in line
+    assert line.endswith("the same command goes on.")
+
+
+def test_any_other_runtime_error_is_a_bug_and_is_raised():
+    assert explain("shapes (3,) and (4,) cannot be broadcast") is None
+    assert not may_restart("shapes (3,) and (4,) cannot be broadcast") and not may_restart(MEMORY)
+
+
+class Again(Exception):  # noqa: N818
+    """Stands for the new process."""
+
+
+def attempt(message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int) -> list[str]:
+    """Return the lines said by a run that fails after its newest checkpoint went from `before` to `after`."""
+    steps, said = iter([before, after]), []
+    monkeypatch.setattr(awake, "newest_checkpoint", lambda artifacts: next(steps))
+
+    def run() -> None:
+        raise RuntimeError(message)
+
+    def start_again() -> NoReturn:
+        raise Again
+
+    run_with_restart(run, lambda: tmp_path, said.append, start_again)
+    return said
+
+
+def test_after_a_watchdog_error_a_run_that_got_on_starts_once_more_and_not_twice(tmp_path, monkeypatch):
+    monkeypatch.delenv(RESTARTED, raising=False)
+    for message in (TIMEOUT, WATCHDOG):
+        with pytest.raises(Again):
+            attempt(message, tmp_path, monkeypatch, 100, 150)
+        with pytest.raises(RuntimeError):
+            attempt(message, tmp_path, monkeypatch, 150, 200)
+        assert os.environ.pop(RESTARTED) == "1"
+
+
+@pytest.mark.parametrize(("message", "before", "after"), [(WATCHDOG, 100, 100), (WATCHDOG, -1, -1), (MEMORY, 100, 150)])
+def test_a_run_that_did_not_get_on_or_lacks_memory_is_not_started_again(message, before, after, tmp_path, monkeypatch):
+    monkeypatch.delenv(RESTARTED, raising=False)
+    with pytest.raises(RuntimeError):
+        attempt(message, tmp_path, monkeypatch, before, after)
+    assert RESTARTED not in os.environ
+
+
+def test_on_a_mac_a_stage_keeps_the_machine_awake_until_it_ends(tmp_path, monkeypatch):
+    program = tmp_path / "caffeinate"
+    program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\nexec sleep 600\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    started: list[Any] = []
+    real = awake.subprocess.Popen
+    monkeypatch.setattr(awake.subprocess, "Popen", lambda *given, **more: [started.append(real(*given, **more)), started[-1]][1])
+    with kept_awake():
+        assert not started
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with kept_awake():
+        assert started[0].poll() is None
+        assert started[0].args == [str(program), "-i", "-w", str(os.getpid())]
+    assert started[0].poll() is not None
