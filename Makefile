@@ -7,6 +7,7 @@ EVERY ?= 250
 WORK ?= build
 WORKERS ?= 2
 FAST ?=
+QUERY ?= parse a date from text
 LATENTMILL = .venv/bin/python -m pipeline
 # Passed in the environment under other names, so that spaces, quotes and dollars reach the command as they were typed.
 export LATENTMILL_PROJECT := $(value PROJECT)
@@ -19,14 +20,17 @@ export LATENTMILL_RUNS := $(value RUNS)
 export LATENTMILL_IMAGES := $(value IMAGES)
 export LATENTMILL_FAMILY := $(value FAMILY)
 export LATENTMILL_TRIGGER := $(value TRIGGER)
-unexport PROJECT SET SQL WHAT NAME RUN RUNS IMAGES FAMILY TRIGGER
+export LATENTMILL_QUERY := $(value QUERY)
+unexport PROJECT SET SQL WHAT NAME RUN RUNS IMAGES FAMILY TRIGGER QUERY
+# The pipeline of the project, for targets of which two pipelines have one.
+PIPELINE := $(shell sed -n 's/^ *pipeline *= *"\([a-z_]*\)".*/\1/p' '$(subst ','\'',$(value PROJECT))/project.toml' 2>/dev/null)
 override RUN = $(LATENTMILL) run
 
 # One stage at a time, also under `make -j`, so that no two models are in memory together.
 .NOTPARALLEL:
 .PHONY: init images captions ingest buckets latents embeddings train samples segments status query panel follow memory export clean
 .PHONY: scores evaluate
-.PHONY: sources units pairs tokens
+.PHONY: sources units pairs tokens negatives vectors index ranks search
 .PHONY: help runs compare best view report generate
 .PHONY: test prove check format bench pages dictionary recipe figures experiments
 .DEFAULT_GOAL := train
@@ -78,7 +82,11 @@ scores: samples
 	@$(RUN) scores
 
 ## Show the scores of base, adapters and real pictures
+ifeq ($(PIPELINE),retrieval)
+evaluate: ranks
+else
 evaluate: scores
+endif
 	@$(LATENTMILL) evaluate
 
 ## Train in parts of EVERY=250 steps, with previews after each
@@ -98,6 +106,25 @@ pairs: units
 
 tokens: pairs
 	@$(RUN) tokens
+
+negatives: pairs units
+	@$(RUN) negatives
+
+vectors: tokens pairs
+	@$(RUN) vectors
+
+## Build the index of a folder of code, compare its searches on held-out queries, and answer QUERY
+index: vectors units sources
+	@$(RUN) index
+	@$(RUN) ranks
+	@$(LATENTMILL) evaluate
+	@$(LATENTMILL) search
+
+ranks: index
+
+## Find functions by what they do: make search QUERY="parse a date"
+search: .venv/ready
+	@$(LATENTMILL) search
 
 # Looking at a project
 
@@ -152,7 +179,7 @@ clean: .venv/ready
 # Development
 
 # Tests must not see the variables that were set for a project.
-PYTEST = env $(foreach name,PROJECT SET SQL WHAT NAME RUN RUNS IMAGES FAMILY TRIGGER,-u LATENTMILL_$(name)) .venv/bin/python -m pytest
+PYTEST = env $(foreach name,PROJECT SET SQL WHAT NAME RUN RUNS IMAGES FAMILY TRIGGER QUERY,-u LATENTMILL_$(name)) .venv/bin/python -m pytest
 
 ## Run all tests; FAST=1 runs the fast ones
 test: .venv/test

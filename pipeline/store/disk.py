@@ -58,20 +58,20 @@ def make_folder(path: Path) -> None:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the folder of `path`; the block must write a file there. After the block, the file is synced
-    and renamed to `path`. If the block raises, the file is deleted and `path` keeps its old content. Missing parent folders
-    are created.
+    """Yield a temporary path in the folder of `path`; the block must write a file or a folder there. After the block, it is
+    synced and renamed to `path`. If the block raises, it is deleted and `path` keeps its old content. A folder cannot
+    replace a folder with files. Missing parent folders are created.
     """
     make_folder(path.parent)
     temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}-{path.name}")
     try:
         yield temporary
-        assert temporary.is_file(), f"nothing was written for {path.name}"
-        sync(temporary)
+        assert temporary.exists(), f"nothing was written for {path.name}"
+        _sync_all(temporary)
         temporary.replace(path)
         sync(path.parent)
     finally:
-        temporary.unlink(missing_ok=True)
+        _delete(temporary)
 
 
 @contextmanager
@@ -85,22 +85,33 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        for file in temporary.rglob("*"):
-            sync(file)
-        sync(temporary)
+        _sync_all(temporary)
         temporary.rename(path)
         sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _sync_all(path: Path) -> None:
+    for each in [*path.rglob("*"), path]:
+        sync(each)
+
+
+def _delete(path: Path) -> None:
+    """Delete a file or a folder. A missing one is no error."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def delete_temporary_files(folder: Path) -> None:
-    """Delete the temporary files in `folder` and in all folders below it. A process leaves such a file if it is killed
-    while it writes. The caller must hold the folder's lock. Otherwise the temporary files of a running writer would be
+    """Delete the temporary files and folders in `folder` and in all folders below it. A process leaves them if it is
+    killed while it writes. The caller must hold the folder's lock. Otherwise the temporary files of a running writer would be
     deleted too.
     """
-    for path in folder.rglob(f"{TEMPORARY}*"):
-        path.unlink(missing_ok=True)
+    for path in list(folder.rglob(f"{TEMPORARY}*")):
+        _delete(path)
 
 
 def size_of(folder: Path) -> int:

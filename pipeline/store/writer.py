@@ -124,7 +124,8 @@ class Writer:
     def write_artifact(self, name: str, write: Callable[[Path], None]) -> Path:
         """Write one artifact of the table, and return the final path of the file. An artifact is a file to which rows
         refer. `name` is the file's path relative to the table's folder `artifacts`. `write(path)` is called with a
-        temporary path. It must write the file there. If `write` raises, an existing file of that name stays unchanged.
+        temporary path. It must write the file there, or a folder of a name that is new. If `write` raises, an existing file
+        of that name stays unchanged.
         """
         artifacts = self.table.folder / "artifacts"
         path = artifacts / name

@@ -16,6 +16,10 @@ INDEX = TableSchema(
         column("qualified_name", pa.string(), "name with the names of the classes and functions around it, joined by dots"),
         column("first_line", pa.int32(), "first line of the unit in its file, from 1"),
         column("last_line", pa.int32(), "last line of the unit in its file"),
+        column("signature", pa.string(), "the lines from the first word to the colon that opens the body, on one line"),
+        column("file", pa.string(), "where the file lies: relative to the project's folder, or absolute"),
+        column("text_id", pa.string(), "the document of the unit, a key of the table tokens"),
+        column("words", pa.string(), "words for lexical search"),
         column("count", pa.int32(), "number of vectors, one per token"),
     ),
 )

@@ -3,16 +3,24 @@
 A stage imports `texts`, `search`, `families`, `encoder`, `stages.models`, `stages.tuner` and `schemas`, but no other stage.
 """
 
+from stages.retrieval.views import PANELS, VIEWS
 from stages.stage import FamilyRecord, Pipeline, Weights
 
 PIPELINE = Pipeline(
     name="retrieval",
     doc="a folder of source code becomes a fine-tuned retriever and its search",
-    stages={name: f"stages.retrieval.{name}" for name in ("sources", "units", "pairs", "tokens")},
+    stages={
+        name: f"stages.retrieval.{name}"
+        for name in ("sources", "units", "pairs", "tokens", "negatives", "vectors", "index", "ranks")
+    },
     resources={
         "family": FamilyRecord(),
         "encoder": Weights(("head_seed",)),
         "tokenizer": Weights(("lower_case",)),
     },
     families="stages.retrieval.families:FAMILIES",
+    results=("index", "ranks"),
+    commands={"search": "pipeline.commands.search:command", "evaluate": "pipeline.commands.evaluate_ranks:command"},
+    views=VIEWS,
+    panels=PANELS,
 )

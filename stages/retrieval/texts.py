@@ -9,6 +9,8 @@ from typing import Literal
 
 Role = Literal["query", "document"]
 
+BASE = "base"  # the name of the encoder that no training has changed; a tuned one is named by its adapter's sha256
+
 # Where an identifier is split: parseHTTPHeader_2 is parse, HTTP, Header, 2.
 HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|(?<=[^\W\d_])(?=\d)|(?<=\d)(?=[^\W\d_])|[\W_]+")
 SENTENCE_END = re.compile(r"(?<=[.!?])(?<!\be\.g\.)(?<!\bi\.e\.)\s+(?=[A-Z`\"'(\[])")
@@ -29,6 +31,11 @@ FUNCTION_WORDS = frozenset({
 def text_id(role: Role, text: str) -> str:
     """Return the id of a text in its role: the sha256 (hex) of the role, a line feed and the text."""
     return hashlib.sha256(f"{role}\n{text}".encode()).hexdigest()
+
+
+def vector_id(encoder: str, text_id: str) -> str:
+    """Return the key of a text's vectors: the sha256 (hex) of the encoder's name, a line feed and the text_id."""
+    return hashlib.sha256(f"{encoder}\n{text_id}".encode()).hexdigest()
 
 
 def document(module: str, qualified_name: str, rest: str) -> str:

@@ -32,6 +32,7 @@ class UnitsConfig:
 
     min_lines: int = setting(2, "fewest lines of code in a body, docstring excluded; shorter functions say little to a search")
     classes: bool = setting(True, "a class is a unit too: its first lines and the signatures of its methods")
+    undocumented: bool = setting(True, "functions and classes without a docstring are units too")
     window: int = setting(40, "lines of a window, in a file of a language that cannot be parsed; each overlaps the next by half")
     max_characters: int = setting(6000, "characters of a document; the rest is beyond what an encoder reads")
     batch_size: int = runtime(32, "files per record batch, which a kill can lose")
@@ -94,6 +95,8 @@ def unit_rows(ctx: StageContext, source: Row) -> list[Row]:
         raise ValueError(f"{file} has changed since its row in sources was written: run make sources")
     found = {}
     for unit in find_units(content.decode("utf-8-sig"), source["language"], ctx.config):
+        if not (ctx.config.undocumented or unit.docstring or unit.kind == "lines"):
+            continue
         row = _row(unit, source, ctx.config.max_characters)
         found[row["unit_id"]] = row
     return list(found.values())

@@ -18,29 +18,29 @@ commit_seconds = 0.0
 
 """
 VERBS = ("Count", "Sort", "Reverse", "Parse", "Encode", "Merge", "Split", "Compare", "Filter", "Print")
-NOUNS = ("words", "lines", "paths", "dates", "colours", "headers", "tickets", "invoices")
+THINGS = ("words", "lines", "paths", "dates", "colours", "headers", "tickets", "invoices")
 FUNCTION = '''
-def {verb}_{noun}(values, {noun}_limit=3):
-    """{title} the {noun} of a list and keep the largest {number}.
+def {verb}_{thing}(values, {thing}_limit=3):
+    """{title} the {thing} of a list and keep the largest {number}.
 
     Args:
-        values: the {noun}.
+        values: the {thing}.
     """
     found = []
-    for value in values:  # every one of the {noun}
+    for value in values:  # every one of the {thing}
         if value.{verb}() > {number}:
-            found.append(({verb}_{noun}.rank, value))
-    return sorted(found)[:{noun}_limit]
+            found.append(({verb}_{thing}.rank, value))
+    return sorted(found)[:{thing}_limit]
 '''
 
 
-def write(folder: Path, verbs: int = 4, nouns: int = 4) -> Path:
-    """Write a source tree: one module per noun, one function per verb in each. Returns the folder."""
-    for position, noun in enumerate(NOUNS[:nouns]):
-        place = folder / ("deep" if position % 2 else "flat") / f"{noun}.py"
+def write(folder: Path, verbs: int = 4, things: int = 4) -> Path:
+    """Write a source tree: one module per thing, one function per verb in each. Returns the folder."""
+    for position, thing in enumerate(THINGS[:things]):
+        place = folder / ("deep" if position % 2 else "flat") / f"{thing}.py"
         place.parent.mkdir(parents=True, exist_ok=True)
         parts = [
-            FUNCTION.format(verb=verb.lower(), title=verb, noun=noun, number=10 * position + number)
+            FUNCTION.format(verb=verb.lower(), title=verb, thing=thing, number=10 * position + number)
             for number, verb in enumerate(VERBS[:verbs])
         ]
         place.write_text("\n".join(parts))

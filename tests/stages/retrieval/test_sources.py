@@ -14,7 +14,7 @@ from tests.stages.retrieval.project import make, rows, run, write
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return make(tmp_path / "project", verbs=1, nouns=2)
+    return make(tmp_path / "project", verbs=1, things=2)
 
 
 def skipped(folder: Path, **overrides: object) -> dict[str, str | None]:
@@ -148,6 +148,6 @@ def test_a_folder_that_cannot_be_read_is_one_line(folder):
 
 
 def test_two_roots_give_paths_that_begin_with_their_names(folder):
-    write(folder / "more", verbs=1, nouns=1)
+    write(folder / "more", verbs=1, things=1)
     found = skipped(folder, **{"sources.roots": ("code", "more")})
     assert {path.split("/")[0] for path in found} == {"code", "more"}

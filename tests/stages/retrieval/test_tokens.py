@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_text_has_its_ids_cut_to_the_length_of_its_role_with_the_end_token(tmp_path: Path) -> None:
-    folder = project.make(tmp_path, "[tokens]\nquery_tokens = 9\ndocument_tokens = 40\n", verbs=3, nouns=2)
+    folder = project.make(tmp_path, "[tokens]\nquery_tokens = 9\ndocument_tokens = 40\n", verbs=3, things=2)
     project.run(folder, "sources", "units", "pairs", "tokens")
     found = project.rows(folder, "tokens")
     assert {row["role"] for row in found} == {"query", "document"}

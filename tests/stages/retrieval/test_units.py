@@ -131,7 +131,7 @@ def test_short_bodies_are_left_out():
 
 
 def test_rows_carry_module_package_words_and_query(tmp_path):
-    folder = make(tmp_path / "project", verbs=1, nouns=2)
+    folder = make(tmp_path / "project", verbs=1, things=2)
     run(folder, "sources", "units")
     row = next(row for row in rows(folder, "units") if row["name"] == "count_lines")
     assert (row["path"], row["module"], row["package"]) == ("code/deep/lines.py", "deep.lines", "code/deep")
@@ -163,7 +163,7 @@ def test_a_file_that_changed_after_sources_is_one_line(tmp_path):
 
 
 def test_a_project_without_usable_sources_is_one_line(tmp_path):
-    folder = make(tmp_path / "project", verbs=1, nouns=1)
+    folder = make(tmp_path / "project", verbs=1, things=1)
     (folder / "code" / "flat" / "words.py").write_bytes(b"\xff\xfe")
     run(folder, "sources")
     with pytest.raises(ValueError, match="no source file is used"):

@@ -1,0 +1,158 @@
+"""The stage `index`: the vectors of all units in one memory-mapped matrix, and their words in a full-text index.
+
+The matrix and the full-text index are artifacts. Their names hold a digest of the rows, so that rows and artifacts of two states
+of the project are never used together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from schemas.retrieval.index import INDEX
+from schemas.retrieval.sources import SOURCES
+from schemas.retrieval.units import UNITS
+from schemas.retrieval.vectors import VECTORS
+from stages.retrieval.search import lexical, maxsim, partitions
+from stages.retrieval.texts import BASE
+from stages.settings import require, runtime, selects
+from stages.stage import Stage, StageContext
+
+Row = dict[str, Any]
+
+KEPT = ("unit_id", "encoder", "vector_id", "file")  # the columns on which the freshness of a row depends
+MATRIX, WORDS, PARTITIONS = "vectors-{}.npy", "words-{}.lance", "partitions-{}.lance"  # artifacts, by the digest of the rows
+
+
+@dataclass(frozen=True)
+class IndexConfig:
+    """The section [index] of project.toml: which vectors are searched, and how."""
+
+    encoder: Literal["tuned", "base"] = selects(
+        "tuned", "the encoder whose vectors are searched: tuned, or the base if nothing was tuned; or base"
+    )
+    exact_tokens: int = selects(
+        4_000_000, "vectors up to which every one is compared; beyond, candidates come from a partitioned index: 0 always uses it"
+    )
+    batch_size: int = runtime(2048, "units per record batch")
+
+    def __post_init__(self) -> None:
+        require(self, "exact_tokens", 0)
+        require(self, "batch_size", 1)
+
+
+def wanted_index(ctx: StageContext) -> pa.Table:
+    """Return one row per unit, with the columns `KEPT`. Raises ValueError if units have no vectors of the encoder."""
+    rows = [{name: row[name] for name in KEPT} for row in _rows(ctx)]
+    return pa.Table.from_pylist(rows, schema=pa.schema([INDEX.batch.field(name) for name in KEPT]))
+
+
+def _rows(ctx: StageContext) -> list[Row]:
+    """Return the complete rows of the table `index`, in the order of the documents: by path, line and unit_id."""
+    columns = ["unit_id", "path", "qualified_name", "first_line", "last_line", "signature", "text_id", "words"]
+    units = ctx.rows(UNITS).select(columns).to_pylist()
+    files = dict(zip(*(ctx.rows(SOURCES)[name].to_pylist() for name in ("path", "file")), strict=True))
+    vectors = ctx.rows(VECTORS).select(["vector_id", "encoder", "text_id", "role", "count"]).to_pylist()
+    chosen = choose_encoder({row["encoder"] for row in vectors}, ctx.config.encoder)
+    of_text = {row["text_id"]: row for row in vectors if row["encoder"] == chosen and row["role"] == "document"}
+    if missing := [unit for unit in units if unit["text_id"] not in of_text]:
+        raise ValueError(f"{len(missing)} units have no vectors, such as {missing[0]['path']}: run make vectors")
+    rows = []
+    for unit in sorted(units, key=document_order):
+        found = of_text[unit["text_id"]]
+        vector = {"vector_id": found["vector_id"], "count": found["count"], "encoder": chosen}
+        rows.append({**unit, **vector, "file": files[unit["path"]]})
+    return rows
+
+
+def document_order(row: Row) -> tuple[Any, ...]:
+    """Return the sort key of a row of `units` or `index`: documents are in the order of path, line and unit_id."""
+    return row["path"], row["first_line"], row["unit_id"]
+
+
+def choose_encoder(encoders: set[str], wanted: str) -> str:
+    """Return the encoder whose vectors are indexed. `encoders` are those that have vectors. `wanted` is the setting
+    `index.encoder`. Raises ValueError if there are no vectors of it, or of several tuned encoders.
+    """
+    tuned = sorted(encoders - {BASE})
+    if wanted == BASE or not tuned:
+        if BASE not in encoders:
+            raise ValueError("the table vectors holds no vectors of the base: run make vectors, or set index.encoder to tuned")
+        return BASE
+    if len(tuned) > 1:
+        names = ", ".join(name[:8] for name in tuned)
+        raise ValueError(f"the table vectors holds vectors of {len(tuned)} tuned encoders ({names}): run make vectors")
+    return tuned[0]
+
+
+def list_units(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of the pending units."""
+    pending = set(ctx.pending["unit_id"].to_pylist())
+    rows = [row for row in _rows(ctx) if row["unit_id"] in pending] if pending else []
+    for start in range(0, len(rows), ctx.config.batch_size):
+        if ctx.stop():
+            return
+        yield INDEX.table(rows[start : start + ctx.config.batch_size]).combine_chunks().to_batches()[0]
+
+
+def digest(rows: list[Row]) -> str:
+    """Return the name of a state of the index: 16 hex digits of the sha256 of its rows, in the order of the documents."""
+    lines = (f"{row['unit_id']} {row['vector_id']}" for row in sorted(rows, key=document_order))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def write_index(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+    """Write the artifacts of the rows if they are missing, and delete those of earlier rows. Yields no rows. If the user stopped
+    the run before every unit had a row, do nothing.
+    """
+    rows = _rows(ctx)
+    stored = {tuple(row[name] for name in KEPT) for row in ctx.stored.select(list(KEPT)).to_pylist()}
+    if not all(tuple(row[name] for name in KEPT) in stored for row in rows):
+        return
+    name, reader = digest(rows), ctx.tensors(VECTORS)
+    tokens = sum(row["count"] for row in rows)
+    width = reader.read(rows[0]["vector_id"]).shape[1]
+
+    def vectors() -> Iterator[np.ndarray]:
+        for number, row in enumerate(rows, 1):
+            yield reader.read(row["vector_id"]).view(np.float16)
+            if number % 256 == 0:
+                reader.ahead(())  # release what was read
+                ctx.progress(number, len(rows), "units")
+
+    wanted = {
+        WORDS.format(name): lambda path: lexical.build(path, [row["words"] for row in rows]),
+        MATRIX.format(name): lambda path: maxsim.write_matrix(path, vectors(), tokens, width),
+    }
+    if tokens > ctx.config.exact_tokens:
+        wanted[PARTITIONS.format(name)] = lambda path: partitions.build(path, vectors(), width, tokens)
+    for artifact, write in wanted.items():
+        if not (ctx.artifacts / artifact).exists():
+            ctx.write_artifact(artifact, write)
+            ctx.say(f"{artifact}: {len(rows)} units, {tokens} vectors")
+    _delete_others(ctx.artifacts, set(wanted))
+    yield from ()
+
+
+def _delete_others(folder: Path, wanted: set[str]) -> None:
+    for path in folder.iterdir():
+        if path.name not in wanted and path.suffix in (".npy", ".lance"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+STAGE = Stage(
+    reads=(VECTORS, UNITS, SOURCES),
+    writes=INDEX,
+    config=IndexConfig,
+    wants=wanted_index,
+    run=list_units,
+    finish=write_index,
+    divisible=False,
+)

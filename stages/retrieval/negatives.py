@@ -1,0 +1,162 @@
+"""The stage `negatives`: for every training query the documents that lexical search ranks high although they do not answer it."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from schemas.retrieval.negatives import NEGATIVES
+from schemas.retrieval.pairs import PAIRS
+from schemas.retrieval.units import UNITS
+from stages.retrieval.search import lexical
+from stages.settings import require, runtime, setting
+from stages.stage import Stage, StageContext
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class NegativesConfig:
+    """The section [negatives] of project.toml: which documents a training query is contrasted with beside those of its batch."""
+
+    count: int = setting(4, "hard negatives per pair; fewer if search finds fewer; 0: none")
+    skip: int = setting(0, "best documents that are passed over, since some of them may answer the query too")
+    max_ratio: float = setting(
+        1.25, "a document that scores higher than this times the pair's own document is passed over: it may answer the query too"
+    )
+    batch_size: int = runtime(128, "pairs per record batch, which a kill can lose")
+
+    def __post_init__(self) -> None:
+        require(self, "count", 0, lexical.FOUND // 2)
+        require(self, "skip", 0, lexical.FOUND // 4)
+        require(self, "max_ratio", 0)
+        require(self, "batch_size", 1)
+
+
+def wanted_negatives(ctx: StageContext) -> pa.Table:
+    """Return (pair_id, position) of every negative: `count` per training pair, or one less for every other document that the
+    project lacks.
+    """
+    units = _units(ctx)
+    pairs = [row for row in _pairs(ctx) if _is_trained(row)]
+    groups = _groups(ctx)
+    sizes = {pair["pair_id"]: len(units) - len(groups[pair["duplicate_group"]] & units.keys()) for pair in pairs}
+    rows = [
+        {"pair_id": pair_id, "position": position}
+        for pair_id, others in sorted(sizes.items())
+        for position in range(min(ctx.config.count, others))
+    ]
+    fields = [NEGATIVES.batch.field(name) for name in NEGATIVES.key]
+    return pa.Table.from_pylist(rows, schema=pa.schema(fields))
+
+
+def snapshot(ctx: StageContext) -> pa.Table:
+    """Return what all rows depend on: the words of every unit, and every training pair."""
+    units = {unit_id: _digest(row["words"]) for unit_id, row in _units(ctx).items()}
+    pairs = {row["pair_id"]: f"{row['unit_id']} {row['duplicate_group']} {_is_trained(row)}" for row in _pairs(ctx)}
+    return pa.table({"key": [*units, *pairs], "value": [*units.values(), *pairs.values()]})
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _units(ctx: StageContext) -> dict[str, Row]:
+    """Return the units by unit_id, in that order: the documents of the search."""
+    rows = ctx.rows(UNITS).select(["unit_id", "text_id", "words"]).to_pylist()
+    return {row["unit_id"]: row for row in sorted(rows, key=lambda row: str(row["unit_id"]))}
+
+
+def _pairs(ctx: StageContext) -> list[Row]:
+    return list(ctx.rows(PAIRS).select(["pair_id", "unit_id", "query", "split", "rejected", "duplicate_group"]).to_pylist())
+
+
+def _is_trained(pair: Row) -> bool:
+    return pair["rejected"] is None and pair["split"] == "train"
+
+
+def _groups(ctx: StageContext) -> dict[str, set[str]]:
+    """Return the unit_ids of every duplicate group: they answer the same query."""
+    found: dict[str, set[str]] = {}
+    for row in _pairs(ctx):
+        found.setdefault(row["duplicate_group"], set()).add(row["unit_id"])
+    return found
+
+
+def find_negatives(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+    """Search the words of all units for every pending query, and yield the negatives of each as rows."""
+    pending = sorted(set(ctx.pending["pair_id"].to_pylist()))
+    if not pending:
+        return
+    units, groups = _units(ctx), _groups(ctx)
+    pairs = {row["pair_id"]: row for row in _pairs(ctx)}
+    ids = list(units)
+    places = {unit_id: place for place, unit_id in enumerate(ids)}
+    with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
+        lexical.build(Path(folder), [row["words"] for row in units.values()])
+        index = lexical.LexicalIndex(Path(folder), len(units))
+        for start in range(0, len(pending), ctx.config.batch_size):
+            if ctx.stop():
+                return
+            some = pending[start : start + ctx.config.batch_size]
+            rows = []
+            for pair in (pairs[pair_id] for pair_id in some):
+                excluded = [places[unit_id] for unit_id in groups[pair["duplicate_group"]] if unit_id in places]
+                rows += _rows(pair, index.scores(pair["query"]), places, excluded, ids, units, ctx.config)
+            yield NEGATIVES.table(rows).combine_chunks().to_batches()[0]
+            ctx.progress(start + len(some), len(pending), "queries")
+
+
+def _rows(
+    pair: Row,
+    scores: np.ndarray,
+    places: dict[str, int],
+    excluded: list[int],
+    ids: list[str],
+    units: dict[str, Row],
+    config: NegativesConfig,
+) -> list[Row]:
+    own = float(scores[places[pair["unit_id"]]])
+    chosen = choose(scores, own, excluded, config)
+    return [
+        {
+            "pair_id": pair["pair_id"],
+            "position": position,
+            "unit_id": ids[place],
+            "text_id": units[ids[place]]["text_id"],
+            "score": float(scores[place]),
+            "positive_score": own,
+            "source": "lexical",
+        }
+        for position, place in enumerate(chosen)
+    ]
+
+
+def choose(scores: np.ndarray, own: float, excluded: list[int], config: NegativesConfig) -> list[int]:
+    """Return the places of the negatives of one query, the hardest first. `scores` are the scores of all documents, `own` that of
+    the document that answers the query. `excluded` are the places of that document and of its duplicates. Documents that may
+    answer the query too come last, and only if there are too few others.
+    """
+    order = np.lexsort((np.arange(len(scores)), -scores))
+    allowed = order[~np.isin(order, excluded)]
+    likely = scores[allowed] > config.max_ratio * own if own > 0 else np.zeros(len(allowed), bool)
+    safe: list[int] = allowed[~likely].tolist()
+    rest: list[int] = allowed[likely].tolist()
+    return [*safe[config.skip :], *safe[: config.skip][::-1], *rest[::-1]][: config.count]
+
+
+STAGE = Stage(
+    reads=(PAIRS, UNITS),
+    writes=NEGATIVES,
+    config=NegativesConfig,
+    wants=wanted_negatives,
+    run=find_negatives,
+    snapshot=snapshot,
+)

@@ -1,0 +1,229 @@
+"""The stage `ranks`: the rank that each search gives the right unit, for every query of valid and test.
+
+Every encoder in the table `vectors` is ranked, so that the tuned encoder and the base are compared on the same queries. In the
+mode `hard`, the unit's own name is removed from its words and from its text.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from schemas.retrieval.pairs import PAIRS
+from schemas.retrieval.ranks import RANKS
+from schemas.retrieval.units import UNITS
+from schemas.retrieval.vectors import VECTORS
+from stages.retrieval import texts
+from stages.retrieval.search import fusion, lexical, measures
+from stages.retrieval.search.maxsim import TokenMatrix
+from stages.settings import require, runtime, setting
+from stages.stage import Stage, StageContext
+
+Row = dict[str, Any]
+
+DOCUMENTS = 2000  # documents whose vectors are in memory together
+
+
+@dataclass(frozen=True)
+class RanksConfig:
+    """The section [ranks] of project.toml: what the queries of valid and test are ranked among."""
+
+    candidates: Literal["units", "pairs"] = setting(
+        "units", "units: every unit, as in a search; pairs: the units with a pair that is used, as code-search benchmarks do"
+    )
+    hard: bool = setting(True, "also rank with the units' own names removed")
+    batch_size: int = runtime(256, "queries per record batch, which a kill can lose")
+
+    def __post_init__(self) -> None:
+        require(self, "batch_size", 1)
+
+
+def wanted_ranks(ctx: StageContext) -> pa.Table:
+    """Return one row per encoder, mode and pair of valid and test that is used. Raises ValueError if no pair is held out."""
+    pairs = _held_out(ctx)
+    if not pairs:
+        raise ValueError('no pair is in valid or test, so there is nothing to rank: set pairs.test, or pairs.split to "unit"')
+    modes = ("plain", "hard") if ctx.config.hard else ("plain",)
+    rows = [
+        {"pair_id": pair["pair_id"], "encoder": encoder, "mode": mode}
+        for encoder in _encoders(ctx)
+        for mode in modes
+        for pair in pairs
+    ]
+    return pa.Table.from_pylist(rows, schema=pa.schema([RANKS.batch.field(name) for name in RANKS.key]))
+
+
+def snapshot(ctx: StageContext) -> pa.Table:
+    """Return what all rows depend on: the document of every unit, and every pair."""
+    units = {row["unit_id"]: row["text_id"] for row in ctx.rows(UNITS).select(["unit_id", "text_id"]).to_pylist()}
+    columns = ["pair_id", "split", "rejected", "duplicate_group"]
+    pairs = {row["pair_id"]: str([row[name] for name in columns[1:]]) for row in ctx.rows(PAIRS).select(columns).to_pylist()}
+    return pa.table({"key": [*units, *pairs], "value": [*units.values(), *pairs.values()]})
+
+
+def _held_out(ctx: StageContext) -> list[Row]:
+    """Return the pairs of valid and test that are used, valid first, each sorted by pair_id."""
+    rows = [row for row in ctx.rows(PAIRS).to_pylist() if row["rejected"] is None and row["split"] != "train"]
+    return sorted(rows, key=lambda row: (row["split"] != "valid", row["pair_id"]))
+
+
+def _encoders(ctx: StageContext) -> list[str]:
+    return sorted(set(ctx.rows(VECTORS)["encoder"].to_pylist()))
+
+
+def rank_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+    """Rank the own unit of every pending pair, and yield the rows. The weight of the hybrid search is chosen on all valid
+    pairs of the encoder and mode, so it is the same after a kill.
+    """
+    pending = {tuple(row.values()) for row in ctx.pending.select(list(RANKS.key)).to_pylist()}
+    pairs, done = _held_out(ctx), 0
+    for mode in ("plain", "hard"):
+        if not any(key[2] == mode for key in pending):
+            continue
+        with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
+            corpus = Corpus(ctx, mode, Path(folder))
+            for encoder in _encoders(ctx):
+                weight: float | None = None
+                for start in range(0, len(pairs), ctx.config.batch_size):
+                    some = pairs[start : start + ctx.config.batch_size]
+                    wanted = [row for row in some if (row["pair_id"], encoder, mode) in pending]
+                    if weight is None and wanted:
+                        weight = corpus.best_weight(encoder, [row for row in pairs if row["split"] == "valid"])
+                    if ctx.stop():
+                        return
+                    if wanted:
+                        rows = corpus.rank(encoder, wanted, weight if weight is not None else fusion.DEFAULT_WEIGHT)
+                        yield RANKS.table(rows).combine_chunks().to_batches()[0]
+                        done += len(wanted)
+                        ctx.progress(done, len(pending), "queries")
+
+
+class Corpus:
+    """The documents of the evaluation in one mode, and the scores that each search gives them. `folder` is an empty folder
+    for the full-text index.
+    """
+
+    def __init__(self, ctx: StageContext, mode: str, folder: Path) -> None:
+        self.mode = mode
+        self.tensors = ctx.tensors(VECTORS)
+        rows = ctx.rows(VECTORS).select(["vector_id", "encoder", "text_id", "count"]).to_pylist()
+        self.vectors = {(row["encoder"], row["text_id"]): row for row in rows}
+        pairs = ctx.rows(PAIRS).to_pylist()
+        kept = {row["unit_id"] for row in pairs if row["rejected"] is None} if ctx.config.candidates == "pairs" else None
+        columns = ["unit_id", "name", "text", "text_id", "words", "path", "first_line"]
+        units = [row for row in ctx.rows(UNITS).select(columns).to_pylist() if kept is None or row["unit_id"] in kept]
+        self.units = sorted(units, key=lambda row: (row["path"], row["first_line"], row["unit_id"]))
+        self.place = {row["unit_id"]: place for place, row in enumerate(self.units)}
+        self.groups: dict[str, list[int]] = {}
+        for row in pairs:
+            if row["unit_id"] in self.place:
+                self.groups.setdefault(row["duplicate_group"], []).append(self.place[row["unit_id"]])
+        if mode == "hard":
+            paired = {row["unit_id"] for row in pairs if row["rejected"] is None}
+            self.units = [without_name(row) if row["unit_id"] in paired else row for row in self.units]
+        lexical.build(folder, [row["words"] for row in self.units])
+        self.words = lexical.LexicalIndex(folder, len(self.units))
+        self.known: dict[str, np.ndarray] = {}
+
+    def lexical(self, pair: Row) -> np.ndarray:
+        """Return the lexical scores of all documents for the query of `pair`, (documents). They are the same for all encoders."""
+        if pair["pair_id"] not in self.known:
+            self.known[pair["pair_id"]] = self.words.scores(pair["query"])
+        return self.known[pair["pair_id"]]
+
+    def semantic(self, encoder: str, pairs: list[Row]) -> np.ndarray | None:
+        """Return the semantic scores of all documents for the queries of `pairs`, (queries, documents), or None if the
+        encoder has no vectors for some of these documents.
+        """
+        rows = [self.vectors.get((encoder, unit["text_id"])) for unit in self.units]
+        if any(row is None for row in rows):
+            if self.mode == "plain":
+                raise ValueError("some units have no vectors: run make vectors")
+            return None
+        queries = [self._read(encoder, pair["query_id"]) for pair in pairs]
+        found = np.empty((len(pairs), len(rows)), np.float32)
+        for start in range(0, len(rows), DOCUMENTS):
+            some = [row for row in rows[start : start + DOCUMENTS] if row]
+            matrix = np.concatenate([self.tensors.read(row["vector_id"]).view(np.float16) for row in some])
+            found[:, start : start + len(some)] = TokenMatrix(matrix, [row["count"] for row in some]).scores(queries)
+            self.tensors.ahead(())  # release what was read
+        return found
+
+    def _read(self, encoder: str, text_id: str) -> np.ndarray:
+        row = self.vectors.get((encoder, text_id))
+        if row is None:
+            raise ValueError("some queries have no vectors: run make vectors")
+        return np.array(self.tensors.read(row["vector_id"]).view(np.float16), np.float32)
+
+    def best_weight(self, encoder: str, pairs: list[Row]) -> float | None:
+        """Return the weight of the semantic scores with which hybrid search has the best MRR@10 on `pairs`, the smallest of
+        several. Return None if the encoder has no vectors for some documents, or there are no pairs.
+        """
+        semantic = self.semantic(encoder, pairs) if pairs else None
+        if semantic is None:
+            return None
+        means = []
+        words = [self.lexical(pair) for pair in pairs]
+        for weight in fusion.WEIGHTS:
+            ranks = [
+                self.rank_one(fusion.hybrid(one, other, weight), pair)
+                for one, other, pair in zip(semantic, words, pairs, strict=True)
+            ]
+            means.append(measures.reciprocal(np.array(ranks)).mean())
+        return fusion.WEIGHTS[int(np.argmax(means))]
+
+    def rank_one(self, scores: np.ndarray, pair: Row) -> int:
+        """Return the rank of the own unit of `pair`, from 1, among the documents that are no duplicates of it."""
+        own = self.place[pair["unit_id"]]
+        others = [place for place in self.groups[pair["duplicate_group"]] if place != own]
+        return measures.rank_of(scores, own, np.array(others, np.int64))
+
+    def rank(self, encoder: str, pairs: list[Row], weight: float) -> list[Row]:
+        """Return the rows of the table `ranks` for some pairs."""
+        semantic = self.semantic(encoder, pairs)
+        rows = []
+        for number, pair in enumerate(pairs):
+            words = self.lexical(pair)
+            row = {
+                **{name: pair[name] for name in ("pair_id", "split", "query", "unit_id", "overlap")},
+                "encoder": encoder,
+                "mode": self.mode,
+                "candidates": len(self.units) - len(self.groups[pair["duplicate_group"]]) + 1,
+                "lexical": self.rank_one(words, pair),
+                "semantic": None,
+                "hybrid": None,
+                "weight": None,
+                "top_id": self.units[int(np.argmax(words))]["unit_id"],
+            }
+            if semantic is not None:
+                scores = semantic[number]
+                row |= {
+                    "semantic": self.rank_one(scores, pair),
+                    "hybrid": self.rank_one(fusion.hybrid(scores, words, weight), pair),
+                    "weight": weight,
+                    "top_id": self.units[int(np.argmax(scores))]["unit_id"],
+                }
+            rows.append(row)
+        return rows
+
+
+def without_name(unit: Row) -> Row:
+    """Return a row of the table `units` whose text and words lack the unit's own name."""
+    text = texts.without_name(unit["text"], unit["name"])
+    return unit | {"text": text, "text_id": texts.text_id("document", text), "words": " ".join(texts.words(text))}
+
+
+STAGE = Stage(
+    reads=(VECTORS, PAIRS, UNITS),
+    writes=RANKS,
+    config=RanksConfig,
+    wants=wanted_ranks,
+    run=rank_pairs,
+    snapshot=snapshot,
+)

@@ -1,0 +1,93 @@
+"""Score every document for a query by MaxSim: the mean over query tokens of the best product with a token of the document.
+
+Letters in names of arrays: N documents, T tokens of all documents together, Q tokens of a query, D width of a vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+CHUNK = 65_536  # tokens that are multiplied at once: 32 MB of float32 at width 128
+
+
+class TokenMatrix:
+    """The vectors of all documents in one matrix, in the order of the documents. `vectors_TD` is float16 or float32 and may be
+    memory-mapped. `counts` holds the number of tokens of each document, each at least 1. Raises ValueError if they do not fit
+    together.
+    """
+
+    def __init__(self, vectors_TD: np.ndarray, counts: Sequence[int] | np.ndarray) -> None:
+        self.vectors_TD = vectors_TD
+        self.starts_N = np.concatenate([[0], np.cumsum(np.asarray(counts, np.int64))])
+        if len(self.starts_N) < 2 or np.any(np.diff(self.starts_N) < 1) or self.starts_N[-1] != len(vectors_TD):
+            raise ValueError(f"the matrix has {len(vectors_TD)} vectors, its documents {self.starts_N[-1]}, each at least one")
+
+    @classmethod
+    def open(cls, file: Path, counts: Sequence[int] | np.ndarray, *, resident: bool = False) -> TokenMatrix:
+        """Memory-map a matrix that `write_matrix` has written. If `resident` is True, it is read into memory as float32 instead,
+        which answers many queries faster. Raises ValueError if the file is damaged or of other documents.
+        """
+        try:
+            mapped = np.load(file, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise ValueError(f"{file} cannot be read: {error}; delete it and run make index") from None
+        return cls(mapped.astype(np.float32) if resident else mapped, counts)
+
+    @property
+    def width(self) -> int:
+        """The width of a vector."""
+        return int(self.vectors_TD.shape[1])
+
+    def scores(self, queries: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the score of every document for every query, float32, (queries, documents). Each query is an array (tokens,
+        width) with at least one token. Raises ValueError if a query has another width than the documents.
+        """
+        for query in queries:
+            if query.ndim != 2 or query.shape[1] != self.width or not len(query):
+                raise ValueError(f"a query has vectors of shape {query.shape}, the index of width {self.width}: run make index")
+        together_QD = np.concatenate([np.asarray(query, np.float32) for query in queries])
+        first_of_query = np.concatenate([[0], np.cumsum([len(query) for query in queries])])
+        lengths = np.diff(first_of_query)
+        found = np.empty((len(queries), len(self.starts_N) - 1), np.float32)
+        for first, last in self._chunks():
+            start, end = self.starts_N[first], self.starts_N[last]
+            products_TQ = np.asarray(self.vectors_TD[start:end], np.float32) @ together_QD.T
+            best_NQ = np.maximum.reduceat(products_TQ, self.starts_N[first:last] - start, axis=0)
+            found[:, first:last] = (np.add.reduceat(best_NQ, first_of_query[:-1], axis=1) / lengths).T
+        return found
+
+    def _chunks(self) -> Iterator[tuple[int, int]]:
+        """Yield (first, last) documents, of about `CHUNK` tokens together, at least one document."""
+        first, count = 0, len(self.starts_N) - 1
+        while first < count:
+            last = max(first + 1, int(np.searchsorted(self.starts_N, self.starts_N[first] + CHUNK, "right")) - 1)
+            yield first, last
+            first = last
+
+    def document(self, number: int) -> np.ndarray:
+        """Return the vectors of one document, float32, (tokens, width)."""
+        return np.asarray(self.vectors_TD[self.starts_N[number] : self.starts_N[number + 1]], np.float32)
+
+
+def write_matrix(file: Path, vectors: Iterator[np.ndarray], tokens: int, width: int) -> None:
+    """Write the vectors of all documents into one file, float16, without holding them in memory together. `vectors` yields one
+    array (tokens, width) per document. `tokens` is their number in all.
+    """
+    with file.open("wb") as opened:
+        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(np.float16)), "fortran_order": False, "shape": (tokens, width)}
+        np.lib.format.write_array_header_1_0(opened, header)
+        written = 0
+        for each in vectors:
+            opened.write(np.ascontiguousarray(each, np.float16).tobytes())
+            written += len(each)
+    assert written == tokens, f"{written} vectors were written, {tokens} announced"
+
+
+def matches(query_QD: np.ndarray, document_TD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return, for each token of a query, the position of the document token that it matches best, and the product of both."""
+    products_QT = np.asarray(query_QD, np.float32) @ np.asarray(document_TD, np.float32).T
+    best = products_QT.argmax(axis=1)
+    return best, products_QT[np.arange(len(best)), best]

@@ -1,0 +1,71 @@
+"""Measures of a ranking with one right answer per query, and their 95 % intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+CUT = 10  # ranks beyond this count as not found in MRR@10, R@10 and nDCG@10
+Z = 1.959964  # of a 95 % interval
+TIE = 1e-6  # scores that differ by less are equal: sums of products depend on their order by about 1e-7
+RESAMPLES = 2000  # bootstrap samples of the queries
+
+
+def rank_of(scores: np.ndarray, own: int, excluded: np.ndarray | None = None) -> int:
+    """Return the rank of document `own`, from 1. A document with an equal score counts as better. `excluded` holds the positions
+    of documents that are left out.
+    """
+    better = scores >= scores[own] - TIE
+    better[own] = False
+    if excluded is not None:
+        better[excluded] = False
+    return 1 + int(better.sum())
+
+
+def hit(ranks: np.ndarray) -> np.ndarray:
+    """Return 1 for every rank 1, else 0: the mean is P@1."""
+    return np.where(ranks == 1, 1.0, 0.0)
+
+
+def reciprocal(ranks: np.ndarray) -> np.ndarray:
+    """Return 1 / rank up to rank 10, else 0: the mean is MRR@10."""
+    return np.where(ranks <= CUT, 1 / ranks, 0.0)
+
+
+def recalled(ranks: np.ndarray) -> np.ndarray:
+    """Return 1 for every rank up to 10, else 0: the mean is R@10."""
+    return np.where(ranks <= CUT, 1.0, 0.0)
+
+
+def gain(ranks: np.ndarray) -> np.ndarray:
+    """Return 1 / log2(1 + rank) up to rank 10, else 0: the mean is nDCG@10 for one right answer."""
+    return np.where(ranks <= CUT, 1 / np.log2(1 + ranks), 0.0)
+
+
+MEASURES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "P@1": hit,
+    "MRR@10": reciprocal,
+    "R@10": recalled,
+    "nDCG@10": gain,
+}
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Return the 95 % Wilson interval of a share among `count` trials."""
+    if not count:
+        return 0.0, 1.0
+    centre = share + Z**2 / (2 * count)
+    half = Z * np.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2))
+    scale = 1 + Z**2 / count
+    return max(0.0, float((centre - half) / scale)), min(1.0, float((centre + half) / scale))
+
+
+def bootstrap(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of a mean. For a paired comparison, `values` holds the difference of every query."""
+    if not len(values):
+        return 0.0, 0.0
+    draws = np.random.default_rng(seed)
+    means = [values[draws.integers(0, len(values), len(values))].mean() for _ in range(RESAMPLES)]
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(low), float(high)

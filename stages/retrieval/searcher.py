@@ -1,0 +1,122 @@
+"""Answer queries over an index: semantic, lexical or hybrid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from stages.retrieval import texts
+from stages.retrieval.index import MATRIX, PARTITIONS, WORDS, digest, document_order
+from stages.retrieval.search import fusion
+from stages.retrieval.search.lexical import LexicalIndex
+from stages.retrieval.search.maxsim import TokenMatrix, matches
+from stages.retrieval.search.partitions import PartitionedIndex
+
+Row = dict[str, Any]
+Mode = Literal["semantic", "lexical", "hybrid"]
+
+RESIDENT_BYTES = 2**30  # a matrix of at most this size, as float32, is held in memory if many queries are to be answered
+
+
+class QueryEncoder(Protocol):
+    """What turns queries into vectors."""
+
+    def encode_queries(self, queries: Sequence[str]) -> list[np.ndarray]:
+        """Return one array (tokens, width) of vectors of length 1 per query, float32."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A unit that was found. `row` is its row of the table `index`, `place` its number in the index. `semantic` and `lexical` are
+    the scores of the two searches, `score` that of the chosen one. A search that was not asked for has no score.
+    """
+
+    row: Row
+    place: int
+    score: float
+    semantic: float | None
+    lexical: float | None
+
+
+class Searcher:
+    """An open index. `rows` are all rows of the table `index`, `artifacts` is its folder of artifacts. `encoder` is needed for
+    semantic and hybrid search. `weight` is the weight of semantic scores in hybrid search, 0 to 1. If `resident` is True, the
+    vectors are read into memory, which answers many queries faster. Raises ValueError if the index is incomplete.
+    """
+
+    def __init__(
+        self,
+        rows: list[Row],
+        artifacts: Path,
+        encoder: QueryEncoder | None,
+        weight: float = fusion.DEFAULT_WEIGHT,
+        *,
+        resident: bool = False,
+    ) -> None:
+        self.rows = sorted(rows, key=document_order)
+        self.encoder, self.weight = encoder, weight
+        name = digest(self.rows)
+        if not (artifacts / MATRIX.format(name)).is_file() or not (artifacts / WORDS.format(name)).is_dir():
+            raise ValueError(f"the index in {artifacts} is incomplete or of another state of the project: run make index")
+        self.words = LexicalIndex(artifacts / WORDS.format(name), len(rows))
+        self.vectors: TokenMatrix | PartitionedIndex | None = None
+        if encoder is not None:
+            counts = [row["count"] for row in self.rows]
+            file = artifacts / MATRIX.format(name)
+            resident = resident and 2 * file.stat().st_size <= RESIDENT_BYTES
+            self.matrix = TokenMatrix.open(file, counts, resident=resident)
+            parts = artifacts / PARTITIONS.format(name)
+            self.vectors = PartitionedIndex(parts, len(rows)) if parts.is_dir() else self.matrix
+
+    def search(self, query: str, mode: Mode = "hybrid", limit: int = 10, path: str = "") -> list[Answer]:
+        """Return the best units for a query, at most `limit`, the best first. `path` is a pattern such as "*/email/*"; only
+        units of files that match it are returned. Raises ValueError if the query has no word.
+        """
+        if not texts.words(query):
+            raise ValueError(f"the query must have a word, got {query!r}")
+        lexical = None if mode == "semantic" else self.words.scores(query)
+        semantic = None if mode == "lexical" else self._semantic(query)
+        scores = self._combine(semantic, lexical)
+        places = np.arange(len(self.rows))
+        if path:
+            places = places[[fnmatchcase(row["path"], path) for row in self.rows]]
+        if mode == "lexical" and lexical is not None:
+            places = places[lexical[places] > 0]
+        best = places[np.lexsort((places, -scores[places]))][:limit]
+        return [
+            Answer(
+                self.rows[place],
+                int(place),
+                float(scores[place]),
+                None if semantic is None else float(semantic[place]),
+                None if lexical is None else float(lexical[place]),
+            )
+            for place in best
+        ]
+
+    def _semantic(self, query: str) -> np.ndarray:
+        assert self.encoder is not None and self.vectors is not None, "semantic search needs an encoder"
+        self.query_vectors = self.encoder.encode_queries([query])[0]
+        found: np.ndarray = self.vectors.scores([self.query_vectors])[0]
+        return found
+
+    def _combine(self, semantic: np.ndarray | None, lexical: np.ndarray | None) -> np.ndarray:
+        if semantic is None or lexical is None:
+            found = lexical if semantic is None else semantic
+            assert found is not None
+            return found
+        return fusion.hybrid(semantic, lexical, self.weight)
+
+    def explain(self, answer: Answer, query_tokens: list[str], document_tokens: list[str]) -> list[tuple[str, str, float]]:
+        """Return, for each token of the last query, (token, the document's token that it matched, product of their vectors)."""
+        document = self.matrix.document(answer.place)
+        best, products = matches(self.query_vectors, document)
+        return [
+            (query_tokens[number], document_tokens[place], float(product))
+            for number, (place, product) in enumerate(zip(best.tolist(), products.tolist(), strict=True))
+        ]

@@ -1,0 +1,97 @@
+"""The stage `vectors`: one vector per token of every document, and of every query of valid and test, in float16."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from schemas.retrieval.pairs import PAIRS
+from schemas.retrieval.tokens import TOKENS
+from schemas.retrieval.vectors import VECTORS
+from stages.retrieval.texts import BASE, vector_id
+from stages.settings import require, runtime, setting
+from stages.stage import Stage, StageContext
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class VectorsConfig:
+    """The section [vectors] of project.toml: how texts become vectors."""
+
+    precision: Literal["float32", "bfloat16"] = setting(
+        "float32", "dtype that the encoder computes in: bfloat16 is faster on a GPU, float32 far faster on a CPU"
+    )
+    batch_size: int = runtime(64, "texts per record batch, which a kill can lose; texts are encoded one by one")
+
+    def __post_init__(self) -> None:
+        require(self, "batch_size", 1)
+
+
+def wanted_vectors(ctx: StageContext) -> pa.Table:
+    """Return one row per encoder and text: all documents, and the queries of valid and test."""
+    tokens = ctx.rows(TOKENS).select(["text_id", "role"]).to_pylist()
+    held_out = {row["query_id"] for row in ctx.rows(PAIRS).to_pylist() if row["rejected"] is None and row["split"] != "train"}
+    texts = sorted((row for row in tokens if row["role"] == "document" or row["text_id"] in held_out), key=_text_id)
+    rows = [{"vector_id": vector_id(BASE, row["text_id"]), "encoder": BASE, **row} for row in texts]
+    fields = [VECTORS.batch.field(name) for name in ("vector_id", "encoder", "text_id", "role")]
+    return pa.Table.from_pylist(rows, schema=pa.schema(fields))
+
+
+def _text_id(row: Row) -> str:
+    return str(row["text_id"])
+
+
+def encode_vectors(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+    """Encode the pending texts and yield their rows as record batches. If no text is pending, no weights are loaded."""
+    pending = ctx.pending.to_pylist()
+    if not pending:
+        return
+    import mlx.core as mx
+
+    from stages.retrieval.encoder import load_encoder
+
+    tokens = ctx.tensors(TOKENS)
+    encoder = load_encoder(ctx.need("encoder"), None, ctx.need("family"), precision=ctx.config.precision)
+    try:
+        for start in range(0, len(pending), ctx.config.batch_size):
+            if ctx.stop():
+                return
+            some = pending[start : start + ctx.config.batch_size]
+            tokens.ahead(row["text_id"] for row in some)
+            rows = [_row(row, encoder.encode_ids([tokens.read(row["text_id"])])[0]) for row in some]
+            yield VECTORS.table(rows).combine_chunks().to_batches()[0]
+            ctx.progress(start + len(some), len(pending), "texts")
+    finally:
+        del encoder
+        gc.collect()
+        mx.clear_cache()
+
+
+def _row(row: Row, vectors: np.ndarray) -> Row:
+    """Return the row of the table `vectors` for one text. Raises ValueError if a value is not finite."""
+    if not np.isfinite(vectors).all():
+        raise ValueError(
+            f"the encoder gave values that are not finite for text {row['text_id'][:12]}: set vectors.precision to float32"
+        )
+    return {
+        **row,
+        "count": len(vectors),
+        "vectors_shape": list(vectors.shape),
+        "vectors": np.ascontiguousarray(vectors, np.float16).view(np.uint16).ravel(),
+    }
+
+
+STAGE = Stage(
+    reads=(TOKENS, PAIRS),
+    writes=VECTORS,
+    config=VectorsConfig,
+    needs=("family", "encoder"),
+    wants=wanted_vectors,
+    run=encode_vectors,
+)

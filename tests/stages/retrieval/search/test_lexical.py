@@ -1,0 +1,77 @@
+"""Full-text search over split identifiers, the sum of two searches, and the measures of a ranking."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from stages.retrieval.search import fusion, lexical, measures
+
+WORDS = ["parse date from text", "read file line by line", "parse header of message", "sort numbers", "dates dated dating"]
+
+
+@pytest.fixture
+def index(tmp_path):
+    lexical.build(tmp_path / "words", WORDS)
+    return lexical.LexicalIndex(tmp_path / "words", len(WORDS))
+
+
+def test_documents_with_more_of_the_words_score_higher(index):
+    scores = index.scores("parseDate")
+    assert scores.argmax() == 0 and scores[2] > 0 and scores[1] == scores[3] == 0
+
+
+def test_a_word_matches_its_other_forms(index):
+    assert index.scores("sorting")[3] > 0 and index.scores("date")[4] > 0
+
+
+@pytest.mark.parametrize("query", ["", "'; drop table units; --", '"', "date AND (", "words:date*", "-", "~2 ^3 +", "\x00"])
+def test_punctuation_and_operators_in_a_query_mean_nothing(query, index):
+    scores = index.scores(query)
+    assert scores.shape == (5,) and np.isfinite(scores).all()
+
+
+def test_two_indexes_of_equal_documents_give_equal_scores(index, tmp_path):
+    lexical.build(tmp_path / "again", WORDS)
+    again = lexical.LexicalIndex(tmp_path / "again", len(WORDS))
+    np.testing.assert_array_equal(index.scores("parse the date"), again.scores("parse the date"))
+
+
+def test_an_index_of_other_documents_is_refused(index, tmp_path):
+    with pytest.raises(ValueError, match="has 5 documents, not 6"):
+        lexical.LexicalIndex(tmp_path / "words", 6)
+    with pytest.raises(ValueError, match="holds no full-text index"):
+        lexical.LexicalIndex(tmp_path / "nothing", 5)
+
+
+def test_the_sum_of_z_scores_does_not_depend_on_the_scale_of_either_search():
+    draws = np.random.default_rng(0)
+    one, other = draws.normal(size=20), draws.normal(size=20)
+    found = fusion.hybrid(one, other, 0.3)
+    np.testing.assert_allclose(found, fusion.hybrid(5 * one + 3, 0.1 * other - 7, 0.3), atol=1e-5)
+    assert (fusion.hybrid(one, other, 1.0).argsort() == one.argsort()).all()
+    assert np.isfinite(fusion.hybrid(one, np.zeros(20), 0.5)).all()
+
+
+def test_a_tie_counts_against_the_right_answer():
+    scores = np.array([0.5, 0.9, 0.5, 0.1])
+    assert measures.rank_of(scores, 0) == 3 and measures.rank_of(scores, 1) == 1 and measures.rank_of(scores, 3) == 4
+    assert measures.rank_of(scores, 0, np.array([1, 2])) == 1
+
+
+def test_measures_of_known_ranks():
+    ranks = np.array([1.0, 2, 10, 11])
+    assert measures.hit(ranks).tolist() == [1, 0, 0, 0]
+    assert measures.reciprocal(ranks).tolist() == [1, 0.5, 0.1, 0]
+    assert measures.recalled(ranks).tolist() == [1, 1, 1, 0]
+    np.testing.assert_allclose(measures.gain(ranks), [1, 1 / np.log2(3), 1 / np.log2(11), 0])
+
+
+def test_intervals_hold_their_mean_and_shrink_with_more_queries():
+    assert measures.wilson(14 / 15, 15) == pytest.approx((0.702, 0.988), abs=2e-3)
+    assert measures.wilson(0.0, 10)[0] == pytest.approx(0) and measures.wilson(1.0, 10)[1] == pytest.approx(1)
+    values = np.random.default_rng(0).normal(0.3, 1, 2000)
+    low, high = measures.bootstrap(values)
+    few = measures.bootstrap(values[:100])
+    assert low < values.mean() < high and high - low < few[1] - few[0]
+    assert measures.bootstrap(values) == (low, high)
