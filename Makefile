@@ -113,7 +113,7 @@ negatives: pairs units
 vectors: tokens pairs
 	@$(RUN) vectors
 
-## Build the index of a folder of code, compare its searches on held-out queries, and answer QUERY
+## Index a folder of code, evaluate its searches, answer QUERY
 index: vectors units sources
 	@$(RUN) index
 	@$(RUN) ranks
@@ -122,7 +122,7 @@ index: vectors units sources
 
 ranks: index
 
-## Find functions by what they do: make search QUERY="parse a date"
+## Find code by meaning: make search QUERY="parse a date"
 search: .venv/ready
 	@$(LATENTMILL) search
 

@@ -7,6 +7,7 @@ mode `hard`, the unit's own name is removed from its words and from its text.
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,11 +61,14 @@ def wanted_ranks(ctx: StageContext) -> pa.Table:
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return what all rows depend on: the document of every unit, and every pair."""
+    """Return what all rows depend on: the document of every unit, every pair, and the number of vectors of every encoder."""
     units = {row["unit_id"]: row["text_id"] for row in ctx.rows(UNITS).select(["unit_id", "text_id"]).to_pylist()}
     columns = ["pair_id", "split", "rejected", "duplicate_group"]
     pairs = {row["pair_id"]: str([row[name] for name in columns[1:]]) for row in ctx.rows(PAIRS).select(columns).to_pylist()}
-    return pa.table({"key": [*units, *pairs], "value": [*units.values(), *pairs.values()]})
+    vectors = Counter(ctx.rows(VECTORS)["encoder"].to_pylist())  # documents without names are encoded or not
+    numbers = {encoder: str(count) for encoder, count in vectors.items()}
+    found = {**units, **pairs, **numbers}
+    return pa.table({"key": list(found), "value": list(found.values())})
 
 
 def _held_out(ctx: StageContext) -> list[Row]:

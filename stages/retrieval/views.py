@@ -16,13 +16,6 @@ VIEWS = {
         "pairs that are not used, and why",
         needs=("pairs", "units"),
     ),
-    "never_first": View(
-        "select pair_id, any_value(pairs.query) as query, any_value(package) as package, count(*) as draws, "
-        "min(rank) as best_rank, avg(loss) as loss from train join pairs using (pair_id) where train.split = 'train' "
-        "group by pair_id having min(rank) > 1 order by best_rank desc, query",
-        "training pairs whose document was never ranked first in its batch",
-        needs=("train", "pairs"),
-    ),
 }
 
 PANELS = (
@@ -44,7 +37,13 @@ PANELS = (
         "select package, count(*) as draws, avg(loss) as loss, avg(rank) as "
         "rank from train join pairs using (pair_id) where train.split = 'train' group by package order by loss desc",
     ),
-    Panel("never_first", "Training pairs that never reached rank 1 in their batch", "select * from never_first"),
+    Panel(
+        "never_first",
+        "Training pairs that never reached rank 1 in their batch",
+        "select pair_id, any_value(pairs.query) as query, "
+        "any_value(package) as package, count(*) as draws, min(rank) as best_rank, avg(loss) as loss from train join pairs "
+        "using (pair_id) where train.split = 'train' group by pair_id having min(rank) > 1 order by best_rank desc, query",
+    ),
     Panel("lexical_wins", "Test queries that lexical search wins and the model loses", "select * from lexical_wins"),
     Panel(
         "loss",

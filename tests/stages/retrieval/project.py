@@ -17,6 +17,17 @@ family = "tiny"
 commit_seconds = 0.0
 
 """
+SPLIT = """
+[pairs]
+split = "unit"
+valid = 0.2
+test = 0.4
+max_leak = 1.0
+
+[tokens]
+hard = true
+"""
+INDEXED = ("sources", "units", "pairs", "tokens", "vectors", "index", "ranks")  # the stages up to an evaluation
 VERBS = ("Count", "Sort", "Reverse", "Parse", "Encode", "Merge", "Split", "Compare", "Filter", "Print")
 THINGS = ("words", "lines", "paths", "dates", "colours", "headers", "tickets", "invoices")
 FUNCTION = '''
@@ -47,8 +58,8 @@ def write(folder: Path, verbs: int = 4, things: int = 4) -> Path:
     return folder
 
 
-def make(folder: Path, text: str = "", **size: int) -> Path:
-    """A project with a source tree in its folder code. `text` is added to project.toml. Returns the project's folder."""
+def make(folder: Path, text: str = SPLIT, **size: int) -> Path:
+    """A project with a source tree in its folder code. `text` is the rest of project.toml. Returns the project's folder."""
     write(folder / "code", **size)
     (folder / "project.toml").write_text(CONFIG + text)
     return folder

@@ -68,7 +68,7 @@ def test_a_leak_is_the_largest_jaccard_similarity_of_trigrams():
 
 
 def test_no_module_has_pairs_in_two_splits_but_a_library_can_be_split_within(tmp_path):
-    folder = make(tmp_path / "project", verbs=8, things=8)
+    folder = make(tmp_path / "project", "", verbs=8, things=8)
     run(folder, "sources", "units")
     for split, most in (("module", 1), ("unit", 3)):
         overrides = {"pairs.split": split, "pairs.test": 0.4, "pairs.valid": 0.2}
@@ -81,8 +81,8 @@ def test_no_module_has_pairs_in_two_splits_but_a_library_can_be_split_within(tmp
 
 
 def test_of_pairs_with_one_query_or_body_the_first_is_used(tmp_path):
-    folder = make(tmp_path / "project", verbs=2, things=1)
-    same = FUNCTION.format(verb="count", title="Count", noun="words", number=0)
+    folder = make(tmp_path / "project", "", verbs=2, things=1)
+    same = FUNCTION.format(verb="count", title="Count", thing="words", number=0)
     (folder / "code" / "zebra.py").write_text(same.replace("[:words_limit]", "[:1]"))  # the same query
     (folder / "code" / "again.py").write_text(
         same.replace("Count the words", "Number all words").replace("count_words", "number")
@@ -96,8 +96,8 @@ def test_of_pairs_with_one_query_or_body_the_first_is_used(tmp_path):
 
 
 def test_deleting_a_file_makes_its_duplicate_usable(tmp_path):
-    folder = make(tmp_path / "project", verbs=2, things=1)
-    same = FUNCTION.format(verb="count", title="Count", noun="words", number=0)
+    folder = make(tmp_path / "project", "", verbs=2, things=1)
+    same = FUNCTION.format(verb="count", title="Count", thing="words", number=0)
     (folder / "code" / "a.py").write_text(same + "\n\nX = 1\n")
     run(folder, "sources", "units", "pairs")
     assert {row["rejected"] for row in rows(folder, "pairs") if row["package"] == "code/flat"} == {None, "duplicate"}
@@ -107,7 +107,7 @@ def test_deleting_a_file_makes_its_duplicate_usable(tmp_path):
 
 
 def test_a_train_pair_that_is_nearly_a_test_pair_is_rejected(tmp_path):
-    folder = make(tmp_path / "project", verbs=6, things=1)
+    folder = make(tmp_path / "project", "", verbs=6, things=1)
     overrides = {"pairs.split": "unit", "pairs.test": 0.5, "pairs.max_leak": 0.3}
     run(folder, "sources", "units", "pairs", overrides=overrides)
     found = rows(folder, "pairs", overrides)
@@ -117,7 +117,7 @@ def test_a_train_pair_that_is_nearly_a_test_pair_is_rejected(tmp_path):
 
 
 def test_code_without_docstrings_is_one_line(tmp_path):
-    folder = make(tmp_path / "project", verbs=1, things=1)
+    folder = make(tmp_path / "project", "", verbs=1, things=1)
     (folder / "code" / "flat" / "words.py").write_text("def f(a):\n    a += 1\n    return a\n")
     run(folder, "sources", "units")
     with pytest.raises(ValueError, match="no unit has a docstring, so there are no pairs"):
@@ -133,12 +133,12 @@ def test_code_without_docstrings_is_one_line(tmp_path):
     ],
 )
 def test_wrong_settings_are_one_line(overrides, message, tmp_path):
-    folder = make(tmp_path / "project", verbs=1, things=1)
+    folder = make(tmp_path / "project", "", verbs=1, things=1)
     with pytest.raises(ValueError, match=message):
         run(folder, "pairs", overrides=overrides)
 
 
 def test_the_user_hears_of_an_empty_split(tmp_path):
-    folder = make(tmp_path / "project", verbs=3, things=1)
+    folder = make(tmp_path / "project", "", verbs=3, things=1)
     run(folder, "sources", "units")
     assert any('pairs.split = "unit"' in line for line in run(folder, "pairs"))

@@ -1,0 +1,146 @@
+"""The stage index and the search over it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.project.project import Project
+from stages.retrieval.index import choose_encoder
+from stages.retrieval.searcher import Searcher
+from tests.stages.retrieval.project import rows, run
+
+
+class RandomEncoder:
+    """Vectors of length 1 that depend on the words of a query."""
+
+    def encode_queries(self, queries: list[str]) -> list[np.ndarray]:
+        found = [np.random.default_rng(len(query)).normal(size=(len(query.split()), 32)) for query in queries]
+        return [(each / np.linalg.norm(each, axis=1, keepdims=True)).astype(np.float32) for each in found]
+
+
+def artifacts(folder: Path, **overrides: object) -> Path:
+    return Project(folder, overrides).current("index").folder / "artifacts"
+
+
+def searcher(folder: Path, **options: object) -> Searcher:
+    return Searcher(rows(folder, "index"), artifacts(folder), RandomEncoder(), **options)
+
+
+def test_an_index_holds_every_unit_once_and_one_matrix(indexed):
+    assert {row["unit_id"] for row in rows(indexed, "index")} == {row["unit_id"] for row in rows(indexed, "units")}
+    assert sorted(path.suffix for path in artifacts(indexed).iterdir()) == [".lance", ".npy"]
+
+
+def test_semantic_search_equals_brute_force(indexed):
+    query = "count the words"
+    (vectors,) = RandomEncoder().encode_queries([query])
+    table = Project(indexed)
+    from pipeline.project.tables import Table
+
+    stored = Table(table.folder("vectors"))
+    expected = {
+        row["unit_id"]: float((vectors @ np.asarray(stored[row["vector_id"]], np.float32).T).max(axis=1).mean())
+        for row in rows(indexed, "index")
+    }
+    for resident in (False, True):
+        found = searcher(indexed, resident=resident).search(query, "semantic", limit=100)
+        assert [answer.row["unit_id"] for answer in found[:5]] == sorted(expected, key=lambda key: -expected[key])[:5]
+        assert all(answer.score == pytest.approx(expected[answer.row["unit_id"]], abs=1e-5) for answer in found)
+
+
+def test_lexical_search_finds_the_words_and_nothing_else(indexed):
+    found = searcher(indexed).search("invoices, colours", "lexical", limit=100)
+    assert found and all("colours" in answer.row["words"].split() for answer in found)
+    assert searcher(indexed).search("sortColours", "lexical")[0].row["qualified_name"] == "sort_colours"
+    assert searcher(indexed).search("zebra", "lexical") == []
+
+
+def test_hybrid_search_with_weight_zero_is_lexical_and_with_one_semantic(indexed):
+    query = "sort the colours"
+    names = {
+        mode: [answer.row["unit_id"] for answer in searcher(indexed, weight=weight).search(query, mode, limit=3)]
+        for mode, weight in (("lexical", 0.5), ("semantic", 0.5))
+    }
+    for mode, weight in (("lexical", 0.0), ("semantic", 1.0)):
+        assert [a.row["unit_id"] for a in searcher(indexed, weight=weight).search(query, "hybrid", limit=3)] == names[mode]
+
+
+def test_a_path_limits_the_answers_to_files_that_match(indexed):
+    found = searcher(indexed).search("count things", "hybrid", path="*/deep/*")
+    assert found and {answer.row["path"].split("/")[1] for answer in found} == {"deep"}
+    assert searcher(indexed).search("count things", "hybrid", path="'; drop table units") == []
+
+
+@pytest.mark.parametrize("query", ["", "  ", "?!"])
+def test_a_query_without_words_is_one_line(query, indexed):
+    with pytest.raises(ValueError, match="the query must have a word"):
+        searcher(indexed).search(query)
+
+
+def test_an_incomplete_index_is_one_line_and_is_repaired_by_the_next_run(indexed, tmp_path):
+    folder = tmp_path / "project"
+    shutil.copytree(indexed, folder, symlinks=True)
+    for path in artifacts(folder).glob("vectors-*"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"incomplete or of another state of the project: run make index"):
+        searcher(folder)
+    run(folder, "index")
+    assert searcher(folder).search("count words", "semantic")
+
+
+def test_a_deleted_file_leaves_the_index_and_its_artifacts(indexed, tmp_path):
+    folder = tmp_path / "project"
+    shutil.copytree(indexed, folder, symlinks=True)
+    (folder / "code" / "flat" / "words.py").unlink()
+    run(folder, "sources", "units", "pairs", "tokens", "vectors", "index")
+    assert not [row for row in rows(folder, "index") if row["path"].endswith("words.py")]
+    assert len(list(artifacts(folder).iterdir())) == 2
+    assert not [answer for answer in searcher(folder).search("words", "lexical") if answer.row["path"].endswith("words.py")]
+
+
+def test_many_vectors_get_a_partitioned_index_with_the_same_first_answer(indexed, tmp_path):
+    folder = tmp_path / "project"
+    shutil.copytree(indexed, folder, symlinks=True)
+    run(folder, "index", overrides={"index.exact_tokens": 0})
+    assert len(list(artifacts(folder).glob("partitions-*.lance"))) == 1
+    query = "count the words of a list"
+    first = searcher(indexed).search(query, "semantic", limit=1)[0]
+    found = searcher(folder).search(query, "semantic", limit=1)[0]
+    assert found.row["unit_id"] == first.row["unit_id"] and found.score == pytest.approx(first.score, abs=2e-3)
+
+
+def test_the_tuned_encoder_is_chosen_if_there_is_one():
+    assert choose_encoder({"base"}, "tuned") == "base"
+    assert choose_encoder({"base", "1a2b"}, "tuned") == "1a2b"
+    assert choose_encoder({"base", "1a2b"}, "base") == "base"
+    with pytest.raises(ValueError, match="no vectors of the base"):
+        choose_encoder({"1a2b"}, "base")
+    with pytest.raises(ValueError, match="2 tuned encoders"):
+        choose_encoder({"1a2b", "3c4d"}, "tuned")
+
+
+def test_the_command_answers_as_text_as_json_and_from_standard_input(indexed, monkeypatch):
+    from click.testing import CliRunner
+
+    from pipeline.commands.search import command
+
+    def call(*words: str, text: str | None = None) -> str:
+        done = CliRunner().invoke(command, [*words, "-p", str(indexed)], input=text, catch_exceptions=False)
+        return done.output
+
+    assert "code/" in call("sort the colours") and ":2  def " in call("sort the colours", "--semantic", "-n", "30")
+    (line,) = call("sort the colours", "--json", "--lexical", "-n", "2").splitlines()
+    found = json.loads(line)
+    assert found["results"][0]["qualified_name"] == "sort_colours" and len(found["results"]) == 2
+    lines = call("--stdin", "--json", "-n", "1", text="sort colours\n\ncount words\n").splitlines()
+    assert [len(json.loads(line).get("results", [])) for line in lines] == [1, 0, 1]
+    assert "must have a word" in json.loads(lines[1])["error"]
+    explained = call("sort the colours", "--explain", "-n", "1", "--semantic")
+    assert " ~ " in explained
+    with pytest.raises(ValueError, match="search needs a query"):
+        call("")

@@ -1,0 +1,90 @@
+"""The stage ranks and the command evaluate."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from pipeline import Project
+from pipeline.commands.evaluate_ranks import evaluate
+from stages.retrieval.ranks import without_name
+from tests.stages.retrieval.project import make, rows, run
+
+
+def test_every_held_out_pair_is_ranked_in_both_modes(indexed):
+    used = [row for row in rows(indexed, "pairs") if row["rejected"] is None and row["split"] != "train"]
+    found = rows(indexed, "ranks")
+    assert {(row["pair_id"], row["mode"]) for row in found} == {
+        (row["pair_id"], mode) for row in used for mode in ("plain", "hard")
+    }
+    for row in found:
+        assert min(row["lexical"], row["semantic"], row["hybrid"]) >= 1
+        assert max(row["lexical"], row["semantic"], row["hybrid"]) <= row["candidates"]
+    assert len({row["weight"] for row in found if row["mode"] == "plain"}) == 1
+
+
+def test_semantic_ranks_equal_brute_force(indexed):
+    table, units = Project(indexed)["vectors"], rows(indexed, "units")
+    vector = {row["text_id"]: np.asarray(table[row["vector_id"]], np.float32) for row in rows(indexed, "vectors")}
+    pairs = {row["pair_id"]: row for row in rows(indexed, "pairs")}
+    for row in [row for row in rows(indexed, "ranks") if row["mode"] == "plain"][:10]:
+        query = vector[pairs[row["pair_id"]]["query_id"]]
+        scores = {unit["unit_id"]: float((query @ vector[unit["text_id"]].T).max(axis=1).mean()) for unit in units}
+        own = scores[row["unit_id"]]
+        assert row["semantic"] in (
+            sum(s > own + 1e-5 for s in scores.values()) + 1,
+            sum(s >= own - 1e-5 for s in scores.values()),
+        )
+
+
+def test_without_vectors_of_the_nameless_documents_the_hard_mode_is_lexical_only(indexed, tmp_path):
+    folder, overrides = tmp_path / "project", {"tokens.hard": False}
+    shutil.copytree(indexed, folder, symlinks=True)
+    run(folder, "tokens", "vectors", "ranks", overrides=overrides)
+    found = rows(folder, "ranks", overrides)
+    assert all((row["semantic"] is None) == (row["mode"] == "hard") for row in found)
+
+
+def test_a_name_is_taken_out_of_text_and_words():
+    unit = {"text": "m sort_words(a):\n  return sort_words(a) + sorted_words", "name": "sort_words", "words": "", "text_id": ""}
+    found = without_name(unit)
+    assert found["text"] == "m f(a):\n  return f(a) + sorted_words"
+    assert found["words"] == "m f a return f a sorted words"
+
+
+def test_ranks_of_pairs_are_among_units_with_pairs(indexed):
+    overrides = {"ranks.candidates": "pairs"}
+    run(indexed, "ranks", overrides=overrides)
+    used = [row for row in rows(indexed, "pairs") if row["rejected"] is None]
+    assert {row["candidates"] for row in rows(indexed, "ranks", overrides)} <= {len(used), len(used) - 1}
+
+
+def test_a_project_without_held_out_pairs_is_one_line(tmp_path):
+    folder = make(tmp_path / "project", "[pairs]\ntest = 0.0\nvalid = 0.0\n")
+    run(folder, "sources", "units", "pairs", "tokens", "vectors")
+    with pytest.raises(ValueError, match="no pair is in valid or test, so there is nothing to rank"):
+        run(folder, "ranks")
+
+
+def test_the_report_has_every_search_with_intervals_differences_and_quartiles(indexed):
+    lines = list(evaluate(Project(indexed)))
+    text = "\n".join(lines)
+    assert re.search(r"plain; \d+ test queries among \d+ units", text)
+    for search in ("lexical", "semantic", "hybrid, 0"):
+        assert re.search(rf"^{search}.*[01]\.\d{{3}} \[[01]\.\d{{3}}, [01]\.\d{{3}}\]", text, re.MULTILINE), search
+    assert re.search(r"hybrid - lexical, base: [+-]0\.\d{3} \[", text)
+    assert text.count("queries): semantic") == 8
+    assert "hard: every unit's own name is removed" in text
+
+
+def test_lexical_wins_is_a_view(indexed):
+    found = Project(indexed).sql("select * from lexical_wins").to_pylist()
+    expected = [
+        row
+        for row in rows(indexed, "ranks")
+        if row["split"] == "test" and row["mode"] == "plain" and row["lexical"] == 1 and row["semantic"] > 1
+    ]
+    assert len(found) == len(expected) > 0
