@@ -19,6 +19,7 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of one product wait for each other, which takes long on a busy machine
 
 import stages  # noqa: F401  (before mlx.core)
 

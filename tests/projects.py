@@ -18,7 +18,7 @@ from pipeline.project.project import Overrides, Project
 from pipeline.runner import Outcome
 
 ROOT = Path(__file__).parents[1]
-HANG = 500  # seconds until a process counts as hanging, on a busy machine too
+HANG = 3000  # seconds until a process counts as hanging, on a busy machine too
 MATERIAL = ROOT / "tests" / "material"  # a project of real pictures: photographs, clip art, engravings, emoji
 CONFIG = """
 [project]

@@ -145,9 +145,10 @@ def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the shapes of every size up to `cells` as two int64 arrays: widths and heights in cells. These are the
-    shapes that `_full_shapes(size, max_shapes)` returns for each size from 1 to `cells`. No shape occurs twice. All
-    shapes are landscape or square. `max_shapes` limits the number of shapes per size.
+    """Return two int64 arrays, the widths and heights of shapes in cells of 16 x 16 pixels. The shapes are those of
+    `_full_shapes(size, max_shapes)` for every `size` from 1 to `cells`. A size is the side in cells of a square whose
+    area the shape fills. All shapes are landscape or square, and no shape occurs twice. `max_shapes` limits their number
+    for one size.
     """
     sizes = [np.stack(_full_shapes(size, max_shapes)) for size in range(1, cells + 1)]
     found = np.unique(np.concatenate(sizes, axis=1), axis=1)
