@@ -28,6 +28,7 @@ from data.micro.training.tokenizer import Prompts
 Shape = tuple[int, int]  # height, width
 
 SHARES = {128: 0.68, 160: 0.18, 192: 0.14}  # resolution -> share of the steps; small pictures are cheaper and teach the same
+WIDE = {160: ((112, 224), (224, 112))}  # resolution -> shapes of ratio 2:1 that the base sees beside compose.SHAPES
 SQUARE = 0.4  # share of squares among the steps of a resolution
 CAPTIONS = 10  # captions per concept and colour
 UNMENTIONED = 0.5  # share of the captions on white that do not mention the background
@@ -67,7 +68,7 @@ def shares() -> dict[Shape, float]:
     """Return the share of the steps of each shape."""
     found: dict[Shape, float] = {}
     for resolution, share in SHARES.items():
-        others = [shape for shape in SHAPES[resolution] if shape[0] != shape[1]]
+        others = [shape for shape in (*SHAPES[resolution], *WIDE.get(resolution, ())) if shape[0] != shape[1]]
         found[(resolution, resolution)] = share * SQUARE
         found |= {shape: share * (1 - SQUARE) / len(others) for shape in others}
     return found

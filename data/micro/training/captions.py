@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+CAPITALS = 0.15  # share of captions with capital letters: all of them, one a word, or the first alone
+SENTENCES = 0.05  # share of captions that begin with a capital letter and end with a full stop
 TRIGGERED = 0.05  # share of captions with a made-up word, so that a trigger word does not disturb the base
 
 # Templates; a template that is listed n times is n times as likely. {bare} is the subject without its article.
@@ -71,6 +73,16 @@ def caption(phrase: str, colour: str | None, rng: random.Random) -> str:
         text = rng.choice(ON_COLOUR).format(**words, colour=colour, a_colour=f"{_article(colour)} {colour}")
     if rng.random() < TRIGGERED:
         text = rng.choice(WITH_TRIGGER).format(word=_pseudo_word(rng), caption=text)
+    return _written(text, rng)
+
+
+def _written(text: str, rng: random.Random) -> str:
+    """Draw how a caption is written: mostly as it is; sometimes with capital letters, or as a sentence with a full stop."""
+    form = rng.random()
+    if form < CAPITALS:
+        return rng.choice((text.upper(), text.title(), text[:1].upper() + text[1:]))
+    if form < CAPITALS + SENTENCES:
+        return f"{text[:1].upper()}{text[1:]}."
     return text
 
 
