@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from contextlib import suppress
@@ -11,6 +10,7 @@ from pathlib import Path
 from pipeline.store.disk import CHECKOUT, atomic_folder, from_home
 from stages.models.family import ModelFamily
 from stages.models.weights import read_header, weight_files
+from stages.untrusted import read_json
 
 TOKENIZER = "tokenizer"  # the component without weights
 SHARD = re.compile(r"-\d+-of-(\d+)\.")  # in model-00001-of-00002.safetensors
@@ -74,7 +74,7 @@ def _check_component(folder: Path, component: str, family: ModelFamily) -> None:
             raise ValueError(f"{folder / name} is missing")
     for file in folder.glob("*.json"):
         try:
-            json.loads(file.read_bytes())
+            read_json(file)
         except ValueError:
             raise ValueError(f"{file} is damaged: not valid JSON") from None
     for file in () if component == TOKENIZER else weight_files(folder):

@@ -6,12 +6,12 @@ makers' single files beside each other (flux-2-klein-base-4b.safetensors, ae.saf
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from stages.models.family import ModelFamily
+from stages.untrusted import read_json
 
 
 def locate(root: Path, component: str, family: ModelFamily) -> Path:
@@ -37,6 +37,9 @@ def component_config(path: Path, default: Mapping[str, Any]) -> dict[str, Any]:
     return read_config(path) or dict(default)
 
 
+CONFIG_BYTES = 1_000_000  # the largest config.json that is read
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """Return the content of a component's config.json as a dict. Return {} if there is no such file. If `path` is a folder, the
     file is looked for in it. If `path` is a file, it is looked for in the same folder. Raises ValueError if the config.json does
@@ -45,10 +48,7 @@ def read_config(path: Path) -> dict[str, Any]:
     file = (path if path.is_dir() else path.parent) / "config.json"
     if not file.is_file():
         return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
+    found = read_json(file, CONFIG_BYTES)
     if not isinstance(found, dict):
         raise ValueError(f"{file} must hold a JSON object, got {type(found).__name__}")
     return found

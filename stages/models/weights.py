@@ -6,7 +6,7 @@ compared with its header before MLX reads it.
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,11 +14,14 @@ from typing import Any
 
 import mlx.core as mx
 
+from stages.untrusted import open_regular, parse_json, read_json
+
 Arrays = dict[str, mx.array]
 Shapes = Mapping[str, tuple[int, ...]]
 
 NAMED = 3  # keys that a message names; it counts the rest
 MAX_HEADER = 100_000_000  # bytes; the limit of the format
+STRETCH = 1 << 22  # values that are checked at once, so that the check takes little memory
 DTYPES = ("BF16", "F16", "F32", "I64", "I32", "U8", "BOOL")  # integers and U8 occur in buffers, never in weights
 
 
@@ -55,10 +58,14 @@ def _shards(index: Path) -> list[Path]:
     """Return the paths of all files that a safetensors index names. Raises ValueError if the index is damaged or one of these
     files is missing.
     """
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise ValueError(f"{index} is not an index of shards: expected a JSON object with weight_map") from None
+    found = read_json(index)
+    weight_map = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{index} is not an index of shards: expected a JSON object with weight_map")
+    names = sorted(set(weight_map.values()))
+    strange = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
+    if strange:
+        raise ValueError(f"{index} names {strange[0]!r:.80}: a shard must be a .safetensors file in the same folder")
     missing = [n for n in names if not (index.parent / n).is_file()]
     if missing:
         raise ValueError(f"{index.parent} lacks {_first(missing)} of the {len(names)} files that {index.name} names")
@@ -70,22 +77,38 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
     and "data_offsets". Raises ValueError if the file is no safetensors file. Raises it too if the file is shorter or longer than
     its header says.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER):
             raise ValueError(f"{path} is not a whole safetensors file: {size:,} bytes, too few for its header; fetch it again")
         try:
-            found = json.loads(file.read(length))
-            tensors = {k: v for k, v in found.items() if k != "__metadata__"}
-            end = max((v["data_offsets"][1] for v in tensors.values()), default=0)
-        except (ValueError, KeyError, AttributeError, TypeError, IndexError):
+            found = parse_json(file.read(length), "header")
+            tensors: dict[str, dict[str, Any]] = {k: v for k, v in found.items() if k != "__metadata__"}
+            end = max((int(v["data_offsets"][1]) for v in tensors.values()), default=0)
+            if not 0 <= end < 2**63:
+                raise ValueError
+        except (ValueError, KeyError, AttributeError, TypeError, IndexError, OverflowError):
             raise ValueError(f"{path} is not a safetensors file: its header cannot be read") from None
     expected = 8 + length + end
     if size != expected:
         word = "cut short" if size < expected else "too long"
         raise ValueError(f"{path} is {word}: {size:,} bytes, its header says {expected:,}; fetch it again")
+    _check_structure(path)
     return tensors
+
+
+def _check_structure(path: Path) -> None:
+    """Raise ValueError if a safetensors file has a tensor of an unknown dtype, of another size than its shape says, or over the
+    bytes of another tensor. The format's own library checks it.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except (SafetensorError, OverflowError, ValueError) as error:
+        raise ValueError(f"{path} is not a safetensors file: {' '.join(str(error).split()):.200}") from None
 
 
 def read_keys(path: Path) -> set[str]:
@@ -195,7 +218,8 @@ def evaluate_each(arrays: Arrays, dtype: Any, arrange: Callable[[str, mx.array],
     """Read, cast and rearrange the tensors one by one, and return them by name. `dtype` is a dtype, a function from
     name to dtype, or None for no cast. Only floating-point tensors are cast. `arrange(name, array)` then returns the
     array that replaces the tensor. If `arrange` is None, nothing is rearranged. `arrays` maps names to the tensors. The
-    function empties `arrays`, so that the memory of each source tensor is freed after its cast.
+    function empties `arrays`, so that the memory of each source tensor is freed after its cast. Raises ValueError if a
+    value is infinite or not a number.
     """
     done: Arrays = {}
     for key in list(arrays):
@@ -203,11 +227,23 @@ def evaluate_each(arrays: Arrays, dtype: Any, arrange: Callable[[str, mx.array],
         wanted = dtype(key) if callable(dtype) else dtype
         if wanted is not None and mx.issubdtype(value.dtype, mx.floating):
             value = value.astype(wanted)
+        check_finite(key, value)
         if arrange:
             value = arrange(key, value)
         mx.eval(value)
         done[key] = value
     return done
+
+
+def check_finite(name: str, value: mx.array) -> None:
+    """Raise ValueError if a floating-point tensor has an infinite value or one that is not a number. `name` is the tensor's."""
+    if not mx.issubdtype(value.dtype, mx.floating):
+        return
+    mx.eval(value)
+    flat = value.reshape(-1)
+    for start in range(0, flat.size, STRETCH):
+        if not mx.isfinite(flat[start : start + STRETCH]).all().item():
+            raise ValueError(f"{name} has values that are infinite or not a number: the weights are damaged; fetch them again")
 
 
 def _first(names: Iterable[str]) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
+from stages.models.sizes import checked_sizes
+
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 FIXED = {"act_fn": "silu", "patch_size": (2, 2)}  # the only supported values of these fields
@@ -36,12 +38,17 @@ class AutoencoderConfig:
             other = content.get(key, value)
             if (tuple(other) if isinstance(other, list) else other) != value:
                 raise ValueError(f"autoencoder config: {key} = {other!r} is not supported; expected {value!r}")
-        known_fields = {f.name: content[f.name] for f in fields(cls) if f.name in content}
-        known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in known_fields.items()}
+        known = checked_sizes(cls, content, "autoencoder config")
         missing = [f.name for f in fields(cls) if f.name not in known and f.default is MISSING]
         if missing:
             raise ValueError(f"autoencoder config lacks {', '.join(missing)}")
-        return cls(**known)
+        made = cls(**known)
+        odd = [c for c in (*made.block_out_channels, *made.decoder_channels) if c % made.norm_num_groups]
+        if odd:
+            raise ValueError(
+                f"autoencoder config: channels must be multiples of norm_num_groups {made.norm_num_groups}, got {odd[0]}"
+            )
+        return made
 
     @property
     def decoder_channels(self) -> tuple[int, ...]:

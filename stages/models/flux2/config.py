@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from stages.models.sizes import checked_sizes
+
 Shapes = dict[str, tuple[int, ...]]
 
 EPS = 1e-6  # of every norm, in every released FLUX.2
@@ -45,9 +47,11 @@ class Flux2Config:
         missing = [f.name for f in fields(cls) if f.name not in config]
         if missing:
             raise ValueError(f"the transformer's config lacks {', '.join(missing)}; is this a FLUX.2 transformer?")
-        made = cls(**{f.name: config[f.name] for f in fields(cls)} | {"axes_dims_rope": tuple(config["axes_dims_rope"])})
+        made = cls(**checked_sizes(cls, config, "the transformer's config"))
         if sum(made.axes_dims_rope) != made.attention_head_dim:
             raise ValueError(f"axes_dims_rope {made.axes_dims_rope} must add up to attention_head_dim {made.attention_head_dim}")
+        if any(each % 2 for each in made.axes_dims_rope):
+            raise ValueError(f"axes_dims_rope must be even numbers, got {made.axes_dims_rope}")
         if made.eps != EPS:
             raise ValueError(f"the transformer's eps must be {EPS}, got {made.eps}")
         return made

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from stages.models.sizes import checked_sizes
+
 Shape = tuple[int, ...]
 
 SIZES = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
@@ -51,7 +53,7 @@ class T5Config:
         if given != activation:
             raise ValueError(f"dense_act_fn of the encoder must be {activation} with {kind}, got {given!r}")
         more = ("relative_attention_num_buckets", "relative_attention_max_distance", "layer_norm_epsilon")
-        sizes = {name: config[name] for name in (*SIZES, *more) if name in config}
+        sizes = checked_sizes(cls, {name: config[name] for name in (*SIZES, *more) if name in config}, "the encoder's config")
         return cls(**sizes, gated=gated, dimensions=dimensions)
 
     def to_dict(self) -> dict[str, Any]:

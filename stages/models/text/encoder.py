@@ -58,10 +58,10 @@ class TextEncoder:
         self.layers = family.text_layers
         self.path, self.by_layer, self.arrange, self.dtype = weights, by_layer, arrange, PRECISIONS[precision]
         self.config = qwen3.Qwen3Config.from_dict(component_config(weights, family.text_encoder))
-        known, rows = len(self.prompts.tokenizer), self.config.vocab_size
-        if known > rows:  # MLX reads garbage, without an error, for an index beyond a table
+        rows, highest = self.config.vocab_size, self.prompts.highest
+        if highest >= rows:  # for an index beyond a table MLX reads garbage without an error, or ends the process
             raise ValueError(
-                f"the tokenizer in {tokenizer} has {known} tokens, but the text encoder in {weights} has {rows}: "
+                f"the tokenizer in {tokenizer} has ids up to {highest}, but the text encoder in {weights} has {rows}: "
                 "they do not belong together"
             )
         opened = self._open()  # errors are found before the first text

@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from stages.models.attention import attention
 from stages.models.elementwise import silu
+from stages.models.sizes import checked_sizes
 
 dispatch: Callable[..., None] = mx.async_eval  # start computing without waiting; MLX leaves it untyped
 
@@ -55,7 +56,9 @@ class Qwen3Config:
         if missing:
             raise ValueError(f"the text encoder's config lacks {', '.join(missing)}; is it a Qwen3 model?")
         odd = [f"{name} = {config[name]!r}" for name, value in SUPPORTED.items() if config.get(name, value) != value]
-        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(rope, Mapping):
+            raise ValueError(f"the text encoder's config must have an object as rope_parameters, got {rope!r:.80}")
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
             odd.append(f"rope_type = {kind!r}")
@@ -64,7 +67,13 @@ class Qwen3Config:
         theta = rope.get("rope_theta", config.get("rope_theta"))
         if theta is None:
             raise ValueError("the text encoder's config lacks rope_theta")
-        return cls(rope_theta=float(theta), **{name: config[name] for name in SIZES})
+        made = cls(**checked_sizes(cls, {**config, "rope_theta": theta}, "the text encoder's config"))
+        if made.num_attention_heads % made.num_key_value_heads or made.head_dim % 2:
+            raise ValueError(
+                "the text encoder's config must have an even head_dim, and as num_attention_heads a multiple of "
+                f"num_key_value_heads, got {made.head_dim}, {made.num_attention_heads} and {made.num_key_value_heads}"
+            )
+        return made
 
     def shapes(self, layers: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the weights that compute the hidden state after `layers` layers, as a dict by name.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from stages.models.family import Family
+from stages.models.text.template import TEMPLATE_SECONDS, check_template, within
+from stages.untrusted import JSON_BYTES, open_regular
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,16 @@ class PromptTokenizer:
             raise ValueError(f"{folder} names no pad_token in tokenizer_config.json; it should be <|endoftext|>")
         if not self.tokenizer.chat_template:
             raise ValueError(f"{folder} has no chat template: chat_template.jinja is missing")
+        check_template(self.tokenizer.chat_template, folder)
+        self.highest = max(self.tokenizer.get_vocab().values(), default=0)
 
     def apply_template(self, text: str) -> str:
         """Return `text` in the form of a chat. It becomes the user's turn, followed by the start of the model's answer. `text`
         may be empty.
         """
         turn = [{"role": "user", "content": text}]
-        found: str = self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+        form = functools.partial(self.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+        found: str = within(TEMPLATE_SECONDS, lambda: form(turn, enable_thinking=False), "the chat template")
         return found
 
     def __call__(self, text: str) -> TokenizedPrompt:
@@ -66,8 +72,13 @@ def _load(folder: Path) -> Any:
 
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         raise ValueError(f"there is no tokenizer in {folder}: looked for tokenizer.json")
+    for file in folder.iterdir():
+        if file.suffix in (".json", ".jinja", ".txt"):
+            open_regular(file, JSON_BYTES).close()
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(f"the tokenizer in {folder} cannot be read: {first}") from None
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except BaseException as error:  # the library raises errors of any kind for a damaged file, also panics of its native part
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"the tokenizer in {folder} cannot be read: {first:.300}") from None

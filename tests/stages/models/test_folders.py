@@ -25,5 +25,5 @@ def test_a_missing_component_is_reported_with_the_names_looked_for(tmp_path):
 
 def test_a_broken_config_file_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+    with pytest.raises(ValueError, match=r"config\.json: not valid JSON"):
         read_config(tmp_path)

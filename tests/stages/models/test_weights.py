@@ -1,4 +1,5 @@
 import json
+import os
 import struct
 
 import mlx.core as mx
@@ -136,3 +137,79 @@ def write_shards(folder):
     for key, name in places.items():
         save_file({key: whole[key]}, folder / name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def written(path, header, data=b""):
+    """Write a safetensors file with any header."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def entry(start, end, shape, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+@pytest.mark.parametrize(
+    ("header", "data"),
+    [
+        ({"a": entry(0, 16, [4]), "b": entry(8, 24, [4])}, bytes(24)),  # overlapping
+        ({"a": entry(0, 16, [4]), "b": entry(20, 36, [4])}, bytes(36)),  # a hole between them
+        ({"a": entry(0, 16, [2**40, 2**40])}, bytes(16)),
+        ({"a": entry(0, 16, [-4])}, bytes(16)),
+        ({"a": entry(0, 16, [4], "F77")}, bytes(16)),
+        ({"a": entry(0, 16, "4")}, bytes(16)),
+        ({"a": entry(16, 0, [4])}, b""),
+        ({"a": entry(-16, 16, [8])}, bytes(16)),
+        ({"a": {"dtype": "F32", "shape": [4]}}, b""),
+        ({"a": entry(0, "16", [4])}, bytes(16)),
+        ({"a": entry(0, 1e999, [4])}, b""),
+        ({"a": entry(0, 10**400, [4])}, b""),
+        ({"a": 7}, b""),
+        ([], b""),
+        (b"[" * 100_000, b""),
+        (b'{"a": ' * 100_000, b""),
+        (b"\xff\xfe", b""),
+        ({"__metadata__": {"x": 7}, "a": entry(0, 16, [4])}, bytes(16)),
+    ],
+)
+def test_a_hostile_header_is_one_line_and_no_tensor_is_read(tmp_path, header, data):
+    file = written(tmp_path / "model.safetensors", header, data)
+    with pytest.raises(ValueError) as error:
+        weights.read_tensors(file)
+    assert "model.safetensors" in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", "model.bin", "", 7, ["a"]])
+def test_an_index_names_files_of_its_own_folder_only(tmp_path, name):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    save_file(arrays(), tmp_path / "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a.weight": name}}))
+    with pytest.raises(ValueError, match=r"must be a \.safetensors file in the same folder|is not an index of shards") as error:
+        weights.weight_files(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_named_pipe_as_weights_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a regular file"):
+        weights.read_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [0, 4, -1])
+def test_weights_that_are_not_finite_are_refused_with_the_tensors_name(tmp_path, monkeypatch, wrong, place):
+    monkeypatch.setattr(weights, "STRETCH", 4)
+    damaged = arrays()
+    damaged["a.weight"].reshape(-1)[place] = wrong
+    save_file(damaged, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"a\.weight has values that are infinite or not a number"):
+        weights.load_component(tmp_path, SHAPES)
+
+
+def test_a_weight_that_a_cast_makes_infinite_is_refused(tmp_path):
+    save_file(arrays() | {"b.weight": np.full(5, 1e30, np.float32)}, tmp_path / "model.safetensors")
+    assert weights.load_component(tmp_path, SHAPES, dtype=mx.bfloat16)
+    with pytest.raises(ValueError, match=r"b\.weight has values that are infinite"):
+        weights.load_component(tmp_path, SHAPES, dtype=mx.float16)

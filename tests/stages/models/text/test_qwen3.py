@@ -109,13 +109,13 @@ def test_a_missing_tensor_and_an_unknown_one_are_refused(reference: tuple[Any, P
 
 
 def test_both_spellings_of_rope_theta_are_read() -> None:
-    sizes = dict.fromkeys(qwen3.SIZES, 1)
+    sizes = dict.fromkeys(qwen3.SIZES, 1) | {"head_dim": 2}
     assert Qwen3Config.from_dict({**sizes, "rope_theta": 7.0}).rope_theta == 7.0
     assert Qwen3Config.from_dict({**sizes, "rope_parameters": {"rope_type": "default", "rope_theta": 8.0}}).rope_theta == 8.0
 
 
 def test_a_config_that_is_not_supported_is_refused_with_the_field() -> None:
-    sizes = dict.fromkeys(qwen3.SIZES, 1) | {"rope_theta": 1.0}
+    sizes = dict.fromkeys(qwen3.SIZES, 1) | {"rope_theta": 1.0, "head_dim": 2}
     with pytest.raises(ValueError, match="attention_bias"):
         Qwen3Config.from_dict({**sizes, "attention_bias": True})
     with pytest.raises(ValueError, match="yarn"):

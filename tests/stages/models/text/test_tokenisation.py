@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from stages.models.text import tokenisation
 from stages.models.text.tokenisation import PromptTokenizer
 from stages.text_to_image.families import family
 
@@ -90,3 +92,34 @@ def test_an_incomplete_tokenizer_folder_is_refused_with_what_it_lacks(tiny_weigh
     with pytest.raises(ValueError, match="cannot be read") as error:
         PromptTokenizer(tmp_path / "broken", TINY)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "did not end within 0.2 s"),
+        ("{{ 'x' * 10000000000 }}", "must not use Mul"),
+        ("{{ '%9999999999d' % 1 }}", "must not use Mod"),
+        ("{{ 'x' | center(9999999999) }}", "must not use center"),
+        ("{{ 'x'.ljust(9999999999) }}", "must not use ljust"),
+        ("{{ messages[7].content.nothing.at.all }}", "the chat template failed"),
+        ("{% if %}", "cannot be read"),
+        ("x" * 200_000, "at most 100,000 characters"),
+    ],
+)
+def test_a_hostile_chat_template_is_one_line(
+    tiny_weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, said: str
+) -> None:
+    monkeypatch.setattr(tokenisation, "TEMPLATE_SECONDS", 0.2)
+    shutil.copytree(tiny_weights / "tokenizer", tmp_path / "hostile")
+    (tmp_path / "hostile" / "chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match=said) as error:
+        PromptTokenizer(tmp_path / "hostile", TINY)("a cat")
+    assert "\n" not in str(error.value)
+
+
+def test_a_named_pipe_in_the_tokenizers_folder_is_not_waited_for(tiny_weights: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_weights / "tokenizer", tmp_path / "piped")
+    os.mkfifo(tmp_path / "piped" / "special_tokens_map.json")
+    with pytest.raises(ValueError, match=r"special_tokens_map\.json is not a regular file"):
+        PromptTokenizer(tmp_path / "piped", TINY)

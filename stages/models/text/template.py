@@ -1,0 +1,63 @@
+"""Bounds on a chat template. A template is a program in a file that somebody else wrote."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+TEMPLATE_SECONDS = 5.0  # to fill in one prompt, which takes about a millisecond
+TEMPLATE_CHARACTERS = 100_000
+# Operations that make a text as long as a number says. No chat template of a supported model has one.
+GROWING = ("Mul", "Pow", "Mod")
+GROWING_NAMES = frozenset({"format", "center", "ljust", "rjust", "zfill", "indent", "wordwrap"})
+
+
+def check_template(template: Any, folder: Path) -> None:
+    """Raise ValueError if a chat template cannot be parsed, is too long, or could fill the memory with one operation. `template`
+    is its text. `folder` is the tokenizer's folder, for the message.
+    """
+    from jinja2 import Environment, TemplateError, nodes
+
+    where = f"the chat template in {folder}"
+    if not isinstance(template, str) or len(template) > TEMPLATE_CHARACTERS:
+        raise ValueError(f"{where} must be one text of at most {TEMPLATE_CHARACTERS:,} characters")
+    try:
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(template)
+        kinds = tuple(getattr(nodes, name) for name in GROWING)
+        growing = [type(node).__name__ for node in tree.find_all(kinds)]
+        growing += [node.name for node in tree.find_all(nodes.Filter) if node.name in GROWING_NAMES]
+        growing += [node.attr for node in tree.find_all(nodes.Getattr) if node.attr in GROWING_NAMES]
+    except (TemplateError, RecursionError) as error:
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{where} cannot be read: {first:.200}") from None
+    if growing:
+        raise ValueError(f"{where} must not use {growing[0]}, which could make a text of any length")
+
+
+def within(seconds: float, function: Callable[[], Result], what: str) -> Result:
+    """Call `function` and return its result. If it takes longer than `seconds`, it is ended. `what` names it in errors. Raises
+    ValueError if it takes too long or fails.
+    """
+    results: list[Result] = []
+    errors: list[Exception] = []
+
+    def call() -> None:
+        try:
+            results.append(function())
+        except Exception as error:  # noqa: BLE001  (a template may raise anything)
+            errors.append(error)
+
+    thread = threading.Thread(target=call, name=what, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive() and thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+        raise ValueError(f"{what} did not end within {seconds:g} s")
+    if errors:
+        raise ValueError(f"{what} failed: {(str(errors[0]) or type(errors[0]).__name__).splitlines()[0]:.200}") from errors[0]
+    return results[0]
