@@ -19,7 +19,7 @@ from pipeline.options import ENVIRONMENT
 STOPPED = 130  # the shell's code for Ctrl-C
 GENERIC = {
     name: f"pipeline.commands.{name}:command"
-    for name in ("init", "plan", "run", "status", "query", "panel", "runs", "compare", "follow", "clean", "families")
+    for name in ("init", "doctor", "plan", "run", "status", "query", "panel", "runs", "compare", "follow", "clean", "families")
 }
 GENERIC |= {
     "best": "pipeline.commands.compare:best_command",

@@ -237,6 +237,7 @@ class Pipeline:
     views: Mapping[str, View] = field(default_factory=dict)
     follow: str = ""  # a Chain: how `latentmill follow` traces one input through the tables
     panels: tuple[Panel, ...] = ()
+    capacity: str = ""  # function(bytes) -> rows of text: what fits into so much memory, the heading first
     pages: tuple[Page, ...] = ()  # pages of `latentmill view`, besides the overview, the curves of training and SQL
     detail: Detail | None = None  # the page about one input
     thumbnail: str = ""  # function(path, longest side in pixels) -> a WebP picture, for the page

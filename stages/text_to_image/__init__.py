@@ -30,6 +30,7 @@ PIPELINE = Pipeline(
     views=VIEWS,
     follow="stages.text_to_image.follow:CHAIN",
     panels=PANELS,
+    capacity="stages.text_to_image.capacity:lines",
     pages=PAGES,
     detail=DETAIL,
     thumbnail="stages.text_to_image.pages:thumbnail",

@@ -1,0 +1,148 @@
+"""`latentmill doctor`: what this machine is, what it can train, what is wrong and how to mend it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+import stages
+from pipeline.machine import Machine, examine, facts, problems
+from pipeline.terminal import format_bytes, format_table
+from stages.stage import load
+
+
+@click.command("doctor")
+@click.option("--measure", "measured", is_flag=True, help="Also run probes of speed and memory, about ten minutes.")
+@click.option("--family", "name", default="klein-base-4b", show_default=True, help="The family whose shapes the probes have.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default="latentmill-doctor.json",
+    show_default=True,
+    help="The file that --measure writes.",
+)
+def command(measured: bool, name: str, out: Path) -> None:
+    """Show what this machine is, what it can train, and what is wrong with it. No weights are needed."""
+    machine = examine()
+    for line in report(machine):
+        click.echo(line)
+    if measured:
+        result = {"machine": facts(machine), "family": name, "probes": list(measure(name, machine.budget))}
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        click.echo(f"written: {out}. Please attach it to an issue: it holds facts about the machine, and no names or files.")
+
+
+def report(machine: Machine) -> Iterator[str]:
+    """Yield the lines about `machine`: facts, problems, and what fits into its memory."""
+    system = f"macOS {machine.macos}" if machine.macos else machine.system
+    rows = {
+        "machine": f"{machine.chip or 'unknown chip'} ({machine.arch}), {format_bytes(machine.memory)} of memory",
+        "system": f"{system}, Python {machine.python}",
+        "MLX": f"{machine.mlx} on {machine.backend}{f' ({machine.device})' if machine.device else ''}",
+        "BLAS": machine.blas or "MLX's own",
+        "disk": f"{format_bytes(machine.free_disk)} free here",
+        "memory": f"a stage may take {format_bytes(machine.budget)}",
+    }
+    for name, text in rows.items():
+        yield f"{name:8} {text}"
+    found = list(problems(machine))
+    yield "problems" if found else "no problem was found"
+    yield from (f"  - {line}" for line in found)
+    for pipeline in map(stages.pipeline, stages.PIPELINES):
+        if pipeline.capacity:
+            head, *body = load(pipeline.capacity)(machine.budget)
+            yield f"what fits into {format_bytes(machine.budget)} ({pipeline.name}; computed from shapes, training at batch 1)"
+            yield from format_table(head, body).splitlines()
+
+
+def measure(name: str, budget: int) -> Iterator[dict[str, Any]]:
+    """Run the probes and yield one dict of figures for each. `name` is the family whose shapes they have. A probe that does not
+    fit into `budget` bytes, or fails, says so in "error".
+    """
+    for title, probe in (("product", product), ("attention gradient", attention_gradient)):
+        yield measured(title, probe)
+    for side in (512, 1024):
+        yield measured(f"training {side} px", functools.partial(training, name, side, budget))
+
+
+def measured(title: str, probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run one probe and return its figures with seconds in all. A failure becomes the entry "error"."""
+    began = time.perf_counter()
+    click.echo(f"probe: {title}", err=True)
+    try:
+        figures = probe()
+    except (ValueError, RuntimeError) as error:
+        figures = {"error": " ".join(str(error).split())}
+    return {"probe": title, **figures, "wall_s": round(time.perf_counter() - began, 2)}
+
+
+def product() -> dict[str, Any]:
+    """Time products of large matrices. Returns TFLOP/s by dtype."""
+    import mlx.core as mx
+
+    rates, size = {}, 2048
+    for dtype in (mx.float32, mx.bfloat16) if mx.default_device() != mx.cpu else (mx.float32,):
+        a = mx.random.normal((size, size)).astype(dtype)
+        mx.eval(a @ a)
+        began = time.perf_counter()
+        for _ in range(8):
+            mx.eval(a @ a)
+        rates[str(dtype).rpartition(".")[2]] = 8 * 2 * size**3 / (time.perf_counter() - began) / 1e12
+    return {"tflops": rates}
+
+
+def attention_gradient() -> dict[str, Any]:
+    """Measure the peak memory of MLX's own attention gradient beside its inputs. A fused gradient keeps no scores."""
+    import mlx.core as mx
+
+    dtype = mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
+    q_BHLK = mx.random.normal((1, 8, 1536, 128)).astype(dtype)
+    mx.eval(q_BHLK)
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    gradient = mx.grad(lambda q: mx.fast.scaled_dot_product_attention(q, q, q, scale=0.1).astype(mx.float32).sum())
+    mx.eval(gradient(q_BHLK))
+    scores = 8 * 1536 * 1536 * dtype.size
+    extra = mx.get_peak_memory() - held
+    return {"extra_bytes": extra, "scores_bytes": scores, "keeps_scores": extra > scores}
+
+
+def training(name: str, side: int, budget: int, steps: int = 20) -> dict[str, Any]:
+    """Take training steps on random weights of a family's shapes at 4 bits. Returns seconds a step and memory."""
+    import gc
+    from dataclasses import replace
+    from statistics import median
+
+    import mlx.core as mx
+
+    from stages.text_to_image.families import family
+    from stages.text_to_image.train.memory_plan import BatchShape, MemoryEstimator, require_fit
+    from stages.text_to_image.train.profile import profile_settings, random_batch, random_training
+    from stages.tuner.memory_plan import live_bytes_limit
+
+    record = family(name)
+    architecture = record.architecture
+    config = profile_settings("adamw8bit", base_bits=4)
+    batch = BatchShape(1, side, side, record.text_tokens, architecture.pixels_per_token)
+    plan = require_fit(MemoryEstimator(config, architecture, architecture.transformer_config(None, record)), batch, budget)
+    step = random_training(record, config)
+    step.plan, step.live_bytes = plan.plan, live_bytes_limit(plan.estimate, plan.plan, budget)
+    given = random_batch(record, replace(batch, samples=1))
+    mx.reset_peak_memory()
+    seconds = []
+    for _ in range(steps + 1):
+        began = time.perf_counter()
+        step.step([given], config.lr)
+        seconds.append(time.perf_counter() - began)
+    peak = mx.get_peak_memory()
+    del step
+    gc.collect()
+    mx.clear_cache()
+    times = {"first_s": seconds[0], "s": median(seconds[1:]), "least_s": min(seconds[1:]), "most_s": max(seconds[1:])}
+    return times | {"plan": str(plan.plan), "bits": 4, "peak_bytes": peak, "estimated_bytes": plan.needs}

@@ -1,0 +1,79 @@
+"""What a machine with a given memory can train: families, sizes of images, and the settings with which every stage fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stages.forecast import Forecast, Outlook
+from stages.models.family import Family
+from stages.text_to_image import PIPELINE
+from stages.text_to_image.families import FAMILIES
+from stages.tuner.quantize import BITS
+
+SIDES = (512, 768, 1024)  # pixels
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The most bits per weight with which every stage fits for images of `side` x `side` pixels. `bits` is None if nothing fits.
+    `plan` is the memory plan of training. `peak` is the bytes of the largest stage.
+    """
+
+    family: str
+    side: int
+    bits: int | None = None
+    plan: str = ""
+    peak: int = 0
+
+    def __str__(self) -> str:
+        """Return the settings as text, such as "16 bits, whole, 17.7 GB"."""
+        return f"{self.bits} bits, {self.plan}, {self.peak / 1e9:.3g} GB" if self.bits else "does not fit"
+
+
+def capacities(budget: int) -> Iterator[Capacity]:
+    """Yield what fits into `budget` bytes, for every family with published weights and every size of SIDES. Distilled families
+    have the shapes of their base and are left out.
+    """
+    for family in FAMILIES.values():
+        if family.hub and not family.distilled:
+            yield from (capacity(family, side, budget) for side in SIDES)
+
+
+def capacity(family: Family, side: int, budget: int) -> Capacity:
+    """Return the most bits per weight with which every stage fits into `budget` bytes."""
+    for bits in BITS:
+        found = forecasts(family, side, bits, budget)
+        peak = max(forecast.peak for forecast in found.values())
+        if peak <= budget:
+            plan = found["train"].plan.split(",")[0].removeprefix("plan ")
+            return Capacity(family.name, side, bits, plan if plan in ("whole", "blocks") else f"{plan} blocks kept", peak)
+    return Capacity(family.name, side)
+
+
+def forecasts(family: Family, side: int, bits: int, budget: int) -> dict[str, Forecast]:
+    """Return the forecast of every stage with default settings, for images of `side` pixels and a base of `bits` bits. Fewer than
+    16 bits come with 8-bit AdamW. A text encoder that is not supported is left out.
+    """
+    sections: dict[str, Any] = {name: PIPELINE.stage(name).config() for name in PIPELINE.stages}
+    train = sections["train"]
+    method = replace(train.optimizer, kind="adamw8bit") if bits < 16 else train.optimizer
+    sections["buckets"] = replace(sections["buckets"], resolutions=(side,))
+    sections["samples"] = replace(sections["samples"], width=side, height=side, base_bits=bits)
+    sections["train"] = replace(train, base_bits=bits, optimizer=method)
+    outlook = Outlook(sections, family, budget)
+    found = {}
+    for name in PIPELINE.stages:
+        stage = PIPELINE.stage(name)
+        if stage.forecast and not any(need in family.unsupported for need in stage.needs):
+            found[name] = stage.forecast(outlook)
+    return found
+
+
+def lines(budget: int) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of a table: family, then the settings that fit for each size of SIDES. The first row is the heading."""
+    yield "family", *(f"{side} px" for side in SIDES)
+    found = list(capacities(budget))
+    for name in dict.fromkeys(each.family for each in found):
+        yield name, *(str(each) for each in found if each.family == name)

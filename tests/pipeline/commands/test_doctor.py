@@ -1,0 +1,98 @@
+"""`latentmill doctor` on this machine and on simulated Macs: facts, problems with their remedy, what fits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline.commands import doctor
+from pipeline.commands.doctor import command, report
+from pipeline.machine import Machine, examine, problems
+from stages.text_to_image.capacity import capacities
+
+GIB = 2**30
+MAC = Machine(
+    system="Darwin 25.2.0",
+    macos="26.2",
+    chip="Apple M3 Max",
+    arch="arm64",
+    python="3.12.4",
+    memory=64 * GIB,
+    mlx="0.32.4",
+    device="Apple M3 Max",
+    backend="Metal",
+    blas="Accelerate",
+    free_disk=int(500e9),
+    files=2560,
+    translated=False,
+    heic=True,
+    budget=int(49e9),
+)
+
+
+def test_a_sound_mac_has_no_problem_and_its_report_says_what_it_is():
+    assert list(problems(MAC)) == []
+    lines = list(report(MAC))
+    assert lines[0].startswith("machine  Apple M3 Max (arm64), 68.7 GB")
+    assert "macOS 26.2" in lines[1] and "0.32.4 on Metal" in lines[2]
+    assert "no problem was found" in lines
+    assert any(line.startswith("klein-base-4b  16 bits, whole") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"translated": True}, "runs under Rosetta: MLX needs an arm64 Python"),
+        ({"arch": "x86_64"}, "runs under Rosetta: MLX needs an arm64 Python"),
+        ({"macos": "13.6"}, "macOS 13.6 is too old for MLX: update to macOS 14"),
+        ({"chip": "Apple M5", "macos": "26.0"}, "built for macOS 26.2 and may fail on 26.0: update macOS"),
+        ({"mlx": "0.32.2"}, "MLX 0.32.2 keeps all attention scores"),
+        ({"backend": "CPU"}, "MLX does not use the GPU"),
+        ({"memory": 8 * GIB}, "less than 16 GB of memory"),
+        ({"files": 256}, "only 256 files may be open: run `ulimit -n 4096`"),
+        ({"free_disk": 10**10}, "only 10 GB of disk are free"),
+        ({"heic": False}, "-m pip install pillow-heif`"),
+    ],
+)
+def test_each_problem_of_a_mac_is_one_line_with_its_remedy(change: dict[str, Any], said: str):
+    (line,) = problems(replace(MAC, **change))
+    assert said in line
+
+
+def test_an_m5_on_a_new_enough_macos_and_an_older_chip_on_26_0_have_no_problem():
+    assert not list(problems(replace(MAC, chip="Apple M5")))
+    assert not list(problems(replace(MAC, macos="26.0")))
+
+
+def test_more_memory_never_fits_less():
+    def fits(budget: float) -> dict[tuple[str, int], int]:
+        return {(each.family, each.side): each.bits or 0 for each in capacities(int(budget))}
+
+    small, large = fits(11e9), fits(98e9)
+    assert small["klein-base-4b", 512] and not small["dev", 512] and large["dev", 1024]
+    assert all(large[key] >= bits for key, bits in small.items())
+
+
+def test_this_machine_can_be_examined_and_reported():
+    machine = examine()
+    assert machine.memory > machine.budget > 0 and machine.mlx and machine.files > 0
+    assert any("of memory" in line for line in report(machine))
+
+
+def test_measure_writes_one_json_file_and_a_probe_that_fails_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "examine", lambda: replace(MAC, budget=int(20e9)))
+    short = doctor.training
+    monkeypatch.setattr(doctor, "training", lambda name, side, budget: short(name, side // 8, budget, 1))
+    out = tmp_path / "mac.json"
+    done = CliRunner().invoke(command, ["--measure", "--family", "tiny", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    written = json.loads(out.read_text())
+    assert [probe["probe"] for probe in written["probes"]][-2:] == ["training 512 px", "training 1024 px"]
+    assert written["machine"]["chip"] == "Apple M3 Max"
+    assert all("s" in probe or "tflops" in probe or "extra_bytes" in probe for probe in written["probes"])
+    failed = doctor.measured("training", lambda: short("klein-base-4b", 1024, 1000))
+    assert "needs about" in failed["error"]
