@@ -156,6 +156,10 @@ view: .venv/view
 report: .venv/view
 	@$(LATENTMILL) report
 
+## Draw with the adapter: make generate WHAT='a cat'
+generate: .venv/ready
+	@$(LATENTMILL) generate $${LATENTMILL_WHAT:+"$$LATENTMILL_WHAT"}
+
 ## Answer a stored question: make panel NAME=loss; or list them
 panel: .venv/ready
 	@$(LATENTMILL) panel

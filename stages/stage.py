@@ -234,6 +234,7 @@ class Pipeline:
     template: str = ""  # a Template: what `latentmill init` asks for and writes
     commands: Mapping[str, str] = field(default_factory=dict)  # command -> a click command; its help is the docstring
     methods: Mapping[str, str] = field(default_factory=dict)  # method of the Python API -> function(project, ...)
+    tables: Mapping[str, str] = field(default_factory=dict)  # tables that a command writes, not a stage -> their TableSchema
     views: Mapping[str, View] = field(default_factory=dict)
     follow: str = ""  # a Chain: how `latentmill follow` traces one input through the tables
     panels: tuple[Panel, ...] = ()

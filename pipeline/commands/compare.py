@@ -124,6 +124,8 @@ def _result_rows(project: Project) -> list[dict[str, Any]]:
     """
     rows = []
     for name, table in rows_of_results(project).items():
+        if not name.startswith("all_"):
+            continue
         folder = project.path / "tables" / name.removeprefix("all_")
         rows += [row | {"file": folder / row["recipe"] / "artifacts" / row["path"]} for row in table.to_pylist()]
     return rows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,7 +52,10 @@ def command(out: Path | None, style: str, dtype: str, step: int | None, which: s
     if merged:
         click.echo(f"wrote {merge_run(project, out, dtype=dtype, step=step, which=which, say=say)}")
     else:
-        click.echo(f"wrote {export_run(project, out, style, dtype=dtype, step=step, which=which, say=say)}")
+        written = export_run(project, out, style, dtype=dtype, step=step, which=which, say=say)
+        click.echo(f"wrote {written}")
+        for line in what_to_do(project, written, style):
+            click.echo(line)
 
 
 def export_run(
@@ -70,8 +75,32 @@ def export_run(
     user, one line each. Raises ValueError if there is no such adapter or the file cannot be written.
     """
     adapter = adapter_of(project, step, say, which)
-    about = {"project": project.name, "adapter": which}
+    about = {"project": project.name, "adapter": which, **_use(project)}
     return write_adapter(adapter, project.family, out or project.path / "exports", style, dtype=dtype, metadata=about, say=say)
+
+
+def _use(project: Project) -> dict[str, str]:
+    """Return what a user of the adapter must know, for the file's header: the trigger word, and the largest training
+    resolution.
+    """
+    sections = project.config.sections
+    trigger = getattr(sections.get("captions"), "trigger", "")
+    sizes = getattr(sections.get("buckets"), "resolutions", ())
+    found = {"trigger": trigger, "resolution": f"{max(sizes)}x{max(sizes)}" if sizes else ""}
+    return {key: value for key, value in found.items() if value}
+
+
+def what_to_do(project: Project, file: Path, style: str) -> Iterator[str]:
+    """Yield lines that tell the user what to do with the exported `file`: for diffusers, ComfyUI and other programs."""
+    use = _use(project)
+    prompt = f"{use['trigger']}, ..." if "trigger" in use else "..."
+    if style == "diffusers":
+        yield "with diffusers, after the base model is loaded as `pipe`:"
+        yield f"  pipe.load_lora_weights({str(file.parent)!r}, weight_name={file.name!r}); pipe({prompt!r})"
+    yield f"with ComfyUI: copy it into models/loras and put a LoraLoader behind the model; the prompt: {prompt}"
+    if style == "diffusers":
+        yield f"with mflux: --lora-paths {shlex.quote(str(file))} --lora-scales 1.0; with Draw Things: import it as a LoRA"
+    yield f'or here: latentmill generate "{prompt}" --adapter {shlex.quote(str(file))}'
 
 
 def merge_run(

@@ -11,6 +11,7 @@ from pipeline.options import with_project
 from pipeline.project.runs import WINDOW, Run, differences, find_run, find_runs, flatten, present_settings, rename
 from pipeline.store.lock import lock_holder
 from pipeline.terminal import format_cell, format_seconds, format_table
+from stages.stage import load
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -194,6 +195,29 @@ def rows_of_results(project: Project) -> dict[str, pa.Table]:
             ]
         schema = pa.schema([("recipe", pa.string()), ("run_name", pa.string()), *stored])
         found[f"all_{name}"] = pa.Table.from_pylist(rows, schema=schema)
+    return found | rows_of_commands(project)
+
+
+def rows_of_commands(project: Project) -> dict[str, pa.Table]:
+    """Return one Arrow table per table that a command of the pipeline writes: its name -> the rows of any settings, with the
+    name of the table's folder as the first column, `recipe`.
+    """
+    import pyarrow as pa
+
+    from pipeline.store.table import TableFolder
+
+    found = {}
+    for name, reference in project.pipeline.tables.items():
+        table_schema = load(reference)
+        schema = pa.schema([("recipe", pa.string()), *table_schema.stored])
+        parts = [schema.empty_table()]
+        for folder in sorted((project.path / "tables" / name).glob("*/manifest.json")):
+            table = TableFolder(folder.parent, table_schema)
+            if table.has_current_columns:
+                rows = table.rows()
+                names = pa.array([folder.parent.name] * rows.num_rows, pa.string())
+                parts.append(pa.Table.from_arrays([names, *rows.columns], schema=schema))
+        found[name] = pa.concat_tables(parts)
     return found
 
 

@@ -122,7 +122,7 @@ class Site:
         source, _, rest = name.partition("/")
         if isinstance(self.project.pipeline.resources.get(source), Folder):
             root = Path(self.project.resource(source))
-        elif source in self.project.pipeline.stages:
+        elif source in self.project.pipeline.stages or source in self.project.pipeline.tables:
             recipe, _, rest = rest.partition("/")
             tables = (self.path / "tables" / source).resolve()
             root = tables / recipe / "artifacts"

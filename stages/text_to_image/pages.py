@@ -110,6 +110,11 @@ from all_samples
 order by run_name nulls first, prompt, seed, step
 """,
         ),
+        Listing(
+            "Pictures of latentmill generate",
+            "select 'generated/' || recipe || '/' || path as picture, prompt, seed, step, strength, "
+            "width || ' x ' || height as size from generated order by prompt, seed, step, strength",
+        ),
     ),
 )
 SCORES = Page(

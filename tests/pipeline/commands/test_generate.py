@@ -77,3 +77,60 @@ def test_memory_is_released_after_an_image(built):
     before = mx.get_active_memory()
     image = adapter.generate("a red thing")
     assert image.size == (64, 64) and mx.get_active_memory() <= before
+
+
+def pictures(folder: Path, *words: str) -> list[np.ndarray]:
+    """The pictures whose paths `latentmill generate` prints."""
+    said = projects.latentmill(folder, "generate", *words)
+    paths = [line for line in said.splitlines() if line.endswith(".png")]
+    found = []
+    for path in paths:
+        with Image.open(path) as image:
+            found.append(np.asarray(image))
+    return found
+
+
+def test_the_command_draws_the_preview_to_the_bit_and_draws_no_picture_twice(built, tmp_path):
+    from pipeline.commands.clean import clean
+    from pipeline.commands.query import answer
+
+    row, expected = preview(Project(built), 6)
+    (tmp_path / "prompts.txt").write_text(f"{row['prompt']}\n\na second thing\n")
+    first = pictures(built, "--file", str(tmp_path / "prompts.txt"), "--seed", str(row["seed"]), "--seed", "5")
+    assert len(first) == 4
+    np.testing.assert_array_equal(first[0], expected)
+    rows = answer(Project(built), "select prompt, seed, step, strength, width, seconds from generated order by prompt, seed")
+    assert rows.num_rows == 4 and set(rows["step"].to_pylist()) == {6}
+    assert answer(Project(built), "select max(seconds) as s from generated").to_pylist()[0]["s"] > 0
+    again = pictures(built, row["prompt"], "--seed", str(row["seed"]))
+    np.testing.assert_array_equal(again[0], expected)
+    list(clean(Project(built), runs=True, dry_run=False))
+    assert answer(Project(built), "from generated").num_rows == 4
+    base = pictures(built, row["prompt"], "--adapter", "none", "--size", "96x32")
+    assert base[0].shape == (32, 96, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "generate needs a prompt"),
+        (["a", "--size", "big"], "--size must be WIDTHxHEIGHT"),
+        (["a", "--size", "65x64"], "width must be a multiple of 16"),
+        (["a", "--adapter", "wrst"], "--adapter must be last"),
+        (["a", "--adapter", "best"], "no best adapter"),
+        (["a", "--strength", "99"], "--strength must be from -10 to 10"),
+        (["a", "--step", "5"], "its checkpoints are 2, 4, 6"),
+        (["--file", "nothing.txt"], "--file nothing.txt cannot be read"),
+    ],
+)
+def test_a_wrong_wish_is_one_line(built, words, said):
+    answered = projects.latentmill(built, "generate", *words, code=2)
+    assert said in answered and not answered.count("\n") > 1
+
+
+def test_export_says_what_to_do_with_the_file_and_names_trigger_and_resolution(built, tmp_path):
+    from stages.models.weights import read_file
+
+    said = projects.latentmill(built, "export", str(tmp_path / "a.safetensors"))
+    assert "pipe.load_lora_weights(" in said and "models/loras" in said and "--lora-paths" in said
+    assert read_file(tmp_path / "a.safetensors")[1]["modelspec.resolution"] == "96x96"
