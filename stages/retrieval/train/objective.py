@@ -73,7 +73,7 @@ def _arrays(batch: PairBatch) -> dict[str, Any]:
     K = batch.document_BMK.shape[-1]
     real_NK = batch.document_real_BMK.swapaxes(0, 1).reshape(-1, K)
     same_BN = late.same_group(batch.groups_B.tolist(), batch.document_groups_BM.T.ravel().tolist())
-    empty_N = mx.array(~real_NK.any(axis=1))  # stands for a hard negative that a pair does not have
+    empty_N = ~mx.any(mx.array(real_NK), axis=1)  # stands for a hard negative that a pair does not have
     return {"query_real": mx.array(batch.query_real_BQ), "document_real": mx.array(real_NK), "same": same_BN | empty_N[None]}
 
 

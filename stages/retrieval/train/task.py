@@ -95,8 +95,8 @@ class PairTask:
         """Yield a line for each setting that is rarely intended."""
         if self.config.accumulate > 1:
             yield (
-                "accumulate compares the pairs of each batch alone; raise batch_size and set micro_batch to compare more pairs in "
-                "the same memory"
+                "accumulate compares the pairs of each batch alone; raise batch_size and set micro_batch to compare more"
+                " pairs in the same memory"
             )
         if self.config.loss.form == "sum" and self.config.loss.temperature < 0.2:
             yield f'form = "sum" wants a temperature of about 1, got {self.config.loss.temperature:g}'
