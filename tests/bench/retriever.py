@@ -12,8 +12,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,57 +22,7 @@ import numpy as np
 
 import stages  # noqa: F401  (before mlx.core)
 from tests.bench.environment import describe
-
-SIZES = {
-    "base": {"vocab_size": 32128, "d_model": 768, "d_kv": 64, "d_ff": 2048, "num_layers": 12, "num_heads": 12},
-    "micro": {"vocab_size": 8192, "d_model": 256, "d_kv": 32, "d_ff": 768, "num_layers": 6, "num_heads": 8},
-    "tiny": {"vocab_size": 200, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4},
-}
-DIMENSIONS, TARGETS, TEMPERATURE = 128, ("q", "k", "v", "o"), 0.05
-TORCH_PLANS = ("eager", "compiled", "transformers", "transformers-compiled")
-LIMIT_S = 400
-
-
-@dataclass(frozen=True)
-class RetrieverCase:
-    """One configuration to measure. `kind` is "train" or "encode". `plan` is "whole" or "blocks" for MLX, or one of
-    `TORCH_PLANS`. `micro_batch` is the number of pairs that are computed at once, 0 for all; below `batch` it is GradCache.
-    """
-
-    kind: str = "train"
-    backend: str = "mlx"
-    plan: str = "whole"
-    size: str = "base"
-    batch: int = 64
-    micro_batch: int = 0
-    query: int = 32
-    document: int = 256
-    rank: int = 16
-    dtype: str = "bfloat16"
-    steps: int = 20
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The content of the model's config.json."""
-        return {**SIZES[self.size], "feed_forward_proj": "gated-gelu"}
-
-    def ids(self) -> tuple[np.ndarray, np.ndarray]:
-        """Random token ids of queries and documents, without padding."""
-        rng = np.random.default_rng(0)
-        most = self.config["vocab_size"]
-        return tuple(rng.integers(2, most, (self.batch, n)).astype(np.int32) for n in (self.query, self.document))  # type: ignore[return-value]
-
-
-def comparison(size: str, batch: int, dtype: str, torch_plans: tuple[str, ...]) -> Iterator[RetrieverCase]:
-    """Yield the cases of one comparison: MLX and PyTorch in turn, training and encoding."""
-    common = RetrieverCase(size=size, batch=batch, dtype=dtype)
-    yield common
-    yield from (replace(common, backend="torch", plan=plan) for plan in torch_plans)
-    yield replace(common, plan="blocks")
-    yield replace(common, micro_batch=batch // 4)
-    yield replace(common, batch=4 * batch, micro_batch=batch // 2, steps=5)
-    yield replace(common, kind="encode")
-    yield from (replace(common, kind="encode", backend="torch", plan=plan) for plan in torch_plans)
+from tests.bench.retriever_cases import DIMENSIONS, LIMIT_S, SIZES, TARGETS, TORCH_PLANS, RetrieverCase, comparison
 
 
 def time_calls(call: Callable[[], Any], count: int) -> dict[str, float]:

@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 from stages.models.t5.layers import buckets
 
 if TYPE_CHECKING:
-    from tests.bench.retriever import RetrieverCase
+    from tests.bench.retriever_cases import RetrieverCase
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DIMENSIONS, TEMPERATURE, ALPHA = 128, 0.05, 32.0

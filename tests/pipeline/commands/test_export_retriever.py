@@ -24,7 +24,7 @@ DOCUMENTS = ["def count_words(values): return len(values)", "for value in values
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    folder = project.make(tmp_path_factory.mktemp("trained") / "shelf", SETTINGS, verbs=10, nouns=4)
+    folder = project.make(tmp_path_factory.mktemp("trained") / "shelf", SETTINGS, verbs=10, things=4)
     project.run(folder, *UPSTREAM, "train", overrides=OVERRIDES)
     return Project(folder, OVERRIDES)
 

@@ -52,7 +52,7 @@ every = 10
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project whose tables up to `negatives` are built."""
-    folder = project.make(tmp_path_factory.mktemp("base") / "code-project", SETTINGS, verbs=10, nouns=8)
+    folder = project.make(tmp_path_factory.mktemp("base") / "code-project", SETTINGS, verbs=10, things=8)
     project.run(folder, *UPSTREAM)
     return folder
 
