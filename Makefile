@@ -69,11 +69,11 @@ embeddings: captions
 
 # `train` ends with the previews, which name the adapter; `samples` is an alias.
 # `captions` stands before `latents`, so that a missing caption is found before weights are downloaded.
-## Train, then draw previews (the default), after earlier stages
 ifeq ($(PIPELINE),retrieval)
 train: negatives tokens
 	@$(RUN) train
 else
+## Train, then draw previews (the default), after earlier stages
 train: images captions buckets latents embeddings
 	@$(RUN) train
 	@$(RUN) samples

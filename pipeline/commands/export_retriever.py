@@ -33,8 +33,8 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json
 )
 @with_project
 def command(out: Path | None, dtype: str, step: int | None, which: str, project: Project) -> None:
-    """Write the trained retriever as a folder for transformers (T5EncoderModel) and sentence-transformers (MultiVectorEncoder).
-    OUT is the new folder; without OUT, it is made in exports/ of the project.
+    """Write the trained retriever as a folder for other programs. OUT is the new folder; without OUT, it is made in exports/ of
+    the project. transformers (T5EncoderModel) and sentence-transformers (MultiVectorEncoder) load it.
     """
 
     def say(line: str) -> None:
