@@ -32,7 +32,7 @@ override RUN = $(LATENTMILL) run
 
 # One stage at a time, also under `make -j`, so that no two models are in memory together.
 .NOTPARALLEL:
-.PHONY: init images captions ingest buckets latents embeddings train samples segments status query panel follow memory export clean
+.PHONY: init images captions ingest buckets latents embeddings train samples segments status query panel follow memory export verify clean
 .PHONY: scores evaluate
 .PHONY: sources units pairs tokens negatives vectors index ranks search
 .PHONY: help runs compare best view report generate
@@ -184,6 +184,10 @@ memory: .venv/ready
 ## Write the adapter for other programs; RUN=NAME chooses a run
 export: .venv/ready
 	@$(LATENTMILL) export
+
+## Find damaged files; REPAIR=1 makes them again
+verify: .venv/ready
+	@$(LATENTMILL) verify $(if $(REPAIR),--repair)
 
 ## Delete rows and tables that the settings no longer use
 clean: .venv/ready

@@ -20,7 +20,10 @@ LONGEST = 1600  # characters of an error's line
 STOPPED = 130  # the shell's code for Ctrl-C
 GENERIC = {
     name: f"pipeline.commands.{name}:command"
-    for name in ("init", "doctor", "plan", "run", "status", "query", "panel", "runs", "compare", "follow", "clean", "families")
+    for name in (
+        *("init", "doctor", "plan", "run", "status", "query", "panel", "runs", "compare", "follow"),
+        *("verify", "clean", "families"),
+    )
 }
 GENERIC |= {
     "best": "pipeline.commands.compare:best_command",

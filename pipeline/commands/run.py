@@ -8,7 +8,8 @@ import click
 
 from pipeline.awake import kept_awake, replace_process, run_with_restart
 from pipeline.options import with_project
-from pipeline.terminal import Terminal, format_bytes, format_seconds
+from pipeline.store.disk import format_bytes
+from pipeline.terminal import Terminal, format_seconds
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from pipeline.store.checksums import text_checksum
 from stages.hashing import file_sha256
 from stages.stage import Stage
 
@@ -95,8 +96,11 @@ class FileHashes:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.known: dict[str, Any] = {"files": {}, "components": {}}
-        with contextlib.suppress(OSError, json.JSONDecodeError):  # a damaged cache only costs time
-            self.known |= json.loads(file.read_text())
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a damaged cache only costs time
+            stored = json.loads(file.read_text())
+            checksum = stored.pop("checksum", None)  # an earlier release wrote none
+            if checksum in (None, text_checksum(json.dumps(stored, sort_keys=True))):
+                self.known |= stored
 
     def component(self, name: str, path: Path, patterns: Iterable[str] = ("*",)) -> str:
         """Return the sha256 (hex) over the weight and config files of a component, and remember it under `name`. `path` is the
@@ -134,5 +138,6 @@ class FileHashes:
         temporary = self.file.with_name(f".tmp-{os.getpid()}-{self.file.name}")
         with contextlib.suppress(OSError):  # in a read-only folder the files are hashed again next time
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(self.known, indent=1))
+            checksum = {"checksum": text_checksum(json.dumps(self.known, sort_keys=True))}
+            temporary.write_text(json.dumps(self.known | checksum, indent=1))
             temporary.replace(self.file)

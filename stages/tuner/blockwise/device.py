@@ -35,7 +35,7 @@ def memory_budget(limit_gb: float | None = None) -> int:
     """Return the bytes that training may take. `limit_gb` is in gigabytes (10^9 bytes). If it is None, the result is 85 % of the
     device's memory.
     """
-    return int(limit_gb * GB if limit_gb else device_bytes() * (1 - HEADROOM))
+    return int(limit_gb * GB if limit_gb is not None else device_bytes() * (1 - HEADROOM))
 
 
 @contextmanager
