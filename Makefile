@@ -85,8 +85,9 @@ endif
 
 samples: train
 
-# Not part of `train`.
+# Not part of `train`: it draws every preview prompt, also those after the first `samples.prompts`.
 ## Compare the previews with training images and real pictures
+scores evaluate: export LATENTMILL_SET := $(value SET) $(if $(filter retrieval,$(PIPELINE)),,samples.prompts=0)
 scores: samples
 	@$(RUN) scores
 
