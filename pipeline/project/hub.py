@@ -72,7 +72,7 @@ def _check_component(folder: Path, component: str, family: ModelFamily) -> None:
     for name in family.required[component]:
         if not (folder / name).is_file():
             raise ValueError(f"{folder / name} is missing")
-    for file in folder.glob("*.json"):
+    for file in folder.glob("[!.]*.json"):
         try:
             read_json(file)
         except ValueError:

@@ -86,6 +86,11 @@ def rows_sha256(rows: pa.Table) -> str:
     return hashlib.sha256("\n".join([*rows.column_names, *lines]).encode()).hexdigest()
 
 
+def _decides(path: Path) -> bool:
+    """Return True if a file of a component decides what it computes. Files "._name", which macOS writes, do not."""
+    return path.suffix in WEIGHT_SUFFIXES and not path.name.startswith("._") and path.is_file()
+
+
 class FileHashes:
     """A cache of the sha256 hashes of weight files, stored in the JSON file `file`. A weight file is hashed again if its size,
     modification time or inode has changed. The last hash of each component is remembered even if its files are deleted.
@@ -107,7 +112,7 @@ class FileHashes:
         component's only file or its folder. `patterns` say which files of the folder belong to it.
         """
         found = [path] if path.is_file() else sorted({p for pattern in patterns for p in path.glob(pattern)})
-        files = [path] if path.is_file() else [p for p in found if p.suffix in WEIGHT_SUFFIXES and p.is_file()]
+        files = [path] if path.is_file() else [p for p in found if _decides(p)]
         lines = [f"{p.relative_to(path).as_posix() if path.is_dir() else 'file'} {self.of_file(p)}" for p in files]
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         self._remember("components", name, digest)

@@ -34,16 +34,23 @@ def weight_files(path: Path) -> list[Path]:
     """
     if path.is_file():
         return [path]
-    indices = sorted(path.glob("*.safetensors.index.json"))
+    indices = _visible(path, "*.safetensors.index.json")
     if indices:
         return _shards(_plainest(indices))
-    found = sorted(path.glob("*.safetensors"))
+    found = _visible(path, "*.safetensors")
     if not found:
         raise ValueError(f"there are no weights in {path}: looked for *.safetensors")
     by_content: dict[str, list[Path]] = {}
     for file in found:
         by_content.setdefault(_without_variant(file), []).append(file)
     return [_plainest(files) for files in by_content.values()]
+
+
+def _visible(folder: Path, pattern: str) -> list[Path]:
+    """Return the files in a folder that match a pattern, sorted. Hidden files are left out: macOS writes a file "._name" beside
+    each file on a disk of another system.
+    """
+    return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
 
 
 def _without_variant(path: Path) -> str:
