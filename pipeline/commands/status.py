@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.options import with_project
-from pipeline.store.disk import format_bytes
-from pipeline.terminal import format_table
+from pipeline.terminal import format_bytes, format_table
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
@@ -77,7 +76,7 @@ def state(project: Project, stage_name: str) -> TableState:
         found.note = f"waits for {error.table}"
     except NotFetched:
         found.note = f"not built; weights are not on this machine yet: make {stage_name}"
-    except (ValueError, OSError) as error:  # OSError: an input file was deleted during the call
+    except ValueError as error:
         found.note = str(error)
     return found
 

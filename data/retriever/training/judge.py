@@ -1,13 +1,24 @@
-"""Rank all documents for every query, and count."""
+"""Rank all documents for every query, and count.
+
+Run as a module, it ranks with BM25, to compare with: `python -m data.retriever.training.judge --data work/carry`.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from data.retriever.training import maxsim
-from data.retriever.training.batches import Texts
+from data.retriever.training.batches import END, Texts, load
 from data.retriever.training.model import buckets
+
+K1, B = 1.2, 0.75  # the constants of BM25
 
 
 @torch.no_grad()
@@ -20,13 +31,17 @@ def judge(encoder: nn.Module, texts: Texts, lengths: tuple[int, int], kept: tupl
     documents = texts.documents(rows, parts, lengths[1])
     vectors = encode(encoder, *queries)
     found = maxsim.scores(vectors, queries[1], [(encode(encoder, *documents), documents[1])])
-    own = found.diagonal()[:, None]
-    rank = (found >= own).sum(1).float()
+    return counted(found)
+
+
+def counted(scores: Tensor) -> dict[str, float]:
+    """Return P@1, MRR@10 and R@10 of a square matrix of scores, whose diagonal belongs to the right documents."""
+    rank = (scores >= scores.diagonal()[:, None]).sum(1).float()
     return {
         "p1": round(float((rank <= 1).float().mean()), 4),
         "mrr10": round(float(torch.where(rank <= 10, 1 / rank, 0.0).mean()), 4),
         "r10": round(float((rank <= 10).float().mean()), 4),
-        "queries": len(rows),
+        "queries": len(rank),
     }
 
 
@@ -34,3 +49,34 @@ def encode(encoder: nn.Module, ids: Tensor, seen: Tensor, size: int = 256) -> Te
     """Return the vectors of texts, `size` at a time, in float32."""
     table = buckets(ids.shape[1], encoder.sizes).to(ids.device)
     return torch.cat([encoder(i, s, table).float() for i, s in zip(ids.split(size), seen.split(size), strict=True)])
+
+
+def lexical(texts: Texts, pieces: int) -> dict[str, float]:
+    """Return what `judge` returns, for BM25 over the same tokens. `pieces` is the size of the vocabulary."""
+    tokens, lengths = texts.tokens.numpy(), texts.parts.sum(1).numpy()
+    counts = np.zeros((pieces, len(texts)), np.float32)
+    for n, (start, length) in enumerate(zip(texts.starts.tolist(), lengths, strict=True)):
+        counts[:, n] = np.bincount(tokens[start : start + length], minlength=pieces)
+    known = (counts > 0).sum(1, keepdims=True)
+    rarity = np.log(1 + (len(texts) - known + 0.5) / (known + 0.5))
+    weights = rarity * counts * (K1 + 1) / (counts + K1 * (1 - B + B * lengths / lengths.mean()))
+    starts, ends = texts.query_start[texts.firsts], texts.query_length[texts.firsts]
+    asked = [tokens[start : start + length] for start, length in zip(starts.tolist(), ends.tolist(), strict=True)]
+    return counted(torch.from_numpy(np.stack([weights[ids[ids != END]].sum(0) for ids in asked])))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the results of BM25 on both libraries that the training has not seen. `argv` is the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="the folder that the corpus script wrote")
+    folder = parser.parse_args(argv).data
+    vocabulary = json.loads((folder / "tokenizer.json").read_bytes())["model"]["vocab"]
+    arrays = load(folder / "corpus.npz.xz")
+    for kind in ("standard", "aside"):
+        texts = Texts.join(arrays, (kind,), torch.device("cpu"))
+        line = json.dumps({"about": kind, "ranked by": "BM25", **lexical(texts, max(vocabulary.values()) + 1)})
+        sys.stdout.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

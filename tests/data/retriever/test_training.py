@@ -1,6 +1,7 @@
 """The training of retriever-micro at a tiny size: what is extracted, packed, computed and exported."""
 
 import json
+import math
 import tarfile
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, T5Config, T5EncoderModel
 
-from data.retriever.training import corpus, export, maxsim, packages, tokenizer, train
+from data.retriever.training import corpus, export, judge, maxsim, packages, tokenizer, train
 from data.retriever.training.batches import END, NAME, Batches, Texts, load
 from data.retriever.training.extract import functions, is_query, sentences
 from data.retriever.training.model import Encoder, Sizes, buckets
@@ -276,3 +277,34 @@ class Clock:
     def monotonic(self) -> float:
         self.seconds += 0.06
         return self.seconds
+
+
+def test_equal_scores_count_against_the_function():
+    found = judge.counted(torch.tensor([[3.0, 1, 1], [2, 2, 1], [5, 6, 4]]))
+    assert found == {"p1": 0.3333, "mrr10": round((1 + 1 / 2 + 1 / 3) / 3, 4), "r10": 1.0, "queries": 3}
+
+
+def test_bm25_has_the_scores_of_its_formula(made, monkeypatch):
+    folder, pairs = made
+    pieces = _pieces(folder)
+    asked = [f for f in pairs.functions if f.queries][:20]
+    documents = [pieces.encode(f.text).ids[:-1] for f in asked]
+    mean = sum(map(len, documents)) / len(documents)
+
+    def score(query, document):
+        total = 0.0
+        for piece in query:
+            known, count = sum(piece in each for each in documents), document.count(piece)
+            rarity = math.log(1 + (len(documents) - known + 0.5) / (known + 0.5))
+            total += rarity * count * 2.2 / (count + 1.2 * (0.25 + 0.75 * len(document) / mean))
+        return total
+
+    expected = [
+        [score(pieces.encode(f.queries[0]).ids[:-1][: corpus.QUERY - 1], document) for document in documents] for f in asked
+    ]
+    monkeypatch.setattr(judge, "counted", lambda scores: scores)
+    texts = Texts.join(load(folder / "corpus.npz.xz"), ("documented",), torch.device("cpu"))
+    for name in ("starts", "parts", "firsts", "counts"):
+        setattr(texts, name, getattr(texts, name)[:20])
+    found = judge.lexical(texts, TINY.pieces).numpy()
+    assert np.allclose(found, expected, rtol=1e-4)

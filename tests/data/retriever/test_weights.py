@@ -1,0 +1,113 @@
+"""The bundled weights of retriever-micro: they load as their family, agree with transformers, and rank real functions."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, T5Config, T5EncoderModel
+
+from data.retriever.training import corpus, export
+from data.retriever.training.extract import functions
+from pipeline.project.hub import resolve
+from stages.models.t5 import layers
+from stages.retrieval.encoder import Encoder, load_encoder
+from stages.retrieval.families import FAMILIES
+
+FOLDER = Path(corpus.__file__).parents[1]
+FAMILY = FAMILIES["retriever-micro"]
+ASKED = {
+    "textwrap dedent": "Remove any common leading whitespace from every line in text.",
+    "shutil copyfile": "Copy data from src to dst in the most efficient way possible.",
+    "bisect bisect_left": "Return the index where to insert item x in list a, assuming a is sorted.",
+    "fractions limit_denominator": "Closest Fraction to self with denominator at most max_denominator.",
+    "tempfile mkdtemp": "User-callable function to create and return a unique temporary directory.",
+    "statistics median": "Return the median (middle value) of numeric data.",
+    "glob escape": "Escape all special characters.",
+    "ipaddress summarize_address_range": "Summarize a network range given the first and last IP addresses.",
+    "calendar isleap": "Return True for leap years, False for non-leap years.",
+    "gzip compress": "Compress data in one shot and return the compressed string.",
+    "random shuffle": "Shuffle list x in place, and return None.",
+    "heapq merge": "Merge multiple sorted inputs into a single sorted output.",
+}
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory) -> Encoder:
+    folder = resolve("", tmp_path_factory.mktemp("project"), FAMILY)
+    assert folder == FOLDER
+    return load_encoder(folder, folder, FAMILY)
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[tuple[str, str]]:
+    """(module and name, text) of every function in the modules that are asked for."""
+    found = []
+    for module in sorted({place.split()[0] for place in ASKED}):
+        source = Path(str(importlib.import_module(module).__file__)).read_text(encoding="utf-8")
+        found += [(f"{module} {each.name}", each.text) for each in functions(source, module)]
+    return found
+
+
+def padded(many: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids, padded with 0 to the longest, and which of them are real."""
+    real = np.arange(max(map(len, many)))[None] < np.array([[len(ids)] for ids in many])
+    rows = np.zeros(real.shape, np.int32)
+    rows[real] = np.concatenate(many)
+    return rows, real
+
+
+def reference() -> tuple[Any, torch.Tensor]:
+    """The encoder of transformers with the bundled weights, and the projection head."""
+    config = T5Config.from_pretrained(FOLDER, local_files_only=True)
+    model = T5EncoderModel(config).eval()
+    found = model.load_state_dict(export.widen(load_file(FOLDER / "model.safetensors")), strict=False)
+    assert not found.unexpected_keys and set(found.missing_keys) <= {"encoder.embed_tokens.weight"}
+    return model, load_file(FOLDER / "1_Dense" / "model.safetensors")["linear.weight"].float()
+
+
+def test_hidden_states_and_vectors_of_the_bundled_weights_are_those_of_transformers(encoder, documents):
+    tokenizer = AutoTokenizer.from_pretrained(str(FOLDER), local_files_only=True)
+    texts = [*ASKED.values(), *(text for _, text in documents[:12])]
+    many = [tokenizer(text)["input_ids"][:256] for text in texts]
+    ids, real = padded(many)
+    model, head = reference()
+    with torch.no_grad():
+        theirs = model(torch.tensor(ids), attention_mask=torch.tensor(real).long()).last_hidden_state
+        unit = torch.nn.functional.normalize(theirs @ head.T, dim=-1).numpy()
+    t5 = encoder.model
+    h_TD, shared = t5.enter([mx.array(ids)], [mx.array(real)])
+    for block in t5.blocks[:-1]:
+        h_TD = t5.block(block.kind)(block.weights, h_TD, shared)
+    norm = t5.blocks[-1].weights["final_layer_norm.weight"]
+    ours = np.array(layers.rms_norm(h_TD, norm, t5.config.layer_norm_epsilon)).reshape(*ids.shape, -1)
+    assert np.abs(ours - theirs.numpy())[real].max() < 5e-5
+    for row, vectors in enumerate(encoder.encode_ids([np.array(each, np.int32) for each in many])):
+        assert np.abs(vectors - unit[row, : len(vectors)]).max() < 5e-5
+
+
+def test_the_tokenizer_of_a_query_is_that_of_transformers(encoder):
+    tokenizer = AutoTokenizer.from_pretrained(str(FOLDER), local_files_only=True)
+    for query in ASKED.values():
+        assert encoder.query_ids(query).tolist() == tokenizer(query)["input_ids"]
+
+
+def test_the_bundled_retriever_finds_functions_of_the_standard_library_by_what_they_do(encoder, documents):
+    names = [name for name, _ in documents]
+    assert encoder.tokenizer
+    ids = encoder.tokenizer.encode([text for _, text in documents])
+    rows = [np.array(encoder.tokenizer.cut(each, 256), np.int32) for each in ids]
+    vectors = encoder.encode_ids(rows)
+    ranks = []
+    for place, query in zip(ASKED, encoder.encode_queries(list(ASKED.values())), strict=True):
+        scores = np.array([(query @ each.T).max(1).mean() for each in vectors])
+        ranks.append(int((scores >= scores[names.index(place)]).sum()))
+    assert len(names) > 400
+    assert sum(rank == 1 for rank in ranks) >= 6, ranks
+    assert sum(rank <= 12 for rank in ranks) >= 9, ranks
