@@ -268,7 +268,11 @@ def test_an_adapter_that_cannot_be_exported_is_reported_in_one_line(tmp_path: Pa
 def test_the_result_of_a_run_or_the_checkpoint_of_a_step_is_exported(tmp_path: Path, transformer: Any) -> None:
     lines: list[str] = []
     project: Any = SimpleNamespace(
-        name="cats", path=tmp_path, family=TINY, stage=lambda stage_name: SimpleNamespace(result="adapter.safetensors")
+        name="cats",
+        path=tmp_path,
+        family=TINY,
+        stage=lambda stage_name: SimpleNamespace(result="adapter.safetensors"),
+        config=SimpleNamespace(sections={}),
     )
     project.folder = project.current = lambda stage_name: SimpleNamespace(folder=tmp_path / "tables" / stage_name / "abc")
 
