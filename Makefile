@@ -9,6 +9,10 @@ WORKERS ?= 2
 FAST ?=
 QUERY ?= parse a date from text
 LATENTMILL = .venv/bin/python -m pipeline
+# A misspelt variable, such as PROJET=x, would otherwise run the example.
+VARIABLES = PROJECT PYTHON EVERY WORK WORKERS FAST QUERY SET SQL WHAT NAME RUN RUNS IMAGES FAMILY TRIGGER LATENTMILL
+UNKNOWN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(filter-out $(VARIABLES) -%,$(name))))
+$(if $(strip $(UNKNOWN)),$(error make has no variable $(firstword $(UNKNOWN)); there are $(VARIABLES)))
 # Passed in the environment under other names, so that spaces, quotes and dollars reach the command as they were typed.
 export LATENTMILL_PROJECT := $(value PROJECT)
 export LATENTMILL_SET := $(value SET)
@@ -28,7 +32,7 @@ override RUN = $(LATENTMILL) run
 
 # One stage at a time, also under `make -j`, so that no two models are in memory together.
 .NOTPARALLEL:
-.PHONY: init images captions ingest buckets latents embeddings train samples segments status query panel follow memory export clean
+.PHONY: init images captions ingest buckets latents embeddings train samples segments status query panel follow memory export verify clean
 .PHONY: scores evaluate
 .PHONY: sources units pairs tokens negatives vectors index ranks search
 .PHONY: help runs compare best view report generate
@@ -69,15 +73,21 @@ embeddings: captions
 
 # `train` ends with the previews, which name the adapter; `samples` is an alias.
 # `captions` stands before `latents`, so that a missing caption is found before weights are downloaded.
+ifeq ($(PIPELINE),retrieval)
+train: negatives tokens
+	@$(RUN) train
+else
 ## Train, then draw previews (the default), after earlier stages
 train: images captions buckets latents embeddings
 	@$(RUN) train
 	@$(RUN) samples
+endif
 
 samples: train
 
-# Not part of `train`.
+# Not part of `train`: it draws every preview prompt, also those after the first `samples.prompts`.
 ## Compare the previews with training images and real pictures
+scores evaluate: export LATENTMILL_SET := $(value SET) $(if $(filter retrieval,$(PIPELINE)),,samples.prompts=0)
 scores: samples
 	@$(RUN) scores
 
@@ -176,6 +186,10 @@ memory: .venv/ready
 export: .venv/ready
 	@$(LATENTMILL) export
 
+## Find damaged files; REPAIR=1 makes them again
+verify: .venv/ready
+	@$(LATENTMILL) verify $(if $(REPAIR),--repair)
+
 ## Delete rows and tables that the settings no longer use
 clean: .venv/ready
 	@$(LATENTMILL) clean
@@ -230,6 +244,7 @@ experiments: .venv/plots
 
 .venv/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "latentmill needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; make PYTHON=python3.12 names another")'
+	@$(PYTHON) -c 'import platform, sys; sys.exit(sys.platform == "darwin" and platform.machine() != "arm64" and "latentmill needs a Python for Apple Silicon (arm64), this one is built for Intel and runs under Rosetta; install the one of python.org, then make PYTHON=/usr/local/bin/python3")'
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --upgrade pip
 	.venv/bin/python -m pip install --quiet --editable .

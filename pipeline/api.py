@@ -14,6 +14,7 @@ from stages.stage import load
 
 if TYPE_CHECKING:
     from pipeline.commands.status import TableState
+    from pipeline.commands.verify import Finding
     from pipeline.project.tables import Table
     from pipeline.runner import Outcome
     from pipeline.terminal import ProgressCallback
@@ -96,6 +97,20 @@ class Project(project.Project):
 
         self.refresh()
         return states(self)
+
+    def verify(self, *, repair: bool = False) -> list[Finding]:
+        """Read all files of the project, and return what is damaged. If `repair` is True, damaged rows and files are removed and
+        the stages are run that make them again. The result is then what is still damaged.
+        """
+        from pipeline.commands.verify import find_damage, repair_project
+
+        self.refresh()
+        found = list(find_damage(self))
+        if repair and found:
+            repair_project(self, found)
+            self.refresh()
+            found = list(find_damage(self))
+        return found
 
     def __getattr__(self, name: str) -> Any:
         """Return the method `name` that the project's pipeline adds (`Pipeline.methods`), bound to this project. Raises

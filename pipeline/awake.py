@@ -1,9 +1,10 @@
-"""Keeps a Mac awake while a stage runs, and starts a command again after the GPU's watchdog ended it."""
+"""What a process needs of a Mac: to stay awake, to open enough files, and to start again after the GPU's watchdog ended it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pipeline.device_errors import explain, may_restart
 
 Result = TypeVar("Result")
 
+FILES = 4096  # open files: shards, indices and weights of a large project
 RESTARTED = "LATENTMILL_RESTARTED"  # set in a process that was started again, so that it happens once
 
 
@@ -69,3 +71,13 @@ def replace_process() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", "pipeline", *sys.argv[1:]])
+
+
+def allow_open_files(wanted: int = FILES) -> None:
+    """Raise this process's limit of open files to `wanted`, or as far as the system allows. On a Mac it begins at 256."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -16,10 +16,14 @@ import click
 from pipeline.device_errors import explain
 from pipeline.options import ENVIRONMENT
 
+LONGEST = 1600  # characters of an error's line
 STOPPED = 130  # the shell's code for Ctrl-C
 GENERIC = {
     name: f"pipeline.commands.{name}:command"
-    for name in ("init", "doctor", "plan", "run", "status", "query", "panel", "runs", "compare", "follow", "clean", "families")
+    for name in (
+        *("init", "doctor", "plan", "run", "status", "query", "panel", "runs", "compare", "follow"),
+        *("verify", "clean", "families"),
+    )
 }
 GENERIC |= {
     "best": "pipeline.commands.compare:best_command",
@@ -220,8 +224,10 @@ def exit_code(command: Callable[[], Any]) -> int:
 
 def one_line(error: BaseException) -> str:
     """Return the message of `error` on one line. An OSError about a file becomes "file: reason"; an error without a message
-    becomes the name of its class.
+    becomes the name of its class. Of a message of more than LONGEST characters, which quotes a damaged file, the middle is left
+    out.
     """
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror.lower()}"
-    return " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"

@@ -134,6 +134,16 @@ def run(
     return outcome
 
 
+def repair(project: Project, name: str, console: Console) -> None:
+    """Let the stage `name` write its damaged artifacts again that no row names. Lines for the user go to `console`."""
+    stage, folder = project.stage(name), project.current(name)
+    if stage.repair is None or not folder.exists:
+        return
+    with interruptible() as stop, Writer(folder, project.recipe(name)) as writer:
+        for line in stage.repair(_context(project, stage, writer, console, stop, [])):
+            console.say(line)
+
+
 def _context(
     project: Project, stage: Stage, writer: Writer, console: Console, stop: threading.Event, reasons: list[str]
 ) -> StageContext:

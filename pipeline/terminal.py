@@ -18,6 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.store.disk import format_bytes as format_bytes  # shown beside the other numbers with units
+
 WAIT_SECONDS = 1.0  # the bar appears after this time, since a stage that has nothing to do is over by then
 QUIET_SECONDS = 15.0  # without a terminal, seconds from one progress line to the next
 NARROWEST = 12  # characters; text columns are not folded below this width
@@ -202,11 +204,3 @@ def format_seconds(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
-def format_bytes(count: float) -> str:
-    """Format a number of bytes in decimal units as "812 B", "1.2 MB" or "7.75 GB"."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from pipeline.store.checksums import Checksums
 from pipeline.store.rows import matches
 from pipeline.store.table import TableFolder
 from schemas.table import TableSchema
@@ -59,6 +60,11 @@ def perform(
     def table(schema: TableSchema) -> TableFolder:
         return TableFolder(unit.inputs[schema.name].folder, schema)
 
+    def intact(schema: TableSchema, name: str) -> bool:
+        own = schema.name == stage.name
+        folder = unit.artifacts.parent if own else unit.inputs[schema.name].folder
+        return not Checksums(folder).damage(f"artifacts/{name}")
+
     with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
         ctx = StageContext(
             config=unit.config,
@@ -75,6 +81,7 @@ def perform(
             stop=stop,
             root=unit.root,
             provenance=dict(unit.provenance),
+            intact=intact,
         )
         for batch in stage.run(ctx):
             yield from artifacts

@@ -23,9 +23,9 @@ SHARD = pa.field("shard", pa.string(), nullable=False, metadata={"doc": "file un
 @dataclass(frozen=True)
 class TensorColumn:
     """A column that holds one tensor per row of a table. `dtype` is a key of `STORED_AS`. A stage yields the values as a
-    flat list in the column `name`. Stored values lie in a shard (an Arrow file with tensors). `shape`, `offset` and
-    `nbytes` are names of other columns. The stage fills the column `shape`. The store fills `offset` and `nbytes`, both
-    in bytes. They locate the values in the shard.
+    flat list in the column `name`. Stored values lie in a shard (an Arrow file with tensors). `shape`, `offset`, `nbytes` and
+    `checksum` are names of other columns. The stage fills the column `shape`. The store fills the others. `offset` and
+    `nbytes` locate the values in the shard, in bytes. `checksum` is the xxh3 of these bytes.
     """
 
     name: str
@@ -34,6 +34,7 @@ class TensorColumn:
     shape: str  # names of other columns, as above
     offset: str
     nbytes: str
+    checksum: str
 
     @property
     def kind(self) -> pa.DataType:
@@ -49,26 +50,35 @@ class TensorColumn:
         return pa.field(self.name, kind, nullable=False, metadata={"doc": self.doc})
 
     @property
-    def locator(self) -> tuple[pa.Field, pa.Field]:
-        """The two Arrow fields (int64) that say where the tensor of a row is stored. The first is the tensor's offset
-        in the shard (an Arrow file with tensors). The second is the tensor's size. Both are in bytes.
+    def locator(self) -> tuple[pa.Field, pa.Field, pa.Field]:
+        """The three Arrow fields (int64) that the store fills. The first is the tensor's offset in the shard (an Arrow
+        file with tensors). The second is the tensor's size. Both are in bytes. The third is the tensor's checksum.
         """
         return (
             pa.field(self.offset, pa.int64(), nullable=False, metadata={"doc": f"where {self.name} starts in the shard, bytes"}),
             pa.field(self.nbytes, pa.int64(), nullable=False, metadata={"doc": f"size of {self.name}, bytes"}),
+            self.checksum_field,
         )
+
+    @property
+    def checksum_field(self) -> pa.Field:
+        """The Arrow field of the tensor's checksum: the 64-bit xxh3 of its bytes, as a signed number. It is null in a row
+        that an earlier version of this program wrote, until `latentmill verify` fills it in.
+        """
+        doc = f"xxh3 of the bytes of {self.name}, checked when they are read; null until verify has read an old row"
+        return pa.field(self.checksum, pa.int64(), nullable=True, metadata={"doc": doc})
 
 
 def tensor(name: str = "tensor", dtype: str = "bfloat16", doc: str = "the values, 16-bit words") -> TensorColumn:
     """Return the description of a tensor column called `name`. `dtype` is the dtype of its values, a key of
-    `STORED_AS`. `doc` says what the values are. Three more columns hold its shape, offset and size. They are called
-    NAME_shape, NAME_offset and NAME_nbytes. The default `name`, "tensor", is an exception: its columns are called
-    `shape`, `byte_offset` and `nbytes`. The table must declare the shape column, a list of int32.
+    `STORED_AS`. `doc` says what the values are. Four more columns hold its shape, offset, size and checksum. They are
+    called NAME_shape, NAME_offset, NAME_nbytes and NAME_checksum. The default `name`, "tensor", is an exception: its
+    columns are called `shape`, `byte_offset`, `nbytes` and `checksum`. The table must declare the shape column, a list of int32.
     """
     assert dtype in STORED_AS, f"{name}: dtype must be one of {', '.join(STORED_AS)}, got {dtype}"
     if name == "tensor":
-        return TensorColumn(name, dtype, doc, "shape", "byte_offset", "nbytes")
-    return TensorColumn(name, dtype, doc, f"{name}_shape", f"{name}_offset", f"{name}_nbytes")
+        return TensorColumn(name, dtype, doc, "shape", "byte_offset", "nbytes", "checksum")
+    return TensorColumn(name, dtype, doc, f"{name}_shape", f"{name}_offset", f"{name}_nbytes", f"{name}_checksum")
 
 
 def column(name: str, kind: pa.DataType, doc: str, *, null: bool = False, measured: bool = False, default: str = "") -> pa.Field:
@@ -86,9 +96,10 @@ class TableSchema:
     columns that identify a row. `columns` holds all columns in order. `tensors` lists the tensors that every row has. A
     table with tensors has exactly one key column. `retains_dead_rows` is about rows that no setting needs any more. If
     it is True, they stay on disk until `latentmill clean` and are hidden from readers. If it is False, they are deleted
-    when the next run finishes.
+    when the next run finishes. `artifact` is the name of the column with the path of a row's own file, below the folder
+    `artifacts`. A row whose file is missing or damaged counts as missing. It is empty if rows have no files.
 
-    Set it to True if the rows are expensive to recompute. Tables with tensors always retain such rows.
+    Set `retains_dead_rows` to True if the rows are expensive to recompute. Tables with tensors always retain such rows.
     """
 
     name: str
@@ -97,14 +108,17 @@ class TableSchema:
     columns: tuple[pa.Field, ...]
     tensors: tuple[TensorColumn, ...] = ()
     retains_dead_rows: bool = False
+    artifact: str = ""
 
     def __post_init__(self) -> None:
         """Raise AssertionError if a key column or the shape column of a tensor is missing. Also raise it if two columns
         have the same name. Also raise it if a table with tensors does not have exactly one key column.
         """
         names = [field.name for field in (*self.batch, *self.locator)]
-        needed = {*self.key, *(each.shape for each in self.tensors)}
-        assert needed <= {field.name for field in self.columns}, f"{self.name}: its key or a tensor's shape is not a column"
+        needed = {*self.key, *(each.shape for each in self.tensors), *filter(None, [self.artifact])}
+        assert needed <= {field.name for field in self.columns}, (
+            f"{self.name}: its key, a tensor's shape or the artifact is not a column"
+        )
         assert len(set(names)) == len(names), f"{self.name}: two columns have the same name: {', '.join(names)}"
         assert len(self.key) == 1 or not self.tensors, f"{self.name}: a table with tensors has one key column, got {self.key}"
 
@@ -118,10 +132,15 @@ class TableSchema:
     @property
     def locator(self) -> tuple[pa.Field, ...]:
         """The Arrow fields that say where the tensors of a row are stored. The first field is the file name of the
-        shard (an Arrow file with tensors). Each tensor then has two fields: its offset in the shard and its size, both
-        in bytes. The tuple is empty if the table has no tensors.
+        shard (an Arrow file with tensors). Each tensor then has three fields: its offset in the shard and its size, both
+        in bytes, and its checksum. The tuple is empty if the table has no tensors.
         """
         return (SHARD, *(field for each in self.tensors for field in each.locator)) if self.tensors else ()
+
+    @property
+    def shard(self) -> pa.Schema:
+        """The Arrow schema of a shard: the columns, the tensors and then their checksums."""
+        return pa.schema([*self.batch, *(each.checksum_field for each in self.tensors)])
 
     @property
     def stored(self) -> pa.Schema:

@@ -62,6 +62,9 @@ class StageContext:
     pause: Callable[[str], None] = lambda reason: None  # say why `run` returns before all rows are made
     root: Path = Path()  # the project's folder: what a relative path in a setting starts from
     provenance: dict[str, str] = field(default_factory=dict)  # recipe and versions, for the metadata of artifacts
+    intact: Callable[[TableSchema, str], bool] = lambda schema, name: (
+        True
+    )  # has an artifact of a table the bytes that were written?
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ class Stage:
 
     `redo` returns stored rows to compute again although their inputs are unchanged, such as files that could not be read.
 
+    `repair` writes damaged artifacts again that no row names, and yields a line for the user about each.
+
     `snapshot` is for a stage whose rows depend on each other. It returns the rows that the whole result depends on, and they
     become part of the recipe.
 
@@ -98,6 +103,7 @@ class Stage:
     needs: tuple[str, ...] = ()
     finish: Callable[[StageContext], Iterator[pa.RecordBatch]] | None = None
     redo: Callable[[StageContext], pa.Table] | None = None
+    repair: Callable[[StageContext], Iterator[str]] | None = None
     snapshot: Callable[[StageContext], pa.Table] | None = None
     forecast: Callable[[Any], Any] | None = None  # stages.forecast: Outlook -> Forecast
     divisible: bool = True

@@ -33,7 +33,7 @@ BREAKS = {  # contract -> a module and an import in it that the contract forbids
     "The tuner knows no stage and no schema": ("stages/tuner/draws.py", "import stages.stage"),
     "Inside the pipeline: commands > project > store": ("pipeline/project/config.py", "import pipeline.runner"),
     "The store knows no stage": ("pipeline/store/disk.py", "import stages.settings"),
-    "Inside the store: catalog, writer > table > repair and reader > shards, index, rows > lock, disk": (
+    "Inside the store: catalog, writer > table > repair and reader > shards, index, rows > checksums > lock, disk": (
         "pipeline/store/lock.py",
         "import pipeline.store.rows",
     ),

@@ -16,13 +16,16 @@ from pipeline import runner
 from pipeline.errors import Stopped
 from pipeline.project.project import Project
 from pipeline.store.writer import Writer
+from stages.retrieval import PIPELINE as RETRIEVAL
 from stages.stage import Pipeline, Weights
 from stages.text_to_image import PIPELINE as TEXT_TO_IMAGE
 from tests import projects, toy
+from tests.stages.retrieval.project import make as make_retrieval
 from tests.toy.project import make as make_toy
 
 MAKE: dict[str, Callable[[Path, Path], Path]] = {
     TEXT_TO_IMAGE.name: lambda folder, weights: projects.make(folder, weights, images=3),
+    RETRIEVAL.name: lambda folder, weights: make_retrieval(folder, verbs=3, things=4),
     toy.PIPELINE.name: lambda folder, weights: make_toy(folder),
 }
 RUNTIME = {  # settings that may change no row
@@ -36,10 +39,21 @@ RUNTIME = {  # settings that may change no row
         "train.memory": "whole",
         "train.keep_states": 1,
     },
+    RETRIEVAL.name: {
+        "project.commit_seconds": 30.0,
+        "sources.batch_size": 1,
+        "units.batch_size": 1,
+        "pairs.batch_size": 1,
+        "tokens.batch_size": 1,
+        "negatives.batch_size": 1,
+        "vectors.batch_size": 1,
+        "index.batch_size": 1,
+        "ranks.batch_size": 2,
+    },
     toy.PIPELINE.name: {"project.commit_seconds": 30.0, "lines.batch_size": 5, "tokens.batch_size": 1},
 }
 CLOCKS = ("inode", "mtime_ns")  # of a copied file
-PIPELINES: tuple[Pipeline, ...] = (TEXT_TO_IMAGE, toy.PIPELINE)
+PIPELINES: tuple[Pipeline, ...] = (TEXT_TO_IMAGE, RETRIEVAL, toy.PIPELINE)
 EVERY_STAGE = [pytest.param(p.name, name, id=f"{p.name}-{name}") for p in PIPELINES for name in p.stages]
 
 

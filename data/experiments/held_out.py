@@ -56,7 +56,7 @@ class HeldOutLoss:
             for micro in self.images[kind].micro_batches():
                 side = SIDES[micro.samples[0].crop.tokens > LARGEST_128]
                 if side in sides:
-                    losses[side] += self.training.measure(micro)
+                    losses[side] += self.training.measure(micro)["loss"]
             for side, found in sorted(losses.items()):
                 yield {"caption": kind, "side": side, "loss": float(np.mean(found)), "count": len(found)}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.store.disk import atomic_write
+from pipeline.store.disk import atomic_write, delete_abandoned
 
 if TYPE_CHECKING:
     from stages.models.family import Family
@@ -129,6 +129,7 @@ def _write(target: Path, arrays: dict[str, Any], dtype: str, metadata: dict[str,
     cast = {key: mx.contiguous(value.astype(dtypes[key])) for key, value in arrays.items()}
     if key := first_not_finite(cast):
         raise ValueError(f"{key} has values too large for {dtype}; export as bfloat16 or float32")
+    delete_abandoned(target.parent)
     with atomic_write(target) as temporary:
         temporary.touch()  # reports a folder that cannot be written as the system does; MLX would not
         mx.save_safetensors(str(temporary), cast, metadata)

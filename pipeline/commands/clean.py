@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.options import with_project
-from pipeline.store.disk import TEMPORARY, size_of
+from pipeline.store.disk import TEMPORARY, abandoned, delete, delete_temporary_files, format_bytes, size_of
 from pipeline.store.lock import Lock, lock_holder
-from pipeline.terminal import format_bytes
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
@@ -46,11 +45,38 @@ def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
             if holder := lock_holder(lock):
                 raise ValueError(f"{lock.parent} is being written by {holder}; wait for it or stop it")
     freed = 0
+    for line, count in _clean_leftovers(project, dry_run):
+        freed += count
+        yield line
     for name in project.stage_names:
         for line, count in _clean_table(project, name, runs or name not in project.pipeline.results, dry_run):
             freed += count
             yield line
     yield f"{'would free' if dry_run else 'freed'} {format_bytes(freed)}"
+
+
+def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int]]:
+    """Delete the temporary files that killed commands left, and the damaged files that were replaced. Yield (line for the user,
+    bytes freed) for everything that is deleted. What a running command writes is locked and kept. If `dry_run` is True, nothing
+    is deleted.
+    """
+    tables = project.path / "tables"
+    for folder in (project.path, project.path / "exports", project.path / "weights", tables):
+        for path in abandoned(folder):
+            size = size_of(path)
+            yield f"{path.relative_to(project.path)}, left by a killed command, {format_bytes(size)}", size
+            if not dry_run:
+                delete(path)
+    for folder in sorted(path for path in tables.glob("*/[!.]*") if path.is_dir() and not path.is_symlink()):
+        leftovers = [*folder.rglob(f"{TEMPORARY}*"), *folder.glob("damaged")]
+        size = sum(map(size_of, leftovers))
+        if not leftovers:
+            continue
+        yield f"{folder.relative_to(project.path)}: temporary and damaged files, {format_bytes(size)}", size
+        if not dry_run:
+            with Lock(folder / "lock"):
+                delete_temporary_files(folder)
+                delete(folder / "damaged")
 
 
 def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:

@@ -129,6 +129,8 @@ def adapter_of(project: Project, step: int | None, say: Say, which: str = "last"
     Raises ValueError if there is no such adapter. If the checkpoint is missing, the message lists the checkpoints that
     exist.
     """
+    from stages.tuner.checkpoint import adapter_damage
+
     check_choice("adapter", which, WHICH)
     if which == "best" and step is not None:
         raise ValueError(
@@ -139,6 +141,8 @@ def adapter_of(project: Project, step: int | None, say: Say, which: str = "last"
     adapter = last.with_name(WHICH[which] + last.suffix)
     if not adapter.is_file():
         raise ValueError(f"{project.name} has no {which} adapter to export: it was trained without [{SECTIONS[which]}]")
+    if damage := adapter_damage(adapter):
+        raise ValueError(f"{adapter} {damage}; run: latentmill verify --repair, or export another step")
     if table.name != _current_recipe(project):
         say(f"note: the project has changed since training; this adapter is from the run with recipe {table.name}")
     return adapter

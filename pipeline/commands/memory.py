@@ -19,7 +19,8 @@ import stages  # noqa: F401  (before mlx.core)
 from pipeline.commands import plots
 from pipeline.commands.plots import Curve, Panel
 from pipeline.options import open_project
-from pipeline.terminal import format_bytes, format_table
+from pipeline.store.disk import format_bytes
+from pipeline.terminal import format_table
 from stages.models.family import Family
 from stages.text_to_image.families import FAMILIES, family
 from stages.text_to_image.train.config import TrainConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from pipeline.store.disk import atomic_folder
+from pipeline.store.disk import atomic_folder, delete_abandoned
 from stages.models.adapters import of_linear
 from stages.models.family import Family
 from stages.models.folders import component_config
@@ -33,6 +33,7 @@ def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype:
     config = {"_class_name": architecture.transformer_class, **component_config(base, family.transformer)}
     arrays, scales = architecture.read_adapter(adapter)
     merge.check_shapes(architecture.transformer_config(base, family).shapes(), arrays, scales)
+    delete_abandoned(out.parent)
     with atomic_folder(out) as folder:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         shards = ShardWriter(folder)

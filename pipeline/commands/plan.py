@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.options import with_project
-from pipeline.terminal import format_bytes, format_seconds, format_table
+from pipeline.store.disk import format_bytes
+from pipeline.terminal import format_seconds, format_table
 
 if TYPE_CHECKING:
     from pipeline.project.outlook import Need

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.awake import kept_awake, replace_process, run_with_restart
+from pipeline.awake import allow_open_files, kept_awake, replace_process, run_with_restart
 from pipeline.options import with_project
-from pipeline.terminal import Terminal, format_bytes, format_seconds
+from pipeline.store.disk import format_bytes
+from pipeline.terminal import Terminal, format_seconds
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,6 +43,7 @@ def command(stage: str, measured: bool, run_name: str, project: Project) -> None
         with kept_awake(), Terminal(stage) as terminal:
             return runner.run(project.allow_downloads(), stage, terminal, meter, run_name=run_name)
 
+    allow_open_files()
     outcome = run_with_restart(run, lambda: artifacts(project, stage), lambda line: click.echo(line, err=True), replace_process)
     click.echo(summary(outcome))
     for line in stage_report(meter, project, stage) if meter else ():

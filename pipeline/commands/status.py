@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.options import with_project
-from pipeline.terminal import format_bytes, format_table
+from pipeline.store.disk import format_bytes
+from pipeline.terminal import format_table
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
@@ -76,7 +77,7 @@ def state(project: Project, stage_name: str) -> TableState:
         found.note = f"waits for {error.table}"
     except NotFetched:
         found.note = f"not built; weights are not on this machine yet: make {stage_name}"
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: an input file was deleted during the call
         found.note = str(error)
     return found
 

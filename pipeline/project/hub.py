@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.store.disk import CHECKOUT, atomic_folder, from_home
+from pipeline.store.disk import CHECKOUT, atomic_folder, delete_abandoned, from_home
 from stages.models.family import ModelFamily
 from stages.models.weights import read_header, weight_files
 from stages.untrusted import read_json
@@ -72,7 +72,7 @@ def _check_component(folder: Path, component: str, family: ModelFamily) -> None:
     for name in family.required[component]:
         if not (folder / name).is_file():
             raise ValueError(f"{folder / name} is missing")
-    for file in folder.glob("*.json"):
+    for file in folder.glob("[!.]*.json"):
         try:
             read_json(file)
         except ValueError:
@@ -92,6 +92,7 @@ def _generated(folder: Path, family: ModelFamily, seed: int, allowed: bool) -> P
         return folder
     if not allowed:
         raise NotFetched(f"{folder} is not generated yet; the first stage that needs it generates it")
+    delete_abandoned(folder.parent)
     try:
         with atomic_folder(folder) as temporary:
             family.architecture.write_random_weights(temporary, family, seed)

@@ -275,6 +275,7 @@ class Project:
             "progress": nothing,
             "stop": lambda: False,
             "root": self.path,
+            "intact": self._intact,
         }
         return StageContext(**(fields | replaced))
 
@@ -291,6 +292,10 @@ class Project:
         from pipeline.store.reader import ShardReader
 
         return ShardReader(self.built(schema, reader).folder, self._read(schema, reader), schema)
+
+    def _intact(self, schema: TableSchema, name: str) -> bool:
+        """Return True if the artifact `name` of the table with this `schema` exists and agrees with its checksum."""
+        return not self.current(schema.name).checksums.damage(f"artifacts/{name}")
 
     def _need(self, stage: Stage, name: str) -> Any:
         assert name in stage.needs, f"{stage.name} does not list {name} in its needs"

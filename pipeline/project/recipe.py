@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from pipeline.store.checksums import text_checksum
 from stages.hashing import file_sha256
 from stages.stage import Stage
 
@@ -85,6 +86,11 @@ def rows_sha256(rows: pa.Table) -> str:
     return hashlib.sha256("\n".join([*rows.column_names, *lines]).encode()).hexdigest()
 
 
+def _decides(path: Path) -> bool:
+    """Return True if a file of a component decides what it computes. Files "._name", which macOS writes, do not."""
+    return path.suffix in WEIGHT_SUFFIXES and not path.name.startswith("._") and path.is_file()
+
+
 class FileHashes:
     """A cache of the sha256 hashes of weight files, stored in the JSON file `file`. A weight file is hashed again if its size,
     modification time or inode has changed. The last hash of each component is remembered even if its files are deleted.
@@ -95,15 +101,18 @@ class FileHashes:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.known: dict[str, Any] = {"files": {}, "components": {}}
-        with contextlib.suppress(OSError, json.JSONDecodeError):  # a damaged cache only costs time
-            self.known |= json.loads(file.read_text())
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a damaged cache only costs time
+            stored = json.loads(file.read_text())
+            checksum = stored.pop("checksum", None)  # an earlier release wrote none
+            if checksum in (None, text_checksum(json.dumps(stored, sort_keys=True))):
+                self.known |= stored
 
     def component(self, name: str, path: Path, patterns: Iterable[str] = ("*",)) -> str:
         """Return the sha256 (hex) over the weight and config files of a component, and remember it under `name`. `path` is the
         component's only file or its folder. `patterns` say which files of the folder belong to it.
         """
         found = [path] if path.is_file() else sorted({p for pattern in patterns for p in path.glob(pattern)})
-        files = [path] if path.is_file() else [p for p in found if p.suffix in WEIGHT_SUFFIXES and p.is_file()]
+        files = [path] if path.is_file() else [p for p in found if _decides(p)]
         lines = [f"{p.relative_to(path).as_posix() if path.is_dir() else 'file'} {self.of_file(p)}" for p in files]
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         self._remember("components", name, digest)
@@ -134,5 +143,6 @@ class FileHashes:
         temporary = self.file.with_name(f".tmp-{os.getpid()}-{self.file.name}")
         with contextlib.suppress(OSError):  # in a read-only folder the files are hashed again next time
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(self.known, indent=1))
+            checksum = {"checksum": text_checksum(json.dumps(self.known, sort_keys=True))}
+            temporary.write_text(json.dumps(self.known | checksum, indent=1))
             temporary.replace(self.file)

@@ -63,15 +63,16 @@ def atomic_write(path: Path) -> Iterator[Path]:
     replace a folder with files. Missing parent folders are created.
     """
     make_folder(path.parent)
-    temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}-{path.name}")
-    try:
-        yield temporary
-        assert temporary.exists(), f"nothing was written for {path.name}"
-        _sync_all(temporary)
-        temporary.replace(path)
-        sync(path.parent)
-    finally:
-        _delete(temporary)
+    with _held_folder(path) as folder:
+        try:
+            yield folder / path.name
+            assert (folder / path.name).exists(), f"nothing was written for {path.name}"
+            _sync_all(folder / path.name)
+            (folder / path.name).replace(path)
+            delete(folder)
+            sync(path.parent)
+        finally:
+            delete(folder)
 
 
 @contextmanager
@@ -81,28 +82,65 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     is deleted. Missing parent folders are created.
     """
     make_folder(path.parent)
-    temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}-{path.name}")
-    temporary.mkdir()
+    with _held_folder(path) as temporary:
+        try:
+            yield temporary
+            _sync_all(temporary)
+            temporary.rename(path)
+            sync(path.parent)
+        finally:
+            delete(temporary)
+
+
+@contextmanager
+def _held_folder(path: Path) -> Iterator[Path]:
+    """Create a temporary folder beside `path`, and yield its path. It is locked until the block ends. The system releases the
+    lock when the process ends, so `delete_abandoned` recognises what a killed process left.
+    """
+    while True:
+        temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}-{path.name}")
+        temporary.mkdir()
+        handle = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if temporary.exists():  # or another process deleted it before it was locked
+            break
+        os.close(handle)
     try:
         yield temporary
-        _sync_all(temporary)
-        temporary.rename(path)
-        sync(path.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(handle)
+
+
+def abandoned(folder: Path) -> Iterator[Path]:
+    """Yield the temporary files and folders directly in `folder` that a killed process left. Those of a running process are
+    locked.
+    """
+    for path in sorted(folder.glob(f"{TEMPORARY}*")):
+        if path.is_symlink():
+            yield path
+            continue
+        with suppress(OSError):
+            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield path
+            finally:
+                os.close(handle)
+
+
+def delete_abandoned(folder: Path) -> int:
+    """Delete what `abandoned` yields for `folder`, and return how many bytes were freed."""
+    freed = 0
+    for path in abandoned(folder):
+        freed += size_of(path)
+        delete(path)
+    return freed
 
 
 def _sync_all(path: Path) -> None:
     for each in [*path.rglob("*"), path]:
         sync(each)
-
-
-def _delete(path: Path) -> None:
-    """Delete a file or a folder. A missing one is no error."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def delete_temporary_files(folder: Path) -> None:
@@ -111,25 +149,34 @@ def delete_temporary_files(folder: Path) -> None:
     deleted too.
     """
     for path in list(folder.rglob(f"{TEMPORARY}*")):
-        _delete(path)
+        delete(path)
+
+
+def delete(path: Path) -> None:
+    """Delete a file, a link, or a folder with everything in it. Nothing happens if it does not exist."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def size_of(folder: Path) -> int:
-    """Return the total size in bytes of all files in a folder and below it. Links are not followed. A file that is deleted
-    during the call counts as 0.
+    """Return the total size in bytes of all files in a folder and below it, or the size of the file `folder`. Links are not
+    followed. A file that is deleted during the call counts as 0.
     """
     total = 0
-    for path in folder.rglob("*"):
+    for path in (folder, *folder.rglob("*")):
         with suppress(FileNotFoundError):
             total += path.stat().st_size if path.is_file() and not path.is_symlink() else 0
     return total
 
 
-def readable_size(size: int) -> str:
-    """Return a number of bytes as text in MB or GB. Here 1 MB is `2**20` bytes and 1 GB is `2**30` bytes. A size below
-    1 GB is rounded up to whole MB. Any other size is rounded to one decimal, such as "1.5 GB".
-    """
-    return f"{-(-size // 2**20)} MB" if size < 2**30 else f"{size / 2**30:.1f} GB"
+def format_bytes(count: float) -> str:
+    """Format a number of bytes in decimal units as "812 B", "1.2 MB" or "7.75 GB": 1 MB is 10^6 bytes."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= 0.9995 * size:  # 999.6 MB is rounded to 1 GB
+            return f"{count / size:.3g} {unit}" if count < 999.5 * size else f"{count / size:.0f} {unit}"
+    return f"{count:.0f} B"
 
 
 def first_line(error: BaseException) -> str:
@@ -152,7 +199,8 @@ def explain_disk_errors(table: str, folder: Path, saved: Callable[[], str], need
     """Turn a disk error in a `with` block into a DiskError, whose message is one line. A disk error is an exception
     with an errno. Errors for a missing file and all other exceptions pass unchanged. `table` is the table's name.
     `folder` is the table's folder. `saved()` returns a text about the rows that are safe, such as "120 rows are kept".
-    `needed()` returns a number of bytes. If the disk is full, the message asks the user to free that many bytes. For
+    `needed()` returns a number of bytes. If the disk is full, the message asks the user to free that many bytes, and
+    at least 1 MB. For
     any other error, the message names the folder.
     """
     try:
@@ -163,7 +211,7 @@ def explain_disk_errors(table: str, folder: Path, saved: Callable[[], str], need
             raise
         safe = saved()
         if number in _FULL:
-            line = f"disk full while writing {table}: {safe}; free {readable_size(needed())} or more and run again"
+            line = f"disk full while writing {table}: {safe}; free {format_bytes(max(needed(), 10**6))} or more and run again"
         else:
             line = f"cannot write {table} in {folder}: {os.strerror(number).lower()}; {safe}"
         raise DiskError(line) from error

@@ -1,26 +1,37 @@
 """The rows of a table in a Lance dataset, whose versions are on the disk before they count.
 
 Lance itself never calls fsync: after a power cut its newest manifest may be empty. So every commit here is followed by an
-fsync of all new files, and a writer begins by going back to the newest version that can be read.
+fsync of all new files, and a writer begins by going back to the newest version that can be read. Lance has no checksums: each
+file of a commit gets one here, and is compared with it before Lance reads it.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import shutil
+import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from pipeline.store.checksums import Checksums
 from pipeline.store.disk import error_number, first_line, make_folder, sync
 from schemas.renames import COLUMNS
+
+if TYPE_CHECKING:
+    import lance
 
 LIVE = pa.field("live", pa.bool_(), metadata={"doc": "wanted by the last finished run; null: written since then"})
 FORMAT = "2.2"  # the newest format that DuckDB's extension for Lance reads
 PINNED = "manifest"  # the Lance tag that protects a version from cleanup
+CHECKED = ("data/*", "_versions/*.manifest")  # files of the dataset that get a checksum
+_quiet = threading.Lock()
 
 
 class DamageError(Exception):
@@ -29,24 +40,68 @@ class DamageError(Exception):
 
 class Index:
     """A Lance dataset that holds the rows of one table, without tensors. `path` is its folder and `schema` its columns. The
-    dataset need not exist before the first commit. Each commit makes a new version, and versions are numbered from 1.
+    checksums of its files are kept in the folder above. The dataset need not exist before the first commit. Each commit makes
+    a new version, and versions are numbered from 1.
     """
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self.path = path
         self.schema = schema
+        self.checksums = Checksums(path.parent)
         self._synced: set[tuple[str, int, int]] = set()
 
     def read(self, version: int) -> pa.Table:
         """Return all rows of one version of the dataset. The columns are those of `schema`. Columns that an earlier
-        release stored under other names are renamed. Raises DamageError if files of the version are damaged or lost.
+        release stored under other names are renamed. Columns that an earlier release did not store are null. Raises
+        DamageError if files of the version are damaged or lost.
         """
         import lance
 
+        with self._damage_errors(version):
+            self._check_manifest(version)
+            dataset = lance.dataset(self.path, version=version)
+            for path, _ in self._data(dataset):
+                self._check(path)
+            return self._conform(dataset.to_table())
+
+    def damaged(self, version: int) -> dict[Path, str]:
+        """Read the files of one version, and return those that are damaged or lost: path -> what is wrong, in words. Raises
+        DamageError if the version cannot be opened.
+        """
+        import lance
+
+        with self._damage_errors(version):
+            manifest = self._manifests().get(version)
+            if manifest and (problem := self.checksums.damage(self._name(manifest), fresh=True)):
+                return {manifest: problem}
+            files = [path for path, _ in self._data(lance.dataset(self.path, version=version))]
+        problems = {path: self.checksums.damage(self._name(path), fresh=True) for path in files}
+        return {path: problem for path, problem in problems.items() if problem}
+
+    def versions(self) -> list[int]:
+        """Return the numbers of all versions, oldest first."""
+        return sorted(self._manifests())
+
+    def record_checksums(self) -> None:
+        """Record the checksums of files that have none, such as those of an earlier release. They must be readable."""
+        known = self.checksums.known()
+        found = {self._name(path): path for pattern in CHECKED for path in self.path.glob(pattern)}
+        self.checksums.record({name: path for name, path in found.items() if name not in known})
+
+    def _conform(self, rows: pa.Table) -> pa.Table:
+        """Return stored rows with the columns of `schema`. Old names are replaced, and missing columns are null."""
+        rows = rows.rename_columns([COLUMNS.get(name, name) for name in rows.column_names])
+        for field in self.schema:
+            if field.nullable and field.name not in rows.column_names:
+                rows = rows.append_column(field, pa.nulls(rows.num_rows, field.type))
+        return rows.select(self.schema.names).cast(self.schema)
+
+    @contextmanager
+    def _damage_errors(self, version: int) -> Iterator[None]:
+        """Turn errors of Lance about damaged or lost files into a DamageError. What Lance then prints is discarded."""
         try:
-            rows = lance.dataset(self.path, version=version).to_table()
-            rows = rows.rename_columns([COLUMNS.get(name, name) for name in rows.column_names])
-            return rows.select(self.schema.names).cast(self.schema)
+            with _without_panics():
+                yield
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -56,6 +111,18 @@ class Index:
             if not _is_damage(error):
                 raise
             raise DamageError(f"{self.path} cannot be read at version {version}: {first_line(error)}") from error
+
+    def _check_manifest(self, version: int) -> None:
+        if manifest := self._manifests().get(version):
+            self._check(manifest)
+
+    def _check(self, path: Path) -> None:
+        """Raise DamageError if a file of the dataset differs from its checksum."""
+        if problem := self.checksums.damage(self._name(path)):
+            raise DamageError(f"{path.name} {problem}")
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.path.parent).as_posix()
 
     def read_newest(self) -> pa.Table:
         """Return the rows of the newest version that can be read. The run that wrote it need not have finished. If no version
@@ -77,11 +144,13 @@ class Index:
                 with path.open("rb"):  # raises where the file may not be opened, which is no damage
                     pass
                 path.unlink()
+                self.checksums.forget([self._name(path)])  # another version may get the number
                 self._hint().unlink(missing_ok=True)
                 sync(path.parent)
         if self.path.exists():
             shutil.rmtree(self.path)
             sync(self.path.parent)
+        self.checksums.forget(name for name in self.checksums.known() if name.startswith(f"{self.path.name}/"))
         return 0, self.schema.empty_table()
 
     def append(self, rows: pa.Table) -> int:
@@ -101,25 +170,29 @@ class Index:
         kept. Files that belong to no version are deleted too.
         """
         try:
-            self._clean(pinned)
+            with _without_panics():
+                self._clean(pinned)
         except Exception as error:
             if not _is_damage(error):
                 raise
             self._delete_unreadable()  # Lance reads every old manifest and fails at the first damaged one
             self._clean(pinned)
         self._sync()
+        self.checksums.compact()
 
     def has_old_columns(self) -> bool:
-        """Return True if the newest version has column names of an earlier release. Rows cannot be appended to such a version:
+        """Return True if the newest version has the columns of an earlier release. Rows cannot be appended to such a version:
         `replace` must rewrite all rows first.
         """
         import lance
 
-        return bool(self._manifests()) and bool(COLUMNS.keys() & set(lance.dataset(self.path).schema.names))
+        return bool(self._manifests()) and lance.dataset(self.path).schema.names != self.schema.names
 
     def data_bytes(self, version: int) -> int:
         """Return the total size in bytes of the data files of one version."""
-        return sum(path.stat().st_size for path, _ in self._data(version))
+        import lance
+
+        return sum(path.stat().st_size for path, _ in self._data(lance.dataset(self.path, version=version)))
 
     def _clean(self, pinned: int | None) -> None:
         import lance
@@ -137,6 +210,7 @@ class Index:
                 self.read(version)
             except DamageError:
                 path.unlink()
+                self.checksums.forget([self._name(path)])
 
     def _commit(self, rows: pa.Table, mode: str) -> int:
         import lance
@@ -145,23 +219,23 @@ class Index:
         before = self._files()
         try:
             rows = rows.cast(self.schema).combine_chunks()
-            version = int(lance.write_dataset(rows, self.path, mode=mode, data_storage_version=FORMAT).version)
-            for path, size in self._data(version):
-                if path.stat().st_size != size:  # on a full disk Lance writes a short file and reports no error
+            dataset = lance.write_dataset(rows, self.path, mode=mode, data_storage_version=FORMAT)
+            for path, size in self._data(dataset):
+                if path not in before and path.stat().st_size < size:  # a full disk: Lance reports no error
                     raise OSError(errno.ENOSPC, f"{path} has {path.stat().st_size} of {size} bytes")
             self._sync()
+            new = {path for pattern in CHECKED for path in self.path.glob(pattern)} - before
+            self.checksums.record({self._name(path): path for path in new})
         except BaseException:
             for path in self._files() - before:  # the next commit must not build on an incomplete one
                 path.unlink()
             self._hint().unlink(missing_ok=True)
             raise
-        return version
+        return int(dataset.version)
 
-    def _data(self, version: int) -> Iterator[tuple[Path, int]]:
-        """Yield the path of each data file of a version, and the size in bytes that the file should have."""
-        import lance
-
-        for fragment in lance.dataset(self.path, version=version).get_fragments():
+    def _data(self, dataset: lance.LanceDataset) -> Iterator[tuple[Path, int]]:
+        """Yield the path of each data file of an opened version, and the size in bytes that the file should have."""
+        for fragment in dataset.get_fragments():
             for file in fragment.data_files():
                 yield self.path / "data" / file.path, file.file_size_bytes
 
@@ -188,6 +262,25 @@ class Index:
 
     def _hint(self) -> Path:
         return self.path / "_versions" / "latest_version_hint.json"
+
+
+@contextmanager
+def _without_panics() -> Iterator[None]:
+    """Discard what Lance's Rust code prints on standard error if the block raises. Otherwise it is printed after the block."""
+    with _quiet, tempfile.TemporaryFile() as caught:
+        screen = os.dup(2)
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            caught.truncate(0)
+            raise
+        finally:
+            os.dup2(screen, 2)
+            os.close(screen)
+            caught.seek(0)
+            if text := caught.read():
+                os.write(2, text)
 
 
 def _is_damage(error: BaseException) -> bool:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from pipeline.store.checksums import tensor_checksum
 from pipeline.store.shards import shard_damage, shards_folder, tensor_ends
 from schemas.table import TableSchema, TensorColumn
 
@@ -21,13 +23,15 @@ MAPPED_SHARDS = 64  # shards kept open; macOS allows a process 256 open files
 @dataclass(frozen=True)
 class _Locators:
     """The locations of one tensor column's values in the shards, with one entry per row. `offset` and `nbytes` are in bytes,
-    and `dtype` is the NumPy dtype of the values.
+    and `dtype` is the NumPy dtype of the values. `checksum` is the xxh3 of the values; it counts only where `checked` is True.
     """
 
     dtype: np.dtype
     offset: np.ndarray
     nbytes: np.ndarray
     shapes: pa.Array
+    checksum: np.ndarray
+    checked: np.ndarray
 
 
 class ShardReader:
@@ -39,7 +43,7 @@ class ShardReader:
     """
 
     def __init__(self, table: Path, rows: pa.Table, schema: TableSchema) -> None:
-        self._table = table
+        self._table, self._name = table, schema.name
         self._row = {key: row for row, key in enumerate(rows[schema.key[0]].to_pylist())}
         shards = rows["shard"].combine_chunks().dictionary_encode()
         self._shards: list[str] = shards.dictionary.to_pylist()
@@ -55,7 +59,8 @@ class ShardReader:
         of the tensor column. If it is empty, the table's first tensor column is read. The dtypes bfloat16 and float16
         are returned as uint16, with the same bits. The array is a read-only view of the file. Do not use it after the
         next call of the method `ahead`. Raises KeyError if there is no such row or tensor column. Raises ValueError if
-        the row has no tensor. The column `rejected` of such a row holds the reason.
+        the row has no tensor. The column `rejected` of such a row holds the reason. Raises ValueError if the values differ
+        from the row's checksum. A row of an earlier version has no checksum.
         """
         row, tensor = self._row[key], self._tensors[name or self._first]
         count = int(tensor.nbytes[row]) // tensor.dtype.itemsize
@@ -63,7 +68,14 @@ class ShardReader:
             raise ValueError(f"{self._table}: row {key} has no tensor; its column `rejected` says why")
         self._read.add(row)
         flat = np.frombuffer(self._map(row), tensor.dtype, count, int(tensor.offset[row]))
+        if tensor.checked[row] and tensor_checksum(flat) != tensor.checksum[row]:
+            raise ValueError(self._damage(key, row))
         return flat.reshape(tensor.shapes[row].as_py())
+
+    def _damage(self, key: str, row: int) -> str:
+        """Return the message for a row whose values differ from its checksum."""
+        shard = shards_folder(self._table) / self._shards[self._shard[row]]
+        return f"{self._name}: the tensor of row {key} in {shard} differs from its checksum; run: latentmill verify --repair"
 
     def ahead(self, keys: Iterable[str]) -> None:
         """Start reading the tensors of the rows with the given keys from disk. The memory of all rows that were read before is
@@ -83,7 +95,7 @@ class ShardReader:
         for name, end in zip(needed["shard"].to_pylist(), needed["end_max"].to_pylist(), strict=True):
             path = shards_folder(self._table) / name
             if damage := shard_damage(path, end):
-                raise ValueError(f"{path} {damage}; run the stage again to recompute its rows")
+                raise ValueError(f"{schema.name}: {path} {damage}; run: latentmill verify --repair")
 
     def _map(self, row: int) -> mmap.mmap:
         """Return the memory map of the shard with the tensors of a row. `row` is the row's position. At most `MAPPED_SHARDS`
@@ -120,4 +132,6 @@ class ShardReader:
 def _locators(rows: pa.Table, tensor: TensorColumn) -> _Locators:
     dtype = np.dtype(tensor.kind.to_pandas_dtype())
     offset, nbytes = rows[tensor.offset].to_numpy(), rows[tensor.nbytes].to_numpy()
-    return _Locators(dtype, offset, nbytes, rows[tensor.shape].combine_chunks())
+    checksum = rows[tensor.checksum]
+    values = pc.fill_null(checksum, 0).to_numpy()
+    return _Locators(dtype, offset, nbytes, rows[tensor.shape].combine_chunks(), values, checksum.is_valid().to_numpy())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.store.checksums import tensor_checksum
 from pipeline.store.index import LIVE
 from pipeline.store.shards import (
     next_shard_number,
@@ -19,14 +21,14 @@ from pipeline.store.shards import (
     tensor_ends,
     write_shard,
 )
-from schemas.table import TableSchema
+from schemas.table import TableSchema, TensorColumn
 
 
-def reconcile(rows: pa.Table, shards: Path, schema: TableSchema) -> pa.Table:
+def reconcile(rows: pa.Table, shards: Path, schema: TableSchema, problem: Callable[[Path], str]) -> pa.Table:
     """Make a table's index and its shards agree. `rows` is the index: the rows without tensors. `shards` is the folder of the
     shards (Arrow files with the rows and their tensors). Rows with a damaged or missing shard are removed from the index, and
-    damaged shards are deleted. Rows of shards that the index did not know are added. Return the new index, or `rows` itself if
-    nothing differs.
+    damaged shards are deleted. Rows of shards that the index did not know are added, except from shards for which
+    `problem(path)` describes damage. Return the new index, or `rows` itself if nothing differs.
     """
     ends = rows.select(["shard"]).append_column("end", tensor_ends(rows, schema))
     known = {row["shard"]: row["end_max"] for row in ends.group_by("shard").aggregate([("end", "max")]).to_pylist()}
@@ -37,8 +39,18 @@ def reconcile(rows: pa.Table, shards: Path, schema: TableSchema) -> pa.Table:
     if damaged & known.keys():
         rows = rows.filter(pc.invert(_in_shards(rows, damaged)))
     unknown = [shards / name for name in present if name not in known and name not in damaged]
+    unknown = [path for path in unknown if not problem(path)]
     added = list(_newer_rows(rows, unknown, schema))
     return pa.concat_tables([rows, *added]) if added else rows
+
+
+def damaged_shards(rows: pa.Table, shards: Path, schema: TableSchema) -> set[str]:
+    """Return the names of the shards that rows need and that are missing or cut short. `rows` are rows of the index. `shards` is
+    the folder of the shards. The shards are not read.
+    """
+    ends = rows.select(["shard"]).append_column("end", tensor_ends(rows, schema))
+    known = ends.group_by("shard").aggregate([("end", "max")]).to_pylist()
+    return {row["shard"] for row in known if shard_damage(shards / row["shard"], row["end_max"])}
 
 
 def repack(rows: pa.Table, shards: Path, schema: TableSchema, shard_bytes: int) -> tuple[pa.Table, list[Path]]:
@@ -111,19 +123,51 @@ def _newer_rows(rows: pa.Table, unknown: list[Path], schema: TableSchema) -> Ite
 
 def _groups_to_move(sparse: list[Path], moving: pa.Table, schema: TableSchema, shard_bytes: int) -> Iterator[pa.Table]:
     """Yield the rows of `moving`, with their tensors, in tables of about `shard_bytes` bytes. `sparse` lists the paths
-    of the shards that hold these rows. The columns are those that a stage yields (`schema.batch`).
+    of the shards that hold these rows. The columns are those that a stage yields (`schema.batch`), and the checksums of
+    the index.
     """
     key, group = schema.key[0], list[pa.Table]()
     for path in sparse:
-        wanted = set(moving.filter(_in_shards(moving, {path.name}))[key].to_pylist())
+        indexed = moving.filter(_in_shards(moving, {path.name}))
+        wanted = set(indexed[key].to_pylist())
         last = {name: row for row, name in enumerate(read_shard_index(path, schema)[key].to_pylist()) if name in wanted}
         if last:
-            group.append(read_shard_rows(path, sorted(last.values())))
+            group.append(_with_index_checksums(read_shard_rows(path, sorted(last.values())), indexed, schema))
         if sum(table.nbytes for table in group) >= shard_bytes:
             yield pa.concat_tables(group)
             group = []
     if group:
         yield pa.concat_tables(group)
+
+
+def fill_checksums(rows: pa.Table, shards: Path, schema: TableSchema) -> pa.Table:
+    """Return the rows of an index with a checksum for every tensor that has none. The tensors are read from the shards."""
+    for tensor in schema.tensors:
+        found = rows[tensor.checksum].to_pylist()
+        for row, checksum in enumerate(row_checksums(rows, shards, tensor)):
+            found[row] = checksum if found[row] is None else found[row]
+        place = rows.schema.get_field_index(tensor.checksum)
+        rows = rows.set_column(place, tensor.checksum_field, pa.array(found, pa.int64()))
+    return rows
+
+
+def row_checksums(rows: pa.Table, shards: Path, tensor: TensorColumn) -> Iterator[int]:
+    """Read one tensor of every row from the shards, and yield the checksums of the bytes that were read, in order."""
+    for shard, start, size in zip(*(rows[name].to_pylist() for name in ("shard", tensor.offset, tensor.nbytes)), strict=True):
+        with (shards / shard).open("rb") as file:
+            file.seek(start)
+            yield tensor_checksum(np.frombuffer(file.read(size), np.uint8))
+
+
+def _with_index_checksums(rows: pa.Table, indexed: pa.Table, schema: TableSchema) -> pa.Table:
+    """Return rows of a shard with the checksums of the same rows in the index. A shard of an earlier version has none."""
+    key = schema.key[0]
+    position = {name: place for place, name in enumerate(indexed[key].to_pylist())}
+    order = pa.array([position[name] for name in rows[key].to_pylist()], pa.int64())
+    rows = rows.select(schema.batch.names)
+    for tensor in schema.tensors:
+        rows = rows.append_column(tensor.checksum_field, indexed[tensor.checksum].take(order))
+    return rows
 
 
 def _in_shards(rows: pa.Table, names: set[str]) -> pa.ChunkedArray:

@@ -7,6 +7,7 @@ the same key, the row in the shard with the larger number is the newer one.
 from __future__ import annotations
 
 import functools
+import itertools
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.store.checksums import tensor_checksum
 from pipeline.store.disk import atomic_write
 from schemas.renames import FOLDERS
 from schemas.table import TableSchema, TensorColumn
@@ -48,17 +50,51 @@ def next_shard_number(folder: Path) -> int:
 
 def write_shard(folder: Path, number: int, rows: pa.Table, schema: TableSchema) -> pa.Table:
     """Write rows with their tensors to a new shard (an Arrow file with tensors) in `folder`. `number` becomes the start of the
-    file name. `rows` have the columns that a stage yields (`schema.batch`). Return the rows as the index stores them
-    (`schema.stored`). They have the shard's name and the position of each tensor, but no tensors.
+    file name. `rows` have the columns that a stage yields (`schema.batch`). Rows of another shard also have the checksums of
+    their tensors, which are kept. Return the rows as the index stores them (`schema.stored`). They have the shard's name, and the
+    position and the checksum of each tensor, but no tensors.
     """
+    rows = _with_checksums(rows, schema)
     path = folder / f"{number:08d}-{secrets.token_hex(4)}.arrow"  # a new name: readers may still have an old file open
     with atomic_write(path) as temporary:
-        with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, schema.batch) as out:
+        with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, schema.shard) as out:
             for start in range(0, rows.num_rows, ROWS_PER_BATCH):
                 out.write_table(rows.slice(start, ROWS_PER_BATCH).combine_chunks())
         address, batches = _map_batches(temporary)
     names = [tensor.name for tensor in schema.tensors]
     return _with_locators(rows.drop_columns(names), path.name, _locators(batches, address, schema), schema)
+
+
+def _with_checksums(rows: pa.Table, schema: TableSchema) -> pa.Table:
+    """Return `rows` with the columns of a shard (`schema.shard`). Checksums that `rows` already has are kept: computing them
+    again would hide damage.
+    """
+    for tensor in schema.tensors:
+        if tensor.checksum not in rows.column_names:
+            rows = rows.append_column(tensor.checksum_field, pa.nulls(rows.num_rows, pa.int64()))
+        known = rows[tensor.checksum]
+        if known.null_count:
+            computed = [checksum for lists in rows[tensor.name].chunks for checksum in tensor_checksums(lists)]
+            known = pc.coalesce(known, pa.array(computed, pa.int64()))
+        rows = rows.set_column(rows.schema.get_field_index(tensor.checksum), tensor.checksum_field, known)
+    return rows.select(schema.shard.names).cast(schema.shard)
+
+
+def tensor_checksums(lists: pa.ListArray) -> list[int]:
+    """Return the checksum of each tensor of a column. `lists` holds one list of values per row."""
+    values, bounds = lists.values.to_numpy(), lists.offsets.to_numpy()
+    return [tensor_checksum(values[start:stop]) for start, stop in itertools.pairwise(bounds)]
+
+
+def rows_per_shard(rows: pa.Table, schema: TableSchema, shard_bytes: int) -> int:
+    """Return how many rows from the start of `rows` one commit takes. This is the largest number of rows whose tensors take at
+    most `shard_bytes` bytes together, but at least 1. If the table has no tensors, it is the number of all rows.
+    """
+    if not schema.tensors:
+        return int(rows.num_rows)
+    sizes = [tensor.kind.byte_width * pc.list_value_length(rows[tensor.name]).to_numpy() for tensor in schema.tensors]
+    ends = np.cumsum(np.sum(sizes, axis=0), dtype=np.int64)
+    return max(1, int(np.searchsorted(ends, shard_bytes, "right")))
 
 
 def read_shard_index(path: Path, schema: TableSchema) -> pa.Table:
@@ -68,11 +104,13 @@ def read_shard_index(path: Path, schema: TableSchema) -> pa.Table:
     """
     address, batches = _map_batches(path)
     for batch in batches:
-        if batch.schema.names != schema.batch.names:
+        if batch.schema.names not in (schema.shard.names, schema.batch.names):  # an earlier version wrote no checksums
             columns = ", ".join(batch.schema.names)
             raise ValueError(f"{path} is not a shard of {schema.name}: its columns are {columns}; remove the file")
     names = [tensor.name for tensor in schema.tensors]
-    rows = pa.Table.from_batches([_copy(batch.drop_columns(names)) for batch in batches], pa.schema(schema.columns))
+    kept = pa.schema([field for field in schema.shard if field.name not in names])
+    copied = [_copy(batch.drop_columns(names)) for batch in batches]
+    rows = pa.concat_tables([kept.empty_table(), *map(_as_table, copied)], promote_options="default").cast(kept)
     return _with_locators(rows, path.name, _locators(batches, address, schema), schema)
 
 
@@ -149,6 +187,10 @@ def _locate(tensor: TensorColumn, batches: list[pa.RecordBatch], address: int) -
     return np.concatenate(found)
 
 
+def _as_table(batch: pa.RecordBatch) -> pa.Table:
+    return pa.Table.from_batches([batch])
+
+
 def _copy(batch: pa.RecordBatch) -> pa.RecordBatch:
     # Any column of a mapped batch would keep the whole file mapped.
     """Copy a memory-mapped record batch into ordinary memory, and return the copy. The copy does not keep the file
@@ -165,8 +207,8 @@ def _with_locators(rows: pa.Table, shard: str, locators: dict[str, np.ndarray], 
     offset and a size for each tensor. The argument `shard` is the shard's file name. `locators` is the result of
     `_locators`. The returned rows have the columns of `schema.stored`.
     """
-    columns = [pa.array([shard] * rows.num_rows, pa.string())]
-    columns += [pa.array(locators[tensor.name][:, side]) for tensor in schema.tensors for side in (0, 1)]
-    for field, values in zip(schema.locator, columns, strict=True):
-        rows = rows.append_column(field, values)
-    return rows.cast(schema.stored)
+    rows = rows.append_column("shard", pa.array([shard] * rows.num_rows, pa.string()))
+    for tensor in schema.tensors:
+        for side, name in enumerate((tensor.offset, tensor.nbytes)):
+            rows = rows.append_column(name, pa.array(locators[tensor.name][:, side]))
+    return rows.select(schema.stored.names).cast(schema.stored)

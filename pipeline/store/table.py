@@ -5,25 +5,32 @@ tables/<stage>/<recipe>/
     rows.lance/      the rows; the column `live` is true (wanted), false (not wanted any more) or null (run not finished)
     shards/*.arrow   tensor tables only: the rows again, with their tensors
     artifacts/       files that rows name
+    checksums.jsonl  the checksum of every file above
+    damaged/         files that differed from their checksum and were replaced
     lock             who is writing
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.store.disk import size_of
+from pipeline.store.checksums import text_checksum
+from pipeline.store.disk import make_folder, size_of, sync
 from pipeline.store.index import LIVE, DamageError, Index
 from pipeline.store.reader import ShardReader
-from pipeline.store.repair import reclaimable_bytes
+from pipeline.store.repair import damaged_shards, reclaimable_bytes
 from pipeline.store.rows import newest_per_key
 from pipeline.store.shards import shards_folder
+from schemas.renames import FOLDERS
 from schemas.table import TableSchema
+
+MANIFEST = {"table", "recipe", "rows", "dead", "bytes", "lance_version", "facts"}  # entries, without the checksum
 
 
 class TableFolder:
@@ -35,6 +42,7 @@ class TableFolder:
         self.folder = folder
         self.schema = schema
         self.index = Index(folder / "rows.lance", schema.stored.append(LIVE))
+        self.checksums = self.index.checksums
 
     @property
     def shards(self) -> Path:
@@ -83,14 +91,18 @@ class TableFolder:
             raise ValueError(f"{path} is damaged ({error}); run the stage again") from None
         if not isinstance(found, dict) or not isinstance(found.get("lance_version"), int):
             raise ValueError(f"{path} is damaged (it names no Lance version); run the stage again")
+        checksum = found.pop("checksum", None)  # an earlier release wrote none
+        if checksum != manifest_checksum(found) and (checksum is not None or found.keys() - MANIFEST):
+            raise ValueError(f"{path} is damaged (it differs from its checksum); run the stage again")
         return found
 
     def rows(self, version: int | None = None) -> pa.Table:
         """Return the rows that readers see, without their tensors. The columns are those of `schema.stored`. They
         include the shard, the offset and the size of each tensor. If `version` is given, the rows are read from this
         version of the Lance dataset. If it is None, they are those of the last finished run. Rows of an unfinished run
-        are left out. A call with `version` raises DamageError if that version cannot be read. A call without it raises
-        ValueError if no run has finished or the rows are damaged.
+        are left out, and so are rows whose shard or artifact is missing or has another size. A call with `version` raises
+        DamageError if that version cannot be read. A call without it raises ValueError if no run has finished or the
+        rows are damaged.
         """
         if version is not None:
             return self._live_rows(self.index.read(version))
@@ -104,20 +116,87 @@ class TableFolder:
         return self._live_rows(rows)
 
     def _live_rows(self, rows: pa.Table) -> pa.Table:
-        return rows.filter(rows["live"]).select(self.schema.stored.names).cast(self.schema.stored)
+        return self.with_files(rows.filter(rows["live"]).select(self.schema.stored.names).cast(self.schema.stored))
+
+    def with_files(self, rows: pa.Table, *, read: bool = False) -> pa.Table:
+        """Return the rows whose files exist and have the right size. The files of a row are its shard and its artifact. If
+        `read` is True, the artifacts are also compared with their checksums.
+        """
+        if self.schema.tensors and (damaged := damaged_shards(rows, self.shards, self.schema)):
+            rows = rows.filter(pc.invert(pc.is_in(rows["shard"], pa.array(sorted(damaged), pa.string()))))
+        if not self.schema.artifact:
+            return rows
+        check = self.checksums.damage if read else self.checksums.resized
+        whole = [not check(f"artifacts/{name}") for name in rows[self.schema.artifact].to_pylist()]
+        return rows if all(whole) else rows.filter(pa.array(whole, pa.bool_()))
+
+    def set_aside(self, name: str) -> Path:
+        """Move a damaged file of the table to the folder `damaged`, and return its new path. `name` is relative to the table's
+        folder. The caller must hold the table's lock.
+        """
+        target = self.folder / "damaged" / name
+        make_folder(target.parent)
+        (self.folder / name).replace(target)
+        self.checksums.forget([name])
+        return target
+
+    def set_aside_damaged(self) -> None:
+        """Move artifacts that differ from their checksums to the folder `damaged`, so that the stage writes them again. Files in
+        folders below artifacts/ are left: rows name them, or they are parts of checkpoints, which have digests of their own.
+        """
+        for path in (self.folder / "artifacts").glob("*"):
+            if path.is_file() and self.damage_of(path):
+                self.set_aside(self._name(path))
+
+    def damage_of(self, path: Path) -> str:
+        """Describe the damage of a file of the table in words. Return "" if it agrees with its checksum or has none."""
+        return self.checksums.damage(self._name(path))
+
+    def record_files(self, paths: Iterable[Path]) -> None:
+        """Record the checksums of those files of the table that have none."""
+        known = self.checksums.known()
+        names = {self._name(path): path for path in paths if path.is_file()}
+        self.checksums.record({name: path for name, path in names.items() if name not in known})
+
+    def record_shards(self, rows: pa.Table) -> None:
+        """Record the checksums of those shards of `rows` that have none."""
+        self.record_files(self.shards / name for name in pc.unique(rows["shard"]).to_pylist())
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.folder).as_posix()
+
+    def rename_old_folders(self) -> None:
+        """Give the table's folders their present names, such as shards/ for parts/. Earlier versions used the old names."""
+        for old, new in FOLDERS.items():
+            if (self.folder / old).is_dir() and not (self.folder / new).exists():
+                (self.folder / old).rename(self.folder / new)
+                sync(self.folder)
+
+    def manifest_is_valid(self, newest: int) -> bool:
+        """Return True if the version of the index that the manifest names can be read. `newest` is the newest readable
+        version.
+        """
+        version = self.manifest()["lance_version"] if self.exists else None
+        if version is None or version > newest:
+            return False
+        try:
+            return version == newest or bool(self.index.read(version).num_columns)
+        except DamageError:
+            return False
 
     def committed(self) -> pa.Table:
         """Return all committed rows, including those of an unfinished run. The columns are those of `rows()` and one
         more, `live`. `live` is True for rows that readers see. It is False for rows that the last finished run did not
-        want. It is null for rows written since then. If a key has several rows, only the newest is returned.
+        want. It is null for rows written since then. If a key has several rows, only the newest is returned. Rows whose
+        shard or artifact is missing or has another size are left out.
         """
-        return newest_per_key(self.index.read_newest(), self.schema.key)
+        return self.with_files(newest_per_key(self.index.read_newest(), self.schema.key))
 
     def reclaimable_bytes(self) -> int:
         """Return about how many bytes `Writer.collect` would free by rewriting shards. Return 0 if the table has no tensors or
         no run has finished.
         """
-        rows = self.index.read_newest()
+        rows = self.with_files(self.index.read_newest())
         if not self.exists or not self.schema.tensors or not rows.num_rows:
             return 0
         return reclaimable_bytes(rows.filter(pc.fill_null(rows["live"], True)), self.shards, self.schema)
@@ -144,3 +223,8 @@ class TableFolder:
             "shard_bytes": sum(shards),
             "shards": len(shards),
         }
+
+
+def manifest_checksum(manifest: dict[str, Any]) -> str:
+    """Return the checksum of a table's manifest, which its entry "checksum" holds. `manifest` has no such entry yet."""
+    return text_checksum(json.dumps(manifest, sort_keys=True))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -23,13 +22,12 @@ from pipeline.store.disk import (
     size_of,
     sync,
 )
-from pipeline.store.index import LIVE, DamageError
+from pipeline.store.index import LIVE
 from pipeline.store.lock import Lock
-from pipeline.store.repair import reconcile, repack
+from pipeline.store.repair import fill_checksums, reconcile, repack
 from pipeline.store.rows import conform, matches, newest_per_key
-from pipeline.store.shards import SHARD_BYTES, next_shard_number, write_shard
-from pipeline.store.table import TableFolder
-from schemas.renames import FOLDERS
+from pipeline.store.shards import SHARD_BYTES, next_shard_number, rows_per_shard, write_shard
+from pipeline.store.table import TableFolder, manifest_checksum
 
 FLUSH_SECONDS = 30.0  # rows are committed at least this often, so a kill loses no more work
 COMMITS = 64  # after this many commits the index is rewritten in one: Lance's manifests grow with every commit
@@ -73,6 +71,7 @@ class Writer:
             make_folder(self.table.folder)
             lock.enter_context(Lock(self.table.folder / "lock"))
             delete_temporary_files(self.table.folder)
+            self.table.set_aside_damaged()
             self._repair()
             self._open = True
             self._lock = lock.pop_all()
@@ -132,6 +131,9 @@ class Writer:
         assert path.is_relative_to(artifacts) and ".." not in path.parts, f"{name} does not lie below artifacts/"
         with self._disk_errors(), atomic_write(path) as temporary:
             write(temporary)
+            files = [each for each in (temporary, *temporary.rglob("*")) if each.is_file()]
+            own = path.relative_to(self.table.folder)
+            self.table.checksums.record({(own / each.relative_to(temporary)).as_posix(): each for each in files})
         return path
 
     def finish(self, wanted: pa.Table | None, facts: dict[str, Any]) -> dict[str, Any]:
@@ -171,6 +173,7 @@ class Writer:
             obsolete: list[Path] = []
             if self.schema.tensors:
                 rows, obsolete = repack(rows, self.table.shards, self.schema, self._shard_bytes)
+                self.table.record_shards(rows)
             if obsolete or rows.num_rows < self._rows.num_rows:
                 self._replace(rows)
                 self._publish(self.table.manifest()["facts"])
@@ -183,7 +186,7 @@ class Writer:
     def _commit(self) -> None:
         """Commit the first buffered rows: as many as fit into one shard, but at least one."""
         rows = pa.Table.from_batches(self._buffer)
-        count = self._rows_per_commit(rows)
+        count = rows_per_shard(rows, self.schema, self._shard_bytes)
         with self._disk_errors():
             stored = self._write_tensors(rows.slice(0, count)).append_column(LIVE, pa.nulls(count, pa.bool_()))
             self._version = self.table.index.append(stored)
@@ -197,24 +200,15 @@ class Writer:
                 self._replace(self._rows)
                 self.table.index.prune(self._published_version())
 
-    def _rows_per_commit(self, rows: pa.Table) -> int:
-        """Return how many rows the next commit takes from the start of `rows`. This is the largest number of rows whose
-        tensors take at most `shard_bytes` bytes together, but at least 1. If the table has no tensors, it is the number
-        of all rows.
-        """
-        if not self.schema.tensors:
-            return int(rows.num_rows)
-        sizes = [tensor.kind.byte_width * pc.list_value_length(rows[tensor.name]).to_numpy() for tensor in self.schema.tensors]
-        ends = np.cumsum(np.sum(sizes, axis=0), dtype=np.int64)
-        return max(1, int(np.searchsorted(ends, self._shard_bytes, "right")))
-
     def _write_tensors(self, rows: pa.Table) -> pa.Table:
         """Write the rows to a new shard if the table has tensors. Return them as they are stored in the index
         (`schema.stored`).
         """
         if not self.schema.tensors:
             return rows
-        return write_shard(self.table.shards, next_shard_number(self.table.shards), rows, self.schema)
+        stored = write_shard(self.table.shards, next_shard_number(self.table.shards), rows, self.schema)
+        self.table.record_shards(stored)
+        return stored
 
     def _replace(self, rows: pa.Table) -> None:
         """Rewrite the index with `rows`, in one commit."""
@@ -238,6 +232,7 @@ class Writer:
             "lance_version": self._version,
             "facts": facts,
         }
+        manifest["checksum"] = manifest_checksum(json.loads(json.dumps(manifest)))
         with atomic_write(self.table.manifest_file) as temporary:
             temporary.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         self.table.index.prune(None)
@@ -251,33 +246,45 @@ class Writer:
         """Bring the table into a consistent state after a kill, a power cut or an update of this program. Folders and
         columns that have names of earlier versions are renamed. The newest versions of the index are deleted until one
         can be read. A manifest is deleted if the version that it names cannot be read. Rows with a damaged or missing
-        shard are removed from the index. Newer rows in the shards are added to it.
+        shard or artifact are removed from the index. Newer rows in the shards are added to it.
         """
-        self._rename_old_folders()
+        self.table.rename_old_folders()
         self._version, rows = self.table.index.recover()
-        if self.table.manifest_file.exists() and not self._manifest_is_valid():
+        if self.table.manifest_file.exists() and not self.table.manifest_is_valid(self._version):
             self.table.manifest_file.unlink()  # before another version of the index gets the number that it names
             sync(self.table.folder)
-        self._rows = reconcile(rows, self.table.shards, self.schema) if self.schema.tensors else rows
+        self._rows = reconcile(rows, self.table.shards, self.schema, self.table.damage_of) if self.schema.tensors else rows
+        self._rows = self.table.with_files(self._rows, read=True)
         if self._rows is not rows or self.table.index.has_old_columns():
             self._replace(self._rows)
 
-    def _rename_old_folders(self) -> None:
-        """Give the table's folders their present names, such as shards/ for parts/. Earlier versions used the old names."""
-        for old, new in FOLDERS.items():
-            if (self.table.folder / old).is_dir() and not (self.table.folder / new).exists():
-                (self.table.folder / old).rename(self.table.folder / new)
-                sync(self.table.folder)
+    def record_checksums(self) -> None:
+        """Record the checksums of all files and tensors that have none, because an earlier version of this program wrote them."""
+        self.flush()
+        with self._disk_errors():
+            if self.schema.tensors and any(self._rows[tensor.checksum].null_count for tensor in self.schema.tensors):
+                published = self._published_version() == self._version
+                self._replace(fill_checksums(self._rows, self.table.shards, self.schema))
+                if published:
+                    self._publish(self.table.manifest()["facts"])
+            self.table.record_files([*self.table.shards.glob("*.arrow"), *(self.table.folder / "artifacts").rglob("*")])
+            self.table.index.record_checksums()
 
-    def _manifest_is_valid(self) -> bool:
-        """Return True if the version that the manifest names can be read."""
-        version = self._published_version()
-        if version is None or version > self._version:
-            return False
-        try:
-            return version == self._version or bool(self.table.index.read(version).num_columns)
-        except DamageError:
-            return False
+    def remove(self, files: Iterable[str], keys: Collection[str]) -> None:
+        """Remove damaged content, so that the next run of the stage writes it again. `files` are names relative to the table's
+        folder; they are moved to the folder `damaged`. The rows of these files go too. `keys` are the keys of further rows; they
+        are only allowed in tables with tensors.
+        """
+        self.flush()
+        with self._disk_errors():
+            for name in files:
+                if (self.table.folder / name).is_file():
+                    self.table.set_aside(name)
+            rows = self.table.with_files(self._rows)
+            if keys:
+                rows = rows.filter(pc.invert(pc.is_in(rows[self.schema.key[0]], pa.array(sorted(keys), pa.string()))))
+            if rows.num_rows < self._rows.num_rows:
+                self._replace(rows)
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:

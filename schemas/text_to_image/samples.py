@@ -9,6 +9,7 @@ SAMPLES = TableSchema(
     doc="One row per preview: an image drawn for a prompt and a seed by an adapter, or by the base model alone.",
     key=("adapter_id", "caption_id", "seed", "width", "height"),
     retains_dead_rows=True,
+    artifact="path",
     columns=(
         column("adapter_id", pa.string(), "sha256 of the adapter's file, hex; empty for the base model alone"),
         column("step", pa.int32(), "training step of the checkpoint; 0 for the base model alone"),

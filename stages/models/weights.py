@@ -28,19 +28,29 @@ DTYPES = ("BF16", "F16", "F32", "I64", "I32", "U8", "BOOL")  # integers and U8 o
 def weight_files(path: Path) -> list[Path]:
     """Return the paths of a component's safetensors files. `path` is one such file, or a folder. If the folder has an
     index file, the files that the index names are returned. Otherwise all safetensors files in the folder are returned.
-    There is one exception. If two of them differ only in precision, such as "model.safetensors" and
-    "model.fp16.safetensors", one file is returned. It is the file with the fewest dots in its name. Raises ValueError
-    if there is no file or the index is damaged. Raises it too if the index names a file that is missing.
+    Of files that differ only in precision, such as "model.safetensors" and "model.fp16.safetensors", one is returned. It
+    is the file with the fewest dots in its name. Raises ValueError if there is no file or the index is damaged. Raises it
+    too if the index names a file that is missing.
     """
     if path.is_file():
         return [path]
-    indices = sorted(path.glob("*.safetensors.index.json"))
+    indices = _visible(path, "*.safetensors.index.json")
     if indices:
         return _shards(_plainest(indices))
-    found = sorted(path.glob("*.safetensors"))
+    found = _visible(path, "*.safetensors")
     if not found:
         raise ValueError(f"there are no weights in {path}: looked for *.safetensors")
-    return [_plainest(found)] if len({_without_variant(f) for f in found}) < len(found) else found
+    by_content: dict[str, list[Path]] = {}
+    for file in found:
+        by_content.setdefault(_without_variant(file), []).append(file)
+    return [_plainest(files) for files in by_content.values()]
+
+
+def _visible(folder: Path, pattern: str) -> list[Path]:
+    """Return the files in a folder that match a pattern, sorted. Hidden files are left out: macOS writes a file "._name" beside
+    each file on a disk of another system.
+    """
+    return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
 
 
 def _without_variant(path: Path) -> str:

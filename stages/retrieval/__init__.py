@@ -11,7 +11,7 @@ PIPELINE = Pipeline(
     doc="a folder of source code becomes a fine-tuned retriever and its search",
     stages={
         name: f"stages.retrieval.{name}"
-        for name in ("sources", "units", "pairs", "tokens", "negatives", "vectors", "index", "ranks")
+        for name in ("sources", "units", "pairs", "tokens", "negatives", "train", "vectors", "index", "ranks")
     },
     resources={
         "family": FamilyRecord(),
@@ -19,8 +19,12 @@ PIPELINE = Pipeline(
         "tokenizer": Weights(("lower_case",)),
     },
     families="stages.retrieval.families:FAMILIES",
-    results=("index", "ranks"),
-    commands={"search": "pipeline.commands.search:command", "evaluate": "pipeline.commands.evaluate_ranks:command"},
+    results=("train", "index", "ranks"),
+    commands={
+        "search": "pipeline.commands.search:command",
+        "evaluate": "pipeline.commands.evaluate_ranks:command",
+        "export": "pipeline.commands.export_retriever:command",
+    },
     views=VIEWS,
     panels=PANELS,
 )

@@ -60,10 +60,8 @@ class Checkpoint:
         return all(self._intact(name) for name in names)
 
     def _intact(self, name: str) -> bool:
-        recorded, path = self.state["files"].get(name), self.folder / name
-        if not recorded or not path.is_file() or path.stat().st_size != recorded["bytes"]:
-            return False
-        return file_sha256(path) == str(recorded["sha256"])
+        recorded = self.state["files"].get(name)
+        return bool(recorded) and not file_damage(self.folder / name, recorded)
 
     def arrays(self, name: str) -> Arrays:
         """Read one safetensors file of the checkpoint, such as "adapter.safetensors", and return its arrays by name."""
@@ -135,30 +133,102 @@ def publish(write_artifact: WriteArtifact, final: Checkpoint, best: Checkpoint |
             write_artifact(name, functools.partial(_copy, final.folder / name))
 
 
-def published_step(artifacts: Path) -> int | None:
-    """Return the step of the adapter at the top of the folder `artifacts`, which must be the folder of a run. The step is read
-    from the header of `adapter.safetensors`. If the file is missing or its header cannot be read, the result is None.
-    """
+def header_metadata(path: Path) -> dict[str, str]:
+    """Return the metadata in the header of a safetensors file. If the file is missing or its header cannot be read, return {}."""
     try:
-        with (artifacts / ADAPTER).open("rb") as file:
+        with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(size, (artifacts / ADAPTER).stat().st_size)))
-        return int(header["__metadata__"]["step"])
+            header = json.loads(file.read(min(size, path.stat().st_size)))
+        return dict(header["__metadata__"])
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return {}
+
+
+def header_step(path: Path) -> int | None:
+    """Return the step in the header of an adapter file, or None if it has none."""
+    step = header_metadata(path).get("step", "")
+    return int(step) if str(step).isdecimal() else None
+
+
+def published_step(artifacts: Path) -> int | None:
+    """Return the step of the adapter at the top of the folder `artifacts` of a run, or None if there is no readable one."""
+    return header_step(artifacts / ADAPTER)
 
 
 def is_published(artifacts: Path, step: int, best: int | None = None) -> bool:
     """Return True if the adapters at the top of the folder `artifacts` are the result of step `step`. If `best` is given,
-    `adapter_best.safetensors` must also be the adapter of step `best`. The files must have the same sizes as in the checkpoints
-    of these steps. If such a checkpoint is missing, the size is not checked.
+    `adapter_best.safetensors` must also be the adapter of step `best`. The files must have the sha256 that the checkpoints of
+    these steps record. If such a checkpoint is missing, only the step in the file's header is checked.
     """
-    recorded: dict[int | None, Mapping[str, Any]] = {saved.step: saved.state["files"] for saved in find_checkpoints(artifacts)}
-    for name, source_step, source_name in ((ADAPTER, step, ADAPTER), (EMA, step, EMA), (BEST, best, ADAPTER)):
-        file, path = recorded.get(source_step, {}).get(source_name), artifacts / name
-        if file and not (path.is_file() and path.stat().st_size == file["bytes"]):
+    recorded = {saved.step: saved.state["files"] for saved in find_checkpoints(artifacts)}
+    expected = [(ADAPTER, step, ADAPTER)]
+    expected += [(EMA, step, EMA)] if EMA in recorded.get(step, {}) else []
+    expected += [(BEST, best, ADAPTER)] if best is not None else []
+    for name, source_step, source_name in expected:
+        record = recorded.get(source_step, {}).get(source_name)
+        if header_step(artifacts / name) != source_step or (record and file_damage(artifacts / name, record)):
             return False
-    return published_step(artifacts) == step
+    return True
+
+
+def adapter_damage(path: Path) -> str:
+    """Describe the damage of an adapter file of a run in words. Return "" if it has the sha256 that a `state.json` records. The
+    file lies in a checkpoint's folder, or beside the folder `checkpoints`. Return "" too if nothing is recorded about it.
+    """
+    inside = path.parent.parent.name == FOLDER
+    artifacts = path.parents[2] if inside else path.parent
+    step = header_step(path)
+    if inside and (path.parent / STATE).is_file():
+        saved = next((saved for saved in find_checkpoints(artifacts) if saved.folder == path.parent), None)
+        if saved is None:
+            return f"cannot be checked: {path.parent / STATE} is damaged"
+    elif (artifacts / FOLDER).is_dir() and path.is_file() and step is None:
+        return "is damaged: its header cannot be read"
+    else:
+        saved = next((saved for saved in find_checkpoints(artifacts) if saved.step == step), None)
+    record = saved.state["files"].get(ADAPTER if path.name == BEST else path.name) if saved else None
+    return file_damage(path, record) if record else ""
+
+
+def file_damage(path: Path, record: Mapping[str, Any]) -> str:
+    """Describe the damage of a file in words, or return "". `record` holds the "bytes" and the "sha256" that it should have."""
+    if not path.is_file():
+        return "is missing"
+    if path.stat().st_size != record["bytes"]:
+        return f"is damaged: it has {path.stat().st_size} bytes instead of {record['bytes']}"
+    return "" if file_sha256(path) == str(record["sha256"]) else "is damaged: it differs from its sha256"
+
+
+def damaged_checkpoints(artifacts: Path) -> dict[int, str]:
+    """Return the damaged checkpoints of a run: step -> what is wrong, in words. Only sizes are compared. A folder without a
+    `state.json` counts as damaged if there is a newer checkpoint; otherwise its writing was interrupted.
+    """
+    saved = {one.step: one for one in find_checkpoints(artifacts)}
+    problems: dict[int, str] = {}
+    for folder in artifacts.glob(f"{FOLDER}/step-*"):
+        digits = folder.name.removeprefix("step-")
+        if not digits.isdigit() or not any(folder.iterdir()):
+            continue
+        step, path = int(digits), folder / STATE
+        if step in saved:
+            names = [name for name in saved[step].state["files"] if name != OPTIMIZER]  # old optimizer states are deleted
+            bad = [name for name in names if not _has_size(folder / name, saved[step].state["files"][name])]
+            problems |= {step: f"{folder / bad[0]} is missing or cut short"} if bad else {}
+        elif path.exists() or step < max(saved, default=0):
+            problems[step] = f"{path} {'is damaged' if path.exists() else 'is missing'}"
+    return problems
+
+
+def _has_size(path: Path, record: Mapping[str, Any]) -> bool:
+    return path.is_file() and path.stat().st_size == record["bytes"]
+
+
+def delete_incomplete(artifacts: Path, after: int) -> None:
+    """Delete the folders of checkpoints after step `after` that have no `state.json`: their writing was interrupted."""
+    for folder in artifacts.glob(f"{FOLDER}/step-*"):
+        digits = folder.name.removeprefix("step-")
+        if digits.isdigit() and int(digits) > after and not (folder / STATE).exists():
+            shutil.rmtree(folder)
 
 
 def prune(artifacts: Path, step: int, last: int) -> None:

@@ -37,7 +37,8 @@ def check_health(
     lr = config.lr
     if not result.bounded:
         raise ValueError(
-            f"train: stopped at step {step}: the update made the adapter infinite, so it is not saved; lower [train] lr ({lr:g})"
+            f"train: stopped at step {step}: the update made the adapter or the optimizer's state infinite, so neither is saved; "
+            f"lower [train] lr ({lr:g})"
         )
     if skipped:
         say(f"step {step}: the loss or the gradient is not finite; the step is skipped")

@@ -43,9 +43,12 @@ def train(ctx: TrainingContext, task: Task[Any, Any], control: Control) -> Itera
     validation = validation_of(task)
     validation.add_table(ctx.stored)
     last = validation.last_step
+    for step, problem in sorted(checkpoint.damaged_checkpoints(ctx.artifacts).items()):
+        ctx.say(f"the checkpoint of step {step} is damaged: {problem}; latentmill verify --repair makes it again")
     if not ctx.pending.num_rows and checkpoint.is_published(ctx.artifacts, last, validation.best_step):
         return
     start = find_start(ctx, last)
+    checkpoint.delete_incomplete(ctx.artifacts, start.step)
     yield from record_batches(task.schema, start.recovered)
     yield from TrainingRun(ctx, task, control, start).go()
 

@@ -9,7 +9,7 @@ from stages.tuner.blockwise.device import limit_command_buffers
 from stages.tuner.checkpoint import ADAPTER, OPTIMIZER, Checkpoint, find_checkpoints
 from stages.tuner.loader import Loader
 from stages.tuner.loop import load_training
-from stages.tuner.memory_plan import saved_max_tokens
+from stages.tuner.memory_plan import MemoryPlan, saved_max_tokens
 from stages.tuner.task import Task, TrainingContext
 from stages.tuner.validation import TRAIN
 
@@ -37,9 +37,7 @@ def replay_step(ctx: TrainingContext, task: Task[Any, Any], step: int) -> list[R
     start = checkpoint_before(checkpoints, step)
     limit_command_buffers()  # before the first MLX operation
     known = start or (checkpoints[-1] if checkpoints else None)
-    plan = task.memory_plan(known, recorded=known is not None)
-    if start:
-        plan = replace(plan, max_tokens=saved_max_tokens(start.state))
+    plan = recorded_plan(task, known, start)
     training, schedule = load_training(task, start, plan), task.config.learning_rate()
     samples: list[Any] = []
     losses: list[float] = []
@@ -50,6 +48,14 @@ def replay_step(ctx: TrainingContext, task: Task[Any, Any], step: int) -> list[R
     rows = ctx.stored.select(["step", "split", "sample", "loss"]).to_pylist()
     logged = {row["sample"]: row["loss"] for row in rows if (row["step"], row["split"]) == (step, TRAIN)}
     return [ReplayedSample(n, sample, loss, logged.get(n)) for n, (sample, loss) in enumerate(zip(samples, losses, strict=True))]
+
+
+def recorded_plan(task: Task[Any, Any], known: Checkpoint | None, start: Checkpoint | None) -> MemoryPlan:
+    """Return the memory plan for computing steps again. `known` is a checkpoint that records the run's plan, and `start` the one
+    to start from. Both may be None.
+    """
+    plan = task.memory_plan(known, recorded=known is not None)
+    return replace(plan, max_tokens=saved_max_tokens(start.state)) if start else plan
 
 
 def checkpoint_before(checkpoints: list[Checkpoint], step: int) -> Checkpoint | None:

@@ -51,9 +51,12 @@ def find_start(ctx: TrainingContext, last: int) -> Start:
         held = _held_rows(checkpoints)
     for saved in checkpoints:
         past = sorted(key for key in pending if key[0] <= saved.step)
-        if _usable(saved, last, lost=[key for key in past if key not in held]):
+        lost = [key for key in past if key not in held]
+        if _usable(saved, last, lost):
             if saved is not checkpoints[0]:
-                ctx.say(f"the checkpoint of step {checkpoints[0].step} is damaged; the run goes on from step {saved.step}")
+                newest = checkpoints[0]
+                why = "is damaged" if not newest.intact(*newest.state["files"]) else "lacks rows that are lost"
+                ctx.say(f"the checkpoint of step {newest.step} {why}; the run goes on from step {saved.step}")
             return Start(saved, [held[key] for key in past if key in held])
     if ctx.stored.num_rows:
         ctx.say("no checkpoint is left to go on from; the run begins again at step 1 and will end with the same result")

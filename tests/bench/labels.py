@@ -31,9 +31,9 @@ def size(row: Row) -> str:
 
 
 def name(row: Row) -> str:
-    """What a row measures: the configuration of a training step, "loader", or an encoder with its dtype."""
+    """What a row measures: the configuration of a training step, "loader", "checksums", or an encoder with its dtype."""
     kind = row["kind"].replace("_", " ")
-    if kind in ("train", "loader"):
+    if kind in ("train", "loader", "checksums"):
         return configuration(row) if kind == "train" else kind
     words = [kind, row["dtype"], *([f"{row['bits']}-bit"] if row["bits"] < 16 else [])]
     return ", ".join([*words, *([f"PyTorch {row['plan']}"] if row["backend"] == "torch" else [])])

@@ -20,7 +20,8 @@ from stages.text_to_image.train.profile import random_transformer
 from stages.tuner import quantize
 from stages.tuner.adapters import lora
 from stages.tuner.blockwise.meter import Meter
-from stages.tuner.step import StepGradient, TrainingStep, choose_targets, starting_adapter
+from stages.tuner.step import TrainingStep, choose_targets, starting_adapter
+from stages.tuner.step_gradient import StepGradient
 from stages.tuner.task import MicroBatch
 
 Arrays = dict[str, mx.array]
@@ -41,7 +42,7 @@ class PlainTraining(TrainingStep):
             losses_B, grads = plain_loss_and_grads(self.model, self.adapter, self.scales, term.inputs, term.loss)
             if meter:
                 mx.eval(losses_B, grads)
-        return StepGradient(grads, [{"loss": (losses_B, None)}], micro.tokens)
+        return StepGradient(grads, [{"loss": (losses_B, None, None)}], micro.tokens)
 
 
 def random_plain_training(family: Family, config: TrainConfig) -> PlainTraining:
@@ -53,7 +54,7 @@ def random_plain_training(family: Family, config: TrainConfig) -> PlainTraining:
 
 
 def plain_loss_and_grads(
-    model: Any, adapter: Arrays, scales: Mapping[str, float], inputs: Mapping[str, Any], loss: Callable[[mx.array], mx.array]
+    model: Any, adapter: Arrays, scales: Mapping[str, float], inputs: Mapping[str, Any], loss: Callable[..., Any]
 ) -> tuple[mx.array, Arrays]:
     """Return (losses_B, gradient of their mean by adapter name); arguments as for backprop's `loss_and_grads`."""
 

@@ -22,6 +22,7 @@ import click
 import numpy as np
 import pyarrow as pa
 
+from pipeline.store.checksums import tensor_checksum
 from pipeline.store.reader import ShardReader
 from pipeline.store.shards import shards_folder, write_shard
 from schemas.table import TableSchema
@@ -104,6 +105,26 @@ def read_epoch(count: int, pixels: int, text_rows: int, features: int) -> dict[s
         "anonymous_most_gb": max(settled) / 1e9,
         "anonymous_end_gb": memory[-1] / 1e9,
     }
+
+
+def check_samples(count: int, pixels: int, text_rows: int, features: int) -> dict[str, Any]:
+    """Compute the checksums of `count` samples, and return one benchmark row: median seconds per sample, and its bytes.
+
+    A sample is a latent of a square image of `pixels` and an embedding of (text_rows, features). All samples together are
+    larger than the processor's caches if `count` is large.
+    """
+    generator = np.random.default_rng(0)
+    shapes = ((128, pixels // 16, pixels // 16), (text_rows, features))
+    samples = [[generator.integers(0, 1 << 14, shape, dtype=np.uint16) for shape in shapes] for _ in range(count)]
+    seconds = []
+    for sample in samples * 3:
+        began = time.perf_counter()
+        for values in sample:
+            tensor_checksum(values)
+        seconds.append(time.perf_counter() - began)
+    size = sum(values.nbytes for values in samples[0])
+    median = statistics.median(seconds)
+    return {"sample_bytes": size, "rows": count, "s": median, "gb_per_s": size / median / 1e9}
 
 
 @click.command()

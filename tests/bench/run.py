@@ -145,6 +145,15 @@ def measure_loader(case: Case) -> dict[str, Any]:
     return read_epoch(24 * case.steps, case.width, record.text_tokens, record.transformer["joint_attention_dim"])
 
 
+def measure_checksums(case: Case) -> dict[str, Any]:
+    """Time of computing the checksums of one sample of the case, as the reader of a training step does."""
+    from stages.text_to_image.families import family
+    from tests.bench.reading import check_samples
+
+    record = family(case.family)
+    return check_samples(4 * case.steps, case.width, record.text_tokens, record.transformer["joint_attention_dim"])
+
+
 def run(case: Case) -> dict[str, Any]:
     """Measure a case and return its row: the fields of the case, the measurements, and where they were made.
 
@@ -160,7 +169,7 @@ def run(case: Case) -> dict[str, Any]:
 
         measured = (measure_torch if case.kind == "train" else measure_torch_stage)(case, time_steps)
     else:
-        kinds = {"train": measure_training, "loader": measure_loader, "draw": measure_drawing}
+        kinds = {"train": measure_training, "loader": measure_loader, "draw": measure_drawing, "checksums": measure_checksums}
         measured = kinds.get(case.kind, measure_encoder)(case)
     return asdict(case) | measured | describe(case.backend)
 

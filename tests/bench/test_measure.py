@@ -72,7 +72,7 @@ def test_the_option_gpu_measures_the_comparison_with_pytorch_and_the_larger_fami
     assert ours >= wanted | {("dev", 512, 512, "blocks", 4, "adamw", False)}
     peers = {(px, how + more) for px in (512, 1024) for how in ("eager", "compiled") for more in ("", "+checkpoint")}
     assert {(c.width, c.plan) for c in requested if c.backend == "torch"} == peers
-    assert {c.kind for c in requested} == {"train", "autoencoder", "text_encoder", "loader"}
+    assert {c.kind for c in requested} == {"train", "autoencoder", "text_encoder", "loader", "checksums"}
     assert requested[0] == Case(memory_limited=True)
     assert all(c.memory_limited for c in requested if c.kind == "train" and c.backend == "mlx" and c.plan == "blocks")
 

@@ -25,7 +25,7 @@ def test_a_case_becomes_one_row_with_seconds_and_memory(plan):
 
 def test_encoders_and_the_loader_are_cases_too(tmp_path, monkeypatch):
     monkeypatch.setenv("LATENTMILL_BENCH_FOLDER", str(tmp_path))
-    for kind in ("loader", "autoencoder", "text_encoder"):
+    for kind in ("loader", "checksums", "autoencoder", "text_encoder"):
         row = run(Case("tiny", 64, 64, kind=kind, dtype="float32", steps=1))
         assert row["kind"] == kind
         assert 0 < row["s"] < math.inf

@@ -60,6 +60,21 @@ def test_a_projects_folder_is_written_so_that_make_finds_it(tmp_path, monkeypatc
     assert shell_path(type(CHECKOUT)(".")) == str(tmp_path.resolve())
 
 
+@pytest.mark.parametrize("sql", re.findall(r"```sql\n(.*?)\n```", (projects.ROOT / "README.md").read_text(), re.DOTALL))
+def test_sql_of_the_readme_may_be_pasted_between_double_quotes(sql):
+    line = f'make -s -o .venv/ready query "LATENTMILL=printenv LATENTMILL_SQL #" SQL="{sql}"'
+    done = subprocess.run(["sh", "-c", line], cwd=projects.ROOT, capture_output=True, text=True, timeout=600)
+    assert done.stdout.removesuffix("\n") == sql
+
+
+@pytest.mark.parametrize("wrong", ["PROJET=data/cats", "project=data/cats", "STEPS=3"])
+def test_a_misspelt_variable_is_refused_and_nothing_runs(wrong):
+    words = ["make", "-n", "-o", ".venv/ready", "train", wrong]
+    done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode and not done.stdout
+    assert f"make has no variable {wrong.partition('=')[0]}; there are PROJECT" in done.stderr
+
+
 def test_make_runs_no_command_inside_a_query(tmp_path):
     text = f"$(shell touch {tmp_path}/done)"
     assert through_make("query", "LATENTMILL_SQL", "SQL", text) == text

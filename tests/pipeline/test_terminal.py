@@ -6,7 +6,8 @@ import re
 import pytest
 
 from pipeline import terminal
-from pipeline.terminal import Terminal, format_bytes, format_rate, format_seconds, format_table
+from pipeline.store.disk import format_bytes
+from pipeline.terminal import Terminal, format_rate, format_seconds, format_table
 
 
 @pytest.fixture
@@ -63,6 +64,8 @@ def test_a_table_is_folded_into_the_terminal_unless_its_columns_would_be_too_nar
 
 def test_numbers_are_written_with_their_unit():
     assert [format_bytes(n) for n in (0, 812, 1_234_567, 7.75e9)] == ["0 B", "812 B", "1.23 MB", "7.75 GB"]
+    assert [format_bytes(n) for n in (999.6, 999_600, 999.6e6, 999.4e6)] == ["1 kB", "1 MB", "1 GB", "999 MB"]
+    assert format_bytes(1234.5e9) == "1234 GB"
     assert [format_seconds(s) for s in (0.44, 12.2, 200, 7500)] == ["0.4 s", "12 s", "3 min 20 s", "2 h 5 min"]
     assert [format_rate(speed, "image") for speed in (12.34, 0.25)] == ["12.3 images/s", "4.0 s/image"]
 

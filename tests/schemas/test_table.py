@@ -23,7 +23,7 @@ def test_a_batch_carries_tensors_and_a_stored_row_says_where_they_lie():
     assert schema.batch.names == ["name", "shape", "ids_shape", "tensor", "ids"]
     assert schema.stored.names == [
         *("name", "shape", "ids_shape"),
-        *("shard", "byte_offset", "nbytes", "ids_offset", "ids_nbytes"),
+        *("shard", "byte_offset", "nbytes", "checksum", "ids_offset", "ids_nbytes", "ids_checksum"),
     ]
     assert str(schema.batch.field("tensor").type) == "list<item: uint16 not null>"
     assert str(schema.batch.field("ids").type) == "list<item: int32 not null>"
@@ -42,8 +42,9 @@ def test_a_dtype_that_cannot_be_stored_is_refused_with_those_that_can():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"key": ("other",)}, "its key or a tensor's shape is not a column"),
-        ({"tensors": (tensor("ids", "int32"),)}, "its key or a tensor's shape is not a column"),
+        ({"key": ("other",)}, "its key, a tensor's shape or the artifact is not a column"),
+        ({"artifact": "path"}, "its key, a tensor's shape or the artifact is not a column"),
+        ({"tensors": (tensor("ids", "int32"),)}, "its key, a tensor's shape or the artifact is not a column"),
         ({"columns": (NAME, SHAPE, NAME)}, "two columns have the same name"),
         ({"columns": (NAME, SHAPE, column("nbytes", pa.int64(), ""))}, "two columns have the same name"),
         ({"key": ("name", "shape")}, "has one key column"),

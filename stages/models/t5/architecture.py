@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from stages.models.t5.config import T5Config
 from stages.models.t5.encoder import T5
+from stages.models.t5.layout import write_model
 from stages.models.t5.load import load_encoder, load_weights, read_sizes
 from stages.models.t5.random_weights import write_random_weights
 
@@ -31,6 +32,8 @@ class RetrieverArchitecture:
     meta_encoder: Callable[[T5Config, mx.Dtype], T5]
     # build_encoder(sizes, weights): an encoder of these weights, by the names of sizes.shapes(), arrays or packed.
     build_encoder: Callable[[T5Config, Mapping[str, Any]], T5]
+    # write_model(folder, sizes, weights, settings): a folder that transformers and sentence-transformers load.
+    write_model: Callable[..., None]
     # write_random_weights(folder, family, seed): a complete model of the family's sizes.
     write_random_weights: Callable[[Path, Any, int], None]
 
@@ -42,4 +45,4 @@ def meta_encoder(config: T5Config, dtype: mx.Dtype) -> T5:
     return T5(config, {name: mx.zeros(shape, dtype) for name, shape in config.shapes().items()})
 
 
-T5_RETRIEVER = RetrieverArchitecture(read_sizes, load_encoder, load_weights, meta_encoder, T5, write_random_weights)
+T5_RETRIEVER = RetrieverArchitecture(read_sizes, load_encoder, load_weights, meta_encoder, T5, write_model, write_random_weights)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -23,9 +24,12 @@ MODULES = (  # folder -> class of the module
 )
 
 
-def write_model(folder: Path, config: T5Config, weights: Mapping[str, mx.array]) -> None:
-    """Write an encoder with its head into `folder`. `weights` maps every name in `config.shapes()` to an array. Raises ValueError
-    if one is missing or of another shape.
+def write_model(
+    folder: Path, config: T5Config, weights: Mapping[str, mx.array], settings: Mapping[str, Any] | None = None
+) -> None:
+    """Write an encoder with its head into `folder`. `weights` maps every name in `config.shapes()` to an array. `settings` are
+    further settings of sentence-transformers' Transformer, such as "query_length". Raises ValueError if a weight is missing or of
+    another shape.
     """
     for name, shape in config.shapes().items():
         if name not in weights:
@@ -38,10 +42,10 @@ def write_model(folder: Path, config: T5Config, weights: Mapping[str, mx.array])
     write_json(folder / "config.json", config.to_dict())
     (folder / "1_Dense").mkdir(exist_ok=True)
     mx.save_safetensors(str(folder / "1_Dense" / "model.safetensors"), {"linear.weight": weights[HEAD]}, {"format": "pt"})
-    _write_modules(folder, config)
+    _write_modules(folder, config, settings or {})
 
 
-def _write_modules(folder: Path, config: T5Config) -> None:
+def _write_modules(folder: Path, config: T5Config, settings: Mapping[str, Any]) -> None:
     """Write the files that tell sentence-transformers which modules the model has."""
     both = {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}
     sizes = {"in_features": config.d_model, "out_features": config.dimensions, "bias": False}
@@ -50,7 +54,7 @@ def _write_modules(folder: Path, config: T5Config) -> None:
     transformer = {"transformer_task": "feature-extraction", "modality_config": text, "module_output_name": "token_embeddings"}
     modules = [{"idx": n, "name": str(n), "path": path, "type": kind} for n, (path, kind) in enumerate(MODULES)]
     write_json(folder / "modules.json", modules)
-    write_json(folder / "sentence_bert_config.json", transformer)
+    write_json(folder / "sentence_bert_config.json", {**transformer, **settings})
     write_json(folder / "1_Dense" / "config.json", {**sizes, "activation_function": identity, **both})
     write_json(folder / "2_Normalize" / "config.json", both)
     mask = {"skiplist_words": [], "skiplist_tasks": ["document"], "keep_only_token_ids": None}

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-CHUNK = 65_536  # tokens that are multiplied at once: 32 MB of float32 at width 128
+CHUNK = 65_536  # tokens of documents that are multiplied at once, at most: 32 MB of float32 at width 128
+PRODUCTS = 2**22  # products that are held at once, of which many queries have many per token: 16 MB of float32
 
 
 class TokenMatrix:
@@ -52,18 +53,18 @@ class TokenMatrix:
         first_of_query = np.concatenate([[0], np.cumsum([len(query) for query in queries])])
         lengths = np.diff(first_of_query)
         found = np.empty((len(queries), len(self.starts_N) - 1), np.float32)
-        for first, last in self._chunks():
+        for first, last in self._chunks(min(CHUNK, PRODUCTS // len(together_QD))):
             start, end = self.starts_N[first], self.starts_N[last]
             products_TQ = np.asarray(self.vectors_TD[start:end], np.float32) @ together_QD.T
             best_NQ = np.maximum.reduceat(products_TQ, self.starts_N[first:last] - start, axis=0)
             found[:, first:last] = (np.add.reduceat(best_NQ, first_of_query[:-1], axis=1) / lengths).T
         return found
 
-    def _chunks(self) -> Iterator[tuple[int, int]]:
-        """Yield (first, last) documents, of about `CHUNK` tokens together, at least one document."""
+    def _chunks(self, tokens: int) -> Iterator[tuple[int, int]]:
+        """Yield (first, last) documents, of at most `tokens` tokens together, at least one document."""
         first, count = 0, len(self.starts_N) - 1
         while first < count:
-            last = max(first + 1, int(np.searchsorted(self.starts_N, self.starts_N[first] + CHUNK, "right")) - 1)
+            last = max(first + 1, int(np.searchsorted(self.starts_N, self.starts_N[first] + tokens, "right")) - 1)
             yield first, last
             first = last
 

@@ -111,7 +111,7 @@ def _parse(path: Path, line: int, row: Row) -> tuple[str, list[str]]:
     from, for errors. The file name has forward slashes. The list may be empty. Raises ValueError if the row has no
     `file_name` or no column of captions.
     """
-    columns = ", ".join(map(str, row))
+    columns = f"{', '.join(map(str, row)):.300}"
     file_name = row.get("file_name")
     if not isinstance(file_name, str) or not file_name:
         raise ValueError(f"{path}, line {line}: file_name must be a path; columns: {columns}")

@@ -18,8 +18,8 @@ FILE_COLUMNS = ("path", "bytes", "mtime_ns", "inode")  # by these four values an
 # Files that lie beside images and describe them: they become no rows.
 # fmt: off
 SIDE_SUFFIXES = frozenset({
-    ".caption", ".captions", ".csv", ".ini", ".json", ".jsonl", ".lock", ".log", ".md", ".parquet", ".py", ".rst", ".tags",
-    ".toml", ".tsv", ".txt", ".xml", ".xmp", ".yaml", ".yml",
+    ".aae", ".caption", ".captions", ".csv", ".ini", ".json", ".jsonl", ".lock", ".log", ".md", ".parquet", ".py", ".rst",
+    ".tags", ".toml", ".tsv", ".txt", ".xml", ".xmp", ".yaml", ".yml",
 })
 SIDE_NAMES = frozenset({"authors", "copying", "credits", "license", "licence", "makefile", "notice", "readme", "thumbs.db"})
 # fmt: on

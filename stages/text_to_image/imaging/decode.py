@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import struct
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from stages.untrusted import open_regular
 # Pillow reads more formats, but EPS would start Ghostscript, and TGA and others accept any bytes as an image.
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "TIFF", "GIF", "BMP", "JPEG2000", "PPM", "QOI")
 HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"msf1")
-HEIC_REMEDY = "HEIC is read only with pillow-heif: run `pip install pillow-heif`, or convert the file to JPEG or PNG"
+HEIC_REMEDY = f"HEIC needs pillow-heif: run `{sys.executable} -m pip install pillow-heif`, or convert the file to JPEG or PNG"
 
 MAX_PIXELS = 89_478_485  # Pillow warns above this limit: 0.25 GiB of RGB
 CEILING = 2 * MAX_PIXELS  # Pillow refuses above this limit

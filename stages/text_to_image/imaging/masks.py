@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import io
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -38,7 +39,7 @@ def which_are_masks(paths: Iterable[str]) -> set[str]:
     "a.mask.png" is a mask if "a.jpg" is there too. No file is opened.
     """
     paths = list(paths)
-    places = {place for path in paths for place in mask_candidates(path)}
+    places = {composed(place) for path in paths for place in mask_candidates(path)}
     return {path for path in paths if _may_be_mask(path) and _without_suffix(path) in places}
 
 
@@ -52,7 +53,7 @@ def mask_finder(folder: Path) -> Callable[[Iterable[str]], str | None]:
     @functools.cache
     def masks_in(parent: str) -> dict[str, str]:
         try:
-            names = sorted((file.name for file in (folder / parent).iterdir()), reverse=True)
+            names = sorted((file.name for file in (folder / parent).iterdir() if not file.name.startswith(".")), reverse=True)
         except OSError:
             return {}
         paths = [str(PurePosixPath(parent) / name) for name in names]
@@ -60,7 +61,7 @@ def mask_finder(folder: Path) -> Callable[[Iterable[str]], str | None]:
 
     def find(paths: Iterable[str]) -> str | None:
         places = (place for path in paths for place in mask_candidates(path))
-        found = (masks_in(str(PurePosixPath(place).parent)).get(place) for place in places)
+        found = (masks_in(str(PurePosixPath(place).parent)).get(composed(place)) for place in places)
         return next((path for path in found if path), None)
 
     return find
@@ -102,4 +103,9 @@ def _may_be_mask(path: str) -> bool:
 
 
 def _without_suffix(path: str) -> str:
-    return str(PurePosixPath(path).with_suffix(""))
+    return composed(str(PurePosixPath(path).with_suffix("")))
+
+
+def composed(path: str) -> str:
+    """Return a path in Unicode's composed form (NFC). macOS may store an umlaut as two characters, other systems as one."""
+    return unicodedata.normalize("NFC", path)

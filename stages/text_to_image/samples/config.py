@@ -26,6 +26,7 @@ class SamplesConfig:
     seeds: tuple[int, ...] = selects(
         (0,), "seeds of the starting noise; each gives one preview per prompt and checkpoint", bounds=SEEDS
     )
+    prompts: int = selects(0, "preview prompts to draw, from the first; 0: all", bounds=(0, 100_000))
     width: int = selects(
         768, "width of a preview, pixels, a multiple of 16; 768 is the larger default training resolution", bounds=(16, 4096)
     )
@@ -50,7 +51,7 @@ class SamplesConfig:
         follows="train.base_bits_for",
         unless="base_bits",
     )
-    grid: int = runtime(8, "number of prompts that the grid shows, from the first; every prompt is drawn", bounds=(1, 1000))
+    grid: int = runtime(8, "number of prompts that the grid shows, from the first", bounds=(1, 1000))
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def sample_sources(ctx: StageContext) -> list[SampleSource]:
     no checkpoint. The message lists the steps that have one.
     """
     saved = {one.step: one for one in checkpoint.find_checkpoints(ctx.files(TRAIN))}
+    refuse_damaged(ctx.config.checkpoints, checkpoint.damaged_checkpoints(ctx.files(TRAIN)), max(saved, default=0))
     sources = {"": SampleSource()} if ctx.config.base else {}
     for step in chosen_steps(ctx.config.checkpoints, sorted(saved)):
         files = saved[step].state["files"]
@@ -54,6 +56,15 @@ def sample_sources(ctx: StageContext) -> list[SampleSource]:
         digest = files[name]["sha256"]
         sources.setdefault(digest, SampleSource(digest, step, saved[step], name))
     return list(sources.values())
+
+
+def refuse_damaged(chosen: str | tuple[int, ...], damaged: Mapping[int, str], newest: int) -> None:
+    """Raise ValueError if the setting `samples.checkpoints` chooses a damaged checkpoint, whose previews would disappear.
+    `damaged` maps its step to what is wrong. `newest` is the newest step with a readable checkpoint.
+    """
+    for step, problem in sorted(damaged.items()):
+        if step > newest if chosen == "last" else chosen == "all" or step in chosen:
+            raise ValueError(f"the checkpoint of step {step} is damaged: {problem}; run: latentmill verify --repair")
 
 
 def chosen_steps(chosen: str | tuple[int, ...], steps: list[int]) -> list[int]:

@@ -44,7 +44,7 @@ def wanted_samples(ctx: StageContext) -> pa.Table:
     rows = [
         (source.adapter_id, source.step, caption_id, prompt, seed, config.width, config.height)
         for source in sample_sources(ctx)
-        for caption_id, prompt in prompts.items()
+        for caption_id, prompt in list(prompts.items())[: config.prompts or None]
         for seed in config.seeds
     ]
     schema = pa.schema([SAMPLES.stored.field(name) for name in WANTED])
@@ -58,7 +58,7 @@ def draw_samples(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     """
     limit_command_buffers()  # must come before the first MLX array
     pending = ctx.pending.to_pylist()
-    undrawn = [row for row in pending if not latent_path(ctx, row).exists()]
+    undrawn = [row for row in pending if not is_drawn(ctx, row)]
     progress = StepProgress(ctx, len(undrawn) * (ctx.config.steps or ctx.need("family").sampling_steps))
     for source in sample_sources(ctx):
         rows = [row for row in pending if row["adapter_id"] == source.adapter_id]
@@ -183,6 +183,12 @@ def file_name(row: Row) -> str:
 def latent_path(ctx: StageContext, row: Row) -> Path:
     """Return the path at which the latent of a row is stored. The file exists if an earlier, stopped run has drawn it."""
     return ctx.artifacts / LATENTS / f"{file_name(row)}.safetensors"
+
+
+def is_drawn(ctx: StageContext, row: Row) -> bool:
+    """Return True if an earlier, stopped run has drawn the latent of a row, and the file is undamaged."""
+    path = latent_path(ctx, row)
+    return path.exists() and ctx.intact(SAMPLES, path.relative_to(ctx.artifacts).as_posix())
 
 
 def read_embedding(ctx: StageContext, caption_id: str) -> mx.array:

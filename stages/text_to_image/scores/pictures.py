@@ -18,11 +18,13 @@ Row = dict[str, Any]
 def preview_rows(ctx: StageContext) -> list[Row]:
     """Return one dict per preview of the table `samples`. Its keys are `picture_id`, `kind`, `adapter_id`, `step`,
     `prompt`, `seed` and `path`, columns of the table `scores`. For a preview of the base model, `kind` is "base". For all
-    others, it is "adapter".
+    others, it is "adapter". Previews whose file is missing or damaged are left out.
     """
     folder = ctx.files(SAMPLES)
     rows = []
     for row in ctx.rows(SAMPLES).to_pylist():
+        if not ctx.intact(SAMPLES, row["path"]):  # deleted since the rows were read, or damaged: no preview
+            continue
         copied = {name: row[name] for name in ("adapter_id", "step", "prompt", "seed", "path")}
         kind = "adapter" if row["adapter_id"] else "base"
         rows.append({"picture_id": file_sha256(folder / row["path"]), "kind": kind, **copied})

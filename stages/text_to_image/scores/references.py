@@ -33,7 +33,8 @@ def read_references(folder: Path) -> list[Reference]:
     """
     captions = _read_metadata(folder / METADATA)
     found: dict[str, Reference] = {}
-    for path in sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file()):
+    pictures = (p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
+    for path in sorted(p for p in pictures if p.is_file()):
         name = path.relative_to(folder).as_posix()
         picture_id, sidecar = file_sha256(path), path.with_suffix(".txt")
         caption = captions.get(name) or (read_utf8(sidecar, TEXT_BYTES) if sidecar.is_file() else "")

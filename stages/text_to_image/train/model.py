@@ -11,6 +11,7 @@ from stages.models.protocols import Transformer
 from stages.text_to_image.packing import packing
 from stages.text_to_image.train.config import TrainConfig
 from stages.tuner.adapters.initial import check_initial
+from stages.tuner.checkpoint import adapter_damage
 from stages.tuner.step import choose_targets
 from stages.tuner.task import InitialAdapter
 
@@ -28,6 +29,8 @@ def read_initial_adapter(file: Path, weights: Path, family: Family, config: Trai
     scale of each Linear layer by its name. `weights` is the folder of the transformer. Only the sizes of the
     transformer are read there, no weights. Raises ValueError if the adapter does not fit the model or the settings.
     """
+    if damage := adapter_damage(file):
+        raise ValueError(f"[train] initial: {file} {damage}; run `latentmill verify --repair` in its project")
     architecture = family.architecture
     meta = architecture.meta_transformer(architecture.transformer_config(weights, family), mx.float32)
     targets = choose_targets(meta.linears(), config)

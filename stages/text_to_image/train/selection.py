@@ -6,6 +6,7 @@ A rate is how often a crop occurs per epoch: 1 without settings.
 from __future__ import annotations
 
 import difflib
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -131,7 +132,7 @@ def held_out(config: ValidationConfig, paths: Mapping[str, Sequence[str]]) -> fr
     matches no image.
     """
     if config.paths:
-        found = {i for i, own in paths.items() if any(fnmatchcase(path, p) for path in own for p in config.paths)}
+        found = {i for i, own in paths.items() if any(fnmatchcase(nfc(path), nfc(p)) for path in own for p in config.paths)}
         if not found:
             raise ValueError(f"[train.validation] paths: {list(config.paths)} matches none of the {len(paths)} images")
         return frozenset(found)
@@ -141,7 +142,12 @@ def held_out(config: ValidationConfig, paths: Mapping[str, Sequence[str]]) -> fr
 
 
 def _below(path: str, folder: str) -> bool:
-    return PurePosixPath(path).is_relative_to(folder)
+    return PurePosixPath(nfc(path)).is_relative_to(nfc(folder))
+
+
+def nfc(path: str) -> str:
+    """Return a path in Unicode's composed form. macOS may store an umlaut as two characters, other systems as one."""
+    return unicodedata.normalize("NFC", path)
 
 
 def _near(word: str, words: Iterable[str]) -> str:

@@ -21,9 +21,10 @@ from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.dataset import load_dataset
 from stages.text_to_image.train.forecast import forecast
 from stages.text_to_image.train.task import ImageTask
-from stages.tuner import loop
+from stages.tuner import checkpoint, loop
 from stages.tuner.checkpoint import ADAPTER
 from stages.tuner.control import Control
+from stages.tuner.remake import remake_checkpoints
 from stages.tuner.rows import wanted_rows
 
 
@@ -62,6 +63,12 @@ def train(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     yield from loop.train(ctx, ImageTask(ctx), control)
 
 
+def repair(ctx: StageContext) -> Iterator[str]:
+    """Make the damaged checkpoints of a finished run again, and yield a line for the user about each."""
+    if checkpoint.damaged_checkpoints(ctx.artifacts):
+        yield from remake_checkpoints(ctx, ImageTask(ctx))
+
+
 STAGE = Stage(
     reads=(LATENTS, EMBEDDINGS, BUCKETS, CAPTIONS, IMAGES),
     writes=TRAIN,
@@ -69,6 +76,7 @@ STAGE = Stage(
     needs=("family", "transformer"),
     wants=wanted_samples,
     run=train,
+    repair=repair,
     snapshot=snapshot,
     forecast=forecast,
     divisible=False,

@@ -7,7 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from schemas.text_to_image.buckets import BUCKETS
+from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.train import TRAIN
 from stages.models.protocols import Transformer
 from stages.stage import StageContext
@@ -56,8 +59,14 @@ class ImageTask:
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """The model family's name under the key "family", for the headers of adapter files."""
-        return {"family": self.family.name}
+        """Facts for the headers of adapter files. "family" is the model family's name. "resolution" is the largest one that
+        images are trained at, such as "768x768". "trigger" is left out if there is none.
+        """
+        captions, buckets = self.ctx.rows(CAPTIONS), self.ctx.rows(BUCKETS)
+        triggers = captions.filter(pc.equal(captions["role"], "trigger"))["text"].to_pylist()
+        largest = pc.max(buckets.filter(pc.is_null(buckets["rejected"]))["resolution"]).as_py()
+        found = {"family": self.family.name, "resolution": f"{largest}x{largest}"}
+        return found | dict(zip(("trigger",), triggers, strict=False))
 
     def sizes(self, step: int) -> list[int]:
         """Return the number of samples in each batch of step `step` (from 1). No sample is drawn."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +17,9 @@ from stages.kernels import compiles as compiles
 
 GB = 1e9
 HEADROOM = 0.15  # share of the device's memory left for the system, MLX's cache and copies
+RESERVED = 6_000_000_000  # bytes of a Mac's memory that are left to macOS and other programs
+LEAST = 1_000_000_000  # bytes: the budget never falls below
+FREE_PAGES = r"^Pages (?:free|inactive|speculative|purgeable):\s+(\d+)"  # lines of `vm_stat`
 BUFFER_VARIABLE = "MLX_MAX_MB_PER_BUFFER"  # MLX: MB that operations read before MLX submits them to the device
 BUFFER_MB = "200"
 LARGE_BUFFERS = ((8, 0), (9, 0), (10, 0), (12, 0))  # CUDA compute capabilities for which MLX's own limit is 400 or 1000 MB
@@ -28,14 +35,39 @@ def device_bytes() -> int:
     for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
         if key in info:
             return int(info[key])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return physical_bytes()
 
 
 def memory_budget(limit_gb: float | None = None) -> int:
-    """Return the bytes that training may take. `limit_gb` is in gigabytes (10^9 bytes). If it is None, the result is 85 % of the
-    device's memory.
+    """Return the bytes that a stage may take. `limit_gb` is in gigabytes (10^9 bytes). If it is None, the result is 85 % of the
+    device's memory. On a Mac, the result is at most the memory less 6 GB, and at most what is free now.
     """
-    return int(limit_gb * GB if limit_gb else device_bytes() * (1 - HEADROOM))
+    if limit_gb is not None:
+        return int(limit_gb * GB)
+    found = int(device_bytes() * (1 - HEADROOM))
+    system: str = sys.platform  # a plain name, as mypy knows the platform that it runs on
+    if system != "darwin":
+        return found
+    return max(LEAST, min(found, physical_bytes() - RESERVED, free_bytes() or found))
+
+
+def physical_bytes() -> int:
+    """Return the bytes of memory of the machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@functools.cache
+def free_bytes() -> int | None:
+    """Return the bytes of memory on a Mac that were free, or could be freed at once, when the process first asked. None if
+    `vm_stat` does not tell it. A Mac pages to disk instead of failing, which makes training many times slower.
+    """
+    try:
+        done = subprocess.run(["vm_stat"], capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    size = re.search(r"page size of (\d+) bytes", done.stdout)
+    pages = [int(count) for count in re.findall(FREE_PAGES, done.stdout, re.MULTILINE)]
+    return int(size[1]) * sum(pages) if size and pages else None
 
 
 @contextmanager

@@ -118,7 +118,7 @@ def test_the_plain_caption_names_subject_and_background():
 def test_every_form_of_caption_names_the_subject_and_the_colour_once(subject):
     bare = subject.removeprefix("an ").removeprefix("a ")
     rng = random.Random(0)
-    texts = {caption(subject, "purple", rng) for _ in range(400)}
+    texts = {caption(subject, "purple", rng).lower() for _ in range(400)}
     assert len(texts) > 12
     for text in texts:
         assert text.count(bare) == 1 and text.count("purple") == 1, text
@@ -127,16 +127,23 @@ def test_every_form_of_caption_names_the_subject_and_the_colour_once(subject):
 
 def test_a_white_background_goes_unmentioned():
     rng = random.Random(0)
-    texts = {caption("an owl", None, rng) for _ in range(300)}
+    texts = {caption("an owl", None, rng).lower() for _ in range(300)}
     assert all("owl" in text for text in texts)
-    assert not [text for text in texts for word in ("background", *COLOURS) if word in text]
+    assert not [text for text in texts for word in ("background", *COLOURS) if word in re.findall(r"\w+", text)]
 
 
 def test_about_one_caption_in_twenty_has_a_word_that_means_nothing():
     rng = random.Random(0)
     ordinary = set(re.findall(r"\w+", "a an owl teal on in of front plain flat icon emoji picture background"))
-    odd = sum(bool(set(caption("an owl", "teal", rng).replace(",", "").split()) - ordinary) for _ in range(4000))
+    odd = sum(bool(set(re.findall(r"\w+", caption("an owl", "teal", rng).lower())) - ordinary) for _ in range(4000))
     assert 0.035 < odd / 4000 < 0.065
+
+
+def test_one_caption_in_five_is_written_with_capitals():
+    rng = random.Random(0)
+    texts = [caption("an owl", "teal", rng) for _ in range(4000)]
+    assert 0.17 < sum(text != text.lower() for text in texts) / 4000 < 0.23
+    assert 0.03 < sum(text.endswith(".") for text in texts) / 4000 < 0.07
 
 
 def test_one_seed_gives_one_caption():

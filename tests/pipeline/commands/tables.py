@@ -64,6 +64,8 @@ def write(project: FakeProject, stage_name: str, rows: list[dict[str, Any]], liv
     with Writer(project.folder(stage_name), {"stage": stage_name}) as writer:
         for batch in pa.Table.from_pylist([whole(r) for r in rows], schema=schema).to_batches():
             writer.append(batch)
+        for row in rows if table(stage_name).artifact else ():
+            writer.write_artifact(row[table(stage_name).artifact], lambda path: path.write_bytes(b"a picture") and None)
         writer.finish(wanted, {})
 
 

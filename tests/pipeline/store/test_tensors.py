@@ -119,8 +119,7 @@ def test_a_shard_that_ends_before_its_last_tensor_is_lost_as_a_whole(tmp_path: P
     table = written(tmp_path / "t", *range(6), schema=PAIRS, shard_bytes=2200)
     path = sorted(table.shards.glob("*.arrow"))[0]
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="is cut short"):
-        table.tensors()
+    assert numbers(table.rows()) == [3, 4, 5]
     with Writer(table, {}) as writer:
         assert numbers(writer.stored) == [3, 4, 5]
 

@@ -29,6 +29,7 @@ from stages.text_to_image.families import family
 from stages.models.text.encoder import TextEncoder
 from stages.text_to_image.captions.metadata import read_metadata
 from stages.text_to_image.imaging.decode import open_image
+from pipeline.cli import one_line
 from pipeline.project import config
 TINY = family("tiny")
 WEIGHTS = Path(sys.argv[1])
@@ -48,7 +49,7 @@ for line in sys.stdin:
         READ[kind](Path(at))
         said = "accepted"
     except ValueError as error:
-        said = "refused" if "\n" not in str(error) and len(str(error)) < 2000 else f"long {str(error)!r}"
+        said = "refused" if "\n" not in str(error) and len(one_line(error)) < 2000 else f"long {str(error)!r}"
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, said, flush=True)
 """
 

@@ -107,6 +107,16 @@ def test_of_two_variants_of_the_same_weights_the_plain_one_is_read(tmp_path):
     assert weights.weight_files(tmp_path) == [tmp_path / "model.safetensors"]
 
 
+def test_every_other_file_is_read_where_two_differ_only_in_precision(tmp_path):
+    for name in ("model.safetensors", "model.fp16.safetensors", "other.safetensors", "third.bf16.safetensors"):
+        save_file(arrays(), tmp_path / name)
+    assert [f.name for f in weights.weight_files(tmp_path)] == [
+        "model.safetensors",
+        "other.safetensors",
+        "third.bf16.safetensors",
+    ]
+
+
 def test_eight_bit_weights_are_refused_by_name(tmp_path):
     head = json.dumps({"a.weight": {"dtype": "F8_E4M3", "shape": [4, 3], "data_offsets": [0, 12]}}).encode()
     (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + bytes(12))

@@ -187,6 +187,12 @@ def test_the_chosen_checkpoints_are_wanted_in_order(root: Path, tmp_path: Path, 
     assert wanted.num_rows == len(steps) * 4
 
 
+@pytest.mark.parametrize(("prompts", "drawn"), [(0, PROMPTS), (1, PROMPTS[:1]), (100, PROMPTS)])
+def test_only_the_first_prompts_are_drawn_if_a_number_is_set(root: Path, tmp_path: Path, prompts: int, drawn: list[str]) -> None:
+    wanted = STAGE.wants(context(root, tmp_path, replace(CONFIG, prompts=prompts)))
+    assert list(dict.fromkeys(wanted["prompt"].to_pylist())) == list(drawn)
+
+
 def test_a_step_without_a_checkpoint_is_refused_and_the_steps_with_one_are_named(root: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must be steps with a checkpoint \(10, 20\), got 15"):
         context(root, tmp_path, replace(CONFIG, checkpoints=(10, 15)))

@@ -152,7 +152,8 @@ def test_an_update_that_is_not_finite_ends_the_run_at_once_and_reaches_no_file(k
     run.config = replace(sound, lr=1e30)  # its third step, the last, would be the result
     with pytest.raises(ValueError) as caught:
         run.go()
-    said = "train: stopped at step 3: the update made the adapter infinite, so it is not saved; lower [train] lr (1e+30)"
+    said = "train: stopped at step 3: the update made the adapter or the optimizer's state infinite, so neither is saved; "
+    said += "lower [train] lr (1e+30)"
     assert str(caught.value) == said
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 

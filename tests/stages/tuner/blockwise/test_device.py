@@ -11,7 +11,7 @@ SPARK = {"compute_capability_major": 12, "compute_capability_minor": 1}
 
 
 def test_the_budget_is_the_setting_or_the_devices_memory_less_headroom():
-    assert memory_budget(2.5) == 2_500_000_000
+    assert memory_budget(2.5) == 2_500_000_000 and memory_budget(0) == 0
     assert 0.5 * device_bytes() < memory_budget() < device_bytes()
 
 

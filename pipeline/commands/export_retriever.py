@@ -1,0 +1,97 @@
+"""`latentmill export` of the pipeline retrieval: writes the trained retriever as a folder that other programs load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.commands.adapter_file import DTYPES, Say, check_choice, file_name, silent
+from pipeline.commands.export import WHICH, adapter_of
+from pipeline.options import with_project
+from pipeline.store.disk import atomic_folder
+
+if TYPE_CHECKING:
+    from pipeline.project.project import Project
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "spiece.model")
+
+
+@click.command("export")
+@click.argument("out", required=False, type=click.Path(path_type=Path))
+@click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True, help="The type of the weights.")
+@click.option("--step", type=int, help="Export the checkpoint of this step.  [default: the end of the run]")
+@click.option(
+    "--which",
+    type=click.Choice(list(WHICH)),
+    default="last",
+    show_default=True,
+    help="last: as trained; average: the moving average ([train.ema]); best: highest held-out MRR ([train.validation]).",
+)
+@with_project
+def command(out: Path | None, dtype: str, step: int | None, which: str, project: Project) -> None:
+    """Write the trained retriever as a folder for other programs. OUT is the new folder; without OUT, it is made in exports/ of
+    the project. transformers (T5EncoderModel) and sentence-transformers (MultiVectorEncoder) load it.
+    """
+
+    def say(line: str) -> None:
+        click.echo(line, err=True)
+
+    click.echo(f"wrote {export_retriever(project, out, dtype=dtype, step=step, which=which, say=say)}")
+
+
+def export_retriever(
+    project: Project, out: Path | None, *, dtype: str = "float32", step: int | None = None, which: str = "last", say: Say = silent
+) -> Path:
+    """Write the encoder of `project` with the trained adapter merged into its weights, and its head, as a new folder. Return the
+    path of the folder. `out` is that folder and must not exist; None makes one in exports/ of the project. `dtype` of the weights
+    is "float32", "bfloat16" or "float16". `step` chooses a checkpoint; None takes the end of the run. `which` is "last" (as
+    trained), "average" (the moving average of the weights) or "best" (by held-out MRR). `say` is called with notes for the user,
+    one line each. Raises ValueError if there is no such adapter, if an array of it is missing, or if `out` exists.
+
+    Weights are merged in float32 and rounded once. The folder appears complete or not at all.
+    """
+    import mlx.core as mx
+
+    from stages.models.weights import read_file
+    from stages.retrieval.adapter import merge_all, read_adapter
+
+    check_choice("dtype", dtype, DTYPES)
+    adapter = adapter_of(project, step, say, which)
+    trained = read_file(adapter)[1].get("step", "0")
+    target = out or project.path / "exports" / Path(file_name(project.name, trained, "merged", which)).stem
+    if target.exists():
+        raise ValueError(f"{target} exists; move it away or choose another name")
+    family: Any = project.family
+    base, architecture = project.component("encoder", fetch=False), family.architecture
+    sizes = architecture.sizes(base)
+    weights = architecture.load_weights(base, sizes, mx.float32, family.head_seed)
+    arrays, scales = read_adapter(adapter, architecture.build_encoder(sizes, weights).linears())
+    merged = {name: value.astype(getattr(mx, dtype)) for name, value in merge_all(weights, arrays, scales).items()}
+    with atomic_folder(target) as folder:
+        architecture.write_model(folder, sizes, merged, _settings(project))
+        _copy_tokenizer(project.component("tokenizer", fetch=False), folder)
+    say(f"merged {len(scales)} Linears")
+    return target
+
+
+def _settings(project: Project) -> dict[str, Any]:
+    """Return the settings with which sentence-transformers reads texts as this project does."""
+    tokens: Any = project.config.sections["tokens"]
+    family: Any = project.family
+    lengths = {"query_length": tokens.query_tokens, "document_length": tokens.document_tokens}
+    return lengths | ({"do_lower_case": True} if family.lower_case else {})
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    for name in TOKENIZER:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    settings = folder / "tokenizer_config.json"
+    named = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}  # T5's; every reader pads with <pad>
+    text = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special, **named}, indent=2)
+    settings.write_text(text + "\n", encoding="utf-8")

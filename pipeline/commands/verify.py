@@ -1,0 +1,175 @@
+"""`latentmill verify`: compares all files of a project with their checksums, and makes damaged ones again on request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipeline.options import with_project
+from pipeline.terminal import ProgressCallback
+
+if TYPE_CHECKING:
+    from pipeline.project.project import Project
+    from pipeline.store.table import TableFolder
+
+DAMAGED = 1  # the exit code if something is damaged
+NAMED = 3  # rows that a line names
+
+
+@click.command("verify")
+@click.option("--repair", is_flag=True, help="Remove damaged rows and files, and run the stages that make them again.")
+@with_project
+def command(repair: bool, project: Project) -> int:
+    """Compare all files of a project with their checksums. The files are shards, rows, checkpoints, adapters, previews and
+    weights. A line names each damaged file, the rows in it, and the tables made from them. The exit code is 1 if a file is
+    damaged, and with --repair if one could not be made again.
+    """
+    found = list(find_damage(project, say=click.echo))
+    for finding in found:
+        click.echo(str(finding))
+    if repair and found:
+        repair_project(project, found, say=click.echo, progress=True)
+        project.refresh()
+        found = list(find_damage(project))
+        for finding in found:
+            click.echo(f"still damaged: {finding}")
+    if found:
+        click.echo(f"{len(found)} damaged" + ("" if repair else f"; run: latentmill verify --repair --project {project.path}"))
+        return DAMAGED
+    click.echo("everything that has a checksum agrees with it")
+    return 0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A damaged file of a project. `table` is the table that it belongs to, or "weights". `folder` is the table's folder, and
+    `file` is the file's path relative to it. `problem` says what is wrong. `rows` are the keys of the rows that it damages.
+    `affects` names the tables made from this one.
+    """
+
+    table: str
+    folder: Path
+    file: str
+    problem: str
+    rows: tuple[str, ...] = ()
+    affects: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return one line for the user."""
+        line = f"{self.table}: {self.folder / self.file} {self.problem}"
+        if self.rows:
+            more = f" and {len(self.rows) - NAMED} more" if len(self.rows) > NAMED else ""
+            line += f"; rows {', '.join(self.rows[:NAMED])}{more}"
+        return line + (f"; used by {', '.join(self.affects)}" if self.affects else "")
+
+
+def find_damage(project: Project, say: Callable[[str], None] = lambda line: None) -> Iterator[Finding]:
+    """Read all files of `project` and yield what is damaged. Files without a checksum get one, unless they are damaged. `say` is
+    called with a line for each table that is being written and therefore left out.
+    """
+    from pipeline.store.lock import lock_holder
+    from pipeline.store.table import TableFolder
+    from pipeline.store.verify import examine
+
+    for name in project.stage_names:
+        affected = tuple(_made_from(project, name))
+        for path in sorted((project.path / "tables" / name).glob("[!.]*/")):
+            table = TableFolder(path, project.stage(name).writes)
+            if holder := lock_holder(path / "lock"):
+                say(f"{name}: {path} is left out: it is being written by {holder}")
+                continue
+            found = [Finding(name, path, each.file, each.problem, each.keys, affected) for each in examine(table)]
+            found += _damaged_results(project, table, {each.file for each in found}, affected)
+            yield from found
+            if not found and table.has_current_columns:
+                _record(table)
+    yield from _damaged_weights(project)
+
+
+def _made_from(project: Project, name: str) -> Iterator[str]:
+    """Yield the built tables that are made from the table `name`, directly or through others."""
+    for other in project.stage_names:
+        if name in project.pipeline.upstream(other) and any((project.path / "tables" / other).glob("*/manifest.json")):
+            yield other
+
+
+def _damaged_results(project: Project, table: TableFolder, known: set[str], affects: tuple[str, ...]) -> Iterator[Finding]:
+    """Yield the damaged checkpoints and adapters of a training run. The run's own state.json files hold their sha256. `known` are
+    the files that are already known to be damaged.
+    """
+    from stages.tuner import checkpoint
+
+    artifacts, name = table.folder / "artifacts", table.schema.name
+    if not (artifacts / checkpoint.FOLDER).is_dir():
+        return
+    for step, problem in sorted(checkpoint.damaged_checkpoints(artifacts).items()):
+        file = f"artifacts/{checkpoint.FOLDER}/step-{step:06d}/{checkpoint.STATE}"
+        if not any(each.startswith(file.rpartition("/")[0]) for each in known):
+            yield Finding(name, table.folder, file, f"or a file beside it is damaged: {problem}", (), affects)
+    results = [artifacts / each for each in (checkpoint.ADAPTER, checkpoint.EMA, checkpoint.BEST)]
+    if not results[0].exists() and table.exists and project.stage(name).result == checkpoint.ADAPTER:
+        yield Finding(name, table.folder, f"artifacts/{checkpoint.ADAPTER}", "is missing", (), affects)
+    saved = [one.folder / file for one in checkpoint.find_checkpoints(artifacts) for file in one.state["files"]]
+    for path in [*results, *saved]:
+        file = path.relative_to(table.folder).as_posix()
+        if path.is_file() and file not in known and (problem := checkpoint.adapter_damage(path)):
+            yield Finding(name, table.folder, file, problem, (), affects)
+
+
+def _damaged_weights(project: Project) -> Iterator[Finding]:
+    """Yield the weight files whose bytes have changed although size and time of change are those that were hashed."""
+    from stages.hashing import file_sha256
+
+    for name, (*stamp, digest) in project.hashes.known["files"].items():
+        path = Path(name)
+        if not path.is_file() or [(stat := path.stat()).st_size, stat.st_mtime_ns, stat.st_ino] != stamp:
+            continue  # replaced since it was hashed: its tables get another recipe
+        if file_sha256(path) != digest:
+            yield Finding("weights", path.parent, path.name, "differs from its sha256; fetch it again")
+
+
+def _record(table: TableFolder) -> None:
+    """Record the checksums of what has none in a table without damage."""
+    from pipeline.store.writer import Writer
+
+    with Writer(table, table.manifest()["recipe"]) as writer:
+        writer.record_checksums()
+
+
+def repair_project(
+    project: Project,
+    found: Iterable[Finding],
+    say: Callable[[str], None] = lambda line: None,
+    progress: ProgressCallback | bool = False,
+) -> None:
+    """Remove the damaged rows and files `found`, and run the stages that make them again. `say` is called with a line per
+    table. Tables of other settings only lose their damaged rows: the next run with these settings makes them again. Damaged
+    weights are left as they are.
+    """
+    from pipeline import runner
+    from pipeline.store.table import TableFolder
+    from pipeline.store.writer import Writer
+    from pipeline.terminal import console_for
+
+    for name in project.stage_names:
+        folders = {each.folder for each in found if each.table == name}
+        for folder in sorted(folders):
+            own = [each for each in found if each.folder == folder]
+            table = TableFolder(folder, project.stage(name).writes)
+            recipe = table.manifest()["recipe"] if table.exists else {}
+            with Writer(table, recipe) as writer:
+                keys = {key for each in own for key in each.rows} if table.schema.tensors else set()
+                writer.remove([each.file for each in own if each.file.startswith(("artifacts/", "shards/"))], keys)
+        project.refresh()
+        try:
+            current = project.current(name).folder
+        except ValueError:  # an input is missing: the stage is not built
+            continue
+        if current in folders:
+            with console_for(name, progress) as console:
+                say(f"{name}: {runner.run(project.allow_downloads(), name, console).written} rows were made again")
+                runner.repair(project, name, console)

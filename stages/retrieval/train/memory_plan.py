@@ -1,0 +1,99 @@
+"""Which memory a run needs, and the plan that fits, before a weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from stages.models.t5.architecture import RetrieverArchitecture
+from stages.models.t5.config import T5Config
+from stages.retrieval.train.config import TrainConfig, bits_of
+from stages.retrieval.train.dataset import Dataset
+from stages.retrieval.train.objective import zero_inputs
+from stages.retrieval.train.reader import DOCUMENT_STEP, QUERY_STEP
+from stages.tuner.adapters.stacks import Stacks
+from stages.tuner.blockwise import planner
+from stages.tuner.blockwise.device import memory_budget
+from stages.tuner.blockwise.planner import Estimate
+from stages.tuner.checkpoint import Checkpoint
+from stages.tuner.memory_plan import GB, Candidate, MemoryPlan, best_candidate, cheapest_remedy, plan_run
+from stages.tuner.step import build_optimizer, choose_targets
+
+LOSS_WORK = 3  # copies of the similarities of all tokens of a batch while the loss is differentiated
+
+
+class MemoryEstimator:
+    """An estimator of the bytes that training with given settings needs. It uses only the shapes of the encoder's weights."""
+
+    def __init__(
+        self, config: TrainConfig, architecture: RetrieverArchitecture, sizes: T5Config, longest: tuple[int, int]
+    ) -> None:
+        """Prepare estimates for the settings [train] `config`. `longest` is the number of tokens of the longest query and of the
+        longest document. No weight is read.
+        """
+        self.config, self.architecture, self.sizes = config, architecture, sizes
+        self.query, self.document = (-(-n // step) * step for n, step in zip(longest, (QUERY_STEP, DOCUMENT_STEP), strict=True))
+        self.dtype: Any = getattr(mx, config.precision)
+        self.meta_model = architecture.meta_encoder(sizes, self.dtype)
+        linears = self.meta_model.linears()
+        shapes = {n: (s, bits_of(n.removesuffix(".weight"), config)) for n, s in sizes.shapes().items()}
+        packed = [found for n, found in shapes.items() if n.removesuffix(".weight") in linears]
+        self.weights = planner.weight_bytes(shapes.values(), self.dtype.size)
+        self.unpacked = planner.unpacked_bytes(packed, self.dtype.size)
+        self.targets = choose_targets(linears, config)
+        adapter = {t.name + end: mx.zeros(shape) for t in self.targets for end, shape in t.shapes.items()}
+        optimizer, stacks = build_optimizer(config), Stacks.of(adapter)
+        self.update = optimizer.working_bytes(stacks)
+        self.state = sum(value.nbytes for value in optimizer.init(stacks).values())
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of one pair, padding included."""
+        return self.query + (1 + self.config.hard_negatives) * self.document
+
+    def estimate(self, samples: int) -> Estimate:
+        """Estimate the memory of a run in bytes. `samples` is the number of pairs that are computed at once."""
+        c, documents = self.config, 1 + self.config.hard_negatives
+        inputs = zero_inputs(samples, documents, self.query, self.document)
+        vectors = 4 * c.batch_size * self.tokens * self.sizes.dimensions
+        similarities = 4 * c.batch_size**2 * documents * self.query * self.document
+        scores = samples * documents * self.sizes.num_heads * self.document**2 * self.dtype.size
+        work = LOSS_WORK * (vectors + similarities)
+        whole = samples >= c.batch_size
+        kept = self.state + (work if whole else 2 * vectors)
+        more = {"unpacked": self.unpacked, "scores": scores, "validation": 0 if whole else work}
+        return planner.estimate(self.meta_model, inputs, self.weights, self.targets, kept, optimizer_work=self.update, **more)
+
+    def best(self, limit: int, begun: Any = None) -> Candidate:
+        """Choose how many pairs are computed at once, and which blocks keep their activations, within `limit` bytes."""
+        return best_candidate(self.config, self.config.batch_size, self.estimate, limit, begun)
+
+
+def choose(
+    config: TrainConfig,
+    architecture: RetrieverArchitecture,
+    sizes: T5Config,
+    data: Dataset,
+    start: Checkpoint | None,
+    say: Callable[[str], None],
+) -> MemoryPlan:
+    """Choose the memory plan of a run and print it with `say`. `start` is the checkpoint to continue from, or None. Raises
+    ValueError if no plan fits into memory. The message names settings that would fit.
+    """
+    limit = memory_budget(config.memory_gb)
+
+    def candidate(settings: TrainConfig) -> Candidate:
+        return MemoryEstimator(settings, architecture, sizes, data.longest).best(limit)
+
+    estimator = MemoryEstimator(config, architecture, sizes, data.longest)
+    found = estimator.best(limit, start.state.get("plan") if start else None)
+    if found.needs > limit:
+        remedy = cheapest_remedy(config, config.batch_size, candidate, limit)
+        advice = f"{remedy} would need {remedy.needs / GB:.3g} GB" if remedy.settings else "no setting would need less"
+        raise ValueError(
+            f"train: plan {found.plan} needs about {found.needs / GB:.3g} GB for {config.batch_size} pairs, more than the "
+            f"{limit / GB:.3g} GB that training may take: {advice}"
+        )
+    return plan_run(config, found, estimator.tokens, limit, start, say)

@@ -1,0 +1,124 @@
+"""The loss of a batch of pairs: MaxSim or XTR scores of every query with every document, and InfoNCE over them.
+
+B pairs, M documents of a pair, N = B M documents, Q tokens of a query, K tokens of a document, E width of a vector.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from stages.models.t5.encoder import T5
+from stages.retrieval.train.config import LossConfig
+from stages.retrieval.train.reader import PairBatch
+from stages.tuner.contrastive import late_interaction as late
+from stages.tuner.task import Division, Term
+
+Vectors = list[mx.array]  # of the queries (B, Q, E), and of the documents (B M, K, E), pair by pair
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """The contrastive objective. Every query of a batch is compared with every document of it. `loss` holds the settings
+    [train.loss]. `separable` is False: a batch is divided by GradCache.
+    """
+
+    loss: LossConfig
+    separable: bool = False
+
+    def terms(self, model: T5, batch: PairBatch) -> Iterator[Term]:
+        """Yield the loss of a batch. Its rows also get the rank of the own document and the hardest other document."""
+        c = self.loss
+        numbers = {"temperature": mx.array(c.temperature), "margin": mx.array(c.margin)}
+        numbers["margin_weight"] = mx.array(c.margin_weight)
+        function = training_loss(c.kind, c.form == "mean", c.symmetric, c.top_k, c.margin_weight > 0)
+        yield _term(batch, functools.partial(function, **_arrays(batch), **numbers))
+
+    def validation_term(self, model: T5, batch: PairBatch) -> Term:
+        """Return the term that measures held-out pairs: 1 minus the reciprocal rank of the own document, by MaxSim."""
+        return _term(batch, functools.partial(ranking_loss, **_arrays(batch)))
+
+
+def _term(batch: PairBatch, loss: Callable[..., dict[str, mx.array]]) -> Term:
+    names = [str(text) for text in batch.texts_BM.T.ravel()]
+    return Term(_inputs(batch), loss, names={"hardest_id": names}, division=Division(functools.partial(_parts, batch), _join))
+
+
+def _inputs(batch: PairBatch) -> dict[str, Any]:
+    """Return the encoder's inputs: queries and documents as two parts that pass through the blocks together."""
+    K = batch.document_BMK.shape[-1]
+    ids = [mx.array(batch.query_BQ), mx.array(batch.document_BMK.reshape(-1, K))]
+    real = [mx.array(batch.query_real_BQ), mx.array(batch.document_real_BMK.reshape(-1, K))]
+    return {"ids": ids, "real": real}
+
+
+def _parts(batch: PairBatch, samples: int) -> list[dict[str, Any]]:
+    count = len(batch.samples)
+    return [_inputs(batch.select(start, min(start + samples, count))) for start in range(0, count, samples)]
+
+
+def _join(parts: Sequence[Vectors]) -> Vectors:
+    return [mx.concatenate(list(each)) for each in zip(*parts, strict=True)]
+
+
+def _arrays(batch: PairBatch) -> dict[str, Any]:
+    """Return what a loss needs besides vectors: which tokens are real, and which documents are no negatives of which query.
+
+    Documents are ordered with all own documents first, then the first negatives of all pairs, and so on.
+    """
+    K = batch.document_BMK.shape[-1]
+    real_NK = batch.document_real_BMK.swapaxes(0, 1).reshape(-1, K)
+    same_BN = late.same_group(batch.groups_B.tolist(), batch.document_groups_BM.T.ravel().tolist())
+    empty_N = ~mx.any(mx.array(real_NK), axis=1)  # stands for a hard negative that a pair does not have
+    return {"query_real": mx.array(batch.query_real_BQ), "document_real": mx.array(real_NK), "same": same_BN | empty_N[None]}
+
+
+def _own_first(document_NKE: mx.array, pairs: int) -> mx.array:
+    """Return the documents, given pair by pair, with all own documents first, then the first negatives, and so on."""
+    N, K, E = document_NKE.shape
+    return document_NKE.reshape(pairs, N // pairs, K, E).swapaxes(0, 1).reshape(N, K, E)
+
+
+@functools.cache
+def training_loss(kind: str, mean: bool, symmetric: bool, top_k: int, with_margin: bool) -> Callable[..., dict[str, mx.array]]:
+    """Return the loss function of [train.loss]. Equal settings give the same function, which is compiled once."""
+
+    def loss(
+        vectors: Vectors,
+        query_real: mx.array,
+        document_real: mx.array,
+        same: mx.array,
+        temperature: mx.array,
+        margin: mx.array,
+        margin_weight: mx.array,
+    ) -> dict[str, mx.array]:
+        query_BQE, document_NKE = vectors[0], _own_first(vectors[1], len(vectors[0]))
+        if kind == "xtr":
+            scores_BN = late.xtr_scores(query_BQE, query_real, document_NKE, document_real, top_k)
+        else:
+            scores_BN = late.maxsim(query_BQE, query_real, document_NKE, document_real, mean)
+        loss_B = late.info_nce(scores_BN, temperature, same, symmetric)
+        if with_margin:
+            loss_B = loss_B + margin_weight * late.margin_loss(scores_BN, margin, same)
+        return {"loss": loss_B, **late.in_batch_rows(scores_BN, same)}
+
+    return loss
+
+
+def ranking_loss(vectors: Vectors, query_real: mx.array, document_real: mx.array, same: mx.array) -> dict[str, mx.array]:
+    """Return 1 minus the reciprocal rank of each query's own document, by the mean form of MaxSim, and what rows hold of it."""
+    scores_BN = late.maxsim(vectors[0], query_real, _own_first(vectors[1], len(vectors[0])), document_real)
+    rows = late.in_batch_rows(scores_BN, same)
+    return {"loss": 1 - 1 / rows["rank"].astype(mx.float32), **rows}
+
+
+def zero_inputs(samples: int, documents: int, query: int, document: int) -> dict[str, Any]:
+    """Return inputs of zeros, to estimate memory. `documents` is the number of documents per pair. `query` and `document` are
+    numbers of tokens.
+    """
+    shapes = (samples, query), (samples * documents, document)
+    return {"ids": [mx.zeros(s, mx.int32) for s in shapes], "real": [mx.ones(s, mx.bool_) for s in shapes]}

@@ -1,0 +1,120 @@
+"""Read batches of pairs: token ids from disk, padded, as arrays in host memory.
+
+B pairs, M documents of a pair (its own, then hard negatives), Q tokens of a query, K tokens of a document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from schemas.retrieval.tokens import TOKENS
+from stages.retrieval.train.dataset import Dataset, Pair
+from stages.stage import StageContext, TensorReader
+
+QUERY_STEP, DOCUMENT_STEP = 16, 32  # texts are padded to multiples of these: few shapes, so a GPU compiles few kernels
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One pair of a step. `epoch` counts complete passes over the pairs from 0."""
+
+    pair: Pair
+    epoch: int = 0
+
+
+@dataclass
+class PairBatch:
+    """Pairs that are compared with each other. `query_BQ` and `document_BMK` are int32 token ids; 0 is padding. `query_real_BQ`
+    and `document_real_BMK` are False for padding. The first document of a pair is its own. A pair with fewer hard negatives than
+    others has empty documents, of which no token is real. `groups_B` and `document_groups_BM` number the duplicate groups.
+    `texts_BM` holds the keys of the documents.
+    """
+
+    samples: Sequence[Sample]
+    query_BQ: np.ndarray  # noqa: N815
+    query_real_BQ: np.ndarray  # noqa: N815
+    document_BMK: np.ndarray  # noqa: N815
+    document_real_BMK: np.ndarray  # noqa: N815
+    groups_B: np.ndarray  # noqa: N815
+    document_groups_BM: np.ndarray  # noqa: N815
+    texts_BM: np.ndarray  # noqa: N815
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of one pair, padding included: its query and all its documents."""
+        return int(self.query_BQ.shape[1] + self.document_BMK.shape[1] * self.document_BMK.shape[2])
+
+    def select(self, start: int, stop: int) -> PairBatch:
+        """Return a new batch with the pairs from index `start` up to, but not including, index `stop`."""
+        return replace(self, **{name: value[start:stop] for name, value in vars(self).items()})
+
+
+class PairReader:
+    """A reader of batches from the table `tokens`."""
+
+    def __init__(self, ctx: StageContext, data: Dataset, negatives: int) -> None:
+        """Open the table. `negatives` is the number of hard negatives per pair."""
+        self.tokens: TensorReader = ctx.tensors(TOKENS)
+        self.data, self.negatives = data, negatives
+
+    def prefetch(self, samples: Iterable[Sample]) -> None:
+        """Start reading the token ids of `samples` from disk. Those that were announced earlier may be released."""
+        self.tokens.ahead(sorted({text for sample in samples for text in sample.pair.texts}))
+
+    def read(self, step: int, samples: Sequence[Sample]) -> PairBatch:
+        """Read the token ids of `samples` as one batch. `step` is not used."""
+        pairs = [sample.pair for sample in samples]
+        M = 1 + self.negatives
+        texts = [([pair.text_id, *pair.negatives] + [""] * M)[:M] for pair in pairs]
+        query_BQ, query_real_BQ = padded([self.tokens.read(pair.query_id) for pair in pairs], QUERY_STEP)
+        flat = [self.tokens.read(text) if text else np.zeros(0, np.int32) for each in texts for text in each]
+        document, real = padded(flat, DOCUMENT_STEP)
+        numbers: dict[str, int] = {}
+        groups_BM = [[self._group(text, numbers) for text in each] for each in texts]
+        return PairBatch(
+            list(samples),
+            query_BQ,
+            query_real_BQ,
+            document.reshape(len(pairs), M, -1),
+            real.reshape(len(pairs), M, -1),
+            np.array([numbers.setdefault(pair.group, len(numbers)) for pair in pairs], np.int32),
+            np.array(groups_BM, np.int32),
+            np.array(texts),
+        )
+
+    def _group(self, text: str, numbers: dict[str, int]) -> int:
+        """Return the number of a document's group within the batch. A document that answers no pair is a group of its own."""
+        name = self.data.groups.get(text, f"text {text}")
+        return numbers.setdefault(name, len(numbers))
+
+
+def padded(many: Sequence[np.ndarray], step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return token ids as one int32 array padded with 0, and which of them are real. The length is a multiple of `step`."""
+    length = -(-max(len(ids) for ids in many) // step) * step
+    ids_NL, real_NL = np.zeros((len(many), length), np.int32), np.zeros((len(many), length), bool)
+    for row, ids in enumerate(many):
+        ids_NL[row, : len(ids)] = ids
+        real_NL[row, : len(ids)] = True
+    return ids_NL, real_NL
+
+
+class HeldOutPairs:
+    """The held-out pairs of a run, as one batch: every query is ranked against the documents of all of them."""
+
+    def __init__(self, ctx: StageContext, data: Dataset) -> None:
+        self.ctx, self.data = ctx, data
+
+    @property
+    def count(self) -> int:
+        """The number of held-out pairs."""
+        return len(self.data.held)
+
+    def micro_batches(self) -> Iterator[PairBatch]:
+        """Read the held-out pairs from disk and yield them as one batch. The table is opened separately from that of training,
+        whose reader releases memory at another pace.
+        """
+        reader = PairReader(self.ctx, self.data, 0)
+        yield reader.read(0, [Sample(pair) for pair in self.data.held])

@@ -1,0 +1,65 @@
+"""The stage train: an adapter and the head of a retriever, by a contrastive loss. One row per pair of a step.
+
+The training loop is `stages.tuner.loop`; its task is `task.PairTask`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from schemas.retrieval.negatives import NEGATIVES
+from schemas.retrieval.pairs import PAIRS
+from schemas.retrieval.tokens import TOKENS
+from schemas.retrieval.train import TRAIN
+from stages.hashing import file_sha256
+from stages.retrieval.train.config import TrainConfig
+from stages.retrieval.train.dataset import load_dataset
+from stages.retrieval.train.task import PairTask
+from stages.stage import Stage, StageContext
+from stages.tuner import loop
+from stages.tuner.checkpoint import ADAPTER
+from stages.tuner.control import Control
+from stages.tuner.rows import wanted_rows
+
+
+def wanted_samples(ctx: StageContext) -> pa.Table:
+    """Return a table with one row for every pair that the run trains on or measures: `step`, `split` and `sample`."""
+    task = PairTask(ctx)
+    return wanted_rows(task, loop.last_step(task, ctx.stored))
+
+
+def snapshot(ctx: StageContext) -> pa.Table:
+    """Return a table of everything that the run depends on: its pairs with their duplicate groups and hard negatives, which of
+    them are held out, and the initial adapter. Raises ValueError if the file of the initial adapter is missing.
+    """
+    data = load_dataset(ctx, ctx.config)
+    rows = [("train", p.query_id, p.text_id, p.group, " ".join(p.negatives)) for p in data.trained]
+    rows += [("held out", p.query_id, p.text_id, p.group, "") for p in data.held]
+    if ctx.config.initial:
+        file = ctx.root / ctx.config.initial
+        if not file.is_file():
+            raise ValueError(f"[train] initial: there is no file {file}")
+        rows.append(("initial", file_sha256(file), "", "", ""))
+    names = ("use", "query_id", "text_id", "group", "negatives")
+    return pa.table({name: [row[n] for row in rows] for n, name in enumerate(names)})
+
+
+def train(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+    """Train from the newest checkpoint to the last step, and yield the rows of each step as record batches."""
+    control = Control(ctx, ctx.config)  # first, so that a `stop` that appears while tables are read takes effect
+    yield from loop.train(ctx, PairTask(ctx), control)
+
+
+STAGE = Stage(
+    reads=(TOKENS, PAIRS, NEGATIVES),
+    writes=TRAIN,
+    config=TrainConfig,
+    needs=("family", "encoder"),
+    wants=wanted_samples,
+    run=train,
+    snapshot=snapshot,
+    divisible=False,
+    result=ADAPTER,
+)

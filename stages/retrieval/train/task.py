@@ -1,0 +1,144 @@
+"""The task of training a retriever, which the training loop in `stages.tuner` runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import mlx.core as mx
+import pyarrow as pa
+
+from schemas.retrieval.train import TRAIN
+from stages.models.t5.config import T5Config
+from stages.models.t5.encoder import T5
+from stages.retrieval.adapter import read_adapter
+from stages.retrieval.train import memory_plan
+from stages.retrieval.train.config import TrainConfig, bits_of
+from stages.retrieval.train.dataset import Dataset, load_dataset
+from stages.retrieval.train.objective import Contrast
+from stages.retrieval.train.reader import HeldOutPairs, PairReader, Sample
+from stages.stage import StageContext
+from stages.tuner.checkpoint import Checkpoint
+from stages.tuner.memory_plan import MemoryPlan
+from stages.tuner.order import Order
+from stages.tuner.quantize import pack_if_possible
+from stages.tuner.step import choose_targets
+from stages.tuner.task import InitialAdapter
+
+POOLS = 8  # most groups of documents of similar length
+POOL_BATCHES = 4  # batches that a group has at least, so that its pairs meet in ever new batches
+
+
+class PairTask:
+    """The task of training an adapter and the head of a retriever on pairs. It implements `stages.tuner.task.Task`."""
+
+    def __init__(self, ctx: StageContext, data: Dataset | None = None) -> None:
+        """Prepare the run that `ctx` describes. `data` is the dataset if it is already loaded; None loads it. Raises ValueError
+        if the tables or settings leave nothing to train on.
+        """
+        config: TrainConfig = ctx.config
+        self.ctx, self.config = ctx, config
+        self.family = ctx.need("family")
+        self.data = data or load_dataset(ctx, config)
+        pools = length_pools([pair.length for pair in self.data.trained], config.batch_size)
+        self.order = Order(pools, config.batch_size, config.seed, config.accumulate)
+        self.held_out = HeldOutPairs(ctx, self.data) if config.validation else None
+        self.objective = Contrast(config.loss)
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The Arrow schema of the rows of the table `train`."""
+        schema: pa.Schema = TRAIN.batch
+        return schema
+
+    @functools.cached_property
+    def sizes_of_model(self) -> T5Config:
+        """The sizes of the encoder and its head."""
+        found: T5Config = self.family.architecture.sizes(self.ctx.need("encoder"))
+        return found
+
+    @functools.cached_property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """The shape (outputs, inputs) of every Linear of the encoder and its head, by name."""
+        found: dict[str, tuple[int, int]] = self.family.architecture.meta_encoder(self.sizes_of_model, mx.float32).linears()
+        return found
+
+    @functools.cached_property
+    def metadata(self) -> Mapping[str, str]:
+        """Entries for the headers of adapter files: the family, and the names of all trained Linears, so that a reader can tell
+        if one is missing.
+        """
+        names = [target.name for target in choose_targets(self.linears, self.config)]
+        return {"family": self.family.name, "linears": json.dumps(names)}
+
+    def sizes(self, step: int) -> list[int]:
+        """Return the number of pairs in each batch of step `step` (from 1). All batches are full."""
+        return [self.config.batch_size] * self.config.accumulate
+
+    def draw(self, step: int) -> list[list[Sample]]:
+        """Draw the pairs of step `step` (from 1), as one list per batch."""
+        return [[Sample(self.data.trained[row], batch.epoch) for row in batch.rows] for batch in self.order.step(step)]
+
+    def reader(self) -> PairReader:
+        """Return a new reader of batches."""
+        return PairReader(self.ctx, self.data, self.config.hard_negatives)
+
+    def row(self, sample: Sample) -> dict[str, Any]:
+        """Return the columns of the table `train` that describe `sample`, by column name."""
+        pair = sample.pair
+        return {"epoch": sample.epoch, "pair_id": pair.pair_id, "query_id": pair.query_id, "text_id": pair.text_id}
+
+    def warnings(self) -> Iterator[str]:
+        """Yield a line for each setting that is rarely intended."""
+        if self.config.accumulate > 1:
+            yield (
+                "accumulate compares the pairs of each batch alone; raise batch_size and set micro_batch to compare more"
+                " pairs in the same memory"
+            )
+        if self.config.loss.form == "sum" and self.config.loss.temperature < 0.2:
+            yield f'form = "sum" wants a temperature of about 1, got {self.config.loss.temperature:g}'
+
+    def description(self) -> str:
+        """Return one line with the number of pairs, of packages of length, and of held-out pairs."""
+        line = f"{len(self.data.trained)} pairs, {self.order.per_epoch:.1f} batches per epoch"
+        if self.config.hard_negatives:
+            given = sum(len(pair.negatives) for pair in self.data.trained)
+            line += f", {given} hard negatives"
+        return line + (f"; {len(self.data.held)} pairs are held out" if self.data.held else "")
+
+    def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
+        """Choose the memory plan of the run. The arguments are those of `Task.memory_plan`."""
+        config = dataclasses.replace(self.config, memory="auto") if recorded else self.config
+        return memory_plan.choose(config, self.family.architecture, self.sizes_of_model, self.data, start, self.ctx.say)
+
+    def initial_adapter(self) -> InitialAdapter | None:
+        """Read the adapter file of the setting [train] `initial`. If the setting is empty, the result is None."""
+        if not self.config.initial:
+            return None
+        return read_adapter(self.ctx.root / self.config.initial, self.linears)
+
+    def load_model(self) -> T5:
+        """Load the frozen encoder with its head. Weights of blocks are packed to the bits that [train] sets."""
+        architecture, sizes = self.family.architecture, self.sizes_of_model
+        dtype = getattr(mx, self.config.precision)
+        weights: dict[str, Any] = architecture.load_weights(self.ctx.need("encoder"), sizes, dtype, self.family.head_seed)
+        for name in self.linears:
+            weights[f"{name}.weight"] = pack_if_possible(weights[f"{name}.weight"], bits_of(name, self.config))
+        model: T5 = architecture.build_encoder(sizes, weights)
+        return model
+
+
+def length_pools(lengths: list[int], batch_size: int) -> list[int]:
+    """Return a number for each row: rows with one number are in one batch. `lengths` holds the length of each row. Rows of
+    similar length get one number, so that batches have little padding. Every number has at least four batches of rows, if there
+    are so many rows.
+    """
+    pools = max(1, min(POOLS, len(lengths) // (POOL_BATCHES * batch_size)))
+    ranked = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))
+    found = [0] * len(lengths)
+    for place, row in enumerate(ranked):
+        found[row] = place * pools // len(lengths)
+    return found

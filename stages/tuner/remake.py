@@ -1,0 +1,87 @@
+"""Makes damaged checkpoints again, by training from the checkpoint before them with the same samples."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from stages.hashing import file_sha256
+from stages.tuner import checkpoint
+from stages.tuner.adapters.targets import adapter_metadata
+from stages.tuner.blockwise.device import limit_command_buffers
+from stages.tuner.checkpoint import ADAPTER, Checkpoint
+from stages.tuner.loader import Loader
+from stages.tuner.loop import load_training
+from stages.tuner.replay import checkpoint_before, recorded_plan
+from stages.tuner.rows import rows_table
+from stages.tuner.task import Row, Task, TrainingContext
+from stages.tuner.validation import TRAIN
+
+
+def remake_checkpoints(ctx: TrainingContext, task: Task[Any, Any]) -> Iterator[str]:
+    """Make every damaged checkpoint of a finished run again, oldest first, and yield a line for each. If the new adapter differs
+    from the recorded sha256, or from an adapter file that is still there, nothing is written. That happens on another machine.
+    """
+    for step, problem in sorted(checkpoint.damaged_checkpoints(ctx.artifacts).items()):
+        folder = ctx.artifacts / checkpoint.FOLDER / f"step-{step:06d}"
+        with tempfile.TemporaryDirectory(prefix="latentmill-") as temporary:
+            made = _train_to(ctx, task, step, partial(_write_below, Path(temporary)))
+            expected = _recorded_adapter(ctx.artifacts, step)
+            if expected not in ("", made.state["files"][ADAPTER]["sha256"]):
+                yield f"the checkpoint of step {step} cannot be made again: training gives other values ({problem})"
+                continue
+            for name in (*made.state["files"], checkpoint.STATE):
+                ctx.write_artifact(f"{checkpoint.FOLDER}/{folder.name}/{name}", partial(shutil.copyfile, made.folder / name))
+        yield f"the checkpoint of step {step} was made again"
+    saved = checkpoint.find_checkpoints(ctx.artifacts)
+    if saved:
+        checkpoint.prune(ctx.artifacts, saved[0].step, task.config.keep_states)
+
+
+def _train_to(ctx: TrainingContext, task: Task[Any, Any], step: int, write: checkpoint.WriteArtifact) -> Checkpoint:
+    """Train from the newest intact checkpoint before `step` to `step`, and write the checkpoint there with `write`."""
+    checkpoints = checkpoint.find_checkpoints(ctx.artifacts)
+    start = checkpoint_before(checkpoints, step)
+    limit_command_buffers()  # before the first MLX operation
+    plan = recorded_plan(task, start or (checkpoints[-1] if checkpoints else None), start)
+    training, schedule = load_training(task, start, plan), task.config.learning_rate()
+    skipped = start.state["skipped"] if start else 0
+    for at, batches, _ in Loader(task, range(start.step + 1 if start else 1, step + 1)):
+        result = training.step(batches, schedule.at(at))
+        skipped = 0 if result.finite else skipped + 1
+        ctx.progress(at, step, "steps")
+    before = max((saved.step for saved in checkpoints if saved.step < step), default=-1)
+    rows: list[Row] = [row for row in ctx.stored.to_pylist() if before < row["step"] <= step]
+    rows.sort(key=lambda row: (row["step"], row["split"] != TRAIN, row["sample"]))
+    facts = {"skipped": skipped, "plan": training.plan, "max_tokens": training.max_tokens}
+    table = rows_table(task.schema, rows)
+    metadata = _recorded_metadata(checkpoints) or {**ctx.provenance, **task.metadata, **adapter_metadata(training.targets)}
+    return checkpoint.save(write, step, training.adapter, training.state, table, metadata, facts, training.average)
+
+
+def _recorded_metadata(checkpoints: list[Checkpoint]) -> dict[str, str]:
+    """Return what the run wrote into the headers of its adapters, without the step; {} if no adapter is intact."""
+    for saved in checkpoints:
+        if saved.intact(ADAPTER):
+            return {key: value for key, value in checkpoint.header_metadata(saved.folder / ADAPTER).items() if key != "step"}
+    return {}
+
+
+def _recorded_adapter(artifacts: Path, step: int) -> str:
+    """Return the sha256 that the adapter of a damaged checkpoint must have; "" if it is not known."""
+    for saved in checkpoint.find_checkpoints(artifacts):
+        if saved.step == step:
+            return str(saved.state["files"][ADAPTER]["sha256"])
+    path = artifacts / checkpoint.FOLDER / f"step-{step:06d}" / ADAPTER
+    return file_sha256(path) if path.is_file() and checkpoint.header_step(path) == step else ""
+
+
+def _write_below(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path)
+    return path

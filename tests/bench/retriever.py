@@ -1,0 +1,151 @@
+"""Training and encoding of a retriever of T5-base size, in MLX and in PyTorch: `python -m tests.bench.retriever --help`.
+
+Weights and token ids are random, because time and memory depend on shapes alone. Every case runs in a process of its own and
+gives one row of JSON. All tokens are real: 32 of a query, 256 of a document, in bfloat16.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+import stages  # noqa: F401  (before mlx.core)
+from tests.bench.environment import describe
+from tests.bench.retriever_cases import DIMENSIONS, LIMIT_S, SIZES, TARGETS, TORCH_PLANS, RetrieverCase, comparison
+
+
+def time_calls(call: Callable[[], Any], count: int) -> dict[str, float]:
+    """Call `call` count + 3 times. Return the seconds of the first call, and the median and least of the last `count`."""
+    seconds = []
+    for _ in range(count + 3):
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+    return {"first_s": seconds[0], "s": statistics.median(seconds[3:]), "least_s": min(seconds[3:])}
+
+
+def measure_mlx(case: RetrieverCase) -> dict[str, float]:
+    """Return time and peak memory of a case in MLX, by the trainer's own step."""
+    import mlx.core as mx
+
+    from stages.models.t5.config import T5Config
+    from stages.models.t5.encoder import T5
+    from stages.retrieval.train.config import LossConfig, TrainConfig
+    from stages.retrieval.train.objective import Contrast
+    from stages.tuner.step import TrainingStep, choose_targets, starting_adapter
+
+    sizes = T5Config.from_dict(case.config, DIMENSIONS)
+    rng = np.random.default_rng(0)
+    weights = {n: mx.array(rng.normal(size=s) / s[-1] ** 0.5, getattr(mx, case.dtype)) for n, s in sizes.shapes().items()}
+    model = T5(sizes, weights)
+    mx.eval(weights)
+    config = TrainConfig(batch_size=case.batch, rank=case.rank, targets=TARGETS, micro_batch=case.micro_batch or None)
+    targets = choose_targets(model.linears(), config)
+    training = TrainingStep(model, Contrast(LossConfig()), targets, config, starting_adapter(model, targets, config))
+    training.plan = case.plan
+    batch = random_batch(case)
+
+    def step() -> None:
+        if not training.step([batch], 1e-4).finite:
+            raise ValueError("the gradient is not finite")
+
+    encoder = compiled_encoder(model) if case.kind == "encode" else None
+    ids = mx.array(batch.document_BMK[:, 0])
+
+    def encode() -> None:
+        assert encoder
+        mx.eval(encoder(ids))
+
+    mx.reset_peak_memory()
+    times = time_calls(encode if case.kind == "encode" else step, case.steps)
+    return times | {"peak_gb": mx.get_peak_memory() / 1e9}
+
+
+def compiled_encoder(model: Any) -> Callable[..., Any]:
+    """Return a function from token ids without padding to token vectors, block by block as the pipeline encodes."""
+    import mlx.core as mx
+
+    from stages.tuner.blockwise.backprop import predict
+
+    adapter = {"head.linear.diff": mx.zeros((model.config.dimensions, model.config.d_model))}
+
+    def encode(ids: Any) -> Any:
+        return predict(model, adapter, {"head.linear": 1.0}, {"ids": [ids], "real": [mx.ones(ids.shape, mx.bool_)]})
+
+    return encode
+
+
+def random_batch(case: RetrieverCase) -> Any:
+    """Return a batch of random pairs without padding."""
+    from stages.retrieval.train.reader import PairBatch
+
+    query, document = case.ids()
+    groups = np.arange(case.batch, dtype=np.int32)
+    real = np.ones(query.shape, bool), np.ones(document[:, None].shape, bool)
+    texts = np.array([[str(n)] for n in groups])
+    return PairBatch(list(groups), query, real[0], document[:, None], real[1], groups, groups[:, None], texts)
+
+
+def run(case: RetrieverCase) -> dict[str, Any]:
+    """Measure a case and return its row."""
+    gpu = True
+    if case.backend == "torch":
+        from tests.bench.retriever_torch import DEVICE, measure_torch
+
+        gpu = DEVICE == "cuda"
+
+        measured = measure_torch(case, time_calls)
+    else:
+        measured = measure_mlx(case)
+    return asdict(case) | measured | {"samples_per_s": case.batch / measured["s"]} | describe(case.backend if gpu else "mlx")
+
+
+@click.command()
+@click.option("--size", type=click.Choice(list(SIZES)), default="base", show_default=True, help="Size of the encoder.")
+@click.option("--batch", default=64, show_default=True, help="Pairs of a batch.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+@click.option("--case", "only", help="Measure this one case in this process, a JSON object.")
+@click.option("--steps", type=int, help="Steps to measure, instead of those of each case.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("build/retriever.jsonl"), show_default=True)
+def main(size: str, batch: int, dtype: str, only: str | None, steps: int | None, out: Path) -> None:
+    """Measure training and encoding of a retriever in MLX, and in PyTorch if it is installed. Rows are added to --out."""
+    if only:
+        click.echo(json.dumps(run(RetrieverCase(**json.loads(only)))))
+        return
+    plans = TORCH_PLANS if importlib.util.find_spec("torch") else ()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for case in comparison(size, batch, dtype, plans):
+        row = isolated(replace(case, steps=steps) if steps else case)
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        name = f"{row['kind']:7} {row['backend']:6} {row['plan']:22} B{row['batch']:<4} micro {row['micro_batch']:<4}"
+        found = row.get("error") or f"{row['samples_per_s']:9.1f} samples/s  {row['peak_gb']:7.2f} GB"
+        click.echo(f"{name} {found}")
+
+
+def isolated(case: RetrieverCase) -> dict[str, Any]:
+    """Measure a case in a process of its own. A failure gives a row with the last line of the error."""
+    command = [sys.executable, "-m", "tests.bench.retriever", "--case", json.dumps(asdict(case))]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return asdict(case) | {"error": f"took longer than {LIMIT_S} s"}
+    if done.returncode:
+        return asdict(case) | {"error": (done.stderr.strip().splitlines() or ["no message"])[-1][:300]}
+    row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return row
+
+
+if __name__ == "__main__":
+    main()

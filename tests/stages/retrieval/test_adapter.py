@@ -1,0 +1,89 @@
+"""Merging an adapter into the weights of a retriever: all of its Linears, whatever the order of its arrays."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import stages  # noqa: F401  a fast BLAS, before MLX
+from stages.models.t5.config import T5Config
+from stages.models.t5.encoder import T5
+from stages.retrieval.adapter import merge_all, read_adapter
+from stages.retrieval.encoder import Encoder
+from stages.tuner.adapters import lora
+from stages.tuner.adapters.initial import fresh_adapter
+from stages.tuner.adapters.targets import adapter_metadata, select_targets
+from stages.tuner.contrastive.late_interaction import maxsim
+
+SIZES = T5Config(vocab_size=70, d_model=32, d_kv=8, d_ff=48, num_layers=12, num_heads=4, gated=True, dimensions=24)
+ORDERS = 100
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, mx.array]:
+    rng = np.random.default_rng(0)
+    return {n: mx.array(rng.normal(size=s) / s[-1] ** 0.5, mx.float32) for n, s in SIZES.shapes().items()}
+
+
+def write(path: Path, patterns: tuple[str, ...], weights: dict[str, mx.array], whole: tuple[str, ...] = ()) -> None:
+    targets = select_targets(T5(SIZES, weights).linears(), patterns, 4, 8.0, whole=whole)
+    rng = np.random.default_rng(1)
+    arrays = {
+        name: mx.array(rng.normal(size=a.shape) / 20, mx.float32) if name.endswith(lora.ZERO_AT_START) else a
+        for name, a in fresh_adapter(targets, seed=0).items()
+    }
+    mx.save_safetensors(str(path), arrays, adapter_metadata(targets))
+
+
+@pytest.mark.parametrize(
+    ("patterns", "count"), [(("q", "v"), 24), (("q", "k", "v", "o"), 48), (("q", "k", "v", "o", "wi_0", "wi_1", "wo"), 84)]
+)
+def test_every_linear_is_merged_under_any_order_of_the_arrays(
+    patterns: tuple[str, ...], count: int, weights: dict[str, mx.array], tmp_path: Path
+) -> None:
+    write(tmp_path / "a.safetensors", patterns, weights)
+    arrays, scales = read_adapter(tmp_path / "a.safetensors", T5(SIZES, weights).linears())
+    assert len(scales) == count
+    wanted = merge_all(weights, arrays, scales)
+    changed = [name for name in weights if not mx.array_equal(weights[name], wanted[name]).item()]
+    assert changed == [f"{name}.weight" for name in T5(SIZES, weights).linears() if name in scales]
+    for order in range(ORDERS):
+        names = list(arrays)
+        random.Random(order).shuffle(names)
+        shuffled = {name: arrays[name] for name in names}
+        merged = merge_all(dict(random.Random(order).sample(list(weights.items()), len(weights))), shuffled, scales)
+        assert all(mx.array_equal(merged[name], wanted[name]).item() for name in changed)
+
+
+def test_a_merged_encoder_scores_as_the_adapter_does(weights: dict[str, mx.array], tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", ("*",), weights, whole=("head.linear",))
+    base = T5(SIZES, weights)
+    arrays, scales = read_adapter(tmp_path / "a.safetensors", base.linears())
+    assert len(scales) == 85
+    merged = T5(SIZES, merge_all(weights, arrays, scales))
+    rng = np.random.default_rng(2)
+    texts = [rng.integers(2, 70, length).astype(np.int32) for length in (5, 9, 3, 30, 41, 17)]
+    scores = []
+    for encoder in (Encoder(base, arrays, scales, None, 32), Encoder(merged, {}, {}, None, 32), Encoder(base, {}, {}, None, 32)):
+        found = encoder.encode_ids(texts)
+        scores.append(np.array([[score(q, d) for d in found[3:]] for q in found[:3]]))
+    assert np.abs(scores[0] - scores[1]).max() <= 2e-5
+    assert (scores[0].argmax(1) == scores[1].argmax(1)).all()
+    assert np.abs(scores[0] - scores[2]).max() > 0.05, "the adapter changes the scores"
+
+
+def score(query: np.ndarray, document: np.ndarray) -> float:
+    real = mx.ones((1, len(query)), mx.bool_), mx.ones((1, len(document)), mx.bool_)
+    return float(maxsim(mx.array(query)[None], real[0], mx.array(document)[None], real[1]).item())
+
+
+def test_a_weight_that_an_adapter_needs_and_the_model_lacks_is_an_error(weights: dict[str, mx.array], tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", ("q",), weights)
+    arrays, scales = read_adapter(tmp_path / "a.safetensors", T5(SIZES, weights).linears())
+    without = {name: value for name, value in weights.items() if "block.3.layer.0.SelfAttention.q" not in name}
+    with pytest.raises(AssertionError, match="1 of 12 Linears were not merged"):
+        merge_all(without, arrays, scales)

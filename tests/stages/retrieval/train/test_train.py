@@ -1,0 +1,221 @@
+"""The stage train of the pipeline retrieval: what it learns, its rows, its checkpoints, its mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.project.project import Project
+from stages.retrieval.adapter import read_adapter
+from stages.retrieval.train.objective import _join, _parts, training_loss
+from stages.retrieval.train.reader import PairBatch, PairReader
+from stages.retrieval.train.task import PairTask, length_pools
+from tests.stages.retrieval import project
+
+UPSTREAM = ("sources", "units", "pairs", "tokens", "negatives")
+SETTINGS = """
+[pairs]
+split = "unit"
+valid = 0.3
+test = 0.1
+max_leak = 1.0
+
+[tokens]
+query_tokens = 24
+document_tokens = 96
+
+[train]
+steps = 30
+batch_size = 12
+rank = 4
+alpha = 8.0
+lr = 5e-3
+precision = "float32"
+targets = ["*"]
+checkpoint_every = 10
+
+[train.schedule]
+shape = "constant"
+warmup_steps = 3
+
+[train.validation]
+every = 10
+"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project whose tables up to `negatives` are built."""
+    folder = project.make(tmp_path_factory.mktemp("base") / "code-project", SETTINGS, verbs=10, things=8)
+    project.run(folder, *UPSTREAM)
+    return folder
+
+
+@pytest.fixture
+def copy(base: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(base, tmp_path / "project"))
+
+
+def train(folder: Path, **overrides: Any) -> list[dict[str, Any]]:
+    settings = {f"train.{name.replace('__', '.')}": value for name, value in overrides.items()}
+    project.run(folder, "train", overrides=settings)
+    return project.rows(folder, "train", settings)
+
+
+def mrr(rows: list[dict[str, Any]], step: int) -> float:
+    found = [1 / row["rank"] for row in rows if (row["split"], row["step"]) == ("validation", step)]
+    return sum(found) / len(found)
+
+
+def test_a_few_steps_raise_the_held_out_mrr(copy: Path) -> None:
+    rows = train(copy)
+    assert mrr(rows, 30) >= mrr(rows, 0) + 0.05, [mrr(rows, step) for step in (0, 10, 20, 30)]
+
+
+def test_with_a_learning_rate_of_almost_zero_the_held_out_mrr_does_not_rise(copy: Path) -> None:
+    rows = train(copy, lr=1e-9, steps=10)
+    assert mrr(rows, 10) <= mrr(rows, 0) + 0.01
+
+
+def test_rows_say_the_rank_of_the_own_document_and_the_hardest_other_one(copy: Path) -> None:
+    rows = train(copy, steps=2, hard_negatives=2, validation__every=2)
+    trained = [row for row in rows if row["split"] == "train"]
+    assert len(trained) == 24
+    texts = {row["text_id"] for row in project.rows(copy, "tokens") if row["role"] == "document"}
+    for row in trained:
+        assert 1 <= row["rank"] <= row["candidates"] <= 36
+        assert row["hardest_id"] in texts - {row["text_id"]}
+        assert (row["rank"] == 1) == (row["score"] > row["hardest_score"])
+        assert np.isfinite(row["loss"])
+    held = [row for row in rows if row["split"] == "validation"]
+    assert all(row["loss"] == pytest.approx(1 - 1 / row["rank"], abs=1e-6) for row in held)
+
+
+def adapter(folder: Path, **overrides: Any) -> bytes:
+    settings = {f"train.{name.replace('__', '.')}": value for name, value in overrides.items()}
+    return (Project(folder, settings).folder("train").folder / "artifacts" / "adapter.safetensors").read_bytes()
+
+
+def test_a_run_in_two_parts_ends_with_the_bits_of_an_unbroken_run(copy: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(copy, tmp_path / "other" / "project"))
+    settings = {"steps": 8, "checkpoint_every": 3, "validation__every": 4, "ema__decay": 0.5}
+    whole = train(copy, **settings)
+    train(other, **settings, stop_after_steps=4)
+    broken = train(other, **settings)
+    compared = [name for name in whole[0] if name not in ("seconds", "read_seconds", "peak_bytes")]
+    assert [[row[name] for name in compared] for row in broken] == [[row[name] for name in compared] for row in whole]
+    assert adapter(copy, **settings) == adapter(other, **settings)
+
+
+def test_a_micro_batch_trains_alike_up_to_rounding(copy: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(copy, tmp_path / "other" / "project"))
+    settings = {"steps": 3, "validation__every": 3, "hard_negatives": 1}
+    whole, parts = train(copy, **settings), train(other, **settings, micro_batch=5)
+    assert [row["loss"] for row in parts] == pytest.approx([row["loss"] for row in whole], rel=1e-3, abs=1e-4)
+
+
+def test_the_trained_linears_are_those_of_the_settings_and_each_of_them_moves(copy: Path) -> None:
+    train(copy, steps=10, targets=["q", "v"], validation__every=10)
+    task = PairTask(Project(copy, {"train.targets": ["q", "v"]}).context(Project(copy).stage("train")))
+    wanted = {f"encoder.block.{n}.layer.0.SelfAttention.{name}" for n in range(2) for name in "qv"} | {"head.linear"}
+    file = copy / "adapter.safetensors"
+    file.write_bytes(adapter(copy, steps=10, targets=["q", "v"], validation__every=10))
+    arrays, scales = read_adapter(file, task.linears)
+    assert set(scales) == wanted
+    assert {scales[name] for name in wanted if name != "head.linear"} == {2.0}
+    assert all(np.abs(np.array(value)).max() > 0 for value in arrays.values())
+
+
+def test_early_stopping_watches_the_mrr(copy: Path) -> None:
+    rows = train(copy, lr=1e-9, steps=30, validation__every=2, validation__patience=2)
+    assert max(row["step"] for row in rows) == 4
+
+
+def task_of(folder: Path, **overrides: Any) -> PairTask:
+    opened = Project(folder, {f"train.{name}": value for name, value in overrides.items()}, fetch=True)
+    return PairTask(opened.context(opened.stage("train")))
+
+
+def batches(task: PairTask, steps: int) -> Iterator[PairBatch]:
+    reader: PairReader = task.reader()
+    for step in range(1, steps + 1):
+        for samples in task.draw(step):
+            reader.prefetch(samples)
+            yield reader.read(step, samples)
+
+
+def test_a_batch_divided_and_joined_is_the_whole_batch(base: Path) -> None:
+    task = task_of(base, hard_negatives=2)
+    model = task.load_model()
+    batch = next(batches(task, 1))
+    term = next(task.objective.terms(model, batch))
+    assert term.division is not None
+    whole = model(**term.inputs)
+    joined = _join([model(**part) for part in _parts(batch, 5)])
+    for one, other in zip(whole, joined, strict=True):
+        assert np.abs(np.array(one) - np.array(other)).max() <= 1e-5
+
+
+def test_an_epoch_draws_every_pair_once_in_batches_of_documents_of_similar_length(base: Path) -> None:
+    task = task_of(base, batch_size=4)
+    drawn = [[sample.pair for sample in each] for step in range(1, 1 + len(task.data.trained) // 4) for each in task.draw(step)]
+    flat = [pair.pair_id for each in drawn for pair in each]
+    assert len(set(flat)) == len(flat)
+    assert all(len(each) == 4 for each in drawn)
+    assert length_pools([5, 1, 4, 2] * 8, 2) != [0] * 32
+    assert length_pools([5, 1, 4, 2], 4) == [0] * 4
+    pools = length_pools(list(range(64)), 2)
+    assert pools == sorted(pools) and set(pools) == set(range(8))
+
+
+def test_equal_settings_of_the_loss_are_one_function_which_is_compiled_once() -> None:
+    assert training_loss("xtr", True, False, 5, False) is training_loss("xtr", True, False, 5, False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"batch_size": 999}, r"train.batch_size must be <= \d+, the number of training pairs, got 999"),
+        ({"initial": "none.safetensors"}, r"\[train\] initial: there is no file"),
+        ({"full": ["haed"]}, r"full: 'haed' matches no Linear of the blocks"),
+        ({"targets": ["qq"]}, r"targets: 'qq' matches no Linear"),
+        ({"loss.temperature": 0}, r"temperature must be >= 1e-06, got 0"),
+        ({"memory_gb": 1e-4}, r"train: plan \w+ needs about .* GB for 12 pairs, more than the 0.0001 GB"),
+    ],
+)
+def test_a_mistake_is_one_line(copy: Path, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        project.run(copy, "train", overrides={f"train.{name}": value for name, value in overrides.items()})
+    assert "\n" not in str(error.value)
+
+
+def test_an_adapter_file_that_lacks_a_linear_or_half_of_one_is_refused(copy: Path) -> None:
+    import mlx.core as mx
+
+    train(copy, steps=1, validation__every=1)
+    content = adapter(copy, steps=1, validation__every=1)
+    file = copy / "adapter.safetensors"
+    file.write_bytes(content)
+    linears = task_of(copy).linears
+    arrays, metadata = mx.load(str(file), return_metadata=True)
+    assert set(json.loads(metadata["linears"])) == set(linears)
+    for gone, message in (
+        (["encoder.block.1.layer.1.DenseReluDense.wo.lora_A.weight"], r"lacks encoder.block.1.layer.1.DenseReluDense.wo.lora_A"),
+        (
+            [f"encoder.block.0.layer.0.SelfAttention.k.lora_{x}.weight" for x in "AB"],
+            r"the file lacks the arrays of .*SelfAttention.k",
+        ),
+        (["head.linear.diff"], r"the file lacks the arrays of head.linear"),
+    ):
+        mx.save_safetensors(str(file), {name: value for name, value in arrays.items() if name not in gone}, metadata)
+        with pytest.raises(ValueError, match=message):
+            read_adapter(file, linears)
+    with pytest.raises(ValueError, match="is it of another model"):
+        mx.save_safetensors(str(file), arrays, metadata)
+        read_adapter(file, {name: (outputs + 1, inputs) for name, (outputs, inputs) in linears.items()})
