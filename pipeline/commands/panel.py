@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.commands.query import STYLES, answer, format_answer
+from pipeline.commands.query import answer
+from pipeline.commands.query_text import STYLES, format_answer
 from pipeline.options import with_project
 from pipeline.project.parse import nearest
 from pipeline.terminal import format_table

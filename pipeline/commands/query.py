@@ -8,26 +8,20 @@ for the stage train), the views of the pipeline, and the function bf16(word): th
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import math
 import os
 import re
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeline.commands.query_limits import USUAL, Limits, limited
+from pipeline.commands.query_text import STYLES, csv_text, format_answer, json_text
 from pipeline.commands.runs import rows_of_runs, runs_table
 from pipeline.options import with_project
 from pipeline.store.disk import atomic_write
-from pipeline.terminal import format_cell, format_table
 
 if TYPE_CHECKING:
     import duckdb
@@ -35,18 +29,8 @@ if TYPE_CHECKING:
 
     from pipeline.project.project import Project
 
-ROWS_SHOWN = 1000  # rows of an answer printed as a table; csv and json have all rows
-CELL_WIDTH = 80  # characters; longer text is cut in a table, a sha256 (64) is not
-STYLES = ("table", "csv", "json")
 MOST_ROWS = 1_000_000  # rows of an answer that are printed
 CHUNK = 10_000  # rows in memory at once while an answer is written to a file
-# What keeps a query from files, from extensions, and from undoing that. An answer too large for the memory is an error.
-LOCKED = (
-    ("temp_directory", "''"),
-    ("enable_external_access", "false"),
-    ("autoload_known_extensions", "false"),
-    ("lock_configuration", "true"),
-)
 
 # The value of a bfloat16 word: sign, 8 bits of exponent, 7 of fraction. Denormals count as zero.
 BF16 = """
@@ -56,17 +40,6 @@ create or replace temp macro bf16(u) as (case
     when ((u >> 7) & 255) = 255 then (case when u >= 32768 then '-inf' else 'inf' end)::float
     else (1 - 2 * (u >> 15)::int) * pow(2.0, ((u >> 7) & 255)::int - 127) * (1 + (u & 127) / 128.0) end)::float
 """
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a query may use: `seconds` of time, and `gigabytes` of memory for DuckDB. An `unsafe` query may also read and write
-    files, attach databases and load extensions.
-    """
-
-    seconds: float = 300.0
-    gigabytes: float = 4.0
-    unsafe: bool = False
 
 
 FILE = click.Path(path_type=Path, dir_okay=False)
@@ -146,7 +119,7 @@ def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConne
     return catalog
 
 
-def answer(project: Project, sql: str, limits: Limits = Limits()) -> pa.Table:
+def answer(project: Project, sql: str, limits: Limits = USUAL) -> pa.Table:
     """Run an SQL query over the tables of `project` and return the rows as an Arrow table. Raises ValueError if the SQL
     is wrong, reaches for a file or exceeds `limits`. The message is one line. If a table or column is unknown, it lists the
     names that exist. Raises NotBuilt if the query names a table that is not built.
@@ -159,7 +132,7 @@ def answer(project: Project, sql: str, limits: Limits = Limits()) -> pa.Table:
     return table
 
 
-def run_query(project: Project, sql: str, style: str = "table", limits: Limits = Limits()) -> str:
+def run_query(project: Project, sql: str, style: str = "table", limits: Limits = USUAL) -> str:
     """Run an SQL query over the tables of `project` and return the rows as text. `style` is "table" (aligned columns),
     "csv" or "json". Raises ValueError if the SQL is wrong or empty, reaches for a file or exceeds `limits`. The message is one
     line. Raises NotBuilt if the query names a table that is not built.
@@ -174,7 +147,7 @@ def run_query(project: Project, sql: str, style: str = "table", limits: Limits =
         return format_answer(names, rows, style)
 
 
-def write_answer(project: Project, sql: str, path: Path, kind: str, limits: Limits = Limits()) -> int:
+def write_answer(project: Project, sql: str, path: Path, kind: str, limits: Limits = USUAL) -> int:
     """Run an SQL query over the tables of `project`, write the rows to the file `path`, and return their number. `kind` is
     "csv", "json" or "parquet". The file appears whole or not at all. Raises ValueError and NotBuilt as `run_query` does.
     """
@@ -192,9 +165,9 @@ def write_answer(project: Project, sql: str, path: Path, kind: str, limits: Limi
             return count
         names = _begin(catalog, sql)
         with temporary.open("w", encoding="utf-8") as file:
-            file.write("[" if kind == "json" else _csv(names, []))
+            file.write("[" if kind == "json" else csv_text(names, []))
             while rows := catalog.fetchmany(CHUNK):
-                text = _csv(names, rows).partition("\n")[2] if kind == "csv" else _json(names, rows)[2:-2]
+                text = csv_text(names, rows).partition("\n")[2] if kind == "csv" else json_text(names, rows)[2:-2]
                 file.write(("," if kind == "json" and count else "") + "\n" + text)
                 count += len(rows)
             file.write("\n]\n" if kind == "json" else "\n")
@@ -226,25 +199,11 @@ def _catalog_for(project: Project, sql: str, limits: Limits) -> Iterator[duckdb.
     catalog = open_catalog(project)
     for name in _not_built(project, sql, catalog):
         raise NotBuilt(f"the table {name} is not built; run: make {name}", name)
-    catalog.execute("set python_enable_replacements = false")  # a misspelt table must not find a Python variable
-    catalog.execute(f"set memory_limit = '{limits.gigabytes} GB'")
-    for name, value in () if limits.unsafe else LOCKED:
-        catalog.execute(f"set {name} = {value}")
-    timer = threading.Timer(limits.seconds, catalog.interrupt)
-    timer.daemon = True
-    timer.start()
     try:
-        yield catalog
-    except duckdb.InterruptException:
-        raise ValueError(f"the query took longer than {limits.seconds:g} s; --seconds allows more") from None
-    except duckdb.OutOfMemoryException:
-        raise ValueError(f"the query needs more than {limits.gigabytes:g} GB; --memory-gb allows more") from None
-    except duckdb.PermissionException as error:
-        raise ValueError(f"{_first_line(error)}: a query reads only the tables; --unsafe allows more") from None
+        with limited(catalog, limits):
+            yield catalog
     except duckdb.Error as error:
         raise ValueError(_explain(error, sql, catalog)) from None
-    finally:
-        timer.cancel()
 
 
 def _not_built(project: Project, sql: str, catalog: duckdb.DuckDBPyConnection) -> Iterator[str]:
@@ -256,23 +215,6 @@ def _not_built(project: Project, sql: str, catalog: duckdb.DuckDBPyConnection) -
     for (name,) in catalog.execute("select stage from tables where not built").fetchall():
         if name in named:
             yield name
-
-
-def _first_line(error: Exception) -> str:
-    return " ".join(str(error).split("LINE 1:")[0].split())
-
-
-def format_answer(names: Sequence[str], rows: Sequence[tuple[Any, ...]], style: str) -> str:
-    """Format an answer as text. `names` are the names of the columns of `rows`. `style` is "csv", "json" or "table". A "table"
-    has aligned columns and at most `ROWS_SHOWN` rows. A last line counts the rows that are not shown.
-    """
-    if style == "csv":
-        return _csv(names, rows)
-    if style == "json":
-        return _json(names, rows)
-    table = format_table(names, [[_short(value) for value in row] for row in rows[:ROWS_SHOWN]], null="NULL")
-    left = len(rows) - ROWS_SHOWN
-    return f"{table}\n... and {left} more rows; --format csv or json has all" if left > 0 else table
 
 
 def export_parquet(project: Project, out: Path) -> list[Path]:
@@ -356,31 +298,3 @@ def _explain(error: Exception, sql: str, catalog: duckdb.DuckDBPyConnection) -> 
 
 def _quoted(path: Path) -> str:
     return "'" + str(path).replace("'", "''") + "'"
-
-
-def _csv(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(names)
-    writer.writerows([json.dumps(v, default=str) if isinstance(v, list | dict) else v for v in row] for row in rows)
-    return text.getvalue().removesuffix("\n")
-
-
-def _json(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> str:
-    """Return the rows as a JSON array of objects, one object per line. NaN and infinity, which JSON lacks, become null."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, float | Decimal):
-            return float(value) if math.isfinite(value) else None
-        return [plain(v) for v in value] if isinstance(value, list | tuple) else value
-
-    lines = [json.dumps({n: plain(v) for n, v in zip(names, row, strict=True)}, ensure_ascii=False, default=str) for row in rows]
-    return "[\n" + ",\n".join(lines) + "\n]" if lines else "[]"
-
-
-def _short(value: Any) -> Any:
-    """Return a number or None unchanged, and any other value as text of at most CELL_WIDTH characters."""
-    if value is None or isinstance(value, int | float | Decimal):
-        return value
-    text = format_cell(value)
-    return text if len(text) <= CELL_WIDTH else text[: CELL_WIDTH - 1] + "…"

@@ -14,7 +14,8 @@ from pipeline.commands import memory
 from pipeline.commands.clean import clean
 from pipeline.commands.memory import Profile
 from pipeline.commands.plots import TEXT_CHUNK
-from pipeline.commands.query import Limits, run_query
+from pipeline.commands.query import run_query
+from pipeline.commands.query_limits import Limits
 from pipeline.project.project import Project
 from stages.text_to_image.families import FAMILIES
 from stages.text_to_image.train.memory_plan import require_fit

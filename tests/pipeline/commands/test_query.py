@@ -10,7 +10,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.commands.query import CELL_WIDTH, ROWS_SHOWN, Limits, answer, open_catalog, run_query, write_answer
+from pipeline.commands.query import answer, open_catalog, run_query, write_answer
+from pipeline.commands.query_limits import Limits
+from pipeline.commands.query_text import CELL_WIDTH, ROWS_SHOWN
 from pipeline.project.project import NotBuilt
 from schemas.text_to_image.train import TRAIN
 from stages.text_to_image import PIPELINE
@@ -189,7 +191,7 @@ def test_csv_and_json_hold_every_row_and_value(project: FakeProject) -> None:
 @pytest.mark.parametrize(
     ("sql", "message"),
     [
-        ("select * from imags", r'Did you mean "images"\? There are images, captions, .*, scores, all_train, .*unused'),
+        ("select * from imags", r'Did you mean "images"\? There are images, captions, .*, scores, .*all_train, .*unused'),
         ("select pth from images", r"pth.* images has path, image_id, .*detail"),
         ("select images.pth from images join buckets using (image_id)", r"buckets has image_id, resolution, .*images has path"),
         ("selec 1", "syntax error"),
