@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
-TEMPLATE_SECONDS = 5.0  # to fill in one prompt, which takes about a millisecond
+TEMPLATE_SECONDS = 5.0  # to fill in or tokenize one prompt, which takes about a millisecond
 TEMPLATE_CHARACTERS = 100_000
 # Operations that make a text as long as a number says. No chat template of a supported model has one.
 GROWING = ("Mul", "Pow", "Mod")
@@ -44,12 +44,12 @@ def within(seconds: float, function: Callable[[], Result], what: str) -> Result:
     ValueError if it takes too long or fails.
     """
     results: list[Result] = []
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
 
     def call() -> None:
         try:
             results.append(function())
-        except Exception as error:  # noqa: BLE001  (a template may raise anything)
+        except BaseException as error:  # noqa: BLE001  (a template may raise anything; native code panics)
             errors.append(error)
 
     thread = threading.Thread(target=call, name=what, daemon=True)

@@ -56,7 +56,10 @@ class PromptTokenizer:
 
     def __call__(self, text: str) -> TokenizedPrompt:
         """Convert one prompt to token ids. A prompt that is too long is cut at its end. A shorter one is padded at its end."""
-        ids = self.tokenizer(self.apply_template(text), truncation=False, verbose=False)["input_ids"]
+        formed = self.apply_template(text)
+        ids = within(
+            TEMPLATE_SECONDS, lambda: self.tokenizer(formed, truncation=False, verbose=False)["input_ids"], "the tokenizer"
+        )
         kept = ids[: self.length]
         ids_T = np.full(self.length, self.tokenizer.pad_token_id, np.int32)
         ids_T[: len(kept)] = kept
