@@ -33,6 +33,7 @@ override RUN = $(LATENTMILL) run
 # One stage at a time, also under `make -j`, so that no two models are in memory together.
 .NOTPARALLEL:
 .PHONY: init images captions ingest buckets latents embeddings train samples segments status query panel follow memory export verify clean
+.PHONY: plan doctor
 .PHONY: scores evaluate
 .PHONY: sources units pairs tokens negatives vectors index ranks search
 .PHONY: help runs compare best view report generate
@@ -137,6 +138,14 @@ search: .venv/ready
 	@$(LATENTMILL) search
 
 # Looking at a project
+
+## Show what each stage will need: rows, disk, memory, time
+plan: .venv/ready
+	@$(LATENTMILL) plan
+
+## Show this machine, its problems, and what it can train
+doctor: .venv/ready
+	@$(LATENTMILL) doctor
 
 ## Show what is built, what is missing, and all training runs
 status: .venv/ready
