@@ -1,0 +1,1 @@
+"""Stands in for torchvision where it is not installed: the few functions of it that diffusers' training script calls."""

@@ -1,0 +1,23 @@
+"""Random crops and interpolation modes by torchvision's names."""
+
+from __future__ import annotations
+
+import random
+from enum import Enum
+from typing import Any
+
+
+class InterpolationMode(Enum):
+    """How pixels are interpolated, with Pillow's number of the filter."""
+
+    BILINEAR = 2
+
+
+class RandomCrop:
+    """The place of a random crop."""
+
+    @staticmethod
+    def get_params(image: Any, output_size: tuple[int, int]) -> tuple[int, int, int, int]:
+        """Return (top, left, height, width) of a random crop. `output_size` is (height, width), in pixels."""
+        height, width = output_size
+        return random.randint(0, image.height - height), random.randint(0, image.width - width), height, width
