@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
 
 ROWS = 10  # stretches of the curves, of equal length
+MEASURES = ("held-out", "scores")  # what can tell the checkpoints of a run apart
 
 
 @click.command("compare")
@@ -39,16 +40,20 @@ def command(runs: tuple[str, ...], out: Path | None, project: Project) -> None:
 
 @click.command("best")
 @click.argument("run", required=False, envvar="LATENTMILL_RUN")
+@click.option("--by", type=click.Choice(MEASURES), help="What decides.  [default: held-out, if data are held out; else scores]")
 @with_project
-def best_command(run: str | None, project: Project) -> None:
+def best_command(run: str | None, by: str | None, project: Project) -> None:
     """Name the checkpoint of a run to use, and say why. It is the one with the lowest held-out loss; without held-out samples,
     the one with the best scores. RUN is a name or recipe; without it, the run of the present settings.
+
+    The held-out loss says how well the data are predicted. It can rise while the results still gain the style of the data. The
+    scores compare the results themselves: samples.checkpoints="all" draws those of every checkpoint.
     """
     runs = find_runs(project)
     found = find_run(project, run) if run else next((each for each in runs if each.current), None)
     if found is None:
         raise ValueError(f"{project.name} has no run yet; run: latentmill train")
-    for line in best(project, found):
+    for line in best(project, found, by):
         click.echo(line)
 
 
@@ -131,15 +136,17 @@ def _result_rows(project: Project) -> list[dict[str, Any]]:
     return rows
 
 
-def best(project: Project, run: Run) -> Iterator[str]:
-    """Yield lines that name the best checkpoint of `run`, the reason, and the command that exports it."""
-    if run.best_step is not None:
+def best(project: Project, run: Run, by: str | None = None) -> Iterator[str]:
+    """Yield lines that name the best checkpoint of `run`, the reason, and the command that exports it. `by` is "held-out" or
+    "scores". If it is None, the held-out loss decides if there is one. Raises ValueError if nothing was measured that can decide.
+    """
+    if run.best_step is not None and by != "scores":
         losses = {step: loss for step, loss in run.held_out.items() if step in run.checkpoints}
         step, last = run.best_step, max(losses)
         yield f"{run.label}: step {step}, held-out loss {losses[step]:.4g}, the lowest of {len(losses)} checkpoints"
         if last != step:
             yield f"the last, step {last}, has {losses[last]:.4g}"
-    elif (scores := _scores(project, run)) and project.pipeline.ranking:
+    elif by != "held-out" and (scores := checkpoint_scores(project, run)) and project.pipeline.ranking:
         step = max(scores, key=lambda each: scores[each])
         title = project.pipeline.ranking.title
         yield f"{run.label}: step {step}, {title} {scores[step]:.4g}, the best of {len(scores)} checkpoints"
@@ -151,7 +158,7 @@ def best(project: Project, run: Run) -> Iterator[str]:
     yield f"to export it: latentmill export --run {run.label} --step {step}"
 
 
-def _scores(project: Project, run: Run) -> dict[int, float]:
+def checkpoint_scores(project: Project, run: Run) -> dict[int, float]:
     """Return the score of each checkpoint of `run`, the higher the better: step -> score. It is empty if nothing was scored."""
     from pipeline.commands.query import answer
     from pipeline.project.project import NotBuilt

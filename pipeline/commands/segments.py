@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import click
 
+from pipeline.commands.compare import checkpoint_scores
 from pipeline.commands.status import state
 from pipeline.options import PROJECT, SET, overrides_from_environment
 from pipeline.project.project import Project
+from pipeline.project.runs import find_runs
 
 
 @click.command("segments")
 @click.option("--every", type=click.IntRange(1), default=250, show_default=True, help="Training steps between two previews.")
+@click.option(
+    "--patience", type=click.IntRange(1), help="Score the previews, and end after so many segments without a better score."
+)
 @PROJECT
 @SET
-def command(every: int, path: str, overrides: tuple[str, ...]) -> int:
+def command(every: int, patience: int | None, path: str, overrides: tuple[str, ...]) -> int:
     """Train in segments and draw previews after each one. Every segment is a process of its own."""
-    return segments(path, every, overrides or overrides_from_environment())
+    return segments(path, every, overrides or overrides_from_environment(), patience)
 
 
 def run_stage(stage: str, *arguments: str) -> int:
@@ -33,16 +38,41 @@ def run_stage(stage: str, *arguments: str) -> int:
     return subprocess.run([sys.executable, "-m", "pipeline", "run", stage, *arguments], check=False).returncode
 
 
-def segments(path: str, every: int, overrides: Iterable[str] = (), run: Callable[..., int] = run_stage) -> int:
+def segments(
+    path: str,
+    every: int,
+    overrides: Iterable[str] = (),
+    patience: int | None = None,
+    run: Callable[..., int] = run_stage,
+) -> int:
     """Train `every` steps, draw previews, and repeat until the training run is complete. Return 0, or the exit code of
     the first stage that fails. `path` is the project's folder. `overrides` replace settings; they are texts such as
-    "train.steps=500". `run(stage, *arguments)` runs one stage with command-line arguments and returns its exit code.
+    "train.steps=500". With `patience`, previews are scored too, and the run ends after so many segments without a better score.
+    `run(stage, *arguments)` runs one stage with command-line arguments and returns its exit code.
     """
     given = ["--project", path, *(word for override in overrides for word in ("--set", override))]
+    stages = [("train", ["--set", f"train.stop_after_steps={every}"]), ("samples", []), *([("scores", [])] if patience else [])]
+    scores: dict[int, float] = {}
     while True:
-        for stage, more in (("train", ["--set", f"train.stop_after_steps={every}"]), ("samples", [])):
+        for stage, more in stages:
             code = run(stage, *given, *more)
             if code:
                 return code
-        if not state(Project(path, overrides), "train").missing:
+        project = Project(path, overrides)
+        if not state(project, "train").missing:
             return 0
+        if patience:
+            scores |= next((checkpoint_scores(project, found) for found in find_runs(project) if found.current), {})
+            if since_best(scores) >= patience:
+                best = max(scores, key=lambda step: scores[step])
+                click.echo(f"ended: {patience} segments had no better score than step {best}; export it with --step {best}")
+                return 0
+
+
+def since_best(scores: Mapping[int, float]) -> int:
+    """Return how many steps of `scores` come after the one with the best score. `scores` maps steps to scores, the higher the
+    better. Of equal scores, the earliest is the best.
+    """
+    best = max(scores.values(), default=0.0)
+    first = min((step for step, score in scores.items() if score == best), default=0)
+    return sum(step > first for step in scores)

@@ -115,6 +115,18 @@ PANELS = (
         "from train where split = 'validation' group by step order by step",
     ),
     Panel(
+        "levels",
+        "Loss of held-out images at each noise level, and its mean change since the first measurement, with its standard error "
+        "over the images. It says how well noise is told from images like these, and where the run begins to learn its images by "
+        "heart. It does not say how much of the style the previews show: a style can still grow while this loss rises",
+        "with held as (select step, round(sigma, 4) as level, latent_id, loss from train "
+        "where split = 'validation' and isfinite(loss)), "
+        "first as (select level, latent_id, loss as start from held where step = (select min(step) from held) and loss > 0) "
+        "select level, step, avg(loss) as loss, avg(loss / start) - 1 as change, "
+        "stddev_samp(loss / start) / sqrt(count(*)) as error, count(*) as images "
+        "from held join first using (level, latent_id) group by level, step order by level, step",
+    ),
+    Panel(
         "unused",
         "Images that are not trained on, by the table where they drop out and the reason",
         "select stage, reason, count(*) as images, min(path) as example from unused "

@@ -139,6 +139,17 @@ def test_best_names_the_checkpoint_with_the_lowest_held_out_loss(built):
     assert said[-1] == f"to export it: latentmill export --run slow --step {lowest[1]}"
 
 
+def test_best_goes_by_scores_if_asked_and_refuses_without_any(built, monkeypatch):
+    run = find_run(Project(built), "slow")
+    with pytest.raises(ValueError, match=r"slow: nothing tells its . checkpoints apart; hold data out .* or score the results"):
+        list(best(Project(built), run, "scores"))
+    steps = sorted(run.checkpoints)
+    monkeypatch.setattr("pipeline.commands.compare.checkpoint_scores", lambda *_: {steps[0]: 0.7, steps[-1]: 0.4})
+    said = list(best(Project(built), run, "scores"))
+    assert said[0].startswith(f"slow: step {steps[0]}, mean score `style` 0.7")
+    assert "held-out loss" in next(best(Project(built), run, "held-out"))
+
+
 def test_wrong_names_of_runs_are_one_line(project):
     opened = Project(project)
     with pytest.raises(ValueError, match=r"there is no run 'slov'; did you mean slow\?; there are"):

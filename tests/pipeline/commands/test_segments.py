@@ -1,5 +1,9 @@
 """A stage that ends early of its own accord, through the runner and the console."""
 
+from types import SimpleNamespace
+from typing import Any
+
+from pipeline.commands import segments as module
 from pipeline.commands.run import summary
 from tests import projects
 
@@ -41,6 +45,19 @@ def test_segments_draw_previews_and_end_with_the_tables_of_an_unbroken_run(tmp_p
     assert said.count("grid:") == 2
     for stage_name in ("train", "samples"):
         assert projects.content(folder, stage_name).equals(projects.content(whole, stage_name))
+
+
+def test_segments_with_patience_end_after_so_many_without_a_better_score(monkeypatch, capsys):
+    scores = iter([{4: 0.2}, {4: 0.2, 8: 0.6}, {12: 0.6}, {16: 0.5}, {20: 0.9}])
+    ran: list[str] = []
+    found: Any = SimpleNamespace(current=True)
+    monkeypatch.setattr(module, "Project", lambda *_: None)
+    monkeypatch.setattr(module, "state", lambda *_: SimpleNamespace(missing=1))
+    monkeypatch.setattr(module, "find_runs", lambda _: [found])
+    monkeypatch.setattr(module, "checkpoint_scores", lambda *_: next(scores))
+    assert module.segments("cats", 4, (), 2, lambda stage, *_: ran.append(stage) or 0) == 0
+    assert ran == ["train", "samples", "scores"] * 4
+    assert "2 segments had no better score than step 8; export it with --step 8" in capsys.readouterr().out
 
 
 def test_segments_end_with_the_exit_code_of_the_command_that_failed(tmp_path):

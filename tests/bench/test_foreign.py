@@ -1,0 +1,35 @@
+import sys
+
+import click
+import pytest
+
+from tests.bench import foreign
+
+
+def test_another_file_than_the_pinned_script_is_refused_in_one_line(tmp_path):
+    with pytest.raises(click.ClickException, match="SCRIPT must be the path of examples/dreambooth"):
+        foreign.check_script(tmp_path / "none.py")
+    (tmp_path / "changed.py").write_text("print()")
+    with pytest.raises(
+        click.ClickException, match=r"at commit 58eb52c080 \(sha256 2c746004af6d\.\.\.\), got [0-9a-f]{12}\.\.\.$"
+    ):
+        foreign.check_script(tmp_path / "changed.py")
+
+
+def test_a_failed_process_is_named_with_its_last_line(tmp_path):
+    with pytest.raises(click.ClickException, match=r"-c failed: ValueError: no \(all of it: .*log\)"):
+        foreign.measure([sys.executable, "-c", "raise ValueError('no')"], tmp_path / "log")
+
+
+def test_the_script_trains_the_linears_and_the_shapes_that_ours_trains(tmp_path):
+    words = foreign.script_arguments(tmp_path, tmp_path, [(96, 160), (128, 128)], 300, 0, 3e-3)
+    given = dict(zip(words[::2], words[1::2], strict=False))
+    assert given["--aspect_ratio_buckets"] == "96,160;128,128"
+    layers = given["--lora_layers"].split(",")
+    assert len(layers) == len(set(layers)) and "transformer_blocks.0.attn.to_out.0" in layers
+    assert not any("modulation" in name or "embedder" in name for name in layers)
+
+
+def test_costs_leave_out_the_start():
+    row = foreign.costs(foreign.Finished(14.0, 24.0, 0.5), foreign.Finished(2.0, 4.0, 0.4), 4)
+    assert row == {"seconds_a_sample": 1.0, "cpu_seconds_a_sample": 20 / 12, "peak_gb": 0.5, "second_start_s": 2.0}
