@@ -30,6 +30,15 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE, MICRO = ROOT / "data/example", ROOT / "data/micro"
 HELD = ("avocado.webp", "fire-truck.webp", "guitar.webp", "mushroom.webp")  # images that neither trains on
 BEFORE = ("images", "captions", "buckets", "latents", "embeddings")
+# Runs the script with the stand-in, which transformers must not take for torchvision: it asks once whether there is one.
+LAUNCH = """
+import runpy, sys
+from transformers.utils import is_torchvision_available
+is_torchvision_available()
+sys.path.append(sys.argv[1])
+del sys.argv[:2]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 BATCH, RANK, WARMUP = 4, 32, 20
 Row = dict[str, Any]
 
@@ -61,9 +70,9 @@ def measure(command: list[str], log: Path, **variables: str) -> Finished:
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env={**os.environ, **variables})
         _, status, used = os.wait4(process.pid, 0)
-    if status:
+    if code := os.waitstatus_to_exitcode(status):
         last = (log.read_text().strip().splitlines() or [""])[-1]
-        raise click.ClickException(f"{command[1]} failed: {last} (all of it: {log})")
+        raise click.ClickException(f"exit status {code}: {last} (all of it: {log})")
     return Finished(time.perf_counter() - began, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e9)
 
 
@@ -157,10 +166,9 @@ def script_arguments(data: Path, out: Path, sizes: list[tuple[int, int]], steps:
 
 def run_script(script: Path, arguments: list[str], log: Path) -> Finished:
     """Run the script and return what it took."""
-    paths = [str(ROOT / "tests/bench/standin")] if not _installed("torchvision") else []
-    paths += filter(None, [os.environ.get("PYTHONPATH")])
+    start = [] if _installed("torchvision") else ["-c", LAUNCH, str(ROOT / "tests/bench/standin")]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return measure([sys.executable, str(script), *arguments], log, PYTHONPATH=os.pathsep.join(paths), **offline)
+    return measure([sys.executable, *start, str(script), *arguments], log, **offline)
 
 
 def _installed(name: str) -> bool:

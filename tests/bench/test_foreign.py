@@ -17,7 +17,7 @@ def test_another_file_than_the_pinned_script_is_refused_in_one_line(tmp_path):
 
 
 def test_a_failed_process_is_named_with_its_last_line(tmp_path):
-    with pytest.raises(click.ClickException, match=r"-c failed: ValueError: no \(all of it: .*log\)"):
+    with pytest.raises(click.ClickException, match=r"exit status 1: ValueError: no \(all of it: .*log\)"):
         foreign.measure([sys.executable, "-c", "raise ValueError('no')"], tmp_path / "log")
 
 
