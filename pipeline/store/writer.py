@@ -263,9 +263,8 @@ class Writer:
         self.flush()
         with self._disk_errors():
             if self.schema.tensors and any(self._rows[tensor.checksum].null_count for tensor in self.schema.tensors):
-                published = self._published_version() == self._version
                 self._replace(fill_checksums(self._rows, self.table.shards, self.schema))
-                if published:
+                if self.table.exists and not self._rows["live"].null_count:  # no run is unfinished
                     self._publish(self.table.manifest()["facts"])
             self.table.record_files([*self.table.shards.glob("*.arrow"), *(self.table.folder / "artifacts").rglob("*")])
             self.table.index.record_checksums()

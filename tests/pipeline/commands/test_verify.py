@@ -1,0 +1,115 @@
+"""`latentmill verify` names what is damaged and what depends on it; `--repair` makes exactly that again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.api import Project
+from pipeline.commands.clean import clean
+from pipeline.commands.export import export_run
+from pipeline.commands.status import describe, states
+from pipeline.store.disk import TEMPORARY, atomic_folder
+from tests import projects
+from tests.pipeline.store.old_table import make_old
+from tests.pipeline.store.test_checksums import flip
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory, tiny_weights) -> Path:
+    folder = projects.make(tmp_path_factory.mktemp("built") / "project", tiny_weights, images=2)
+    projects.edit(folder, "steps = 6", "steps = 4")
+    projects.build(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(built: Path, tmp_path: Path) -> Path:
+    shutil.copytree(built, tmp_path / "project", copy_function=shutil.copy2, symlinks=True)
+    projects.build(tmp_path / "project", "images")  # a copied file has another inode
+    return tmp_path / "project"
+
+
+def file(folder: Path, pattern: str) -> Path:
+    return sorted((folder / "tables").glob(pattern))[0]
+
+
+def test_a_whole_project_has_nothing_to_repair_and_a_flipped_bit_gives_exit_code_1_and_its_row(folder: Path):
+    assert "everything that has a checksum" in projects.latentmill(folder, "verify")
+    row = Project(folder)["latents"].to_arrow().to_pylist()[1]
+    flip(file(folder, f"latents/*/shards/{row['shard']}"), row["byte_offset"] + 5)
+    said = projects.latentmill(folder, "verify", code=1)
+    assert row["latent_id"] in said and "used by train, samples, scores" in said and "--repair" in said
+    shutil.rmtree(folder / "tables" / "train")
+    assert "latentmill verify --repair" in projects.latentmill(folder, "run", "train", code=2)
+    assert "rows were made again" in projects.latentmill(folder, "verify", "--repair")
+
+
+def test_a_deleted_preview_is_one_missing_row_and_every_other_command_works(folder: Path):
+    path = file(folder, "samples/*/artifacts/images/*.png")
+    before = path.read_bytes()
+    path.unlink()
+    state = next(each for each in states(Project(folder)) if each.stage_name == "samples")
+    assert describe(state) == "1 row missing: make samples"
+    rows = Project(folder).sql("select count(*) as n from samples").to_pylist()[0]["n"]
+    assert projects.build(folder, "samples")["samples"].written == 1 and path.read_bytes() == before
+    assert Project(folder).sql("select count(*) as n from samples").to_pylist() == [{"n": rows + 1}]
+
+
+def test_tables_of_before_get_checksums_at_the_first_verify_and_are_not_computed_again(folder: Path):
+    project = Project(folder)
+    recipes = {name: project.recipe(name) for name in project.stage_names}
+    for name in project.stage_names:
+        make_old(project.current(name))
+    assert Project(folder).verify() == []
+    assert Project(folder)["latents"].to_arrow()["checksum"].null_count == 0
+    assert {name: Project(folder).recipe(name) for name in project.stage_names} == recipes
+    assert all(outcome.up_to_date for outcome in projects.build(folder).values())
+    flip(file(folder, "embeddings/*/shards/*"), 3000)
+    assert [found.table for found in Project(folder).verify()] == ["embeddings"]
+
+
+@pytest.mark.parametrize("pattern", ["adapter.safetensors", "checkpoints/step-000002/adapter.safetensors"])
+def test_a_damaged_adapter_is_not_exported_and_is_made_again_to_the_bit(folder: Path, pattern: str):
+    path, step = file(folder, f"train/*/artifacts/{pattern}"), 2 if "step" in pattern else None
+    before = path.read_bytes()
+    flip(path)
+    with pytest.raises(ValueError, match="is damaged: it differs from its sha256; run: latentmill verify --repair"):
+        export_run(Project(folder), None, "diffusers", dtype="float32", step=step)
+    assert Project(folder).verify(repair=True) == [] and path.read_bytes() == before
+
+
+def test_a_checkpoint_whose_state_is_damaged_is_named_by_samples(folder: Path):
+    file(folder, "train/*/artifacts/checkpoints/step-000002/state.json").write_text("{")
+    with pytest.raises(ValueError, match=r"the checkpoint of step 2 is damaged: .*state.json is damaged; run: latentmill verify"):
+        projects.build(folder, "samples")
+    assert Project(folder).verify(repair=True) == []
+    assert not projects.build(folder, "samples")["samples"].removed
+
+
+def test_clean_deletes_what_a_killed_command_left_and_keeps_what_a_running_one_writes(folder: Path):
+    left = folder / "exports" / f"{TEMPORARY}1234-merged"
+    left.mkdir(parents=True)
+    (left / "weights.safetensors").write_bytes(bytes(2000))
+    (file(folder, "latents/*/manifest.json").parent / "shards" / f"{TEMPORARY}x.arrow").write_bytes(bytes(1000))
+    with atomic_folder(folder / "exports" / "running") as temporary:
+        (temporary / "a").touch()
+        said = list(clean(Project(folder), runs=False, dry_run=False))
+        assert temporary.exists()
+    assert any("left by a killed command, 2 kB" in line for line in said) and said[-1] == "freed 3 kB"
+    assert not left.exists() and not list(folder.rglob(f"{TEMPORARY}*"))
+
+
+def test_changed_weights_are_named_if_size_and_time_are_the_same(folder: Path, tmp_path: Path, tiny_weights: Path):
+    shutil.copytree(tiny_weights, tmp_path / "weights")
+    projects.edit(folder, str(tiny_weights), str(tmp_path / "weights"))
+    assert Project(folder).verify() == [] and Project(folder).recipe("latents")
+    path = next((tmp_path / "weights" / "vae").glob("*.safetensors"))
+    stat = path.stat()
+    flip(path)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    (found,) = Project(folder).verify()
+    assert found.table == "weights" and found.file == path.name
