@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
+SPACES = "\u0120\u2581"  # what tokenizers write for the space before a word
+
 
 @click.command("search")
 @click.argument("query", required=False, envvar="LATENTMILL_QUERY")
@@ -119,7 +121,12 @@ def token_pieces(project: Project) -> Callable[[str, str], list[str]]:
     config = project.config.sections["tokens"]
     longest = {"query": config.query_tokens, "document": config.document_tokens}
     tokenizer = TextTokenizer(project.component("tokenizer"), lower_case=project.family.lower_case)  # type: ignore[attr-defined]
-    return lambda role, text: tokenizer.pieces(tokenizer.cut(tokenizer.encode([text])[0], longest[role]))
+
+    def pieces(role: str, text: str) -> list[str]:
+        found = tokenizer.pieces(tokenizer.cut(tokenizer.encode([text])[0], longest[role]))
+        return [each.lstrip(SPACES) or each for each in found]
+
+    return pieces
 
 
 def unit_texts(project: Project) -> dict[str, str]:

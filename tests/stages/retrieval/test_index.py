@@ -144,3 +144,10 @@ def test_the_command_answers_as_text_as_json_and_from_standard_input(indexed, mo
     assert " ~ " in explained
     with pytest.raises(ValueError, match="search needs a query"):
         call("")
+
+
+def test_an_index_of_another_adapter_is_one_line(indexed):
+    from pipeline.commands.search import open_encoder
+
+    with pytest.raises(ValueError, match=r"adapter 1a2b3c4d, which is not the project's: run make index"):
+        open_encoder(Project(indexed), "1a2b3c4d" * 8)
