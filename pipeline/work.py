@@ -73,7 +73,7 @@ def perform(
             pending=unit.pending,
             rows=lambda schema: table(schema).rows(unit.inputs[schema.name].version),
             tensors=lambda schema: table(schema).tensors(unit.inputs[schema.name].version),
-            files=lambda schema: unit.inputs[schema.name].folder / "artifacts",
+            files=lambda schema: _artifacts(unit, schema, stage),
             need=unit.needs.__getitem__,
             write_artifact=write_artifact,
             say=say,
@@ -88,3 +88,10 @@ def perform(
             artifacts.clear()
             yield batch
         yield from artifacts
+
+
+def _artifacts(unit: WorkUnit, schema: TableSchema, stage: Stage) -> Path:
+    """Return the artifacts folder of a table that the stage reads. For an optional table it may not exist."""
+    if schema in stage.optional and schema.name not in unit.inputs:
+        return unit.root / "tables" / schema.name / "none" / "artifacts"
+    return unit.inputs[schema.name].folder / "artifacts"

@@ -52,7 +52,7 @@ class StageContext:
     pending: pa.Table  # rows of `wants` that do not exist yet
     rows: Callable[[TableSchema], pa.Table]  # rows of a table that the stage reads
     tensors: Callable[[TableSchema], TensorReader]  # tensors of a table that the stage reads
-    files: Callable[[TableSchema], Path]  # artifacts folder of a table that the stage reads
+    files: Callable[[TableSchema], Path]  # artifacts folder of a table that the stage reads; an optional one may not exist
     need: Callable[[str], Any]  # the value of a resource named in `Stage.needs`: a path or a model family
     write_artifact: Callable[[str, Callable[[Path], None]], Path]  # (name, write): the file appears whole or not at all
     say: Callable[[str], None]  # one line for the user
@@ -83,6 +83,9 @@ class Stage:
     batches) or an artifact made of all of them. `ctx.stored` then holds every row, and `ctx.pending` the rows that were
     pending at the start.
 
+    `optional` holds tables whose artifacts the stage uses if there are any, such as a trained adapter. The newest table is used,
+    of whatever settings. It is not built for the stage's sake. What the stage takes from it must be part of a row's key.
+
     `redo` returns stored rows to compute again although their inputs are unchanged, such as files that could not be read.
 
     `repair` writes damaged artifacts again that no row names, and yields a line for the user about each.
@@ -101,6 +104,7 @@ class Stage:
     wants: Callable[[StageContext], pa.Table]
     run: Callable[[StageContext], Iterator[pa.RecordBatch]]
     needs: tuple[str, ...] = ()
+    optional: tuple[TableSchema, ...] = ()
     finish: Callable[[StageContext], Iterator[pa.RecordBatch]] | None = None
     redo: Callable[[StageContext], pa.Table] | None = None
     repair: Callable[[StageContext], Iterator[str]] | None = None

@@ -248,10 +248,13 @@ class Project:
         return found
 
     def inputs(self, name: str) -> dict[str, Input]:
-        """Return the inputs of the stage `name`: name of each table that it reads -> the table's folder and version. Raises
-        NotBuilt if a table is missing.
+        """Return the inputs of the stage `name`: name of each table that it reads -> the table's folder and version. An
+        optional table is left out if there is none. Raises NotBuilt if another table is missing.
         """
-        folders = {read.name: self.built(read, name) for read in self.stage(name).reads}
+        stage = self.stage(name)
+        folders = {read.name: self.built(read, name) for read in stage.reads}
+        newest = {read.name: self.folder(read.name) for read in stage.optional}
+        folders |= {read: found for read, found in newest.items() if found.exists}
         return {read: Input(folder.folder, folder.manifest()["lance_version"]) for read, folder in folders.items()}
 
     def context(self, stage: Stage, **replaced: Any) -> StageContext:
@@ -268,7 +271,7 @@ class Project:
             "pending": empty,
             "rows": lambda schema: self._read(schema, stage.name),
             "tensors": lambda schema: self._tensors(schema, stage.name),
-            "files": lambda schema: self.built(schema, stage.name).folder / "artifacts",
+            "files": lambda schema: self._files(schema, stage),
             "need": lambda name: self._need(stage, name),
             "write_artifact": nothing,
             "say": nothing,
@@ -278,6 +281,11 @@ class Project:
             "intact": self._intact,
         }
         return StageContext(**(fields | replaced))
+
+    def _files(self, schema: TableSchema, stage: Stage) -> Path:
+        """Return the artifacts folder of a table that `stage` reads. For an optional table it may not exist."""
+        optional = schema in stage.optional
+        return (self.folder(schema.name) if optional else self.built(schema, stage.name)).folder / "artifacts"
 
     def _read(self, schema: TableSchema, reader: str) -> pa.Table:
         if schema.name not in self._rows:

@@ -1,10 +1,14 @@
-"""The stage `vectors`: one vector per token of every document, and of every query of valid and test, in float16."""
+"""The stage `vectors`: one vector per token of every document, and of every query of valid and test, in float16.
+
+Texts are encoded with the base, and with the newest trained adapter if there is one.
+"""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -12,10 +16,13 @@ import pyarrow as pa
 
 from schemas.retrieval.pairs import PAIRS
 from schemas.retrieval.tokens import TOKENS
+from schemas.retrieval.train import TRAIN
 from schemas.retrieval.vectors import VECTORS
+from stages.hashing import file_sha256
 from stages.retrieval.texts import BASE, vector_id
-from stages.settings import require, runtime, setting
+from stages.settings import require, runtime, selects, setting
 from stages.stage import Stage, StageContext
+from stages.tuner.checkpoint import ADAPTER
 
 Row = dict[str, Any]
 
@@ -27,6 +34,7 @@ class VectorsConfig:
     precision: Literal["float32", "bfloat16"] = setting(
         "float32", "dtype that the encoder computes in: bfloat16 is faster on a GPU, float32 far faster on a CPU"
     )
+    base: bool = selects(True, "also encode with the untuned base, so that the evaluation compares the tuned encoder with it")
     batch_size: int = runtime(64, "texts per record batch, which a kill can lose; texts are encoded one by one")
 
     def __post_init__(self) -> None:
@@ -34,13 +42,26 @@ class VectorsConfig:
 
 
 def wanted_vectors(ctx: StageContext) -> pa.Table:
-    """Return one row per encoder and text: all documents, and the queries of valid and test."""
+    """Return one row per encoder and text: all documents, and the queries of valid and test. Raises ValueError if there is no
+    trained adapter and the base is switched off.
+    """
     tokens = ctx.rows(TOKENS).select(["text_id", "role"]).to_pylist()
     held_out = {row["query_id"] for row in ctx.rows(PAIRS).to_pylist() if row["rejected"] is None and row["split"] != "train"}
     texts = sorted((row for row in tokens if row["role"] == "document" or row["text_id"] in held_out), key=_text_id)
-    rows = [{"vector_id": vector_id(BASE, row["text_id"]), "encoder": BASE, **row} for row in texts]
+    rows = [{"vector_id": vector_id(name, row["text_id"]), "encoder": name, **row} for name in encoders(ctx) for row in texts]
     fields = [VECTORS.batch.field(name) for name in ("vector_id", "encoder", "text_id", "role")]
     return pa.Table.from_pylist(rows, schema=pa.schema(fields))
+
+
+def encoders(ctx: StageContext) -> dict[str, Path | None]:
+    """Return the encoders whose vectors are wanted: name -> adapter file. The name is "base", without a file, or the sha256 of
+    the newest adapter that the project trained. Raises ValueError if there is none of both.
+    """
+    adapter = ctx.files(TRAIN) / ADAPTER
+    tuned: dict[str, Path | None] = {file_sha256(adapter): adapter} if adapter.is_file() else {}
+    if not tuned and not ctx.config.base:
+        raise ValueError("vectors.base must be true: no adapter is trained; run make train, or leave out base = false")
+    return ({BASE: None} if ctx.config.base else {}) | tuned
 
 
 def _text_id(row: Row) -> str:
@@ -48,8 +69,21 @@ def _text_id(row: Row) -> str:
 
 
 def encode_vectors(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Encode the pending texts and yield their rows as record batches. If no text is pending, no weights are loaded."""
+    """Encode the pending texts and yield their rows as record batches, one encoder after another. If no text is pending, no
+    weights are loaded.
+    """
     pending = ctx.pending.to_pylist()
+    done = 0
+    for name, adapter in encoders(ctx).items() if pending else ():
+        own = [row for row in pending if row["encoder"] == name]
+        for batch in _encoded(ctx, own, adapter):
+            done += batch.num_rows
+            yield batch
+            ctx.progress(done, len(pending), "texts")
+
+
+def _encoded(ctx: StageContext, pending: list[Row], adapter: Path | None) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of texts as record batches, with the base encoder or an adapter. Ends early if the user asked to stop."""
     if not pending:
         return
     import mlx.core as mx
@@ -57,7 +91,7 @@ def encode_vectors(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     from stages.retrieval.encoder import load_encoder
 
     tokens = ctx.tensors(TOKENS)
-    encoder = load_encoder(ctx.need("encoder"), None, ctx.need("family"), precision=ctx.config.precision)
+    encoder = load_encoder(ctx.need("encoder"), None, ctx.need("family"), adapter, precision=ctx.config.precision)
     try:
         for start in range(0, len(pending), ctx.config.batch_size):
             if ctx.stop():
@@ -66,7 +100,6 @@ def encode_vectors(ctx: StageContext) -> Iterator[pa.RecordBatch]:
             tokens.ahead(row["text_id"] for row in some)
             rows = [_row(row, encoder.encode_ids([tokens.read(row["text_id"])])[0]) for row in some]
             yield VECTORS.table(rows).combine_chunks().to_batches()[0]
-            ctx.progress(start + len(some), len(pending), "texts")
     finally:
         del encoder
         gc.collect()
@@ -92,6 +125,7 @@ STAGE = Stage(
     writes=VECTORS,
     config=VectorsConfig,
     needs=("family", "encoder"),
+    optional=(TRAIN,),
     wants=wanted_vectors,
     run=encode_vectors,
 )

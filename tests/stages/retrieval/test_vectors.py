@@ -5,8 +5,10 @@ from __future__ import annotations
 import shutil
 
 import numpy as np
+import pytest
 
 from pipeline import Project
+from stages.hashing import file_sha256
 from stages.retrieval.texts import BASE, vector_id
 from tests.stages.retrieval.project import rows, run
 
@@ -45,3 +47,34 @@ def test_only_the_texts_of_a_changed_file_are_encoded_again_and_the_index_equals
     assert rows(fresh, "index") == rows(folder, "index") and rows(fresh, "ranks") == rows(folder, "ranks")
     one, other = (next((place / "tables" / "index").glob("*/artifacts/vectors-*.npy")) for place in (folder, fresh))
     assert one.name == other.name and one.read_bytes() == other.read_bytes()
+
+
+TRAINED = {"train.steps": 2, "train.batch_size": 4, "train.precision": "float32", "train.lr": 0.05, "train.rank": 2}
+
+
+def test_a_trained_adapter_adds_its_own_vectors_and_leaves_those_of_the_base(indexed, tmp_path):
+    folder = tmp_path / "project"
+    shutil.copytree(indexed, folder, symlinks=True)
+    before = {row["vector_id"] for row in rows(folder, "vectors")}
+    run(folder, "train", overrides=TRAINED)
+    run(folder, "vectors", "index", "ranks")
+    found = rows(folder, "vectors")
+    tuned = {row["encoder"] for row in found} - {BASE}
+    adapter = Project(folder, TRAINED).folder("train").folder / "artifacts" / "adapter.safetensors"
+    assert tuned == {file_sha256(adapter)} and before < {row["vector_id"] for row in found}
+    assert {row["text_id"] for row in found if row["encoder"] in tuned} == {
+        row["text_id"] for row in found if row["encoder"] == BASE
+    }
+    table = Project(folder)["vectors"]
+    text = next(row["text_id"] for row in found if row["role"] == "document")
+    one, other = (np.asarray(table[vector_id(name, text)], np.float32) for name in (BASE, *tuned))
+    assert one.shape == other.shape and np.abs(one - other).max() > 1e-3
+    assert {row["encoder"] for row in rows(folder, "index")} == tuned
+    assert {row["encoder"] for row in rows(folder, "ranks")} == {BASE, *tuned}
+    run(folder, "vectors", overrides={"vectors.base": False})
+    assert {row["encoder"] for row in rows(folder, "vectors", {"vectors.base": False})} == tuned
+
+
+def test_without_an_adapter_the_base_cannot_be_left_out(indexed):
+    with pytest.raises(ValueError, match=r"vectors.base must be true: no adapter is trained; run make train"):
+        run(indexed, "vectors", overrides={"vectors.base": False})
