@@ -46,6 +46,8 @@ RUNTIME = {  # settings that may change no row
         "pairs.batch_size": 1,
         "tokens.batch_size": 1,
         "negatives.batch_size": 1,
+        "train.checkpoint_every": 2,
+        "train.memory": "whole",
         "vectors.batch_size": 1,
         "index.batch_size": 1,
         "ranks.batch_size": 2,

@@ -26,6 +26,14 @@ max_leak = 1.0
 
 [tokens]
 hard = true
+
+[train]
+steps = 3
+batch_size = 2
+hard_negatives = 1
+rank = 2
+lr = 1e-3
+precision = "float32"
 """
 INDEXED = ("sources", "units", "pairs", "tokens", "vectors", "index", "ranks")  # the stages up to an evaluation
 VERBS = ("Count", "Sort", "Reverse", "Parse", "Encode", "Merge", "Split", "Compare", "Filter", "Print")

@@ -56,7 +56,7 @@ def test_a_trained_adapter_adds_its_own_vectors_and_leaves_those_of_the_base(ind
     folder = tmp_path / "project"
     shutil.copytree(indexed, folder, symlinks=True)
     before = {row["vector_id"] for row in rows(folder, "vectors")}
-    run(folder, "train", overrides=TRAINED)
+    run(folder, "negatives", "train", overrides=TRAINED)
     run(folder, "vectors", "index", "ranks")
     found = rows(folder, "vectors")
     tuned = {row["encoder"] for row in found} - {BASE}
