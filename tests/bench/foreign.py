@@ -240,6 +240,8 @@ def main(script: Path, steps: int, seed: int, lr: float, prompts: int, work: Pat
     """Train `micro` on the example with diffusers' script and with ours, and print both rows."""
     script = check_script(script)
     work = work.resolve()
+    if work.is_dir() and any(work.iterdir()):
+        raise click.ClickException(f"--work must be a new or empty folder, got {work}: what is trained already takes no time")
     work.mkdir(parents=True, exist_ok=True)
     for name, row in compare(script, work, steps, seed, lr, prompts).items():
         click.echo(json.dumps({"program": name, "steps": steps, **{key: round(value, 4) for key, value in row.items()}}))

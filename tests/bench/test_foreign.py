@@ -16,6 +16,13 @@ def test_another_file_than_the_pinned_script_is_refused_in_one_line(tmp_path):
         foreign.check_script(tmp_path / "changed.py")
 
 
+def test_a_folder_with_an_earlier_run_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(foreign, "check_script", lambda path: path)
+    (tmp_path / "ours").mkdir()
+    with pytest.raises(click.ClickException, match="--work must be a new or empty folder"):
+        foreign.main.main(["--script", "s.py", "--work", str(tmp_path)], standalone_mode=False)
+
+
 def test_a_failed_process_is_named_with_its_last_line(tmp_path):
     with pytest.raises(click.ClickException, match=r"exit status 1: ValueError: no \(all of it: .*log\)"):
         foreign.measure([sys.executable, "-c", "raise ValueError('no')"], tmp_path / "log")
