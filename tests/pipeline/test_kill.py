@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.api import Project as ApiProject
+from pipeline.commands.clean import clean
+from pipeline.commands.status import states
 from pipeline.project.project import Project
 from tests import projects
 from tests.pipeline.killing import KILLED, count_syncs, run_and_kill
@@ -39,6 +42,7 @@ def test_a_stage_killed_before_any_fsync_ends_where_an_unbroken_run_ends(
     while left:
         code, _ = run_and_kill(generator.randint(1, syncs[stage_name]), CLI, "run", stage_name, "--project", str(folder))
         left -= code == KILLED
+        use_between_kills(folder, generator)
         if Project(folder).current(stage_name).exists:  # nothing is left to kill: begin again
             shutil.rmtree(folder / "tables" / stage_name)
     projects.latentmill(folder, "run", stage_name)
@@ -47,6 +51,17 @@ def test_a_stage_killed_before_any_fsync_ends_where_an_unbroken_run_ends(
     assert found.select(columns) == expected.select(columns)
     assert artifacts(folder, stage_name) == artifacts(reference, stage_name)
     assert not list((folder / "tables" / stage_name).rglob(".tmp-*"))
+
+
+def use_between_kills(folder: Path, generator: random.Random) -> None:
+    """Clean, verify or show a project that was killed: none may fail, and none finds damage."""
+    use = generator.choice(("clean", "verify", "status"))
+    if use == "clean":
+        list(clean(Project(folder), runs=False, dry_run=False))
+    elif use == "verify":
+        assert not ApiProject(folder).verify()
+    else:
+        states(Project(folder))
 
 
 def artifacts(folder: Path, stage_name: str) -> dict[str, bytes]:
