@@ -2,9 +2,138 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
 from stages.retrieval.units.unit import Unit
 
 
+@dataclass(frozen=True)
+class Grammar:
+    """A language of tree-sitter. `module` is its package and `function` the function that returns it. `functions`, `classes` and
+    `inside` are names of nodes: units, units that hold methods, and nodes that only hold others, whose name counts.
+    """
+
+    module: str
+    functions: frozenset[str]
+    classes: frozenset[str] = frozenset()
+    inside: frozenset[str] = frozenset()
+    function: str = "language"
+    comments: frozenset[str] = field(default=frozenset({"comment", "line_comment", "block_comment"}))
+
+
+def _grammar(module: str, functions: str, classes: str = "", inside: str = "", function: str = "language") -> Grammar:
+    return Grammar(module, frozenset(functions.split()), frozenset(classes.split()), frozenset(inside.split()), function)
+
+
+SCRIPT = ("function_declaration generator_function_declaration method_definition", "class_declaration")
+TYPED = (SCRIPT[0], "class_declaration abstract_class_declaration interface_declaration")
+GRAMMARS = {
+    "rust": _grammar("tree_sitter_rust", "function_item", "struct_item enum_item trait_item", "impl_item mod_item"),
+    "go": _grammar("tree_sitter_go", "function_declaration method_declaration", "type_declaration"),
+    "java": _grammar(
+        "tree_sitter_java",
+        "method_declaration constructor_declaration",
+        "class_declaration interface_declaration enum_declaration record_declaration",
+    ),
+    "javascript": _grammar("tree_sitter_javascript", *SCRIPT),
+    "typescript": _grammar("tree_sitter_typescript", *TYPED, function="language_typescript"),
+    "tsx": _grammar("tree_sitter_typescript", *TYPED, function="language_tsx"),
+    "c": _grammar("tree_sitter_c", "function_definition", "struct_specifier"),
+    "cpp": _grammar("tree_sitter_cpp", "function_definition", "class_specifier struct_specifier", "namespace_definition"),
+}
+MARKS = re.compile(r"^\s*(/\*\*?|\*/|\*(?!/)|///?!?|//!)|\*/\s*$")  # what begins and ends the lines of a comment
+
+
 def syntax_units(text: str, language: str, *, classes: bool) -> list[Unit] | None:
-    """Return the units of a source text, or None if tree-sitter is not installed or does not know the language."""
-    return None
+    """Return the units of a source text, or None if tree-sitter is not installed or does not know the language. The docstring of
+    a unit is the comment before it.
+    """
+    grammar = GRAMMARS.get(language)
+    if grammar is None:
+        return None
+    try:
+        sitter, module = import_module("tree_sitter"), import_module(grammar.module)
+    except ImportError:
+        return None
+    parser = sitter.Parser(sitter.Language(getattr(module, grammar.function)()))
+    tree = parser.parse(text.encode())
+    try:
+        return list(_units(tree.root_node, "", grammar, classes))
+    except RecursionError:  # expressions that are nested a thousand deep are written by programs
+        return None
+
+
+def _units(node: Any, owner: str, grammar: Grammar, classes: bool) -> Iterator[Unit]:
+    for child in node.named_children:
+        if child.type in grammar.functions:
+            yield _unit(child, owner, "method" if owner else "function", grammar)
+            continue
+        name = _name(child) if child.type in grammar.classes | grammar.inside else ""
+        if child.type in grammar.classes and name and classes and _block(child):
+            yield _unit(child, owner, "class", grammar)
+        yield from _units(child, f"{owner}{name}." if name else owner, grammar, classes)
+
+
+def _unit(node: Any, owner: str, kind: str, grammar: Grammar) -> Unit:
+    text = node.text.decode(errors="replace")
+    name, block = _name(node), _block(node)
+    head = node.text[: block.start_byte - node.start_byte].decode(errors="replace") if block else text
+    body = textwrap.dedent(text[len(head) :]).strip("{} \n")
+    signature = " ".join(head.split())
+    place = head.find(name) + len(name) if name else 0
+    code = [line for line in body.splitlines() if line.strip(" {}") and not line.strip().startswith(("//", "/*", "*"))]
+    return Unit(
+        name=name,
+        qualified_name=f"{owner}{name}",
+        kind=kind,
+        first_line=node.start_point[0] + 1,
+        last_line=node.end_point[0] + 1,
+        signature=signature,
+        docstring=_comment_before(node, grammar),
+        body=body,
+        rest=text[place:],
+        code_lines=len(code),
+    )
+
+
+def _block(node: Any) -> Any:
+    """Return the node of a unit's body, or None. The type of a Go declaration lies one node deeper."""
+    found = node.child_by_field_name("body")
+    return found or next((each for each in map(_block, node.named_children) if each), None) if node.type != "block" else None
+
+
+def _name(node: Any) -> str:
+    """Return the name that a node declares: of an implementation its type, of a C function that of its declarator."""
+    for part in ("name", "type", "declarator"):
+        found = node.child_by_field_name(part)
+        if found is not None and part != "type":
+            return _name(found) if part == "declarator" and found.child_by_field_name("declarator") else _last(found)
+        if found is not None and node.type == "impl_item":
+            return _last(found)
+    deeper = [child for child in node.named_children if child.type.endswith("_spec")]
+    return _name(deeper[0]) if deeper else ""
+
+
+def _last(node: Any) -> str:
+    words = re.findall(r"\w+", node.text.decode(errors="replace"))
+    return words[0] if node.type == "generic_type" and words else ".".join(words)
+
+
+def _comment_before(node: Any, grammar: Grammar) -> str:
+    """Return the comment that ends on the line before a unit, without its marks. Attributes between both are passed over."""
+    lines: list[str] = []
+    first, place = node.start_point[0], node.prev_named_sibling
+    if place is None and node.parent is not None and node.parent.type in ("export_statement", "decorated_definition"):
+        place = node.parent.prev_named_sibling
+    while place is not None and place.end_point[0] - (place.end_point[1] == 0) >= first - 1:
+        if place.type in grammar.comments:
+            lines = [*place.text.decode(errors="replace").splitlines(), *lines]
+        elif place.type not in ("attribute_item", "decorator"):
+            break
+        first, place = place.start_point[0], place.prev_named_sibling
+    return "\n".join(MARKS.sub("", MARKS.sub("", line)).strip() for line in lines).strip()
