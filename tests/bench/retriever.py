@@ -130,7 +130,7 @@ def main(size: str, batch: int, dtype: str, only: str | None, steps: int | None,
         with out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         name = f"{row['kind']:7} {row['backend']:6} {row['plan']:22} B{row['batch']:<4} micro {row['micro_batch']:<4}"
-        found = row.get("error") or f"{row['samples_per_s']:9.1f} samples/s  {row['peak_gb']:7.2f} GB"
+        found = row.get("error") or f"{row['samples_per_s']:9.1f} samples/s  {row.get('peak_gb', 0):7.2f} GB"
         click.echo(f"{name} {found}")
 
 

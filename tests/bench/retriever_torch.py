@@ -140,5 +140,4 @@ def measure_torch(case: RetrieverCase, time_calls: Callable[[Callable[[], Any], 
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times = time_calls(encode_only if case.kind == "encode" else step, case.steps)
-    peak = torch.cuda.max_memory_allocated() / 1e9 if DEVICE == "cuda" else float("nan")
-    return times | {"peak_gb": peak}
+    return times | ({"peak_gb": torch.cuda.max_memory_allocated() / 1e9} if DEVICE == "cuda" else {})
