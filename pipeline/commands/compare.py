@@ -44,13 +44,14 @@ def command(runs: tuple[str, ...], out: Path | None, project: Project) -> None:
 @with_project
 def best_command(run: str | None, by: str | None, project: Project) -> None:
     """Name the checkpoint of a run to use, and say why. It is the one with the lowest held-out loss; without held-out samples,
-    the one with the best scores. RUN is a name or recipe; without it, the run of the present settings.
+    the one with the best scores. RUN is a name or recipe; without it, the run of the present settings,
+    or the newest.
 
     The held-out loss says how well the data are predicted. It can rise while the results still gain the style of the data. The
     scores compare the results themselves: samples.checkpoints="all" draws those of every checkpoint.
     """
     runs = find_runs(project)
-    found = find_run(project, run) if run else next((each for each in runs if each.current), None)
+    found = find_run(project, run) if run else next((each for each in runs if each.current), runs[0] if runs else None)
     if found is None:
         raise ValueError(f"{project.name} has no run yet; run: latentmill train")
     for line in best(project, found, by):

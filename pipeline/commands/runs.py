@@ -51,11 +51,13 @@ def list_runs(project: Project) -> str:
         more = f" and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
         rows.append(
             (
-                f"{'*' if run.current else ' '} {run.label}",
+                f"{run.label}{' *' if run.current else ''}",
                 f"{facts['steps']}/{facts['wanted_steps']}" if facts["wanted_steps"] else str(facts["steps"]),
                 _number(facts["loss"]),
                 f"{facts['best_step']}: {facts['best_loss']:.4g}" if facts["best_step"] else None,
-                ", ".join(different[:SHOWN]) + more if different else ("present settings" if run.current else "other data"),
+                ", ".join(different[:SHOWN]) + more
+                if different
+                else ("present settings" if run.current else "none: other data, weights or version"),
             )
         )
     return format_table(("run", "steps", "loss", "best", "settings that differ"), rows, right=("steps", "loss")) if rows else ""

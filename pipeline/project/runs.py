@@ -130,7 +130,10 @@ def find_runs(project: Project) -> list[Run]:
         schema = project.stage(stage).writes
         if not trains(schema):
             continue
-        current = project.folder(stage).folder.name
+        try:
+            current = project.current(stage).folder.name
+        except ValueError:  # an input or the weights are missing, so no run is that of the present settings
+            current = ""
         for folder in (project.path / "tables" / stage).glob("*/"):
             table = TableFolder(folder, schema)
             if RECIPE.fullmatch(folder.name) and (record := read_record(table)) is not None and readable(table):

@@ -177,3 +177,9 @@ def test_a_run_of_an_earlier_version_has_no_record_and_is_listed(project):
 
 def test_tables_that_are_no_runs_are_not_listed(tmp_path):
     assert [run.recipe for run in find_runs(tables.make(tmp_path))] == [tables.RECIPE]
+
+
+def test_without_the_inputs_of_the_present_settings_no_run_is_called_the_present_one(project):
+    shutil.rmtree(project / "tables" / "embeddings")
+    assert [run.current for run in find_runs(Project(project))] == [False] * 3
+    assert " *" not in list_runs(Project(project))

@@ -46,6 +46,8 @@ class FakeProject:
     def folder(self, stage_name: str) -> TableFolder:
         return TableFolder(self.path / "tables" / stage_name / RECIPE, table(stage_name))
 
+    current = folder
+
     def stage(self, stage_name: str) -> Any:
         return SimpleNamespace(writes=table(stage_name))
 
