@@ -62,9 +62,7 @@ class StageContext:
     pause: Callable[[str], None] = lambda reason: None  # say why `run` returns before all rows are made
     root: Path = Path()  # the project's folder: what a relative path in a setting starts from
     provenance: dict[str, str] = field(default_factory=dict)  # recipe and versions, for the metadata of artifacts
-    intact: Callable[[TableSchema, str], bool] = lambda schema, name: (
-        True
-    )  # has an artifact of a table the bytes that were written?
+    intact: Callable[[TableSchema, str], bool] = lambda *_: True  # has an artifact of a table the bytes that were written?
 
 
 @dataclass(frozen=True)
