@@ -99,8 +99,9 @@ class Project(project.Project):
         return states(self)
 
     def verify(self, *, repair: bool = False) -> list[Finding]:
-        """Read all files of the project, and return what is damaged. If `repair` is True, damaged rows and files are removed and
-        the stages are run that make them again. The result is then what is still damaged.
+        """Read all files of the project and return a list of what is damaged. If `repair` is True, damaged rows and
+        files are first removed. Those of the current settings are then computed again. The returned list holds only the
+        damage that remains.
         """
         from pipeline.commands.verify import find_damage, repair_project
 

@@ -74,7 +74,9 @@ def replace_process() -> NoReturn:
 
 
 def allow_open_files(wanted: int = FILES) -> None:
-    """Raise this process's limit of open files to `wanted`, or as far as the system allows. On a Mac it begins at 256."""
+    """Raise this process's limit of open files to `wanted`, or as far as the system allows. A higher limit is kept. If
+    the system refuses, nothing changes.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft == resource.RLIM_INFINITY or soft >= most:

@@ -80,8 +80,9 @@ class Commands(click.Group):
 
 
 def stage_command(name: str, arguments: Sequence[str]) -> click.Command | None:
-    """Return a command that runs the stage `name` as `latentmill run NAME` does; None if no pipeline has such a stage.
-    `arguments` is the command line, which may name a project with a pipeline of its own.
+    """Return a command that runs the stage `name`, the same as `latentmill run NAME`. Return None if no pipeline has a
+    stage of this name. `arguments` is the command line. It is searched for the option that chooses a project, because a
+    project can have its own pipeline.
     """
     from stages.stage import load
 
@@ -95,8 +96,8 @@ def stage_command(name: str, arguments: Sequence[str]) -> click.Command | None:
 
 
 def stage_names(arguments: Sequence[str]) -> list[str]:
-    """Return the names of all stages of the built-in pipelines, and of the pipeline of the project that `arguments`, the command
-    line, may name.
+    """Return the names of all stages of the built-in pipelines. If a project has its own pipeline, the names of its
+    stages are included. `arguments` is the command line. It is searched for the option that chooses the project.
     """
     import stages
 
@@ -223,9 +224,9 @@ def exit_code(command: Callable[[], Any]) -> int:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of `error` on one line. An OSError about a file becomes "file: reason"; an error without a message
-    becomes the name of its class. Of a message of more than LONGEST characters, which quotes a damaged file, the middle is left
-    out.
+    """Return the message of `error` on one line. For an OSError about a file, the line is "file: reason". If the
+    message is empty, the name of the error's class is returned. If it has more than `LONGEST` characters, its middle is
+    replaced by " ... ".
     """
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror.lower()}"

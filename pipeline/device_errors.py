@@ -29,7 +29,9 @@ KINDS = (
 
 
 def explain(message: str) -> str | None:
-    """Return one line about an error of the GPU: what happened, the message, the remedy. None if `message` is no such error."""
+    """Return one line about a GPU error, or None if `message` matches no known GPU error. `message` is the text of the
+    exception. The line says what happened, repeats `message`, and names a remedy.
+    """
     for pattern, happened, remedy, _ in KINDS:
         if re.search(pattern, message, re.IGNORECASE):
             return f"{happened}: {' '.join(message.split())}; {remedy}. Finished work is kept: the same command goes on."

@@ -25,8 +25,9 @@ SMALL_MAC = 16 * 2**30 - 1
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine is. Sizes are in bytes. `files` is the limit of open files. `translated` says that Python runs under
-    Rosetta. `macos` is empty on other systems. `budget` is the memory that a stage may take.
+    """The hardware and software of a machine. Sizes are in bytes. `files` is the maximum number of open files.
+    `translated` is True if Python runs under Rosetta, Apple's emulator of Intel processors. `macos` is the version of
+    macOS, or "" on other systems. `budget` is the memory that a stage may take.
     """
 
     system: str
@@ -87,7 +88,9 @@ def chip() -> str:
 
 
 def sysctl(name: str) -> str:
-    """Return a value of macOS's `sysctl`; empty if there is none."""
+    """Return the value of a macOS kernel setting as text. `name` is the key of the setting for `sysctl`, such as
+    "hw.memsize". Return "" if the value cannot be read.
+    """
     try:
         done = subprocess.run(["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, check=False, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

@@ -135,7 +135,12 @@ def run(
 
 
 def repair(project: Project, name: str, console: Console) -> None:
-    """Let the stage `name` write its damaged artifacts again that no row names. Lines for the user go to `console`."""
+    """Run the `repair` function of the stage `name`. It writes damaged artifacts again, such as the checkpoints of a
+    training run. Its messages for the user go to `console`. Nothing happens if the stage has no such function or if no
+    run of it has finished.
+
+    Artifacts that rows name are not repaired here. A run of the stage computes their rows again.
+    """
     stage, folder = project.stage(name), project.current(name)
     if stage.repair is None or not folder.exists:
         return
@@ -225,8 +230,11 @@ def interruptible(say: Callable[[str], None] = lambda line: None) -> Iterator[th
 
 @contextmanager
 def _acknowledged(say: Callable[[str], None]) -> Iterator[None]:
-    """Call `say` in a thread when the first signal of SIGNALS arrives. Python calls a signal's handler only when the main thread
-    returns from native code, which may take minutes; the number of the signal is written to a pipe at once.
+    """Call `say` with one line as soon as the first signal of SIGNALS arrives during the `with` block. The call happens
+    in another thread. The block must run in the main thread, and the signals must have Python handlers.
+
+    Python runs a handler only when the main thread returns from native code. This may take minutes. The number of the
+    signal is therefore written to a pipe at once, and the other thread reads the pipe.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

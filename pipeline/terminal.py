@@ -89,8 +89,8 @@ class Terminal:
         self.console.print(f"{self.stage_name}: {line}", markup=False)
 
     def note(self, text: str) -> None:
-        """Show `text`, facts such as the loss, below the progress bar. Without a terminal, the next line of progress ends with
-        it.
+        """Show `text` below the progress bar, in place of the previous text. `text` holds facts such as the loss. If
+        standard error is no terminal, each later line of progress ends with `text`.
         """
         self.facts = text
         if self.bar:

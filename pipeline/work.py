@@ -91,7 +91,10 @@ def perform(
 
 
 def _artifacts(unit: WorkUnit, schema: TableSchema, stage: Stage) -> Path:
-    """Return the artifacts folder of a table that the stage reads. For an optional table it may not exist."""
+    """Return the artifacts folder of a table that `stage` reads. `schema` is the schema of this table. `unit` is the
+    work unit with the input tables. If `stage` can run without the table and `unit` lacks it, the returned folder does
+    not exist.
+    """
     if schema in stage.optional and schema.name not in unit.inputs:
         return unit.root / "tables" / schema.name / "none" / "artifacts"
     return unit.inputs[schema.name].folder / "artifacts"

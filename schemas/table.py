@@ -92,12 +92,13 @@ def column(name: str, kind: pa.DataType, doc: str, *, null: bool = False, measur
 
 @dataclass(frozen=True)
 class TableSchema:
-    """The description of a table. `name` is the table's name. `doc` says what a row is. `key` holds the names of the
-    columns that identify a row. `columns` holds all columns in order. `tensors` lists the tensors that every row has. A
-    table with tensors has exactly one key column. `retains_dead_rows` is about rows that no setting needs any more. If
-    it is True, they stay on disk until `latentmill clean` and are hidden from readers. If it is False, they are deleted
-    when the next run finishes. `artifact` is the name of the column with the path of a row's own file, below the folder
-    `artifacts`. A row whose file is missing or damaged counts as missing. It is empty if rows have no files.
+    """Describe a table. `name` is the table's name. `doc` says what a row is. `key` holds the names of the columns that
+    identify a row. `columns` holds all columns in order. `tensors` lists the tensors that every row has. A table with
+    tensors has exactly one key column. `retains_dead_rows` is about rows that no setting needs any more. If it is True,
+    these rows stay on disk until `latentmill clean` and are hidden from readers. If it is False, they are deleted when
+    the next run finishes. `artifact` is the name of a column. This column holds the path of a row's own file, below the
+    folder `artifacts`. If rows have no files, `artifact` is empty. A row whose file is missing or damaged counts as
+    missing.
 
     Set `retains_dead_rows` to True if the rows are expensive to recompute. Tables with tensors always retain such rows.
     """

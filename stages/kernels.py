@@ -21,7 +21,9 @@ def compiles() -> bool:
 
 
 def limited() -> bool:
-    """Return True if kernels of the default device must stay below `LIMIT`. This is so on Metal."""
+    """Return True if the default device is a GPU that uses Metal. Each kernel there may take at most `LIMIT`
+    floating-point operations.
+    """
     return mx.metal.is_available() and mx.default_device() == mx.gpu
 
 
@@ -31,8 +33,9 @@ def product_flop(rows: int, inputs: int, outputs: int) -> float:
 
 
 def most_outputs(rows: int, inputs: int, multiple: int = 128) -> int | None:
-    """Return how many outputs of a product one kernel may compute, a multiple of `multiple` where possible. The input has shape
-    (rows, inputs). None means any number: the default device has no limit.
+    """Return how many output features of a matrix product one kernel may compute. `rows` and `inputs` are the sizes of
+    the input matrix, `(rows, inputs)`. The result is rounded down to a multiple of `multiple` if it is larger than
+    `multiple`. It is at least 1. If the default device has no limit, the result is None.
     """
     if not limited():
         return None
@@ -51,7 +54,10 @@ def slices(total: int, step: int | None) -> list[slice]:
 
 
 def linear(x: mx.array, weight: mx.array) -> mx.array:
-    """Return x @ weight.T, in several kernels if one would exceed the limit. `weight` has the shape (outputs, inputs)."""
+    """Return `x @ weight.T`. `x` has the shape `(..., inputs)`, and `weight` has the shape `(outputs, inputs)`. On
+    Metal, a large product is split into several kernels, each with at most `LIMIT` floating-point operations where
+    possible.
+    """
     found = slices(weight.shape[0], most_outputs(x.size // x.shape[-1], weight.shape[1]))
     if len(found) == 1:
         return x @ weight.T

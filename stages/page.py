@@ -45,8 +45,10 @@ class Cards:
 
 @dataclass(frozen=True)
 class Sheet:
-    """Results as a table of pictures with a slider over the steps. `sql` returns `row` and `column` (headings), `step`, `picture`
-    and `text`. A cell shows the result of the chosen step; a column whose results have one step shows it always.
+    """A table of pictures with a slider that chooses a training step. `sql` returns one row per picture, with the
+    columns `row`, `column`, `step`, `picture` and `text`. `row` and `column` are the headings of the picture's cell. A
+    cell shows the picture of its last step up to the chosen one. If all its steps are later, it shows its first
+    picture.
     """
 
     title: str
@@ -55,10 +57,13 @@ class Sheet:
 
 @dataclass(frozen=True)
 class Editor:
-    """Texts that the user may edit. `sql` returns `key`, `name`, `text`, `picture` and `edited` (true for a text that was edited
-    here). `write` is "module:function": function(project_folder, edits), where `edits` maps a key to a text or, to take an edit
-    back, to None. It keeps the edits in the project and raises ValueError for a text that cannot be used. `read` is
-    "module:function": function(project_folder), which returns all edits: key -> text. `note` tells the user what an edit does.
+    """A list of texts that the user may edit. `sql` returns one row per text, with the columns `key`, `name`, `text`,
+    `picture` and `edited`. `edited` is true if the user has edited the text. `write` and `read` name functions in the
+    form "module:function". `note` tells the user what an edit does.
+
+    The function `write(project_folder, edits)` stores edits in the project. `edits` maps a key to its new text, or to
+    None to undo an edit. It raises ValueError if a text cannot be used. The function `read(project_folder)` returns a
+    dict of all edits, from key to text.
     """
 
     title: str

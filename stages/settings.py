@@ -31,8 +31,8 @@ def setting(
     """Declare a config field whose value changes the content of rows. Return a field for the body of a config
     dataclass. The field is part of the recipe (the hash that names a table's folder). Another value therefore starts a
     new table. `default` is the field's default. `doc` names the unit and the reason for the default. `bounds` are the
-    smallest and the largest value, of a list or a section of names those of each value. Raises TypeError if the default
-    is mutable.
+    smallest and the largest allowed number. For a tuple or a mapping, they apply to each of its values. Raises
+    TypeError if the default is mutable.
 
     With a value in `unrecorded`, the field is left out of the recipe. Use it for a setting that is added later: the
     value that means "as before" must not rename existing tables. `follows` names a setting of another section, such as
@@ -43,11 +43,11 @@ def setting(
 
 
 def selects(default: Any, doc: str, *, bounds: Limits | None = None) -> Any:
-    """Declare a config field whose value decides which rows exist. Return a field for the body of a config dataclass.
-    The field's value does not change the values in a row. It is not part of the recipe (the hash that names a table's
-    folder). `default` is the field's default. `doc` names the unit and the reason for the default. `bounds` are the
-    smallest and the largest value, of a list or a section of names those of each value. Raises TypeError if the default
-    is mutable.
+    """Declare a config field whose value decides which rows exist. The value does not change the content of a row.
+    Return a field for the body of a config dataclass. The field is not part of the recipe (the hash that names a
+    table's folder). `default` is the field's default. `doc` names the unit and the reason for the default. `bounds` are
+    the smallest and the largest allowed number. For a tuple or a mapping, they apply to each of its values. Raises
+    TypeError if the default is mutable.
     """
     return _field(default, doc, "selects", bounds)
 
@@ -55,8 +55,8 @@ def selects(default: Any, doc: str, *, bounds: Limits | None = None) -> Any:
 def runtime(default: Any, doc: str, *, bounds: Limits | None = None) -> Any:
     """Declare a config field whose value changes no row, such as a batch size. Return a field for the body of a config
     dataclass. The field is not part of the recipe (the hash that names a table's folder). `default` is the field's
-    default. `doc` names the unit and the reason for the default. `bounds` are the smallest and the largest value, of a list
-    or a section of names those of each value. Raises TypeError if the default is mutable.
+    default. `doc` names the unit and the reason for the default. `bounds` are the smallest and the largest allowed
+    number. For a tuple or a mapping, they apply to each of its values. Raises TypeError if the default is mutable.
     """
     return _field(default, doc, "runtime", bounds)
 
@@ -78,8 +78,10 @@ def require(section: Any, name: str, low: float | None = None, high: float | Non
 
 
 def follow(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections with every setting filled in that follows a setting of another section. `sections` maps the
-    name of a section to its config dataclass. Settings whose source does not exist stay None.
+    """Return a copy of the config sections in which unset settings take the value of the setting that they follow. A
+    field follows another if it is declared with `setting(..., follows="section.name")`. `sections` maps the name of a
+    section to its config dataclass. A setting stays None if the setting that it follows does not exist. It also stays
+    None if the field that its `unless` names is set.
     """
     found = dict(sections)
     for name, section in sections.items():
@@ -95,16 +97,17 @@ def follow(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_bounds(section: Any) -> None:
-    """Raise ValueError if a number of the config dataclass `section` is out of its bounds. Call it in `__post_init__`. The
-    message is that of `require`.
+    """Raise ValueError if a field of the config dataclass `section` has an invalid value. Each field is checked by
+    `check_value`. Call the function in `__post_init__`.
     """
     for field in dataclasses.fields(section):
         check_value(field, getattr(section, field.name))
 
 
 def check_value(field: dataclasses.Field[Any], value: Any) -> None:
-    """Raise ValueError if `value` is out of the bounds of its config field. A number without bounds of its own has those of
-    WHOLE or NUMBER. A list or section of names has at most MOST_ITEMS items. A text must not contain a zero byte.
+    """Raise ValueError if a config field may not have `value`. A number must lie within the bounds of `field`. If the
+    field declares no bounds, `WHOLE` applies to int and `NUMBER` to float. In a tuple or mapping, each value is
+    checked, and there may be at most `MOST_ITEMS`. A text must not contain a zero byte.
     """
     many = isinstance(value, tuple | Mapping)
     if many and len(value) > MOST_ITEMS:

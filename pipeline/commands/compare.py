@@ -43,9 +43,9 @@ def command(runs: tuple[str, ...], out: Path | None, project: Project) -> None:
 @click.option("--by", type=click.Choice(MEASURES), help="What decides.  [default: held-out, if data are held out; else scores]")
 @with_project
 def best_command(run: str | None, by: str | None, project: Project) -> None:
-    """Name the checkpoint of a run to use, and say why. It is the one with the lowest held-out loss; without held-out samples,
-    the one with the best scores. RUN is a name or recipe; without it, the run of the present settings,
-    or the newest.
+    """Name the best checkpoint of a run, and say why. The best checkpoint has the lowest held-out loss. If no samples
+    are held out, it has the best scores. RUN is the name or recipe of a run. Without RUN, the run of the current
+    settings is used. If there is none, the newest run is used.
 
     The held-out loss says how well the data are predicted. It can rise while the results still gain the style of the data. The
     scores compare the results themselves: samples.checkpoints="all" draws those of every checkpoint.
@@ -109,7 +109,10 @@ def _settings(runs: Sequence[Run]) -> str:
 
 
 def _curves(runs: Sequence[Run]) -> list[tuple[Any, ...]]:
-    """Return rows (steps, mean loss of each run), for about ROWS stretches of equal length."""
+    """Return the rows of a table of training losses. The steps are divided into about `ROWS` ranges of equal length,
+    one row each. A row holds the range as text, such as "1 to 50", and then the mean loss of each run. A mean is None
+    if the run has no step in the range.
+    """
     last = max((run.steps["step"][-1].as_py() for run in runs if run.steps.num_rows), default=0)
     width = max(1, -(-last // ROWS))
     means = []
@@ -125,8 +128,8 @@ def _curves(runs: Sequence[Run]) -> list[tuple[Any, ...]]:
 
 
 def _result_rows(project: Project) -> list[dict[str, Any]]:
-    """Return the rows of all tables of results, such as previews, of any settings and run. The column `file` is the path of the
-    file that a row names.
+    """Return the rows of all result tables of the project, such as previews. Rows made by all runs and with all
+    settings are included. Each row gets a further column `file`, the path of its result file.
     """
     rows = []
     for name, table in rows_of_results(project).items():
@@ -138,8 +141,9 @@ def _result_rows(project: Project) -> list[dict[str, Any]]:
 
 
 def best(project: Project, run: Run, by: str | None = None) -> Iterator[str]:
-    """Yield lines that name the best checkpoint of `run`, the reason, and the command that exports it. `by` is "held-out" or
-    "scores". If it is None, the held-out loss decides if there is one. Raises ValueError if nothing was measured that can decide.
+    """Yield lines that name the best checkpoint of `run`, say why, and give the command that exports it. `by` is the
+    criterion, "held-out" or "scores". If `by` is None, the held-out loss is used if it was measured, and the scores
+    otherwise. Raises ValueError if the results that it needs do not exist.
     """
     if run.best_step is not None and by != "scores":
         losses = {step: loss for step, loss in run.held_out.items() if step in run.checkpoints}

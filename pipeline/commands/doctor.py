@@ -62,8 +62,9 @@ def report(machine: Machine) -> Iterator[str]:
 
 
 def measure(name: str, budget: int) -> Iterator[dict[str, Any]]:
-    """Run the probes and yield one dict of figures for each. `name` is the family whose shapes they have. A probe that does not
-    fit into `budget` bytes, or fails, says so in "error".
+    """Run several short measurements (probes) and yield one dict of figures for each. The training probes use weights
+    with the shapes of the model family `name`. They may use at most `budget` bytes of memory. If a probe fails or does
+    not fit, its dict has the entry "error".
     """
     for title, probe in (("product", product), ("attention gradient", attention_gradient)):
         yield measured(title, probe)
@@ -72,7 +73,9 @@ def measure(name: str, budget: int) -> Iterator[dict[str, Any]]:
 
 
 def measured(title: str, probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run one probe and return its figures with seconds in all. A failure becomes the entry "error"."""
+    """Run one probe and return its figures as a dict. `title` is the name of the probe. The entry "wall_s" is the total
+    time in seconds. If the probe raises ValueError or RuntimeError, the entry "error" has the message.
+    """
     began = time.perf_counter()
     click.echo(f"probe: {title}", err=True)
     try:
@@ -114,7 +117,11 @@ def attention_gradient() -> dict[str, Any]:
 
 
 def training(name: str, side: int, budget: int, steps: int = 20) -> dict[str, Any]:
-    """Take training steps on random weights of a family's shapes at 4 bits. Returns seconds a step and memory."""
+    """Measure the time and memory of training on random weights, and return the figures as a dict. `name` is the model
+    family whose shapes are used. `side` is the width and height of the images in pixels. `budget` is the allowed memory
+    in bytes. `steps` is the number of measured steps, after one more step for warm-up. Times are in seconds. The base
+    weights are quantised to 4 bits. Raises ValueError if training does not fit into `budget`.
+    """
     import gc
     from dataclasses import replace
     from statistics import median

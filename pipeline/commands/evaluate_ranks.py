@@ -30,8 +30,10 @@ def command(project: Project) -> None:
 
 
 def evaluate(project: Project) -> Iterator[str]:
-    """Yield the lines of a report on the table `ranks`: a table of measures per mode, paired differences, and MRR@10 by the
-    overlap of the words of query and code. Raises NotBuilt if the table does not exist.
+    """Yield the lines of a report on the table `ranks`. The column `mode` is "plain", or "hard" if the name of each
+    code unit is removed from its text. For each mode there is a table of retrieval measures. It is followed by the
+    differences between searches, and by MRR@10 for queries that share few or many words with the code. Raises NotBuilt
+    if the table does not exist.
     """
     table = project.current("ranks")
     if not table.exists:
@@ -47,7 +49,9 @@ def evaluate(project: Project) -> Iterator[str]:
 
 
 def group_rows(rows: list[Row]) -> Groups:
-    """Group the rows of the test split by mode and encoder, the base first."""
+    """Return the rows of the test split as a dict: (mode, encoder) -> rows. The rows of a group are sorted by
+    `pair_id`. The groups of the encoder "base" (without an adapter) come first.
+    """
     found: Groups = defaultdict(list)
     for row in sorted(rows, key=lambda row: (row["encoder"] != "base", row["encoder"], row["pair_id"])):
         if row["split"] == "test":
@@ -81,12 +85,16 @@ def short(encoder: str) -> str:
 
 
 def ranks(rows: list[Row], search: str) -> np.ndarray:
-    """Return the ranks of the own units in a search, in the order of `rows`."""
+    """Return the rank of each query's correct result, as a float array in the order of `rows`. `search` is "semantic",
+    "lexical" or "hybrid".
+    """
     return np.array([row[search] for row in rows], float)
 
 
 def line(search: str, encoder: str, found: np.ndarray) -> tuple[str, ...]:
-    """Return a line of the report's table: each measure with its interval, Wilson's for shares and bootstrap for means."""
+    """Return one row of the report's table: `search`, `encoder`, and one cell per measure. A cell holds the mean and
+    its 95 % interval, such as "0.512 [0.480, 0.544]". `found` holds the rank of the correct result for each query.
+    """
     from stages.retrieval.search.measures import MEASURES, bootstrap, wilson
 
     cells = []
@@ -99,7 +107,10 @@ def line(search: str, encoder: str, found: np.ndarray) -> tuple[str, ...]:
 
 
 def differences(encoders: dict[str, list[Row]]) -> Iterator[str]:
-    """Yield a line per comparison of two searches on the same queries: the difference in MRR@10 with its paired interval."""
+    """Yield lines that compare searches on the same queries, after a heading. Each line gives the difference in MRR@10
+    with its 95 % bootstrap interval. First the kinds of search are compared for each encoder. Then each tuned encoder
+    is compared with the base. `encoders` maps each encoder to its rows.
+    """
     yield "difference in MRR@10, paired bootstrap:"
     for encoder, rows in encoders.items():
         for one, other in (("semantic", "lexical"), ("hybrid", "lexical"), ("hybrid", "semantic")):
@@ -111,7 +122,10 @@ def differences(encoders: dict[str, list[Row]]) -> Iterator[str]:
 
 
 def difference(name: str, one: np.ndarray, other: np.ndarray) -> str:
-    """Return a line about the difference in MRR@10 of two searches, whose ranks are of the same queries in the same order."""
+    """Return a line with the mean difference in MRR@10 of two searches and its 95 % bootstrap interval. `one` and
+    `other` hold the ranks of the correct results. Both must have the same queries in the same order. `other` is
+    subtracted from `one`. `name` is the label of the line.
+    """
     from stages.retrieval.search.measures import bootstrap, reciprocal
 
     values = reciprocal(one) - reciprocal(other)
@@ -120,7 +134,10 @@ def difference(name: str, one: np.ndarray, other: np.ndarray) -> str:
 
 
 def quartiles(encoders: dict[str, list[Row]]) -> Iterator[str]:
-    """Yield lines with MRR@10 by quartile of the overlap of query and code: the first quartile shares the fewest words."""
+    """Yield lines with the MRR@10 of each search for four groups of queries of about equal size, after a heading. The
+    queries are sorted by the share of their words that occur in the code, lowest first. Only the last encoder of
+    `encoders` is used. `encoders` maps each encoder to its rows.
+    """
     from stages.retrieval.search.measures import reciprocal
 
     encoder, rows = list(encoders.items())[-1]

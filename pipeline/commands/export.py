@@ -80,8 +80,8 @@ def export_run(
 
 
 def _use(project: Project) -> dict[str, str]:
-    """Return what a user of the adapter must know, for the file's header: the trigger word, and the largest training
-    resolution.
+    """Return entries for the header of the adapter's file. "trigger" is the trigger word. "resolution" is the largest
+    training resolution in pixels, such as "768x768". An entry without a value is left out.
     """
     sections = project.config.sections
     trigger = getattr(sections.get("captions"), "trigger", "")

@@ -71,9 +71,10 @@ def command(
 
 @dataclass(frozen=True)
 class Wish:
-    """What to draw: every prompt with every seed. `adapter` is "last", "best", "average", "none" or the path of a file; `step`
-    chooses a checkpoint. `strength` scales the adapter. `given` replaces settings of [samples]: width, height, steps, guidance;
-    None keeps one.
+    """A request for pictures: every prompt is drawn with every seed. `adapter` is "last", "best", "average", "none" or
+    the path of a file. `step` chooses a checkpoint; None takes the end of the run. With "best" it must be None.
+    `strength` scales the adapter: 1 is as trained. `given` replaces settings of `[samples]`: "width" and "height" in
+    pixels, "steps", "guidance". A setting that is missing or None is not replaced.
     """
 
     prompts: tuple[str, ...]
@@ -138,8 +139,9 @@ def generate(project: Project, wish: Wish, console: Console) -> Iterator[Path]:
 
 
 def wanted_rows(project: Project, wish: Wish) -> tuple[list[dict[str, Any]], Path | None]:
-    """Return the rows that `wish` describes, without `seconds`, and the adapter's file; None for the base alone. Raises
-    ValueError if a setting is out of range or there is no such adapter.
+    """Return (rows, adapter file) for the pictures that `wish` describes. There is one row per prompt and seed. The
+    rows do not have the column `seconds` yet. The file is None if the base model is used alone. Raises ValueError if a
+    setting is out of range, if there are too many pictures, or if the adapter does not exist.
     """
     from stages.hashing import file_sha256
     from stages.models.weights import read_file
@@ -184,7 +186,9 @@ def adapter_file(project: Project, wish: Wish) -> Path | None:
 
 
 def _weights(project: Project) -> dict[str, Any]:
-    """Return what decides a picture beside its row: the hashes of the weights, and the precision of the models."""
+    """Return a dict that identifies the models with which pictures are drawn. It holds the hashes of the weights and
+    the precision settings. Together with a row, it determines the picture.
+    """
     samples, embeddings = (project.config.sections[name] for name in ("samples", "embeddings"))
     hashes = {name: project.weight_recipe(name)["sha256"] for name in COMPONENTS}
     settings = {name: getattr(samples, name) for name in ("precision", "base_bits", "base_bits_for") if hasattr(samples, name)}
@@ -197,7 +201,10 @@ def _weights(project: Project) -> dict[str, Any]:
 def _draw(
     project: Project, rows: Sequence[dict[str, Any]], adapter: Path | None, console: Console
 ) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Yield (row, picture) for every row: all prompts are encoded, then all latents drawn, then all pictures decoded."""
+    """Draw the picture of every row and yield (row, picture). The yielded row has a further key `seconds`, the time of
+    its denoising. `adapter` is the adapter's file; None draws with the base model. All rows must have the same steps,
+    guidance and strength.
+    """
     import mlx.core as mx
 
     from pipeline.commands.generate import encode, release

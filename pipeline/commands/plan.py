@@ -55,7 +55,10 @@ def report(project: Project, budget: int | None = None) -> tuple[list[str], bool
 
 
 def row(each: Need) -> tuple[str | int | None, ...]:
-    """Return the cells of one stage."""
+    """Return the cells of one stage's row in the table of needs. They are the name, the number of rows, the number of
+    missing rows, the disk space, the peak memory, the time, and a remark. A cell is None if its value is small or not
+    known.
+    """
     found = each.forecast
     return (
         each.stage_name,

@@ -207,7 +207,9 @@ def _catalog_for(project: Project, sql: str, limits: Limits) -> Iterator[duckdb.
 
 
 def _not_built(project: Project, sql: str, catalog: duckdb.DuckDBPyConnection) -> Iterator[str]:
-    """Yield the tables that an SQL query names and that are not built, directly or through a view."""
+    """Yield the names of the tables that an SQL query needs but that are not built. The tables that a named view needs
+    are included. `catalog` is a connection that has the table `tables`.
+    """
     (tree,) = catalog.execute("select json_serialize_sql($1)", [sql]).fetchall()[0]
     words = re.findall(r'"table_name":"(\w+)"', tree) if '"error":false' in tree else re.findall(r"\w+", sql)
     named = {word.lower() for word in words}  # only a SELECT can be parsed; of other statements every word counts

@@ -53,7 +53,9 @@ def command(stage: str, measured: bool, run_name: str, project: Project) -> None
 
 
 def artifacts(project: Project, stage_name: str) -> Path | None:
-    """Return the artifacts folder of the table `stage_name` for the present settings. None if its inputs are not built yet."""
+    """Return the artifacts folder of the table `stage_name` for the present settings. Return None if the table's inputs
+    are not built yet, or if weights are missing.
+    """
     try:
         return project.current(stage_name).folder / "artifacts"
     except ValueError:  # running the stage reports it

@@ -26,8 +26,9 @@ SHOWN = 3  # settings that a line of the list names
 @click.option("--name", envvar="LATENTMILL_NAME", help="Give RUN this name.")
 @with_project
 def command(run: str | None, name: str | None, project: Project) -> None:
-    """List all training runs of a project, or name one. RUN is the name of a run or the beginning of its recipe. A run is kept
-    when the settings change; `--run NAME` makes other commands use it.
+    """List all training runs of a project, or show or name one of them. RUN is the name of a run or the beginning of
+    its recipe. With RUN, the facts about this run are shown. With RUN and `--name`, the run gets a name. A run is kept
+    when the settings change. `--run NAME` makes other commands use it.
     """
     if name and not run:
         raise ValueError("which run? latentmill runs RUN --name NAME; `latentmill runs` lists them")
@@ -174,8 +175,10 @@ def rows_of_runs(project: Project) -> dict[str, pa.Table]:
 
 
 def rows_of_results(project: Project) -> dict[str, pa.Table]:
-    """Return one Arrow table per table of results that adapters made, such as previews: "all_" and its name -> the rows of any
-    settings whose file exists. The first columns are `recipe` (the table's folder) and `run_name` (null for the base).
+    """Return Arrow tables for queries: the results of adapters, and the tables that commands write. A result is a file
+    that an adapter made, such as a preview. The results of the stage "samples" have the key "all_samples". They hold
+    the rows of all settings whose file exists. The column `recipe` is the name of the table's folder. `run_name` is the
+    training run of the adapter, or null for the base model. The tables of `rows_of_commands` are included too.
     """
     import pyarrow as pa
 
@@ -201,8 +204,8 @@ def rows_of_results(project: Project) -> dict[str, pa.Table]:
 
 
 def rows_of_commands(project: Project) -> dict[str, pa.Table]:
-    """Return one Arrow table per table that a command of the pipeline writes: its name -> the rows of any settings, with the
-    name of the table's folder as the first column, `recipe`.
+    """Return the Arrow tables that the commands of the pipeline write. The result maps a table's name to its rows of
+    all settings. The first column, `recipe`, is the name of the folder that a row comes from.
     """
     import pyarrow as pa
 

@@ -78,7 +78,10 @@ class Session:
         self.texts: dict[str, str] = unit_texts(project) if explain else {}
 
     def explain(self, query: str, answer: Answer) -> list[tuple[str, str, float]]:
-        """Return (query token, code token, product) for each token of `query`, the last query that was searched."""
+        """Return the best match in the code of `answer` for each token of `query`. A match is (query token, code token,
+        product). The product is the dot product of the two token vectors. `query` must be the last query that was
+        searched.
+        """
         assert self.pieces is not None
         document = self.texts[answer.row["unit_id"]]
         return self.searcher.explain(answer, self.pieces("query", query), self.pieces("document", document))
@@ -105,7 +108,9 @@ def open_encoder(project: Project, name: str) -> Any:
 
 
 def hybrid_weight(project: Project, encoder: str) -> float:
-    """Return the weight of semantic scores in hybrid search, which was chosen on the valid queries if they were ranked."""
+    """Return the weight of the semantic scores in hybrid search. `encoder` is "base" or the sha256 of an adapter. If
+    the table `ranks` has a weight for this encoder, that one is returned. Otherwise it is the default weight.
+    """
     from stages.retrieval.search.fusion import DEFAULT_WEIGHT
 
     table = project.folder("ranks")
@@ -115,7 +120,10 @@ def hybrid_weight(project: Project, encoder: str) -> float:
 
 
 def token_pieces(project: Project) -> Callable[[str, str], list[str]]:
-    """Return a function (role, text) that returns the tokens of a text as the encoder reads them, as texts."""
+    """Return a function that splits a text into the tokens that the encoder reads. It is called as `function(role,
+    text)` with the role "query" or "document", and returns the tokens as strings. Tokens beyond the maximum length of
+    the role are left out.
+    """
     from stages.retrieval.tokenizer import TextTokenizer
 
     config = project.config.sections["tokens"]
@@ -136,7 +144,9 @@ def unit_texts(project: Project) -> dict[str, str]:
 
 
 def as_line(query: str, mode: str, answers: list[Answer], explained: Iterable[Any]) -> str:
-    """Return the answers to one query as a JSON object on one line."""
+    """Return the answers to one query as a JSON object on one line. `mode` is the search mode. `explained` holds one
+    item per answer: the token matches of `Session.explain`, or None to leave them out.
+    """
     found = []
     for answer, matches in zip(answers, explained, strict=True):
         columns = ("path", "file", "qualified_name", "first_line", "last_line", "signature")
@@ -149,7 +159,10 @@ def as_line(query: str, mode: str, answers: list[Answer], explained: Iterable[An
 
 
 def as_text(answers: list[Answer], explained: Iterable[Any]) -> list[str]:
-    """Return the answers to one query as lines for people: score, place, name and signature."""
+    """Return the answers to one query as lines of text for the terminal. A line shows score, file and line number, and
+    signature. `explained` holds one item per answer: the token matches of `Session.explain`, or None to leave them out.
+    Each match becomes a further line.
+    """
     lines = []
     for answer, matches in zip(answers, explained, strict=True):
         row = answer.row

@@ -45,10 +45,11 @@ def segments(
     patience: int | None = None,
     run: Callable[..., int] = run_stage,
 ) -> int:
-    """Train `every` steps, draw previews, and repeat until the training run is complete. Return 0, or the exit code of
-    the first stage that fails. `path` is the project's folder. `overrides` replace settings; they are texts such as
-    "train.steps=500". With `patience`, previews are scored too, and the run ends after so many segments without a better score.
-    `run(stage, *arguments)` runs one stage with command-line arguments and returns its exit code.
+    """Train in segments of `every` steps, and draw previews after each, until the training run is complete. Return 0,
+    or the exit code of the first stage that fails. `path` is the project's folder. `overrides` replace settings; they
+    are texts such as "train.steps=500". If `patience` is given, each segment's previews are also scored. Training then
+    ends early after `patience` segments in a row without a better score. `run(stage, *arguments)` runs one stage with
+    command-line arguments and returns its exit code.
     """
     given = ["--project", path, *(word for override in overrides for word in ("--set", override))]
     stages = [("train", ["--set", f"train.stop_after_steps={every}"]), ("samples", []), *([("scores", [])] if patience else [])]

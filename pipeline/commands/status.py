@@ -140,8 +140,8 @@ def _count(rows: int) -> str:
 
 
 def render(project: Project, more: bool = False) -> str:
-    """Return the output of `latentmill status` as text: a line about the project, a table with a line per stage's table, and the
-    training runs. If `more` is True, the lines also have recipe, dead rows and peak memory.
+    """Return the output of `latentmill status` as text. It has a line about the project, a list of its tables, and a
+    list of its training runs. If `more` is True, the list of tables also shows recipe, dead rows and peak memory.
     """
     from pipeline.commands.runs import list_runs
 

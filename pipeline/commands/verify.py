@@ -68,8 +68,9 @@ class Finding:
 
 
 def find_damage(project: Project, say: Callable[[str], None] = lambda line: None) -> Iterator[Finding]:
-    """Read all files of `project` and yield what is damaged. Files without a checksum get one, unless they are damaged. `say` is
-    called with a line for each table that is being written and therefore left out.
+    """Read all files of `project` and yield a `Finding` for each damaged file. In a table without damage, files that
+    have no checksum get one. A table that is being written is not checked: `say` is called with a line of text about
+    it.
     """
     from pipeline.store.lock import lock_holder
     from pipeline.store.table import TableFolder
@@ -121,7 +122,9 @@ def _damaged_results(project: Project, table: TableFolder, known: set[str], affe
 
 
 def _damaged_weights(project: Project) -> Iterator[Finding]:
-    """Yield the weight files whose bytes have changed although size and time of change are those that were hashed."""
+    """Yield the damaged weight files of `project`. A file is damaged if its sha256 has changed, but its size,
+    modification time and inode have not.
+    """
     from stages.hashing import file_sha256
 
     for name, (*stamp, digest) in project.hashes.known["files"].items():
@@ -133,7 +136,7 @@ def _damaged_weights(project: Project) -> Iterator[Finding]:
 
 
 def _record(table: TableFolder) -> None:
-    """Record the checksums of what has none in a table without damage."""
+    """Record a checksum for every file and tensor of `table` that has none. The table must be undamaged."""
     from pipeline.store.writer import Writer
 
     with Writer(table, table.manifest()["recipe"]) as writer:
@@ -146,9 +149,10 @@ def repair_project(
     say: Callable[[str], None] = lambda line: None,
     progress: ProgressCallback | bool = False,
 ) -> None:
-    """Remove the damaged rows and files `found`, and run the stages that make them again. `say` is called with a line per
-    table. Tables of other settings only lose their damaged rows: the next run with these settings makes them again. Damaged
-    weights are left as they are.
+    """Remove the damaged rows and files, and run the stages that make them again. `found` is a list of findings of
+    `find_damage`. Only tables of the present settings are made again. A table of other settings only loses its damaged
+    rows. The next run with those settings makes them again. Damaged weights are left unchanged. `say` is called with a
+    line for each table that was made again. `progress` is True to show progress, or a function that is called with it.
     """
     from pipeline import runner
     from pipeline.store.table import TableFolder

@@ -86,7 +86,9 @@ def templates() -> Environment:
 
 
 def make_app(site: Site, token: str = "") -> Starlette:
-    """Return the web application that shows `site`. `token` is what an edit must bring; by default a random one."""
+    """Return the web application that shows `site`. Requests that edit a text must send `token` in the header
+    `x-token`. If `token` is empty, a random one is used.
+    """
     key = token or secrets.token_urlsafe(24)
     environment = templates()
 
@@ -159,7 +161,11 @@ def make_app(site: Site, token: str = "") -> Starlette:
 
 
 def _edited(site: Site, page: str, body: bytes) -> Response:
-    """Write the edits in `body`, JSON, and answer with the keys that another tab had changed."""
+    """Write the user's edits and return the response to the browser. `page` is the name of the page with the texts.
+    `body` is a JSON object of the form that `Site.edit` takes. The response has the entry "conflicts": the keys of the
+    texts that were not written, since another browser tab had changed them. Its status is 409 if there are such keys,
+    else 200. Invalid edits get status 400.
+    """
     import json
 
     try:

@@ -42,7 +42,9 @@ class Catalog:
         self.connection.close()
 
     def rows(self, sql: str, **values: Any) -> list[Row]:
-        """Run `sql` and return the rows as dicts. `$name` in the SQL stands for values["name"]."""
+        """Run the query `sql` and return its rows as dicts. Further keyword arguments are the parameters of the query:
+        `step=5` sets `$step`.
+        """
         result = self.connection.execute(sql, values or None)
         names = [column[0] for column in result.description]
         return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
@@ -50,7 +52,9 @@ class Catalog:
 
 @contextmanager
 def errors_as_text(into: Row) -> Iterator[None]:
-    """Turn an error of the block into the entry "error" of `into`, one line of text."""
+    """Catch an error in the body of a `with` statement and store its message as `into["error"]`. The message is one
+    line. Only `ValueError` and errors of DuckDB are caught.
+    """
     import duckdb
 
     try:
@@ -150,7 +154,10 @@ def block_data(catalog: Catalog, block: Block, chosen: Mapping[str, str], folder
 
 
 def chart_data(rows: list[Row], block: Chart) -> Row:
-    """Return the curves of a chart for plotly: {"traces": [...], "x": title, "y": title, "log": whether y is logarithmic}."""
+    """Return the curves of a chart as a dict for plotly. `rows` have the columns `series`, `x` and `y`, and each series
+    becomes one curve. `block` describes the chart. The entry "traces" is the list of curves. "x" and "y" are the titles
+    of the axes. "log" is True if the y axis is logarithmic.
+    """
     curves: dict[str, tuple[list[Any], list[Any]]] = {}
     for row in rows:
         y = row["y"] if row["y"] is None or math.isfinite(row["y"]) else None
@@ -176,7 +183,9 @@ def _cell(value: Any) -> Any:
 
 
 def cards_data(catalog: Catalog, block: Cards, chosen: Mapping[str, str]) -> Row:
-    """Return one page of cards for the chosen filter and order, with the number of rows of every filter."""
+    """Return the data of one page of cards. `block` describes the cards. `chosen` is what the user chose: "filter",
+    "order" and "page". The result also holds the number of rows that match each filter.
+    """
     counts = {"all": "true", **block.filters}
     name = chosen.get("filter", "all") if chosen.get("filter", "all") in counts else "all"
     order = chosen.get("order", "") if chosen.get("order") in block.orders else next(iter(block.orders), "")
@@ -197,14 +206,20 @@ def cards_data(catalog: Catalog, block: Cards, chosen: Mapping[str, str]) -> Row
 
 
 def _page(chosen: Mapping[str, str], rows: int) -> tuple[int, int]:
-    """Return (chosen page from 0, number of pages) for `rows` rows."""
+    """Return the number of the page to show, and the number of pages. Pages are counted from 0. `chosen` is what the
+    user chose; its entry "page" is the wanted page. `rows` is the number of rows to show on all pages.
+    """
     pages = max(1, -(-rows // PER_PAGE))
     wanted = chosen.get("page", "0")
     return min(int(wanted) if wanted.isdecimal() and len(wanted) < 9 else 0, pages - 1), pages
 
 
 def sheet_data(rows: list[Row]) -> Row:
-    """Return the cells of a sheet: headings of rows and columns, the steps, and for each cell its pictures by step."""
+    """Return the data of a sheet, a grid of pictures at several training steps. `rows` have the columns `row`,
+    `column`, `step` and `picture`. The entry "columns" holds the headings of the columns. "table" holds a pair
+    (heading, cells) for each row of the grid. A cell is a list of pairs (step, picture). "steps" holds all steps except
+    0.
+    """
     columns = list(dict.fromkeys(row["column"] for row in rows))
     heads = list(dict.fromkeys(row["row"] for row in rows))
     cells: dict[tuple[str, str], dict[int, str]] = {}
@@ -216,8 +231,9 @@ def sheet_data(rows: list[Row]) -> Row:
 
 
 def editor_data(catalog: Catalog, block: Editor, chosen: Mapping[str, str], edits: Mapping[str, str]) -> Row:
-    """Return one page of texts, those that contain the text `find` if one was given, and the phrases that most texts repeat.
-    `edits` are the texts that were edited and may not be in the tables yet: key -> text.
+    """Return the data of one page of an editor of texts. `block` describes the editor. `chosen` is what the user chose:
+    "page", and "find" to keep only texts that contain it. `edits` maps keys to edited texts that may not be in the
+    tables yet. The result also holds the most frequent phrases of all texts.
     """
     find = chosen.get("find", "")
     everything = [
@@ -237,7 +253,9 @@ def editor_data(catalog: Catalog, block: Editor, chosen: Mapping[str, str], edit
 
 
 def repeated_phrases(texts: list[str], most: int = 12) -> list[tuple[str, int]]:
-    """Return the parts between commas that at least two of `texts` share, with their number, the most frequent first."""
+    """Return the phrases that occur in at least two of `texts`, the most frequent first. Phrases are the parts of a
+    text between commas. Each result is a pair (phrase, number of texts). At most `most` pairs are returned.
+    """
     from collections import Counter
 
     counts: Counter[str] = Counter()

@@ -28,8 +28,8 @@ class Site:
         self._catalog: Catalog | None = None
 
     def changes(self) -> str:
-        """Return a text that differs after any change of the project: a stage commits rows or finishes, a setting or caption is
-        edited.
+        """Return a text that is different after any change of the project. Changes are new rows of a stage, the start
+        or end of a stage, and edits of a setting or a caption.
         """
         patterns = ("*.toml", "*.jsonl", "tables/*/*/*.json", "tables/*/*/rows.lance/_versions/*", "tables/*/*/lock")
         digest = hashlib.sha256()
@@ -77,7 +77,10 @@ class Site:
         return {"blocks": [block_data(self.catalog, block, chosen, self.path) for block in blocks]}
 
     def answer(self, sql: str) -> dict[str, Any]:
-        """Return the answer to the user's SQL, or the message of an error, and the names of tables and columns."""
+        """Run the user's query `sql` and return the data of the SQL page. The result holds the rows of the answer, or
+        the entry "error" with a message. It also holds the project's tables, columns and views. If `sql` is blank, no
+        query is run.
+        """
         from pipeline.commands.query import answer
         from pipeline.page.blocks import errors_as_text, listing_data
 
@@ -143,9 +146,10 @@ class Site:
         return _thumbnail(self.project.pipeline.thumbnail, path, path.stat().st_mtime_ns, longest)
 
     def edit(self, page: str, edits: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Write the edits of texts of the page `page` and return the keys that were not written, because another tab had
-        changed them in the meantime. `edits` maps a key to {"before": the text that was shown, "text": the new text, or null to
-        take edits back}. Raises ValueError if nothing may be written.
+        """Write edits of texts on the page `page`. Return the keys of the texts that another browser tab has changed
+        since they were shown. These texts are not written. `edits` maps a text's key to a dict with two entries.
+        "before" is the text that was shown. "text" is the new text, or None to undo earlier edits. Raises ValueError if
+        the page has no texts to edit, or an edit is invalid.
         """
         found = pages_of(self.project).get(page)
         editors = [block for block in found.blocks if isinstance(block, Editor)] if found else []

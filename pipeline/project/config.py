@@ -115,8 +115,9 @@ def _apply(raw: dict[str, Any], overrides: Overrides) -> dict[str, str]:
 
 
 def _whole_name(raw: Mapping[str, Any], names: list[str]) -> str:
-    """Return the end of an error message about an override without a section, such as "; did you mean train.lr?" for ["lr"].
-    `raw` is the parsed project file. Return "" if no section has such a setting.
+    """Return a hint for the error message about an override without a section. `raw` is the parsed project file.
+    `names` are the parts of the override's key between dots: ["lr"] gives "; did you mean train.lr?". Return "" if no
+    section has such a setting.
     """
     try:
         pipeline = stages.pipeline(pipeline_name(raw))

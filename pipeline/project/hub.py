@@ -130,7 +130,10 @@ def _downloaded(hub: str, components: list[str], family: ModelFamily, fetch: boo
 
 
 def _incomplete(copy: Path, components: list[str], family: ModelFamily) -> list[str]:
-    """Return the names of the components that lack a file in `copy`, a folder of the hub cache: "vae/", or "encoder"."""
+    """Return the components whose files are not all downloaded. `copy` is the model's folder in the hub cache. A
+    component with its own subfolder is returned as that folder's name with a slash, such as "vae/". Any other is
+    returned by its own name.
+    """
     folders = {component: family.folders[component] for component in components}
     return [f"{name}/" if name else each for each, name in folders.items() if not _is_complete(copy / name, each)]
 

@@ -23,9 +23,11 @@ HALF, FULL = 2, 4  # bytes of a stored value: transformers and text encoders, au
 
 @dataclass(frozen=True)
 class Need:
-    """What one stage needs. `wanted` is the number of rows of its table; None if it cannot be known yet. `missing` is how many of
-    them are not stored. `forecast` is None for a stage that needs little. `note` says why there is no forecast. `seconds` is
-    the time that the missing rows take at the rate of the last run; None if no run was measured.
+    """The rows, memory, disk and time that one stage needs. `wanted` is the number of rows of its table, or None if it
+    is not known yet. `missing` is the number of these rows that are not stored. `forecast` is None if the stage has no
+    forecast, since it needs little memory and disk. It is also None if the forecast failed; `note` then says why.
+    `seconds` is the time for the missing rows at the speed of the last run. It is None if no row is missing or no run
+    was measured.
     """
 
     stage_name: str
@@ -44,8 +46,9 @@ class Need:
 
 
 def outlook(project: Project, budget: int | None = None) -> Outlook:
-    """Return what forecasts of the stages of `project` may use. `budget` is the bytes of memory that a stage may take; None means
-    what this machine has.
+    """Return the information from which the stages of `project` forecast their needs. It holds the settings, the model
+    family, the memory budget, and functions that find weights and rows. `budget` is the memory that a stage may take,
+    in bytes. None means the budget of this machine.
     """
     from stages.tuner.blockwise.device import memory_budget
 
@@ -66,8 +69,9 @@ def outlook(project: Project, budget: int | None = None) -> Outlook:
 
 
 def forecast(project: Project, name: str, seen: Outlook | None = None) -> Forecast | None:
-    """Return the forecast of the stage `name`, or None for a stage that needs little. Raises ValueError if the family cannot be
-    used for this stage.
+    """Return the forecast of memory and disk of the stage `name`. Return None if the stage has no forecast, since it
+    needs little. `seen` is the result of `outlook`; None means that it is computed. Raises ValueError if the model
+    family cannot be used for this stage.
     """
     stage = project.stage(name)
     if stage.forecast is None:
@@ -80,7 +84,9 @@ def forecast(project: Project, name: str, seen: Outlook | None = None) -> Foreca
 
 
 def need(project: Project, name: str, seen: Outlook) -> Need:
-    """Return what the stage `name` needs. Tables that are built are counted; settings give the rest."""
+    """Return what the stage `name` needs: rows, memory, disk and time. `seen` is the result of `outlook`. If the
+    stage's inputs are built, the number of rows is counted. Otherwise it is forecast from the settings.
+    """
     from pipeline.store.rows import missing
 
     try:
@@ -130,7 +136,9 @@ def announcement(project: Project, name: str, rows: int) -> str:
 
 
 def seconds_for(project: Project, name: str, rows: int | None) -> float | None:
-    """Return the seconds that `rows` rows of the stage take at the rate of its last run. None without a run that wrote rows."""
+    """Return the seconds that the stage `name` needs for `rows` rows at the speed of its last run. Return None if that
+    run wrote no rows, if there was no run, or if `rows` is 0 or None.
+    """
     folder = project.folder(name)
     if not rows or not folder.exists:
         return None
@@ -140,8 +148,9 @@ def seconds_for(project: Project, name: str, rows: int | None) -> float | None:
 
 
 def downloads(project: Project) -> dict[str, int]:
-    """Return the bytes of each model component that is not on this machine, computed from its shapes. The dict is empty if the
-    pipeline uses no model or its weights are part of the checkout or generated.
+    """Return the size in bytes of each model component that is missing on this machine. The sizes are computed from the
+    shapes of the weights. The dict is empty if the pipeline uses no model. It is also empty if the model's weights are
+    part of the checkout or are generated.
     """
     family = project.family if project.pipeline.families else None
     if family is None or family.bundled or family.seeded is not None:

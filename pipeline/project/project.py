@@ -188,8 +188,8 @@ class Project:
         return self.fresh_recipe(name)
 
     def fresh_recipe(self, name: str) -> dict[str, Any]:
-        """Return the recipe of the table `name` as `recipe` does. The recipe is also computed if the table is
-        fixed.
+        """Return the recipe of the table `name` for the present settings, as plain data. `recipe` returns the recorded
+        recipe for a fixed table. This method computes the recipe for fixed tables too.
         """
         if name not in self._recipes:
             stage = self.stage(name)

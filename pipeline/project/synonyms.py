@@ -34,8 +34,9 @@ SYNONYMS = {
 
 
 def name_here(word: str) -> str:
-    """Return the name that the setting `word` of another program has here, such as "lr" for "learning_rate"; "" if none is
-    known.
+    """Return the name that this program uses for a setting of another program. `word` is the name in the other program.
+    For example, "learning_rate" gives "lr". Return "" if `word` is not known. Case is ignored, and hyphens count as
+    underscores.
     """
     plain = word.lower().replace("-", "_")
     return next((name for name, words in SYNONYMS.items() if plain in words), "")

@@ -116,7 +116,10 @@ class Checksums:
         return "differs from its checksum"
 
     def resized(self, name: str) -> str:
-        """Describe the damage of a file as far as its size shows it. The file is not read."""
+        """Return in words what is wrong with the size of a file, such as "is missing". Return "" if the size agrees
+        with a record, or if the file exists and has no record. `name` is relative to the table's folder. The content of
+        the file is not read.
+        """
         records = self.known().get(name)
         try:
             size = (self.folder / name).stat().st_size
@@ -127,7 +130,9 @@ class Checksums:
         return f"has {size} bytes instead of {max(records)[0]}"
 
     def _torn(self) -> bool:
-        """Return True if the last line was not written to its end."""
+        """Return True if the last line of the checksum file has no line end. A process that is killed while it writes
+        leaves such a line. Return False if the file is empty or missing.
+        """
         if not self.file.exists() or not self.file.stat().st_size:
             return False
         with self.file.open("rb") as file:

@@ -94,8 +94,11 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _held_folder(path: Path) -> Iterator[Path]:
-    """Create a temporary folder beside `path`, and yield its path. It is locked until the block ends. The system releases the
-    lock when the process ends, so `delete_abandoned` recognises what a killed process left.
+    """Create a temporary folder beside `path`, and yield its path. The folder is locked until the `with` block ends.
+    The caller must rename or delete it.
+
+    The system releases the lock when the process ends. `delete_abandoned` therefore recognises the folder of a killed
+    process.
     """
     while True:
         temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}-{path.name}")
@@ -113,8 +116,8 @@ def _held_folder(path: Path) -> Iterator[Path]:
 
 
 def abandoned(folder: Path) -> Iterator[Path]:
-    """Yield the temporary files and folders directly in `folder` that a killed process left. Those of a running process are
-    locked.
+    """Yield the temporary files and folders that a killed process left directly in `folder`. Those of a running process
+    are not yielded, because it has locked them.
     """
     for path in sorted(folder.glob(f"{TEMPORARY}*")):
         if path.is_symlink():

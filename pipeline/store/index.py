@@ -83,7 +83,11 @@ class Index:
         return sorted(self._manifests())
 
     def record_checksums(self) -> None:
-        """Record the checksums of files that have none, such as those of an earlier release. They must be readable."""
+        """Record the checksums of all files of the dataset that have none. Raises OSError if such a file cannot be
+        read.
+
+        Files of an earlier release have no checksums.
+        """
         known = self.checksums.known()
         found = {self._name(path): path for pattern in CHECKED for path in self.path.glob(pattern)}
         self.checksums.record({name: path for name, path in found.items() if name not in known})
@@ -98,7 +102,10 @@ class Index:
 
     @contextmanager
     def _damage_errors(self, version: int) -> Iterator[None]:
-        """Turn errors of Lance about damaged or lost files into a DamageError. What Lance then prints is discarded."""
+        """Turn errors in the `with` block into a DamageError if they mean damaged or lost files. `version` is the
+        version of the dataset that the message names. An error counts as damage if it has no system error number, or
+        the number ENOENT. Other errors pass unchanged. If the block raises, its output on standard error is discarded.
+        """
         try:
             with _without_panics():
                 yield
@@ -266,7 +273,11 @@ class Index:
 
 @contextmanager
 def _without_panics() -> Iterator[None]:
-    """Discard what Lance's Rust code prints on standard error if the block raises. Otherwise it is printed after the block."""
+    """Hold back what the process prints on standard error during the `with` block. If the block raises, this output is
+    discarded. Otherwise it is printed after the block.
+
+    The output to discard comes from Lance's Rust code, which reports a panic there.
+    """
     with _quiet, tempfile.TemporaryFile() as caught:
         screen = os.dup(2)
         os.dup2(caught.fileno(), 2)

@@ -73,7 +73,9 @@ class ShardReader:
         return flat.reshape(tensor.shapes[row].as_py())
 
     def _damage(self, key: str, row: int) -> str:
-        """Return the message for a row whose values differ from its checksum."""
+        """Return the error message for a tensor that differs from its checksum. `key` is the key of the tensor's row.
+        `row` is the position of this row in the reader, from 0.
+        """
         shard = shards_folder(self._table) / self._shards[self._shard[row]]
         return f"{self._name}: the tensor of row {key} in {shard} differs from its checksum; run: latentmill verify --repair"
 

@@ -25,10 +25,12 @@ from schemas.table import TableSchema, TensorColumn
 
 
 def reconcile(rows: pa.Table, shards: Path, schema: TableSchema, problem: Callable[[Path], str]) -> pa.Table:
-    """Make a table's index and its shards agree. `rows` is the index: the rows without tensors. `shards` is the folder of the
-    shards (Arrow files with the rows and their tensors). Rows with a damaged or missing shard are removed from the index, and
-    damaged shards are deleted. Rows of shards that the index did not know are added, except from shards for which
-    `problem(path)` describes damage. Return the new index, or `rows` itself if nothing differs.
+    """Make a table's index agree with its shards, and return the new rows of the index. `rows` are the present rows of
+    the index. `shards` is the folder of the shards (Arrow files with rows and their tensors). Rows are removed if their
+    shard is missing or cut short. Shards that are cut short are deleted. If the index does not name a shard, the rows
+    of this shard are added. A row is not added if the index has a newer row with its key. `problem(path)` returns in
+    words what is wrong with a shard, or "". A shard with a problem adds no rows. If nothing differs, `rows` itself is
+    returned.
     """
     ends = rows.select(["shard"]).append_column("end", tensor_ends(rows, schema))
     known = {row["shard"]: row["end_max"] for row in ends.group_by("shard").aggregate([("end", "max")]).to_pylist()}
@@ -45,8 +47,10 @@ def reconcile(rows: pa.Table, shards: Path, schema: TableSchema, problem: Callab
 
 
 def damaged_shards(rows: pa.Table, shards: Path, schema: TableSchema) -> set[str]:
-    """Return the names of the shards that rows need and that are missing or cut short. `rows` are rows of the index. `shards` is
-    the folder of the shards. The shards are not read.
+    """Return the names of the damaged shards (Arrow files with tensors) that `rows` use. A shard is damaged if it is
+    missing or cut short. `rows` are rows of the index. `shards` is the folder of the shards.
+
+    Only the size and the last bytes of each shard are checked, not the tensors.
     """
     ends = rows.select(["shard"]).append_column("end", tensor_ends(rows, schema))
     known = ends.group_by("shard").aggregate([("end", "max")]).to_pylist()
@@ -122,9 +126,10 @@ def _newer_rows(rows: pa.Table, unknown: list[Path], schema: TableSchema) -> Ite
 
 
 def _groups_to_move(sparse: list[Path], moving: pa.Table, schema: TableSchema, shard_bytes: int) -> Iterator[pa.Table]:
-    """Yield the rows of `moving`, with their tensors, in tables of about `shard_bytes` bytes. `sparse` lists the paths
-    of the shards that hold these rows. The columns are those that a stage yields (`schema.batch`), and the checksums of
-    the index.
+    """Yield the rows of `moving` with their tensors, as one or more tables. Each table takes at least `shard_bytes`
+    bytes, except the last. `sparse` lists the paths of the shards that hold these rows. `moving` holds rows of the
+    index, and their checksums are kept. The yielded columns are those of `schema.batch` and one checksum column per
+    tensor column.
     """
     key, group = schema.key[0], list[pa.Table]()
     for path in sparse:
@@ -152,7 +157,9 @@ def fill_checksums(rows: pa.Table, shards: Path, schema: TableSchema) -> pa.Tabl
 
 
 def row_checksums(rows: pa.Table, shards: Path, tensor: TensorColumn) -> Iterator[int]:
-    """Read one tensor of every row from the shards, and yield the checksums of the bytes that were read, in order."""
+    """Yield the checksum of one tensor of each row, in the order of `rows`. The checksums are computed from the bytes
+    in the shards. `rows` are rows of the index. `shards` is the folder of the shards. `tensor` is the tensor column.
+    """
     for shard, start, size in zip(*(rows[name].to_pylist() for name in ("shard", tensor.offset, tensor.nbytes)), strict=True):
         with (shards / shard).open("rb") as file:
             file.seek(start)
@@ -160,7 +167,12 @@ def row_checksums(rows: pa.Table, shards: Path, tensor: TensorColumn) -> Iterato
 
 
 def _with_index_checksums(rows: pa.Table, indexed: pa.Table, schema: TableSchema) -> pa.Table:
-    """Return rows of a shard with the checksums of the same rows in the index. A shard of an earlier version has none."""
+    """Return `rows` with the checksums that the index holds for them. `rows` are rows of one shard. `indexed` are rows
+    of the index, and must contain the key of every row in `rows`. The columns of the result are those of `schema.batch`
+    and one checksum column per tensor column.
+
+    Checksums in the shard are not used, because shards of an earlier release have none.
+    """
     key = schema.key[0]
     position = {name: place for place, name in enumerate(indexed[key].to_pylist())}
     order = pa.array([position[name] for name in rows[key].to_pylist()], pa.int64())

@@ -49,10 +49,10 @@ def next_shard_number(folder: Path) -> int:
 
 
 def write_shard(folder: Path, number: int, rows: pa.Table, schema: TableSchema) -> pa.Table:
-    """Write rows with their tensors to a new shard (an Arrow file with tensors) in `folder`. `number` becomes the start of the
-    file name. `rows` have the columns that a stage yields (`schema.batch`). Rows of another shard also have the checksums of
-    their tensors, which are kept. Return the rows as the index stores them (`schema.stored`). They have the shard's name, and the
-    position and the checksum of each tensor, but no tensors.
+    """Write rows with their tensors to a new shard (an Arrow file) in `folder`. Return the rows without tensors, as the
+    index stores them (`schema.stored`). The returned rows hold the name of the shard, and the position and checksum of
+    each tensor. `number` becomes the start of the file name. `rows` has the columns of `schema.batch`, and may have
+    checksum columns. Existing checksums are kept, and the others are computed.
     """
     rows = _with_checksums(rows, schema)
     path = folder / f"{number:08d}-{secrets.token_hex(4)}.arrow"  # a new name: readers may still have an old file open
@@ -66,8 +66,10 @@ def write_shard(folder: Path, number: int, rows: pa.Table, schema: TableSchema) 
 
 
 def _with_checksums(rows: pa.Table, schema: TableSchema) -> pa.Table:
-    """Return `rows` with the columns of a shard (`schema.shard`). Checksums that `rows` already has are kept: computing them
-    again would hide damage.
+    """Return `rows` with the columns of a shard file (`schema.shard`). `rows` has the columns of `schema.batch`, and
+    may have checksum columns. Checksums that `rows` lacks are computed from the tensors. Existing checksums are kept.
+
+    Computing existing checksums again would hide damage.
     """
     for tensor in schema.tensors:
         if tensor.checksum not in rows.column_names:

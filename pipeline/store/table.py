@@ -141,15 +141,21 @@ class TableFolder:
         return target
 
     def set_aside_damaged(self) -> None:
-        """Move artifacts that differ from their checksums to the folder `damaged`, so that the stage writes them again. Files in
-        folders below artifacts/ are left: rows name them, or they are parts of checkpoints, which have digests of their own.
+        """Move damaged artifacts to the folder `damaged`, so that the stage writes them again. An artifact is damaged
+        if it differs from its checksum. Only files directly in the folder `artifacts` are checked. The caller must hold
+        the table's lock.
+
+        Files in subfolders are not moved. Rows refer to some of them. The others belong to checkpoints, and each
+        checkpoint records digests of its own files.
         """
         for path in (self.folder / "artifacts").glob("*"):
             if path.is_file() and self.damage_of(path):
                 self.set_aside(self._name(path))
 
     def damage_of(self, path: Path) -> str:
-        """Describe the damage of a file of the table in words. Return "" if it agrees with its checksum or has none."""
+        """Return in words what is wrong with a file of the table, such as "is missing". Return "" if the file is
+        intact. An existing file without a recorded checksum counts as intact. `path` must lie in the table's folder.
+        """
         return self.checksums.damage(self._name(path))
 
     def record_files(self, paths: Iterable[Path]) -> None:
@@ -226,5 +232,7 @@ class TableFolder:
 
 
 def manifest_checksum(manifest: dict[str, Any]) -> str:
-    """Return the checksum of a table's manifest, which its entry "checksum" holds. `manifest` has no such entry yet."""
+    """Return the checksum of a table's manifest. `manifest` is the manifest without its entry "checksum". The result is
+    the value for this entry.
+    """
     return text_checksum(json.dumps(manifest, sort_keys=True))

@@ -54,7 +54,10 @@ def _examine_index(table: TableFolder) -> Iterator[Damage]:
 
 
 def _examine_shards(table: TableFolder, rows: pa.Table) -> Iterator[Damage]:
-    """Yield the damaged shards with the keys of their damaged rows. A shard can also be damaged outside its tensors."""
+    """Yield a `Damage` for each damaged shard (Arrow file with tensors) of a table. `rows` are the rows of the index.
+    The `keys` of the `Damage` are those of the rows with damaged tensors. If other parts of the shard are damaged, they
+    are the keys of all its rows. Shards that no row names are examined too.
+    """
     schema, key = table.schema, table.schema.key[0]
     names = dict.fromkeys([*rows["shard"].to_pylist(), *sorted(path.name for path in table.shards.glob("*.arrow"))])
     for name in names:
@@ -76,7 +79,10 @@ def _examine_shards(table: TableFolder, rows: pa.Table) -> Iterator[Damage]:
 
 
 def _examine_artifacts(table: TableFolder, rows: pa.Table) -> Iterator[Damage]:
-    """Yield the artifacts that differ from their checksums or are missing, with the keys of the rows that name them."""
+    """Yield a `Damage` for each artifact that is missing or differs from its checksum. `rows` are the rows of the
+    index. The `keys` of the `Damage` are those of the rows that name the artifact. The parts of a key are cut to 16
+    characters and joined by spaces. Artifacts that no row names are examined too.
+    """
     named: dict[str, list[str]] = {}
     if table.schema.artifact:
         for row in rows.to_pylist():

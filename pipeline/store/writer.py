@@ -121,10 +121,10 @@ class Writer:
             self._commit()
 
     def write_artifact(self, name: str, write: Callable[[Path], None]) -> Path:
-        """Write one artifact of the table, and return the final path of the file. An artifact is a file to which rows
-        refer. `name` is the file's path relative to the table's folder `artifacts`. `write(path)` is called with a
-        temporary path. It must write the file there, or a folder of a name that is new. If `write` raises, an existing file
-        of that name stays unchanged.
+        """Write one artifact of the table, and return its final path. An artifact is a file or a folder, such as an
+        image or a checkpoint. `name` is its path relative to the table's folder `artifacts`. `write(path)` must create
+        a file or a folder at the temporary path `path`. This is then renamed to the final path. A file may replace an
+        existing file. A folder needs a new name. If `write` raises, an existing file stays unchanged.
         """
         artifacts = self.table.folder / "artifacts"
         path = artifacts / name
@@ -259,7 +259,10 @@ class Writer:
             self._replace(self._rows)
 
     def record_checksums(self) -> None:
-        """Record the checksums of all files and tensors that have none, because an earlier version of this program wrote them."""
+        """Record checksums for all files and tensors of the table that have none. Appended rows are committed first.
+
+        Files and tensors of an earlier release have no checksums.
+        """
         self.flush()
         with self._disk_errors():
             if self.schema.tensors and any(self._rows[tensor.checksum].null_count for tensor in self.schema.tensors):
@@ -270,9 +273,10 @@ class Writer:
             self.table.index.record_checksums()
 
     def remove(self, files: Iterable[str], keys: Collection[str]) -> None:
-        """Remove damaged content, so that the next run of the stage writes it again. `files` are names relative to the table's
-        folder; they are moved to the folder `damaged`. The rows of these files go too. `keys` are the keys of further rows; they
-        are only allowed in tables with tensors.
+        """Remove damaged files and rows, so that the next run of the stage writes them again. `files` are paths
+        relative to the table's folder. These files are moved to the folder `damaged`. Rows are removed if their shard
+        or artifact is now missing or has another size. `keys` are the keys of further rows to remove. It must be empty
+        if the table has no tensors.
         """
         self.flush()
         with self._disk_errors():

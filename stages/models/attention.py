@@ -44,8 +44,10 @@ def attention(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float
 
 
 def kept(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float) -> mx.array:
-    """Compute `attention` without a mask for a device on which softmax takes longer than its products. The probabilities are kept
-    for the gradient, so that they are computed once.
+    """Return the result of `attention` without a mask, and keep its probabilities for the gradient. They are then not
+    computed again in the backward pass. `q_BHLK` holds the queries, `(batch, heads, query rows, width)`. Keys and
+    values have the shape `(batch, heads, key rows, width)`. `scale` is the factor of the scores. The result has the
+    shape of the queries. This is faster where softmax takes longer than the matrix products.
 
     MLX's products of many matrices copy a strided input each time. So each input is copied here, once.
     """
@@ -102,14 +104,17 @@ def fused_gradient(q_BHLK: mx.array) -> bool:
 
 
 def fused_forward(q_BHLK: mx.array) -> bool:
-    """Return True if the device computes attention without a gradient in one kernel that stores no scores."""
+    """Return True if the forward pass of attention runs in one fused kernel. Such a kernel keeps no attention scores in
+    memory. The answer depends on the default device and on the queries `q_BHLK`, `(batch, heads, rows, width)`.
+    """
     metal = mx.metal.is_available() and mx.default_device() == mx.gpu and q_BHLK.shape[-1] in METAL_WIDTHS
     return metal or fused_gradient(q_BHLK)
 
 
 def forward_score_bytes(q_BHLK: mx.array) -> int:
-    """Return the most bytes of attention scores in memory while `attention` runs without a gradient. Keys have the shape of the
-    queries `q_BHLK`, (batch, heads, rows, width).
+    """Return the peak memory, in bytes, that attention scores take in a forward pass of `attention`. No gradient is
+    computed in that pass. `q_BHLK` holds the queries, `(batch, heads, rows, width)`. The keys are assumed to have the
+    same shape.
     """
     B, H, L, _ = q_BHLK.shape
     return 0 if fused_forward(q_BHLK) else min(B * H * L * L * q_BHLK.dtype.size, CHUNK_BYTES)

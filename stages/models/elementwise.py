@@ -14,7 +14,9 @@ import mlx.core as mx
 
 
 def slow_exp(x: mx.array) -> bool:
-    """Return True if MLX's exp of `x` is slower than a power: on a Linux CPU, for float32."""
+    """Return True if `mx.exp(x)` is slower than `mx.power(e, x)`. This is assumed for float32 arrays on a CPU under
+    Linux.
+    """
     return sys.platform.startswith("linux") and x.dtype == mx.float32 and mx.default_device() == mx.cpu
 
 

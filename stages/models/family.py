@@ -23,10 +23,11 @@ FOLDERS = {"transformer": "transformer", "autoencoder": "vae", "text_encoder": "
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily:
-    """What every model family has, of whatever pipeline: names, a licence, and where its weights come from. `name` identifies it
-    in project.toml. `title` and `licence` are for the user. `folders` maps each component to its folder within the weights; ""
-    is the folder itself. `files` maps each component to the patterns of its files in that folder. `required` maps it to the names
-    of files that bundled weights must have. The component "tokenizer" has no weights.
+    """Hold what all model families have: names, a licence, and the source of their weights. `name` identifies the
+    family in `project.toml`. `title` and `licence` are shown to the user. `folders` maps each component to its folder,
+    relative to the folder of the weights. An empty string means the folder of the weights itself. `files` maps each
+    component to the file patterns in its folder. `required` maps each component to the file names that weights bundled
+    with the checkout must contain. The component "tokenizer" has no weights.
     """
 
     folders: ClassVar[Mapping[str, str]] = {}
@@ -50,8 +51,9 @@ class ModelFamily:
 
     @property
     def architecture(self) -> Any:
-        """The functions of the family's architecture. MLX is imported when this is first read. They have at least
-        `write_random_weights(folder, family, seed)`, which writes a complete model if the family is `seeded`.
+        """Return an object that holds the functions of the family's architecture. MLX is imported when this is first
+        read. The object has at least the function `write_random_weights(folder, family, seed)`. If the family has a
+        seed in `seeded`, this function writes a complete model with random weights into `folder`.
         """
         module, _, attribute = self.code.partition(":")
         return getattr(import_module(module), attribute)
@@ -78,10 +80,11 @@ class ModelFamily:
 
 @dataclass(frozen=True, kw_only=True)
 class Family(ModelFamily):
-    """A model family, such as FLUX.2 [klein] 4B, as plain data that can be pickled. `name` identifies it in project.toml. `title`
-    and `licence` are for the user. `transformer`, `text_encoder` and `autoencoder` hold the sizes of these components. Their keys
-    are those of the released config files. A config.json beside the weights takes precedence. `architecture` holds the functions
-    of the family. Weights of the hub are in the diffusers layout.
+    """Hold a model family, such as FLUX.2 [klein] 4B, as plain data that can be pickled. `name` identifies the family
+    in `project.toml`. `title` and `licence` are shown to the user. `transformer`, `text_encoder` and `autoencoder` hold
+    the sizes of these components, under the names that the released `config.json` files use. If a `config.json` lies
+    beside the weights, its sizes are used instead. `architecture` holds the functions of the family. Weights from the
+    Hugging Face hub are in the folder layout of diffusers.
     """
 
     folders: ClassVar[Mapping[str, str]] = FOLDERS

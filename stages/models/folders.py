@@ -15,9 +15,9 @@ from stages.untrusted import read_json
 
 
 def locate(root: Path, component: str, family: ModelFamily) -> Path:
-    """Return the path of a component's weights in the folder `root`. It is a folder or a single file. `component` is a key
-    of `family.folders`, such as "transformer". Raises ValueError if neither exists. The message gives the names that were
-    looked for.
+    """Return the path of a component's weights in the folder `root`. The path is that of a folder or of a single file.
+    `component` is a key of `family.folders`, such as "transformer". Raises ValueError if `root` has neither the folder
+    nor the file. The message lists the names that were tried.
     """
     assert component in family.folders, component
     folder = root / family.folders[component]

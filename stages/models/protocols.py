@@ -28,12 +28,14 @@ class TransformerConfig(Protocol):
 
 
 class Transformer(Protocol):
-    """A transformer as a chain of blocks. `model(**inputs, linear_for=linear_for)` runs all of it and returns the
-    velocity. The dict `inputs` is the result of `Architecture.inputs`. `linear_for` is optional and runs the model with
-    an adapter. It takes a block's name and returns the `linear(name, weight, x)` of that block.
+    """A transformer that is computed as a chain of blocks. `model(**inputs)` computes the whole model and returns the
+    predicted velocity. `inputs` is the dict that `Architecture.inputs` returns. To apply an adapter, also pass the
+    function `linear_for`. `linear_for(block_name)` returns a function `linear(name, weight, x)`. This function computes
+    the Linear `name` of that block.
 
-    Step by step, call `h, shared = model.enter(**inputs)` first. Then call `h = model.block(b.kind)(b.weights, h, shared,
-    linear)` for each block b. At the end, `model.leave(h, shared)` returns the velocity.
+    To compute the blocks one by one, call `h, shared = model.enter(**inputs)` first. Then call
+    `h = model.block(b.kind)(b.weights, h, shared, linear)` for each block `b` in `model.blocks`. At the end,
+    `model.leave(h, shared)` returns the velocity.
     """
 
     @property

@@ -47,9 +47,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def _visible(folder: Path, pattern: str) -> list[Path]:
-    """Return the files in a folder that match a pattern, sorted. Hidden files are left out: macOS writes a file "._name" beside
-    each file on a disk of another system.
-    """
+    """Return the paths in `folder` that match a glob pattern, sorted. Paths whose names begin with a dot are left out."""
     return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
 
 
@@ -109,8 +107,8 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _check_structure(path: Path) -> None:
-    """Raise ValueError if a safetensors file has a tensor of an unknown dtype, of another size than its shape says, or over the
-    bytes of another tensor. The format's own library checks it.
+    """Raise ValueError if a file is not a valid safetensors file. The library safetensors does the check. It finds
+    unknown dtypes, overlapping tensors, and tensors whose size does not match their shape.
     """
     from safetensors import SafetensorError, safe_open
 

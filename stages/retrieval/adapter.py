@@ -17,9 +17,10 @@ Arrays = dict[str, mx.array]
 
 
 def read_adapter(path: Path, linears: Mapping[str, tuple[int, int]]) -> tuple[Arrays, dict[str, float]]:
-    """Read the adapter file `path`. Return its arrays by name, in float32, and the scale of each Linear. `linears` maps the names
-    of the model's Linears to (outputs, inputs). Raises ValueError if an array is missing or not finite, or if a Linear is not one
-    of the model, with the same shape.
+    """Read the adapter file `path`, and return `(arrays, scales)`. `arrays` maps names to the adapter's arrays in
+    float32. `scales` maps the name of each Linear to the factor of its update. `linears` maps the names of the model's
+    Linears to `(outputs, inputs)`. Raises ValueError if an array is missing or not finite. Raises it too if the model
+    lacks a Linear of the adapter, or has it with another shape.
     """
     arrays, metadata = read_file(path)
     arrays = {name: value.astype(mx.float32) for name, value in arrays.items()}
@@ -37,7 +38,11 @@ def read_adapter(path: Path, linears: Mapping[str, tuple[int, int]]) -> tuple[Ar
 
 
 def _scales(metadata: Mapping[str, str], arrays: Arrays, linears: list[str]) -> dict[str, float]:
-    """Return the factor of each Linear's change: from the entry "scales" of the header, or alpha divided by the rank."""
+    """Return the scale of each Linear in `linears`: the factor that multiplies the adapter's update. `metadata` is the
+    header of the adapter file. The scale is taken from its entry "scales". Without that entry, the scale is alpha
+    divided by the rank, or 1 for a Linear without a rank. Raises ValueError if the header has neither "scales" nor
+    "alpha".
+    """
     if "scales" in metadata:
         listed = json.loads(metadata["scales"])
         return {name: float(listed[name]) for name in linears}
@@ -55,8 +60,9 @@ def _check_linears(metadata: Mapping[str, str], scales: Mapping[str, float]) -> 
 
 
 def merge_all(weights: Mapping[str, mx.array], arrays: Arrays, scales: Mapping[str, float]) -> Arrays:
-    """Return all weights of an encoder with an adapter merged into them, in float32. `weights` maps full names to arrays. Raises
-    AssertionError if a Linear of the adapter was not merged.
+    """Return all weights of an encoder with an adapter merged into them, in float32. `weights` maps the names of the
+    encoder's weights to arrays. `arrays` and `scales` are the adapter, in the form that `read_adapter` returns. Raises
+    AssertionError if the encoder lacks the weight of a Linear in `scales`.
     """
     merged: Arrays = {}
     done = set()

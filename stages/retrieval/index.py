@@ -49,7 +49,9 @@ class IndexConfig:
 
 
 def wanted_index(ctx: StageContext) -> pa.Table:
-    """Return one row per unit, with the columns `KEPT`. Raises ValueError if units have no vectors of the encoder."""
+    """Return one row per unit, with the columns `unit_id`, `encoder`, `vector_id` and `file`. Raises ValueError if a
+    unit has no vectors of the chosen encoder.
+    """
     rows = [{name: row[name] for name in KEPT} for row in _rows(ctx)]
     return pa.Table.from_pylist(rows, schema=pa.schema([INDEX.batch.field(name) for name in KEPT]))
 
@@ -78,8 +80,10 @@ def document_order(row: Row) -> tuple[Any, ...]:
 
 
 def choose_encoder(encoders: set[str], wanted: str) -> str:
-    """Return the encoder whose vectors are indexed. `encoders` are those that have vectors. `wanted` is the setting
-    `index.encoder`. Raises ValueError if there are no vectors of it, or of several tuned encoders.
+    """Return the name of the encoder whose vectors are indexed. `encoders` holds the names of the encoders that have
+    vectors. `wanted` is the setting `index.encoder`, "tuned" or "base". If "tuned" is wanted and no tuned encoder has
+    vectors, the base is returned. Raises ValueError if the base is needed and has no vectors. Raises it too if "tuned"
+    is wanted and several tuned encoders have vectors.
     """
     tuned = sorted(encoders - {BASE})
     if wanted == BASE or not tuned:
@@ -103,14 +107,17 @@ def list_units(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def digest(rows: list[Row]) -> str:
-    """Return the name of a state of the index: 16 hex digits of the sha256 of its rows, in the order of the documents."""
+    """Return an id of the index's content: 16 hex digits. `rows` are all rows of the table `index`, in any order. The
+    id is the start of the sha256 of the unit_ids and vector_ids in document order.
+    """
     lines = (f"{row['unit_id']} {row['vector_id']}" for row in sorted(rows, key=document_order))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def write_index(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Write the artifacts of the rows if they are missing, and delete those of earlier rows. Yields no rows. If the user stopped
-    the run before every unit had a row, do nothing.
+    """Write the files of the index that are missing, and delete the files of earlier states of the index. The files are
+    the full-text index, the matrix of vectors and, for a large project, the partitioned index. Yields no rows. If the
+    user stopped the run before every unit had a row, nothing is written or deleted.
     """
     rows = _rows(ctx)
     stored = {tuple(row[name] for name in KEPT) for row in ctx.stored.select(list(KEPT)).to_pylist()}

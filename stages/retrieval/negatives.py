@@ -24,7 +24,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class NegativesConfig:
-    """The section [negatives] of project.toml: which documents a training query is contrasted with beside those of its batch."""
+    """The section [negatives] of project.toml. It sets how hard negatives are chosen for each training query. Hard
+    negatives are documents that score high but do not answer the query. They are added to the other documents of the
+    batch.
+    """
 
     count: int = setting(4, "hard negatives per pair; fewer if search finds fewer; 0: none")
     skip: int = setting(0, "best documents that are passed over, since some of them may answer the query too")
@@ -41,8 +44,8 @@ class NegativesConfig:
 
 
 def wanted_negatives(ctx: StageContext) -> pa.Table:
-    """Return (pair_id, position) of every negative: `count` per training pair, or one less for every other document that the
-    project lacks.
+    """Return one row `(pair_id, position)` for each negative that is wanted. Each training pair gets `ctx.config.count`
+    negatives, at positions from 0. A pair gets fewer if the project has fewer units outside the pair's duplicate group.
     """
     units = _units(ctx)
     pairs = [row for row in _pairs(ctx) if _is_trained(row)]
@@ -58,7 +61,10 @@ def wanted_negatives(ctx: StageContext) -> pa.Table:
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return what all rows depend on: the words of every unit, and every training pair."""
+    """Return a table of everything on which all rows of this stage depend, with the columns `key` and `value`. It has
+    one row for each unit and each pair. The value of a unit is a hash of its words. The value of a pair holds its unit,
+    its duplicate group and whether it is used for training.
+    """
     units = {unit_id: _digest(row["words"]) for unit_id, row in _units(ctx).items()}
     pairs = {row["pair_id"]: f"{row['unit_id']} {row['duplicate_group']} {_is_trained(row)}" for row in _pairs(ctx)}
     return pa.table({"key": [*units, *pairs], "value": [*units.values(), *pairs.values()]})
@@ -69,7 +75,9 @@ def _digest(text: str) -> str:
 
 
 def _units(ctx: StageContext) -> dict[str, Row]:
-    """Return the units by unit_id, in that order: the documents of the search."""
+    """Return the columns `unit_id`, `text_id` and `words` of all units, as a dict from unit_id to row. The dict is
+    sorted by unit_id. The units are the documents of the search for negatives.
+    """
     rows = ctx.rows(UNITS).select(["unit_id", "text_id", "words"]).to_pylist()
     return {row["unit_id"]: row for row in sorted(rows, key=lambda row: str(row["unit_id"]))}
 
@@ -83,7 +91,9 @@ def _is_trained(pair: Row) -> bool:
 
 
 def _groups(ctx: StageContext) -> dict[str, set[str]]:
-    """Return the unit_ids of every duplicate group: they answer the same query."""
+    """Return a dict from duplicate group to the unit_ids of its pairs. All units of a group count as answers to the
+    same query.
+    """
     found: dict[str, set[str]] = {}
     for row in _pairs(ctx):
         found.setdefault(row["duplicate_group"], set()).add(row["unit_id"])
@@ -140,9 +150,14 @@ def _rows(
 
 
 def choose(scores: np.ndarray, own: float, excluded: list[int], config: NegativesConfig) -> list[int]:
-    """Return the places of the negatives of one query, the hardest first. `scores` are the scores of all documents, `own` that of
-    the document that answers the query. `excluded` are the places of that document and of its duplicates. Documents that may
-    answer the query too come last, and only if there are too few others.
+    """Return the positions of the negatives of one query, at most `config.count`. `scores` holds the score of every
+    document. `own` is the score of the query's own document. `excluded` holds the positions of documents that are never
+    chosen: the query's own document and its duplicates.
+
+    A document that scores more than `config.max_ratio` times `own` may answer the query too. If `own` is 0, no document
+    counts as such. The other documents come first, the highest score first. The best `config.skip` of these are moved
+    behind the rest of them, the lowest score first. The documents that may answer the query come last, the lowest score
+    first.
     """
     order = np.lexsort((np.arange(len(scores)), -scores))
     allowed = order[~np.isin(order, excluded)]

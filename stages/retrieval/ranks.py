@@ -33,7 +33,9 @@ DOCUMENTS = 2000  # documents whose vectors are in memory together
 
 @dataclass(frozen=True)
 class RanksConfig:
-    """The section [ranks] of project.toml: what the queries of valid and test are ranked among."""
+    """The section [ranks] of project.toml. It sets how the queries of the validation and test splits are evaluated:
+    which documents compete with the right answer.
+    """
 
     candidates: Literal["units", "pairs"] = setting(
         "units", "units: every unit, as in a search; pairs: the units with a pair that is used, as code-search benchmarks do"
@@ -61,7 +63,10 @@ def wanted_ranks(ctx: StageContext) -> pa.Table:
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return what all rows depend on: the document of every unit, every pair, and the number of vectors of every encoder."""
+    """Return a table of everything on which all rows of this stage depend, with the columns `key` and `value`. It has
+    one row for each unit, pair and encoder. The value of a unit identifies its document. The value of a pair holds its
+    split, rejection and duplicate group. The value of an encoder is its number of vectors.
+    """
     units = {row["unit_id"]: row["text_id"] for row in ctx.rows(UNITS).select(["unit_id", "text_id"]).to_pylist()}
     columns = ["pair_id", "split", "rejected", "duplicate_group"]
     pairs = {row["pair_id"]: str([row[name] for name in columns[1:]]) for row in ctx.rows(PAIRS).select(columns).to_pylist()}
@@ -82,8 +87,9 @@ def _encoders(ctx: StageContext) -> list[str]:
 
 
 def rank_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Rank the own unit of every pending pair, and yield the rows. The weight of the hybrid search is chosen on all valid
-    pairs of the encoder and mode, so it is the same after a kill.
+    """Rank the right answer of every pending query, and yield the rows of the table `ranks`. The weight of hybrid
+    search is chosen for each encoder and mode, on all validation pairs. It therefore does not depend on which rows are
+    pending.
     """
     pending = {tuple(row.values()) for row in ctx.pending.select(list(RANKS.key)).to_pylist()}
     pairs, done = _held_out(ctx), 0
@@ -109,8 +115,9 @@ def rank_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 class Corpus:
-    """The documents of the evaluation in one mode, and the scores that each search gives them. `folder` is an empty folder
-    for the full-text index.
+    """The documents of the evaluation, with methods that score and rank them. `mode` is "plain" or "hard". In the mode
+    "hard", each unit that answers a query is searched without its own name. `folder` is an empty folder. The full-text
+    index is written into it.
     """
 
     def __init__(self, ctx: StageContext, mode: str, folder: Path) -> None:
@@ -142,8 +149,9 @@ class Corpus:
         return self.known[pair["pair_id"]]
 
     def semantic(self, encoder: str, pairs: list[Row]) -> np.ndarray | None:
-        """Return the semantic scores of all documents for the queries of `pairs`, (queries, documents), or None if the
-        encoder has no vectors for some of these documents.
+        """Return the semantic score of every document for the queries of `pairs`, as float32 of shape `(queries,
+        documents)`. If the encoder lacks vectors of a document, the mode "plain" raises ValueError, and the mode "hard"
+        returns None.
         """
         rows = [self.vectors.get((encoder, unit["text_id"])) for unit in self.units]
         if any(row is None for row in rows):
@@ -166,8 +174,9 @@ class Corpus:
         return np.array(self.tensors.read(row["vector_id"]).view(np.float16), np.float32)
 
     def best_weight(self, encoder: str, pairs: list[Row]) -> float | None:
-        """Return the weight of the semantic scores with which hybrid search has the best MRR@10 on `pairs`, the smallest of
-        several. Return None if the encoder has no vectors for some documents, or there are no pairs.
+        """Return the weight of the semantic scores that gives hybrid search the best MRR@10 on `pairs`. The weight is
+        one of `fusion.WEIGHTS`, 0 to 1. Of equally good weights, the smallest is returned. Return None if `pairs` is
+        empty. Return None too if `semantic` returns None for the encoder.
         """
         semantic = self.semantic(encoder, pairs) if pairs else None
         if semantic is None:

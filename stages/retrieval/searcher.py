@@ -24,7 +24,7 @@ RESIDENT_BYTES = 2**30  # a matrix of at most this size, as float32, is held in 
 
 
 class QueryEncoder(Protocol):
-    """What turns queries into vectors."""
+    """The interface of an object that encodes queries as token vectors."""
 
     def encode_queries(self, queries: Sequence[str]) -> list[np.ndarray]:
         """Return one array (tokens, width) of vectors of length 1 per query, float32."""
@@ -32,8 +32,9 @@ class QueryEncoder(Protocol):
 
 @dataclass(frozen=True)
 class Answer:
-    """A unit that was found. `row` is its row of the table `index`, `place` its number in the index. `semantic` and `lexical` are
-    the scores of the two searches, `score` that of the chosen one. A search that was not asked for has no score.
+    """A unit that a search has found. `row` is its row of the table `index`. `place` is its position in the index, from
+    0. `semantic` and `lexical` are the scores of the two searches. Each is None if that search did not run. `score` is
+    the score by which the answers were sorted.
     """
 
     row: Row
@@ -113,7 +114,11 @@ class Searcher:
         return fusion.hybrid(semantic, lexical, self.weight)
 
     def explain(self, answer: Answer, query_tokens: list[str], document_tokens: list[str]) -> list[tuple[str, str, float]]:
-        """Return, for each token of the last query, (token, the document's token that it matched, product of their vectors)."""
+        """Return one tuple `(query_token, document_token, product)` per token of the last query. `document_token` is
+        the best match in the document of `answer`. `product` is the dot product of the two vectors. `query_tokens` and
+        `document_tokens` hold the text of every token, in the order of the vectors. Call `search` in the mode
+        "semantic" or "hybrid" first, because its query is the one that is explained.
+        """
         document = self.matrix.document(answer.place)
         best, products = matches(self.query_vectors, document)
         return [

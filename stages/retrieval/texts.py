@@ -39,7 +39,9 @@ def vector_id(encoder: str, text_id: str) -> str:
 
 
 def document(module: str, qualified_name: str, rest: str) -> str:
-    """Return the text of a unit that the encoder reads. `rest` is its code from the first parenthesis on, without docstring."""
+    """Return the text that the encoder reads for a unit (a function, class or window of lines). The text is `module`, a
+    space, `qualified_name` and `rest`. `rest` is the code after the unit's name, without its docstring.
+    """
     return f"{module} {qualified_name}{rest}".strip()
 
 
@@ -54,13 +56,15 @@ def words(text: str) -> list[str]:
 
 
 def content_words(text: str) -> set[str]:
-    """Return the distinct words of a text that say something about its content, in lower case."""
+    """Return the distinct words of a text in lower case, without function words such as "the". Words of one character
+    are left out too. Identifiers are split into words by `words`.
+    """
     return {word for word in words(text) if len(word) > 1 and word not in FUNCTION_WORDS}
 
 
 def first_sentence(docstring: str) -> str | None:
-    """Return the first sentence of a docstring on one line, or None if its prose is empty. Headings, lists of parameters,
-    doctests and all that follows them are no prose.
+    """Return the first sentence of a docstring on one line. The result is None if the docstring has no prose. The prose
+    ends at the first heading, parameter list, doctest or directive.
     """
     text = inspect.cleandoc(docstring)
     section = SECTION.search(text)

@@ -30,7 +30,9 @@ class TextTokenizer:
         return [each if self.end is None or (each and each[-1] == self.end) else [*each, self.end] for each in ids]
 
     def cut(self, ids: list[int], longest: int) -> list[int]:
-        """Return the first token ids of a text, at most `longest`, of which the last is the end token."""
+        """Return token ids shortened to at most `longest` ids. If ids are removed, the last id is kept, so that the end
+        token remains.
+        """
         return ids if len(ids) <= longest else [*ids[: longest - 1], ids[-1]]
 
     def pieces(self, ids: list[int]) -> list[str]:

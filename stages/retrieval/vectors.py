@@ -42,8 +42,9 @@ class VectorsConfig:
 
 
 def wanted_vectors(ctx: StageContext) -> pa.Table:
-    """Return one row per encoder and text: all documents, and the queries of valid and test. Raises ValueError if there is no
-    trained adapter and the base is switched off.
+    """Return one row per encoder and text to encode. The texts are all documents, and the queries of the splits "valid"
+    and "test". The encoders are those of `encoders`. Raises ValueError if no adapter is trained and [vectors] `base` is
+    False.
     """
     tokens = ctx.rows(TOKENS).select(["text_id", "role"]).to_pylist()
     held_out = {row["query_id"] for row in ctx.rows(PAIRS).to_pylist() if row["rejected"] is None and row["split"] != "train"}
@@ -54,8 +55,9 @@ def wanted_vectors(ctx: StageContext) -> pa.Table:
 
 
 def encoders(ctx: StageContext) -> dict[str, Path | None]:
-    """Return the encoders whose vectors are wanted: name -> adapter file. The name is "base", without a file, or the sha256 of
-    the newest adapter that the project trained. Raises ValueError if there is none of both.
+    """Return the encoders to use, as a dict from name to adapter file. The untuned encoder has the name "base" and the
+    file None. It is left out if [vectors] `base` is False. The newest trained adapter is named by its sha256. It is
+    left out if no adapter is trained. Raises ValueError if no encoder is left.
     """
     adapter = ctx.files(TRAIN) / ADAPTER
     tuned: dict[str, Path | None] = {file_sha256(adapter): adapter} if adapter.is_file() else {}
@@ -107,7 +109,9 @@ def _encoded(ctx: StageContext, pending: list[Row], adapter: Path | None) -> Ite
 
 
 def _row(row: Row, vectors: np.ndarray) -> Row:
-    """Return the row of the table `vectors` for one text. Raises ValueError if a value is not finite."""
+    """Return the row of the table `vectors` for one text. `row` holds the key columns. `vectors` has the shape
+    `(tokens, width)` and is stored as float16. Raises ValueError if an element of `vectors` is not finite.
+    """
     if not np.isfinite(vectors).all():
         raise ValueError(
             f"the encoder gave values that are not finite for text {row['text_id'][:12]}: set vectors.precision to float32"

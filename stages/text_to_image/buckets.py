@@ -145,10 +145,12 @@ def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return two int64 arrays, the widths and heights of shapes in cells of 16 x 16 pixels. The shapes are those of
-    `_full_shapes(size, max_shapes)` for every `size` from 1 to `cells`. A size is the side in cells of a square whose
-    area the shape fills. All shapes are landscape or square, and no shape occurs twice. `max_shapes` limits their number
-    for one size.
+    """Return the landscape and square shapes to which an image can be cropped. The result is two int64 arrays of equal
+    length: widths and heights, in cells of 16 x 16 pixels. The shapes have about the areas of squares with sides from 1
+    to `cells`. `max_shapes` limits the number of shapes for each of these areas. No shape occurs twice.
+
+    The shapes of one square are those of `_full_shapes(size, max_shapes)`, where `size` is its side in cells. A shape
+    that is not square counts twice towards `max_shapes`.
     """
     sizes = [np.stack(_full_shapes(size, max_shapes)) for size in range(1, cells + 1)]
     found = np.unique(np.concatenate(sizes, axis=1), axis=1)

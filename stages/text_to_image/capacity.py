@@ -28,13 +28,16 @@ class Capacity:
     peak: int = 0
 
     def __str__(self) -> str:
-        """Return the settings as text, such as "16 bits, whole, 17.7 GB"."""
+        """Return the result as text, such as "16 bits, whole, 17.7 GB". The parts are the bits per weight, the memory
+        plan and the peak memory. The text is "does not fit" if `bits` is None.
+        """
         return f"{self.bits} bits, {self.plan}, {self.peak / 1e9:.3g} GB" if self.bits else "does not fit"
 
 
 def capacities(budget: int) -> Iterator[Capacity]:
-    """Yield what fits into `budget` bytes, for every family with published weights and every size of SIDES. Distilled families
-    have the shapes of their base and are left out.
+    """Yield the settings that fit into `budget` bytes of memory. There is one result for each family and each image
+    size in `SIDES`. Families without published weights are left out. Distilled families (trained to sample in few
+    steps) are left out too.
     """
     for family in FAMILIES.values():
         if family.hub and not family.distilled:
@@ -42,7 +45,9 @@ def capacities(budget: int) -> Iterator[Capacity]:
 
 
 def capacity(family: Family, side: int, budget: int) -> Capacity:
-    """Return the most bits per weight with which every stage fits into `budget` bytes."""
+    """Return the most bits per weight with which every stage fits into memory. `side` is the width and height of the
+    images in pixels. `budget` is the available memory in bytes. In the result, `bits` is None if nothing fits.
+    """
     for bits in BITS:
         found = forecasts(family, side, bits, budget)
         peak = max(forecast.peak for forecast in found.values())
@@ -53,8 +58,10 @@ def capacity(family: Family, side: int, budget: int) -> Capacity:
 
 
 def forecasts(family: Family, side: int, bits: int, budget: int) -> dict[str, Forecast]:
-    """Return the forecast of every stage with default settings, for images of `side` pixels and a base of `bits` bits. Fewer than
-    16 bits come with 8-bit AdamW. A text encoder that is not supported is left out.
+    """Return the memory forecast of each stage with default settings, by stage name. `side` is the width and height of
+    the images in pixels. `bits` is the number of bits per weight of the base model. `budget` is the available memory in
+    bytes. Below 16 bits, the optimizer is 8-bit AdamW. Stages that need a component that the family does not support
+    are left out.
     """
     sections: dict[str, Any] = {name: PIPELINE.stage(name).config() for name in PIPELINE.stages}
     train = sections["train"]
@@ -72,7 +79,9 @@ def forecasts(family: Family, side: int, bits: int, budget: int) -> dict[str, Fo
 
 
 def lines(budget: int) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of a table: family, then the settings that fit for each size of SIDES. The first row is the heading."""
+    """Yield the rows of a table of what fits into `budget` bytes of memory. The first row is the heading. Each further
+    row holds the name of a family and, for each image size in `SIDES`, the settings that fit.
+    """
     yield "family", *(f"{side} px" for side in SIDES)
     found = list(capacities(budget))
     for name in dict.fromkeys(each.family for each in found):

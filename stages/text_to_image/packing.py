@@ -23,7 +23,9 @@ class Packed(Protocol):
 
     @property
     def base_bits_for(self) -> Mapping[str, int] | None:
-        """Other bits by pattern. The longest pattern that matches a Linear applies. None means no other bits."""
+        """Bits per weight for certain Linears, as a dict from name pattern to 16, 8 or 4. They replace `base_bits`. If
+        several patterns match a Linear, the longest applies. None means that `base_bits` applies to all.
+        """
 
 
 def packing(architecture: Architecture, config: Packed) -> Callable[[str, mx.array], Any] | None:

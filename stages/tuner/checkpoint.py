@@ -151,7 +151,9 @@ def header_step(path: Path) -> int | None:
 
 
 def published_step(artifacts: Path) -> int | None:
-    """Return the step of the adapter at the top of the folder `artifacts` of a run, or None if there is no readable one."""
+    """Return the training step of the adapter file that lies directly in the folder `artifacts` of a run. The step is
+    read from the header of the file. Return None if the file is missing or its header gives no step.
+    """
     return header_step(artifacts / ADAPTER)
 
 
@@ -200,8 +202,11 @@ def file_damage(path: Path, record: Mapping[str, Any]) -> str:
 
 
 def damaged_checkpoints(artifacts: Path) -> dict[int, str]:
-    """Return the damaged checkpoints of a run: step -> what is wrong, in words. Only sizes are compared. A folder without a
-    `state.json` counts as damaged if there is a newer checkpoint; otherwise its writing was interrupted.
+    """Return the damaged checkpoints of a run, as a dict from step to a description of the damage. A checkpoint is
+    damaged if a file is missing or has the wrong size. Contents are not compared. A checkpoint is also damaged if its
+    `state.json` is unreadable. A folder without a `state.json` is damaged only if there is a newer readable checkpoint.
+
+    If there is no newer one, the folder was left by an interrupted write. Optimizer states are not checked.
     """
     saved = {one.step: one for one in find_checkpoints(artifacts)}
     problems: dict[int, str] = {}
@@ -241,8 +246,10 @@ def prune(artifacts: Path, step: int, last: int) -> None:
 
 
 def prune_timed(artifacts: Path, step: int) -> None:
-    """Delete checkpoints before step `step` that were written only because of the time. Call it when such a checkpoint was
-    written: the rows of the earlier ones were committed minutes ago.
+    """Delete the timed checkpoints before step `step`. A timed checkpoint is one that was written because a time
+    interval had passed. `artifacts` is the folder of the run. Call this after a new timed checkpoint is written.
+
+    The table rows of the earlier checkpoints are committed by then.
     """
     for saved in find_checkpoints(artifacts):
         if saved.state.get("timed") and saved.step < step:

@@ -202,8 +202,8 @@ class TrainingConfig:
 
     @property
     def trained_whole(self) -> tuple[str, ...]:
-        """Patterns of the Linears that are trained in full instead of by an adapter. The default is none; a pipeline's own
-        [train] may return one of its settings.
+        """Name patterns of the Linears that are trained in full instead of with an adapter. The default is an empty
+        tuple. Subclasses may override it.
         """
         return ()
 

@@ -66,11 +66,13 @@ class Control:
         return self._take(CHECKPOINT) or self.ending or self.pausing
 
     def overdue(self) -> bool:
-        """Return True if the last checkpoint, or the start of the run, is at least [train] `checkpoint_minutes` ago."""
+        """Return True if the last checkpoint is at least `train.checkpoint_minutes` old. Before the first checkpoint,
+        the time since the start of the run counts.
+        """
         return self.clock() - self.last_saved >= 60 * self.config.checkpoint_minutes
 
     def saved(self) -> None:
-        """Note that a checkpoint was written now."""
+        """Record the current time as the time of the last checkpoint."""
         self.last_saved = self.clock()
 
     def stop_requested(self) -> bool:

@@ -18,8 +18,8 @@ SMOOTHED = 50  # steps whose mean is the smoothed loss
 
 
 class Summary:
-    """The state of a run in one line, for the terminal. `config` holds the settings [train]. `past` are rows of earlier steps, as
-    dicts with the columns `step`, `split` and `loss`.
+    """Formats the state of a training run as one line for the terminal. `config` holds the settings `[train]`. `past`
+    holds the rows of earlier steps. They are dicts with the keys `step`, `split` and `loss`.
     """
 
     def __init__(self, config: TrainingConfig, past: Iterable[Row]) -> None:

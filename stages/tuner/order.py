@@ -32,13 +32,15 @@ class Batch:
 
 
 class Rates:
-    """How often each row occurs in the passes of a run. Rows with equal fractional rates take turns. So each of them occurs
-    evenly over the passes. Their number per pass varies by at most one.
+    """Counts how often each row occurs in each pass over the training rows. If a row's rate is not a whole number, its
+    count differs between passes. Its occurrences are spread evenly over the passes. For all rows with the same rate
+    together, the number of occurrences per pass varies by at most one.
     """
 
     def __init__(self, rates: Sequence[float], seed: int) -> None:
-        """`rates` has each row's average number of occurrences per pass: 2 is twice in every pass, 1/3 is once in three
-        passes. `seed` determines the turns.
+        """Prepare the counts. `rates` holds the average number of occurrences per pass for each row. For example, 2
+        means twice in every pass, and 1/3 means once in three passes. `seed` determines in which passes a row with a
+        fractional rate occurs.
         """
         self.rates, self._starts = np.asarray(rates, np.float64), np.zeros(len(rates))
         for number, rate in enumerate(dict.fromkeys(rates)):
@@ -154,7 +156,7 @@ class Order:
 
     @property
     def sharing(self) -> list[Hashable]:
-        """The shapes that share their batches with other shapes."""
+        """Return the shapes whose rows share batches with rows of other shapes."""
         shapes = [list(dict.fromkeys(self.shapes[row] for row in rows)) for rows in self.groups]
         return [shape for found in shapes if len(found) > 1 for shape in found]
 
@@ -194,7 +196,10 @@ class Order:
         return open_batch if known == number else None
 
     def _arranged(self, group: int, number: int, open_batch: Sequence[int]) -> list[int]:
-        """Shuffle the rows of one pass so that its first rows, which fill `open_batch`, are not in that batch."""
+        """Return the rows of pass `number` through a group, in shuffled order. `open_batch` holds the rows of a batch
+        that the previous pass left partly full. The first rows returned complete this batch. As far as possible, they
+        are rows that the batch does not have yet.
+        """
         counts = self.rates.within(number)[self.groups[group]]
         rows = np.repeat(self.groups[group], counts)
         # The occurrences of a row are spread over the pass: the n-th of m lies in the n-th of m equal parts.

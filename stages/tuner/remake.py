@@ -23,8 +23,9 @@ from stages.tuner.validation import TRAIN
 
 
 def remake_checkpoints(ctx: TrainingContext, task: Task[Any, Any]) -> Iterator[str]:
-    """Make every damaged checkpoint of a finished run again, oldest first, and yield a line for each. If the new adapter differs
-    from the recorded sha256, or from an adapter file that is still there, nothing is written. That happens on another machine.
+    """Compute every damaged checkpoint of a finished run again by training, oldest first. Yield one line for each. A
+    checkpoint is written only if its new adapter has the expected sha256, or if no sha256 is known. Training on another
+    machine can give a different adapter.
     """
     for step, problem in sorted(checkpoint.damaged_checkpoints(ctx.artifacts).items()):
         folder = ctx.artifacts / checkpoint.FOLDER / f"step-{step:06d}"
@@ -43,7 +44,10 @@ def remake_checkpoints(ctx: TrainingContext, task: Task[Any, Any]) -> Iterator[s
 
 
 def _train_to(ctx: TrainingContext, task: Task[Any, Any], step: int, write: checkpoint.WriteArtifact) -> Checkpoint:
-    """Train from the newest intact checkpoint before `step` to `step`, and write the checkpoint there with `write`."""
+    """Repeat the training of a run up to `step`, and return the checkpoint of that step. Training starts from the
+    newest intact checkpoint before `step`, or from the beginning if there is none. `write` is the function that writes
+    the checkpoint's files.
+    """
     checkpoints = checkpoint.find_checkpoints(ctx.artifacts)
     start = checkpoint_before(checkpoints, step)
     limit_command_buffers()  # before the first MLX operation
@@ -72,7 +76,9 @@ def _recorded_metadata(checkpoints: list[Checkpoint]) -> dict[str, str]:
 
 
 def _recorded_adapter(artifacts: Path, step: int) -> str:
-    """Return the sha256 that the adapter of a damaged checkpoint must have; "" if it is not known."""
+    """Return the sha256 that the adapter of the checkpoint at `step` should have. It is read from the checkpoint's
+    record. Without a record, it is computed from the adapter file. Return "" if both are missing.
+    """
     for saved in checkpoint.find_checkpoints(artifacts):
         if saved.step == step:
             return str(saved.state["files"][ADAPTER]["sha256"])

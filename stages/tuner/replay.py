@@ -51,8 +51,9 @@ def replay_step(ctx: TrainingContext, task: Task[Any, Any], step: int) -> list[R
 
 
 def recorded_plan(task: Task[Any, Any], known: Checkpoint | None, start: Checkpoint | None) -> MemoryPlan:
-    """Return the memory plan for computing steps again. `known` is a checkpoint that records the run's plan, and `start` the one
-    to start from. Both may be None.
+    """Return the memory plan with which a run's steps are to be repeated. `known` is a checkpoint that records the plan
+    of the run. Without it, a new plan is made. `start` is the checkpoint from which training starts. If it is given,
+    the limit of tokens per micro-batch is taken from it.
     """
     plan = task.memory_plan(known, recorded=known is not None)
     return replace(plan, max_tokens=saved_max_tokens(start.state)) if start else plan

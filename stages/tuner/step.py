@@ -187,9 +187,9 @@ class TrainingStep:
         return found
 
     def _loss_and_grads(self, batch: MicroBatch, term: Term, adapter: Arrays) -> tuple[mx.array | Values, Arrays]:
-        """Return the losses of one term and its gradients by name. A term that compares samples is computed in parts if the
-        micro-batch is larger than the limits allow. Raises ValueError if [train] `micro_batch` is set for a term that cannot be
-        computed in parts.
+        """Return the losses of one loss term, and the gradients of the adapter arrays by name. If a term compares
+        samples with each other, it is computed in parts when the micro-batch exceeds the size limits. Some of these
+        terms cannot be divided. For them, ValueError is raised if the setting `train.micro_batch` is given.
         """
         whole = self.objective.separable or term.division is None
         if self.config.micro_batch is not None and whole and not self.objective.separable:
@@ -235,8 +235,9 @@ class TrainingStep:
         return min(self.max_samples or count, max(1, self.max_tokens // batch.tokens) if self.max_tokens else count)
 
     def measure(self, batch: MicroBatch) -> dict[str, list[Any]]:
-        """Return the validation loss of every sample of the held-out micro-batch `batch` under the key "loss", and any further
-        values by their column. They are computed with the present adapter. Nothing is updated.
+        """Return the validation results of the held-out micro-batch `batch` as a dict: table column -> one value per
+        sample. The column "loss" is always present. The results are computed with the current adapter. Nothing is
+        updated.
 
         A term that can be computed in parts is, in parts of as many samples as the settings alone decide.
         """

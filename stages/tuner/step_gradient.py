@@ -64,8 +64,8 @@ class StepGradient:
 
 
 def plain_values(values: mx.array, applies: Sequence[bool] | None, texts: Sequence[str] | None) -> list[Any]:
-    """Return one Python value per sample. It is None for a sample whose flag in `applies` is False. If there are `texts`, each
-    value is the text with this index, or None if the index is negative.
+    """Return one Python value per sample. `applies` has one flag per sample. Where the flag is False, the value is
+    None. If `texts` is given, `values` are indices into it and the texts are returned. A negative index gives None.
     """
     each: Any = values.tolist()
     if texts is not None:

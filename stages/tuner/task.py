@@ -58,9 +58,9 @@ class Model(Chain, Protocol):
 
 @dataclass(frozen=True)
 class Division:
-    """How to compute a term in parts, so that only one part has activations in memory. `parts(samples)` returns the keyword
-    arguments of `model.enter` for each part of at most `samples` samples. `join` makes the prediction of the whole term from
-    the list of the predictions of all parts.
+    """Two functions that compute a large loss term in parts. Only one part at a time keeps its activations in memory.
+    `parts(samples)` returns the keyword arguments of `model.enter`, one mapping per part. A part has at most `samples`
+    samples. `join(predictions)` combines the predictions of all parts into one.
     """
 
     parts: Callable[[int], Sequence[Mapping[str, Any]]]
@@ -248,8 +248,8 @@ class TrainingContext(Protocol):
 
     @property
     def note(self) -> Callable[[str], None]:
-        """The function `note(text)`. It shows facts about the run beside the progress bar, such as the loss. Each text replaces
-        the one before.
+        """Return the function `note(text)`. It shows `text` beside the progress bar, such as the current loss. Each
+        text replaces the previous one.
         """
 
     @property

@@ -42,10 +42,11 @@ def to_comfyui(arrays: Arrays, scales: Scales) -> Arrays:
 
 
 def _fuse(fused: str, arrays: Arrays, scales: Scales) -> Arrays:
-    """Return the LoRA or DoRA of one Linear in ComfyUI's layout, as a dict from key to array. `fused` is the Linear's
-    name in Black Forest Labs' code. It stacks one or more diffusers Linears (q, k and v, say), and their adapters are
-    joined. `arrays` maps keys such as "proj_out.lora_A.weight" to arrays. `scales` maps each diffusers Linear to the
-    scale of its update. Raises ValueError if the adapters cannot be joined.
+    """Return the LoRA or DoRA of one Linear under the keys that ComfyUI loads: key -> array. `fused` is the name of the
+    Linear in Black Forest Labs' code. This Linear may combine several Linears of diffusers, such as q, k and v. Their
+    adapters are then joined into one. `arrays` holds the diffusers adapters, with keys such as
+    "proj_out.lora_A.weight". `scales` maps each diffusers Linear to the scale of its update. The scale is multiplied
+    into the result. Raises ValueError if the adapters cannot be joined.
     """
     parts = names.diffusers_names(fused)
     scaled = {part: _scaled(arrays, scales, part) for part in parts if part + B in arrays}

@@ -122,9 +122,11 @@ class Autoencoder:
         return mx.addmm(self.weights[f"{name}.bias"], x_BPC, self.weights[f"{name}.weight"].T)
 
     def _conv(self, name: str, x: Rows, *, pad: int = 1, norm: str = "", keep: bool = False, add: Rows | None = None) -> Rows:
-        """Apply the convolution `name` with stride 1 to `x`, strip by strip. `pad` is the number of rows and columns of zeros on
-        each side. If `norm` names a normalisation, it and SiLU are applied first. `add` is added to the result. Strips of `x` and
-        of `add` are freed as soon as they are used; with `keep`, those of `x` are not.
+        """Return the convolution of `x` with stride 1, computed strip by strip. `name` is the prefix of the names of
+        its weights. `pad` is the number of rows and columns of zeros on each side. If `norm` is not empty, it names a
+        group normalisation. That normalisation and a SiLU are then applied before the convolution. If `add` is given,
+        it is added to the result. Strips of `x` and `add` are freed after their last use. If `keep` is True, strips of
+        `x` are not freed.
         """
         weight, bias = self._kernel(name)
         H, outputs = x.height, weight.shape[0]
@@ -148,8 +150,9 @@ class Autoencoder:
         return Rows(strips)
 
     def _norm(self, name: str, x: Rows) -> tuple[mx.array, ...]:
-        """Return the arguments of `normalised_silu` after `x` for the group normalisation `name`. Each group of channels is
-        normalised over all positions.
+        """Return `(mean, scale, weight, bias)` of a group normalisation of `x`, all float32. `name` is the prefix of
+        the names of its weights. `scale` is 1 / standard deviation. Both statistics are taken per group of channels,
+        over all positions. The four arrays can be passed to `normalised_silu` as its last four arguments.
         """
         mean_B11C, scale_B11C = group_statistics(x, self.config.norm_num_groups, NORM_EPS)
         return mean_B11C, scale_B11C, *(self.weights[f"{name}.{part}"].astype(mx.float32) for part in ("weight", "bias"))
@@ -161,7 +164,8 @@ class Autoencoder:
         return self._conv(f"{name}.conv2", h, norm=f"{name}.norm2", add=x)
 
     def _attention(self, name: str, x: Rows) -> Rows:
-        """Add self-attention over all positions to `x`. `name` is the prefix of its weights' names.
+        """Return the sum of `x` and its self-attention over all positions. `x` itself is not changed. `name` is the
+        prefix of the names of the weights.
 
         Its one head is too wide for MLX's fused kernels. To save memory, it is computed for some rows of queries at a time.
         """
@@ -221,12 +225,18 @@ class Autoencoder:
 def normalised_silu(
     x_BRWC: mx.array, mean_B11C: mx.array, scale_B11C: mx.array, weight_C: mx.array, bias_C: mx.array
 ) -> mx.array:
-    """Return silu((x - mean) * scale * weight + bias) in the dtype of x. It is computed in float32."""
+    """Return `silu((x - mean) * scale * weight + bias)` in the dtype of `x_BRWC`. The computation is in float32.
+    `x_BRWC` has the shape `(batch, rows, width, channels)`. `mean_B11C` and `scale_B11C` have the shape `(batch, 1, 1,
+    channels)`. `scale_B11C` is 1 / standard deviation. `weight_C` and `bias_C` have the shape `(channels,)`.
+    """
     return silu((x_BRWC.astype(mx.float32) - mean_B11C) * (scale_B11C * weight_C) + bias_C).astype(x_BRWC.dtype)
 
 
 def query_rows(positions: int, channels: int) -> int:
-    """Return how many rows of queries attention computes at once over `positions` keys. A kernel stays below the limit."""
+    """Return how many rows of queries attention computes in one kernel. `positions` is the number of keys. `channels`
+    is the width of a query. The number is at least 1 and at most `QUERIES`. Within these bounds, a kernel takes at most
+    `kernels.LIMIT` floating-point operations.
+    """
     return min(QUERIES, max(1, int(kernels.LIMIT // (2 * kernels.product_flop(1, channels, positions)))))
 
 

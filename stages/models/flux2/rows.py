@@ -56,7 +56,7 @@ class Rows:
                 self.strips[at] = None
 
     def present(self) -> Iterator[mx.array]:
-        """Yield the strips from top to bottom. None may have been freed."""
+        """Yield the strips from top to bottom. Raises AssertionError if a strip was freed before."""
         for strip in self.strips:
             assert strip is not None, "a strip was freed too early"
             yield strip
@@ -79,8 +79,9 @@ def windows(height: int, rows: int) -> Iterator[tuple[int, int]]:
 
 
 def group_statistics(x: Rows, groups: int, eps: float) -> tuple[mx.array, mx.array]:
-    """Return (mean, 1 / standard deviation) of each channel's group, both float32 (batch, 1, 1, channels). They are taken
-    over all rows and columns and over the channels of the group, in two passes. `eps` is added to the variance.
+    """Return the mean and `1 / standard deviation` of the group of each channel. Both are float32, `(batch, 1, 1,
+    channels)`. They are computed over all rows, all columns and the channels of one group. `groups` is the number of
+    groups. `eps` is added to the variance.
 
     Sums go over columns first: one long sum of float32 values would lose digits.
     """

@@ -42,9 +42,9 @@ def draw(
     float32, `(1, channels, height / 16, width / 16)`. `text_1TJ` is the prompt's embedding, `(1, text rows, features)`.
     `height` and `width` are in pixels, multiples of 16. `seed` determines the starting noise. `steps` is the number of
     denoising steps. `negative_1TJ` is the embedding of the empty prompt, or None. With it, `guidance` is the factor of
-    classifier-free guidance. Without it, `guidance` is an input of the model. `predict` computes the velocity in place
-    of the model, such as one that has an adapter. Its keyword arguments are those of `Flux2.enter`. Raises ValueError
-    if `height` or `width` is not a positive multiple of 16. Raises it too if `steps` is less than 1.
+    classifier-free guidance. Without it, `guidance` is an input of the model. If `predict` is given, it computes the
+    velocity in place of `model`, for example with an adapter. Its keyword arguments are those of `Flux2.enter`. Raises
+    ValueError if `height` or `width` is not a positive multiple of 16. Raises it too if `steps` is less than 1.
     """
     for name, pixels in (("width", width), ("height", height)):
         if pixels < PIXELS or pixels % PIXELS:

@@ -73,9 +73,13 @@ class Flux2:
     @staticmethod
     def block(kind: str) -> Callable[..., mx.array]:
         """Return the function that computes a block of this `kind`, "double" or "single". Call it as
-        `function(weights, h_BSD, shared, linear)`. It returns the new `h_BSD`. `weights` is the `weights` of the block.
-        `h_BSD` is `(batch, text rows then image rows, hidden)`. `enter` returns the first `h_BSD`, and `shared`.
-        `linear(name, weight, x)` computes one Linear of the block. `linear` is optional. Its default is `plain_linear`.
+        `function(weights, h_BSD, shared, linear)`. It returns the output of the block, in the shape of `h_BSD`.
+        `weights` is the attribute `weights` of the block. `h_BSD` is the output of the previous block,
+        `(batch, rows, hidden)`. Text rows come first, then image rows. `enter` returns `h_BSD` for the first block, and
+        `shared` for all blocks. `linear` is optional.
+
+        `linear(name, weight, x)` computes one Linear of the block. The default is `plain_linear`. Pass another function
+        to apply an adapter.
         """
         return {"double": double_block, "single": single_block}[kind]
 

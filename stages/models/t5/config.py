@@ -20,9 +20,10 @@ HEAD = "head.linear.weight"  # the projection; its file names it linear.weight
 
 @dataclass(frozen=True)
 class T5Config:
-    """The sizes of a T5 encoder with a projection head. The fields have the names of the model's config.json. `gated` is True
-    for T5 v1.1: the feed-forward is then gelu(h W0) * (h W1). Otherwise it is relu(h W). `dimensions` is the width of a token
-    vector, which the head gives.
+    """Hold the sizes of a T5 encoder with a projection head. Most fields have the names in the model's `config.json`.
+    `gated` is True for T5 v1.1. Its feed-forward layer computes `gelu(h @ W0) * (h @ W1)` before the last product. If
+    `gated` is False, the layer computes `relu(h @ W)` instead. `dimensions` is the width of the token vectors that the
+    head returns.
     """
 
     vocab_size: int
@@ -93,7 +94,9 @@ class T5Config:
         return {f"{name}.weight": shape for name, shape in shapes.items()}
 
     def encoder_shapes(self) -> dict[str, Shape]:
-        """Return the shapes of all weights of the encoder without its head: name as in `T5EncoderModel` -> shape."""
+        """Return a dict from the name of every weight of the encoder to its shape. The head is left out. The names are
+        those in the `T5EncoderModel` of transformers.
+        """
         blocks = {f"{block_name(n)}.{name}": shape for n in range(self.num_layers) for name, shape in self.block_shapes().items()}
         table = (self.relative_attention_num_buckets, self.num_heads)
         return {EMBEDDING: (self.vocab_size, self.d_model), BIAS: table, **blocks, FINAL_NORM: (self.d_model,)}

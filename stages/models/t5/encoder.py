@@ -41,8 +41,9 @@ class T5:
     """
 
     def __init__(self, config: T5Config, weights: Mapping[str, Any]) -> None:
-        """Build the encoder from its sizes and weights. `weights` maps every name in `config.shapes()` to an array. The weight of
-        a Linear within a block may also be any object that the function `linear` of the block accepts.
+        """Build the encoder from its sizes and weights. `weights` maps every name in `config.shapes()` to an array. A
+        matrix of a Linear layer may also be another object, such as a packed (quantised) weight. The argument `linear`
+        of each block must then accept this object.
         """
         self.config = config
         self.embedding, self.bias = weights[EMBEDDING], weights[BIAS]
@@ -67,9 +68,10 @@ class T5:
         return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
 
     def enter(self, ids: Sequence[mx.array], real: Sequence[mx.array]) -> tuple[mx.array, Shared]:
-        """Return the input of the first block, and what all blocks read. `ids` holds one int32 array of token ids (texts,
-        tokens) per part. `real` holds a boolean array of the same shape per part, False for padding. The input of the first
-        block is (tokens of all parts, width).
+        """Return `(h_TD, shared)`: the input of the first block, and the data that every block reads. `ids` lists int32
+        arrays of token ids, `(texts, tokens)`. Each array is called a part, and each may have its own shape. `real`
+        lists one boolean array for each part, of the same shape. It is False for padding. `h_TD` has the shape `(tokens
+        of all parts, width)`. `shared` holds the attention bias and the padding masks of each part.
         """
         h_TD = mx.concatenate([self.embedding[part_BL.reshape(-1)] for part_BL in ids])
         return h_TD, [self._part(part_BL) for part_BL in real]
@@ -91,9 +93,11 @@ class T5:
         return self._buckets[length]
 
     def block(self, kind: str) -> Callable[..., mx.array]:
-        """Return the function that computes blocks of this `kind`, "gated", "relu" or "head". Call it as `function(weights, h_TD,
-        shared, linear)`. `linear(name, weight, x)` computes one Linear; its default is the plain product. The head's result is
-        (tokens of all parts, width of a token vector), not normalised.
+        """Return the function that computes blocks of this `kind`, which is "gated", "relu" or "head". Call it as
+        `function(weights, h_TD, shared, linear)`. `weights` is that of the `Block`. `h_TD` is the output of the block
+        before. `shared` is the second result of `enter`. `linear(name, weight, x)` computes one Linear layer. If it is
+        left out, the plain product is used. The "gated" and "relu" blocks return an array of the shape of `h_TD`. The
+        head returns `(tokens of all parts, width of a token vector)`. Its vectors are not normalised.
         """
         eps, heads = self.config.layer_norm_epsilon, self.config.num_heads
         if kind == "head":
@@ -110,8 +114,9 @@ class T5:
         return layer
 
     def leave(self, h_TE: mx.array, shared: Shared) -> list[mx.array]:
-        """Return the token vectors of every part: float32 (texts, tokens, width), of length 1, and zero for padding. h_TE is the
-        head's output for the tokens of all parts.
+        """Return one float32 array of token vectors for each part, `(texts, tokens, width)`. A part is one of the
+        arrays of token ids that were passed to `enter`. Vectors of real tokens have length 1. Vectors of padding are
+        zero. `h_TE` is the head's output for the tokens of all parts. `shared` is the second result of `enter`.
         """
         wide_TE = h_TE.astype(mx.float32)
         unit_TE = wide_TE / mx.maximum(mx.sqrt(mx.maximum((wide_TE * wide_TE).sum(-1, keepdims=True), EPS**2)), EPS)
@@ -141,7 +146,9 @@ def plain_linear(name: str, weight: Any, x: mx.array) -> mx.array:
 
 
 def _split(x_TD: mx.array, shared: Shared) -> list[mx.array]:
-    """Return the rows of each part. `x_TD` holds the tokens of all parts, one part after another."""
+    """Return the rows of `x_TD` as one array for each part. A part is one of the arrays of token ids that were passed
+    to `enter`. `x_TD` holds the tokens of all parts, one part after another. `shared` is the second result of `enter`.
+    """
     ends: list[int] = np.cumsum([part["real_BL"].size for part in shared]).tolist()
     return list(mx.split(x_TD, ends[:-1])) if len(ends) > 1 else [x_TD]
 

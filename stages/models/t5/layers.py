@@ -35,7 +35,9 @@ def buckets(length: int, count: int, furthest: int) -> np.ndarray:
 
 
 def rms_norm(x: mx.array, weight_D: mx.array, eps: float) -> mx.array:
-    """Return x / sqrt(mean(x^2) + eps) * weight_D. x is (..., width). The weight is treated as frozen: its gradient is zero."""
+    """Return `x / sqrt(mean(x ** 2) + eps) * weight_D`. The mean is taken over the last axis. `x` has the shape `(...,
+    width)`, and `weight_D` has the shape `(width,)`. The weight is treated as a constant, so its gradient is zero.
+    """
 
     @mx.custom_function
     def forward(x: mx.array) -> mx.array:
@@ -82,9 +84,10 @@ def _wide_and_tanh(gate: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def attend(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, bias_1HLL: mx.array, hidden_B11L: mx.array) -> mx.array:
-    """Return softmax(q k^T + bias + hidden) v, (B, H, L, K). The scores are not divided by the root of the width, because T5
-    has that factor in its weights. `hidden_B11L` is 0 for real keys and -1e9 for padding. No gradient is computed for the bias
-    and for `hidden_B11L`.
+    """Return `softmax(q @ k.T + bias + hidden) @ v`, `(batch, heads, tokens, width)`. Queries, keys and values have the
+    same shape as the result. `bias_1HLL` is added to the scores, `(1, heads, tokens, tokens)`. `hidden_B11L` is 0 for
+    real keys and -1e9 for padding, `(batch, 1, 1, tokens)`. Neither of these two gets a gradient. The scores are not
+    scaled, because T5's weights contain that factor.
 
     The gradient computes the probabilities again instead of keeping them.
     """

@@ -44,8 +44,10 @@ def _weight(name: str, shape: tuple[int, ...], seed: int, config: T5Config) -> n
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
-    """Write a tokenizer into `folder`: tokenizer.json and tokenizer_config.json. Words are runs of letters or of digits, in lower
-    case. A word becomes its characters, joined by `size` - 97 merges of frequent pairs of letters at most.
+    """Write `tokenizer.json` and `tokenizer_config.json` into `folder`. `size` is the largest number of vocabulary
+    entries. The tokenizer lower-cases texts and splits them into words. A word is a run of letters or a run of digits.
+    A word is split into characters, and frequent pairs of letters are merged into one token. The vocabulary has 97
+    other entries, so there are at most `size - 97` such pairs.
     """
     pairs = [a + b for a in "etaoinshrdlu" for b in "etaoinshrdlucmfpgwybvk"]
     pieces = [*SPECIAL, *LETTERS, *pairs][:size]

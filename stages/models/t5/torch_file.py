@@ -18,14 +18,19 @@ STORAGES = {"FloatStorage": np.float32, "HalfStorage": np.float16}
 
 
 class _Storage:
-    """Stands for a class of PyTorch's storages in the pickle."""
+    """Hold the dtype of a PyTorch storage class, such as `FloatStorage`, that a pickle file refers to. `name` is the
+    name of the storage class.
+    """
 
     def __init__(self, name: str) -> None:
         self.dtype = STORAGES[name]
 
 
 class _Reader(pickle.Unpickler):
-    """An unpickler that knows the names in a dict of tensors and refuses all others."""
+    """Unpickle a dict of PyTorch tensors without running other code. Only the classes and functions that such a dict
+    needs are allowed. `archive` is the zip file that PyTorch wrote, and `folder` is its top folder. Raises
+    `pickle.UnpicklingError` if the pickle refers to any other name.
+    """
 
     def __init__(self, archive: zipfile.ZipFile, folder: str) -> None:
         super().__init__(archive.open(f"{folder}/data.pkl"))

@@ -74,7 +74,10 @@ class TextEncoder:
         return open_component(self.path, self.config.shapes(deepest), rename=qwen3.rename, ignore=unneeded)
 
     def _read(self, opened: dict[str, mx.array], prefix: str) -> dict[str, Any]:
-        """Read the weights whose names start with `prefix`, and take them out of `opened`. Weights of layers are packed."""
+        """Return the weights whose names start with `prefix`, by name, and remove them from `opened`. `opened` maps
+        names to arrays. Floating-point weights are cast to the dtype of the encoder. Weights of layers are also packed
+        (quantised) if the encoder has a function `arrange`.
+        """
 
         def packed(name: str, weight: mx.array) -> Any:
             return self.arrange(name, weight) if self.arrange and name.startswith("layers.") else weight

@@ -141,9 +141,9 @@ def mask(real_BT: mx.array) -> mx.array:
 
 
 class Qwen3:
-    """Qwen3's decoder, used as a text encoder. `config` holds its sizes. `weights` maps names to arrays, or to packed
-    (quantised) weights with a method `dense()`. The token embedding and the norms must be arrays. It needs the names in
-    `config.shapes(k)`. Here k is the largest number in the argument `layers` of `encode`.
+    """Compute Qwen3's decoder as a text encoder. `config` holds its sizes. `weights` maps names to arrays. It may also
+    map them to packed (quantised) weights with a method `dense()`. The token embedding and the norms must be arrays. To
+    call `encode` with a list `layers`, `weights` must have all names in `config.shapes(max(layers))`.
     """
 
     def __init__(self, config: Qwen3Config, weights: Mapping[str, Any]) -> None:

@@ -40,8 +40,9 @@ def check_template(template: Any, folder: Path) -> None:
 
 
 def within(seconds: float, function: Callable[[], Result], what: str) -> Result:
-    """Call `function` and return its result. If it takes longer than `seconds`, it is ended. `what` names it in errors. Raises
-    ValueError if it takes too long or fails.
+    """Call `function` in a thread and return its result. `seconds` is the longest time to wait. `what` names the call
+    in error messages. Raises ValueError if the call takes longer or fails. If it takes longer, its thread is told to
+    exit. Native code in the thread still runs to its end.
     """
     results: list[Result] = []
     errors: list[BaseException] = []

@@ -19,7 +19,9 @@ BOILERPLATE = re.compile(
 
 
 def overlap(query: str, document: str) -> float:
-    """Return the share of the distinct content words of `query` that occur in `document`, 0 to 1. It is 0 if there are none."""
+    """Return the share of the query's distinct content words that occur in `document`, 0 to 1. If the query has no
+    content words, the share is 0.
+    """
     asked = texts.content_words(query)
     return len(asked & set(texts.words(document))) / len(asked) if asked else 0.0
 
@@ -27,8 +29,10 @@ def overlap(query: str, document: str) -> float:
 def reason_against(
     query: str, document: str, body_lines: int, *, query_words: tuple[int, int], min_body_lines: int
 ) -> tuple[str, str] | None:
-    """Return why a pair is not used, as (value of the column `rejected`, sentence), or None if nothing speaks against it.
-    `query_words` are the fewest and most words of a query. `body_lines` is the number of lines of code in the document's body.
+    """Return why a pair is rejected, or None if it may be used. A reason is a tuple `(code, sentence)`. `code` is the
+    value for the column `rejected`, and `sentence` explains it to the user. `query_words` is the smallest and the
+    largest number of words that a query may have. `body_lines` is the number of lines of code in the document's body.
+    `min_body_lines` is the smallest number allowed.
     """
     count = len(query.split())
     if count < query_words[0]:

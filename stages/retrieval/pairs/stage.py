@@ -56,7 +56,9 @@ class PairsConfig:
 
 
 def wanted_pairs(ctx: StageContext) -> pa.Table:
-    """Return one row per unit with a query, with the columns `KEPT`. Raises ValueError if no unit has a docstring."""
+    """Return one row per unit with a query, that is, with a docstring. The columns are those in `KEPT`: ids, package
+    and query. Raises ValueError if no unit has a docstring.
+    """
     rows = [_kept(row) for row in _units(ctx).values()]
     if not rows:
         raise ValueError(
@@ -132,8 +134,11 @@ def finish_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def mark_duplicates(rows: list[Row], units: dict[str, Row]) -> list[Row]:
-    """Return rows with their duplicate groups, in the order given. Pairs with the same words in the query or the same body belong
-    to a group. Of several usable pairs of a group, the first is used. `units` maps unit_ids to rows of the table `units`.
+    """Return copies of `rows` in the same order, with duplicate groups and duplicates marked. `rows` are rows of the
+    table `pairs`. Two pairs belong to the same group if their queries have the same words, or if their bodies have the
+    same text apart from whitespace. Pairs that are linked through other pairs belong to the same group too. In each
+    group, the first pair that no rule has rejected is used, and the others are rejected as duplicates. `units` maps
+    unit_ids to rows of the table `units`.
     """
     keys = [(("query", *texts.words(row["query"])), ("body", *units[row["unit_id"]]["body"].split())) for row in rows]
     taken: set[int] = set()
@@ -150,8 +155,10 @@ def mark_duplicates(rows: list[Row], units: dict[str, Row]) -> list[Row]:
 
 
 def mark_leaks(rows: list[Row], units: dict[str, Row], limit: float) -> list[Row]:
-    """Return rows in which train pairs are rejected if their body is too like one of valid or test. `limit` is the largest
-    Jaccard similarity of word trigrams that is allowed.
+    """Return copies of `rows` in the same order, with leaks from the training split rejected. `rows` are rows of the
+    table `pairs`. A training pair is a leak if its body is too similar to the body of a validation or test pair.
+    `limit` is the largest similarity that is allowed, 0 to 1. The similarity is the Jaccard index of the word trigrams.
+    `units` maps unit_ids to rows of the table `units`.
     """
     used = [row for row in rows if row["rejected"] is None]
     held_out = [units[row["unit_id"]] for row in used if row["split"] != "train"]

@@ -16,5 +16,7 @@ def zscores(scores: np.ndarray) -> np.ndarray:
 
 
 def hybrid(semantic: np.ndarray, lexical: np.ndarray, weight: float) -> np.ndarray:
-    """Return the hybrid scores of all documents: `weight` times the semantic z-scores, plus the rest times the lexical ones."""
+    """Return the hybrid score of every document. It is the weighted mean of the z-scores of both searches. `weight` is
+    the share of the semantic scores, 0 to 1.
+    """
     return weight * zscores(semantic) + (1 - weight) * zscores(lexical)

@@ -28,8 +28,8 @@ def build(folder: Path, words: Sequence[str]) -> None:
 
 
 class LexicalIndex:
-    """A full-text index that `build` has written into `folder`. `count` is the number of its documents. Raises ValueError if
-    there is none, or one of another number of documents.
+    """A full-text index that `build` has written into `folder`. `count` is the expected number of documents. Raises
+    ValueError if the folder holds no index, or if the index has another number of documents.
     """
 
     def __init__(self, folder: Path, count: int) -> None:
@@ -45,8 +45,9 @@ class LexicalIndex:
             raise ValueError(f"{folder} has {rows} documents, not {count}; delete it and run make index")
 
     def scores(self, query: str, without: str = "") -> np.ndarray:
-        """Return the BM25 score of every document for a query, float32, (documents). Documents beyond the first `FOUND` have 0.
-        The query is plain words: operators and punctuation mean nothing. `without` is left out of the query's words.
+        """Return the BM25 score of every document for a query, as float32 of shape `(documents,)`. Only the best
+        `FOUND` documents have a score; the others have 0. The query is plain text, without operators. The words of
+        `without` are removed from the query.
         """
         from lancedb.query import MatchQuery
 

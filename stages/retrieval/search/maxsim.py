@@ -28,8 +28,10 @@ class TokenMatrix:
 
     @classmethod
     def open(cls, file: Path, counts: Sequence[int] | np.ndarray, *, resident: bool = False) -> TokenMatrix:
-        """Memory-map a matrix that `write_matrix` has written. If `resident` is True, it is read into memory as float32 instead,
-        which answers many queries faster. Raises ValueError if the file is damaged or of other documents.
+        """Open a matrix that `write_matrix` has written. `counts` holds the number of tokens of each document. By
+        default, the matrix is memory-mapped. If `resident` is True, it is read into memory as float32, which answers
+        many queries faster. Raises ValueError if the file is damaged, or if `counts` does not fit its number of
+        vectors.
         """
         try:
             mapped = np.load(file, mmap_mode="r", allow_pickle=False)
@@ -61,7 +63,10 @@ class TokenMatrix:
         return found
 
     def _chunks(self, tokens: int) -> Iterator[tuple[int, int]]:
-        """Yield (first, last) documents, of at most `tokens` tokens together, at least one document."""
+        """Split the documents into consecutive chunks, and yield `(first, last)` for each. `last` is the position after
+        the chunk's last document. A chunk holds at most `tokens` tokens. A document with more tokens is a chunk of its
+        own.
+        """
         first, count = 0, len(self.starts_N) - 1
         while first < count:
             last = max(first + 1, int(np.searchsorted(self.starts_N, self.starts_N[first] + tokens, "right")) - 1)
@@ -88,7 +93,10 @@ def write_matrix(file: Path, vectors: Iterator[np.ndarray], tokens: int, width: 
 
 
 def matches(query_QD: np.ndarray, document_TD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each token of a query, the position of the document token that it matches best, and the product of both."""
+    """Return `(positions, products)`, with one value of each per query token. `positions` holds the position of the
+    document token with the largest dot product. `products` holds that dot product. `query_QD` and `document_TD` have
+    the shape `(tokens, width)`.
+    """
     products_QT = np.asarray(query_QD, np.float32) @ np.asarray(document_TD, np.float32).T
     best = products_QT.argmax(axis=1)
     return best, products_QT[np.arange(len(best)), best]

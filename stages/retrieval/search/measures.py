@@ -24,22 +24,24 @@ def rank_of(scores: np.ndarray, own: int, excluded: np.ndarray | None = None) ->
 
 
 def hit(ranks: np.ndarray) -> np.ndarray:
-    """Return 1 for every rank 1, else 0: the mean is P@1."""
+    """Return 1 for every rank 1, and 0 for every other rank. The mean over the queries is P@1."""
     return np.where(ranks == 1, 1.0, 0.0)
 
 
 def reciprocal(ranks: np.ndarray) -> np.ndarray:
-    """Return 1 / rank up to rank 10, else 0: the mean is MRR@10."""
+    """Return 1 / rank for every rank up to 10, and 0 for every other rank. The mean over the queries is MRR@10."""
     return np.where(ranks <= CUT, 1 / ranks, 0.0)
 
 
 def recalled(ranks: np.ndarray) -> np.ndarray:
-    """Return 1 for every rank up to 10, else 0: the mean is R@10."""
+    """Return 1 for every rank up to 10, and 0 for every other rank. The mean over the queries is R@10."""
     return np.where(ranks <= CUT, 1.0, 0.0)
 
 
 def gain(ranks: np.ndarray) -> np.ndarray:
-    """Return 1 / log2(1 + rank) up to rank 10, else 0: the mean is nDCG@10 for one right answer."""
+    """Return 1 / log2(1 + rank) for every rank up to 10, and 0 for every other rank. The mean over the queries is
+    nDCG@10, if each query has one right answer.
+    """
     return np.where(ranks <= CUT, 1 / np.log2(1 + ranks), 0.0)
 
 

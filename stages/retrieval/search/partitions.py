@@ -18,8 +18,8 @@ TABLE = "vectors"
 
 
 def build(folder: Path, vectors: Iterator[np.ndarray], width: int, tokens: int) -> None:
-    """Write a multivector index into a new folder. `vectors` yields one array (tokens, width) per document. `tokens` is their
-    number in all, from which the number of partitions follows.
+    """Write a multivector index into a new folder. `vectors` yields one array `(tokens, width)` per document. The
+    argument `tokens` is the total number of vectors of all documents. It determines the number of partitions.
     """
     import lancedb
     from lancedb.index import IvfFlat

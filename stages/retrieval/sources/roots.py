@@ -16,9 +16,9 @@ NOT_LIBRARY = ("/site-packages/", "/dist-packages/")  # folders in the standard 
 
 @dataclass(frozen=True)
 class Root:
-    """A folder whose files are sources, or a single file. `name` begins the paths of its files. `given` is the place as text, as
-    the user wrote it or absolute. `exclude` holds patterns of
-    gitignore for files that do not belong to it. `own_rules` is True if the .gitignore files in and above the folder count.
+    """A source folder, or a single source file. `name` is the first part of the paths of its files. `given` is the root
+    as text: the user's entry, or the absolute path of an installed package. `exclude` holds patterns in .gitignore
+    syntax for files to leave out. If `own_rules` is True, the .gitignore files in and above the folder apply.
     """
 
     name: str

@@ -40,9 +40,11 @@ Layer = tuple[str, "GitIgnoreSpec"]  # the folder of a .gitignore file as a pref
 def _walk(
     root: Root, folder: str, fixed: GitIgnoreSpec, layers: list[Layer], seen: set[tuple[int, int]]
 ) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield (name, status) of every file below a folder of `root`. `folder` is its name relative to the root, "" or with a
-    final slash. `layers` are the rules of the folders above. `seen` holds (device, inode) of every folder that was entered,
-    so that loops of links end.
+    """Yield `(name, status)` of every file in a folder and its subfolders. `name` is the file's path relative to the
+    root. `folder` is the folder's path relative to the root: "" for the root itself, else with a final slash. `fixed`
+    holds patterns of files to leave out everywhere. `layers` holds the rules of the .gitignore files in the folders
+    above. `seen` is the set of `(device, inode)` of the folders visited so far. It prevents endless loops through
+    links. Raises ValueError if a folder cannot be read.
     """
     place = root.path / folder
     try:
@@ -69,7 +71,9 @@ def _walk(
 
 
 def _ignored(name: str, layers: list[Layer]) -> bool:
-    """Return True if the deepest .gitignore file that says something about `name` says that it is ignored."""
+    """Return True if a .gitignore file ignores `name`. `name` is a path below the root. `layers` holds the rules of the
+    .gitignore files, the outermost first. The innermost file with a pattern that matches `name` decides.
+    """
     for prefix, rules in reversed(layers):
         found = rules.check_file(_below(name, prefix)).include
         if found is not None:
@@ -78,15 +82,19 @@ def _ignored(name: str, layers: list[Layer]) -> bool:
 
 
 def _below(name: str, prefix: str) -> str:
-    """Return `name` relative to the folder of a .gitignore file. A `prefix` that begins with "../" lies above the root. Its rest
-    is then the way down from that folder to the root.
+    """Return the path of a file relative to the folder of a .gitignore file. `name` is the file's path relative to the
+    root. `prefix` is the path from the root to the folder of the .gitignore file, with a final slash. If that folder
+    lies above the root, `prefix` is "../" followed by the path from that folder to the root.
     """
     return f"{prefix.removeprefix('../')}{name}" if prefix.startswith("../") else name.removeprefix(prefix)
 
 
 def _layers_above(folder: Path) -> list[Layer]:
-    """Return the rules of the .gitignore files above `folder`, up to the top of its git repository, the top first. Return []
-    if there is no repository, or if its rules leave out the folder itself: the user asked for it.
+    """Return the rules of the .gitignore files in the folders above `folder`, the outermost first. The search ends at
+    the top folder of the git repository. Return [] if `folder` is that top folder, or lies in no repository. Return []
+    too if the rules ignore `folder` itself.
+
+    In the last case, the user named the folder as a source, which takes precedence over the rules.
     """
     folder = folder.resolve()
     above = [folder, *folder.parents]
@@ -132,8 +140,8 @@ def _row(root: Root, name: str, status: os.stat_result) -> Row:
 
 
 def module_of(root: Root, name: str) -> str:
-    """Return the dotted module of a file. `name` is its path below `root`. If the root is a Python package itself, the module
-    begins with the root's name. Folders such as src, in which packages lie, are left out.
+    """Return the dotted module name of a file. `name` is the file's path below `root`. Leading folders "src", "lib" and
+    "python" are left out. If the root is a Python package itself, the module name begins with `root.name`.
     """
     parts = list(PurePosixPath(name).with_suffix("").parts)
     while len(parts) > 1 and parts[0] in CONTAINERS:

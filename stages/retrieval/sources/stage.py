@@ -48,8 +48,9 @@ class SourcesConfig:
 
 
 def wanted_sources(ctx: StageContext) -> pa.Table:
-    """List the roots. Return one row per file with its path, place, size, modification time and inode. If the stored row of a
-    file has equal values, the file is not opened again. Raises ValueError if a root does not exist or all roots are empty.
+    """Return one row per file of the roots, with the columns `FILE_COLUMNS`: path, root, file, module, size,
+    modification time and inode. A file is opened again only if one of these values has changed. Raises ValueError if a
+    root does not exist, or if all roots are empty.
     """
     rows = _listing(ctx)
     if not rows:

@@ -36,8 +36,8 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig(tuner.ValidationConfig):
-    """The settings [train.validation]: measure the run by the pairs of the split valid. The validation loss of a query is 1 minus
-    its reciprocal rank. Its mean is 1 minus MRR.
+    """The settings [train.validation] for measuring a run on the pairs of the split "valid". The validation loss of a
+    query is 1 minus the reciprocal rank of its own document. The mean loss is 1 minus MRR (mean reciprocal rank).
     """
 
     every: int = setting(50, "steps between two measurements; the first is before the first step")
@@ -78,7 +78,9 @@ class TrainConfig(TrainingConfig):
 
     @property
     def trained_whole(self) -> tuple[str, ...]:
-        """Patterns of the Linears that are trained in full instead of by an adapter."""
+        """Returns the name patterns of the Linears that are trained in full. These Linears get no adapter. Patterns may
+        contain wildcards.
+        """
         return self.full
 
 

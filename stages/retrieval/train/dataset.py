@@ -17,9 +17,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Pair:
-    """A pair of a run. `query_id` and `text_id` are the keys of the query and of its own document in the table tokens.
-    `negatives` are the keys of its hard negatives, at most [train] `hard_negatives`. `length` is the number of tokens of the
-    document. `group` is equal for pairs that are never each other's negatives.
+    """A query and its own document, with hard negatives. `query_id`, `text_id` and `negatives` are the keys of these
+    texts in the table `tokens`. There are at most [train] `hard_negatives` negatives, the hardest first. `length` is
+    the number of tokens of the own document. `group` is the duplicate group. Pairs of the same group are never used as
+    negatives of each other.
     """
 
     pair_id: str
@@ -31,15 +32,17 @@ class Pair:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The keys of all texts of the pair: the query, its own document, its hard negatives."""
+        """Returns the keys of all texts of the pair. They are the query, the pair's own document and its hard
+        negatives, in this order.
+        """
         return self.query_id, self.text_id, *self.negatives
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """The pairs of a run, sorted by `pair_id`. `trained` are those that it trains on, `held` those that it is measured by.
-    `counts` maps every text that is read to its number of tokens. `groups` maps each document to the group of the pairs that it
-    answers.
+    """The pairs of a run. `trained` are the training pairs, and `held` are the held-out pairs for validation. Both are
+    sorted by `pair_id`. `counts` maps the key of a text to its number of tokens. `groups` maps the key of a pair's own
+    document to its duplicate group.
     """
 
     trained: tuple[Pair, ...]
@@ -77,7 +80,10 @@ def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
 
 
 def _negatives(ctx: StageContext, config: TrainConfig, groups: dict[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return the keys of the hard negatives of every pair, the hardest first: pair_id -> text ids."""
+    """Return the text ids of the hard negatives of each pair, as a dict by `pair_id`. The hardest comes first. A pair
+    has at most [train] `hard_negatives` of them. Pairs without hard negatives are left out. Raises ValueError if the
+    table `negatives` is empty. `groups` is not used.
+    """
     found: dict[str, list[str]] = {}
     for row in sorted(ctx.rows(NEGATIVES).to_pylist(), key=lambda row: (row["pair_id"], row["position"])):
         found.setdefault(row["pair_id"], []).append(row["text_id"])

@@ -67,7 +67,10 @@ class MemoryEstimator:
         return planner.estimate(self.meta_model, inputs, self.weights, self.targets, kept, optimizer_work=self.update, **more)
 
     def best(self, limit: int, begun: Any = None) -> Candidate:
-        """Choose how many pairs are computed at once, and which blocks keep their activations, within `limit` bytes."""
+        """Return the micro-batch size and the memory plan for a run. The plan says which blocks keep their activations
+        until the backward pass. `limit` is the available memory in bytes. `begun` is the plan of the run to resume, or
+        None. The result may exceed `limit` if nothing fits.
+        """
         return best_candidate(self.config, self.config.batch_size, self.estimate, limit, begun)
 
 

@@ -23,15 +23,18 @@ Vectors = list[mx.array]  # of the queries (B, Q, E), and of the documents (B M,
 
 @dataclass(frozen=True)
 class Contrast:
-    """The contrastive objective. Every query of a batch is compared with every document of it. `loss` holds the settings
-    [train.loss]. `separable` is False: a batch is divided by GradCache.
+    """The contrastive objective of training. It compares every query of a batch with every document of the batch.
+    `loss` holds the settings [train.loss]. `separable` is False because the loss of a pair depends on the other pairs
+    of its batch. Micro-batches therefore use GradCache (gradients of a large batch in parts).
     """
 
     loss: LossConfig
     separable: bool = False
 
     def terms(self, model: T5, batch: PairBatch) -> Iterator[Term]:
-        """Yield the loss of a batch. Its rows also get the rank of the own document and the hardest other document."""
+        """Yield the single loss term of a batch. Its loss function also returns further columns for each query. They
+        include the rank of the own document and the hardest other document. `model` is not used.
+        """
         c = self.loss
         numbers = {"temperature": mx.array(c.temperature), "margin": mx.array(c.margin)}
         numbers["margin_weight"] = mx.array(c.margin_weight)
@@ -39,7 +42,9 @@ class Contrast:
         yield _term(batch, functools.partial(function, **_arrays(batch), **numbers))
 
     def validation_term(self, model: T5, batch: PairBatch) -> Term:
-        """Return the term that measures held-out pairs: 1 minus the reciprocal rank of the own document, by MaxSim."""
+        """Return the loss term for a batch of held-out pairs. The loss of a query is 1 minus the reciprocal rank of its
+        own document. Documents are ranked by their MaxSim score. `model` is not used.
+        """
         return _term(batch, functools.partial(ranking_loss, **_arrays(batch)))
 
 
@@ -49,7 +54,9 @@ def _term(batch: PairBatch, loss: Callable[..., dict[str, mx.array]]) -> Term:
 
 
 def _inputs(batch: PairBatch) -> dict[str, Any]:
-    """Return the encoder's inputs: queries and documents as two parts that pass through the blocks together."""
+    """Return the encoder's inputs for a batch: token ids (`ids`) and padding masks (`real`). Each is a list of two
+    arrays, one for the queries and one for the documents. The shapes are `(pairs, tokens)` and `(documents, tokens)`.
+    """
     K = batch.document_BMK.shape[-1]
     ids = [mx.array(batch.query_BQ), mx.array(batch.document_BMK.reshape(-1, K))]
     real = [mx.array(batch.query_real_BQ), mx.array(batch.document_real_BMK.reshape(-1, K))]
@@ -66,7 +73,9 @@ def _join(parts: Sequence[Vectors]) -> Vectors:
 
 
 def _arrays(batch: PairBatch) -> dict[str, Any]:
-    """Return what a loss needs besides vectors: which tokens are real, and which documents are no negatives of which query.
+    """Return the masks that a loss function needs, by argument name. `query_real` and `document_real` are False for
+    padding. `same` has the shape `(queries, documents)`. It is True if the document must not count as a negative of the
+    query.
 
     Documents are ordered with all own documents first, then the first negatives of all pairs, and so on.
     """
@@ -78,14 +87,23 @@ def _arrays(batch: PairBatch) -> dict[str, Any]:
 
 
 def _own_first(document_NKE: mx.array, pairs: int) -> mx.array:
-    """Return the documents, given pair by pair, with all own documents first, then the first negatives, and so on."""
+    """Return the documents of a batch in the order that the loss expects. `document_NKE` has the shape
+    `(documents, tokens, width)`. It holds all documents of the first pair, then those of the second, and so on. The
+    result has the same shape. It holds the own document of each pair, then the first negative of each pair, and so on.
+    `pairs` is the number of pairs.
+    """
     N, K, E = document_NKE.shape
     return document_NKE.reshape(pairs, N // pairs, K, E).swapaxes(0, 1).reshape(N, K, E)
 
 
 @functools.cache
 def training_loss(kind: str, mean: bool, symmetric: bool, top_k: int, with_margin: bool) -> Callable[..., dict[str, mx.array]]:
-    """Return the loss function of [train.loss]. Equal settings give the same function, which is compiled once."""
+    """Return the loss function for the settings [train.loss]. The function takes the vectors of a batch and its masks,
+    and returns one loss per query and further columns. `kind` is "info_nce" or "xtr". If `mean` is True, MaxSim is the
+    mean over the query tokens, otherwise their sum. If `symmetric` is True, documents are also compared with all
+    queries. `top_k` is the number of tokens that a query token retrieves with "xtr". If `with_margin` is True, a margin
+    loss is added. Equal arguments return the same function object, so that it is compiled only once.
+    """
 
     def loss(
         vectors: Vectors,
@@ -110,7 +128,11 @@ def training_loss(kind: str, mean: bool, symmetric: bool, top_k: int, with_margi
 
 
 def ranking_loss(vectors: Vectors, query_real: mx.array, document_real: mx.array, same: mx.array) -> dict[str, mx.array]:
-    """Return 1 minus the reciprocal rank of each query's own document, by the mean form of MaxSim, and what rows hold of it."""
+    """Return the validation loss of each query and further columns, by name. The loss is 1 minus the reciprocal rank of
+    the query's own document. Documents are ranked by MaxSim, the mean over query tokens of the largest similarity.
+    `query_real` and `document_real` are False for padding. `same` is True for documents that are ignored in the ranking
+    of a query. Its shape is `(queries, documents)`.
+    """
     scores_BN = late.maxsim(vectors[0], query_real, _own_first(vectors[1], len(vectors[0])), document_real)
     rows = late.in_batch_rows(scores_BN, same)
     return {"loss": 1 - 1 / rows["rank"].astype(mx.float32), **rows}

@@ -27,10 +27,12 @@ class Sample:
 
 @dataclass
 class PairBatch:
-    """Pairs that are compared with each other. `query_BQ` and `document_BMK` are int32 token ids; 0 is padding. `query_real_BQ`
-    and `document_real_BMK` are False for padding. The first document of a pair is its own. A pair with fewer hard negatives than
-    others has empty documents, of which no token is real. `groups_B` and `document_groups_BM` number the duplicate groups.
-    `texts_BM` holds the keys of the documents.
+    """A batch of pairs whose queries and documents are compared with each other. `query_BQ` and `document_BMK` are
+    int32 token ids, with 0 as padding. `query_real_BQ` and `document_real_BMK` are False for padding. `B` counts pairs,
+    `M` documents of a pair, `Q` tokens of a query and `K` tokens of a document. Document 0 of a pair is its own
+    document, and the others are its hard negatives. A missing hard negative is a document of padding only. `groups_B`
+    and `document_groups_BM` hold the number of the duplicate group of each query and document. `texts_BM` holds the
+    keys of the documents.
     """
 
     samples: Sequence[Sample]
@@ -86,13 +88,19 @@ class PairReader:
         )
 
     def _group(self, text: str, numbers: dict[str, int]) -> int:
-        """Return the number of a document's group within the batch. A document that answers no pair is a group of its own."""
+        """Return the number of a document's duplicate group within the batch. `text` is the key of the document.
+        `numbers` maps the groups seen so far to their numbers, and a new group is added to it. A document that belongs
+        to no pair gets a group of its own.
+        """
         name = self.data.groups.get(text, f"text {text}")
         return numbers.setdefault(name, len(numbers))
 
 
 def padded(many: Sequence[np.ndarray], step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids as one int32 array padded with 0, and which of them are real. The length is a multiple of `step`."""
+    """Return sequences of token ids as one padded array and its mask. The array is int32 and padded with 0. The mask is
+    boolean and False for padding. Both have the shape `(sequences, length)`. `length` is the number of tokens of the
+    longest sequence, rounded up to a multiple of `step`.
+    """
     length = -(-max(len(ids) for ids in many) // step) * step
     ids_NL, real_NL = np.zeros((len(many), length), np.int32), np.zeros((len(many), length), bool)
     for row, ids in enumerate(many):
@@ -113,8 +121,10 @@ class HeldOutPairs:
         return len(self.data.held)
 
     def micro_batches(self) -> Iterator[PairBatch]:
-        """Read the held-out pairs from disk and yield them as one batch. The table is opened separately from that of training,
-        whose reader releases memory at another pace.
+        """Read the held-out pairs from disk and yield them as a single batch. The batch has no hard negatives.
+
+        The table `tokens` is opened separately from the training reader, because the two release memory at different
+        times.
         """
         reader = PairReader(self.ctx, self.data, 0)
         yield reader.read(0, [Sample(pair) for pair in self.data.held])

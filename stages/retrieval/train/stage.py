@@ -31,8 +31,9 @@ def wanted_samples(ctx: StageContext) -> pa.Table:
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return a table of everything that the run depends on: its pairs with their duplicate groups and hard negatives, which of
-    them are held out, and the initial adapter. Raises ValueError if the file of the initial adapter is missing.
+    """Return a table of the data that the run depends on. It has one row per training pair and one per held-out pair. A
+    row holds the keys of the query and the document, the duplicate group and the hard negatives. One more row holds the
+    sha256 of the initial adapter, if [train] `initial` names one. Raises ValueError if that file is missing.
     """
     data = load_dataset(ctx, ctx.config)
     rows = [("train", p.query_id, p.text_id, p.group, " ".join(p.negatives)) for p in data.trained]

@@ -68,8 +68,9 @@ class PairTask:
 
     @functools.cached_property
     def metadata(self) -> Mapping[str, str]:
-        """Entries for the headers of adapter files: the family, and the names of all trained Linears, so that a reader can tell
-        if one is missing.
+        """Returns the entries for the header of an adapter file. "family" is the name of the model family. "linears" is
+        a JSON list of the names of all trained Linears. With it, a reader can tell whether a Linear is missing from the
+        file.
         """
         names = [target.name for target in choose_targets(self.linears, self.config)]
         return {"family": self.family.name, "linears": json.dumps(names)}
@@ -102,7 +103,9 @@ class PairTask:
             yield f'form = "sum" wants a temperature of about 1, got {self.config.loss.temperature:g}'
 
     def description(self) -> str:
-        """Return one line with the number of pairs, of packages of length, and of held-out pairs."""
+        """Return one line that describes the data of the run. It gives the number of training pairs, batches per epoch,
+        hard negatives and held-out pairs.
+        """
         line = f"{len(self.data.trained)} pairs, {self.order.per_epoch:.1f} batches per epoch"
         if self.config.hard_negatives:
             given = sum(len(pair.negatives) for pair in self.data.trained)
@@ -110,7 +113,10 @@ class PairTask:
         return line + (f"; {len(self.data.held)} pairs are held out" if self.data.held else "")
 
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
-        """Choose the memory plan of the run. The arguments are those of `Task.memory_plan`."""
+        """Return the memory plan of the run. `start` is the checkpoint to continue from, or None for a new run. If
+        `recorded` is True, the setting [train] `memory` is treated as "auto". Raises ValueError if no plan fits into
+        memory.
+        """
         config = dataclasses.replace(self.config, memory="auto") if recorded else self.config
         return memory_plan.choose(config, self.family.architecture, self.sizes_of_model, self.data, start, self.ctx.say)
 
@@ -121,7 +127,9 @@ class PairTask:
         return read_adapter(self.ctx.root / self.config.initial, self.linears)
 
     def load_model(self) -> T5:
-        """Load the frozen encoder with its head. Weights of blocks are packed to the bits that [train] sets."""
+        """Load the frozen encoder with its head. The weights of its Linears are packed (quantised) to the bits that
+        [train] sets, where their shapes allow it.
+        """
         architecture, sizes = self.family.architecture, self.sizes_of_model
         dtype = getattr(mx, self.config.precision)
         weights: dict[str, Any] = architecture.load_weights(self.ctx.need("encoder"), sizes, dtype, self.family.head_seed)
@@ -132,9 +140,10 @@ class PairTask:
 
 
 def length_pools(lengths: list[int], batch_size: int) -> list[int]:
-    """Return a number for each row: rows with one number are in one batch. `lengths` holds the length of each row. Rows of
-    similar length get one number, so that batches have little padding. Every number has at least four batches of rows, if there
-    are so many rows.
+    """Return the number of a pool for each row. A batch takes its rows from one pool. Rows of similar length share a
+    pool, so that batches need little padding. `lengths` holds the length of each row in tokens. `batch_size` is the
+    number of rows in a batch. There are at most 8 pools. Each has rows for at least 4 batches, unless there is only one
+    pool.
     """
     pools = max(1, min(POOLS, len(lengths) // (POOL_BATCHES * batch_size)))
     ranked = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))

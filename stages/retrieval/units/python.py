@@ -62,7 +62,10 @@ def _function(node: Function, owner: str, lines: list[str]) -> Unit:
 
 
 def _class(node: ast.ClassDef, owner: str, lines: list[str]) -> Unit:
-    """Return a class as a unit: its statements, of which a method is its signature alone."""
+    """Return a class as a unit. The body of the unit holds the statements of the class, without its docstring. Each
+    method is reduced to its signature, and nested classes are left out. `owner` is the prefix of the qualified name,
+    such as "Outer." or "". `lines` are the lines of the file.
+    """
     signature, opened = _signature(node, lines)
     parts = []
     for statement in _without_docstring(node):
@@ -94,7 +97,9 @@ def _first_line(node: Function | ast.ClassDef) -> int:
 
 
 def _signature(node: Function | ast.ClassDef, lines: list[str]) -> tuple[str, int]:
-    """Return the signature on one line, and the place in it where the name ends."""
+    """Return the signature of a function or class on one line, and the index of the character after its name. `lines`
+    are the lines of the file.
+    """
     first = node.body[0]
     last = max(node.lineno, _first_line(first) - 1 if isinstance(first, (Function, ast.ClassDef)) else first.lineno - 1)
     code = " ".join(line.strip() for line in lines[node.lineno - 1 : last])
@@ -104,7 +109,10 @@ def _signature(node: Function | ast.ClassDef, lines: list[str]) -> tuple[str, in
 
 
 def _source(node: Function, statements: list[ast.stmt], lines: list[str]) -> str:
-    """Return the source from the word `def` on, without decorators, docstring and the indentation of the first line."""
+    """Return the source of a function without its decorators and its docstring. The source begins with `def` or
+    `async def`. Its common indentation is removed. `statements` is the body without the docstring. `lines` are the
+    lines of the file.
+    """
     last = node.end_lineno or node.lineno
     kept = lines[node.lineno - 1 : last]
     if len(statements) < len(node.body):

@@ -45,8 +45,9 @@ class UnitsConfig:
 
 
 def wanted_units(ctx: StageContext) -> pa.Table:
-    """Return one row per unit of every used source file, with the columns `KEPT`. Files whose units are stored are not parsed
-    again. Raises ValueError if no source file is used or a file has changed since the stage `sources` read it.
+    """Return one row per unit of every source file that is not skipped. The columns are `unit_id`, `path`, `source_id`,
+    `language` and `module`. A file with stored units is not parsed again. Raises ValueError if all source files are
+    skipped, or if a file to parse has changed since the stage `sources` read it.
     """
     sources = _used(ctx)
     if not sources:

@@ -14,8 +14,10 @@ from stages.retrieval.units.unit import Unit
 
 @dataclass(frozen=True)
 class Grammar:
-    """A language of tree-sitter. `module` is its package and `function` the function that returns it. `functions`, `classes` and
-    `inside` are names of nodes: units, units that hold methods, and nodes that only hold others, whose name counts.
+    """The tree-sitter grammar of a language. `module` is its Python package. `function` is the name of the package's
+    function that returns the language. `functions`, `classes`, `inside` and `comments` are names of syntax node types.
+    A node in `functions` becomes a unit. A node in `classes` becomes a unit if it has a body. A node in `inside`
+    becomes no unit, but its name becomes part of the qualified names of the units in it.
     """
 
     module: str
@@ -102,13 +104,17 @@ def _unit(node: Any, owner: str, kind: str, grammar: Grammar) -> Unit:
 
 
 def _block(node: Any) -> Any:
-    """Return the node of a unit's body, or None. The type of a Go declaration lies one node deeper."""
+    """Return the syntax node of a unit's body, or None if there is none. If `node` has no body itself, its descendants
+    are searched.
+    """
     found = node.child_by_field_name("body")
     return found or next((each for each in map(_block, node.named_children) if each), None) if node.type != "block" else None
 
 
 def _name(node: Any) -> str:
-    """Return the name that a node declares: of an implementation its type, of a C function that of its declarator."""
+    """Return the name that a syntax node declares, or "" if it has none. For a Rust `impl` block, it is the name of the
+    type. For a C function, it is the name inside the declarator, such as `f` in `*f(int x)`.
+    """
     for part in ("name", "type", "declarator"):
         found = node.child_by_field_name(part)
         if found is not None and part != "type":
@@ -125,7 +131,9 @@ def _last(node: Any) -> str:
 
 
 def _comment_before(node: Any, grammar: Grammar) -> str:
-    """Return the comment that ends on the line before a unit, without its marks. Attributes between both are passed over."""
+    """Return the comment directly before a unit, without comment signs such as `//`. Attributes and decorators may
+    stand between the comment and the unit. The result is "" if there is no comment. `node` is the unit's syntax node.
+    """
     lines: list[str] = []
     first, place = node.start_point[0], node.prev_named_sibling
     if place is None and node.parent is not None and node.parent.type in ("export_statement", "decorated_definition"):

@@ -25,8 +25,9 @@ class Unit:
 
 
 def package_of(path: str) -> str:
-    """Return the top of a file's path: the root and the file's top-level module, such as "stdlib/email". `path` is its path in
-    the table `sources`.
+    """Return the package of a source file, such as "stdlib/email". `path` is the file's path in the table `sources`,
+    such as "stdlib/email/parser.py". The package is the name of the source root and the first folder or module below
+    it.
     """
     root, _, below = path.partition("/")
     return f"{root}/{PurePosixPath(below).parts[0].partition('.')[0]}" if below else root

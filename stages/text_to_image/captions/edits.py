@@ -17,8 +17,10 @@ LONGEST = 20_000  # letters of a caption; every text encoder cuts much earlier
 
 
 def read_edits(project: Path) -> dict[str, str]:
-    """Return the edited captions of the project folder: "IMAGE_ID:POSITION" -> text. Raises ValueError, with file and line, if a
-    line is damaged.
+    """Return the captions that the user edited, as a dict. Its keys have the form "IMAGE_ID:POSITION", and its values
+    are the edited texts. `project` is the project folder. The dict is empty if there is no file of edits. Raises
+    ValueError if the file cannot be read or a line is damaged. For a damaged line, the message names the file and the
+    line.
     """
     found: dict[str, str | None] = {}
     try:
@@ -39,8 +41,9 @@ def read_edits(project: Path) -> dict[str, str]:
 
 
 def write_edits(project: Path, edits: Mapping[str, str | None]) -> None:
-    """Add edits to those of the project folder: "IMAGE_ID:POSITION" -> text; None takes the edits of that caption back. Raises
-    ValueError, and writes nothing, if a text is empty, too long or not valid Unicode.
+    """Add edited captions to the file of edits in the folder `project`. `edits` maps "IMAGE_ID:POSITION" to the new
+    text. The value None restores the original caption. Raises ValueError if a text is empty, too long or not valid
+    Unicode. Nothing is written in this case.
     """
     lines = []
     for key, text in edits.items():

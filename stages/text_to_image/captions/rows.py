@@ -23,11 +23,12 @@ Row = dict[str, Any]
 def caption_rows(
     images: pa.Table, folder: Path, config: CaptionsConfig, edits: Mapping[str, str] | None = None
 ) -> tuple[list[Row], list[str]]:
-    """Return all rows of the table `captions` as dicts, and a list of notes for the user. The notes name what is unusual
-    but allowed. `images` is the table `images`. `folder` is the image folder. `edits` are captions that the user
-    edited: "IMAGE_ID:POSITION" -> text. Raises ValueError if no image is usable, no
-    caption contains the trigger, a caption would get it twice, or a file with captions cannot be read. Also raises it if
-    an image has no caption and `config.missing` is "error".
+    """Return all rows of the table `captions` as dicts, and a list of notes for the user. The notes name what is
+    unusual but allowed. `images` is the table `images`. `folder` is the image folder. `edits` maps "IMAGE_ID:POSITION"
+    to the text of an edited caption. Raises ValueError if no image is usable or a file with captions cannot be read.
+
+    Also raises ValueError if the trigger word is in no caption, or if the template would repeat it in a caption. A
+    caption with the text "[trigger]" raises it too. If `config.missing` is "error", so does an image without a caption.
     """
     paths = usable_paths(images)
     found, notes = _find_captions(paths, images["path"].to_pylist(), folder, config)
@@ -92,9 +93,9 @@ def _substitutes(path: str, config: CaptionsConfig) -> list[tuple[str, Caption]]
 
 
 def _check_texts(captions: list[Caption], config: CaptionsConfig) -> None:
-    """Raise ValueError if a caption contains another program's placeholder for the trigger. Also raise it if a caption
-    contains the trigger and the template adds it, so that the text would have it twice. The message names the first such
-    caption and counts the rest.
+    """Raise ValueError if a caption is in conflict with the trigger word. This is so if the caption contains the text
+    "[trigger]", a placeholder that is not replaced. It is also so if the caption contains the trigger and the template
+    would add it again. The message names the first such caption and counts the rest.
     """
     foreign = [each for each in captions if FOREIGN in each.text.lower()]
     if foreign:

@@ -23,10 +23,10 @@ class Caption:
 
 
 def read_text(path: Path, most: int) -> str:
-    """Return the text of a file. If the file begins with a byte order mark of UTF-16, it is read as UTF-16, otherwise as
-    UTF-8. Every line break becomes one newline character. `most` is the largest allowed size in bytes. Raises ValueError if
-    the file has another encoding, is larger, or cannot be read. The message names the file and the first wrong byte. Raises
-    it too if the file is a link to a file in another folder, whose text would become a caption unseen.
+    """Return the text of a file. A file with a UTF-16 byte order mark is read as UTF-16. Any other file is read as
+    UTF-8. Every line break becomes one newline character. `most` is the largest allowed size in bytes. Raises
+    ValueError if the file cannot be read, is larger, or has another encoding. Also raises it if `path` is a link to a
+    file outside its folder. For a wrong encoding, the message names the first wrong byte.
     """
     if path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve()):
         raise ValueError(

@@ -20,8 +20,9 @@ AHEAD = 0.5  # share of the working memory that work started ahead may use beyon
 
 @dataclass(frozen=True)
 class EncoderPlan:
-    """How texts are encoded. If `by_layer`, each layer is read again for every batch of texts. `held` is the bytes that stay in
-    memory, `work` the bytes in use beside them.
+    """How texts are encoded, and how much memory that takes. If `by_layer` is true, the layers are read again for every
+    batch of texts. Otherwise they stay in memory. `held` is the memory that stays in use, in bytes. `work` is the
+    largest additional memory during the computation, in bytes.
     """
 
     by_layer: bool
@@ -40,7 +41,7 @@ class EncoderPlan:
 
     @property
     def words(self) -> str:
-        """The plan in words."""
+        """The plan in words: "layer by layer" or "whole". With "whole", all layers stay in memory."""
         return "layer by layer" if self.by_layer else "whole"
 
 
@@ -69,7 +70,10 @@ def estimate(config: EmbeddingsConfig, family: Family, weights: Path | None, by_
 
 
 def unpacked_layer(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> list[int]:
-    """Return the bytes of each weight of a layer that is packed, in unpacked form."""
+    """Return the sizes in bytes of the packed (quantised) weights of one layer after unpacking. `shapes` holds a pair
+    `(shape, bits)` for each weight. `itemsize` is the number of bytes of an unpacked value. Weights that are not packed
+    are left out of the result.
+    """
     return [shape[0] * shape[1] * itemsize for shape, bits in shapes if bits < 16 and quantize.is_packable(shape)]
 
 
@@ -91,7 +95,10 @@ def choose_plan(config: EmbeddingsConfig, family: Family, weights: Path | None, 
 
 
 def remedy(config: EmbeddingsConfig, family: Family, weights: Path | None, budget: int) -> str:
-    """Return the settings of [embeddings] with which the text encoder fits into `budget` bytes; empty if there are none."""
+    """Return settings of `[embeddings]` with which the text encoder fits into `budget` bytes. The result is text in the
+    form of the settings file. It is empty if no settings fit. `weights` is the path of the text encoder. If it is None,
+    the sizes of `family` are used.
+    """
     if estimate(config, family, weights, True).peak <= budget:
         return '[embeddings] memory = "layers"'
     for bits in BITS:
@@ -101,14 +108,20 @@ def remedy(config: EmbeddingsConfig, family: Family, weights: Path | None, budge
 
 
 def load_encoder(family: Family, weights: Path, tokenizer: Path, config: EmbeddingsConfig, by_layer: bool = False) -> TextEncoder:
-    """Load the text encoder of `family` as [embeddings] says: its precision and bits. `weights` and `tokenizer` are paths."""
+    """Load the text encoder of `family` and return it. `weights` and `tokenizer` are paths. `config` gives the
+    precision and the number of bits per weight. If `by_layer` is true, layers are read from disk one at a time.
+    Otherwise all layers stay in memory.
+    """
     arrange = None if config.bits == 16 else lambda name, weight: quantize.pack_if_possible(weight, config.bits)
     found: TextEncoder = family.architecture.load_text_encoder(weights, tokenizer, family, config.precision, arrange, by_layer)
     return found
 
 
 def forecast(outlook: Outlook) -> Forecast:
-    """Return what the stage `embeddings` needs, from shapes alone."""
+    """Return an estimate of the memory and disk space that the stage `embeddings` needs. It is computed from array
+    shapes alone. All sizes are in bytes. If the memory exceeds the budget, the result also advises settings that would
+    fit. `outlook` holds the settings, the model family and the memory budget.
+    """
     config, family, weights = outlook.sections["embeddings"], outlook.family, outlook.weights("text_encoder")
     plan = estimate(config, family, weights, config.memory == "layers")
     if config.memory == "auto" and plan.peak > outlook.budget:

@@ -94,8 +94,8 @@ def examine_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _until_stop(ctx: StageContext, pool: ThreadPoolExecutor, read: Callable[[Row], Row], files: list[Row]) -> Iterator[Row]:
-    """Yield the rows of `files`, which `read` makes in the threads of `pool`. Once the user asks to stop, only the files that
-    a thread has begun are still waited for.
+    """Yield `read(file)` for each of `files`, in order. The calls run in the threads of `pool`. When the user asks to
+    stop, no further call begins. The results of calls that have already begun are still yielded.
     """
     waiting: deque[Future[Row]] = deque()
     todo = iter(files)

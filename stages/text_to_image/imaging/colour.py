@@ -51,7 +51,9 @@ def eight_bit(image: Image.Image) -> Image.Image:
 
 
 def check_range(image: Image.Image) -> None:
-    """Raise RangeError if `image` is grey with 32 bits or floats, and its values have no usual range."""
+    """Raise RangeError if it is unclear which pixel value of a grey `image` is white. This can happen only in the
+    Pillow modes "I" and "F". Colour images and 8-bit images are accepted without a check.
+    """
     if image.mode.startswith(("I", "F")):
         _white(image)
 

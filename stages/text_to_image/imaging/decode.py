@@ -55,9 +55,9 @@ TRUNCATION_WORDS = (
 
 
 class ImageError(ValueError):
-    """An error that says why an image file cannot be used. `reason` is one word: "unreadable", "truncated", "bomb",
-    "too_large", "range", "unsupported", "too_small" or "mask". The word "bomb" means too many pixels, "too_large" too many
-    bytes, "range" pixel values of which none is known to be white. `detail` explains the reason in a sentence.
+    """An error that says why an image file cannot be used. `detail` explains the reason in a sentence. `reason` is one
+    word: "unreadable", "truncated", "bomb", "too_large", "range", "unsupported", "too_small" or "mask". "bomb" means
+    too many pixels. "too_large" means too many bytes. "range" means that it is unknown which pixel value is white.
     """
 
     def __init__(self, reason: str, detail: str) -> None:

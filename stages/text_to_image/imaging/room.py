@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 
 class Room:
-    """A number of `pixels` that threads share. `with room.taken(n)` waits until n of them are free. An image that has more
-    than all of them waits until it is alone.
+    """A limit on the number of pixels that threads decode at the same time. `pixels` is the limit. A thread reserves
+    its pixels with `with room.taken(n):`.
     """
 
     def __init__(self, pixels: int) -> None:
@@ -19,7 +19,9 @@ class Room:
 
     @contextmanager
     def taken(self, pixels: int) -> Iterator[None]:
-        """Take `pixels` for the length of a `with` block. Waits until they are free."""
+        """Return a context manager that reserves `pixels` pixels. It waits until that many are free, and releases them
+        at the end of the `with` block. If `pixels` exceeds the limit, it waits until nothing else is reserved.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not self._used or self._used + pixels <= self.pixels)
             self._used += pixels

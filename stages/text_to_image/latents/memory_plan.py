@@ -12,7 +12,10 @@ LOWEST_RESOLUTION = 256  # pixels: no lower resolution is advised
 
 
 def forecast(outlook: Outlook) -> Forecast:
-    """Return what the stage `latents` needs, from shapes alone."""
+    """Return an estimate of the memory and disk space that the stage `latents` needs. It is computed from array shapes
+    alone. All sizes are in bytes. If the memory exceeds the budget, the result also advises settings that would fit.
+    `outlook` holds the settings, the model family and the memory budget.
+    """
     config: LatentsConfig = outlook.sections["latents"]
     width, height = largest_image(outlook)
     peak = peak_bytes(outlook, config.precision, width, height)

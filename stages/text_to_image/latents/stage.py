@@ -100,7 +100,9 @@ def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def live_bytes(ctx: StageContext) -> int:
-    """Return the memory use, in bytes, at which MLX must wait before it starts further work on a pending image."""
+    """Return the memory limit for encoding the pending images, in bytes. When MLX uses this much, it must wait before
+    it starts further work. The limit is computed for the largest pending image.
+    """
     family = ctx.need("family")
     width, height = max(((row["width"], row["height"]) for row in ctx.pending.to_pylist()), key=lambda size: size[0] * size[1])
     item = ITEMSIZES[ctx.config.precision]

@@ -18,10 +18,10 @@ DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
 
 @dataclass(frozen=True)
 class LatentSampler:
-    """A transformer that draws latents with fixed settings, with or without an adapter. `label` names the sampler in
-    error messages, such as "step 500". `predict` computes the velocity block by block, with the adapter if there is
-    one. `steps` is the number of denoising steps. `guidance` is the factor of guidance. `negative` is the embedding of
-    the empty prompt, shape `(1, text tokens, features)`. It is None if guidance takes only one pass per step.
+    """A diffusion transformer with fixed sampling settings. Its method `draw` returns the latent of one image. `label`
+    names the sampler in error messages, such as "step 500". `predict` computes the velocity, with the adapter if there
+    is one. `steps` is the number of denoising steps. `guidance` is the guidance scale. `negative` is the embedding of
+    the empty prompt, shape `(1, text tokens, features)`. It is None if a step needs only one forward pass.
     """
 
     label: str

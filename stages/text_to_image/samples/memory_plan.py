@@ -24,7 +24,9 @@ PNG = 1.5  # bytes per pixel of a preview on disk, about
 
 @dataclass(frozen=True)
 class DrawingMemory:
-    """The memory of drawing, in bytes: `held` stays in use (weights and adapter), `work` is in use beside it in a block."""
+    """The estimated memory of drawing previews, in bytes. `held` is the memory of the weights and the adapter. It stays
+    in use all the time. `work` is the largest additional memory during the forward pass.
+    """
 
     held: int
     work: int
@@ -74,7 +76,9 @@ def passes(config: SamplesConfig, family: Family) -> int:
 
 
 def stage_peak(config: SamplesConfig, outlook: Outlook) -> tuple[int, str]:
-    """Return the estimated peak memory of the stage in bytes, and the part of the stage that has it: "drawing" or "decoding"."""
+    """Return the estimated peak memory of the stage in bytes, and where it occurs. The second value is "drawing" or
+    "decoding".
+    """
     family, weights, size = outlook.family, outlook.weights("transformer"), (config.width, config.height)
     architecture = family.architecture
     linears = architecture.meta_transformer(architecture.transformer_config(weights, family), mx.float32).linears()
@@ -87,7 +91,10 @@ def stage_peak(config: SamplesConfig, outlook: Outlook) -> tuple[int, str]:
 
 
 def forecast(outlook: Outlook) -> Forecast:
-    """Return what the stage `samples` needs, from shapes alone."""
+    """Return an estimate of the memory and disk space that the stage `samples` needs. It is computed from array shapes
+    alone. All sizes are in bytes. If the memory exceeds the budget, the result also advises settings that would fit.
+    `outlook` holds the settings, the model family and the memory budget.
+    """
     config: SamplesConfig = outlook.sections["samples"]
     peak, part = stage_peak(config, outlook)
     size = f"{config.width} x {config.height} px, {config.base_bits or 16} bits, most in {part}"
@@ -99,7 +106,9 @@ def forecast(outlook: Outlook) -> Forecast:
 
 
 def remedy(config: SamplesConfig, outlook: Outlook) -> str:
-    """Return the settings of [samples] with which drawing fits into the budget; empty if there are none."""
+    """Return settings of `[samples]` with which drawing and decoding fit into the memory budget. The result is text in
+    the form of the settings file. It is empty if no settings fit. `outlook.budget` is the budget in bytes.
+    """
     fewer = [bits for bits in BITS if bits < (config.base_bits or 16)]
     for bits in fewer:
         if stage_peak(replace(config, base_bits=bits), outlook)[0] <= outlook.budget:

@@ -12,10 +12,14 @@ MOST = 24  # rows: prompts and seeds that are shown
 
 
 def draw_side_by_side(runs: Sequence[tuple[str, Mapping[str, int]]], rows: Sequence[Mapping[str, Any]], out: Path) -> Path | None:
-    """Draw previews of `runs` side by side into the PNG file `out` and return its path. `runs` are pairs of a heading and the
-    adapters of a run: adapter_id -> step. `rows` are rows of tables `samples`, with the picture's path in the column `file`. A
-    row of the picture shows a prompt and seed that every run has drawn. A column shows the newest checkpoint of a run that has
-    drawn them, or the base. Return None if no prompt and seed is shared.
+    """Draw previews of several training runs side by side into the PNG file `out`. Returns `out`, or None if the runs
+    have no preview in common. `runs` holds pairs `(heading, adapters)`. `adapters` maps each `adapter_id` of a run to
+    its training step. `rows` are rows of the tables `samples` with an additional column `file`, the path of the
+    preview.
+
+    Each row of the picture shows one prompt and seed. All runs have drawn it in the same size. The first column shows
+    the base model. Each other column shows the newest preview of one run. At most 24 rows are drawn, all of one image
+    size.
     """
     sources = [("base", {"": 0}), *runs]
     found: list[dict[tuple[Any, ...], tuple[int, Path]]] = []

@@ -59,8 +59,9 @@ def sample_sources(ctx: StageContext) -> list[SampleSource]:
 
 
 def refuse_damaged(chosen: str | tuple[int, ...], damaged: Mapping[int, str], newest: int) -> None:
-    """Raise ValueError if the setting `samples.checkpoints` chooses a damaged checkpoint, whose previews would disappear.
-    `damaged` maps its step to what is wrong. `newest` is the newest step with a readable checkpoint.
+    """Raise ValueError if a chosen checkpoint is damaged. `chosen` is the setting `samples.checkpoints`: "last", "all"
+    or a tuple of steps. `damaged` maps the step of each damaged checkpoint to a description of the damage. `newest` is
+    the step of the newest readable checkpoint. For "last", only damaged checkpoints after `newest` raise the error.
     """
     for step, problem in sorted(damaged.items()):
         if step > newest if chosen == "last" else chosen == "all" or step in chosen:

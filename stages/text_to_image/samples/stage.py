@@ -186,7 +186,9 @@ def latent_path(ctx: StageContext, row: Row) -> Path:
 
 
 def is_drawn(ctx: StageContext, row: Row) -> bool:
-    """Return True if an earlier, stopped run has drawn the latent of a row, and the file is undamaged."""
+    """Return True if the latent of the preview `row` is stored on disk. An earlier run that was stopped may have stored
+    it. Return False if the file is missing or damaged.
+    """
     path = latent_path(ctx, row)
     return path.exists() and ctx.intact(SAMPLES, path.relative_to(ctx.artifacts).as_posix())
 

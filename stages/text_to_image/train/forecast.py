@@ -10,7 +10,10 @@ from stages.tuner.blockwise.device import memory_budget
 
 
 def forecast(outlook: Outlook) -> Forecast:
-    """Return what the stage `train` needs, from shapes alone."""
+    """Return an estimate of the memory and disk space that the stage `train` needs. It is computed from array shapes
+    alone. All sizes are in bytes. If the memory exceeds the budget, the result also advises settings that would fit.
+    `outlook` holds the settings, the model family and the memory budget.
+    """
     config: TrainConfig = outlook.sections["train"]
     family, architecture = outlook.family, outlook.family.architecture
     width, height = largest_image(outlook)

@@ -35,10 +35,10 @@ LOWEST_RESOLUTION = 256  # pixels: no lower resolution is advised
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The size of a batch: number of samples, width and height of each image in pixels, and rows of each text embedding.
-    `pixels_per_token` is the side of an image token in pixels. `held` is the largest batch of held-out images, or None without
-    validation. No gradient is computed for `held`. If `shared` is true, the run has batches of several shapes, which are computed
-    shape by shape.
+    """The size of a batch. `samples` is the number of samples. `width` and `height` are the size of each image in
+    pixels. `text_rows` is the number of rows of each text embedding. `pixels_per_token` is the side of an image token
+    in pixels. `held` is the size of the largest validation batch, or None without validation. `shared` is true if a
+    batch of the run may contain several shapes. Each shape is then computed separately.
     """
 
     samples: int
@@ -69,8 +69,9 @@ class BatchShape:
         return max(own, self.held.resolution if self.held else 0)
 
     def within(self, resolution: int) -> BatchShape:
-        """Return a batch in which larger images are replaced by images of `resolution` x `resolution` pixels. The held-out batch
-        is limited too.
+        """Return the batch with its image size limited to `resolution`, the side of a square in pixels. If an image has
+        more tokens than this square, its width and height become `resolution`. Otherwise they stay the same. The
+        held-out batch `held` is limited in the same way.
         """
         fits = math.prod(self.grid) <= (resolution // self.pixels_per_token) ** 2
         small = self if fits else replace(self, width=resolution, height=resolution)

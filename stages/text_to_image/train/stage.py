@@ -64,7 +64,9 @@ def train(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def repair(ctx: StageContext) -> Iterator[str]:
-    """Make the damaged checkpoints of a finished run again, and yield a line for the user about each."""
+    """Recreate the damaged checkpoints of a finished run by training again. Yields one line of text for the user about
+    each checkpoint. A checkpoint stays damaged if training no longer gives the recorded values. The line then says so.
+    """
     if checkpoint.damaged_checkpoints(ctx.artifacts):
         yield from remake_checkpoints(ctx, ImageTask(ctx))
 

@@ -70,8 +70,10 @@ def linear_shape(arrays: Mapping[str, mx.array]) -> tuple[int, int]:
 
 
 def largest_change(adapters: Mapping[str, mx.array]) -> mx.array:
-    """Return the largest absolute value in those arrays of an adapter that start at zero (LoRA's B, LoKr's w2, a difference).
-    It is 0 until training changes the adapter. `adapters` maps "<linear><suffix>" to arrays. The result is a scalar array
-    that is not computed yet.
+    """Return the largest absolute value among the arrays of an adapter that are initialised to zero. The result is 0
+    until training changes the adapter. `adapters` maps "<linear><suffix>" to arrays. The result is a scalar array that
+    is not computed yet.
+
+    These arrays are `B` of a LoRA, the second matrix of a LoKr, and the weight difference of full training.
     """
     return mx.max(mx.stack([mx.max(mx.abs(value)) for name, value in adapters.items() if name.endswith(ZERO_AT_START)]))

@@ -154,11 +154,12 @@ def target_scales(targets: Iterable[Target]) -> dict[str, float]:
 
 
 def adapter_metadata(targets: Iterable[Target]) -> dict[str, str]:
-    """Return the metadata for the header of an adapter's file. All values are strings. "variant", "rank" and "alpha"
-    are those of the first target. A reader takes this alpha, divided by the rank of a Linear, as the scale of the
-    Linear. "scales" is added if this is wrong for a target. It is a JSON object that maps names of Linears to scales. A
-    LoKr with a whole (not low-rank) matrix `w2` is not checked, because its scale is always 1. Nor is a Linear that is
-    trained in full.
+    """Return the metadata for the header of an adapter file, as a dict of strings. "variant", "rank" and "alpha" are
+    those of the first target. A reader computes the scale of each Linear as this alpha divided by the rank of the
+    Linear. If this gives a wrong scale for any target, "scales" is added. It is a JSON object from the name of each
+    Linear to its scale.
+
+    A LoKr with a full-rank matrix `w2` and a Linear that is trained in full always have scale 1. They are not checked.
     """
     chosen = list(targets)
     first = chosen[0]

@@ -209,8 +209,9 @@ class BlockwiseBackprop:
 
 
 def forward_function(chain: Chain, kind: str) -> Callable[..., Tree]:
-    """Return a function that computes one block of this `kind`. Its arguments are (adapters, weights, h, shared, scales), with
-    names within the block.
+    """Return a function that computes one block of the given `kind`. Its arguments are `(adapters, weights, h, shared,
+    scales)`. It returns the output of the block for the input `h`. The keys of `adapters` and `scales` do not contain
+    the name of the block.
     """
 
     def forward(adapters: Arrays, weights: Tree, h: Tree, shared: Tree, scales: dict[str, float]) -> Tree:

@@ -58,8 +58,10 @@ def physical_bytes() -> int:
 
 @functools.cache
 def free_bytes() -> int | None:
-    """Return the bytes of memory on a Mac that were free, or could be freed at once, when the process first asked. None if
-    `vm_stat` does not tell it. A Mac pages to disk instead of failing, which makes training many times slower.
+    """Return the free memory of a Mac, in bytes. Memory that the system could free at once is included. The value is
+    measured at the first call and does not change afterwards. Return None if `vm_stat` does not give it.
+
+    Without enough free memory, a Mac pages to disk instead of failing. Training is then many times slower.
     """
     try:
         done = subprocess.run(["vm_stat"], capture_output=True, text=True, check=False, timeout=10)

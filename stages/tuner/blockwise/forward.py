@@ -17,10 +17,12 @@ class AdapterMismatch(ValueError):  # noqa: N818  (a mistake of the user, descri
 
 
 class BlockwiseForward:
-    """A model with or without an adapter that predicts block by block. Call it with the keyword arguments of `chain.enter`.
+    """The forward pass of a model, computed block by block. The model may have an adapter. Call the object with the
+    keyword arguments of `chain.enter` to get the prediction.
 
-    The function of each kind of block is compiled once, where compilation is on. Each block is handed to the device before the
-    next one is built. While `live_bytes` bytes or more are in use, MLX starts no further operation; None means no limit.
+    The function of each kind of block is compiled once, where compilation is on. Each block is handed to the device
+    before the next one is built. While `live_bytes` bytes or more are in use, MLX starts no further operation; None
+    means no limit.
     """
 
     def __init__(
@@ -39,7 +41,9 @@ class BlockwiseForward:
         self.live_bytes: int | None = None
 
     def __call__(self, **inputs: Any) -> mx.array:
-        """Return the model's prediction, computed. `inputs` are the keyword arguments of `chain.enter`."""
+        """Compute the prediction of the model and return it. `inputs` are the keyword arguments of `chain.enter`. The
+        call waits until the device has computed the result.
+        """
         with live_memory_limit(self.live_bytes):
             h, shared = self.chain.enter(**inputs)
             dispatch(h, shared)

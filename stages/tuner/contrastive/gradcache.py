@@ -56,7 +56,10 @@ def _computed(prediction: Tree) -> Tree:
 
 
 def _loss_and_pulls(predictions: list[Tree], join: Join, loss: Loss) -> tuple[mx.array | Values, list[Tree]]:
-    """Return the result of `loss` for all parts together, and the gradient of the mean loss by each part's prediction."""
+    """Return the loss of a whole batch and its gradients with respect to the predictions. `predictions` holds the
+    prediction of each part of the batch. `join` combines them into the prediction of the whole batch. The first value
+    returned is the result of `loss`. The second is a list with one gradient of the mean loss per part.
+    """
 
     def run(predictions: list[Tree]) -> tuple[mx.array, mx.array | Values]:
         found = loss(join(predictions))
@@ -67,8 +70,9 @@ def _loss_and_pulls(predictions: list[Tree], join: Join, loss: Loss) -> tuple[mx
 
 
 def _inner_product(prediction: Tree, **pulls: mx.array) -> mx.array:
-    """Return <prediction, pull> as an array of one value. Its gradient by the prediction is the pull. `pulls` holds the pull of
-    each array in the prediction, under the name "pull_" and the array's path.
+    """Return the inner product of `prediction` and fixed arrays, shape `(1,)`. Its gradient with respect to
+    `prediction` equals these arrays. `pulls` holds one array for each array in `prediction`. Its name is "pull_"
+    followed by the path of the array in `prediction`.
     """
     found = dict(tree_flatten(prediction))
     return mx.stack([(value.astype(mx.float32) * pulls[f"pull_{name}"]).sum() for name, value in found.items()]).sum()[None]

@@ -54,10 +54,13 @@ def _lengths(real_BQ: mx.array) -> mx.array:
 def xtr_scores(
     query_BQE: mx.array, query_real_BQ: mx.array, document_NKE: mx.array, document_real_NK: mx.array, k: int
 ) -> mx.array:
-    """Return the scores of XTR's training objective, (B, N). Each query token retrieves its `k` most similar tokens among all
-    document tokens of the batch. A document's score is the mean, over the query tokens that retrieved a token of it, of the
-    largest retrieved similarity. It is 0 for a document of which no token was retrieved. Which tokens are retrieved is constant
-    for the gradient. Tokens with the similarity of the k-th token are retrieved too.
+    """Return the scores of every query with every document for XTR training, shape `(B, N)`. Each query token retrieves
+    the `k` most similar document tokens of the batch. Ties with the last of them are retrieved too. For each document,
+    only query tokens that retrieved at least one of its tokens count. Each of them contributes its largest similarity
+    with the document. The score is the mean of these similarities. It is 0 if no query token counts. `query_real_BQ`
+    and `document_real_NK` are False for padding.
+
+    The choice of the retrieved tokens is constant for the gradient.
     """
     similarity_BQNK = token_similarities(query_BQE, document_NKE, document_real_NK)
     B, Q, N, K = similarity_BQNK.shape
@@ -71,9 +74,9 @@ def xtr_scores(
 
 
 def same_group(groups: Sequence[int], document_groups: Sequence[int]) -> mx.array:
-    """Return which documents must not count as negatives of which query, a boolean array (B, N). `groups` holds the duplicate
-    group of each query, and `document_groups` that of each document. Document b is the own document of query b. It is False
-    there.
+    """Return a boolean array `(B, N)` that marks the documents to ignore as negatives. Entry `(b, n)` is True if
+    document `n` is in the same duplicate group as query `b`. `groups` holds the group of each query. `document_groups`
+    holds the group of each document. Document `b` is the positive of query `b`, so entry `(b, b)` is False.
     """
     same_BN = mx.array(list(groups))[:, None] == mx.array(list(document_groups))[None]
     own_BN = mx.arange(len(groups))[:, None] == mx.arange(len(document_groups))[None]
@@ -81,9 +84,10 @@ def same_group(groups: Sequence[int], document_groups: Sequence[int]) -> mx.arra
 
 
 def info_nce(scores_BN: mx.array, temperature: mx.array, same_BN: mx.array, symmetric: bool = False) -> mx.array:
-    """Return the cross-entropy of every query: -log of the softmax of its scores over the documents, at its own document. The
-    own document of query b is document b. `temperature` divides the scores. Documents in `same_BN` are left out. If `symmetric`
-    is true, the result is the mean of this and of the cross-entropy of the own document over the queries.
+    """Return the InfoNCE loss of each query, shape `(B,)`. It is the cross-entropy of the softmax over the documents.
+    Document `b` is the positive of query `b`. The scores are divided by `temperature`. Pairs that are True in `same_BN`
+    are left out. If `symmetric` is true, the cross-entropy is also computed for document `b` over the queries. The
+    result is then the mean of the two.
     """
     logits_BN = mx.where(same_BN, HIDDEN, scores_BN / temperature)
     B = len(logits_BN)
@@ -101,15 +105,19 @@ def hardest(scores_BN: mx.array, same_BN: mx.array) -> mx.array:
 
 
 def margin_loss(scores_BN: mx.array, margin: mx.array, same_BN: mx.array) -> mx.array:
-    """Return how far each query's hardest negative comes within `margin` of its own document: max(0, margin - own + hardest)."""
+    """Return the margin loss of each query, shape `(B,)`. It is `max(0, margin - own + hardest)`. Here `own` is the
+    score of the positive document `b` of query `b`. `hardest` is the highest score of a negative. Pairs that are True
+    in `same_BN` are not negatives.
+    """
     own_B = mx.diag(scores_BN[:, : len(scores_BN)])
     return mx.maximum(margin - own_B + hardest(scores_BN, same_BN).max(axis=1), 0.0)
 
 
 def in_batch_rows(scores_BN: mx.array, same_BN: mx.array) -> dict[str, mx.array]:
-    """Return what is stored of each query, by column. `rank` is the rank of its own document, from 1; a tie counts against it.
-    `candidates` is the number of documents that it was compared with. `hardest_id` is the index of the best other document, or
-    -1 if there is none. `score` and `hardest_score` are the scores of these two documents.
+    """Return statistics of each query in a batch, as a dict of arrays `(B,)`. `rank` is the rank of the positive
+    document, counted from 1. A tie counts against it. `score` is the score of the positive. `candidates` is the number
+    of documents compared, including the positive. `hardest_id` is the index of the negative with the highest score, or
+    -1 if there is none. `hardest_score` is the score of this negative, or NaN if there is none.
     """
     scores_BN = mx.stop_gradient(scores_BN)
     own_B = mx.diag(scores_BN[:, : len(scores_BN)])
