@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -145,7 +145,7 @@ def _record(table: TableFolder) -> None:
 
 def repair_project(
     project: Project,
-    found: Iterable[Finding],
+    found: Sequence[Finding],
     say: Callable[[str], None] = lambda line: None,
     progress: ProgressCallback | bool = False,
 ) -> None:

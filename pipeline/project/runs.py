@@ -37,11 +37,9 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 
 @dataclass(frozen=True)
 class Run:
-    """One training run of a project. `stage` is the name of its stage. `recipe` is the name of its folder, 12 hex
-    digits. `name` is the user's name for it, or "". `table` is the table with its rows and checkpoints. `record` is the
-    content of run.json, a dict with entries such as "settings". `current` is True for the run of the present settings.
-
-    If an earlier release made the run, `record` comes from the manifest of the table and has fewer entries.
+    """One training run of a project. `stage` is the name of its stage. `recipe` is the name of its folder, 12 hex digits. `name`
+    is the user's name for it, or "". `table` is the table with its rows and checkpoints. `record` is the content of run.json, a
+    dict with entries such as "settings". `current` is True for the run of the present settings.
     """
 
     stage: str
@@ -68,9 +66,7 @@ class Run:
 
     @functools.cached_property
     def steps(self) -> pa.Table:
-        """One row per training step, in order. The columns are `step`, `loss` (the mean of its samples), `lr`, `seconds` and
-        `peak_bytes`.
-        """
+        """One row per training step, in order, with the columns `step`, `loss` (mean of the samples), `lr`, `seconds`, `peak_bytes`."""
         import pyarrow.compute as pc
 
         rows = self.rows.filter(pc.equal(self.rows["split"], "train"))
@@ -122,9 +118,7 @@ def trains(schema: TableSchema) -> bool:
 
 
 def find_runs(project: Project) -> list[Run]:
-    """Return all training runs of `project`, the newest first. A run that was interrupted before its first checkpoint is listed
-    too.
-    """
+    """Return all training runs of `project`, the newest first. A run without a checkpoint is listed too."""
     from pipeline.store.table import TableFolder
 
     found = []
@@ -190,9 +184,9 @@ def write_record(table: TableFolder, record: Mapping[str, Any]) -> None:
 
 
 def begin(project: Project, stage: str, versions: Mapping[str, str], name: str = "") -> None:
-    """Record in run.json that a run of the training stage `stage` starts or is resumed. The run is the one with the
-    present settings. `versions` maps each software package to its version. If `name` is given, it becomes the name of
-    the run. Otherwise the run keeps its name. Raises ValueError if `name` is not a valid name or another run has it.
+    """Record in run.json that a run of the training stage `stage` starts or is resumed. The run is the one with the present
+    settings. `versions` maps each software package to its version. If `name` is given, it becomes the name of the run. Otherwise
+    the run keeps its name. Raises ValueError if `name` is not a valid name or another run has it.
     """
     table = project.current(stage)
     old = read_record(table) or {}
@@ -217,9 +211,9 @@ def rename(project: Project, run: Run, name: str) -> None:
 
 
 def check_name(project: Project, name: str, recipe: str) -> None:
-    """Raise ValueError if a training run cannot be given the name `name`. `recipe` is the name of the run's folder, 12
-    hex digits. A name has 1 to 40 letters, digits, dots, underscores and hyphens. It starts with a letter or a digit,
-    and must not consist of 12 hex digits. No other run of `project` may have it.
+    """Raise ValueError if a training run cannot be given the name `name`. `recipe` is the name of the run's folder, 12 hex
+    digits. A name has 1 to 40 letters, digits, dots, underscores and hyphens. It starts with a letter or a digit, and must not
+    consist of 12 hex digits. No other run of `project` may have it.
     """
     if not NAME.fullmatch(name) or RECIPE.fullmatch(name):
         raise ValueError(f"a run's name must be up to 40 letters, digits, dots, underscores and hyphens, got {name!r}")
@@ -231,9 +225,8 @@ def check_name(project: Project, name: str, recipe: str) -> None:
 
 
 def present_settings(project: Project, stage: str) -> dict[str, Any]:
-    """Return the present settings on which the rows of `stage` depend: section -> {key: value}. The sections are
-    `project`, the stages before `stage`, and `stage` itself. Settings that do not change any row are left out. The
-    result is plain JSON data.
+    """Return the present settings on which the rows of `stage` depend: section -> {key: value}. The sections are `project`, the
+    stages before `stage`, and `stage` itself. Settings that do not change any row are left out. The result is plain JSON data.
     """
     names = [*project.pipeline.upstream(stage), stage]
     sections = {"project": project.config.project, **{name: project.config.sections[name] for name in names}}
@@ -243,8 +236,8 @@ def present_settings(project: Project, stage: str) -> dict[str, Any]:
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings as one flat dict with dotted keys. For example, `{"train": {"ema": {"decay": 0.9}}}`
-    becomes `{"train.ema.decay": 0.9}`. `prefix` is put before every key.
+    """Return nested settings as one flat dict with dotted keys. For example, `{"train": {"ema": {"decay": 0.9}}}` becomes
+    `{"train.ema.decay": 0.9}`. `prefix` is put before every key.
     """
     found: dict[str, Any] = {}
     for key, value in settings.items():
@@ -254,10 +247,9 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(run: Run, other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the settings in which `run` differs from the settings `other`. `other` maps dotted keys, such as
-    "train.lr", to values. The result maps dotted keys to (value in `run`, value in `other`). A value that `other` lacks
-    is None. Keys that only `other` has are left out. If `other` has no key of a section, such as "train", this section
-    is left out.
+    """Return the settings in which `run` differs from the settings `other`. `other` maps dotted keys, such as "train.lr", to
+    values. The result maps dotted keys to (value in `run`, value in `other`). A value that `other` lacks is None. Keys that only
+    `other` has are left out. If `other` has no key of a section, such as "train", this section is left out.
     """
     mine = run.settings
     sections = {key.split(".")[0] for key in mine} & {key.split(".")[0] for key in other}
@@ -266,10 +258,10 @@ def differences(run: Run, other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]
 
 
 def choose(project: Project, text: str, overrides: Overrides = ()) -> None:
-    """Make `project` use a recorded training run: its settings and its table. `text` is the name of the run or the
-    beginning of its recipe (12 hex digits). `overrides` replaces settings of the run. It is a mapping such as
-    `{"train.steps": 200}`, or a sequence of texts such as "train.steps=200". Raises ValueError if not exactly one run
-    matches `text`. Raises ValueError if the settings are no longer valid.
+    """Make `project` use a recorded training run: its settings and its table. `text` is the name of the run or the beginning of
+    its recipe (12 hex digits). `overrides` replaces settings of the run. It is a mapping such as `{"train.steps": 200}`, or a
+    sequence of texts such as "train.steps=200". Raises ValueError if not exactly one run matches `text`. Raises ValueError if the
+    settings are no longer valid.
     """
     run = find_run(project, text)
     recorded: list[Any] = []
@@ -283,10 +275,10 @@ def choose(project: Project, text: str, overrides: Overrides = ()) -> None:
 
 
 def news(project: Project, stage: str) -> Iterator[str]:
-    """Yield messages that the user should see before the training stage `stage` runs. There are none if the run with
-    the present settings already exists. If an earlier run differs only in its training data, a message says that a new
-    run begins at step 0. A second message follows if the earlier run has an adapter and recorded steps. The second
-    message estimates the training time. It also shows how to start from the earlier adapter.
+    """Yield messages that the user should see before the training stage `stage` runs. There are none if the run with the present
+    settings already exists. If an earlier run differs only in its training data, a message says that a new run begins at step 0.
+    A second message follows if the earlier run has an adapter and recorded steps. The second message estimates the training time.
+    It also shows how to start from the earlier adapter.
     """
     recipe, table = project.recipe(stage), project.current(stage)
     if read_record(table) is not None:
