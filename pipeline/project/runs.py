@@ -66,7 +66,7 @@ class Run:
 
     @functools.cached_property
     def steps(self) -> pa.Table:
-        """One row per training step, in order, with the columns `step`, `loss` (mean of the samples), `lr`, `seconds`, `peak_bytes`."""
+        """One row per training step, in order: `step`, `loss` (the mean of its samples), `lr`, `seconds`, `peak_bytes`."""
         import pyarrow.compute as pc
 
         rows = self.rows.filter(pc.equal(self.rows["split"], "train"))
