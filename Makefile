@@ -86,9 +86,9 @@ endif
 
 samples: train
 
-# Not part of `train`: it draws every preview prompt, also those after the first `samples.prompts`.
+# Not part of `train`: it draws every preview prompt, also those after the first `samples.first_prompts`.
 ## Compare the previews with training images and real pictures
-scores evaluate: export LATENTMILL_SET := $(value SET) $(if $(filter retrieval,$(PIPELINE)),,samples.prompts=0)
+scores evaluate: export LATENTMILL_SET := $(value SET) $(if $(filter retrieval,$(PIPELINE)),,samples.first_prompts=0)
 scores: samples
 	@$(RUN) scores
 

@@ -123,7 +123,7 @@ def test_a_run_with_failures_exits_with_1_and_says_how_many(tmp_path, requested,
         measure, "run_isolated", lambda case, limit_s, environment: asdict(case) | {"error": f"stopped after {limit_s:g} s"}
     )
     code, output = invoke("--large", "--limit", 7, "--out", tmp_path / "rows.jsonl")
-    assert code == 1 and "17 of 17 cases failed" in output and "dev            512 px" in output
+    assert code == 1 and "18 of 18 cases failed" in output and "dev            512 px" in output
     assert {row["error"] for row in read(tmp_path / "rows.jsonl")} == {"stopped after 7 s"}
     assert all(row["run"] for row in read(tmp_path / "rows.jsonl"))
 

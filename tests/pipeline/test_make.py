@@ -1,5 +1,6 @@
 """What is typed after `make` reaches the command as it was typed."""
 
+import os
 import re
 import subprocess
 
@@ -10,11 +11,19 @@ from pipeline.project.project import shell_path
 from pipeline.store.disk import CHECKOUT
 from tests import projects
 
+# Below `make test`, an inner make would print "Entering directory" and take over the options of the outer one.
+VARIABLES = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+
+
+def run(words: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command in the checkout, without the variables that an outer make passes on."""
+    return subprocess.run(words, cwd=projects.ROOT, env=VARIABLES, capture_output=True, text=True, timeout=600, check=False)
+
 
 def through_make(target: str, name: str, variable: str, value: str) -> str:
     """Run make with `variable=value` and return the environment variable `name` as the command sees it. Nothing is installed."""
     words = ["make", "-s", "-o", ".venv/ready", target, f"LATENTMILL=printenv {name} #", f"{variable}={value}"]
-    done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, timeout=600)
+    done = run(words)
     assert done.returncode == 0, done.stderr
     return done.stdout.removesuffix("\n")
 
@@ -37,7 +46,7 @@ def test_quotes_dollars_and_spaces_survive_make(target, variable, value):
 
 def test_make_train_checks_captions_before_weights_are_needed():
     words = ["make", "-n", "-o", ".venv/ready", "train"]
-    said = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, timeout=600).stdout
+    said = run(words).stdout
     assert re.findall(r"run (\w+)", said)[:4] == ["images", "captions", "buckets", "latents"]
 
 
@@ -63,14 +72,14 @@ def test_a_projects_folder_is_written_so_that_make_finds_it(tmp_path, monkeypatc
 @pytest.mark.parametrize("sql", re.findall(r"```sql\n(.*?)\n```", (projects.ROOT / "README.md").read_text(), re.DOTALL))
 def test_sql_of_the_readme_may_be_pasted_between_double_quotes(sql):
     line = f'make -s -o .venv/ready query "LATENTMILL=printenv LATENTMILL_SQL #" SQL="{sql}"'
-    done = subprocess.run(["sh", "-c", line], cwd=projects.ROOT, capture_output=True, text=True, timeout=600)
+    done = run(["sh", "-c", line])
     assert done.stdout.removesuffix("\n") == sql
 
 
 @pytest.mark.parametrize("wrong", ["PROJET=data/cats", "project=data/cats", "STEPS=3"])
 def test_a_misspelt_variable_is_refused_and_nothing_runs(wrong):
     words = ["make", "-n", "-o", ".venv/ready", "train", wrong]
-    done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, timeout=600)
+    done = run(words)
     assert done.returncode and not done.stdout
     assert f"make has no variable {wrong.partition('=')[0]}; there are PROJECT" in done.stderr
 

@@ -26,7 +26,7 @@ class SamplesConfig:
     seeds: tuple[int, ...] = selects(
         (0,), "seeds of the starting noise; each gives one preview per prompt and checkpoint", bounds=SEEDS
     )
-    prompts: int = selects(0, "preview prompts to draw, from the first; 0: all", bounds=(0, 100_000))
+    first_prompts: int = selects(0, "preview prompts to draw, from the first; 0: all", bounds=(0, 100_000))
     width: int = selects(
         768, "width of a preview, pixels, a multiple of 16; 768 is the larger default training resolution", bounds=(16, 4096)
     )

@@ -44,7 +44,7 @@ def wanted_samples(ctx: StageContext) -> pa.Table:
     rows = [
         (source.adapter_id, source.step, caption_id, prompt, seed, config.width, config.height)
         for source in sample_sources(ctx)
-        for caption_id, prompt in list(prompts.items())[: config.prompts or None]
+        for caption_id, prompt in list(prompts.items())[: config.first_prompts or None]
         for seed in config.seeds
     ]
     schema = pa.schema([SAMPLES.stored.field(name) for name in WANTED])

@@ -189,7 +189,7 @@ def test_the_chosen_checkpoints_are_wanted_in_order(root: Path, tmp_path: Path, 
 
 @pytest.mark.parametrize(("prompts", "drawn"), [(0, PROMPTS), (1, PROMPTS[:1]), (100, PROMPTS)])
 def test_only_the_first_prompts_are_drawn_if_a_number_is_set(root: Path, tmp_path: Path, prompts: int, drawn: list[str]) -> None:
-    wanted = STAGE.wants(context(root, tmp_path, replace(CONFIG, prompts=prompts)))
+    wanted = STAGE.wants(context(root, tmp_path, replace(CONFIG, first_prompts=prompts)))
     assert list(dict.fromkeys(wanted["prompt"].to_pylist())) == list(drawn)
 
 
