@@ -119,7 +119,7 @@ def test_a_damaged_file_anywhere_is_harmless_made_good_or_named(reference: Path,
     generator.shuffle(weighted)
     outcomes: dict[str, int] = {}
     failures: list[str] = []
-    for number in range(cases(26, 500)):
+    for number in range(cases(13, 500)):
         group, kind = weighted[number], generator.choice(list(DAMAGE))
         folder = tmp_path / str(number) / "project"  # the name is in the export
         shutil.copytree(reference, folder, copy_function=shutil.copy2, symlinks=True)

