@@ -179,7 +179,9 @@ def _edited(site: Site, page: str, body: bytes) -> Response:
 
 
 def picture_address(name: str, size: int | str = 384) -> str:
-    """Return the address of the picture `name`, "SOURCE/PATH"."""
+    """Return the address of a picture on the local page. `name` is "SOURCE/PATH", such as "samples/a.png". `size` is the
+    longer side of the picture that is sent, in pixels, or "file" for the file as it is.
+    """
     from urllib.parse import quote
 
     return f"/picture/{quote(name)}?size={size}"

@@ -116,8 +116,8 @@ def rank_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 class Corpus:
     """The documents of the evaluation, with methods that score and rank them. `mode` is "plain" or "hard". In the mode
-    "hard", each unit that answers a query is searched without its own name. `folder` is an empty folder. The full-text
-    index is written into it.
+    "hard", the function's own name is removed from every document that is the right answer of a query. `folder` is an
+    empty folder, which gets the full-text index.
     """
 
     def __init__(self, ctx: StageContext, mode: str, folder: Path) -> None:

@@ -33,8 +33,8 @@ class StepGradient:
         return mx.concatenate([terms["loss"][0] for terms in self.terms])
 
     def values(self, column: str) -> list[Any]:
-        """Return one value per sample for the loss term of the table column `column`. The values are in the order of the
-        step. If a sample does not have this term, its value is None.
+        """Return the values that the table column `column` gets: one per sample, in the order in which the step computed the
+        samples. A value is None if the loss of the sample has no term for this column.
         """
         found: list[Any] = []
         for terms in self.terms:

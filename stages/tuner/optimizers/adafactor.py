@@ -20,8 +20,9 @@ class Adafactor:
     """The Adafactor optimizer. It divides each gradient by the root of an estimated second moment. For a matrix, it
     stores only one mean of squared gradients per row and one per column. The state therefore takes almost no memory. An
     update is scaled down if its root mean square is above `clip_threshold`. It is then multiplied by the learning rate.
-    `beta1` is the decay rate of a first moment; 0 means no first moment. A step also removes the share `weight_decay`
-    times the learning rate of every matrix. Adafactor suits the largest models and ranks.
+    `beta1` is the decay rate of a first moment; 0 means no first moment. Each step also
+    multiplies every matrix by `1 - weight_decay * lr`, where `lr` is the learning rate.
+    It suits the largest models and ranks.
 
     It is a little less steady than AdamW, because it has no first moment unless `beta1` is set. As LoRA trainers use it, it takes
     the schedule's learning rate for every array. The paper's own form has `scale_parameter` and `relative_step`.
