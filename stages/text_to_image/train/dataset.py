@@ -27,7 +27,8 @@ class Crop:
     `captions` holds the caption_ids of the image. `classes` has the caption_id of one class caption for each of them,
     or "" if there is none. If no caption has one, `classes` may be empty. A class caption has the class word (such as
     "cat") in place of the trigger word. `rate` is the average number of occurrences per epoch. `mask` has the weight of
-    each image token as one byte, from 0 to 255. If `mask` is None, all tokens have full weight.
+    each image token as one byte, from 0 to 255. If `mask` is None, all tokens have full weight. `resolution` is that of
+    its bucket.
     """
 
     latent_id: str
@@ -39,6 +40,7 @@ class Crop:
     classes: tuple[str, ...] = ()  # for each caption, its class caption; "": it has none
     rate: float = 1.0  # occurrences per epoch
     mask: bytes | None = None  # the weight of each token, one byte each; None: all count in full
+    resolution: int = 0  # of its bucket
 
     @property
     def tokens(self) -> int:
@@ -160,6 +162,7 @@ def _crop(row: Row, rate: float, texts: Texts, masked: bool) -> Crop:
         texts.classes.get(image, ()),
         rate,
         row["mask"] if masked else None,
+        row["resolution"],
     )
 
 

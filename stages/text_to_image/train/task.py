@@ -9,7 +9,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.text_to_image.buckets import BUCKETS
 from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.train import TRAIN
 from stages.models.protocols import Transformer
@@ -62,9 +61,9 @@ class ImageTask:
         """Facts for the headers of adapter files. "family" is the model family's name. "resolution" is the largest one that
         images are trained at, such as "768x768". "trigger" is left out if there is none.
         """
-        captions, buckets = self.ctx.rows(CAPTIONS), self.ctx.rows(BUCKETS)
+        captions = self.ctx.rows(CAPTIONS)
         triggers = captions.filter(pc.equal(captions["role"], "trigger"))["text"].to_pylist()
-        largest = pc.max(buckets.filter(pc.is_null(buckets["rejected"]))["resolution"]).as_py()
+        largest = max(crop.resolution for crop in self.data.crops)
         found = {"family": self.family.name, "resolution": f"{largest}x{largest}"}
         return found | dict(zip(("trigger",), triggers, strict=False))
 

@@ -78,7 +78,7 @@ def measured(run: Run) -> list[float]:
 
 
 def test_a_measurement_runs_under_the_live_memory_limit_of_the_plan(bounds, transformer, tmp_path, monkeypatch):
-    before, seen = mx.get_memory_limit(), limits_in(monkeypatch, "BlockwiseBackprop")
+    before, seen = mx.get_memory_limit(), limits_in(monkeypatch, "predict")
     Run(tmp_path, transformer, replace(BASE, steps=2, memory="blocks", validation=ASIDE)).go()
     assert len(seen) == 6 and set(seen) == set(bounds)
     assert mx.get_memory_limit() == before

@@ -12,8 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from schemas.text_to_image import latents
+from schemas.text_to_image import captions, latents
 from stages.text_to_image.train.config import NoiseConfig
+from stages.text_to_image.train.selection import DataConfig
 from stages.text_to_image.train.stage import STAGE
 from stages.text_to_image.train.task import ImageTask
 from stages.tuner.config import ScheduleConfig
@@ -116,7 +117,22 @@ def test_missing_rows_are_an_error_of_one_line(change, message, tmp_path, transf
 
 def test_the_header_of_the_adapter_describes_it(whole):
     metadata = mx.load(str(whole.folder / "artifacts" / "adapter.safetensors"), return_metadata=True)[1]
-    assert metadata == {"family": "tiny", "variant": "lora", "rank": "2", "alpha": "2", "step": "7"}
+    facts = {"family": "tiny", "resolution": "64x64"}
+    assert metadata == facts | {"variant": "lora", "rank": "2", "alpha": "2", "step": "7"}
+
+
+def test_the_header_names_the_trigger_and_the_largest_resolution_that_is_trained_at(transformer, tmp_path):
+    made = tables()
+    for n, (width, height) in enumerate(SHAPES):
+        if (width, height) != (64, 64):
+            made["buckets"] = replace_row(made["buckets"], n, resolution=96)
+    word = rows_of(captions.CAPTIONS, {"role": "trigger", "caption_id": "word", "text": "ohwx"})
+    made["captions"] = pa.concat_tables([made["captions"], word])
+    config = replace(BASE, data=DataConfig(resolutions={"64": 1, "96": 1}))
+    header = {"family": "tiny", "resolution": "96x96", "trigger": "ohwx"}
+    assert Run(tmp_path, transformer, config, made).task().metadata == header
+    config = replace(BASE, data=DataConfig(resolutions={"64": 1, "96": 0}))
+    assert Run(tmp_path, transformer, config, made).task().metadata == header | {"resolution": "64x64"}
 
 
 def test_a_distilled_family_is_trained_with_a_warning(transformer, tmp_path):
