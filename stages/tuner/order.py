@@ -1,8 +1,10 @@
 """The order of training rows: full batches of similar shapes, as a function of (seed, batch number) alone.
 
 Rows are drawn in passes. A pass draws each row once, or as often as its rate says. If the rows of a pass do not fill its last
-batch, the first rows of the next pass fill it. So no batch is smaller than the others, and no row is left out. Over any number
-of epochs, each row is drawn equally often, up to one draw.
+batch, the first rows of the next passes fill it. So no batch is smaller than the others, and no row is left out. If every rate
+is 1 and every pass fills a batch, each row is drawn equally often over any number of epochs, up to one draw. Otherwise a row is
+drawn as often as its rate says, rounded, up to the draws that fill a batch. They are fewer than a batch has, but all of them may
+be of one row. The difference does not grow with the number of epochs.
 
 The rows of a batch have one shape if there are enough rows of that shape to fill a batch. Shapes with fewer rows share their
 batches. Such a batch is divided by shape, and its parts are computed one after another.

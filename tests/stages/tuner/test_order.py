@@ -3,7 +3,7 @@ from collections import Counter
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from stages.tuner.order import Order, Rates, share_batches
 
@@ -133,14 +133,23 @@ def test_rows_occur_as_often_as_their_rates_say_and_take_turns(rows, seed):
 
 @settings(max_examples=60, deadline=None)
 @given(rated, sizes, seeds, st.integers(0, 20))
+@example([((64, 64), 0.0)] * 4 + [((64, 64), 0.25)], 5, 0, 0)  # the only row drawn fills its batches alone
+@example([((64, 64), 2.0), *[((64, 64), 0.25)] * 6], 7, 0, 2)  # as many rows as a batch has, but fewer in a pass
 def test_rated_rows_keep_their_shares_in_full_batches(rows, size, seed, first):
     shapes, rates = zip(*rows, strict=True)
     order = Order(shapes, size, seed, rates=rates)
     batches = [batch for epoch in range(first, first + 24) for batch in order.epoch(epoch)]
     assert all(len(batch.rows) == size for batch in batches)
     drawn = Counter(row for batch in batches for row in batch.rows)
-    for row, rate in enumerate(rates):
-        assert abs(drawn[row] - 24 * rate) <= (2 if size <= len(rows) else size + 1) * bool(rate)
+    for group in order.groups:
+        ends = range(first, first + 25, 24)  # at either end, up to size - 1 draws of later passes fill a batch
+        before = [order.rates.before(epoch)[group].sum() for epoch in ends]
+        passes = 0  # that those draws may take
+        while any(order.rates.before(e + passes)[group].sum() - n < size - 1 for e, n in zip(ends, before, strict=True)):
+            passes += 1
+        for row in group:
+            assert abs(drawn[row] - 24 * rates[row]) <= min(size - 1, np.ceil(passes * rates[row]))
+    assert all(rates[row] for row in drawn)
     assert all(count <= order.most(shapes[row]) for batch in batches for row, count in Counter(batch.rows).items())
 
 
