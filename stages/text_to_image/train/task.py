@@ -65,7 +65,7 @@ class ImageTask:
         triggers = captions.filter(pc.equal(captions["role"], "trigger"))["text"].to_pylist()
         largest = max(crop.resolution for crop in self.data.crops)
         found = {"family": self.family.name, "resolution": f"{largest}x{largest}"}
-        return found | dict(zip(("trigger",), triggers, strict=False))
+        return found | {"trigger": triggers[0]} if triggers else found
 
     def sizes(self, step: int) -> list[int]:
         """Return the number of samples in each batch of step `step` (from 1). No sample is drawn."""

@@ -13,7 +13,7 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
 PAGES = ("overview", "images", "captions", "training", "samples", "scores", "sql", "one?key=picture0.png")
-SECONDS = 120  # until a page counts as hanging, on a busy machine too
+SECONDS = 600  # until a page counts as hanging, on a busy machine too
 
 
 def browser(chromium, driver):
