@@ -1,0 +1,167 @@
+"""Compare our recipe with the defaults of other trainers: train data/example with each, draw all prompts, score them.
+
+    python -m data.experiments.recipes OUT [--seeds 3] [--steps N] [--only PATTERN] [--workers N]
+
+adds one JSON line per run to the file OUT. Runs that OUT has already are left out, so a stopped experiment goes on. The recipes
+are in recipes.toml. All runs train on the same number of samples: the steps of data/example (or N) times its batch. A batch
+of one therefore takes four times as many steps.
+
+The learning rates of other trainers are made for the released models. A model as small as micro needs about thirty times as
+much: data/example has 30 times our own default. So each of these recipes runs as it is, and with 30 times its rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import logging
+import multiprocessing
+import shutil
+import tempfile
+import time
+import tomllib
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from data.experiments.in_memory import MemoryTables
+from pipeline.commands.evaluate import Row, auc, group_rows, mean_difference, pair_by_prompt, values
+from pipeline.project.project import Project
+
+LOG = logging.getLogger("recipes")
+HERE = Path(__file__).parent
+EXAMPLE = HERE.parent / "example"
+RATE = 30  # the learning rate of data/example over the default
+BEFORE = ("images", "captions", "buckets", "latents", "embeddings")
+COLUMNS = ("style", "real", "agreement")
+
+Settings = dict[str, Any]
+
+
+def recipes(steps: int) -> dict[str, Settings]:
+    """Return the settings of each recipe by its name. `steps` is the number of steps with the batch of data/example."""
+    found = {}
+    for recipe in tomllib.loads((HERE / "recipes.toml").read_text())["recipe"]:
+        settings = {key: value for key, value in recipe.items() if "." in key}
+        found[recipe["name"]] = at_length(settings, steps)
+        if recipe.get("rival"):
+            found[f"{recipe['name']}, rate x {RATE}"] = at_length(settings | {"train.lr": settings["train.lr"] * RATE}, steps)
+    return found
+
+
+def at_length(settings: Settings, steps: int) -> Settings:
+    """Return `settings` for a run over as many samples as `steps` steps of data/example have. Added are the number of steps
+    and, for a falling learning rate, the steps that it falls over.
+    """
+    example = Project(EXAMPLE).config.sections["train"]
+    length = steps * example.batch_size // settings.get("train.batch_size", example.batch_size)
+    schedule = dict(settings.get("train.schedule", {"shape": "cosine", "warmup_steps": example.schedule.warmup_steps}))
+    if schedule.get("shape", "constant") != "constant":
+        schedule["decay_steps"] = length - schedule["warmup_steps"]
+    return settings | {"train.steps": length, "train.checkpoint_every": length, "train.schedule": schedule}
+
+
+class Bench:
+    """The tables of data/example before `train`, and the pictures of the base model. Both are made once and used by every
+    run. Artifacts are written below `folder`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tables = MemoryTables(folder / "before")
+        for name in BEFORE:
+            self.tables.run(Project(EXAMPLE), name)
+        self.base: dict[str, MemoryTables] = {}  # settings of [samples] as JSON -> tables with the base's pictures
+
+    def run(self, settings: Settings) -> dict[str, Any]:
+        """Train with `settings`, draw all prompts, score the pictures, and return the measurements (see `measure`). Added are
+        the mean loss of the last fifth of the samples, and seconds.
+        """
+        began = time.monotonic()
+        drawing = {key: value for key, value in settings.items() if key.startswith("samples.")} | {"samples.first_prompts": 0}
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        tables = self.tables.branch(folder)
+        losses = tables.run(Project(EXAMPLE, settings), "train")["loss"].to_numpy()
+        trained = time.monotonic()
+        drawn = tables.run(Project(EXAMPLE, settings | drawing | {"samples.base": False}), "samples")
+        base = self._base(drawing)
+        shutil.copytree(base.files["samples"], tables.files["samples"], dirs_exist_ok=True)
+        tables.rows["samples"] = pa.concat_tables([base.rows["samples"], drawn])
+        rows = tables.run(Project(EXAMPLE, settings | drawing), "scores").to_pylist()
+        shutil.rmtree(folder)
+        seconds = {"train_seconds": round(trained - began, 1), "seconds": round(time.monotonic() - began, 1)}
+        return measure(rows) | {"loss": round(float(losses[-len(losses) // 5 :].mean()), 4), "samples": len(losses)} | seconds
+
+    def _base(self, drawing: Settings) -> MemoryTables:
+        """Return tables with the base's pictures of all prompts, drawn with the settings `drawing` of [samples]."""
+        key = json.dumps(drawing, sort_keys=True)
+        if key not in self.base:
+            self.base[key] = self.tables.branch(self.folder / f"base-{len(self.base)}")
+            self.base[key].run(Project(EXAMPLE, drawing), "samples")
+        return self.base[key]
+
+
+def measure(rows: list[Row]) -> dict[str, Any]:
+    """Return the measurements of a run. `rows` are its rows of the table `scores`. "style" and "real" are AUCs over the base,
+    "agreement" is the mean less the base's. "scores" has the values of every prompt: column -> [[base, adapter], ...].
+    """
+    groups = group_rows(rows)
+    adapter = next(name for name in groups if name not in ("base", "real"))
+    found: dict[str, Any] = {"scores": {}}
+    for column in COLUMNS:
+        pairs = pair_by_prompt(groups["base"], groups[adapter], column)
+        base, other = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
+        found[column] = round((mean_difference if column == "agreement" else auc)(base, other), 4)
+        found["scores"][column] = [[round(float(x), 4) for x in (one[0], two[0])] for one, two in pairs]
+    for name, key in ((adapter, "recall"), ("base", "recall_base")):
+        found[key] = round(float(np.mean(values(groups[name], "agreement_rank") <= 10)), 3)
+    return found
+
+
+_BENCH: list[Bench] = []  # the bench of this worker process
+
+
+def _work(row: dict[str, Any], folder: str) -> dict[str, Any]:
+    if not _BENCH:
+        _BENCH.append(Bench(Path(tempfile.mkdtemp(dir=folder))))
+    return row | _BENCH[0].run(row["set"] | {"train.seed": row["seed"]})
+
+
+def main() -> None:
+    """Run the experiment."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=Project(EXAMPLE).config.sections["train"].steps)
+    parser.add_argument("--only", default="*", help="names of recipes, with wildcards")
+    parser.add_argument("--workers", type=int, default=1, help="processes; more than one helps on a GPU")
+    parser.add_argument("--more", type=Path, help="JSON file: name -> settings of further recipes")
+    asked = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    lines = asked.out.read_text().splitlines() if asked.out.exists() else []
+    done = {(row["recipe"], row["seed"]) for row in map(json.loads, lines)}
+    chosen = recipes(asked.steps) | (json.loads(asked.more.read_text()) if asked.more else {})
+    todo = [
+        {"recipe": name, "seed": seed, "set": settings}
+        for seed in range(asked.seeds)
+        for name, settings in chosen.items()
+        if fnmatch.fnmatch(name, asked.only) and (name, seed) not in done
+    ]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        asked.out.open("a") as out,
+        ProcessPoolExecutor(asked.workers, multiprocessing.get_context("spawn")) as pool,
+    ):
+        for ended in as_completed([pool.submit(_work, row, folder) for row in todo]):
+            row = ended.result()
+            out.write(json.dumps(row) + "\n")
+            out.flush()
+            LOG.info("%s, seed %d: %s", row["recipe"], row["seed"], ", ".join(f"{name} {row[name]:.3f}" for name in COLUMNS))
+
+
+if __name__ == "__main__":
+    main()
