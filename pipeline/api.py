@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
 
 class Project(project.Project):
-    """A training project, opened for use from Python. It is a folder with project.toml, the input files, and one table per
-    stage. `p = Project("data/cats", {"train.steps": 200})` opens the folder data/cats and replaces one setting of project.toml.
-    `p.run("train")` runs a stage, and `p["train"]` returns its table. `training_run` chooses a training run by its name or
-    recipe: its settings and its table are used. Raises ValueError if the folder holds no project or a setting is wrong.
+    """A training project, opened for use from Python. A project is a folder with project.toml, input files, and one
+    table per stage. `path` is that folder. `overrides` replaces settings, such as `{"train.steps": 200}`.
+    `p.run("train")` runs a stage, and `p["train"]` returns its table. Raises ValueError if the folder holds no project
+    or a setting is wrong.
+
+    If `fetch` is True, missing weights may be downloaded. `training_run` chooses an earlier training run, by its name
+    or by the beginning of its recipe (the id of its settings). The settings and the table of that run are then used.
     """
 
     def __init__(self, path: str | Path, overrides: Overrides = (), *, fetch: bool = False, training_run: str = "") -> None:
@@ -52,9 +55,9 @@ class Project(project.Project):
         return outcome
 
     def __getitem__(self, name: str) -> Table:
-        """Return the table of the stage `name`, with its rows and tensors. It is the result of the last finished run of
-        this stage with the present settings. If there is no such run, it is the newest table of other settings. Raises
-        ValueError if there is no such stage, or if no run of the stage has finished.
+        """Return the table of the stage `name`, with its rows and tensors. The table holds the result of a finished run
+        with the present settings. If there is none, the newest table of other settings is returned. Raises ValueError
+        if the stage does not exist or no run of it has finished.
         """
         from pipeline.project.tables import Table
 
@@ -81,7 +84,8 @@ class Project(project.Project):
         return answer_panel(self, name)
 
     def lancedb(self) -> Any:
-        """Return a LanceDB connection to the tables: `project.lancedb().open_table("images")`.
+        """Return a LanceDB connection to the tables of the project. For example,
+        `project.lancedb().open_table("images")` opens one table.
 
         A table is listed once its stage has run. The rows that this program shows are those whose column `live` is true.
         """
@@ -99,9 +103,9 @@ class Project(project.Project):
         return states(self)
 
     def verify(self, *, repair: bool = False) -> list[Finding]:
-        """Read all files of the project and return a list of what is damaged. If `repair` is True, damaged rows and
-        files are first removed. Those of the current settings are then computed again. The returned list holds only the
-        damage that remains.
+        """Check all files of the project, and return the damage that was found, as a list of `Finding`. If `repair` is
+        True, damaged rows and files are first removed, and those of the current settings are computed again. The list
+        then holds only the damage that remains.
         """
         from pipeline.commands.verify import find_damage, repair_project
 

@@ -50,9 +50,11 @@ def run_with_restart(
     say: Callable[[str], None],
     start_again: Callable[[], NoReturn],
 ) -> Result:
-    """Call `run` and return its result. If the GPU's watchdog ends it after a new checkpoint was written, call `start_again`,
-    once. Any other error is raised. `artifacts()` returns the artifacts folder of the table that `run` writes. `say(line)` tells
-    the user. A process keeps a broken GPU context, so `start_again` must replace the process.
+    """Call `run` and return its result. If the GPU's watchdog stops it after a new checkpoint was written, call
+    `start_again`, at most once. All other errors are raised. `artifacts()` returns the folder in which `run` saves its
+    checkpoints, or None. `say` receives a line for the user.
+
+    `start_again` must replace the process, because the GPU context of the old process is broken.
     """
     before = newest_checkpoint(artifacts())
     try:

@@ -39,6 +39,8 @@ def explain(message: str) -> str | None:
 
 
 def may_restart(message: str) -> bool:
-    """Return True if a new process may go on after this error. Too little memory would only fail again."""
+    """Return True if the work can go on in a new process after a GPU error. `message` is the text of the exception.
+    Return False for an unknown error and for too little memory, which would only fail again.
+    """
     found = [again for pattern, _, _, again in KINDS if re.search(pattern, message, re.IGNORECASE)]
     return bool(found) and found[0]

@@ -25,9 +25,9 @@ SMALL_MAC = 16 * 2**30 - 1
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware and software of a machine. Sizes are in bytes. `files` is the maximum number of open files.
-    `translated` is True if Python runs under Rosetta, Apple's emulator of Intel processors. `macos` is the version of
-    macOS, or "" on other systems. `budget` is the memory that a stage may take.
+    """The hardware and software of a machine. Sizes are in bytes. `files` is the largest number of files that may be
+    open. `translated` is True if Python runs under Rosetta, the emulator of Intel processors. `macos` is the version of
+    macOS, or "" elsewhere. `budget` is the memory that a stage may take.
     """
 
     system: str
@@ -48,7 +48,7 @@ class Machine:
 
 
 def examine(folder: Path = Path()) -> Machine:
-    """Return the facts about this machine. `folder` is on the disk whose free space is of interest."""
+    """Return the hardware and software facts of this machine. `folder` lies on the disk whose free space is reported."""
     import stages
     from stages.tuner.blockwise.device import memory_budget
 
@@ -134,5 +134,5 @@ def problems(machine: Machine) -> Iterator[str]:
 
 
 def facts(machine: Machine) -> dict[str, Any]:
-    """Return the facts as plain data."""
+    """Return the fields of `machine` as a dict from field name to value."""
     return asdict(machine)

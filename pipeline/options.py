@@ -50,10 +50,12 @@ def with_project(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def open_project(path: str, overrides: tuple[str, ...] = (), run: str = "") -> Project:
-    """Open and return the project in the folder `path`. `overrides` replace settings; they are texts such as
-    "train.steps=500". If there are none, those in the environment variable `LATENTMILL_SET` are used. `run` is the name or recipe
-    of a training run whose settings are used. Raises ValueError if there is no project or no such run, or if a setting is wrong.
-    The message is one line.
+    """Open the project in the folder `path` and return it. `overrides` are texts such as "train.steps=500" that replace
+    settings. `run` chooses a recorded training run, by its name or the beginning of its recipe (12 hex digits). Its
+    settings are then used. Raises ValueError if there is no such project or run, or if a setting is wrong.
+
+    If there are no overrides, those in the environment variable `LATENTMILL_SET` are used. The message of the error is
+    one line.
     """
     from pipeline.project.project import Project
 

@@ -72,7 +72,9 @@ class Outcome:
 
     @property
     def up_to_date(self) -> bool:
-        """True if the run had nothing to do: it wrote and removed no row, and none is left to compute."""
+        """True if this run of a stage had nothing to do. It then wrote no row and removed no row, and no row is left to
+        compute.
+        """
         return not self.written and not self.removed and not self.left
 
 
@@ -152,8 +154,9 @@ def repair(project: Project, name: str, console: Console) -> None:
 def _context(
     project: Project, stage: Stage, writer: Writer, console: Console, stop: threading.Event, reasons: list[str]
 ) -> StageContext:
-    """Return the context of a stage that runs in this process. If the stage ends early, it adds the reason to the list
-    `reasons`. `stop` is set when the user asks to stop.
+    """Return the context that the functions of `stage` get in this run. It writes artifacts through `writer` and
+    reports to `console`. `stop` is set when the user asks to stop. If the stage ends early, it adds the reason to the
+    list `reasons`.
     """
     return project.context(
         stage,
@@ -205,9 +208,11 @@ def _write_bytes(path: Path, content: bytes) -> None:
 
 @contextmanager
 def interruptible(say: Callable[[str], None] = lambda line: None) -> Iterator[threading.Event]:
-    """Yield an event that the first Ctrl-C or SIGTERM sets. The block can then stop after its current batch. A second signal
-    raises KeyboardInterrupt. `say` gets one line at the first signal, at once, also while the main thread computes. Outside
-    the main thread, signals are left as they are and the event is never set.
+    """Return a context manager that gives a `threading.Event`. The first Ctrl-C or SIGTERM sets the event, so that the
+    block can stop after its current batch. It also calls `say` with one line at once. A second signal raises
+    KeyboardInterrupt. Outside the main thread, the event is never set.
+
+    `say` is called even while the main thread computes. Outside the main thread, the handling of signals is unchanged.
     """
     stop = threading.Event()
 
@@ -302,8 +307,10 @@ def peak_rss() -> int:
 
 
 def peak_mlx(meter: Meter | None = None) -> int:
-    """Return the peak active memory of MLX in this process, in bytes. Return 0 if MLX was never imported. If a `Meter`
-    was used, pass it as `meter`. A meter resets MLX's own peak and holds the largest value.
+    """Return the peak active memory of MLX in this process, in bytes. Return 0 if MLX was never imported. `meter` is
+    the `Meter` that measured this process, or None.
+
+    A meter resets MLX's own peak, so the largest value of both is returned.
     """
     core = sys.modules.get("mlx.core")
     return max(int(core.get_peak_memory()), meter.peak if meter else 0) if core else 0

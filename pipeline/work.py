@@ -21,10 +21,12 @@ from stages.stage import Artifact, Input, Stage, StageContext, WorkUnit, load
 
 
 def divide(module: str, stage: Stage, ctx: StageContext, inputs: Mapping[str, Input], size: int) -> Iterator[WorkUnit]:
-    """Yield the pending rows of `ctx` as work units of at most `size` rows. Units can be pickled. `perform` can compute
-    a unit in any process. If `stage.divisible` is False, one unit holds all pending rows. `module` is the dotted name
-    of the module that defines `stage` as `STAGE`. `inputs` maps a table's name to the table's folder and version. It is
-    the result of `Project.inputs`. If rows are pending, missing weights are downloaded first.
+    """Yield the pending rows of a stage as work units of at most `size` rows. A unit can be pickled, and `perform`
+    computes it in any process. `module` is the dotted name of the module that defines `stage` as `STAGE`. `inputs` is
+    the result of `Project.inputs`: table name -> folder and version.
+
+    If `stage.divisible` is False, one unit holds all pending rows. If any row is pending, missing weights are
+    downloaded first.
     """
     size = size if stage.divisible else max(1, ctx.pending.num_rows)
     needs = {name: ctx.need(name) for name in stage.needs} if ctx.pending.num_rows else {}
@@ -41,9 +43,9 @@ def perform(
     progress: Callable[[int, int, str], None] = lambda done, total, unit: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[pa.RecordBatch | Artifact]:
-    """Compute the rows of a work unit. Yield the stage's record batches for the runner to commit. Artifacts (files that rows
-    name) come before the batch that names them. `say(line)` and `progress(done, total, unit)` receive reports for the user. If
-    `stop()` becomes True, the stage returns early.
+    """Compute the pending rows of a work unit, and yield them as record batches. Files that the rows name are yielded
+    as `Artifact` before their batch. `say(line)` and `progress(done, total, unit)` receive reports for the user. If
+    `stop()` returns True, the stage ends early and some rows are missing.
 
     Only a temporary folder is written to.
     """
@@ -91,9 +93,8 @@ def perform(
 
 
 def _artifacts(unit: WorkUnit, schema: TableSchema, stage: Stage) -> Path:
-    """Return the artifacts folder of a table that `stage` reads. `schema` is the schema of this table. `unit` is the
-    work unit with the input tables. If `stage` can run without the table and `unit` lacks it, the returned folder does
-    not exist.
+    """Return the artifacts folder of a table that `stage` reads. `schema` describes the table. `unit` is the work unit
+    that names the folders of its input tables. If an optional table was not built, the returned folder does not exist.
     """
     if schema in stage.optional and schema.name not in unit.inputs:
         return unit.root / "tables" / schema.name / "none" / "artifacts"

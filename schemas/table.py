@@ -22,10 +22,10 @@ SHARD = pa.field("shard", pa.string(), nullable=False, metadata={"doc": "file un
 
 @dataclass(frozen=True)
 class TensorColumn:
-    """A column that holds one tensor per row of a table. `dtype` is a key of `STORED_AS`. A stage yields the values as a
-    flat list in the column `name`. Stored values lie in a shard (an Arrow file with tensors). `shape`, `offset`, `nbytes` and
-    `checksum` are names of other columns. The stage fills the column `shape`. The store fills the others. `offset` and
-    `nbytes` locate the values in the shard, in bytes. `checksum` is the xxh3 of these bytes.
+    """A column that holds one tensor per row of a table. `dtype` is the type of its values, a key of `STORED_AS`. A
+    stage yields the values as a flat list in the column `name`. The store writes them into a shard (an Arrow file with
+    tensors). `shape`, `offset`, `nbytes` and `checksum` are the names of four more columns. The stage fills the column
+    `shape`. The store fills the others: the position in the shard and the size, in bytes, and the xxh3 of these bytes.
     """
 
     name: str
@@ -43,8 +43,8 @@ class TensorColumn:
 
     @property
     def field(self) -> pa.Field:
-        """The Arrow field of this column in the record batches that a stage yields. Each row holds one list of values,
-        of the Arrow type `self.kind`.
+        """The Arrow field of this column in the record batches that a stage yields. Each row holds the values of one
+        tensor as a flat list. The items have the Arrow type `self.kind`.
         """
         kind = pa.list_(pa.field("item", self.kind, nullable=False))
         return pa.field(self.name, kind, nullable=False, metadata={"doc": self.doc})
@@ -70,10 +70,11 @@ class TensorColumn:
 
 
 def tensor(name: str = "tensor", dtype: str = "bfloat16", doc: str = "the values, 16-bit words") -> TensorColumn:
-    """Return the description of a tensor column called `name`. `dtype` is the dtype of its values, a key of
-    `STORED_AS`. `doc` says what the values are. Four more columns hold its shape, offset, size and checksum. They are
-    called NAME_shape, NAME_offset, NAME_nbytes and NAME_checksum. The default `name`, "tensor", is an exception: its
-    columns are called `shape`, `byte_offset`, `nbytes` and `checksum`. The table must declare the shape column, a list of int32.
+    """Return the description of a tensor column called `name`. `dtype` is the dtype of its values, a key of `STORED_AS`
+    such as "bfloat16". `doc` says what the values are. Four more columns hold the tensor's shape, offset, size and
+    checksum. They are called NAME_shape, NAME_offset, NAME_nbytes and NAME_checksum. For the name "tensor" they are
+    called `shape`, `byte_offset`, `nbytes` and `checksum`. The table must declare the shape column itself, as a list of
+    int32. Raises AssertionError if `dtype` is unknown.
     """
     assert dtype in STORED_AS, f"{name}: dtype must be one of {', '.join(STORED_AS)}, got {dtype}"
     if name == "tensor":
@@ -92,15 +93,17 @@ def column(name: str, kind: pa.DataType, doc: str, *, null: bool = False, measur
 
 @dataclass(frozen=True)
 class TableSchema:
-    """Describe a table. `name` is the table's name. `doc` says what a row is. `key` holds the names of the columns that
-    identify a row. `columns` holds all columns in order. `tensors` lists the tensors that every row has. A table with
-    tensors has exactly one key column. `retains_dead_rows` is about rows that no setting needs any more. If it is True,
-    these rows stay on disk until `latentmill clean` and are hidden from readers. If it is False, they are deleted when
-    the next run finishes. `artifact` is the name of a column. This column holds the path of a row's own file, below the
-    folder `artifacts`. If rows have no files, `artifact` is empty. A row whose file is missing or damaged counts as
-    missing.
+    """The description of a table. `name` is the table's name. `doc` says what a row is. `key` holds the names of the
+    columns that identify a row. `columns` holds all columns in order. `tensors` lists the tensors that every row has. A
+    table with tensors has exactly one key column. `retains_dead_rows` says what happens to rows that no setting needs
+    any more. If it is True, they are kept on disk until `latentmill clean`, hidden from readers. If it is False, the
+    next finished run deletes them. `artifact` is the name of the column with the path of a row's own file. It is "" if
+    rows have no files. Raises AssertionError if a key column, `artifact` or the column of a tensor's shape is missing,
+    or a name is there twice.
 
     Set `retains_dead_rows` to True if the rows are expensive to recompute. Tables with tensors always retain such rows.
+    The path of a row's file is relative to the folder `artifacts`. A row whose file is missing or damaged counts as
+    missing.
     """
 
     name: str
@@ -112,8 +115,9 @@ class TableSchema:
     artifact: str = ""
 
     def __post_init__(self) -> None:
-        """Raise AssertionError if a key column or the shape column of a tensor is missing. Also raise it if two columns
-        have the same name. Also raise it if a table with tensors does not have exactly one key column.
+        """Raise AssertionError if a key column, the shape column of a tensor or the column `artifact` is missing. Also
+        raise it if two columns have the same name. Also raise it if a table with tensors does not have exactly one key
+        column.
         """
         names = [field.name for field in (*self.batch, *self.locator)]
         needed = {*self.key, *(each.shape for each in self.tensors), *filter(None, [self.artifact])}
@@ -140,7 +144,9 @@ class TableSchema:
 
     @property
     def shard(self) -> pa.Schema:
-        """The Arrow schema of a shard: the columns, the tensors and then their checksums."""
+        """The Arrow schema of a shard (an Arrow file with tensors). The columns come first, then the values of each
+        tensor as a list, then one checksum per tensor.
+        """
         return pa.schema([*self.batch, *(each.checksum_field for each in self.tensors)])
 
     @property
@@ -152,12 +158,14 @@ class TableSchema:
 
     @property
     def compared(self) -> list[str]:
-        """The names of all columns that are not marked `measured`. Their values must be equal in two equal runs."""
+        """The names of the columns whose values must be equal in two equal runs. Columns marked `measured`, such as
+        clock times and memory, are left out.
+        """
         return [f.name for f in self.columns if not (f.metadata or {}).get(b"measured")]
 
     def table(self, rows: list[dict[str, Any]]) -> pa.Table:
-        """Return an Arrow table with the schema `batch`. `rows` holds one dict per row, which maps column names to
-        values. A column with a default may be left out. Raises AssertionError if another column is missing or a column is
+        """Return an Arrow table with the schema `self.batch`. `rows` holds one dict per row, from column name to value.
+        A column with a default may be left out. Raises AssertionError if another column is missing, or if a name is
         unknown.
         """
         names = set(self.batch.names)

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outlook:
-    """Everything that a forecast of a stage may use. `sections` maps the name of a section to its settings. `family` is the
-    record of the model family, or None. `budget` is the bytes of memory that a stage may take. `weights(name)` returns the
-    path of a component that is on this machine, else None. `rows(schema)` returns the rows of a built table, else None.
+    """The data from which the needs of a stage are forecast. `sections` maps the name of a section of project.toml to
+    its settings. `family` is the record of the model family, or None. `budget` is the memory that the stage may take,
+    in bytes. `weights(name)` returns the path of the weights of a component, or None if they are not on this machine.
+    `rows(schema)` returns the rows of a table as an Arrow table, or None if it is not built.
     """
 
     sections: Mapping[str, Any]
@@ -29,10 +30,10 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a stage needs, computed from shapes before it runs. `peak` is the most memory in use by MLX, in bytes. `row_bytes` is
-    the mean size of a row's tensors or files on disk. `rows` is the number of rows if the settings give it. `file_bytes` is the
-    size of other files. `plan` says in words how the stage computes. If `peak` exceeds the budget, `remedy` names settings with
-    which the stage would fit; it is empty if there are none.
+    """What a stage needs, computed from shapes before it runs. `peak` is the most memory that MLX uses, in bytes.
+    `row_bytes` is the mean size of a row's tensors or files on disk. `rows` is the number of rows, or None if the
+    settings do not give it. `file_bytes` is the size of other files. `plan` says in words how the stage computes. If
+    `peak` exceeds the budget, `remedy` names settings that would fit. It is empty if there are none.
     """
 
     peak: int

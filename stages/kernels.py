@@ -33,9 +33,9 @@ def product_flop(rows: int, inputs: int, outputs: int) -> float:
 
 
 def most_outputs(rows: int, inputs: int, multiple: int = 128) -> int | None:
-    """Return how many output features of a matrix product one kernel may compute. `rows` and `inputs` are the sizes of
-    the input matrix, `(rows, inputs)`. The result is rounded down to a multiple of `multiple` if it is larger than
-    `multiple`. It is at least 1. If the default device has no limit, the result is None.
+    """Return how many output features of a matrix product one GPU kernel may compute, at least 1. `rows` and `inputs`
+    are the shape of the input matrix. A result larger than `multiple` is rounded down to a multiple of it. The result
+    is None if kernels have no limit on the default device.
     """
     if not limited():
         return None

@@ -25,7 +25,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Listing:
-    """A table of rows, the answer to `sql`. A column `picture` is shown as a small picture."""
+    """A table on a web page that shows the rows of the query `sql`. A column named `picture` is shown as a small image."""
 
     title: str
     sql: str
@@ -33,8 +33,9 @@ class Listing:
 
 @dataclass(frozen=True)
 class Cards:
-    """Rows as cards with a picture. `sql` returns at least `picture`, `name` and `text`. `filters` maps the name of a filter to
-    an SQL condition over these columns. `orders` maps the name of an order to an SQL `order by`; the first is the default.
+    """Cards on a web page, one for each row of `sql`. `sql` returns at least the columns `picture`, `name` and `text`.
+    `filters` maps a filter's name to an SQL condition over the columns. `orders` maps an order's name to an SQL `order
+    by` clause. The first order is the default.
     """
 
     title: str
@@ -57,9 +58,9 @@ class Sheet:
 
 @dataclass(frozen=True)
 class Editor:
-    """A list of texts that the user may edit. `sql` returns one row per text, with the columns `key`, `name`, `text`,
-    `picture` and `edited`. `edited` is true if the user has edited the text. `write` and `read` name functions in the
-    form "module:function". `note` tells the user what an edit does.
+    """A list of texts on a web page that the user may edit. `sql` returns the columns `key`, `name`, `text`, `picture`
+    and `edited`, one row per text. `edited` is true if the user has changed the text. `write` and `read` name the
+    functions that store and load edits, as "module:function". `note` explains to the user what an edit does.
 
     The function `write(project_folder, edits)` stores edits in the project. `edits` maps a key to its new text, or to
     None to undo an edit. It raises ValueError if a text cannot be used. The function `read(project_folder)` returns a
@@ -78,7 +79,9 @@ Block = Chart | Listing | Cards | Sheet | Editor
 
 @dataclass(frozen=True)
 class Page:
-    """One page: its name in the address, its title, and its blocks."""
+    """One page of the project's web site. `name` is its name in the address. `title` is its title. `blocks` are the
+    charts, tables and other parts that it shows.
+    """
 
     name: str
     title: str
@@ -87,8 +90,9 @@ class Page:
 
 @dataclass(frozen=True)
 class Detail:
-    """The page about one input. `sql` returns one row with `picture`, `width` and `height`; `$text` stands for the input's name.
-    `boxes` returns rows `label`, `x`, `y`, `width`, `height` that are drawn over the picture, in its pixels.
+    """The web page about one input, such as an image. The query `sql` returns one row with `picture`, `width` and
+    `height`. The query `boxes` returns rows `label`, `x`, `y`, `width` and `height`. They are drawn over the picture,
+    in its pixels. In both queries, `$text` is replaced by the input's key. An empty `boxes` draws nothing.
     """
 
     sql: str

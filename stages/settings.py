@@ -28,16 +28,15 @@ def setting(
     follows: str = "",
     unless: str = "",
 ) -> Any:
-    """Declare a config field whose value changes the content of rows. Return a field for the body of a config
-    dataclass. The field is part of the recipe (the hash that names a table's folder). Another value therefore starts a
-    new table. `default` is the field's default. `doc` names the unit and the reason for the default. `bounds` are the
-    smallest and the largest allowed number. For a tuple or a mapping, they apply to each of its values. Raises
-    TypeError if the default is mutable.
+    """Declare a config field whose value changes the content of rows. Returns a field for a config dataclass. The field
+    is part of the recipe (the hash that names a table's folder), so another value starts a new table. `doc` names the
+    unit and the reason for `default`. `bounds` holds the smallest and the largest allowed number. In a tuple or
+    mapping, they apply to each value. Values in `unrecorded` leave the field out of the recipe. `follows` names another
+    setting, such as "train.base_bits". While the field is None, it takes the value of that setting. `unless` names a
+    field of the same section. If that field is set, this one stays None. Raises TypeError if `default` is mutable.
 
-    With a value in `unrecorded`, the field is left out of the recipe. Use it for a setting that is added later: the
-    value that means "as before" must not rename existing tables. `follows` names a setting of another section, such as
-    "train.base_bits". While the field is None, it takes the value of that setting. If the field `unless` of the same
-    section is set, it stays None.
+    Use `unrecorded` for a setting that is added later. The value that means "as before" must not rename existing
+    tables.
     """
     return _field(default, doc, "setting", bounds, unrecorded=unrecorded, follows=follows, unless=unless)
 
@@ -78,10 +77,10 @@ def require(section: Any, name: str, low: float | None = None, high: float | Non
 
 
 def follow(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the config sections in which unset settings take the value of the setting that they follow. A
-    field follows another if it is declared with `setting(..., follows="section.name")`. `sections` maps the name of a
-    section to its config dataclass. A setting stays None if the setting that it follows does not exist. It also stays
-    None if the field that its `unless` names is set.
+    """Return a copy of the config sections in which unset settings are filled from the settings that they follow. A
+    setting is unset if it is None. `sections` maps the name of a section to its config dataclass. A field declared with
+    `setting(..., follows="train.base_bits")` follows the setting `base_bits` of [train]. It stays None if that setting
+    does not exist. It also stays None if its declaration has `unless="other"` and the field `other` is set.
     """
     found = dict(sections)
     for name, section in sections.items():
@@ -105,9 +104,9 @@ def check_bounds(section: Any) -> None:
 
 
 def check_value(field: dataclasses.Field[Any], value: Any) -> None:
-    """Raise ValueError if a config field may not have `value`. A number must lie within the bounds of `field`. If the
-    field declares no bounds, `WHOLE` applies to int and `NUMBER` to float. In a tuple or mapping, each value is
-    checked, and there may be at most `MOST_ITEMS`. A text must not contain a zero byte.
+    """Raise ValueError if a config field may not have the value `value`. A number must lie within the bounds of
+    `field`. Without bounds, an int must fit into 32 signed bits, and a float must lie between -1e9 and 1e9. A text must
+    not contain a zero byte. In a tuple or mapping, each value is checked. It may have at most 10,000 values.
     """
     many = isinstance(value, tuple | Mapping)
     if many and len(value) > MOST_ITEMS:

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 
 class TensorReader(Protocol):
-    """Random access to the tensors of one table by the key of a row. The files are memory-mapped. Values are read from
-    disk only when they are used.
+    """Read the tensors of one table by the key of a row. `read(key)` returns a tensor as an array. `ahead(keys)` starts
+    loading the tensors of several rows. The files are memory-mapped, so values are read from disk only when they are
+    used.
     """
 
     def read(self, key: str, name: str = "") -> np.ndarray:
@@ -67,10 +68,10 @@ class StageContext:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a pipeline, as plain data. `reads` holds the tables that it reads. `writes` is the table that it
-    writes. The other fields are its config dataclass, its needs and its functions. `wants(ctx)` returns the rows that the
-    table should have. A wanted row that is not stored is pending. `run(ctx)` yields record batches for the pending rows.
-    `needs` names resources, such as model weights. The project supplies them.
+    """One stage of a pipeline: the tables that it reads, the table that it writes, and its functions. `reads` and
+    `writes` are table schemas. `config` is the dataclass of the stage's settings. `needs` names the resources that the
+    project must supply, such as model weights. `wants(ctx)` returns the rows that the table should have. A wanted row
+    that is not stored is pending. `run(ctx)` yields record batches for the pending rows. `ctx` is a `StageContext`.
 
     `wants` returns the key columns and every input column that a row's freshness depends on. It is cheap, loads no weights and
     writes nothing. A stored row that equals its wanted row in all these columns is fresh; the others are pending.
@@ -134,12 +135,13 @@ class Folder:
 
 @dataclass(frozen=True)
 class Weights:
-    """A resource of a pipeline: a component of the project's model family, such as the autoencoder. A stage that needs
-    the resource gets the path of the weights, a file or a folder. Missing weights are downloaded or generated. `fields`
-    holds names of fields of the family's record (`Family`). Name every field whose value changes what the component
-    computes.
+    """A resource of a pipeline: the weights of one component of the project's model family. A component is, for
+    example, the autoencoder. A stage that needs the resource gets the path of the weights, a file or a folder. Missing
+    weights are downloaded or generated first. `fields` names fields of the family's record `Family`. List every field
+    that changes what the component computes.
 
-    The recipe of every stage that needs the component contains the sha256 of the files and the values of `fields`.
+    The values of `fields` and the sha256 of the weights are part of a stage's recipe (the hash that names its table's
+    folder).
     """
 
     fields: tuple[str, ...] = ()
@@ -187,11 +189,13 @@ class Panel:
 
 @dataclass(frozen=True)
 class Chain:
-    """A description of how `latentmill follow TEXT` works for a pipeline. `table` is the table that TEXT is looked up
-    in. `find(query, need, text)` returns the rows of `table` that match `text` best. It returns several rows if `text`
-    is ambiguous. `describe` maps the name of a table to a function (query, row). The function takes the row that was
-    found, and yields lines for the user about that table. `query(sql, **values)` runs SQL and returns rows as dicts.
-    `need(name)` returns a resource of the pipeline.
+    """Describe how the command `latentmill follow TEXT` traces one input through a pipeline's tables. TEXT is looked up
+    in `table`. `label` is the column of `table` that names a row to the user. `text` tells the user what TEXT may be.
+    `find(query, need, text)` returns the best matching rows of `table` as a list of dicts. Several rows mean that TEXT
+    is ambiguous. `describe` maps a table to a function `(query, row)`. The function yields the lines of text that the
+    command prints about this table. `row` is the row that was found.
+
+    `query(sql, **values)` runs SQL and returns rows as dicts. `need(name)` returns a resource of the pipeline.
     """
 
     table: str  # the table whose row is found
@@ -217,9 +221,9 @@ class Option:
 
 @dataclass(frozen=True)
 class Template:
-    """A description of how `latentmill init` makes a new project of a pipeline. `options` are the options of the command.
-    `write(values)` returns the text of project.toml. `values` maps option names to values. `write` raises ValueError for
-    a wrong value.
+    """Describe how the command `latentmill init` makes a new project of a pipeline. `options` are the command's
+    options. `write(values)` returns the text of the new project.toml. `values` maps the name of each option to its
+    value, a text. `write` raises ValueError if a value is wrong.
     """
 
     options: tuple[Option, ...]
@@ -228,9 +232,10 @@ class Template:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A chain of stages, and everything that belongs to it. `stages` maps the name of a table to the module whose `STAGE`
-    writes it, in the order of the chain. The other fields hold resources, commands, SQL views, panels and model families.
-    Some values are texts, "module" or "module:attribute". They are imported when they are first used.
+    """A pipeline: its stages in order, and everything else that belongs to it. `stages` maps the name of each table to
+    the module that writes it. The module's `STAGE` is the stage. The other fields hold resources, commands, SQL views,
+    panels, pages and model families. Many fields name an object as "module" or "module:attribute". It is imported on
+    first use.
     """
 
     name: str

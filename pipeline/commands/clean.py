@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="List what would be deleted, and delete nothing.")
 @with_project
 def command(runs: bool, dry_run: bool, project: Project) -> None:
-    """Delete rows and tables that settings no longer use. A table of other settings is deleted only if the table of the present
-    settings is built. Trained results are kept.
+    """Delete rows and tables that settings no longer use. A table of other settings is deleted only if the table of the
+    present settings is built. Results such as trained adapters are kept, unless --runs is given. With --dry-run,
+    nothing is deleted, and the lines show what would be.
     """
     for line in clean(project, runs=runs, dry_run=dry_run):
         click.echo(line)
@@ -56,9 +57,9 @@ def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
 
 
 def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """Delete the temporary files that killed commands left, and the damaged files that were replaced. Yield (line for the user,
-    bytes freed) for everything that is deleted. What a running command writes is locked and kept. If `dry_run` is True, nothing
-    is deleted.
+    """Delete the temporary files of killed commands, and damaged files that were replaced. Yield `(line for the user,
+    bytes freed)` for each deletion. Temporary files that a running command has locked are kept. If `dry_run` is True,
+    nothing is deleted, but the same pairs are yielded. Raises ValueError if a table to clean is being written.
     """
     tables = project.path / "tables"
     for folder in (project.path, project.path / "exports", project.path / "weights", tables):
@@ -80,10 +81,9 @@ def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int
 
 
 def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """Delete the rows and tables of the stage `name` that the present settings do not use. Yield (line for the user,
-    bytes freed) for everything that is deleted. For tables that are kept although they are not used, yield a line with
-    0 bytes. If `delete` is False, nothing is deleted. If `dry_run` is True, nothing is deleted either; the pairs tell
-    what would be deleted and freed.
+    """Delete the rows and tables of the stage `name` that the present settings do not use. Yield `(line for the user,
+    bytes freed)` for each deletion. Yield 0 bytes for tables that are kept although they are not used. If `delete` is
+    False, everything is kept. If `dry_run` is True, nothing is deleted either, but the pairs tell what would be.
     """
     try:
         current = project.current(name)
@@ -98,9 +98,9 @@ def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> It
 
 
 def _clean_others(name: str, current: TableFolder, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """Delete the tables of the stage `name` that were built with other settings than `current`. Yield (line for the user,
-    bytes freed) per table. If `delete` is False or `current` is not built yet, all tables are kept. One line then tells the
-    reason.
+    """Delete the tables of the stage `name` that were built with other settings than `current`. Yield `(line for the
+    user, bytes freed)` per table. If `delete` is False or `current` is not built, all of them are kept. Then yield one
+    line with the reason, and 0 bytes. If `dry_run` is True, nothing is deleted, but the same pairs are yielded.
     """
     from pipeline.store.catalog import link_table
 
@@ -120,8 +120,8 @@ def _clean_others(name: str, current: TableFolder, delete: bool, dry_run: bool) 
 
 
 def _other_folders(current: Path) -> list[Path]:
-    """Return the folders of the stage's tables for other recipes. `current` is the folder of the table for the present
-    settings.
+    """Return the folders of the stage's tables that were made with other settings, sorted. `current` is the folder of
+    the table for the present settings. If the stage has no tables, the result is empty.
     """
     if not current.parent.is_dir():
         return []
@@ -147,8 +147,9 @@ def _delete_table(folder: Path) -> None:
 
 
 def _collect(table: TableFolder, recipe: dict[str, object]) -> int:
-    """Delete the dead rows of `table` (rows that no setting wants any more) and return the bytes freed. `recipe` is that of
-    the table.
+    """Delete the rows of `table` that no setting wants any more, and return the bytes freed. `recipe` is the recipe of
+    `table`: the record of the settings and weights that its rows depend on. Raises ValueError if another process is
+    writing the table.
     """
     from pipeline.store.writer import Writer
 

@@ -26,8 +26,9 @@ MEASURES = ("held-out", "scores")  # what can tell the checkpoints of a run apar
 @click.option("--out", type=click.Path(path_type=Path), help="Where the file with the results side by side is written.")
 @with_project
 def command(runs: tuple[str, ...], out: Path | None, project: Project) -> None:
-    """Compare training runs: settings that differ, losses over the steps, and results side by side. RUNS are names or
-    recipes, at least two; `latentmill runs` lists them.
+    """Compare training runs: settings that differ, losses over the steps, and results side by side. RUNS are the names
+    of at least two runs, as `latentmill runs` lists them. A run's recipe, the hash that names its folder, is accepted
+    too. The results side by side are written to the file --out.
     """
     if len(runs) < 2:
         raise ValueError("compare needs two runs or more: latentmill compare A B; with make: make compare RUNS='A B'")
@@ -59,8 +60,10 @@ def best_command(run: str | None, by: str | None, project: Project) -> None:
 
 
 def compare(project: Project, runs: Sequence[Run], out: Path | None = None) -> Iterator[str]:
-    """Yield the lines of a comparison of `runs`: facts, settings that differ, losses over the steps, held-out losses. If the
-    pipeline can show results side by side, a file is written to `out` (None: exports/ of the project) and named in the last line.
+    """Yield the lines of a comparison of `runs`. They give facts, settings that differ, losses over the steps, and
+    held-out losses. If the pipeline can show results side by side, they are written to the file `out`. If `out` is
+    None, the file is in the folder exports/ of the project. The last line then names the file, or says that there is
+    nothing to show.
     """
     facts = [run_facts(project, run) for run in runs]
     heads = [run.label for run in runs]
@@ -109,8 +112,8 @@ def _settings(runs: Sequence[Run]) -> str:
 
 
 def _curves(runs: Sequence[Run]) -> list[tuple[Any, ...]]:
-    """Return the rows of a table of training losses. The steps are divided into about `ROWS` ranges of equal length,
-    one row each. A row holds the range as text, such as "1 to 50", and then the mean loss of each run. A mean is None
+    """Return the rows of a table of training losses, one row per range of steps. There are at most about 10 ranges of
+    equal length. A row is a tuple: the range as text, such as "1 to 50", then the mean loss of each run. A mean is None
     if the run has no step in the range.
     """
     last = max((run.steps["step"][-1].as_py() for run in runs if run.steps.num_rows), default=0)
@@ -141,9 +144,9 @@ def _result_rows(project: Project) -> list[dict[str, Any]]:
 
 
 def best(project: Project, run: Run, by: str | None = None) -> Iterator[str]:
-    """Yield lines that name the best checkpoint of `run`, say why, and give the command that exports it. `by` is the
-    criterion, "held-out" or "scores". If `by` is None, the held-out loss is used if it was measured, and the scores
-    otherwise. Raises ValueError if the results that it needs do not exist.
+    """Yield lines that name the best checkpoint of `run`, the reason, and the command that exports it. `by` is the
+    criterion: "held-out" (lowest loss) or "scores" (highest score). If `by` is None, the held-out loss decides if it
+    was measured, otherwise the scores. Raises ValueError if the loss or scores that it needs do not exist.
     """
     if run.best_step is not None and by != "scores":
         losses = {step: loss for step, loss in run.held_out.items() if step in run.checkpoints}

@@ -28,7 +28,10 @@ from stages.stage import load
     help="The file that --measure writes.",
 )
 def command(measured: bool, name: str, out: Path) -> None:
-    """Show what this machine is, what it can train, and what is wrong with it. No weights are needed."""
+    """Show what this machine is, what it can train, and what is wrong with it. With --measure, also run probes of speed
+    and memory for about ten minutes. The probes have the shapes of the model family --family. Their results are written
+    to the JSON file --out. No weights are needed.
+    """
     machine = examine()
     for line in report(machine):
         click.echo(line)
@@ -86,7 +89,9 @@ def measured(title: str, probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def product() -> dict[str, Any]:
-    """Time products of large matrices. Returns TFLOP/s by dtype."""
+    """Measure the speed of matrix products. Returns `{"tflops": speeds}`. `speeds` maps a dtype, such as "float32", to
+    its speed in TFLOP/s. The matrices are 2048 x 2048. "bfloat16" is left out on a CPU.
+    """
     import mlx.core as mx
 
     rates, size = {}, 2048
@@ -101,7 +106,12 @@ def product() -> dict[str, Any]:
 
 
 def attention_gradient() -> dict[str, Any]:
-    """Measure the peak memory of MLX's own attention gradient beside its inputs. A fused gradient keeps no scores."""
+    """Measure whether MLX keeps the matrix of attention scores while it computes the gradient of attention. Returns a
+    dict. "extra_bytes" is the peak memory of the computation, without the inputs. "scores_bytes" is the size of the
+    matrix. "keeps_scores" is True if "extra_bytes" is larger.
+
+    A fused gradient does not keep the matrix.
+    """
     import mlx.core as mx
 
     dtype = mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16

@@ -26,7 +26,9 @@ Pairs = list[tuple[np.ndarray, np.ndarray]]  # per prompt: values of the base's 
 @click.command("evaluate")
 @with_project
 def command(project: Project) -> None:
-    """Compare the scores of the base, each adapter and real pictures. `make evaluate` computes the scores first."""
+    """Print a report that compares the scores of the base model, each adapter and real pictures. Run `make evaluate`
+    first, because it computes the scores.
+    """
     for line in evaluate(project):
         click.echo(line)
 
@@ -65,8 +67,9 @@ def group_rows(rows: list[Row]) -> Groups:
 
 
 def summary_cells(name: str, rows: list[Row]) -> tuple[str, ...]:
-    """Return one line of the report's table as texts, one for each column of `HEAD`. `name` is the heading of the line. `rows`
-    are the rows of the table `scores` to average. A score that no row has is shown as "-".
+    """Return one line of the report's table as a tuple of texts, one per column of `HEAD`. `name` is the heading of the
+    line. `rows` are rows of the table `scores`, one per picture. Scores are averaged over the rows. A score that no row
+    has is shown as "-".
     """
     ranks = values(rows, "agreement_rank")
     median = f"{np.median(ranks):g}" if len(ranks) else "-"
@@ -82,10 +85,13 @@ def values(rows: list[Row], column: str) -> np.ndarray:
 
 
 def explanations(groups: Groups) -> Iterator[str]:
-    """Yield lines that explain the columns of the report's table. A picture's text rank is the position of its own text
-    when all texts are sorted by agreement with the picture. If pictures have ranks, a line gives the median rank and
-    the recalls (R@k) to expect by chance. Another compares the recall of each group with that of real pictures.
-    `groups` maps each heading to its rows of the table `scores`.
+    """Yield lines of text that explain the columns of the report's table. `groups` maps each heading to its rows of the
+    table `scores`. The first line explains the scores "style" and "real". Further lines follow only if pictures have
+    text ranks.
+
+    A picture's text rank is the position of its own text when all texts are sorted by agreement with the picture. One
+    line gives the median rank and the recalls (R@k) to expect by chance. Another compares the recall of each adapter
+    and the base with that of real pictures.
     """
     texts = max(row["texts"] for rows in groups.values() for row in rows)
     yield "style: 0 is the base, 1 the training images; real: 0 is the base, 1 the references"
@@ -103,10 +109,11 @@ def explanations(groups: Groups) -> Iterator[str]:
 
 
 def comparisons(name: str, base: list[Row], adapter: list[Row]) -> Iterator[str]:
-    """Compare an adapter with the base model and yield one line of text per score. Each line gives the compared value
-    and its 95 % bootstrap interval. `name` is the adapter's heading in the report. `base` and `adapter` are rows of the
-    table `scores`, one per picture. Only prompts with pictures in both groups are compared. If a score is missing for
-    one of these prompts, its line is left out.
+    """Compare an adapter with the base model, and yield one line of text per score. Each line gives a value and its 95
+    % bootstrap interval. `name` is the adapter's heading. `base` and `adapter` are rows of the table `scores`, one per
+    picture. Only prompts with pictures of both are compared.
+
+    A score has no line if a compared prompt lacks it for the base or for the adapter.
     """
     for column, measure, meaning in (
         ("style", auc, "style above the base's, AUC"),
@@ -146,8 +153,9 @@ def mean_difference(base: np.ndarray, adapter: np.ndarray) -> float:
 
 
 def bootstrap_interval(pairs: Pairs, measure: Callable[[np.ndarray, np.ndarray], float]) -> tuple[float, float, float]:
-    """Return (value, low, high): a measure over all prompts, and the ends of its 95 % bootstrap interval. `pairs` has one
-    (values of the base, values of the adapter) per prompt. `measure(base, adapter)` computes the measure from two arrays.
+    """Return (value, low, high): a measure over all prompts and its 95 % bootstrap interval. `pairs` has one pair of
+    arrays per prompt: scores of the base model, scores of the adapter. `measure(base, adapter)` computes the value from
+    two such arrays, joined over prompts.
 
     Prompts are resampled, not pictures, because the pictures of one prompt depend on each other. The random seed is 0.
     """

@@ -24,16 +24,18 @@ Groups = dict[tuple[str, str], list[Row]]  # (mode, encoder) -> rows of the test
 @click.command("evaluate")
 @with_project
 def command(project: Project) -> None:
-    """Compare semantic, lexical and hybrid search on held-out queries. `make ranks` ranks them first."""
+    """Compare semantic, lexical and hybrid search on held-out queries, and print the report. It reads the table
+    `ranks`, which `make ranks` builds.
+    """
     for line in evaluate(project):
         click.echo(line)
 
 
 def evaluate(project: Project) -> Iterator[str]:
-    """Yield the lines of a report on the table `ranks`. The column `mode` is "plain", or "hard" if the name of each
-    code unit is removed from its text. For each mode there is a table of retrieval measures. It is followed by the
-    differences between searches, and by MRR@10 for queries that share few or many words with the code. Raises NotBuilt
-    if the table does not exist.
+    """Yield the lines of a report on the table `ranks`, the ranks of correct results in each search. Each mode has a
+    part: "plain", and "hard" if each code unit's own name is removed. A part has a table of retrieval measures, and the
+    differences between searches. It also has MRR@10 for queries that share few or many words with the code. Raises
+    NotBuilt if the table does not exist.
     """
     table = project.current("ranks")
     if not table.exists:
@@ -49,8 +51,9 @@ def evaluate(project: Project) -> Iterator[str]:
 
 
 def group_rows(rows: list[Row]) -> Groups:
-    """Return the rows of the test split as a dict: (mode, encoder) -> rows. The rows of a group are sorted by
-    `pair_id`. The groups of the encoder "base" (without an adapter) come first.
+    """Return the rows of the test split as a dict: (mode, encoder) -> rows. `rows` are rows of the table `ranks`. A
+    mode is "plain", or "hard" if each code unit's own name is removed. The rows of a group are sorted by `pair_id`. The
+    groups of the encoder "base" (without an adapter) come first.
     """
     found: Groups = defaultdict(list)
     for row in sorted(rows, key=lambda row: (row["encoder"] != "base", row["encoder"], row["pair_id"])):
@@ -60,7 +63,9 @@ def group_rows(rows: list[Row]) -> Groups:
 
 
 def report(mode: str, encoders: dict[str, list[Row]]) -> Iterator[str]:
-    """Yield the lines of the report on one mode. `encoders` maps each encoder to its rows."""
+    """Yield the lines of the report on one mode. `mode` is "plain", or "hard" if each code unit's own name is removed.
+    `encoders` maps each encoder to its rows of the table `ranks`.
+    """
     first = next(iter(encoders.values()))
     name = "plain" if mode == "plain" else "hard: every unit's own name is removed"
     yield f"{name}; {len(first)} test queries among {max(row['candidates'] for row in first)} units; 95 % intervals"
@@ -80,20 +85,23 @@ def report(mode: str, encoders: dict[str, list[Row]]) -> Iterator[str]:
 
 
 def short(encoder: str) -> str:
-    """Return the name of an encoder for people: "base", or the start of its adapter's sha256."""
+    """Return the name of an encoder for the report. `encoder` is "base" or the sha256 of an adapter. The name is
+    "base", or "tuned" and the first 8 digits of the sha256.
+    """
     return encoder if encoder == "base" else f"tuned {encoder[:8]}"
 
 
 def ranks(rows: list[Row], search: str) -> np.ndarray:
-    """Return the rank of each query's correct result, as a float array in the order of `rows`. `search` is "semantic",
-    "lexical" or "hybrid".
+    """Return the rank of each query's correct result, counted from 1, as a float array in the order of `rows`. A
+    missing rank is NaN. `rows` are rows of the table `ranks`. `search` is "semantic", "lexical" or "hybrid".
     """
     return np.array([row[search] for row in rows], float)
 
 
 def line(search: str, encoder: str, found: np.ndarray) -> tuple[str, ...]:
-    """Return one row of the report's table: `search`, `encoder`, and one cell per measure. A cell holds the mean and
-    its 95 % interval, such as "0.512 [0.480, 0.544]". `found` holds the rank of the correct result for each query.
+    """Return one row of the report's table: `search`, `encoder`, then P@1, MRR@10, R@10 and nDCG@10. A measure is a
+    text with the mean and its 95 % interval, such as "0.512 [0.480, 0.544]". `found` holds the rank of the correct
+    result for each query.
     """
     from stages.retrieval.search.measures import MEASURES, bootstrap, wilson
 
@@ -107,9 +115,10 @@ def line(search: str, encoder: str, found: np.ndarray) -> tuple[str, ...]:
 
 
 def differences(encoders: dict[str, list[Row]]) -> Iterator[str]:
-    """Yield lines that compare searches on the same queries, after a heading. Each line gives the difference in MRR@10
-    with its 95 % bootstrap interval. First the kinds of search are compared for each encoder. Then each tuned encoder
-    is compared with the base. `encoders` maps each encoder to its rows.
+    """Yield a heading, then one line per comparison of two searches on the same queries. Each line gives the difference
+    in MRR@10 with its 95 % bootstrap interval. Semantic, lexical and hybrid search are compared with each encoder. Each
+    encoder with an adapter is also compared with the encoder "base". `encoders` maps each encoder to its rows of the
+    table `ranks`.
     """
     yield "difference in MRR@10, paired bootstrap:"
     for encoder, rows in encoders.items():
@@ -134,9 +143,9 @@ def difference(name: str, one: np.ndarray, other: np.ndarray) -> str:
 
 
 def quartiles(encoders: dict[str, list[Row]]) -> Iterator[str]:
-    """Yield lines with the MRR@10 of each search for four groups of queries of about equal size, after a heading. The
-    queries are sorted by the share of their words that occur in the code, lowest first. Only the last encoder of
-    `encoders` is used. `encoders` maps each encoder to its rows.
+    """Yield a heading, then one line with the MRR@10 of each search per group of queries. There are four groups of
+    about equal size. They are formed by the share of a query's words that occur in the code, lowest first. `encoders`
+    maps each encoder to its rows of the table `ranks`. Only the last encoder is used.
     """
     from stages.retrieval.search.measures import reciprocal
 

@@ -40,8 +40,9 @@ SECTIONS = {"average": "train.ema", "best": "train.validation"}  # the settings 
 @click.option("--merged", is_flag=True, help="Write the whole transformer with the adapter merged into its weights.")
 @with_project
 def command(out: Path | None, style: str, dtype: str, step: int | None, which: str, merged: bool, project: Project) -> None:
-    """Write the trained adapter as a file for other programs. OUT is a file ending in .safetensors, or a folder; without OUT, the
-    file is written to exports/ in the project. With --merged, OUT is a new folder that receives the whole transformer.
+    """Write the trained adapter as a file for other programs. OUT is a file ending in .safetensors, or a folder.
+    Without OUT, the file is written to exports/ in the project. With --merged, OUT is a new folder for the whole
+    transformer with the adapter merged in.
     """
 
     def say(line: str) -> None:
@@ -91,7 +92,9 @@ def _use(project: Project) -> dict[str, str]:
 
 
 def what_to_do(project: Project, file: Path, style: str) -> Iterator[str]:
-    """Yield lines that tell the user what to do with the exported `file`: for diffusers, ComfyUI and other programs."""
+    """Yield lines that tell the user how to use the exported adapter `file` in diffusers, ComfyUI and other programs.
+    `style` is the style of the file's keys: "diffusers" or "comfyui".
+    """
     use = _use(project)
     prompt = f"{use['trigger']}, ..." if "trigger" in use else "..."
     if style == "diffusers":

@@ -24,9 +24,10 @@ def header(about: dict[str, str], style: str, dtype: str, ranks: dict[str, int],
 
 
 def _own_fields(about: dict[str, str], style: str, dtype: str) -> dict[str, str]:
-    """Return this program's own fields of the metadata: the facts in `about`, and how the file is written. `style` is
-    "diffusers" or "comfyui"; `dtype` is the dtype of the matrices. Facts that describe only the trained file, such as
-    "scales", are left out.
+    """Return this program's own fields for the header of an exported adapter file, as a dict of texts. They are the
+    facts in `about` and how the file is written. `about` holds facts of the adapter, such as project, family and step.
+    `style` is "diffusers" or "comfyui". `dtype` is the dtype of the matrices. Facts that describe only the trained
+    file, such as "scales", are left out.
     """
     kept = {key: str(value) for key, value in about.items() if key not in ("format", "lora_adapter_metadata", "scales")}
     written = {"export_style": style, "export_dtype": dtype, "scale": "folded into the arrays", "software": _software()}
@@ -34,9 +35,9 @@ def _own_fields(about: dict[str, str], style: str, dtype: str) -> dict[str, str]
 
 
 def _common_fields(about: dict[str, str], ranks: dict[str, int], variant: str) -> dict[str, str]:
-    """Return the metadata that other programs show: fields of kohya (ss_...) and of Stability's modelspec. `about` holds facts
-    of the adapter (project, family, step ...), `ranks` the rank of each Linear, `variant` is "lora", "dora" or "lokr". Empty
-    fields are left out.
+    """Return the fields of an adapter file's header that other programs show, as a dict of texts. They are fields of
+    kohya, such as "ss_steps", and of Stability's modelspec. `about` holds facts of the adapter, such as project, family
+    and step. `ranks` maps each Linear to its rank. `variant` is "lora", "dora" or "lokr". Empty fields are left out.
     """
     rank = str(_most_common(ranks)) if ranks else ""
     fields = {

@@ -33,8 +33,9 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json
 )
 @with_project
 def command(out: Path | None, dtype: str, step: int | None, which: str, project: Project) -> None:
-    """Write the trained retriever as a folder for other programs. OUT is the new folder; without OUT, it is made in exports/ of
-    the project. transformers (T5EncoderModel) and sentence-transformers (MultiVectorEncoder) load it.
+    """Write the trained retriever as a folder that other programs can load. OUT is the new folder. Without OUT, it is
+    made in exports/ of the project. The folder can be loaded with transformers (T5EncoderModel) and
+    sentence-transformers (MultiVectorEncoder).
     """
 
     def say(line: str) -> None:
@@ -79,7 +80,10 @@ def export_retriever(
 
 
 def _settings(project: Project) -> dict[str, Any]:
-    """Return the settings with which sentence-transformers reads texts as this project does."""
+    """Return the settings that make sentence-transformers read texts as `project` does, as a dict. "query_length" and
+    "document_length" are in tokens. "do_lower_case" is True if the model family lower-cases texts; otherwise the key is
+    absent.
+    """
     tokens: Any = project.config.sections["tokens"]
     family: Any = project.family
     lengths = {"query_length": tokens.query_tokens, "document_length": tokens.document_tokens}

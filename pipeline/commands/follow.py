@@ -32,9 +32,9 @@ def command(text: str | None, project: Project) -> None:
 
 
 def follow(project: Project, text: str) -> Iterator[str]:
-    """Yield lines of text about one input of `project`, such as an image. The lines tell what each table of the
-    pipeline's `Chain` holds about the input. `text` names the input, for instance by a part of its path. Raises
-    ValueError if `text` matches no input or several. The message is one line.
+    """Yield lines of text that show what every stage computed from one input, such as an image. `text` names the input,
+    for instance by a part of its path. A table that is not built gets a line that says so. Raises ValueError if `text`
+    matches no input or several.
     """
     chain = chain_of(project)
     query = query_function(project)
@@ -47,8 +47,8 @@ def follow(project: Project, text: str) -> Iterator[str]:
 
 
 def chain_of(project: Project) -> Chain:
-    """Return the `Chain` of the project's pipeline: how an input is traced through the tables. Raises ValueError if there is
-    none.
+    """Return the object of the project's pipeline that says how an input is traced through the tables. It is a `Chain`,
+    with a function per table. Raises ValueError if the pipeline defines no `Chain`.
     """
     if not project.pipeline.follow:
         raise ValueError(f"the pipeline {project.pipeline.name} has no description of how to follow an input (Pipeline.follow)")
@@ -73,9 +73,9 @@ def query_function(project: Project) -> Query:
 
 
 def find_row(project: Project, chain: Chain, query: Query, text: str) -> dict[str, Any]:
-    """Return the one row of the table `chain.table` that matches `text`, as a dict: column name -> value. `query` is a
-    function from `query_function`. Raises ValueError if no row matches, or several. The message lists the matching rows
-    or, if there are none, the most similar names.
+    """Return the one row that matches `text`, as a dict from column name to value. The row comes from the table
+    `chain.table`. `query` is the function that `query_function` returns. Raises ValueError if no row matches, or
+    several. The message lists the matching rows or the most similar names.
     """
     rows = chain.find(query, project.resource, text)
     if len(rows) == 1:

@@ -107,9 +107,12 @@ def parse_size(size: str | None) -> dict[str, int]:
 
 
 def generate(project: Project, wish: Wish, console: Console) -> Iterator[Path]:
-    """Draw what `wish` describes and yield the path of every picture, prompt by prompt. Pictures that exist are not drawn
-    again. The text encoder, the transformer and the autoencoder are loaded one after another. Raises ValueError for a wrong
-    setting or a missing adapter.
+    """Draw the pictures that `wish` describes and yield the path of every file, prompt by prompt. Pictures that exist
+    are not drawn again. Messages and progress go to `console`. Raises ValueError for a wrong setting or a missing
+    adapter.
+
+    The text encoder, the transformer and the autoencoder are loaded one after another. All pictures are drawn before
+    the first path is yielded.
     """
     from pipeline.project.recipe import recipe_id
     from pipeline.store.table import TableFolder
@@ -139,9 +142,9 @@ def generate(project: Project, wish: Wish, console: Console) -> Iterator[Path]:
 
 
 def wanted_rows(project: Project, wish: Wish) -> tuple[list[dict[str, Any]], Path | None]:
-    """Return (rows, adapter file) for the pictures that `wish` describes. There is one row per prompt and seed. The
-    rows do not have the column `seconds` yet. The file is None if the base model is used alone. Raises ValueError if a
-    setting is out of range, if there are too many pictures, or if the adapter does not exist.
+    """Return (rows, adapter file) for the pictures that `wish` describes. `rows` has one dict per prompt and seed, with
+    the columns of the table `generated` except `seconds`. The file is None if the base model is used alone. Raises
+    ValueError if a setting is out of range, if there are too many pictures, or if the adapter does not exist.
     """
     from stages.hashing import file_sha256
     from stages.models.weights import read_file
@@ -172,7 +175,9 @@ def wanted_rows(project: Project, wish: Wish) -> tuple[list[dict[str, Any]], Pat
 
 
 def adapter_file(project: Project, wish: Wish) -> Path | None:
-    """Return the file of the adapter that `wish` names, or None for the base alone. Raises ValueError if there is none."""
+    """Return the path of the adapter file that `wish.adapter` names. Return None if it is "none": the base model draws
+    alone. Raises ValueError if the file does not exist, or if `project` has not trained such an adapter.
+    """
     from pipeline.commands.export import WHICH, adapter_of
 
     if wish.adapter == "none":
@@ -186,8 +191,11 @@ def adapter_file(project: Project, wish: Wish) -> Path | None:
 
 
 def _weights(project: Project) -> dict[str, Any]:
-    """Return a dict that identifies the models with which pictures are drawn. It holds the hashes of the weights and
-    the precision settings. Together with a row, it determines the picture.
+    """Return a dict that identifies the models with which pictures are drawn. "weights" maps each component to the
+    sha256 of its files. "settings" holds the precision settings of the transformer. "text_precision" is the precision
+    of the text encoder.
+
+    A row and this dict together determine the picture.
     """
     samples, embeddings = (project.config.sections[name] for name in ("samples", "embeddings"))
     hashes = {name: project.weight_recipe(name)["sha256"] for name in COMPONENTS}
@@ -201,9 +209,9 @@ def _weights(project: Project) -> dict[str, Any]:
 def _draw(
     project: Project, rows: Sequence[dict[str, Any]], adapter: Path | None, console: Console
 ) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Draw the picture of every row and yield (row, picture). The yielded row has a further key `seconds`, the time of
-    its denoising. `adapter` is the adapter's file; None draws with the base model. All rows must have the same steps,
-    guidance and strength.
+    """Draw one picture per row and yield (row, picture), where the picture is a PIL image. A row is a dict of columns
+    of the table `generated`. The yielded row has a further key "seconds", the time of its denoising. `adapter` is the
+    adapter's file, or None to draw with the base model. All rows must have equal "steps", "guidance" and "strength".
     """
     import mlx.core as mx
 

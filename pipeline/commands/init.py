@@ -15,11 +15,12 @@ DEFAULT = next(iter(stages.PIPELINES))
 
 
 class Init(click.Command):
-    """A click command whose options depend on the value of its option --pipeline."""
+    """The click command `init`, which makes a new project. Its option --pipeline decides which other options it has."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Add the options of a pipeline to the command, then parse `args` as click does. Return the arguments that are left.
-        `args` names the pipeline with --pipeline; without it, the default pipeline is used.
+        """Add the options of a pipeline to this command, then parse `args` with click. Return the arguments that click
+        leaves. `args` holds the words of the command line after the command's name. The option --pipeline in `args`
+        names the pipeline. Without it, the default pipeline is used. `ctx` is click's context.
         """
         from pipeline.project.init import template_of
 
@@ -47,7 +48,9 @@ def _click_option(option: Option) -> click.Option:
     "--pipeline", default=DEFAULT, show_default=True, help="The pipeline of the project. The other options depend on it."
 )
 def command(folder: Path, pipeline: str, **options: str) -> None:
-    """Make a new project in FOLDER. Writes FOLDER/project.toml and tells what to do next. The options depend on the pipeline."""
+    """Make a new project in FOLDER. Writes FOLDER/project.toml and tells what to do next. The option --pipeline names
+    the kind of project. It decides which other options there are.
+    """
     from pipeline.project.init import new_project
 
     for line in new_project(folder, options, pipeline):

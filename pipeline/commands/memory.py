@@ -66,18 +66,22 @@ class Profile:
         return MemoryEstimator(self.train, architecture, architecture.transformer_config(None, self.family))
 
     def batch(self, side: int) -> BatchShape:
-        """Return the shape of a whole batch of images of `side` x `side` pixels."""
+        """Return the size of a whole batch of images of `side` x `side` pixels. The batch has [train] `batch_size`
+        images.
+        """
         pixels_per_token = self.family.architecture.pixels_per_token
         return BatchShape(self.train.batch_size, side, side, self.family.text_tokens, pixels_per_token)
 
 
 def parse_options(project: Project | None, options: dict[str, Any]) -> Profile:
-    """Return the measurement that the options of the command ask for. `options` has these keys: "family" is the name of
-    a model family. "pixels" is the side of the images. "bits" is the number of bits per weight of the base model, as
-    text. "plan" is the memory plan: "whole", "blocks", "auto" or a number of blocks, as text. "rank" is the rank of the
-    adapter. "steps" is the number of steps to measure. Any value except "steps" may be None: the value of `project` is
-    then used, with its largest resolution for "pixels". Without a project, None chooses the first family, the default
-    settings and 512 pixels. Raises ValueError for a value that cannot be measured.
+    """Return the measurement that the options of the command `latentmill memory` ask for. `options` has the keys
+    "family", "pixels", "bits", "plan", "rank" and "steps". All values except "steps" may be None. None stands for the
+    value of `project`, or for a default if there is no project. Raises ValueError if a value cannot be measured.
+
+    "family" is the name of a model family. "pixels" is the side of the images. "bits" is the number of bits per weight
+    of the base model, as text. "plan" is the memory plan: "whole", "blocks", "auto" or a number of blocks, as text.
+    "rank" is the rank of the adapter. "steps" is the number of steps to measure. The project's value of "pixels" is its
+    largest resolution. The defaults are the first family, the default settings and 512 pixels.
     """
     if project:
         train, own_pixels = project.config.sections["train"], max(project.config.sections["buckets"].resolutions)
@@ -107,8 +111,9 @@ def parse_options(project: Project | None, options: dict[str, Any]) -> Profile:
 @click.option("--rank", type=int, help="Rank of the adapter ([train] rank).")
 @click.option("--steps", type=int, default=6, show_default=True, help="Number of steps to measure.")
 def command(path: str | None, **options: Any) -> None:
-    """Measure the memory of training and show what would fit. Real steps are taken on random weights. The measured rows and a
-    plot are written to tables/memory in the project, or to ./memory without a project.
+    """Measure the memory of training and print what would fit. Real steps are taken on random weights. `path` is the
+    project's folder (--project); its settings are measured. Rows and a plot are written to its folder tables/memory, or
+    to ./memory without a project.
     """
     project = open_project(path) if path else None
     for line in report(parse_options(project, options), results_folder(project)):
@@ -121,8 +126,9 @@ def results_folder(project: Project | None) -> Path:
 
 
 def stage_report(meter: Meter, project: Project, stage_name: str) -> Iterator[str]:
-    """Write the memory measurements of a stage's run to tables/memory/STAGE.parquet in `project`, a row per batch. Yield a
-    summary as lines of text. `meter` holds the measurements. `stage_name` is the name of the stage.
+    """Write the memory measurements of a stage's run to a Parquet file, and yield a summary as lines of text. The file
+    is tables/memory/STAGE.parquet in `project`. It has one row per measured batch. `meter` holds the measurements. If
+    no batch was measured, nothing is written.
     """
     batches = [row for row in meter.rows if row["phase"] == stage_name]
     if not batches:
@@ -138,8 +144,10 @@ def stage_report(meter: Meter, project: Project, stage_name: str) -> Iterator[st
 
 
 def measure_steps(training: TrainingStep, batch: MicroBatch, steps: int) -> Meter:
-    """Take `steps` training steps, all on `batch`, and return the meter with the memory of each phase of each step. The first
-    step takes more than the others, because it fills caches. Raises ValueError if a gradient is not finite.
+    """Take `steps` training steps, all on `batch`, and return the memory measurements of each phase. `training` is the
+    model with its adapter and optimizer state. Raises ValueError if a gradient is not finite.
+
+    The first step takes more memory than the others, because it fills caches.
     """
     meter = Meter()
     for number in range(1, steps + 1):
@@ -151,9 +159,9 @@ def measure_steps(training: TrainingStep, batch: MicroBatch, steps: int) -> Mete
 
 
 def report(profile: Profile, folder: Path) -> Iterator[str]:
-    """Measure the training steps of `profile` and yield the report as lines of text. The measured rows and a plot are
-    written into `folder`. Without matplotlib, the plot is left out. Raises ValueError if the run does not fit into
-    memory. The message is one line and names settings that would fit.
+    """Measure training steps, and yield the report as lines of text. `profile` says what to measure: model, settings,
+    image size and number of steps. The measured rows and a plot are written into `folder`. Without matplotlib, the plot
+    is left out. Raises ValueError if the run does not fit into memory. The message names settings that would fit.
     """
     limit_command_buffers()  # as training does, before anything asks MLX for an array
     c, batch = profile.train, profile.batch(profile.pixels)
@@ -183,8 +191,8 @@ def report(profile: Profile, folder: Path) -> Iterator[str]:
 
 
 def meter_table(meter: Meter) -> list[str]:
-    """Return the measurements of `meter` as lines of an aligned table, with a line per phase of each step. Its columns are
-    MLX's memory before the phase and after it, the peak, and the size of MLX's cache.
+    """Return the measurements of `meter` as lines of an aligned table, one line per phase of each step. The columns are
+    the memory before and after the phase, its peak, and the size of MLX's cache. Sizes are texts such as "1.2 MB".
     """
     columns = {"before": "before", "after": "active", "peak": "peak", "cache": "cache"}
     rows = [(row["step"], row["phase"], *(format_bytes(row[name]) for name in columns.values())) for row in meter.rows]
@@ -206,8 +214,8 @@ def leak_lines(meter: Meter) -> Iterator[str]:
 
 
 def panels(meter: Meter) -> list[Panel]:
-    """Return the panels of the plot: peak memory during each phase, and active memory after each phase. A panel has a curve
-    per phase over the steps.
+    """Return the two panels of the memory plot. One shows the peak memory during a phase, the other the active memory
+    after it. A panel has one curve per phase, with the step on the x axis. `meter` holds the measurements.
     """
     unit, scale = next((pair for pair in UNITS if meter.peak >= pair[1]), UNITS[-1])
     phases = list(dict.fromkeys(row["phase"] for row in meter.rows))
@@ -225,9 +233,9 @@ def _curves(meter: Meter, phases: list[str], column: str, scale: float) -> list[
 
 
 def advice(profile: Profile) -> Iterator[str]:
-    """Yield lines of text with the estimated memory of training on one image at a time. They cover each image size in
-    `SIDES` (pixels) and each number of bits per weight in `BITS`. Then yield one line per image size. It gives the
-    settings of the section `[train]` that would fit into memory, or says that nothing fits.
+    """Yield lines about the memory of training on one image at a time. One line per number of bits per weight in `BITS`
+    gives the estimate for each image size in `SIDES` (pixels). Then one line per image size gives the [train] settings
+    that would fit, or says that nothing fits. `profile` holds the model, the settings and the memory limit.
     """
     train = replace(profile.train, memory="auto", micro_batch=1)
     estimators = [profile.estimator.with_config(replace(train, base_bits=bits)) for bits in BITS]

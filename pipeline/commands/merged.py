@@ -51,8 +51,9 @@ def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype:
 
 
 class ShardWriter:
-    """A writer that distributes tensors over safetensors files of at most 4 GiB in `folder`. Call `add` for each tensor, then
-    `close` once. Files and index are named as diffusers expects.
+    """A writer that puts the weights of a model into safetensors files of at most 4 GiB in `folder`. A larger tensor
+    has a file of its own. Call `add` for each tensor, then `close` once. Files and index are named as diffusers
+    expects.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 @with_project
 def command(name: str | None, style: str, project: Project) -> None:
     """Show the answer to a stored query of the pipeline. Such a query is called a panel. NAME is the name of the panel,
-    such as `loss`. Without NAME, all panels of the project's pipeline are listed.
+    such as `loss`. Without NAME, all panels of the project's pipeline are listed. --format prints the answer as a
+    table, as CSV or as JSON.
     """
     if name:
         rows = answer_panel(project, name)

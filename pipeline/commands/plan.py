@@ -22,8 +22,9 @@ GB = 1e9
 @click.option("--memory", "gigabytes", type=float, help="Memory that a stage may take, in GB.  [default: this machine's]")
 @with_project
 def command(project: Project, gigabytes: float | None) -> int:
-    """Show what each stage will need: rows, disk, memory, time. The figures are computed from shapes; nothing is loaded. The exit
-    code is 2 if a stage does not fit into memory.
+    """Show what each stage will need: rows, disk, memory, time. Memory and disk are computed from shapes, without
+    loading a model. Time is computed from the speed of the last run. --memory sets the memory that a stage may take, in
+    GB. The exit code is 2 if a stage does not fit into memory, else 0.
     """
     if gigabytes is not None and gigabytes <= 0:
         raise ValueError(f"--memory must be > 0 GB, got {gigabytes:g}")
@@ -34,8 +35,9 @@ def command(project: Project, gigabytes: float | None) -> int:
 
 
 def report(project: Project, budget: int | None = None) -> tuple[list[str], bool]:
-    """Return (lines of text, whether every stage fits into memory). `budget` is the bytes of memory that a stage may take; None
-    means what this machine has.
+    """Return `(lines, fits)`: the text of the plan, and True if every stage fits into memory. The plan is a table of
+    the rows, disk, memory and time that each stage will need. `budget` is the memory that a stage may take, in bytes;
+    None means what this machine has.
     """
     from pipeline.project.outlook import downloads, need, outlook
 
@@ -55,9 +57,9 @@ def report(project: Project, budget: int | None = None) -> tuple[list[str], bool
 
 
 def row(each: Need) -> tuple[str | int | None, ...]:
-    """Return the cells of one stage's row in the table of needs. They are the name, the number of rows, the number of
-    missing rows, the disk space, the peak memory, the time, and a remark. A cell is None if its value is small or not
-    known.
+    """Return the cells of one stage's row in the table that `latentmill plan` prints. They are the stage's name, rows
+    wanted, rows missing, disk, peak memory, time, and a remark. Disk, memory and time are texts with a unit. A cell is
+    None if its value is unknown or negligible. `each` holds the needs of the stage.
     """
     found = each.forecast
     return (
@@ -72,7 +74,9 @@ def row(each: Need) -> tuple[str | int | None, ...]:
 
 
 def refusals(needs: list[Need], budget: int) -> Iterator[str]:
-    """Yield one line for each stage that needs more than `budget` bytes, with the nearest settings that fit."""
+    """Yield one line of text for each stage that needs more memory than `budget` bytes. The line names the nearest
+    settings that fit. `needs` holds one `Need` per stage, with the forecast of its memory.
+    """
     from pipeline.project.outlook import refusal
 
     for each in needs:

@@ -75,8 +75,9 @@ def command(
     unsafe: bool,
     project: Project,
 ) -> None:
-    """Answer an SQL query (DuckDB) over the tables of a project. Every table has the name that `latentmill status` shows. `select
-    * from tables` lists the tables, `select * from columns` all columns with a description. The query reads only these tables.
+    """Answer an SQL query (DuckDB) over the tables of a project. Every table has the name that `latentmill status`
+    shows. `select * from tables` lists the tables, `select * from columns` all columns with a description. The answer
+    is printed, or written to a file as CSV, JSON or Parquet. Without --unsafe, the query reads only these tables.
     """
     limits = Limits(seconds, memory_gb, unsafe)
     files = {kind: path for kind, path in (("csv", csv_file), ("json", json_file), ("parquet", parquet)) if path}
@@ -134,8 +135,9 @@ def answer(project: Project, sql: str, limits: Limits = USUAL) -> pa.Table:
 
 def run_query(project: Project, sql: str, style: str = "table", limits: Limits = USUAL) -> str:
     """Run an SQL query over the tables of `project` and return the rows as text. `style` is "table" (aligned columns),
-    "csv" or "json". Raises ValueError if the SQL is wrong or empty, reaches for a file or exceeds `limits`. The message is one
-    line. Raises NotBuilt if the query names a table that is not built.
+    "csv" or "json". `limits` holds the time and memory that the query may use. Raises ValueError if the SQL is wrong or
+    empty, reaches for a file, exceeds `limits`, or gives more than a million rows. Raises NotBuilt if the query names a
+    table that is not built.
     """
     if style not in STYLES:
         raise ValueError(f"the style must be one of {', '.join(STYLES)}, got {style!r}")
@@ -175,7 +177,9 @@ def write_answer(project: Project, sql: str, path: Path, kind: str, limits: Limi
 
 
 def _begin(catalog: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
-    """Start an SQL query and return the names of its columns."""
+    """Start the SQL query `sql` on `catalog`, and return the names of its columns. The rows can then be fetched from
+    `catalog`. Raises ValueError if the SQL is empty.
+    """
     result = catalog.execute(sql)
     if not result or not result.description:
         raise ValueError("the SQL is empty; for instance: select * from tables")
@@ -207,8 +211,8 @@ def _catalog_for(project: Project, sql: str, limits: Limits) -> Iterator[duckdb.
 
 
 def _not_built(project: Project, sql: str, catalog: duckdb.DuckDBPyConnection) -> Iterator[str]:
-    """Yield the names of the tables that an SQL query needs but that are not built. The tables that a named view needs
-    are included. `catalog` is a connection that has the table `tables`.
+    """Yield the names of the tables that the query `sql` needs but that are not built. If the query names a view, the
+    tables of the view are included. `catalog` is a connection to the tables of `project`.
     """
     (tree,) = catalog.execute("select json_serialize_sql($1)", [sql]).fetchall()[0]
     words = re.findall(r'"table_name":"(\w+)"', tree) if '"error":false' in tree else re.findall(r"\w+", sql)

@@ -36,8 +36,12 @@ USUAL = Limits()
 
 @contextmanager
 def limited(catalog: duckdb.DuckDBPyConnection, limits: Limits) -> Iterator[None]:
-    """Hold the queries in the body of a `with` statement to `limits`. Unless they are unsafe, the connection reaches no file
-    from then on, and its settings are locked. Raises ValueError, in one line, if a query exceeds the limits.
+    """Return a context manager that limits the queries made on the connection `catalog`. Queries may use the time and
+    memory given in `limits`. Unless `limits.unsafe` is True, they also have no access to files. A query that breaks a
+    limit raises ValueError.
+
+    Access to files stays off after the `with` statement, and the settings of the connection stay locked. The message of
+    the error is one line.
     """
     import duckdb
 

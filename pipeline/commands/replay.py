@@ -15,8 +15,8 @@ from pipeline.terminal import Terminal
 @click.argument("step", type=int)
 @with_project
 def command(step: int, project: Project) -> None:
-    """Compute one training step again and compare the losses. STEP is the number of the step, counted from 1. The
-    logged losses come from the table `train`.
+    """Compute one training step again, and print its losses beside those of the table `train`. STEP is the number of
+    the step, counted from 1.
     """
     with Terminal("replay") as terminal:
         lines = list(replay_run(project, step, terminal.progress))

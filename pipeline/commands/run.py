@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 @click.option("--name", "run_name", default="", envvar="LATENTMILL_NAME", help="Name the run, if the stage trains.")
 @with_project
 def command(stage: str, measured: bool, run_name: str, project: Project) -> None:
-    """Run one stage, which brings its table up to date. STAGE is the name of a table in `latentmill status`; `latentmill STAGE`
-    is short for it. The tables that the stage reads are used as they are; `make STAGE` brings them up to date first.
+    """Run one stage, which brings its table up to date. STAGE is the name of a table in `latentmill status`;
+    `latentmill STAGE` is short for it. The tables that the stage reads are used as they are; `make STAGE` brings them
+    up to date first. With --memory (`measured`), MLX's memory is measured too. A name given with --name (`run_name`)
+    names the run of a stage that trains.
     """
     from pipeline import runner
 
@@ -53,8 +55,9 @@ def command(stage: str, measured: bool, run_name: str, project: Project) -> None
 
 
 def artifacts(project: Project, stage_name: str) -> Path | None:
-    """Return the artifacts folder of the table `stage_name` for the present settings. Return None if the table's inputs
-    are not built yet, or if weights are missing.
+    """Return the folder `artifacts` of the stage `stage_name` for the present settings. It holds files of the stage,
+    such as checkpoints, and need not exist. Return None if a table that the stage reads is not built yet, or if weights
+    are missing.
     """
     try:
         return project.current(stage_name).folder / "artifacts"
@@ -79,9 +82,9 @@ def summary(outcome: Outcome) -> str:
 
 
 def results(project: Project, stage_name: str) -> list[str]:
-    """Return a line such as "adapter: PATH" for each result file that exists. A result file is what the user wants from
-    a stage, such as the trained adapter (`Stage.result`). The lines cover the stage `stage_name` and the stages whose
-    tables `stage_name` reads. If the stage `stage_name` has no result file of its own, the list is empty.
+    """Return one line such as "adapter: PATH" for each result file that exists. A result file is what the user wants
+    from a stage, such as the trained adapter (`Stage.result`). The lines are for the stage `stage_name` and for the
+    stages that it reads. If the stage `stage_name` has no `Stage.result`, the list is empty.
     """
     stage = project.stage(stage_name)
     lines = []

@@ -74,7 +74,9 @@ def describe_run(project: Project, run: Run) -> str:
 
 
 def run_facts(project: Project, run: Run) -> dict[str, Any]:
-    """Return the row of the table `runs` for `run`: column -> value."""
+    """Return the facts about one training run, as a dict from column name to value. It is the run's row of the table
+    `runs`. The columns are those of `COLUMNS`, such as "steps", "loss" and "peak_bytes".
+    """
     steps = run.steps
     count = steps["step"][-1].as_py() if steps.num_rows else 0
     losses = [loss for loss in steps["loss"].to_pylist()[-WINDOW:] if loss is not None]
@@ -150,8 +152,11 @@ def runs_table(project: Project) -> pa.Table:
 
 
 def rows_of_runs(project: Project) -> dict[str, pa.Table]:
-    """Return one Arrow table per stage that trains, with the rows of all its runs: "all_" and the stage's name -> table. Its
-    first columns are `run` (recipe) and `run_name` (the name, or the recipe if the run has no name).
+    """Return Arrow tables with the rows of all training runs, as a dict from table name to table. A stage that trains
+    has the name "all_" and the stage's name, such as "all_train". Its first columns are `run` (the id of the run's
+    settings) and `run_name`. The tables of `rows_of_results` are included too.
+
+    A run without a name has its id as `run_name`.
     """
     import pyarrow as pa
 
@@ -175,10 +180,13 @@ def rows_of_runs(project: Project) -> dict[str, pa.Table]:
 
 
 def rows_of_results(project: Project) -> dict[str, pa.Table]:
-    """Return Arrow tables for queries: the results of adapters, and the tables that commands write. A result is a file
-    that an adapter made, such as a preview. The results of the stage "samples" have the key "all_samples". They hold
-    the rows of all settings whose file exists. The column `recipe` is the name of the table's folder. `run_name` is the
-    training run of the adapter, or null for the base model. The tables of `rows_of_commands` are included too.
+    """Return the tables of adapter results, as a dict from name to Arrow table. A result is a file that an adapter
+    made, such as a preview. The results of the stage "samples" are in "all_samples". The tables of `rows_of_commands`
+    are included too.
+
+    A table has the rows of all settings, unless the file of the row is missing. The first column, `recipe`, names the
+    settings of the row. The second, `run_name`, names the training run of the adapter. It is null for the base model.
+    If the run is unknown, it is the start of the adapter's id.
     """
     import pyarrow as pa
 
@@ -204,8 +212,8 @@ def rows_of_results(project: Project) -> dict[str, pa.Table]:
 
 
 def rows_of_commands(project: Project) -> dict[str, pa.Table]:
-    """Return the Arrow tables that the commands of the pipeline write. The result maps a table's name to its rows of
-    all settings. The first column, `recipe`, is the name of the folder that a row comes from.
+    """Return the tables that the pipeline's commands write, as a dict from table name to Arrow table. Each has the rows
+    of all settings. Its first column, `recipe`, names the settings: it is the name of the folder with the row.
     """
     import pyarrow as pa
 

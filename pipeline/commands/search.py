@@ -36,7 +36,11 @@ SPACES = "\u0120\u2581"  # what tokenizers write for the space before a word
 def command(
     query: str | None, mode: str, limit: int, pattern: str, as_json: bool, explain: bool, stay: bool, project: Project
 ) -> None:
-    """Find functions by what they do. QUERY is a sentence or some words. `make index` builds the index first."""
+    """Find functions by what they do. QUERY is a sentence or some words. `make index` builds the index first.
+    --semantic searches by meaning, --lexical by words, --hybrid by both. At most --limit results are printed, only of
+    files that match --path. --json prints one JSON object per query. --explain adds the tokens that match. --stdin
+    reads one query per line from standard input.
+    """
     if not stay and not (query or "").strip():
         raise ValueError('search needs a query, such as: latentmill search "read a file line by line"')
     if explain and mode == "lexical":
@@ -58,8 +62,10 @@ def command(
 
 
 class Session:
-    """The index of a project, opened for queries in one mode. If `explain` is True, it can explain answers. If `resident` is
-    True, the vectors are held in memory. Raises ValueError if the index is not built, or was built with another encoder.
+    """The search index of a project, opened for queries in one mode. `mode` is "semantic" (by meaning), "lexical" (by
+    words) or "hybrid" (by both). If `explain` is True, the method `explain` can be called. If `resident` is True, the
+    vectors are held in memory. Raises ValueError if the index is empty or not built, or if its encoder is not the
+    project's.
     """
 
     def __init__(self, project: Project, mode: Mode, *, explain: bool = False, resident: bool = False) -> None:
@@ -78,9 +84,10 @@ class Session:
         self.texts: dict[str, str] = unit_texts(project) if explain else {}
 
     def explain(self, query: str, answer: Answer) -> list[tuple[str, str, float]]:
-        """Return the best match in the code of `answer` for each token of `query`. A match is (query token, code token,
-        product). The product is the dot product of the two token vectors. `query` must be the last query that was
-        searched.
+        """Return the best match in the code of `answer` for each token of `query`, in the order of the tokens. A match
+        is `(query token, code token, product)`. The product is the dot product of the two token vectors. `query` must
+        be the last query that was searched, and `answer` one of its results. Raises AssertionError if the session was
+        opened without `explain`.
         """
         assert self.pieces is not None
         document = self.texts[answer.row["unit_id"]]
@@ -88,8 +95,8 @@ class Session:
 
 
 def open_encoder(project: Project, name: str) -> Any:
-    """Return the encoder whose vectors the index holds. `name` is "base", or the sha256 of the adapter file. Raises ValueError if
-    the project's adapter is another one.
+    """Load the encoder that made the vectors of the search index, and return it. `name` says which encoder that is:
+    "base", or the sha256 of an adapter file. Raises ValueError if the project's adapter is another one.
     """
     from stages.hashing import file_sha256
     from stages.retrieval.encoder import load_encoder
@@ -108,8 +115,9 @@ def open_encoder(project: Project, name: str) -> Any:
 
 
 def hybrid_weight(project: Project, encoder: str) -> float:
-    """Return the weight of the semantic scores in hybrid search. `encoder` is "base" or the sha256 of an adapter. If
-    the table `ranks` has a weight for this encoder, that one is returned. Otherwise it is the default weight.
+    """Return the weight of the semantic scores in hybrid search, 0 to 1. `encoder` is "base" or the sha256 of an
+    adapter. The table `ranks` of measured searches holds a weight for some encoders. For any other encoder, the result
+    is `DEFAULT_WEIGHT`.
     """
     from stages.retrieval.search.fusion import DEFAULT_WEIGHT
 
@@ -138,7 +146,9 @@ def token_pieces(project: Project) -> Callable[[str, str], list[str]]:
 
 
 def unit_texts(project: Project) -> dict[str, str]:
-    """Return the document of every unit by unit_id."""
+    """Return the documents of all units, as a dict from unit_id to text. A unit is a function, method, class or window
+    of lines. Its document is the text that the encoder reads.
+    """
     rows = project.folder("units").rows()
     return dict(zip(rows["unit_id"].to_pylist(), rows["text"].to_pylist(), strict=True))
 

@@ -27,13 +27,16 @@ from pipeline.project.runs import find_runs
 @PROJECT
 @SET
 def command(every: int, patience: int | None, path: str, overrides: tuple[str, ...]) -> int:
-    """Train in segments and draw previews after each one. Every segment is a process of its own."""
+    """Train in segments and draw previews after each one. Every segment is a process of its own. --every sets the
+    training steps of a segment. With --patience, previews are scored too. Training then ends early after so many
+    segments without a better score. The exit code is 0, or that of the first stage that fails.
+    """
     return segments(path, every, overrides or overrides_from_environment(), patience)
 
 
 def run_stage(stage: str, *arguments: str) -> int:
-    """Run the command `latentmill run` for `stage` as a subprocess and return its exit code. Further arguments are
-    added to the command line. The subprocess uses the same terminal.
+    """Run the command `latentmill run` for `stage` as a subprocess, and return its exit code. Any further positional
+    arguments (`*arguments`) are added to the command line. The subprocess uses the same terminal.
     """
     return subprocess.run([sys.executable, "-m", "pipeline", "run", stage, *arguments], check=False).returncode
 
@@ -45,11 +48,11 @@ def segments(
     patience: int | None = None,
     run: Callable[..., int] = run_stage,
 ) -> int:
-    """Train in segments of `every` steps, and draw previews after each, until the training run is complete. Return 0,
-    or the exit code of the first stage that fails. `path` is the project's folder. `overrides` replace settings; they
-    are texts such as "train.steps=500". If `patience` is given, each segment's previews are also scored. Training then
-    ends early after `patience` segments in a row without a better score. `run(stage, *arguments)` runs one stage with
-    command-line arguments and returns its exit code.
+    """Train in segments of `every` steps, and draw previews after each, until training is complete. Return 0, or the
+    exit code of the first stage that fails. `path` is the project's folder. `overrides` replace settings, such as
+    "train.steps=500". If `patience` is given, previews are scored too. Training then ends early after `patience`
+    segments without a better score. `run(stage, *arguments)` runs one stage with command-line arguments and returns its
+    exit code.
     """
     given = ["--project", path, *(word for override in overrides for word in ("--set", override))]
     stages = [("train", ["--set", f"train.stop_after_steps={every}"]), ("samples", []), *([("scores", [])] if patience else [])]

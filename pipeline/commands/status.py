@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 @click.option("--long", "more", is_flag=True, help="Also show each table's recipe, dead rows and peak memory.")
 @with_project
 def command(more: bool, project: Project) -> None:
-    """Show every table, what the next run would do, and every training run. Nothing is written."""
+    """Show the state of every table, what the next run would do, and every training run. Nothing is written."""
     click.echo(render(project, more))
 
 
 @dataclass
 class TableState:
-    """The state of one table for the present settings of a project. It holds numbers of rows, bytes, and what the next run
-    would do. Rows are counted as stored, missing, unwanted, or to be deleted by `clean`. `str(state)` describes the state in
-    one line.
+    """The state of one table for the present settings of a project, and what the next run would do. `rows`, `missing`,
+    `surplus` and `dead` are numbers of rows. `nbytes` and `peak` are bytes of disk and of memory. `str(state)`
+    describes the state in one line.
+
+    `dead` rows are those that `latentmill clean` would delete. `surplus` rows are no longer wanted.
     """
 
     stage_name: str
@@ -64,8 +66,9 @@ def states(project: Project) -> list[TableState]:
 
 
 def state(project: Project, stage_name: str) -> TableState:
-    """Return the state of the table `stage_name`. The field `stale_inputs` is left for `states` to fill in. No weights are
-    loaded and nothing is written. If the state cannot be determined, `note` tells why.
+    """Return the state of the table that the stage `stage_name` writes. Its field `stale_inputs` stays empty; `states`
+    fills it in. If the state cannot be determined, the field `note` tells why. No weights are loaded and nothing is
+    written.
     """
     from pipeline.project.hub import NotFetched
     from pipeline.project.project import NotBuilt
@@ -83,8 +86,9 @@ def state(project: Project, stage_name: str) -> TableState:
 
 
 def _examine(project: Project, found: TableState) -> None:
-    """Fill in the fields of `found` from the table on disk and the rows that the stage wants. Only `found.stage_name` must be
-    set. Raises NotBuilt if an input table is missing. Raises ValueError if weights are missing.
+    """Fill in the fields of `found`, the state of one table. They come from the files on disk and the rows that the
+    stage wants. Only `found.stage_name` must be set before. Raises NotBuilt if an input table is missing. Raises
+    NotFetched if weights are not on this machine. Both are kinds of ValueError.
     """
     from pipeline.project.recipe import recipe_id
     from pipeline.store.lock import lock_holder
@@ -140,8 +144,9 @@ def _count(rows: int) -> str:
 
 
 def render(project: Project, more: bool = False) -> str:
-    """Return the output of `latentmill status` as text. It has a line about the project, a list of its tables, and a
-    list of its training runs. If `more` is True, the list of tables also shows recipe, dead rows and peak memory.
+    """Return the output of `latentmill status` as one text. It has a line about the project, a list of its tables, and
+    a list of its training runs. If `more` is True, each table also shows its recipe (an id of its settings), its
+    deletable rows and its peak memory.
     """
     from pipeline.commands.runs import list_runs
 

@@ -24,9 +24,10 @@ NAMED = 3  # rows that a line names
 @click.option("--repair", is_flag=True, help="Remove damaged rows and files, and run the stages that make them again.")
 @with_project
 def command(repair: bool, project: Project) -> int:
-    """Compare all files of a project with their checksums. The files are shards, rows, checkpoints, adapters, previews and
-    weights. A line names each damaged file, the rows in it, and the tables made from them. The exit code is 1 if a file is
-    damaged, and with --repair if one could not be made again.
+    """Compare all files of a project with their checksums. The files are shards (Arrow files with tensors), rows,
+    checkpoints, adapters, previews and weights. One line per damaged file names the file, its damaged rows, and the
+    tables made from them. With --repair, damaged rows and files are removed and made again. The exit code is 1 if a
+    file is damaged at the end, else 0.
     """
     found = list(find_damage(project, say=click.echo))
     for finding in found:
@@ -59,7 +60,9 @@ class Finding:
     affects: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return one line for the user."""
+        """Return one line with the table, path, problem, damaged rows and affected tables. It names at most the first 3
+        rows, and counts the others.
+        """
         line = f"{self.table}: {self.folder / self.file} {self.problem}"
         if self.rows:
             more = f" and {len(self.rows) - NAMED} more" if len(self.rows) > NAMED else ""
@@ -68,9 +71,11 @@ class Finding:
 
 
 def find_damage(project: Project, say: Callable[[str], None] = lambda line: None) -> Iterator[Finding]:
-    """Read all files of `project` and yield a `Finding` for each damaged file. In a table without damage, files that
-    have no checksum get one. A table that is being written is not checked: `say` is called with a line of text about
-    it.
+    """Compare all files of `project` with their checksums, and yield a `Finding` for each damaged file. A `Finding`
+    names the file, the problem and the damaged rows. If a table has no damage, its files without a checksum get one. A
+    table is skipped while a process writes it. In this case `say` is called with one line of text.
+
+    A table with the columns of an earlier version of this program gets no new checksums.
     """
     from pipeline.store.lock import lock_holder
     from pipeline.store.table import TableFolder
@@ -99,8 +104,10 @@ def _made_from(project: Project, name: str) -> Iterator[str]:
 
 
 def _damaged_results(project: Project, table: TableFolder, known: set[str], affects: tuple[str, ...]) -> Iterator[Finding]:
-    """Yield the damaged checkpoints and adapters of a training run. The run's own state.json files hold their sha256. `known` are
-    the files that are already known to be damaged.
+    """Yield a `Finding` for each damaged checkpoint and adapter file in the run of `table`. A missing final adapter
+    counts as damaged. Adapters are compared with the sha256 in the run's state.json files. Checkpoints are checked for
+    missing files and wrong sizes. Files in `known` are left out, because they are known to be damaged already.
+    `affects` holds the names of the tables made from this one. Each finding repeats them.
     """
     from stages.tuner import checkpoint
 
@@ -122,8 +129,9 @@ def _damaged_results(project: Project, table: TableFolder, known: set[str], affe
 
 
 def _damaged_weights(project: Project) -> Iterator[Finding]:
-    """Yield the damaged weight files of `project`. A file is damaged if its sha256 has changed, but its size,
-    modification time and inode have not.
+    """Yield a `Finding` for each damaged weight file of `project`. Only files with a recorded sha256 are compared. A
+    file is damaged if its sha256 has changed but its size, modification time and inode have not. A replaced file is not
+    reported.
     """
     from stages.hashing import file_sha256
 
@@ -136,7 +144,9 @@ def _damaged_weights(project: Project) -> Iterator[Finding]:
 
 
 def _record(table: TableFolder) -> None:
-    """Record a checksum for every file and tensor of `table` that has none. The table must be undamaged."""
+    """Write a checksum for every file and tensor of `table` that has none. The present content of the files is taken as
+    correct, so the table must be undamaged.
+    """
     from pipeline.store.writer import Writer
 
     with Writer(table, table.manifest()["recipe"]) as writer:
@@ -149,10 +159,12 @@ def repair_project(
     say: Callable[[str], None] = lambda line: None,
     progress: ProgressCallback | bool = False,
 ) -> None:
-    """Remove the damaged rows and files, and run the stages that make them again. `found` is a list of findings of
-    `find_damage`. Only tables of the present settings are made again. A table of other settings only loses its damaged
-    rows. The next run with those settings makes them again. Damaged weights are left unchanged. `say` is called with a
-    line for each table that was made again. `progress` is True to show progress, or a function that is called with it.
+    """Remove damaged rows and files, and run the stages that make them again. `found` holds the findings of
+    `find_damage`. Only tables of the present settings are made again. Tables of other settings only lose their damaged
+    rows and files. Damaged weights stay as they are. `say` is called with one line for each table that was made again.
+    `progress` is True to show progress, or a function that receives it.
+
+    The next run with the other settings makes their rows again.
     """
     from pipeline import runner
     from pipeline.store.table import TableFolder

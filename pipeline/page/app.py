@@ -41,13 +41,17 @@ HEADERS = {
 
 
 class Guard:
-    """Refuse requests that did not come from the page itself: another host name, another site, a body that is too large."""
+    """ASGI middleware that refuses requests which the local page did not send. It checks the host name, the site of the
+    sender and the size of the body (see `refused`). `app` is the application that answers all other requests.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer the request, or refuse it with status 403 or 413."""
+        """Pass the request on to the application, or refuse it. A refusal has status 403 if another host or site sent
+        the request. It has status 413 if the body is too large. The parameters are those of an ASGI application.
+        """
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -66,7 +70,10 @@ class Guard:
 
 
 def refused(headers: dict[str, str]) -> tuple[int, str] | None:
-    """Return (status, reason) if a request with these headers must be refused, else None."""
+    """Return (status, reason) if a request with these headers must be refused, else None. The keys of `headers` are in
+    lower case. The status is 403 if the host is not this machine, or if a page of another site sent the request. It is
+    413 if the body is larger than `MOST_BYTES`.
+    """
     host = headers.get("host", "")
     if host.rpartition(":")[0] not in HOSTS and host not in HOSTS:
         return 403, "this page answers on this machine alone: open http://127.0.0.1"
@@ -198,7 +205,9 @@ STATIC = {"page.css": "text/css", "page.js": "text/javascript", "plotly.js": "te
 
 
 def static(request: Request) -> Response:
-    """Answer with one of the page's own files, or with plotly's script."""
+    """Answer a request for a static file of the page: "page.css", "page.js" or "plotly.js". The file's name is the path
+    parameter "name" of `request`. Any other name gets status 404.
+    """
     name = request.path_params["name"]
     if name not in STATIC:
         return PlainTextResponse("there is no such file", 404)

@@ -30,7 +30,9 @@ Row = dict[str, Any]
 
 
 class Catalog:
-    """SQL over the tables of `project` as they are now. It is a context manager."""
+    """A database of the tables and views of `project`. Call `rows(sql)` to run a query. The tables are read when the
+    object is created. Use the object in a `with` statement, which closes the database at the end.
+    """
 
     def __init__(self, project: Project) -> None:
         self.connection: duckdb.DuckDBPyConnection = open_catalog(project)
@@ -100,8 +102,9 @@ def training_page(project: Project) -> Page | None:
 
 
 def pages_of(project: Project) -> dict[str, Page]:
-    """Return the pages of `project` that are made of blocks: name -> page. The training page stands before the first page of
-    results.
+    """Return the pages of `project` that consist of blocks, as a dict from page name to page. If the pipeline trains,
+    the dict has the page of `training_page` as "training". This page takes the place of the pipeline's own page
+    "training". Without such a page, it comes last.
     """
     found = {page.name: page for page in project.pipeline.pages}
     training = training_page(project)
@@ -115,7 +118,10 @@ def pages_of(project: Project) -> dict[str, Page]:
 
 
 def overview(project: Project) -> Row:
-    """Return the data of the overview: the state of every table, all runs, and the disk."""
+    """Return the data of the overview page as a dict. "tables" is a list of dicts with the name, row count, size and
+    state of each stage's table. "runs" is a list of dicts, one per training run, with the columns of the table `runs`.
+    "disk" is a text that says how much disk space is free.
+    """
     import shutil
 
     from pipeline.commands.runs import run_facts
@@ -135,8 +141,11 @@ def overview(project: Project) -> Row:
 
 
 def block_data(catalog: Catalog, block: Block, chosen: Mapping[str, str], folder: Path) -> Row:
-    """Return the data of one block for the template. `folder` is the project's. `chosen` holds what the user chose: "filter",
-    "order", "page", "find". A mistake in the SQL becomes the entry "error".
+    """Return the data that the HTML template needs to show one block of a page. A block is a chart, listing, sheet,
+    cards or editor. `chosen` holds the user's choices "filter", "order", "page" and "find" as texts. `folder` is the
+    project's folder. The result is a dict with "kind" and "title". A chart's data is JSON in the entry "chart". Other
+    blocks add the entries of `listing_data`, `cards_data`, `sheet_data` or `editor_data`. An error in the SQL is not
+    raised. Its message is the entry "error".
     """
     data: Row = {"kind": type(block).__name__.lower(), "title": block.title}
     with errors_as_text(data):
@@ -170,7 +179,10 @@ def chart_data(rows: list[Row], block: Chart) -> Row:
 
 
 def listing_data(rows: list[Row]) -> Row:
-    """Return the columns and the first rows of a table, with numbers as text of at most 5 significant digits."""
+    """Return the data of a table to show as a dict. `rows` are all rows of the table. "names" lists the columns. "rows"
+    lists the cells of the first 500 rows. "count" is the number of all rows. Cells are texts of at most 240 characters,
+    and longer ones are cut. Floats have 5 significant digits. None becomes "".
+    """
     names = list(rows[0]) if rows else []
     return {"names": names, "rows": [[_cell(value) for value in row.values()] for row in rows[:ROWS_SHOWN]], "count": len(rows)}
 
@@ -183,8 +195,10 @@ def _cell(value: Any) -> Any:
 
 
 def cards_data(catalog: Catalog, block: Cards, chosen: Mapping[str, str]) -> Row:
-    """Return the data of one page of cards. `block` describes the cards. `chosen` is what the user chose: "filter",
-    "order" and "page". The result also holds the number of rows that match each filter.
+    """Return the data of one page of cards as a dict. `block` gives the SQL, the filters and the orders. `chosen` holds
+    the user's choices "filter", "order" and "page" as texts. In the result, "cards" lists the rows of the page as
+    dicts. "filters" lists pairs (filter, number of rows). "orders" lists the names of the orders. "filter", "order" and
+    "page" (from 0) are the choices in use. "pages" is the number of pages.
     """
     counts = {"all": "true", **block.filters}
     name = chosen.get("filter", "all") if chosen.get("filter", "all") in counts else "all"
@@ -215,10 +229,10 @@ def _page(chosen: Mapping[str, str], rows: int) -> tuple[int, int]:
 
 
 def sheet_data(rows: list[Row]) -> Row:
-    """Return the data of a sheet, a grid of pictures at several training steps. `rows` have the columns `row`,
-    `column`, `step` and `picture`. The entry "columns" holds the headings of the columns. "table" holds a pair
-    (heading, cells) for each row of the grid. A cell is a list of pairs (step, picture). "steps" holds all steps except
-    0.
+    """Return the data of a sheet, which is a grid of pictures at several training steps. Each dict in `rows` is one
+    picture. `row` and `column` are the headings of its cell, `step` is its training step, and `picture` is the picture.
+    The result is a dict with three entries. "columns" is the list of column headings. "table" is a list of pairs (row
+    heading, cells). Each cell is a list of pairs (step, picture). "steps" is the sorted list of all steps except 0.
     """
     columns = list(dict.fromkeys(row["column"] for row in rows))
     heads = list(dict.fromkeys(row["row"] for row in rows))
@@ -231,9 +245,11 @@ def sheet_data(rows: list[Row]) -> Row:
 
 
 def editor_data(catalog: Catalog, block: Editor, chosen: Mapping[str, str], edits: Mapping[str, str]) -> Row:
-    """Return the data of one page of an editor of texts. `block` describes the editor. `chosen` is what the user chose:
-    "page", and "find" to keep only texts that contain it. `edits` maps keys to edited texts that may not be in the
-    tables yet. The result also holds the most frequent phrases of all texts.
+    """Return the data of one page of an editor of texts as a dict. `block` is the editor. `chosen` holds the user's
+    "page" and "find". "find" keeps only texts that contain it. `edits` maps a text's key to its edited text, which
+    replaces the stored one. In the result, "texts" lists the rows of the page as dicts. "count" is the number of texts
+    found. "page" (from 0) and "pages" number the pages. "find" is the user's. "phrases" lists the most frequent phrases
+    of all texts. "note" tells the user what an edit does.
     """
     find = chosen.get("find", "")
     everything = [

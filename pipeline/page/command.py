@@ -22,8 +22,9 @@ NEEDED = "the page needs the extra `view`: make view installs it, or: pip instal
 @click.option("--open/--no-open", "opened", default=True, help="Open the page in the browser.")
 @with_project
 def command(port: int, opened: bool, project: Project) -> None:
-    """Show the project as a web page on this machine. It is live while a stage runs, and it changes nothing but captions that you
-    edit. Ctrl-C ends it.
+    """Show the project as a web page on this machine until Ctrl-C. --port sets the port on 127.0.0.1. --no-open leaves
+    the browser closed. The page is updated while a stage runs. It can change captions and nothing else. The command
+    fails if the port is in use or a package is missing.
     """
     import socket
 

@@ -17,8 +17,8 @@ MOST = 400  # pictures; further ones are left out
 
 
 def write_report(site: Site, out: Path) -> Path:
-    """Write all pages of `site` but SQL into the HTML file `out` and return its path. Pictures are part of the file, at most 256
-    pixels large.
+    """Write the pages of `site`, with pictures inside, into the HTML file `out` and return its path. The page "SQL" is
+    left out. A picture has at most 256 pixels on its longer side.
     """
     embedded: dict[str, str] = {}
 

@@ -19,7 +19,9 @@ LONGEST = (160, 384, 2048)  # pixels: sizes in which a picture is shown
 
 
 class Site:
-    """The project in the folder `path` as the page shows it. `overrides` replace settings."""
+    """The data behind the local web page of the project in the folder `path`. `overrides` replace settings of
+    project.toml: texts such as "train.steps=500", or a dict. Call `refresh` to see changes on disk.
+    """
 
     def __init__(self, path: str | Path, overrides: Overrides = ()) -> None:
         self.path, self.overrides = Path(path), overrides
@@ -28,8 +30,8 @@ class Site:
         self._catalog: Catalog | None = None
 
     def changes(self) -> str:
-        """Return a text that is different after any change of the project. Changes are new rows of a stage, the start
-        or end of a stage, and edits of a setting or a caption.
+        """Return a hash of the project's state, 16 hex digits. It changes if a stage writes rows, starts or ends, or if
+        a setting or a caption is edited.
         """
         patterns = ("*.toml", "*.jsonl", "tables/*/*/*.json", "tables/*/*/rows.lance/_versions/*", "tables/*/*/lock")
         digest = hashlib.sha256()
@@ -55,19 +57,21 @@ class Site:
 
     @property
     def catalog(self) -> Catalog:
-        """SQL over the project's tables."""
+        """Return an SQL catalog of the project's tables, opened at the first use."""
         if self._catalog is None:
             self._catalog = Catalog(self._project)
         return self._catalog
 
     def titles(self) -> dict[str, str]:
-        """Return the pages: name -> title."""
+        """Return a dict from the name of each page of the web site to its title. It includes the pages "overview" and
+        "sql".
+        """
         own = {name: page.title for name, page in pages_of(self.project).items()}
         return {"overview": "Overview", **own, "sql": "SQL"}
 
     def data(self, name: str, chosen: Mapping[str, str]) -> dict[str, Any]:
-        """Return the data of the page `name` for its template. `chosen` holds what the user chose. Raises KeyError if there is
-        no such page.
+        """Return the data that the template of the page `name` needs, as a dict. `chosen` maps the parameters of the
+        page's address to the texts that the user chose. Raises KeyError if there is no such page.
         """
         if name == "overview":
             return {"overview": overview(self.project)}
@@ -77,9 +81,9 @@ class Site:
         return {"blocks": [block_data(self.catalog, block, chosen, self.path) for block in blocks]}
 
     def answer(self, sql: str) -> dict[str, Any]:
-        """Run the user's query `sql` and return the data of the SQL page. The result holds the rows of the answer, or
-        the entry "error" with a message. It also holds the project's tables, columns and views. If `sql` is blank, no
-        query is run.
+        """Run the user's SQL query and return the data of the SQL page as a dict. The rows of the answer are included,
+        or a message under "error". "text" is the query itself. "tables", "columns" and "views" list what can be
+        queried. If `sql` is blank, no query is run.
         """
         from pipeline.commands.query import answer
         from pipeline.page.blocks import errors_as_text, listing_data
@@ -95,7 +99,9 @@ class Site:
         return found
 
     def refuse_writing(self, sql: str) -> None:
-        """Raise ValueError unless `sql` is one query that only reads."""
+        """Raise ValueError if the query `sql` writes, or if it has several statements. A syntax error is not reported
+        here.
+        """
         import json
 
         tree = json.loads(self.catalog.connection.execute("select json_serialize_sql($1)", [sql]).fetchall()[0][0])
@@ -105,7 +111,9 @@ class Site:
             raise ValueError("one query at a time")
 
     def detail(self, key: str) -> dict[str, Any] | None:
-        """Return the data of the page about one input, or None if there is no such input."""
+        """Return the data of the page about one input of the project, such as an image, as a dict. `key` is the text
+        that identifies the input. Return None if there is no such input, or if the pipeline has no such page.
+        """
         from pipeline.commands.follow import chain_of, follow
 
         described = self.project.pipeline.detail
@@ -121,7 +129,9 @@ class Site:
         return {"name": key, **found[0], "boxes": boxes, "lines": lines}
 
     def file(self, name: str) -> Path:
-        """Return the file of the picture `name`, "SOURCE/PATH". Raises ValueError if it lies outside the source's folder."""
+        """Return the path of a picture file of the project. `name` is "SOURCE/PATH": a folder resource or a table, and
+        a path in it. Raises ValueError if there is no such file, or if it lies outside the folder of SOURCE.
+        """
         source, _, rest = name.partition("/")
         if isinstance(self.project.pipeline.resources.get(source), Folder):
             root = Path(self.project.resource(source))
@@ -139,8 +149,9 @@ class Site:
         return path
 
     def picture(self, name: str, longest: int) -> bytes:
-        """Return the picture `name`, "SOURCE/PATH", as WebP with a longer side of at most `longest` pixels. Raises ValueError
-        if there is no such picture.
+        """Return a picture of the project as the bytes of a WebP image. Its longer side has at most `longest` pixels.
+        `name` is "SOURCE/PATH": a folder resource or a table, and a path in it. Raises ValueError if there is no such
+        picture.
         """
         path = self.file(name)
         return _thumbnail(self.project.pipeline.thumbnail, path, path.stat().st_mtime_ns, longest)
@@ -168,7 +179,9 @@ class Site:
         return conflicts
 
     def pending(self, editor: Editor) -> dict[str, str]:
-        """Return the edits that are written and not in the tables yet: key -> text."""
+        """Return all edits of texts that are stored in the project, as a dict from key to new text. `editor` is the
+        block of the page that declares how its edits are read.
+        """
         read: dict[str, str] = load(editor.read)(self.path)
         return read
 

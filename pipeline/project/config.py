@@ -20,7 +20,11 @@ Overrides = Mapping[str, Any] | Iterable[str]
 
 @dataclasses.dataclass(frozen=True)
 class ProjectConfig:
-    """The section [project] of project.toml: the pipeline, the model family, and where the model's weights are."""
+    """The section [project] of project.toml. `family` is the model family; if empty, it is the pipeline's first.
+    `weights` is a folder or a hub id; if empty, it is the family's own. `pipeline` is the name of the pipeline, or the
+    name of a module that defines one. Rows are committed every `commit_seconds` seconds. Raises ValueError if a number
+    is out of range.
+    """
 
     family: str = selects("", "the model family; `latentmill families` lists them; empty: the pipeline's first")
     weights: str = selects("", "a folder or a hub id; empty: the family's own")
@@ -115,9 +119,9 @@ def _apply(raw: dict[str, Any], overrides: Overrides) -> dict[str, str]:
 
 
 def _whole_name(raw: Mapping[str, Any], names: list[str]) -> str:
-    """Return a hint for the error message about an override without a section. `raw` is the parsed project file.
-    `names` are the parts of the override's key between dots: ["lr"] gives "; did you mean train.lr?". Return "" if no
-    section has such a setting.
+    """Return a hint such as "; did you mean train.lr?" for an error message. The error is an override without a
+    section, such as "lr". `raw` is the parsed project file. `names` are the parts of the override's key between dots,
+    such as ["lr"]. Return "" if no section has such a setting.
     """
     try:
         pipeline = stages.pipeline(pipeline_name(raw))

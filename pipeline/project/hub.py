@@ -24,11 +24,11 @@ class NotFetched(ValueError):  # noqa: N818  (no mistake of the user: the first 
 def resolve(
     spec: str, project: Path, family: ModelFamily, components: Iterable[str] | None = None, *, fetch: bool = True
 ) -> Path:
-    """Return the folder with the weights of a model family. `spec` is the setting `weights`: a folder, a hub id "org/name",
-    or "" for the family's own weights. A folder may be absolute, start with ~, or be relative to `project`, the project's
-    folder. `family` is the model family. Only `components`, such as "transformer", are downloaded or checked; None means all.
-    If `fetch` is True, missing weights are downloaded or generated. Raises NotFetched if weights are missing and `fetch` is
-    False. Raises ValueError if they cannot be found or read.
+    """Return the folder with the weights of `family`, a model family. `spec` is the setting `weights`: a folder, a hub
+    id "org/name", or "" for the family's own weights. A relative folder starts at `project`, the project's folder. Only
+    `components`, such as "transformer", are downloaded or checked; None means all. If `fetch` is True, missing weights
+    are downloaded or generated. Raises NotFetched if weights are missing and `fetch` is False. Raises ValueError if
+    they cannot be found or read.
     """
     wanted = list(family.folders if components is None else components)
     if not spec and family.bundled:
@@ -51,8 +51,8 @@ def resolve(
 
 
 def _bundled(family: ModelFamily, components: Iterable[str]) -> Path:
-    """Return the folder with the weights of a family that is part of the source checkout. `components` are names such as
-    "transformer". Raises ValueError if a file of one of them is missing or damaged.
+    """Return the folder in the source checkout that holds the weights of `family`. `components` are the parts to check,
+    such as "transformer". Raises ValueError if a file of one of them is missing or damaged.
     """
     folder = CHECKOUT / family.bundled
     for component in components:
@@ -66,8 +66,8 @@ def _bundled(family: ModelFamily, components: Iterable[str]) -> Path:
 
 
 def _check_component(folder: Path, component: str, family: ModelFamily) -> None:
-    """Check `folder`, the folder of one component such as the autoencoder. Raises ValueError if a file in it is missing or cut
-    short.
+    """Raise ValueError if a file of one model component is missing or damaged. `folder` holds the component's files.
+    `component` is its name, such as "autoencoder". `family` is the model family, which lists the files that must exist.
     """
     for name in family.required[component]:
         if not (folder / name).is_file():
@@ -106,9 +106,10 @@ def _generated(folder: Path, family: ModelFamily, seed: int, allowed: bool) -> P
 
 
 def _downloaded(hub: str, components: list[str], family: ModelFamily, fetch: bool) -> Path:
-    """Return the folder of the cached copy of the hub repository `hub` ("org/name"). If the cache lacks one of `components` and
-    `fetch` is True, the copy is downloaded. Raises NotFetched if `fetch` is False. Raises ValueError, with the remedy, if the
-    download fails.
+    """Return the folder of the cached copy of a hub repository, downloaded if needed. `hub` is the repository's id,
+    "org/name". `components` are the parts of the model `family` that the copy must hold, such as "transformer". Raises
+    NotFetched if a part is missing in the cache and `fetch` is False. Raises ValueError if the download fails. The
+    message says what the user can do.
     """
     from huggingface_hub import errors, snapshot_download
 
@@ -130,9 +131,9 @@ def _downloaded(hub: str, components: list[str], family: ModelFamily, fetch: boo
 
 
 def _incomplete(copy: Path, components: list[str], family: ModelFamily) -> list[str]:
-    """Return the components whose files are not all downloaded. `copy` is the model's folder in the hub cache. A
-    component with its own subfolder is returned as that folder's name with a slash, such as "vae/". Any other is
-    returned by its own name.
+    """Return the components that are not completely downloaded. `copy` is the model's folder in the hub cache.
+    `components` are the names to check, such as "transformer". For a component with a subfolder of its own, the result
+    holds the subfolder and a slash, such as "vae/". For any other, it holds the component's name.
     """
     folders = {component: family.folders[component] for component in components}
     return [f"{name}/" if name else each for each, name in folders.items() if not _is_complete(copy / name, each)]
@@ -167,8 +168,9 @@ def _manual_download(hub: str, family: ModelFamily) -> str:
 
 
 def _explain(hub: str, family: ModelFamily, error: Exception) -> str:
-    """Return a one-line message for an `error` of the hub client. It tells what failed, and what the user can do. `hub`
-    ("org/name") is the repository whose download failed.
+    """Return a one-line message that says what failed and what the user can do. `error` is an exception of the hub
+    client. `hub` ("org/name") is the repository whose download failed. `family` is the model family whose weights it
+    holds.
     """
     from huggingface_hub import constants, errors
 

@@ -39,7 +39,9 @@ class Need:
 
     @property
     def disk(self) -> int | None:
-        """The size of the finished table and its files on disk, in bytes. None if it is small or not known."""
+        """The disk space in bytes that the stage's finished table takes, with its files. It is None if the stage has no
+        forecast. It is also None if the number of rows is unknown and no files are forecast.
+        """
         if self.forecast is None or (self.wanted is None and not self.forecast.file_bytes):
             return None
         return self.forecast.row_bytes * (self.wanted or 0) + self.forecast.file_bytes
@@ -114,10 +116,12 @@ def refusal(stage_name: str, peak: int, remedy: str, budget: int) -> str:
 
 
 def announcement(project: Project, name: str, rows: int) -> str:
-    """Return the line that is shown before the stage `name` makes `rows` rows: what it will need. It is empty for a stage that
-    needs little. Raises ValueError if the stage cannot fit into memory. The message names the nearest settings that fit.
+    """Return one line that tells the user what a stage needs to make `rows` rows. It gives the disk space, the peak
+    memory and the memory plan. `name` is the name of the stage. The line is empty if the stage has no forecast or the
+    forecast fails. Raises ValueError if the stage does not fit into memory. The message names the nearest settings that
+    fit.
 
-    A stage with a snapshot makes its own plan, from its data, and refuses by itself.
+    A stage with a `snapshot` is not refused here. It makes its own plan from its data.
     """
     seen = outlook(project)
     try:
@@ -164,7 +168,12 @@ def downloads(project: Project) -> dict[str, int]:
 
 
 def component_bytes(family: Any, architecture: Any) -> dict[str, int]:
-    """Return the size of each component of `family` as it is published, in bytes. Unsupported components are left out."""
+    """Return the size in bytes of each component of a model family, as component name -> bytes. The components are
+    "transformer", "autoencoder" and "text_encoder". A text encoder that the program cannot use is left out. `family` is
+    the family's record, and `architecture` is `family.architecture`.
+
+    Values of the autoencoder count 4 bytes, all others 2 bytes.
+    """
     sizes = {"transformer": HALF * sum(map(math.prod, architecture.transformer_config(None, family).shapes().values()))}
     sizes["autoencoder"] = architecture.autoencoder_bytes(None, family, 256, 256, FULL, True)[0]
     if "text_encoder" not in family.unsupported:

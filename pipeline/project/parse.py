@@ -91,7 +91,7 @@ class Parser:
 
 
 def shown(value: Any) -> str:
-    """Return `value` as Python writes it. A long text or list is shortened in the middle or at its end."""
+    """Return `value` as Python code, for a message. Long texts and long lists are shortened."""
     return SHORT.repr(value)
 
 
@@ -165,7 +165,9 @@ def _describe(hint: Any) -> str:
 
 
 def _example(hint: Any, value: Any) -> str:
-    """Return ", such as [512]" if `hint` wants a list and `value`, such as 512, would be a valid item; else ""."""
+    """Return the text ", such as [512]" if `value` is 512, for an error message. Return "" if the list `[value]` cannot
+    be converted to the annotated type `hint`.
+    """
     try:
         return f", such as {[value]!r}" if _convert(hint, [value]) else ""
     except TypeError:

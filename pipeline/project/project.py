@@ -39,7 +39,9 @@ class NotBuilt(ValueError):  # noqa: N818  (a state that the user can change, de
 
 @dataclass(frozen=True)
 class FixedTable:
-    """The table that a project uses for the stage `stage`, whatever its settings are. `recipe` is the table's recorded recipe."""
+    """A table that a project uses for one stage, in place of the table of its present settings. `stage` is the name of
+    the stage. `table` is the table's folder. `recipe` records the settings and weights that the table was made with.
+    """
 
     stage: str
     table: TableFolder
@@ -74,7 +76,10 @@ class Project:
             _ = self.family  # an unknown family is an error before anything is written
 
     def fix(self, table: FixedTable, config: configuration.Config) -> None:
-        """Use `table` for its stage from now on, whatever the present settings are. `config` replaces the settings."""
+        """Use the given table for its stage from now on, in place of the table of the present settings. `table` holds
+        the stage's name and the table's folder. `config` replaces the settings of this project. Cached rows and recipes
+        are discarded.
+        """
         self.config, self.fixed = config, table
         self.__dict__.pop("family", None)
         self._recipes.clear()
@@ -91,7 +96,9 @@ class Project:
             self._rows.clear()
 
     def _manifests(self) -> frozenset[tuple[str, int, int]]:
-        """Return (path, modification time in ns, inode) of every table's manifest. They change when a stage finishes a run."""
+        """Return a set of `(path, modification time in ns, inode)`, one for the manifest of every table. A manifest is
+        the file manifest.json in a table's folder. A stage that finishes a run replaces it, so the set changes.
+        """
         paths = self.path.glob("tables/*/*/manifest.json")
         return frozenset((str(p), (stat := p.stat()).st_mtime_ns, stat.st_ino) for p in paths)
 
@@ -109,8 +116,9 @@ class Project:
 
     @functools.cached_property
     def family(self) -> Family:
-        """The record of the project's model family. The section [project] names the family; the default is the pipeline's
-        first. Raises ValueError, with the nearest name, if the pipeline has no such family.
+        """The record of the project's model family: its sizes, files and functions. The section [project] names the
+        family; the default is the pipeline's first family. Raises ValueError if the pipeline has no family of that
+        name. The message suggests the nearest name.
         """
         families: Mapping[str, Family] = load(self.pipeline.families)
         name = self.config.project.family or next(iter(families))
@@ -136,9 +144,10 @@ class Project:
     # Resources
 
     def resource(self, name: str) -> Any:
-        """Return the value of a resource that the pipeline declares under `name`. It is the path of a folder, the path of
-        weights, or the record of the model family. Missing weights are downloaded or generated. Raises KeyError if there is no
-        such resource.
+        """Return a resource: an input that stages of the pipeline request by `name`. For a folder or for model weights,
+        the result is a path. For the model family, it is the family's record. Missing weights are downloaded or
+        generated. Raises KeyError if the pipeline declares no such resource. Raises ValueError if weights cannot be
+        found.
         """
         found = self.pipeline.resources[name]
         if isinstance(found, Folder):
@@ -146,8 +155,9 @@ class Project:
         return self.family if isinstance(found, FamilyRecord) else self.component(name)
 
     def component(self, name: str, *, fetch: bool = True) -> Path:
-        """Return the path of the weights of a component, such as "transformer": a folder or a file. If they are missing and
-        `fetch` is True, they are downloaded or generated. Raises ValueError if they are still missing or incomplete.
+        """Return the path of the weights of one model component: a folder or a file. `name` is the component, such as
+        "transformer". Missing weights are downloaded or generated if `fetch` is True. Raises ValueError if they are
+        still missing or incomplete.
         """
         from pipeline.project import hub
         from stages.models.folders import locate
@@ -156,9 +166,9 @@ class Project:
         return locate(root, name, self.family)
 
     def weight_recipe(self, name: str) -> dict[str, Any]:
-        """Return the entry of a recipe for the model component `name`, such as "transformer". It holds the "sha256" of
-        the component's files. It also holds the values of the model family's record that are listed in
-        `Weights.fields`. Raises ValueError if the weights cannot be found.
+        """Return a dict that identifies the weights of one model component, for use in a recipe. `name` is the
+        component, such as "transformer". The value of "sha256" is the hash of its files. The other entries are fields
+        of the family's record, those that `Weights.fields` lists. Raises ValueError if the weights cannot be found.
 
         Weights that were never on this machine are downloaded if the project allows it. For deleted weights the remembered hash
         is used.
@@ -188,8 +198,10 @@ class Project:
         return self.fresh_recipe(name)
 
     def fresh_recipe(self, name: str) -> dict[str, Any]:
-        """Return the recipe of the table `name` for the present settings, as plain data. `recipe` returns the recorded
-        recipe for a fixed table. This method computes the recipe for fixed tables too.
+        """Compute the recipe of the table `name` for the present settings, and return it as plain data. A recipe
+        records what decides a stage's result, such as its settings and weights. Unlike `recipe`, this method ignores a
+        table that `fix` has set for the stage. Raises NotBuilt if a table that the recipe needs is missing. Raises
+        ValueError if weights cannot be found.
         """
         if name not in self._recipes:
             stage = self.stage(name)
@@ -204,8 +216,9 @@ class Project:
         return self._recipes[name]
 
     def current(self, name: str) -> TableFolder:
-        """Return the folder of the table `name` for the present settings. The table need not be built. Raises NotBuilt if an
-        input table is missing. Raises ValueError if weights are missing.
+        """Return the folder of the table `name` for the present settings. The table itself may not exist yet. If `fix`
+        has set a table for the stage, the result is that table. Raises NotBuilt if an input table is missing. Raises
+        ValueError if weights cannot be found.
         """
         from pipeline.store.table import TableFolder
 
@@ -248,8 +261,9 @@ class Project:
         return found
 
     def inputs(self, name: str) -> dict[str, Input]:
-        """Return the inputs of the stage `name`: name of each table that it reads -> the table's folder and version. An
-        optional table is left out if there is none. Raises NotBuilt if another table is missing.
+        """Return the tables that the stage `name` reads, as a dict from table name to `Input`. An `Input` holds the
+        table's folder and the version of its rows. An optional table is left out if it does not exist. Raises NotBuilt
+        if a required table is missing.
         """
         stage = self.stage(name)
         folders = {read.name: self.built(read, name) for read in stage.reads}
@@ -259,8 +273,8 @@ class Project:
 
     def context(self, stage: Stage, **replaced: Any) -> StageContext:
         """Return a `StageContext` for calling functions of `stage` outside a run. The functions can read the tables on
-        disk through it. Its own tables `stored` and `pending` are empty. Writing an artifact and reporting progress do
-        nothing. Further arguments replace fields of the context, by name.
+        disk through it. Its tables `stored` and `pending` are empty. Its functions for writing files and reporting
+        progress do nothing. Any keyword arguments (`**replaced`) replace fields of the context.
         """
         empty = pa.table({f.name: pa.array([], f.type) for f in stage.writes.stored})
         nothing: Callable[..., Any] = lambda *arguments: None  # noqa: E731
@@ -283,7 +297,10 @@ class Project:
         return StageContext(**(fields | replaced))
 
     def _files(self, schema: TableSchema, stage: Stage) -> Path:
-        """Return the artifacts folder of a table that `stage` reads. For an optional table it may not exist."""
+        """Return the folder `artifacts` of a table, which holds the files that its rows name. `schema` describes the
+        table. `stage` is the stage that reads it. For an optional input of the stage, the folder may not exist. For any
+        other, raises NotBuilt if the table is missing.
+        """
         optional = schema in stage.optional
         return (self.folder(schema.name) if optional else self.built(schema, stage.name)).folder / "artifacts"
 
@@ -293,16 +310,19 @@ class Project:
         return self._rows[schema.name]
 
     def _tensors(self, schema: TableSchema, reader: str) -> ShardReader:
-        """Return a reader for the tensors of the table with this `schema`. Its tensors belong to the rows that `_read`
-        returns. This holds even if a stage has run after these rows were first read. `reader` is the name of the stage
-        that reads the table, for error messages. Raises NotBuilt if the table is missing.
+        """Return a reader for the tensors of one table. `schema` describes the table. `reader` is the name of the stage
+        that reads it, for error messages. The reader returns the tensors of the rows from `_read`, even if a stage has
+        written newer rows since. Raises NotBuilt if the table is missing.
         """
         from pipeline.store.reader import ShardReader
 
         return ShardReader(self.built(schema, reader).folder, self._read(schema, reader), schema)
 
     def _intact(self, schema: TableSchema, name: str) -> bool:
-        """Return True if the artifact `name` of the table with this `schema` exists and agrees with its checksum."""
+        """Return True if an artifact of a table exists and agrees with its checksum. An artifact is a file that a row
+        of the table names. `schema` describes the table; the one of the present settings is used. `name` is the file's
+        path below the table's folder `artifacts`.
+        """
         return not self.current(schema.name).checksums.damage(f"artifacts/{name}")
 
     def _need(self, stage: Stage, name: str) -> Any:
@@ -311,8 +331,8 @@ class Project:
 
 
 def shell_path(folder: Path) -> str:
-    """Return a project's folder as text for a `make` command, quoted for the shell. The command is run in the source
-    checkout. If a relative path would lead to another folder from there, the returned path is absolute.
+    """Return the path of a project's folder as text for a `make` command, quoted for the shell. `make` runs in the
+    source checkout. If a relative path leads to another folder from there, it is made absolute.
     """
     usable = folder.is_absolute() or (CHECKOUT / folder).resolve() == folder.resolve()
     return shlex.quote(str(folder if usable else folder.resolve()))

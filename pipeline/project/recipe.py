@@ -36,8 +36,9 @@ def significant_settings(config: Any) -> dict[str, Any]:
 
 
 def settings_of(config: Any, kinds: tuple[str, ...]) -> dict[str, Any]:
-    """Return the settings of `config` whose kind is in `kinds`: "setting", "selects" or "runtime". `config` is a config
-    dataclass. The result maps a setting's name to its value. A nested section is a nested dict.
+    """Return the settings of one or more kinds as a dict from name to value. `config` is a config dataclass. A setting
+    is returned if its kind is in `kinds`. A kind is "setting", "selects" or "runtime", after the function that declared
+    the field. A nested section becomes a nested dict. A field is left out if its value is listed in its `unrecorded`.
     """
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
@@ -73,8 +74,8 @@ def recipe(stage: Stage, config: Any, weights: dict[str, Any], tensors: dict[str
 
 
 def recipe_id(recipe_data: dict[str, Any]) -> str:
-    """Return the name of a table's folder. It is the first 12 hex digits of the sha256 of the recipe's canonical JSON.
-    `recipe_data` is the recipe as plain data.
+    """Return the name of a table's folder: 12 hex digits. They are the first digits of the sha256 of `recipe_data` as
+    canonical JSON. `recipe_data` is a recipe (see `recipe`): everything that decides what the table's stage computes.
     """
     text = json.dumps(recipe_data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -87,7 +88,9 @@ def rows_sha256(rows: pa.Table) -> str:
 
 
 def _decides(path: Path) -> bool:
-    """Return True if a file of a component decides what it computes. Files "._name", which macOS writes, do not."""
+    """Return True if `path` is a weight file or a config file, judged by its suffix. Folders give False. Files with
+    names such as "._name", which macOS writes, give False too.
+    """
     return path.suffix in WEIGHT_SUFFIXES and not path.name.startswith("._") and path.is_file()
 
 
@@ -108,8 +111,9 @@ class FileHashes:
                 self.known |= stored
 
     def component(self, name: str, path: Path, patterns: Iterable[str] = ("*",)) -> str:
-        """Return the sha256 (hex) over the weight and config files of a component, and remember it under `name`. `path` is the
-        component's only file or its folder. `patterns` say which files of the folder belong to it.
+        """Return the sha256 over the weight and config files of a component, as hex digits. The hash is also stored
+        under `name`, for `last_known`. `path` is the component's only file or its folder. `patterns` are glob patterns
+        that choose files in the folder.
         """
         found = [path] if path.is_file() else sorted({p for pattern in patterns for p in path.glob(pattern)})
         files = [path] if path.is_file() else [p for p in found if _decides(p)]
@@ -119,8 +123,9 @@ class FileHashes:
         return digest
 
     def last_known(self, name: str) -> str | None:
-        """Return the sha256 (hex) that the method `component` last returned for `name`. The component's files need not
-        exist any more. Return None if no hash is stored for `name`.
+        """Return the hash of a component's files that the method `component` last returned, as hex digits of a sha256.
+        `name` is the component's name, such as "transformer". The files need not exist any more. Return None if no hash
+        is stored for `name`.
         """
         found: str | None = self.known["components"].get(name)
         return found

@@ -51,17 +51,19 @@ class Run:
 
     @property
     def label(self) -> str:
-        """The name of the run, or its recipe if it has no name."""
+        """Return the name of the run. If it has none, return its recipe, the 12 hex digits of its folder."""
         return self.name or self.recipe
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that the run was made with: dotted key, such as "train.lr" -> value."""
+        """Return the settings that the run was made with, as a dict. Keys are dotted, such as "train.lr"."""
         return flatten(self.record.get("settings", {}))
 
     @functools.cached_property
     def rows(self) -> pa.Table:
-        """The rows of the run, also if it is not finished."""
+        """Return all committed rows of the run as a table, one row per step, split and sample. The run need not be
+        finished.
+        """
         return self.table.committed().select(self.table.schema.stored.names)
 
     @functools.cached_property
@@ -79,7 +81,9 @@ class Run:
 
     @functools.cached_property
     def held_out(self) -> dict[int, float]:
-        """The mean loss of the held-out samples: step -> loss. Measurements with missing samples are left out."""
+        """Return the mean losses of the held-out samples, as a dict from step to loss. A step is left out if some of
+        its held-out samples are not measured yet.
+        """
         import pyarrow.compute as pc
 
         rows = self.rows.filter(pc.equal(self.rows["split"], "validation"))
@@ -95,7 +99,9 @@ class Run:
 
     @functools.cached_property
     def adapters(self) -> dict[str, int]:
-        """The adapters of the run's checkpoints: sha256 of the file -> step."""
+        """Return a dict from the sha256 of each adapter file in the run's checkpoints to the step of its checkpoint.
+        Damaged checkpoints are left out.
+        """
         found = {}
         for step, folder in self.checkpoints.items():
             try:
@@ -113,7 +119,9 @@ class Run:
 
 
 def trains(schema: TableSchema) -> bool:
-    """Return True if a stage that writes tables of this `schema` trains: its rows come from the training loop."""
+    """Return True if `schema` is that of a training table. Such a table has all columns that the training loop writes,
+    such as `step` and `loss`.
+    """
     return set(schema.stored.names) >= COLUMNS
 
 
@@ -138,13 +146,16 @@ def find_runs(project: Project) -> list[Run]:
 
 
 def readable(table: TableFolder) -> bool:
-    """Return True unless an earlier version of this program wrote the table with other columns."""
+    """Return False if another version of this program wrote the table with other columns. Otherwise return True, also
+    if the table does not exist yet.
+    """
     return not table.exists or table.has_current_columns
 
 
 def find_run(project: Project, text: str) -> Run:
-    """Return the run of `project` whose name is `text`, or whose recipe begins with `text`. Raises ValueError if there is no such
-    run or several. The message lists the runs.
+    """Return the training run of `project` whose name is `text`. If there is none, return the run whose recipe (the 12
+    hex digits of its folder) begins with `text`. Raises ValueError if no run matches, or several. The message lists the
+    runs.
     """
     runs = find_runs(project)
     found = [run for run in runs if run.name == text] or [run for run in runs if text and run.recipe.startswith(text)]
@@ -158,8 +169,10 @@ def find_run(project: Project, text: str) -> Run:
 
 
 def read_record(table: TableFolder) -> dict[str, Any] | None:
-    """Return what is known about the run in `table`: "name", "started", "recipe", "settings", "versions". Return None if the
-    folder holds no run.
+    """Return the record of the training run in `table`, a dict from run.json. Its keys are "name", "started", "recipe",
+    "settings" and "versions". Return None if the folder holds no run.
+
+    If run.json is missing or damaged, the record is made from the table's manifest, without a name.
     """
     try:
         found = json.loads((table.folder / FILE).read_text(encoding="utf-8"))
@@ -205,7 +218,9 @@ def begin(project: Project, stage: str, versions: Mapping[str, str], name: str =
 
 
 def rename(project: Project, run: Run, name: str) -> None:
-    """Give `run` another name. Raises ValueError if `name` is not a name or another run has it."""
+    """Give a recorded training run the new name `name`. Raises ValueError if another run of `project` has this name, or
+    if the name is invalid. `check_name` states the rules.
+    """
     check_name(project, name, run.recipe)
     write_record(run.table, {**run.record, "name": name})
 
@@ -225,8 +240,9 @@ def check_name(project: Project, name: str, recipe: str) -> None:
 
 
 def present_settings(project: Project, stage: str) -> dict[str, Any]:
-    """Return the present settings on which the rows of `stage` depend: section -> {key: value}. The sections are `project`, the
-    stages before `stage`, and `stage` itself. Settings that do not change any row are left out. The result is plain JSON data.
+    """Return the present settings that the rows of `stage` depend on. The result maps each section to a dict from key
+    to value, as plain JSON data. The sections are `project`, the stages before `stage`, and `stage` itself. Settings
+    that change no row are left out.
     """
     names = [*project.pipeline.upstream(stage), stage]
     sections = {"project": project.config.project, **{name: project.config.sections[name] for name in names}}
@@ -236,8 +252,8 @@ def present_settings(project: Project, stage: str) -> dict[str, Any]:
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings as one flat dict with dotted keys. For example, `{"train": {"ema": {"decay": 0.9}}}` becomes
-    `{"train.ema.decay": 0.9}`. `prefix` is put before every key.
+    """Return nested settings as one flat dict with dotted keys. For example, `{"train": {"ema": {"decay": 0.9}}}`
+    becomes `{"train.ema.decay": 0.9}`. `prefix` is put before every key as it is, so it should end with a dot.
     """
     found: dict[str, Any] = {}
     for key, value in settings.items():
@@ -247,9 +263,12 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(run: Run, other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the settings in which `run` differs from the settings `other`. `other` maps dotted keys, such as "train.lr", to
-    values. The result maps dotted keys to (value in `run`, value in `other`). A value that `other` lacks is None. Keys that only
-    `other` has are left out. If `other` has no key of a section, such as "train", this section is left out.
+    """Return the settings of `run` that differ from the settings `other`. The result maps dotted keys, such as
+    "train.lr", to tuples (value in `run`, value in `other`). `other` maps dotted keys to values. A key that only
+    `other` has is ignored.
+
+    If `other` has no key of a whole section, such as "train", this section is ignored. A single key that `other` lacks
+    has None as its second value.
     """
     mine = run.settings
     sections = {key.split(".")[0] for key in mine} & {key.split(".")[0] for key in other}
@@ -275,10 +294,12 @@ def choose(project: Project, text: str, overrides: Overrides = ()) -> None:
 
 
 def news(project: Project, stage: str) -> Iterator[str]:
-    """Yield messages that the user should see before the training stage `stage` runs. There are none if the run with the present
-    settings already exists. If an earlier run differs only in its training data, a message says that a new run begins at step 0.
-    A second message follows if the earlier run has an adapter and recorded steps. The second message estimates the training time.
-    It also shows how to start from the earlier adapter.
+    """Yield messages for the user before the training stage `stage` begins a new run. There is a message if an earlier
+    run had the same settings but other training data. It says that the new run starts at step 0. If the run with the
+    present settings exists already, nothing is yielded.
+
+    A second message follows if the earlier run has a final adapter and recorded steps. It estimates the training time,
+    and shows how to start from the earlier adapter.
     """
     recipe, table = project.recipe(stage), project.current(stage)
     if read_record(table) is not None:
@@ -306,7 +327,10 @@ def _without_data(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_resumable(project: Project, stage: str) -> None:
-    """Raise ValueError if the chosen run of `project` cannot go on, because its data or its weights are no longer the same."""
+    """Raise ValueError if the recorded run that the user chose for `project` can no longer be continued. This happens
+    if its training data or its weights have changed since it began. Nothing is checked if the chosen run belongs to
+    another stage than `stage`, or if no run was chosen.
+    """
     run = project.fixed
     if run is None or run.stage != stage:
         return

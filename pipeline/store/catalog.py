@@ -15,10 +15,9 @@ from pipeline.store.table import TableFolder
 
 
 def link_table(table: TableFolder) -> None:
-    """Make the symbolic link `tables/NAME.lance` point at the rows of this table. `NAME` is the name of the stage.
-    LanceDB can then open the table under this name. An existing link to the table of another recipe is replaced. If no
-    run has finished this table, no link is made. In that case, an existing link is deleted if its target does not
-    exist.
+    """Make the symbolic link `tables/NAME.lance` point at the rows of `table`. NAME is the name of its stage. LanceDB
+    can then open the table under this name. A link to another table of this stage is replaced. If no run has finished
+    `table`, no link is made. An existing link without a target is then deleted.
 
     The link is relative and is replaced atomically. If the file system has no symbolic links, nothing happens.
     """

@@ -50,8 +50,9 @@ def text_checksum(text: str) -> str:
 
 
 class Checksums:
-    """The recorded checksums of the files of one table. `folder` is the table's folder. Names of files are relative to it. A name
-    can have several records: a file is intact if it agrees with one of them.
+    """The checksum file of one table. It holds records of the files in the table's folder `folder`. A record holds the
+    name of a file relative to `folder`, its size and its checksum. A file can have several records. It is intact if it
+    agrees with one of them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,7 +63,9 @@ class Checksums:
         self._lines = 0
 
     def known(self) -> Mapping[str, set[Record]]:
-        """Return all records: name of a file -> its records. Damaged lines are left out."""
+        """Return all records, as a dict from a file's name to the set of its records. A record is a pair (size in
+        bytes, xxh3 as 32 hex digits). Damaged lines of the checksum file are left out.
+        """
         try:
             stat = self.file.stat()
         except OSError:
@@ -91,21 +94,26 @@ class Checksums:
             sync(self.folder)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Delete the records of files."""
+        """Delete all records of the files `names` from the table's checksum file. A record holds the size and checksum
+        of one file. Names are relative to the table's folder. A name without a record is ignored.
+        """
         gone = set(names)
         if gone & self.known().keys():
             self._rewrite({name: records for name, records in self.known().items() if name not in gone})
 
     def compact(self) -> None:
-        """Delete the records of deleted files if there are many of them."""
+        """Rewrite the checksum file without the records of deleted files, if it has become long. It is long if it has
+        more than 2 n + 64 lines. n is the number of records of files that exist.
+        """
         there = {name: records for name, records in self.known().items() if (self.folder / name).exists()}
         if self._lines > 2 * sum(map(len, there.values())) + SLACK:
             self._rewrite(there)
 
     def damage(self, name: str, *, fresh: bool = False) -> str:
-        """Describe the damage of a file in words, such as "is missing" or "differs from its checksum". Return "" if it agrees
-        with a record, or if it exists and has no record. A file that is unchanged since this process last read it is not
-        read again, unless `fresh` is True.
+        """Compare the size and the content of a file with its recorded checksums. Return what is wrong in words, such
+        as "is missing". Return "" if nothing is wrong, or if the file exists and has no record. `name` is the path
+        relative to the table's folder. Content that this process has read is not read again while the file is
+        unchanged. If `fresh` is True, it is read in any case. Raises OSError if the file cannot be read.
         """
         records = self.known().get(name)
         if problem := self.resized(name):
@@ -116,9 +124,9 @@ class Checksums:
         return "differs from its checksum"
 
     def resized(self, name: str) -> str:
-        """Return in words what is wrong with the size of a file, such as "is missing". Return "" if the size agrees
-        with a record, or if the file exists and has no record. `name` is relative to the table's folder. The content of
-        the file is not read.
+        """Compare the size of one file with its recorded sizes, without reading its content. Return what is wrong in
+        words, such as "is missing". Return "" if the size agrees, or if the file exists and has no record. `name` is
+        the file's path relative to the table's folder.
         """
         records = self.known().get(name)
         try:

@@ -58,9 +58,9 @@ def make_folder(path: Path) -> None:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the folder of `path`; the block must write a file or a folder there. After the block, it is
-    synced and renamed to `path`. If the block raises, it is deleted and `path` keeps its old content. A folder cannot
-    replace a folder with files. Missing parent folders are created.
+    """Yield a temporary path; the `with` block must write a file or a folder there. After the block, the new content is
+    synced to disk and renamed to `path`. If the block raises, the new content is deleted and `path` keeps its old
+    content. Missing parent folders of `path` are created. Raises OSError if a folder would replace a folder with files.
     """
     make_folder(path.parent)
     with _held_folder(path) as folder:
@@ -94,8 +94,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _held_folder(path: Path) -> Iterator[Path]:
-    """Create a temporary folder beside `path`, and yield its path. The folder is locked until the `with` block ends.
-    The caller must rename or delete it.
+    """Create a temporary folder beside `path`, and yield its path. This process holds a lock on the folder until the
+    `with` block ends. The block must rename or delete the folder.
 
     The system releases the lock when the process ends. `delete_abandoned` therefore recognises the folder of a killed
     process.
@@ -133,7 +133,9 @@ def abandoned(folder: Path) -> Iterator[Path]:
 
 
 def delete_abandoned(folder: Path) -> int:
-    """Delete what `abandoned` yields for `folder`, and return how many bytes were freed."""
+    """Delete the temporary files and folders that killed processes left directly in `folder`. Return the number of
+    bytes that were freed. Files of running processes are kept.
+    """
     freed = 0
     for path in abandoned(folder):
         freed += size_of(path)
@@ -199,12 +201,12 @@ def error_number(error: BaseException) -> int | None:
 
 @contextmanager
 def explain_disk_errors(table: str, folder: Path, saved: Callable[[], str], needed: Callable[[], int]) -> Iterator[None]:
-    """Turn a disk error in a `with` block into a DiskError, whose message is one line. A disk error is an exception
-    with an errno. Errors for a missing file and all other exceptions pass unchanged. `table` is the table's name.
-    `folder` is the table's folder. `saved()` returns a text about the rows that are safe, such as "120 rows are kept".
-    `needed()` returns a number of bytes. If the disk is full, the message asks the user to free that many bytes, and
-    at least 1 MB. For
-    any other error, the message names the folder.
+    """Turn a disk error in the `with` block into a DiskError with a one-line message. A disk error is an exception with
+    an errno other than ENOENT (missing file). All other exceptions pass unchanged. `table` and `folder` are the table's
+    name and folder. `saved()` returns a text about the rows that are safe, such as "120 rows are kept". `needed()`
+    returns the number of bytes that the user must free on a full disk.
+
+    The message for a full disk asks for at least 1 MB. The message for any other error names the folder.
     """
     try:
         yield

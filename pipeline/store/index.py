@@ -39,9 +39,10 @@ class DamageError(Exception):
 
 
 class Index:
-    """A Lance dataset that holds the rows of one table, without tensors. `path` is its folder and `schema` its columns. The
-    checksums of its files are kept in the folder above. The dataset need not exist before the first commit. Each commit makes
-    a new version, and versions are numbered from 1.
+    """A Lance dataset that holds the rows of one table, without tensors. `path` is its folder, which need not exist
+    yet. `schema` is its columns. Each commit makes a new version, and versions are numbered from 1.
+
+    The checksums of its files are kept in the folder above `path`.
     """
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
@@ -93,7 +94,9 @@ class Index:
         self.checksums.record({name: path for name, path in found.items() if name not in known})
 
     def _conform(self, rows: pa.Table) -> pa.Table:
-        """Return stored rows with the columns of `schema`. Old names are replaced, and missing columns are null."""
+        """Return rows of the dataset with the columns of `schema`. Column names of an earlier release are replaced by
+        the present ones. A missing nullable column is filled with null.
+        """
         rows = rows.rename_columns([COLUMNS.get(name, name) for name in rows.column_names])
         for field in self.schema:
             if field.nullable and field.name not in rows.column_names:
@@ -102,9 +105,11 @@ class Index:
 
     @contextmanager
     def _damage_errors(self, version: int) -> Iterator[None]:
-        """Turn errors in the `with` block into a DamageError if they mean damaged or lost files. `version` is the
-        version of the dataset that the message names. An error counts as damage if it has no system error number, or
-        the number ENOENT. Other errors pass unchanged. If the block raises, its output on standard error is discarded.
+        """Turn an error in the `with` block into a DamageError if it means damaged or lost files. It means damage if it
+        has no system error number, or the number ENOENT. Other errors pass unchanged. `version` is the version of the
+        dataset that the message names.
+
+        If the block raises, its output on standard error is discarded.
         """
         try:
             with _without_panics():
@@ -124,7 +129,9 @@ class Index:
             self._check(manifest)
 
     def _check(self, path: Path) -> None:
-        """Raise DamageError if a file of the dataset differs from its checksum."""
+        """Raise DamageError if the file `path` of the dataset is missing or differs from its recorded checksum. A file
+        without a recorded checksum passes if it exists.
+        """
         if problem := self.checksums.damage(self._name(path)):
             raise DamageError(f"{path.name} {problem}")
 
@@ -241,7 +248,9 @@ class Index:
         return int(dataset.version)
 
     def _data(self, dataset: lance.LanceDataset) -> Iterator[tuple[Path, int]]:
-        """Yield the path of each data file of an opened version, and the size in bytes that the file should have."""
+        """Yield a pair (path, size) for each data file of one version of the dataset. `dataset` is this version, opened
+        with Lance. The size is the number of bytes that the file should have.
+        """
         for fragment in dataset.get_fragments():
             for file in fragment.data_files():
                 yield self.path / "data" / file.path, file.file_size_bytes

@@ -69,8 +69,8 @@ def lock_holder(path: Path) -> str:
 
 
 def _written_holder(path: Path) -> str:
-    """Describe the process that last wrote its name into the lock file `path`. Return "another process" if the file holds no
-    name yet.
+    """Describe the process that last wrote its name into the lock file `path`. The text is like "process 12 on HOST
+    (`COMMAND`, since TIME)". Return "another process" if the file names no process. The process may have ended already.
     """
     try:
         written = json.loads(path.read_text())

@@ -22,8 +22,9 @@ MAPPED_SHARDS = 64  # shards kept open; macOS allows a process 256 open files
 
 @dataclass(frozen=True)
 class _Locators:
-    """The locations of one tensor column's values in the shards, with one entry per row. `offset` and `nbytes` are in bytes,
-    and `dtype` is the NumPy dtype of the values. `checksum` is the xxh3 of the values; it counts only where `checked` is True.
+    """The places of one tensor column's values in the shards (files with tensors). Each array has one entry per row.
+    `offset` and `nbytes` are in bytes. `dtype` is the NumPy dtype of the values. `shapes` holds the shapes of the
+    tensors. `checksum` is the xxh3 of the values. It is valid only where `checked` is True.
     """
 
     dtype: np.dtype
@@ -35,9 +36,9 @@ class _Locators:
 
 
 class ShardReader:
-    """A reader of the tensors of one table. It maps the table's shards (Arrow files with tensors) into memory. `table`
-    is the table's folder. `rows` are the rows whose tensors can be read. `TableFolder.rows` returns such rows. `schema`
-    is the table's schema. Raises ValueError if a shard of these rows is missing or cut short.
+    """A reader of the tensors of one table, in any order. `table` is the table's folder. `rows` are the rows whose
+    tensors can be read, as `TableFolder.rows` returns them. `schema` is the table's schema. The shards (Arrow files
+    with tensors) are mapped into memory. Raises ValueError if a shard of these rows is missing or cut short.
 
     A page of a file is read from disk when its values are first used. `ahead` releases pages.
     """
@@ -91,7 +92,9 @@ class ShardReader:
             self._advise(self._row[key], "MADV_WILLNEED")
 
     def _check(self, rows: pa.Table, schema: TableSchema) -> None:
-        """Raise ValueError if a shard is missing or ends before the last tensor that a row needs from it."""
+        """Raise ValueError if a shard (a file with tensors) is missing or too short. A shard is too short if it ends
+        before the last tensor of `rows`. `schema` is the table's schema.
+        """
         ends = pa.table({"shard": rows["shard"], "end": tensor_ends(rows, schema)})
         needed = ends.group_by("shard").aggregate([("end", "max")])
         for name, end in zip(needed["shard"].to_pylist(), needed["end_max"].to_pylist(), strict=True):

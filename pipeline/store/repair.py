@@ -25,12 +25,13 @@ from schemas.table import TableSchema, TensorColumn
 
 
 def reconcile(rows: pa.Table, shards: Path, schema: TableSchema, problem: Callable[[Path], str]) -> pa.Table:
-    """Make a table's index agree with its shards, and return the new rows of the index. `rows` are the present rows of
-    the index. `shards` is the folder of the shards (Arrow files with rows and their tensors). Rows are removed if their
-    shard is missing or cut short. Shards that are cut short are deleted. If the index does not name a shard, the rows
-    of this shard are added. A row is not added if the index has a newer row with its key. `problem(path)` returns in
-    words what is wrong with a shard, or "". A shard with a problem adds no rows. If nothing differs, `rows` itself is
-    returned.
+    """Make the index of a table agree with its shards, and return the new index. An index has one row per stored row. A
+    shard is an Arrow file with rows and their tensors. `rows` is the present index, and `shards` is the folder of the
+    shards. `problem(path)` returns what is wrong with a shard in words, or "".
+
+    A shard that is cut short is deleted. Rows whose shard is missing or deleted leave the index. If the index names no
+    row of a shard, the rows of that shard are added. Such a shard is skipped if `problem` finds something. A row is
+    also skipped if the index has a newer row with its key. If nothing differs, `rows` itself is returned.
     """
     ends = rows.select(["shard"]).append_column("end", tensor_ends(rows, schema))
     known = {row["shard"]: row["end_max"] for row in ends.group_by("shard").aggregate([("end", "max")]).to_pylist()}
@@ -58,10 +59,11 @@ def damaged_shards(rows: pa.Table, shards: Path, schema: TableSchema) -> set[str
 
 
 def repack(rows: pa.Table, shards: Path, schema: TableSchema, shard_bytes: int) -> tuple[pa.Table, list[Path]]:
-    """Copy the rows of mostly unused shards (Arrow files with tensors) to new shards of about `shard_bytes` bytes. `rows` are
-    all rows of the table's index. `shards` is the folder of the shards. Return (rows, old shards). The rows are all rows with
-    their new locations. The old shards are the paths of the shards that are no longer needed. The caller must commit the rows
-    first and then delete the old shards.
+    """Copy the rows of mostly unused shards into new shards of about `shard_bytes` bytes. A shard is an Arrow file with
+    rows and their tensors. `rows` are all rows of the table's index. Return (new rows, old paths). The new rows are all
+    index rows with their new places. The old paths are those of the shards that are no longer needed.
+
+    The caller must commit the new rows first, and then delete the old shards.
 
     While a run is unfinished (`live` is null in some row), a key may have two rows. Copying the older row would make it the
     newer one, so no row is copied then.
@@ -81,19 +83,21 @@ def repack(rows: pa.Table, shards: Path, schema: TableSchema, shard_bytes: int) 
 
 
 def reclaimable_bytes(rows: pa.Table, shards: Path, schema: TableSchema) -> int:
-    """Return how many bytes `repack` would free. This is the size of the mostly unused shards, less the tensors that would be
-    copied from them. `rows` are all rows of the table's index. `shards` is the folder of the shards.
+    """Return how many bytes of disk the function `repack` would free. They are the bytes of mostly unused shards (Arrow
+    files with tensors), less the tensors still in use. `rows` are all rows of the table's index. `shards` is the folder
+    of the shards.
     """
     used = _used_bytes(rows, schema)
     return sum(path.stat().st_size - used.get(path.name, 0) for path in _sparse_shards(rows, shards, schema))
 
 
 def _sparse_shards(rows: pa.Table, shards: Path, schema: TableSchema) -> list[Path]:
-    """Return the paths of the mostly unused shards in the folder `shards`. `rows` are all rows of the table's index. A
-    shard is returned if no row of `rows` names it. While a run is unfinished (`live` is null in some row), no other
-    shard is returned. Otherwise a shard is also returned if its used tensors take less than half of the file. These
-    used tensors must also take less than half of all tensor bytes in the file. Used tensors are those of the rows in
-    `rows`.
+    """Return the paths of the shards that are mostly unused. A shard is an Arrow file with rows and their tensors.
+    `rows` are all rows of the table's index. `shards` is the folder of the shards.
+
+    A shard without a row in `rows` is always returned. While a run is unfinished, no other shard is returned. A run is
+    unfinished if `live` is null in some row. After that, a shard is returned if the tensors of its rows in `rows` take
+    less than half of the file. They must also take less than half of all tensor bytes in the file.
     """
     used = _used_bytes(rows, schema)
     finished = not rows["live"].null_count
@@ -110,10 +114,12 @@ def _all_tensor_bytes(path: Path, schema: TableSchema) -> int:
 
 
 def _newer_rows(rows: pa.Table, unknown: list[Path], schema: TableSchema) -> Iterator[pa.Table]:
-    """Yield the rows that must be added to the index, as one table per shard. `rows` are the rows of the index.
-    `unknown` holds the paths of the shards that the index does not name, sorted by shard number. A row is yielded if
-    the index has no row with its key. It is also yielded if the index has the key only from shards with smaller
-    numbers. The column `live` of the yielded rows is null.
+    """Yield the shard rows that the index lacks, as one table per shard. A shard is an Arrow file with rows and their
+    tensors. `rows` is the present index. `unknown` holds the paths of shards that the index does not name, sorted by
+    shard number. The column `live` of a yielded row is null.
+
+    A row is yielded if the index does not have its key. It is also yielded if its shard has a larger number than all
+    shards that the index names for this key.
     """
     key = schema.key[0]
     newest = {name: shard_number(shard) for name, shard in zip(rows[key].to_pylist(), rows["shard"].to_pylist(), strict=True)}
@@ -126,10 +132,12 @@ def _newer_rows(rows: pa.Table, unknown: list[Path], schema: TableSchema) -> Ite
 
 
 def _groups_to_move(sparse: list[Path], moving: pa.Table, schema: TableSchema, shard_bytes: int) -> Iterator[pa.Table]:
-    """Yield the rows of `moving` with their tensors, as one or more tables. Each table takes at least `shard_bytes`
-    bytes, except the last. `sparse` lists the paths of the shards that hold these rows. `moving` holds rows of the
-    index, and their checksums are kept. The yielded columns are those of `schema.batch` and one checksum column per
-    tensor column.
+    """Read the rows in `moving` with their tensors, and yield them as tables of at least `shard_bytes` bytes. The last
+    table may be smaller. `moving` holds rows of the table's index. `sparse` lists the paths of the shards (Arrow files)
+    with these rows.
+
+    The yielded columns are those of `schema.batch` and one checksum column per tensor column. The checksums come from
+    the index.
     """
     key, group = schema.key[0], list[pa.Table]()
     for path in sparse:
@@ -146,7 +154,9 @@ def _groups_to_move(sparse: list[Path], moving: pa.Table, schema: TableSchema, s
 
 
 def fill_checksums(rows: pa.Table, shards: Path, schema: TableSchema) -> pa.Table:
-    """Return the rows of an index with a checksum for every tensor that has none. The tensors are read from the shards."""
+    """Compute the missing checksums of an index, and return the index with them. `rows` is the index, a table with one
+    row per stored row. A checksum belongs to one tensor. The bytes are read from the files in the folder `shards`.
+    """
     for tensor in schema.tensors:
         found = rows[tensor.checksum].to_pylist()
         for row, checksum in enumerate(row_checksums(rows, shards, tensor)):
@@ -157,8 +167,9 @@ def fill_checksums(rows: pa.Table, shards: Path, schema: TableSchema) -> pa.Tabl
 
 
 def row_checksums(rows: pa.Table, shards: Path, tensor: TensorColumn) -> Iterator[int]:
-    """Yield the checksum of one tensor of each row, in the order of `rows`. The checksums are computed from the bytes
-    in the shards. `rows` are rows of the index. `shards` is the folder of the shards. `tensor` is the tensor column.
+    """Yield one checksum per row of a table index, in the order of `rows`. Each is the xxh3 checksum of a tensor's
+    bytes, as a signed 64-bit integer. `tensor` is the column of these tensors. `shards` is the folder of the files that
+    hold the tensors.
     """
     for shard, start, size in zip(*(rows[name].to_pylist() for name in ("shard", tensor.offset, tensor.nbytes)), strict=True):
         with (shards / shard).open("rb") as file:
@@ -167,9 +178,9 @@ def row_checksums(rows: pa.Table, shards: Path, tensor: TensorColumn) -> Iterato
 
 
 def _with_index_checksums(rows: pa.Table, indexed: pa.Table, schema: TableSchema) -> pa.Table:
-    """Return `rows` with the checksums that the index holds for them. `rows` are rows of one shard. `indexed` are rows
-    of the index, and must contain the key of every row in `rows`. The columns of the result are those of `schema.batch`
-    and one checksum column per tensor column.
+    """Return `rows` with their checksums from the index. `rows` is a table of rows from one shard. `indexed` is a table
+    of index rows, and it must have the key of every row in `rows`. The result has the columns of `schema.batch`, then
+    one checksum column per tensor column.
 
     Checksums in the shard are not used, because shards of an earlier release have none.
     """
@@ -187,6 +198,8 @@ def _in_shards(rows: pa.Table, names: set[str]) -> pa.ChunkedArray:
 
 
 def _used_bytes(rows: pa.Table, schema: TableSchema) -> dict[str, int]:
-    """Return how many bytes of tensors the rows use in each shard: file name -> bytes."""
+    """Return a dict from shard name to the bytes of the tensors that `rows` use in it. A shard is an Arrow file with
+    tensors. `rows` are rows of the table's index.
+    """
     sizes = rows.select(["shard"]).append_column("bytes", tensor_bytes(rows, schema))
     return {row["shard"]: row["bytes_sum"] for row in sizes.group_by("shard").aggregate([("bytes", "sum")]).to_pylist()}

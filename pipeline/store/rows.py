@@ -61,9 +61,10 @@ def newest_per_key(rows: pa.Table, key: tuple[str, ...]) -> pa.Table:
 
 
 def conform(batch: pa.RecordBatch, schema: TableSchema) -> pa.RecordBatch:
-    """Return a stage's batch, cast to the types of the schema. The columns are those of `schema.batch`: all columns, then the
-    tensors. Raises ValueError if a column is missing, unknown or of another type. Raises ValueError if a null is not allowed,
-    or if the length of a tensor does not fit its shape.
+    """Return the record batch `batch` of a stage, cast to the types of `schema.batch`. This Arrow schema lists the
+    columns of the table, then one list column per tensor. Raises ValueError if a column is missing, unknown, of another
+    type or in the wrong place. Raises it too if a null is not allowed, or if a tensor's number of values does not fit
+    its shape.
     """
     expected = schema.batch
     if batch.schema.names != expected.names:
@@ -80,7 +81,9 @@ def conform(batch: pa.RecordBatch, schema: TableSchema) -> pa.RecordBatch:
 
 
 def _check_shapes(batch: pa.RecordBatch, schema: TableSchema) -> None:
-    """Raise ValueError if the number of a tensor's values does not fit its shape column."""
+    """Raise ValueError if a tensor in `batch` does not have as many values as its shape says. A tensor without values
+    may have an empty shape.
+    """
     for tensor in schema.tensors:
         counts = pc.list_value_length(batch.column(tensor.name)).to_pylist()
         for shape, count in zip(batch.column(tensor.shape).to_pylist(), counts, strict=True):
@@ -89,5 +92,7 @@ def _check_shapes(batch: pa.RecordBatch, schema: TableSchema) -> None:
 
 
 def _without_nullability(kind: pa.DataType) -> str:
-    """Return the name of an Arrow type without "not null". List items with and without nulls are stored alike."""
+    """Return the name of an Arrow type as text, without the words "not null". Two list types that differ only in
+    whether items may be null get the same name.
+    """
     return str(kind).replace(" not null", "")

@@ -44,7 +44,9 @@ def shard_number(name: str) -> int:
 
 
 def next_shard_number(folder: Path) -> int:
-    """Return the number for the next shard in `folder`: one more than the largest number there, or 1 in an empty folder."""
+    """Return the number for the next shard in `folder`. A shard is a file with rows of a table. The result is one more
+    than the largest number there. In an empty folder, it is 1.
+    """
     return 1 + max((shard_number(path.name) for path in folder.glob("*.arrow")), default=0)
 
 
@@ -66,8 +68,9 @@ def write_shard(folder: Path, number: int, rows: pa.Table, schema: TableSchema) 
 
 
 def _with_checksums(rows: pa.Table, schema: TableSchema) -> pa.Table:
-    """Return `rows` with the columns of a shard file (`schema.shard`). `rows` has the columns of `schema.batch`, and
-    may have checksum columns. Checksums that `rows` lacks are computed from the tensors. Existing checksums are kept.
+    """Return `rows` with the columns of a shard file (`schema.shard`), which include a checksum per tensor. `rows` has
+    the columns of `schema.batch`, and may have checksum columns. Missing checksums are computed from the tensors.
+    Existing checksums are kept.
 
     Computing existing checksums again would hide damage.
     """
@@ -83,14 +86,17 @@ def _with_checksums(rows: pa.Table, schema: TableSchema) -> pa.Table:
 
 
 def tensor_checksums(lists: pa.ListArray) -> list[int]:
-    """Return the checksum of each tensor of a column. `lists` holds one list of values per row."""
+    """Return the checksum of each tensor of a column, as a list of integers. A checksum is the xxh3 hash of the
+    tensor's bytes, as a signed 64-bit number. `lists` holds one list of values per row.
+    """
     values, bounds = lists.values.to_numpy(), lists.offsets.to_numpy()
     return [tensor_checksum(values[start:stop]) for start, stop in itertools.pairwise(bounds)]
 
 
 def rows_per_shard(rows: pa.Table, schema: TableSchema, shard_bytes: int) -> int:
-    """Return how many rows from the start of `rows` one commit takes. This is the largest number of rows whose tensors take at
-    most `shard_bytes` bytes together, but at least 1. If the table has no tensors, it is the number of all rows.
+    """Return how many rows from the start of `rows` go into one shard (an Arrow file with tensors). This is the largest
+    number of rows whose tensors take at most `shard_bytes` bytes together, but at least 1. If the table has no tensors,
+    it is the number of all rows.
     """
     if not schema.tensors:
         return int(rows.num_rows)
@@ -100,9 +106,9 @@ def rows_per_shard(rows: pa.Table, schema: TableSchema, shard_bytes: int) -> int
 
 
 def read_shard_index(path: Path, schema: TableSchema) -> pa.Table:
-    """Return the rows of a shard as the index stores them (`schema.stored`). They have the position of each tensor in the
-    shard, but no tensors. The returned table does not keep the file open. Raises ValueError if the file has the columns of
-    another table.
+    """Return the rows of a shard (an Arrow file with tensors) without their tensors. The rows have the columns of
+    `schema.stored`, which hold the position of each tensor in the file. The returned table does not keep the file open.
+    Raises ValueError if the file has the columns of another table.
     """
     address, batches = _map_batches(path)
     for batch in batches:
@@ -141,8 +147,8 @@ def shard_damage(path: Path, needed: int) -> str:
 
 
 def tensor_bytes(rows: pa.Table, schema: TableSchema) -> pa.ChunkedArray:
-    """Return the size in bytes of all tensors of each row, as an array with one number per row. `rows` are rows of the index
-    (`schema.stored`). They have the position and size of each tensor.
+    """Return the size of all tensors of each row, as an Arrow array with one number of bytes per row. `rows` has the
+    columns of `schema.stored`, which hold the size of each tensor. `schema` describes the table.
     """
     return functools.reduce(pc.add, (rows[tensor.nbytes] for tensor in schema.tensors))
 
@@ -175,9 +181,10 @@ def _locators(batches: list[pa.RecordBatch], address: int, schema: TableSchema) 
 
 
 def _locate(tensor: TensorColumn, batches: list[pa.RecordBatch], address: int) -> np.ndarray:
-    """Return the positions of one tensor column's values in a memory-mapped shard. The result is an int64 array of
-    shape `(rows, 2)`. Column 0 is the offset in the file, and column 1 is the length, both in bytes. `batches` are the
-    shard's record batches. `address` is the memory address of the file's first byte.
+    """Return where the values of one tensor column lie in a shard (an Arrow file with tensors). The result is an int64
+    array `(rows, 2)`. Column 0 is the offset in the file, and column 1 is the length, both in bytes. `tensor` describes
+    the column. `batches` are the shard's record batches, memory-mapped. `address` is the memory address of the file's
+    first byte.
     """
     size = tensor.kind.byte_width
     found = [np.zeros((0, 2), np.int64)]
@@ -205,9 +212,9 @@ def _copy(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _with_locators(rows: pa.Table, shard: str, locators: dict[str, np.ndarray], schema: TableSchema) -> pa.Table:
-    """Add to `rows` the columns that locate their tensors, and return the result. These columns are `shard`, and an
-    offset and a size for each tensor. The argument `shard` is the shard's file name. `locators` is the result of
-    `_locators`. The returned rows have the columns of `schema.stored`.
+    """Return `rows` with added columns that say where their tensors are stored. These columns are `shard`, and an
+    offset and a size in bytes for each tensor. The argument `shard` is the file name of the shard (an Arrow file with
+    tensors). `locators` is the result of `_locators`. The returned rows have the columns of `schema.stored`.
     """
     rows = rows.append_column("shard", pa.array([shard] * rows.num_rows, pa.string()))
     for tensor in schema.tensors:

@@ -34,8 +34,10 @@ MANIFEST = {"table", "recipe", "rows", "dead", "bytes", "lance_version", "facts"
 
 
 class TableFolder:
-    """The table of one stage for one recipe, opened for reading. A recipe describes the settings, weights and inputs
-    that the rows depend on. `folder` is the table's own folder. It need not exist yet. `schema` is the table's schema.
+    """The table of one stage, opened for reading. `folder` is the table's own folder. It need not exist yet. `schema`
+    is the table's schema.
+
+    There is one folder for each recipe. A recipe records the settings, weights and inputs that the rows depend on.
     """
 
     def __init__(self, folder: Path, schema: TableSchema) -> None:
@@ -46,8 +48,9 @@ class TableFolder:
 
     @property
     def shards(self) -> Path:
-        """The folder of the table's shards (Arrow files with tensors). A table written by an earlier version has it under its
-        old name until the next run.
+        """The folder with the table's shards (Arrow files with tensors).
+
+        A table that an earlier version wrote may still have its old folder name until the next run.
         """
         return shards_folder(self.folder)
 
@@ -58,7 +61,7 @@ class TableFolder:
 
     @property
     def exists(self) -> bool:
-        """True if a run has finished this table. Its manifest can then be read."""
+        """True if a run has finished writing this table. The table then has a readable manifest."""
         try:
             self.manifest()
         except ValueError:
@@ -97,12 +100,12 @@ class TableFolder:
         return found
 
     def rows(self, version: int | None = None) -> pa.Table:
-        """Return the rows that readers see, without their tensors. The columns are those of `schema.stored`. They
-        include the shard, the offset and the size of each tensor. If `version` is given, the rows are read from this
-        version of the Lance dataset. If it is None, they are those of the last finished run. Rows of an unfinished run
-        are left out, and so are rows whose shard or artifact is missing or has another size. A call with `version` raises
-        DamageError if that version cannot be read. A call without it raises ValueError if no run has finished or the
-        rows are damaged.
+        """Return the rows that readers see, without their tensors, as a table with the columns of `schema.stored`.
+        These include the shard, the offset and the size of each tensor. `version` is a version of the Lance dataset.
+        None means that of the last finished run. Raises DamageError if the given version cannot be read. Raises
+        ValueError if no run has finished or its rows are damaged.
+
+        Rows of an unfinished run are left out, and so are rows whose shard or artifact is missing or has another size.
         """
         if version is not None:
             return self._live_rows(self.index.read(version))
@@ -159,28 +162,34 @@ class TableFolder:
         return self.checksums.damage(self._name(path))
 
     def record_files(self, paths: Iterable[Path]) -> None:
-        """Record the checksums of those files of the table that have none."""
+        """Record the checksums of files of the table, such as shards (Arrow files with tensors). Files with a recorded
+        checksum and missing files are skipped. `paths` are the paths of these files, inside the table's folder.
+        """
         known = self.checksums.known()
         names = {self._name(path): path for path in paths if path.is_file()}
         self.checksums.record({name: path for name, path in names.items() if name not in known})
 
     def record_shards(self, rows: pa.Table) -> None:
-        """Record the checksums of those shards of `rows` that have none."""
+        """Record the checksums of the shards that hold the tensors of `rows`. A shard is an Arrow file in the table's
+        folder. Shards with a recorded checksum are not read again. `rows` needs the column `shard`.
+        """
         self.record_files(self.shards / name for name in pc.unique(rows["shard"]).to_pylist())
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.folder).as_posix()
 
     def rename_old_folders(self) -> None:
-        """Give the table's folders their present names, such as shards/ for parts/. Earlier versions used the old names."""
+        """Rename folders of the table that an earlier version named differently, such as parts/ to shards/. A folder is
+        left as it is if its new name exists.
+        """
         for old, new in FOLDERS.items():
             if (self.folder / old).is_dir() and not (self.folder / new).exists():
                 (self.folder / old).rename(self.folder / new)
                 sync(self.folder)
 
     def manifest_is_valid(self, newest: int) -> bool:
-        """Return True if the version of the index that the manifest names can be read. `newest` is the newest readable
-        version.
+        """Return True if the row version that the manifest names can still be read. `newest` is the newest readable
+        version of the rows. A table without a manifest gives False.
         """
         version = self.manifest()["lance_version"] if self.exists else None
         if version is None or version > newest:
@@ -191,16 +200,17 @@ class TableFolder:
             return False
 
     def committed(self) -> pa.Table:
-        """Return all committed rows, including those of an unfinished run. The columns are those of `rows()` and one
-        more, `live`. `live` is True for rows that readers see. It is False for rows that the last finished run did not
-        want. It is null for rows written since then. If a key has several rows, only the newest is returned. Rows whose
-        shard or artifact is missing or has another size are left out.
+        """Return the newest stored row of every key, including rows of an unfinished run. The columns are those of
+        `rows()` and one more, `live`. It is True for rows that readers see. It is False for rows that the last finished
+        run did not want. It is null for rows written since that run.
+
+        Rows whose shard or artifact is missing or has another size are left out.
         """
         return self.with_files(newest_per_key(self.index.read_newest(), self.schema.key))
 
     def reclaimable_bytes(self) -> int:
-        """Return about how many bytes `Writer.collect` would free by rewriting shards. Return 0 if the table has no tensors or
-        no run has finished.
+        """Estimate how many bytes `Writer.collect` would free. It rewrites shards (Arrow files with tensors) without
+        unused rows. Return 0 if the table has no tensors or no run has finished.
         """
         rows = self.with_files(self.index.read_newest())
         if not self.exists or not self.schema.tensors or not rows.num_rows:
@@ -208,8 +218,8 @@ class TableFolder:
         return reclaimable_bytes(rows.filter(pc.fill_null(rows["live"], True)), self.shards, self.schema)
 
     def tensors(self, version: int | None = None) -> ShardReader:
-        """Return a reader of the tensors of `rows(version)`. None means the last finished run. Raises ValueError if a shard (an
-        Arrow file with tensors) is missing or too short.
+        """Return a reader of the tensors of the rows that `rows(version)` returns. `version` None means the last
+        finished run. Raises ValueError if a shard (an Arrow file with tensors) is missing or too short.
         """
         assert self.schema.tensors, f"{self.schema.name} has no tensors"
         return ShardReader(self.folder, self.rows(version), self.schema)
@@ -232,7 +242,7 @@ class TableFolder:
 
 
 def manifest_checksum(manifest: dict[str, Any]) -> str:
-    """Return the checksum of a table's manifest. `manifest` is the manifest without its entry "checksum". The result is
-    the value for this entry.
+    """Return the checksum of a table's manifest, as 16 hex digits. `manifest` is the manifest without its entry
+    "checksum".
     """
     return text_checksum(json.dumps(manifest, sort_keys=True))

@@ -42,7 +42,9 @@ def examine(table: TableFolder) -> Iterator[Damage]:
 
 
 def _examine_index(table: TableFolder) -> Iterator[Damage]:
-    """Yield the damaged files of the version that readers see, and of the newest version."""
+    """Yield a `Damage` for each damaged file of the table's index. Two versions of the index are examined: the one that
+    readers use, and the newest.
+    """
     newest = max(table.index.versions(), default=0)
     seen = {newest, table.manifest()["lance_version"]} if table.exists else {newest}
     for version in sorted(seen - {0}):
@@ -54,9 +56,10 @@ def _examine_index(table: TableFolder) -> Iterator[Damage]:
 
 
 def _examine_shards(table: TableFolder, rows: pa.Table) -> Iterator[Damage]:
-    """Yield a `Damage` for each damaged shard (Arrow file with tensors) of a table. `rows` are the rows of the index.
-    The `keys` of the `Damage` are those of the rows with damaged tensors. If other parts of the shard are damaged, they
-    are the keys of all its rows. Shards that no row names are examined too.
+    """Yield a `Damage` for each damaged shard of a table. A shard is an Arrow file that holds the tensors of some rows.
+    `rows` holds the rows of the index. `keys` of a `Damage` lists the rows that are damaged. If only tensors differ
+    from their checksums, it lists the rows of these tensors. Otherwise it lists all rows of the shard. Shards that no
+    row names are examined too.
     """
     schema, key = table.schema, table.schema.key[0]
     names = dict.fromkeys([*rows["shard"].to_pylist(), *sorted(path.name for path in table.shards.glob("*.arrow"))])
@@ -79,9 +82,10 @@ def _examine_shards(table: TableFolder, rows: pa.Table) -> Iterator[Damage]:
 
 
 def _examine_artifacts(table: TableFolder, rows: pa.Table) -> Iterator[Damage]:
-    """Yield a `Damage` for each artifact that is missing or differs from its checksum. `rows` are the rows of the
-    index. The `keys` of the `Damage` are those of the rows that name the artifact. The parts of a key are cut to 16
-    characters and joined by spaces. Artifacts that no row names are examined too.
+    """Yield a `Damage` for each artifact that is missing or differs from its checksum. An artifact is a file that rows
+    of the table name. `rows` holds the rows of the index. `keys` of a `Damage` lists the rows that name the file, one
+    text per row. Such a text joins the parts of the row's key with spaces. Each part is cut to 16 characters. Files
+    that no row names are examined too.
     """
     named: dict[str, list[str]] = {}
     if table.schema.artifact:

@@ -87,9 +87,9 @@ class Writer:
 
     @property
     def stored(self) -> pa.Table:
-        """The table of all committed rows, without their tensors. The columns are those of `schema.stored`. They
-        include the position of each tensor. Rows of killed runs are included. Stored rows that are no longer wanted are
-        included too. If a key has several rows, only the newest is included.
+        """The table of all committed rows, without their tensors. The columns are those of `schema.stored`, with the
+        position of each tensor. Rows of killed runs and rows that are no longer wanted are included. If several rows
+        have the same key (the columns that identify a row), only the newest is included.
         """
         return newest_per_key(self._rows, self.schema.key).select(self.schema.stored.names).cast(self.schema.stored)
 
@@ -201,8 +201,8 @@ class Writer:
                 self.table.index.prune(self._published_version())
 
     def _write_tensors(self, rows: pa.Table) -> pa.Table:
-        """Write the rows to a new shard if the table has tensors. Return them as they are stored in the index
-        (`schema.stored`).
+        """Write the tensors of the rows to a new shard (an Arrow file). Return the rows as the index stores them, with
+        the columns of `schema.stored`. If the table has no tensors, nothing is written and `rows` is returned.
         """
         if not self.schema.tensors:
             return rows
@@ -239,7 +239,9 @@ class Writer:
         return self.table.manifest()
 
     def _published_version(self) -> int | None:
-        """Return the version of the index that readers see; None if no run has finished."""
+        """Return the number of the index version that readers see. It is the version that the last finished run
+        published. Return None if no run has finished.
+        """
         return int(self.table.manifest()["lance_version"]) if self.table.exists else None
 
     def _repair(self) -> None:
@@ -291,7 +293,9 @@ class Writer:
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
-        """Turn system errors raised in the block into a DiskError, and remember that writing failed."""
+        """Return a context manager that turns system errors in the `with` block into a `DiskError`. A `DiskError` also
+        sets `_failed`. The writer then does not commit the buffered rows when it exits with an error.
+        """
 
         def saved() -> str:
             return f"{self.stored.num_rows} rows are kept" if self._open else "the table is unchanged"

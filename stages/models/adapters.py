@@ -64,8 +64,8 @@ def _check(name: str, own: Arrays) -> None:
 
 
 def _required(own: Arrays) -> tuple[str, ...]:
-    """Return the key endings that the adapter of one Linear must have, such as ".lora_A.weight". `own` maps the endings
-    that the adapter has to its arrays. They decide which kind of adapter it is.
+    """Return the endings of the keys that the adapter of one Linear must have, such as ".lora_A.weight". `own` maps the
+    endings that the adapter has to its arrays. These endings show whether the adapter is a LoRA or a LoKr.
     """
     if W2 in own:
         return W1, W2

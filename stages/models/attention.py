@@ -44,12 +44,12 @@ def attention(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float
 
 
 def kept(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float) -> mx.array:
-    """Return the result of `attention` without a mask, and keep its probabilities for the gradient. They are then not
-    computed again in the backward pass. `q_BHLK` holds the queries, `(batch, heads, query rows, width)`. Keys and
-    values have the shape `(batch, heads, key rows, width)`. `scale` is the factor of the scores. The result has the
-    shape of the queries. This is faster where softmax takes longer than the matrix products.
+    """Return softmax(scale q k^T) v, and keep the result of softmax in memory. The backward pass then does not compute
+    it again. `q_BHLK` has the shape `(batch, heads, query rows, width)`. Keys and values have the shape `(batch, heads,
+    key rows, width)`. The result has the shape of `q_BHLK`.
 
-    MLX's products of many matrices copy a strided input each time. So each input is copied here, once.
+    This is faster where softmax takes longer than the matrix products. MLX's products of many matrices copy a strided
+    input each time. So each input is copied here, once.
     """
     q, k, v = (mx.contiguous(x) for x in (q_BHLK, k_BHSK, v_BHSK))
     made: Any = _kept(scale * q, k, v)
@@ -73,8 +73,9 @@ def _kept_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx
 
 
 def _one_layout(y_BHLK: mx.array) -> mx.array:
-    """Return `y_BHLK`, `(batch, heads, query rows, width)`, unchanged. In the backward pass, copy its gradient to
-    contiguous memory, in the order batch, query rows, heads, width.
+    """Return `y_BHLK` unchanged, and fix the memory layout of its gradient. `y_BHLK` is `(batch, heads, query rows,
+    width)`. In the backward pass, its gradient is copied to contiguous memory, in the order batch, query rows, heads,
+    width.
 
     MLX 0.32 caches cuDNN's graph of the gradient by the shapes and strides of q, k and v alone. A later gradient in another
     layout, such as a view of a wider array, would be read in the layout of the first one, beyond its end.
@@ -95,7 +96,8 @@ def _dense_gradient_vjp(_: mx.array, dx: mx.array, __: mx.array) -> mx.array:
 
 
 def fused_gradient(q_BHLK: mx.array) -> bool:
-    """Return True if the device has a fused attention gradient for queries of this dtype and width.
+    """Return True if the device computes the gradient of attention in one fused kernel for these queries. The answer
+    depends on the dtype and the width of `q_BHLK`, `(batch, heads, query rows, width)`.
 
     cuDNN has one in half precision, for a width of at most 128.
     """
@@ -121,10 +123,9 @@ def forward_score_bytes(q_BHLK: mx.array) -> int:
 
 
 def chunk_rows(q_BHLK: mx.array, k_BHSK: mx.array) -> int:
-    """Return how many query rows `chunked` computes at once. This is the largest number whose attention scores, over
-    all heads and samples, take at most `CHUNK_BYTES` bytes. It is at least 1. Above `FUSED_ROWS` (128), it is rounded
-    down to a multiple of that. `q_BHLK` is `(batch, heads, query rows, width)`. `k_BHSK` is
-    `(batch, heads, key rows, width)`.
+    """Return how many query rows `chunked` computes at once, at least 1. This is the largest number whose attention
+    scores take at most `CHUNK_BYTES` bytes, over all samples and heads. A number above 128 is rounded down to a
+    multiple of 128. `q_BHLK` is `(batch, heads, query rows, width)`. `k_BHSK` is `(batch, heads, key rows, width)`.
     """
     B, H, _, _ = q_BHLK.shape
     rows = CHUNK_BYTES // (B * H * k_BHSK.shape[2] * q_BHLK.dtype.size)
@@ -171,7 +172,9 @@ def chunked(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float, 
 
 
 def _attended(q_BHCK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float) -> mx.array:
-    """Return softmax(scale q k^T) v for one chunk of queries."""
+    """Return softmax(scale q k^T) v for one chunk of the query rows. `q_BHCK` has the shape `(batch, heads, chunk rows,
+    width)`. Keys and values have the shape `(batch, heads, key rows, width)`. The result has the shape of `q_BHCK`.
+    """
     if slow_exp(q_BHCK):
         y_BHCK: mx.array = softmax((scale * q_BHCK) @ k_BHSK.swapaxes(-1, -2)) @ v_BHSK
     else:
@@ -180,7 +183,8 @@ def _attended(q_BHCK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float
 
 
 def _after(x: mx.array, done: list[mx.array]) -> mx.array:
-    """Return x, but make MLX compute it only after the arrays `done`.
+    """Return `x` as an array that MLX computes only after the arrays `done`. Its values are those of `x`. If `done` is
+    empty, return `x` itself.
 
     Otherwise MLX would start all chunks at once and hold them all in memory.
     """

@@ -72,8 +72,8 @@ class ModelFamily:
 
     @property
     def source(self) -> str:
-        """The family's own source of weights, as a text for messages: a hub id, a folder of the checkout, or "made by the
-        project". It is used if a project sets no weights.
+        """Return a text for messages that says where the family's weights come from by default. It is a hub id, a
+        folder of the checkout, or "made by the project". A project that sets its own weights does not use this source.
         """
         return self.hub or (f"{self.bundled}, part of the checkout" if self.bundled else "made by the project")
 
@@ -121,10 +121,10 @@ class Family(ModelFamily):
 
 @dataclass(frozen=True)
 class Architecture:
-    """The functions of one model architecture. Stages and commands call them through `family.architecture`. The comment before
-    each field gives the function's arguments and result. `path` is the folder or file of a component, from
-    `stages.models.folders.locate`. Functions that read files raise ValueError with a message of one line. They do so if weights
-    are missing, cut short or of another model.
+    """The functions of one model architecture, reached through `family.architecture`. The comment before each field
+    gives the function's arguments and result. An argument `path` is the folder or file of a model component. The
+    function `stages.models.folders.locate` finds it. A function that reads weights raises ValueError if they are
+    missing, cut short or of another model. The message is one line.
 
     Letters in names of arrays: B batch, L image tokens, T text rows, C latent channels, J text features, h and w latent height
     and width.

@@ -13,7 +13,9 @@ Shape = tuple[int, ...]
 
 
 class TransformerConfig(Protocol):
-    """The sizes of a transformer. An estimate of its memory needs them."""
+    """The sizes of a transformer, from which its memory use is estimated. It has the number of heads, the width of a
+    head, and the shapes of all weights.
+    """
 
     @property
     def num_attention_heads(self) -> int:
@@ -28,10 +30,10 @@ class TransformerConfig(Protocol):
 
 
 class Transformer(Protocol):
-    """A transformer that is computed as a chain of blocks. `model(**inputs)` computes the whole model and returns the
-    predicted velocity. `inputs` is the dict that `Architecture.inputs` returns. To apply an adapter, also pass the
-    function `linear_for`. `linear_for(block_name)` returns a function `linear(name, weight, x)`. This function computes
-    the Linear `name` of that block.
+    """A transformer that is computed block by block. `model(**inputs)` returns the velocity that the model predicts.
+    `inputs` is the dict that `Architecture.inputs` returns. To apply an adapter, also pass `linear_for=function`. This
+    function takes the name of a block. It returns the function `linear(name, weight, x)` that computes the block's
+    linear layers.
 
     To compute the blocks one by one, call `h, shared = model.enter(**inputs)` first. Then call
     `h = model.block(b.kind)(b.weights, h, shared, linear)` for each block `b` in `model.blocks`. At the end,
@@ -48,27 +50,31 @@ class Transformer(Protocol):
 
     @property
     def blocks(self) -> Sequence[Any]:
-        """The blocks in the order of computation. Each has a `kind`, a `name` and `weights`. For example, a `name` is
-        "transformer_blocks.0". `weights` maps names within the block to arrays.
+        """The transformer's blocks in the order of computation. Each block has three attributes. `kind` is the kind of
+        block. `name` is its name, such as "transformer_blocks.0". `weights` is a dict from name within the block to
+        array.
         """
 
     @property
     def enter(self) -> Callable[..., tuple[Any, Any]]:
-        """The function that starts a forward pass. enter(**inputs) returns (h, shared). `h` is the input of the first block.
-        `shared` is the values that all blocks use.
+        """The function `enter(**inputs)` that starts a forward pass. It returns the pair `(h, shared)`. `h` is the
+        input of the first block. `shared` holds values that every block uses. `inputs` is the dict that
+        `Architecture.inputs` returns.
         """
 
     @property
     def leave(self) -> Callable[..., mx.array]:
-        """The function that ends a forward pass. leave(h, shared) returns the velocity of the image tokens, (batch, tokens,
-        channels). `h` is the output of the last block.
+        """The function `leave(h, shared)` that ends a forward pass. It returns the predicted velocity of the image
+        tokens, (batch, tokens, channels). `h` is the output of the last block. `shared` is what `enter` returned.
         """
 
     def block(self, kind: str) -> Callable[..., Any]:
-        """Return the function that computes blocks of one kind. `kind` is the `kind` of a block in `blocks`. Call the
-        function as `function(weights, h, shared, linear)`. It returns the new `h`. `weights` is the `weights` of the
-        block. `h` and `shared` come from `enter`. `linear(name, weight, x)` computes one Linear of the block. The
-        result depends on the arguments alone.
+        """Return the function that computes every block of the given kind. Call it as
+        `function(weights, h, shared, linear)`, and it returns the new hidden state `h`. `weights` is the dict of the
+        block's weights. `h` and `shared` are the values that `enter` returned. `linear(name, weight, x)` must return
+        the output of one linear layer. `kind` is the attribute `kind` of a block.
+
+        The result depends on the arguments alone.
         """
 
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -76,21 +82,25 @@ class Transformer(Protocol):
 
 
 class Autoencoder(Protocol):
-    """A network that encodes images to latents and decodes latents to images."""
+    """A network that encodes images to latents and decodes latents to images. Its methods are `encode` and `decode`,
+    and both take a batch.
+    """
 
     def encode(self, images_BHWC: mx.array) -> mx.array:
-        """Return the latents of images, float32, (batch, channels, height / 16, width / 16). images_BHWC is (batch, height,
-        width, 3) with values from -1 to 1.
+        """Encode images to latents, and return the latents. `images_BHWC` is (batch, height, width, 3) with values from
+        -1 to 1. The result is (batch, channels, height / 16, width / 16), float32.
         """
 
     def decode(self, latents_BChw: mx.array) -> mx.array:
-        """Return the images of latents, float32, (batch, height, width, 3). Values are about -1 to 1 and are not clipped.
-        latents_BChw is (batch, channels, height / 16, width / 16).
+        """Decode latents to images, and return the images. `latents_BChw` is (batch, channels, height / 16, width /
+        16). The result is (batch, height, width, 3), float32. Its values are about -1 to 1. They are not clipped.
         """
 
 
 class TextEncoderSizes(Protocol):
-    """The sizes of a text encoder. An estimate of its memory needs them."""
+    """The sizes of a text encoder, from which its memory use is estimated. It has the vocabulary size, two layer
+    widths, the number of heads, and the shapes of the weights.
+    """
 
     @property
     def vocab_size(self) -> int:
@@ -109,13 +119,16 @@ class TextEncoderSizes(Protocol):
         """The number of attention heads of every layer."""
 
     def shapes(self, layers: int) -> dict[str, Shape]:
-        """Return a dict from the name of every weight that the first `layers` layers need to its shape. Names of weights in
-        layers start with "layers.".
+        """Return the shapes of the weights that the first `layers` layers need, as a dict. A key is the weight's name.
+        Names of weights in layers start with "layers.". Weights outside the layers, such as the token embedding, are
+        included.
         """
 
 
 class TextEncoder(Protocol):
-    """A network that turns texts into embeddings."""
+    """A network that turns texts into embeddings. `encode(texts)` yields one embedding per text."""
 
     def encode(self, texts: list[str]) -> Iterator[Any]:
-        """Encode the texts one by one, in order. Yield a `stages.models.text.encoder.Embedding` for each."""
+        """Encode texts one by one, and yield one `stages.models.text.encoder.Embedding` for each, in order. An
+        `Embedding` holds the values, (tokens with padding, features), and the number of tokens.
+        """

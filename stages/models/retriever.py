@@ -16,10 +16,12 @@ FOLDERS = {"encoder": "", "tokenizer": ""}  # all files lie beside each other, a
 
 @dataclass(frozen=True, kw_only=True)
 class RetrieverFamily(ModelFamily):
-    """A family of retrievers as plain data. Its weights lie in one folder, in the layout of transformers, with the projection
-    head in 1_Dense or 2_Dense. `sizes` is the content of config.json, for weights that the project generates. If `lower_case` is
-    True, texts are lower-cased before they are tokenised. If the weights have no head, one is drawn from `head_seed`; it must
-    then be trained before the retriever is of use.
+    """A family of retrievers as plain data. A retriever encodes every token of a text as a vector. `sizes` is the
+    content of config.json, for weights that the project generates. If `lower_case` is True, texts are lower-cased
+    before they are tokenised. If the weights have no projection head, one is drawn from the random seed `head_seed`.
+
+    A drawn head must be trained before the retriever is of use. The weights lie in one folder, in the layout of
+    transformers, with the head in 1_Dense or 2_Dense.
     """
 
     folders: ClassVar[Mapping[str, str]] = FOLDERS
@@ -38,6 +40,8 @@ class RetrieverFamily(ModelFamily):
 
     @property
     def architecture(self) -> RetrieverArchitecture:
-        """The functions of the family's architecture. MLX is imported when this is first read."""
+        """An object that holds the functions of the family's architecture. They read the sizes of an encoder, load it,
+        build it and write it to disk. MLX is imported when this is first read.
+        """
         found: RetrieverArchitecture = super().architecture
         return found

@@ -165,13 +165,15 @@ def load_component(
     ignore: Callable[[str], bool] | None = None,
     arrange: Callable[[str, mx.array], mx.array] | None = None,
 ) -> Arrays:
-    """Load a component's weights into memory and return exactly the tensors that `shapes` names. `path` is the
-    component's folder or file. `shapes` maps names to the shapes before `arrange`. The other arguments are optional and
-    are applied in this order. `convert(arrays)` returns all tensors of another layout in the layout of the
-    architecture. `rename(name)` returns the name that replaces a tensor's name. `ignore(name)` returns True if the
-    tensor with this new name is left out. `dtype` is a dtype, a function from name to dtype, or None to keep the file's
-    dtype. Only floating-point tensors are cast. `arrange(name, array)` returns the array that replaces a tensor. Raises
-    ValueError if a file is damaged. Raises it too if a tensor is missing, unknown or of another shape.
+    """Load a component's weights into memory, and return exactly the tensors that `shapes` names, as a dict. `path` is
+    a folder or a safetensors file. `shapes` maps names to expected shapes. `dtype` is a dtype, a function from name to
+    dtype, or None for no cast. Raises ValueError if a file is damaged, or a tensor is missing, unknown, not finite or
+    of another shape.
+
+    The optional functions are applied in this order. `convert(arrays)` returns all tensors in the layout of the
+    architecture. `rename(name)` returns the new name of a tensor. `ignore(name)` returns True if the tensor with this
+    new name is left out. Then the shapes are checked and the tensors are cast. Only floating-point tensors are cast.
+    `arrange(name, array)` returns the array that replaces a tensor.
 
     Casting goes tensor by tensor, so that only one is in memory twice.
     """
@@ -187,8 +189,9 @@ def open_component(
     convert: Callable[[Arrays], Arrays] | None = None,
     ignore: Callable[[str], bool] | None = None,
 ) -> Arrays:
-    """Return the tensors of a component as arrays that are not read yet. MLX reads an array when it is first evaluated. The
-    arguments and errors are those of `load_component`.
+    """Open the files of a component, and return its tensors as a dict from name to array. MLX reads an array from disk
+    when it is first evaluated. The arguments mean the same as in `load_component`. Raises ValueError if a file is
+    damaged, or a tensor is missing, unknown or of another shape.
     """
     arrays = read_tensors(path)
     if convert:
@@ -223,11 +226,13 @@ def check_shapes(arrays: Arrays, shapes: Shapes, where: Path) -> None:
 
 
 def evaluate_each(arrays: Arrays, dtype: Any, arrange: Callable[[str, mx.array], mx.array] | None) -> Arrays:
-    """Read, cast and rearrange the tensors one by one, and return them by name. `dtype` is a dtype, a function from
-    name to dtype, or None for no cast. Only floating-point tensors are cast. `arrange(name, array)` then returns the
-    array that replaces the tensor. If `arrange` is None, nothing is rearranged. `arrays` maps names to the tensors. The
-    function empties `arrays`, so that the memory of each source tensor is freed after its cast. Raises ValueError if a
-    value is infinite or not a number.
+    """Read the tensors of `arrays` one by one, and return them as a dict from name to array. `arrays` maps names to
+    tensors, and it is emptied. `dtype` is a dtype, a function from name to dtype, or None for no cast. Only
+    floating-point tensors are cast. `arrange(name, array)` returns the array that replaces a tensor. Raises ValueError
+    if a value is infinite or NaN.
+
+    If `arrange` is None, no tensor is replaced. A tensor is taken out of `arrays` before it is cast, so that its memory
+    is freed afterwards.
     """
     done: Arrays = {}
     for key in list(arrays):
@@ -244,7 +249,9 @@ def evaluate_each(arrays: Arrays, dtype: Any, arrange: Callable[[str, mx.array],
 
 
 def check_finite(name: str, value: mx.array) -> None:
-    """Raise ValueError if a floating-point tensor has an infinite value or one that is not a number. `name` is the tensor's."""
+    """Raise ValueError if a floating-point tensor contains infinity or NaN. `value` is the tensor. `name` is its name
+    and appears in the message. Other dtypes are not checked.
+    """
     if not mx.issubdtype(value.dtype, mx.floating):
         return
     mx.eval(value)

@@ -44,7 +44,8 @@ class Encoder:
         return self.model.config.dimensions
 
     def encode_ids(self, many: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the token vectors of texts, float32 (tokens, width), each of length 1. `many` holds the token ids of each text.
+        """Return one array of token vectors per text, float32 of shape `(tokens, width)`. Each vector has Euclidean
+        length 1. `many` has one array of token ids per text.
 
         The texts are computed together, padded to the longest.
         """
@@ -65,17 +66,23 @@ class Encoder:
         return [found[row, : len(ids)] for row, ids in enumerate(many)]
 
     def query_ids(self, text: str) -> np.ndarray:
-        """Return the token ids of a query, cut to the length of queries."""
+        """Return the token ids of a query as an int32 array. A longer query is cut to `query_tokens` ids. It keeps its
+        last id, the end token.
+        """
         assert self.tokenizer is not None, "this encoder has no tokenizer"
         [ids] = self.tokenizer.encode([text])
         return np.array(self.tokenizer.cut(ids, self.query_tokens), np.int32)
 
     def encode_queries(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the token vectors of queries, float32 (tokens, width), each of length 1."""
+        """Encode queries and return one array of token vectors per query, float32 of shape `(tokens, width)`. Each
+        vector has Euclidean length 1. Longer queries are cut to `query_tokens` tokens.
+        """
         return self.encode_ids([self.query_ids(text) for text in texts])
 
     def tokens(self, text: str) -> list[str]:
-        """Return the text of every token of a query, in the order of its vectors."""
+        """Split a query into tokens, and return the text of each token. The query is cut to `query_tokens` tokens. The
+        order is that of the query's token vectors (see `encode_queries`).
+        """
         assert self.tokenizer is not None, "this encoder has no tokenizer"
         return self.tokenizer.pieces(self.query_ids(text).tolist())
 
@@ -89,9 +96,10 @@ def load_encoder(
     precision: str = "float32",
     query_tokens: int = 32,
 ) -> Encoder:
-    """Load an encoder from the folder `weights`, with the tokenizer of the folder `tokenizer`. `adapter` is a trained adapter
-    file; None means the base alone. `precision` is the dtype to compute in, "float32" or "bfloat16". Queries are cut to
-    `query_tokens`. Raises ValueError if a file is missing or damaged, or if the adapter is one of another model.
+    """Load a text encoder from the folder `weights`. `tokenizer` is the folder of the tokenizer, or None to encode only
+    token ids. `family` describes the encoder's architecture. `adapter` is a trained adapter file, or None for the base
+    model alone. `precision` is the dtype to compute in, "float32" or "bfloat16". Queries are cut to `query_tokens`
+    tokens. Raises ValueError if a file is missing or damaged, or if the adapter belongs to another model.
     """
     model = family.architecture.load_encoder(weights, getattr(mx, precision), family.head_seed)
     arrays, scales = read_adapter(adapter, model.linears()) if adapter else ({}, {})

@@ -49,15 +49,18 @@ class IndexConfig:
 
 
 def wanted_index(ctx: StageContext) -> pa.Table:
-    """Return one row per unit, with the columns `unit_id`, `encoder`, `vector_id` and `file`. Raises ValueError if a
-    unit has no vectors of the chosen encoder.
+    """Return the rows that the table `index` should have: one row per unit, such as a function. The columns are
+    `unit_id`, `encoder`, `vector_id` (its key in the table `vectors`) and `file` (its source file). Raises ValueError
+    if a unit has no vectors of the chosen encoder.
     """
     rows = [{name: row[name] for name in KEPT} for row in _rows(ctx)]
     return pa.Table.from_pylist(rows, schema=pa.schema([INDEX.batch.field(name) for name in KEPT]))
 
 
 def _rows(ctx: StageContext) -> list[Row]:
-    """Return the complete rows of the table `index`, in the order of the documents: by path, line and unit_id."""
+    """Return all rows that the table `index` should have, as dicts. There is one row per unit (such as a function), in
+    the order of path, line and unit_id. Raises ValueError if a unit has no vectors of the chosen encoder.
+    """
     columns = ["unit_id", "path", "qualified_name", "first_line", "last_line", "signature", "text_id", "words"]
     units = ctx.rows(UNITS).select(columns).to_pylist()
     files = dict(zip(*(ctx.rows(SOURCES)[name].to_pylist() for name in ("path", "file")), strict=True))
@@ -75,15 +78,18 @@ def _rows(ctx: StageContext) -> list[Row]:
 
 
 def document_order(row: Row) -> tuple[Any, ...]:
-    """Return the sort key of a row of `units` or `index`: documents are in the order of path, line and unit_id."""
+    """Return the sort key of a document as a tuple (path, first line, unit_id). `row` is a row of the table `units` or
+    of the table `index`.
+    """
     return row["path"], row["first_line"], row["unit_id"]
 
 
 def choose_encoder(encoders: set[str], wanted: str) -> str:
-    """Return the name of the encoder whose vectors are indexed. `encoders` holds the names of the encoders that have
-    vectors. `wanted` is the setting `index.encoder`, "tuned" or "base". If "tuned" is wanted and no tuned encoder has
-    vectors, the base is returned. Raises ValueError if the base is needed and has no vectors. Raises it too if "tuned"
-    is wanted and several tuned encoders have vectors.
+    """Return the name of the encoder whose vectors are indexed. `encoders` holds the names of all encoders with
+    vectors: the base and those that training has tuned. `wanted` is the setting `index.encoder`, "tuned" or "base".
+    Raises ValueError if the choice has no vectors, or if several tuned encoders have vectors.
+
+    If "tuned" is wanted but no tuned encoder has vectors, the base is returned.
     """
     tuned = sorted(encoders - {BASE})
     if wanted == BASE or not tuned:
@@ -97,7 +103,9 @@ def choose_encoder(encoders: set[str], wanted: str) -> str:
 
 
 def list_units(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of the pending units."""
+    """Yield all columns of the pending rows of the table `index`, as record batches of `batch_size` rows. If the user
+    stops the run, the remaining rows are not yielded.
+    """
     pending = set(ctx.pending["unit_id"].to_pylist())
     rows = [row for row in _rows(ctx) if row["unit_id"] in pending] if pending else []
     for start in range(0, len(rows), ctx.config.batch_size):
@@ -115,9 +123,9 @@ def digest(rows: list[Row]) -> str:
 
 
 def write_index(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Write the files of the index that are missing, and delete the files of earlier states of the index. The files are
-    the full-text index, the matrix of vectors and, for a large project, the partitioned index. Yields no rows. If the
-    user stopped the run before every unit had a row, nothing is written or deleted.
+    """Write the missing files of the search index, and delete the files of an earlier index. The files are a full-text
+    index and a matrix of vectors. A large project also has a partitioned index. The iterator yields nothing. If rows of
+    the table are still missing, no file is changed.
     """
     rows = _rows(ctx)
     stored = {tuple(row[name] for name in KEPT) for row in ctx.stored.select(list(KEPT)).to_pylist()}

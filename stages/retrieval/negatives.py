@@ -24,9 +24,9 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class NegativesConfig:
-    """The section [negatives] of project.toml. It sets how hard negatives are chosen for each training query. Hard
-    negatives are documents that score high but do not answer the query. They are added to the other documents of the
-    batch.
+    """The section [negatives] of project.toml: how hard negatives are chosen for each training pair. A hard negative is
+    a document that scores high for the query but does not answer it. Training compares the query with it as one more
+    wrong answer.
     """
 
     count: int = setting(4, "hard negatives per pair; fewer if search finds fewer; 0: none")
@@ -44,8 +44,10 @@ class NegativesConfig:
 
 
 def wanted_negatives(ctx: StageContext) -> pa.Table:
-    """Return one row `(pair_id, position)` for each negative that is wanted. Each training pair gets `ctx.config.count`
-    negatives, at positions from 0. A pair gets fewer if the project has fewer units outside the pair's duplicate group.
+    """Return a table with one row `(pair_id, position)` for every hard negative that should exist. A hard negative is a
+    document that ranks high for a query but does not answer it. Each training pair gets `ctx.config.count` rows, with
+    positions from 0. It gets fewer if there are too few documents outside its duplicate group (pairs with the same
+    query or document).
     """
     units = _units(ctx)
     pairs = [row for row in _pairs(ctx) if _is_trained(row)]
@@ -61,9 +63,10 @@ def wanted_negatives(ctx: StageContext) -> pa.Table:
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return a table of everything on which all rows of this stage depend, with the columns `key` and `value`. It has
-    one row for each unit and each pair. The value of a unit is a hash of its words. The value of a pair holds its unit,
-    its duplicate group and whether it is used for training.
+    """Return a table of everything on which every row of this stage depends, with the columns `key` and `value`. A unit
+    (a function, class or window of lines) has its `unit_id` as key and a hash of its words as value. A pair (a query
+    and the unit that answers it) has its `pair_id` as key. Its value states its unit, its duplicate group and whether
+    it is used for training.
     """
     units = {unit_id: _digest(row["words"]) for unit_id, row in _units(ctx).items()}
     pairs = {row["pair_id"]: f"{row['unit_id']} {row['duplicate_group']} {_is_trained(row)}" for row in _pairs(ctx)}
@@ -75,8 +78,8 @@ def _digest(text: str) -> str:
 
 
 def _units(ctx: StageContext) -> dict[str, Row]:
-    """Return the columns `unit_id`, `text_id` and `words` of all units, as a dict from unit_id to row. The dict is
-    sorted by unit_id. The units are the documents of the search for negatives.
+    """Return all units as a dict from unit_id to a row of `unit_id`, `text_id` and `words`. A unit is a function,
+    method, class or window of lines. `words` is its text for the word search. The dict is sorted by unit_id.
     """
     rows = ctx.rows(UNITS).select(["unit_id", "text_id", "words"]).to_pylist()
     return {row["unit_id"]: row for row in sorted(rows, key=lambda row: str(row["unit_id"]))}
@@ -91,8 +94,9 @@ def _is_trained(pair: Row) -> bool:
 
 
 def _groups(ctx: StageContext) -> dict[str, set[str]]:
-    """Return a dict from duplicate group to the unit_ids of its pairs. All units of a group count as answers to the
-    same query.
+    """Return a dict from duplicate group to the set of unit ids of its pairs. A duplicate group joins all pairs with
+    the same query or document. A unit is a function, method, class or window of lines. All units of a group count as
+    answers to its queries.
     """
     found: dict[str, set[str]] = {}
     for row in _pairs(ctx):
@@ -101,7 +105,10 @@ def _groups(ctx: StageContext) -> dict[str, set[str]]:
 
 
 def find_negatives(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Search the words of all units for every pending query, and yield the negatives of each as rows."""
+    """Find hard negatives for the pending training pairs, and yield record batches of the table `negatives`. A hard
+    negative is a document that ranks high for a query but does not answer it. Documents are ranked by a word search. If
+    the user asks to stop, end early.
+    """
     pending = sorted(set(ctx.pending["pair_id"].to_pylist()))
     if not pending:
         return
@@ -150,9 +157,10 @@ def _rows(
 
 
 def choose(scores: np.ndarray, own: float, excluded: list[int], config: NegativesConfig) -> list[int]:
-    """Return the positions of the negatives of one query, at most `config.count`. `scores` holds the score of every
-    document. `own` is the score of the query's own document. `excluded` holds the positions of documents that are never
-    chosen: the query's own document and its duplicates.
+    """Return the positions of the hard negatives of one query, at most `config.count`. High scores come first, but
+    documents that may answer the query too come last. `scores` holds the score of every document by position. `own` is
+    the score of the query's own document. `excluded` holds positions that are never chosen: the query's own document
+    and its duplicates.
 
     A document that scores more than `config.max_ratio` times `own` may answer the query too. If `own` is 0, no document
     counts as such. The other documents come first, the highest score first. The best `config.skip` of these are moved

@@ -48,7 +48,10 @@ class RanksConfig:
 
 
 def wanted_ranks(ctx: StageContext) -> pa.Table:
-    """Return one row per encoder, mode and pair of valid and test that is used. Raises ValueError if no pair is held out."""
+    """Return the keys of all rows that this stage must produce. The table has the columns `pair_id`, `encoder` and
+    `mode`. It has one row for each encoder, each mode ("plain" or "hard") and each pair to evaluate. A pair is a query
+    and its right answer. Raises ValueError if no pair is in the split "valid" or "test".
+    """
     pairs = _held_out(ctx)
     if not pairs:
         raise ValueError('no pair is in valid or test, so there is nothing to rank: set pairs.test, or pairs.split to "unit"')
@@ -63,9 +66,10 @@ def wanted_ranks(ctx: StageContext) -> pa.Table:
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return a table of everything on which all rows of this stage depend, with the columns `key` and `value`. It has
-    one row for each unit, pair and encoder. The value of a unit identifies its document. The value of a pair holds its
-    split, rejection and duplicate group. The value of an encoder is its number of vectors.
+    """Return the inputs that every row of this stage depends on, as a table with the text columns `key` and `value`. A
+    unit (function or class in the corpus) has its id as key and its text's id as value. A pair (query and its unit) has
+    its id as key. Its value holds its split, rejection and duplicate group. An encoder has its name as key. Its value
+    is the number of its stored vectors.
     """
     units = {row["unit_id"]: row["text_id"] for row in ctx.rows(UNITS).select(["unit_id", "text_id"]).to_pylist()}
     columns = ["pair_id", "split", "rejected", "duplicate_group"]
@@ -77,7 +81,9 @@ def snapshot(ctx: StageContext) -> pa.Table:
 
 
 def _held_out(ctx: StageContext) -> list[Row]:
-    """Return the pairs of valid and test that are used, valid first, each sorted by pair_id."""
+    """Return the evaluation pairs of the splits "valid" and "test", as rows of the table `pairs`. A pair is a query and
+    its right answer. Rejected pairs are left out. Valid pairs come first, and each split is sorted by `pair_id`.
+    """
     rows = [row for row in ctx.rows(PAIRS).to_pylist() if row["rejected"] is None and row["split"] != "train"]
     return sorted(rows, key=lambda row: (row["split"] != "valid", row["pair_id"]))
 
@@ -87,9 +93,11 @@ def _encoders(ctx: StageContext) -> list[str]:
 
 
 def rank_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Rank the right answer of every pending query, and yield the rows of the table `ranks`. The weight of hybrid
-    search is chosen for each encoder and mode, on all validation pairs. It therefore does not depend on which rows are
-    pending.
+    """Rank the right answer of each query without a stored row. Yield the rows of the table `ranks` as record batches.
+    The rank is that among all documents, for keyword, semantic and hybrid search.
+
+    The weight of hybrid search is chosen for each encoder and mode, on all validation pairs. It does not depend on
+    which rows are missing.
     """
     pending = {tuple(row.values()) for row in ctx.pending.select(list(RANKS.key)).to_pylist()}
     pairs, done = _held_out(ctx), 0
@@ -115,9 +123,9 @@ def rank_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 class Corpus:
-    """The documents of the evaluation, with methods that score and rank them. `mode` is "plain" or "hard". In the mode
-    "hard", the function's own name is removed from every document that is the right answer of a query. `folder` is an
-    empty folder, which gets the full-text index.
+    """The documents of a search evaluation, with methods that score and rank them. `mode` is "plain" or "hard". In
+    "hard", each document that answers a query has its function's name removed. `folder` must be empty; the full-text
+    index is written there.
     """
 
     def __init__(self, ctx: StageContext, mode: str, folder: Path) -> None:
@@ -143,15 +151,17 @@ class Corpus:
         self.known: dict[str, np.ndarray] = {}
 
     def lexical(self, pair: Row) -> np.ndarray:
-        """Return the lexical scores of all documents for the query of `pair`, (documents). They are the same for all encoders."""
+        """Return the keyword score of every document for the query of `pair`, as an array (documents,). It is the same
+        for all encoders.
+        """
         if pair["pair_id"] not in self.known:
             self.known[pair["pair_id"]] = self.words.scores(pair["query"])
         return self.known[pair["pair_id"]]
 
     def semantic(self, encoder: str, pairs: list[Row]) -> np.ndarray | None:
         """Return the semantic score of every document for the queries of `pairs`, as float32 of shape `(queries,
-        documents)`. If the encoder lacks vectors of a document, the mode "plain" raises ValueError, and the mode "hard"
-        returns None.
+        documents)`. `encoder` names the encoder whose vectors are used. If a document has no vectors, the result
+        depends on `mode`. For "plain", it raises ValueError. For "hard", it returns None.
         """
         rows = [self.vectors.get((encoder, unit["text_id"])) for unit in self.units]
         if any(row is None for row in rows):
@@ -174,9 +184,9 @@ class Corpus:
         return np.array(self.tensors.read(row["vector_id"]).view(np.float16), np.float32)
 
     def best_weight(self, encoder: str, pairs: list[Row]) -> float | None:
-        """Return the weight of the semantic scores that gives hybrid search the best MRR@10 on `pairs`. The weight is
-        one of `fusion.WEIGHTS`, 0 to 1. Of equally good weights, the smallest is returned. Return None if `pairs` is
-        empty. Return None too if `semantic` returns None for the encoder.
+        """Return the weight of the semantic scores with which hybrid search ranks the right answers of `pairs` best. It
+        is one of `fusion.WEIGHTS`, from 0 to 1. The measure is MRR@10. On a tie, the smallest weight is returned. The
+        result is None if `pairs` is empty or if `semantic` returns None.
         """
         semantic = self.semantic(encoder, pairs) if pairs else None
         if semantic is None:
@@ -192,13 +202,19 @@ class Corpus:
         return fusion.WEIGHTS[int(np.argmax(means))]
 
     def rank_one(self, scores: np.ndarray, pair: Row) -> int:
-        """Return the rank of the own unit of `pair`, from 1, among the documents that are no duplicates of it."""
+        """Return the rank, from 1, of the unit that is the right answer of `pair`. `scores` has one score per document.
+        Other documents of the pair's duplicate group are not counted. A document with an equal score ranks before the
+        right answer.
+        """
         own = self.place[pair["unit_id"]]
         others = [place for place in self.groups[pair["duplicate_group"]] if place != own]
         return measures.rank_of(scores, own, np.array(others, np.int64))
 
     def rank(self, encoder: str, pairs: list[Row], weight: float) -> list[Row]:
-        """Return the rows of the table `ranks` for some pairs."""
+        """Return one row of the table `ranks` for each pair in `pairs`, as a list of dicts. Each row has the rank of
+        the right answer under keyword, semantic and hybrid search. `encoder` names the encoder. `weight` is the share
+        of the semantic scores in hybrid search, 0 to 1.
+        """
         semantic = self.semantic(encoder, pairs)
         rows = []
         for number, pair in enumerate(pairs):
@@ -227,7 +243,9 @@ class Corpus:
 
 
 def without_name(unit: Row) -> Row:
-    """Return a row of the table `units` whose text and words lack the unit's own name."""
+    """Return a copy of `unit` without the unit's name in its text. A unit is a function or class, a row of the table
+    `units`. The columns `text`, `text_id` and `words` of the copy are computed anew.
+    """
     text = texts.without_name(unit["text"], unit["name"])
     return unit | {"text": text, "text_id": texts.text_id("document", text), "words": " ".join(texts.words(text))}
 

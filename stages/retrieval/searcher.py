@@ -27,7 +27,9 @@ class QueryEncoder(Protocol):
     """The interface of an object that encodes queries as token vectors."""
 
     def encode_queries(self, queries: Sequence[str]) -> list[np.ndarray]:
-        """Return one array (tokens, width) of vectors of length 1 per query, float32."""
+        """Return one float32 array per query, of shape (tokens, features). Each row is the vector of one token and has
+        length 1.
+        """
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,11 @@ class Answer:
 
 
 class Searcher:
-    """An open index. `rows` are all rows of the table `index`, `artifacts` is its folder of artifacts. `encoder` is needed for
-    semantic and hybrid search. `weight` is the weight of semantic scores in hybrid search, 0 to 1. If `resident` is True, the
-    vectors are read into memory, which answers many queries faster. Raises ValueError if the index is incomplete.
+    """A searchable index of source code. `rows` are all rows of the table `index`. `artifacts` is the table's folder of
+    artifacts. `encoder` turns queries into vectors; with None, only lexical search works. `weight`, 0 to 1, is the
+    weight of semantic scores in hybrid search. Raises ValueError if a file of the index is missing.
+
+    If `resident` is True, vectors that fit into 1 GiB are read into memory. Many queries are then answered faster.
     """
 
     def __init__(
@@ -75,8 +79,9 @@ class Searcher:
             self.vectors = PartitionedIndex(parts, len(rows)) if parts.is_dir() else self.matrix
 
     def search(self, query: str, mode: Mode = "hybrid", limit: int = 10, path: str = "") -> list[Answer]:
-        """Return the best units for a query, at most `limit`, the best first. `path` is a pattern such as "*/email/*"; only
-        units of files that match it are returned. Raises ValueError if the query has no word.
+        """Return the best answers to `query`, at most `limit`, the best first. Each answer is a unit, such as a
+        function in a source file. `mode` is "semantic", "lexical" or "hybrid". `path` is a wildcard pattern, such as
+        "*/email/*", that the unit's file must match. Raises ValueError if the query has no word.
         """
         if not texts.words(query):
             raise ValueError(f"the query must have a word, got {query!r}")

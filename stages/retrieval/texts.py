@@ -39,14 +39,17 @@ def vector_id(encoder: str, text_id: str) -> str:
 
 
 def document(module: str, qualified_name: str, rest: str) -> str:
-    """Return the text that the encoder reads for a unit (a function, class or window of lines). The text is `module`, a
-    space, `qualified_name` and `rest`. `rest` is the code after the unit's name, without its docstring.
+    """Return the text that the encoder reads for a piece of code: a function, class or window of lines. The text is
+    `module`, a space, and `qualified_name`, directly followed by `rest`. `rest` is the code after the name, without the
+    docstring. Space at both ends is removed.
     """
     return f"{module} {qualified_name}{rest}".strip()
 
 
 def without_name(text: str, name: str) -> str:
-    """Return a document with the name of its function or class replaced by a letter, wherever it occurs as a whole word."""
+    """Return `text` with every whole word `name` replaced by "f". `text` is a document, and `name` is the name of its
+    function or class. If `name` is empty, `text` is returned unchanged.
+    """
     return re.sub(rf"\b{re.escape(name)}\b", "f", text) if name else text
 
 

@@ -36,7 +36,9 @@ class TextTokenizer:
         return ids if len(ids) <= longest else [*ids[: longest - 1], ids[-1]]
 
     def pieces(self, ids: list[int]) -> list[str]:
-        """Return the text of every token id, for people."""
+        """Return the text of each token id, one string per id, for display. An id without a text gives its number in
+        angle brackets, such as "<7>".
+        """
         return [self.tokenizer.id_to_token(each) or f"<{each}>" for each in ids]
 
 

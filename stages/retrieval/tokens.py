@@ -24,7 +24,10 @@ LONGEST = 4096  # tokens: the memory of attention grows with the square of the l
 
 @dataclass(frozen=True)
 class TokensConfig:
-    """The section [tokens] of project.toml: how texts become token ids."""
+    """The section [tokens] of project.toml: how texts become token ids. `query_tokens` and `document_tokens` limit the
+    tokens of a text. If `hard` is True, documents are also tokenised without the names of their functions. `batch_size`
+    is the number of texts per record batch.
+    """
 
     query_tokens: int = setting(32, f"tokens of a query at most, end token included; at most {LONGEST}")
     document_tokens: int = setting(256, f"tokens of a document at most, end token included; at most {LONGEST}")
@@ -38,15 +41,18 @@ class TokensConfig:
 
 
 def wanted_tokens(ctx: StageContext) -> pa.Table:
-    """Return one row per distinct text, with the columns `text_id` and `role`, sorted by role and id."""
+    """Return a table with one row for every distinct text that needs token ids. The columns are `text_id` (a hash of
+    role and text) and `role` ("query" or "document"). Rows are sorted by role, then by `text_id`.
+    """
     wanted = sorted((row["role"], text_id) for text_id, row in _texts(ctx).items())
     fields = [TOKENS.batch.field(name) for name in ("text_id", "role")]
     return pa.Table.from_pylist([{"text_id": text_id, "role": role} for role, text_id in wanted], schema=pa.schema(fields))
 
 
 def _texts(ctx: StageContext) -> dict[str, Row]:
-    """Return every text by its text_id, as dicts of `role` and `text`: the documents of all units, and the queries of the pairs
-    that are used.
+    """Return all texts that need token ids, as a dict from text_id to a dict of `role` and `text`. A text_id is a hash
+    of role and text. The texts are the documents of all units (functions, classes or windows of lines) and the queries
+    of the pairs that are used. With the setting `hard`, documents of pairs are added without their names.
     """
     units = ctx.rows(UNITS).select(["unit_id", "name", "text", "text_id"]).to_pylist()
     pairs = [row for row in ctx.rows(PAIRS).to_pylist() if row["rejected"] is None]
@@ -60,7 +66,10 @@ def _texts(ctx: StageContext) -> dict[str, Row]:
 
 
 def encode_tokens(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Tokenise the pending texts and yield their rows as record batches. Raises ValueError if the tokenizer cannot be used."""
+    """Convert the pending texts to token ids, and yield record batches of the table `tokens`. A text is a query or a
+    document. It is pending if its row is not stored yet. If the user asks to stop, end early. Raises ValueError if the
+    tokenizer cannot be used.
+    """
     pending = ctx.pending.to_pylist()
     if not pending:
         return

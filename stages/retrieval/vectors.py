@@ -29,7 +29,9 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class VectorsConfig:
-    """The section [vectors] of project.toml: how texts become vectors."""
+    """The section [vectors] of project.toml. It sets how texts are encoded: the dtype, the batch size, and whether the
+    untuned encoder is used too.
+    """
 
     precision: Literal["float32", "bfloat16"] = setting(
         "float32", "dtype that the encoder computes in: bfloat16 is faster on a GPU, float32 far faster on a CPU"
@@ -42,9 +44,9 @@ class VectorsConfig:
 
 
 def wanted_vectors(ctx: StageContext) -> pa.Table:
-    """Return one row per encoder and text to encode. The texts are all documents, and the queries of the splits "valid"
-    and "test". The encoders are those of `encoders`. Raises ValueError if no adapter is trained and [vectors] `base` is
-    False.
+    """Return the rows that this stage must produce, one for each encoder and text. The table has the columns
+    `vector_id`, `encoder`, `text_id` and `role`. The texts are all documents and the queries of the splits "valid" and
+    "test". Raises ValueError if no encoder is left to use.
     """
     tokens = ctx.rows(TOKENS).select(["text_id", "role"]).to_pylist()
     held_out = {row["query_id"] for row in ctx.rows(PAIRS).to_pylist() if row["rejected"] is None and row["split"] != "train"}
@@ -55,9 +57,9 @@ def wanted_vectors(ctx: StageContext) -> pa.Table:
 
 
 def encoders(ctx: StageContext) -> dict[str, Path | None]:
-    """Return the encoders to use, as a dict from name to adapter file. The untuned encoder has the name "base" and the
-    file None. It is left out if [vectors] `base` is False. The newest trained adapter is named by its sha256. It is
-    left out if no adapter is trained. Raises ValueError if no encoder is left.
+    """Return the encoders to evaluate, as a dict from name to adapter file. The untuned encoder has the name "base" and
+    no file (None). It is included if the setting [vectors] `base` is True. The adapter that the stage `train` has
+    written is named by its sha256. It is included if its file exists. Raises ValueError if the dict would be empty.
     """
     adapter = ctx.files(TRAIN) / ADAPTER
     tuned: dict[str, Path | None] = {file_sha256(adapter): adapter} if adapter.is_file() else {}
@@ -71,8 +73,8 @@ def _text_id(row: Row) -> str:
 
 
 def encode_vectors(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Encode the pending texts and yield their rows as record batches, one encoder after another. If no text is pending, no
-    weights are loaded.
+    """Encode the texts whose rows are missing, and yield these rows of the table `vectors` as record batches. All texts
+    of one encoder come before those of the next. If no row is missing, no weights are loaded.
     """
     pending = ctx.pending.to_pylist()
     done = 0
@@ -85,7 +87,10 @@ def encode_vectors(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _encoded(ctx: StageContext, pending: list[Row], adapter: Path | None) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of texts as record batches, with the base encoder or an adapter. Ends early if the user asked to stop."""
+    """Encode texts with one encoder and yield their rows of the table `vectors` as record batches. `pending` holds the
+    key columns of the texts. `adapter` is the adapter file, or None for the untuned encoder. If the user asked to stop,
+    it ends early.
+    """
     if not pending:
         return
     import mlx.core as mx
@@ -109,8 +114,9 @@ def _encoded(ctx: StageContext, pending: list[Row], adapter: Path | None) -> Ite
 
 
 def _row(row: Row, vectors: np.ndarray) -> Row:
-    """Return the row of the table `vectors` for one text. `row` holds the key columns. `vectors` has the shape
-    `(tokens, width)` and is stored as float16. Raises ValueError if an element of `vectors` is not finite.
+    """Return one row of the table `vectors` as a dict. `row` holds the columns that identify the text and its encoder.
+    `vectors` has one vector per token, `(tokens, width)`, and is stored as float16. Raises ValueError if a value is not
+    finite.
     """
     if not np.isfinite(vectors).all():
         raise ValueError(

@@ -27,7 +27,11 @@ BATCH = 4096  # rows per record batch
 
 @dataclass(frozen=True)
 class BucketsConfig:
-    """The section [buckets] of project.toml: the resolutions that images are trained at."""
+    """The section [buckets] of project.toml: the sizes at which images are trained. `resolutions` are in pixels,
+    multiples of 16. Every image is trained once per resolution R, at an area of at most R x R. `upscale` allows images
+    to be enlarged. `max_shapes` limits the number of shapes (width and height) per resolution. Raises ValueError if a
+    setting is out of range, or if a resolution occurs twice.
+    """
 
     resolutions: tuple[int, ...] = selects(
         (512, 768), "resolutions R, pixels: every image is trained once per R, at an area of at most R x R", bounds=(16, 4096)
@@ -53,10 +57,11 @@ class BucketsConfig:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The size that an image is trained at, and the centred crop that is scaled to this size. `width` and `height` of the
-    size are in pixels, multiples of 16. The four fields `crop_...` are in source pixels, fractions allowed. `scale` is in
-    output pixels per source pixel. `crop_loss` is the share of the image's area that is cropped away, 0 to 1. `tokens`
-    counts cells of 16 x 16 pixels.
+    """The size at which an image is trained, and the crop that is scaled to this size. `width` and `height` are the
+    size in pixels, multiples of 16. `crop_x` and `crop_y` are the left and top edges of the crop. `crop_w` and `crop_h`
+    are its width and height. These four are in source pixels and may be fractions. `scale` is in trained pixels per
+    source pixel. `crop_loss` is the share of the image's area that is cropped away, 0 to 1. `tokens` is the number of
+    cells of 16 x 16 pixels in the size.
     """
 
     width: int
@@ -71,14 +76,15 @@ class Bucket:
 
 
 def choose_bucket(width: int, height: int, resolution: int, upscale: bool = False, max_shapes: int = 256) -> Bucket | None:
-    """Return the size and the crop that an image of `width` x `height` pixels is trained at. The area of the size is at
+    """Return the size and the crop at which to train an image of `width` x `height` pixels. The area of the size is at
     most `resolution` x `resolution` pixels. The image is enlarged only if `upscale` is True. `max_shapes` limits the
-    number of shapes of full area to choose from. A portrait shape and its landscape counterpart count as two. If
-    `upscale` is False and a side is shorter than 16 pixels, None is returned.
+    number of shapes (width and height) to choose from, portrait and landscape counted separately. Returns None if
+    `upscale` is False and a side is shorter than 16 pixels.
 
-    Of the shapes of full area, the one that crops least is chosen. If that shape would enlarge the image and `upscale` is
-    False, the shape is chosen among all smaller ones that fit into the image. Then the sum of two shares is smallest: the
-    share cropped away and the share of pixels given up.
+    First, the shapes of full area are tried: those that cannot grow within the area. The one that crops least is
+    chosen. If that shape would enlarge the image and `upscale` is False, the shape is chosen among all smaller ones
+    that fit into the image. Then the sum of two shares is smallest: the share cropped away and the share of pixels
+    given up.
     """
     if width < height:
         turned = choose_bucket(height, width, resolution, upscale, max_shapes)
@@ -125,12 +131,13 @@ def _make_bucket(width: int, height: int, i: int, j: int) -> Bucket:
 
 @functools.cache
 def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the landscape and square shapes of full area as two int64 arrays: widths and heights in cells. The shapes
-    are sorted by aspect ratio, and the one nearest to a square comes first. A shape has full area if it has at most
-    `cells` * `cells` cells, and its height or its width cannot grow by a cell within this limit. The aspect ratio is at
-    most 8. `max_shapes` limits the number of shapes. A shape that is not square counts twice, because its portrait form
-    is used too. If there are too many shapes, some are left out. The others are spread evenly over the logarithm of the
-    aspect ratio.
+    """Return the shapes from which an image's size is chosen, as two int64 arrays. The first holds the widths, the
+    second the heights, in cells of 16 x 16 pixels. Only landscape and square shapes are returned, the one nearest to a
+    square first. They have at most `cells` * `cells` cells and an aspect ratio of at most 8. `max_shapes` limits the
+    number of shapes. The portrait form of a shape counts as another shape.
+
+    All shapes have full area: the height or the width cannot grow by a cell within the limit. If there are too many
+    shapes, some are left out. The others are spread evenly over the logarithm of the aspect ratio.
     """
     full = {(i, cells * cells // i) for i in range(1, cells * cells + 1)}
     full = {(max(shape), min(shape)) for shape in full if max(shape) <= LONGEST * min(shape)}
@@ -145,12 +152,12 @@ def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the landscape and square shapes to which an image can be cropped. The result is two int64 arrays of equal
-    length: widths and heights, in cells of 16 x 16 pixels. The shapes have about the areas of squares with sides from 1
-    to `cells`. `max_shapes` limits the number of shapes for each of these areas. No shape occurs twice.
+    """Return the shapes to which an image can be cropped, as two int64 arrays. The first holds the widths, the second
+    the heights, in cells of 16 x 16 pixels. Only landscape and square shapes are returned, each once. Their areas range
+    from 1 to `cells` * `cells` cells. `max_shapes` limits the number of shapes per step of area.
 
-    The shapes of one square are those of `_full_shapes(size, max_shapes)`, where `size` is its side in cells. A shape
-    that is not square counts twice towards `max_shapes`.
+    There is one step of area for each `size` from 1 to `cells`. Its shapes are those of `_full_shapes(size,
+    max_shapes)`. A shape that is not square counts twice towards `max_shapes`.
     """
     sizes = [np.stack(_full_shapes(size, max_shapes)) for size in range(1, cells + 1)]
     found = np.unique(np.concatenate(sizes, axis=1), axis=1)
@@ -161,8 +168,10 @@ def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def wanted_buckets(ctx: StageContext) -> pa.Table:
-    """Return every row of the table `buckets` with all columns, not only new rows: recomputing all of them is cheap. Raises
-    ValueError if no image is usable.
+    """Return all rows that the table `buckets` should have, with all columns. There is one row per usable image and
+    resolution. Rows that are stored already are included. Raises ValueError if no image is usable.
+
+    All rows are computed again, because this is cheap.
     """
     images = usable_rows(ctx.rows(IMAGES).select(["image_id", "path", "width", "height", "rejected"]))
     sizes = {row["image_id"]: (row["width"], row["height"]) for row in images}
@@ -171,8 +180,9 @@ def wanted_buckets(ctx: StageContext) -> pa.Table:
 
 
 def _rows(image_id: str, width: int, height: int, config: BucketsConfig) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one image of `width` x `height` pixels. There is one row per resolution in `config`, the lowest
-    first. If a resolution gives the same bucket as a lower one, its row is marked as rejected.
+    """Yield the rows of the table `buckets` for one image of `width` x `height` pixels. There is one row per resolution
+    in `config`, the lowest first. The column `rejected` is "too_small" if the image has no bucket (trained size and
+    crop) at this resolution. It is "same_crop" if a lower resolution gave the same bucket. Otherwise it is None.
     """
     seen = set()
     for resolution in sorted(config.resolutions):
@@ -187,7 +197,9 @@ _cached_bucket = functools.lru_cache(maxsize=65536)(choose_bucket)  # a folder h
 
 
 def write_buckets(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Yield the pending rows as record batches. `wanted_buckets` has already computed all columns."""
+    """Yield the rows in `ctx.pending` as record batches of at most `BATCH` rows. These rows of the table `buckets` are
+    not stored yet. `wanted_buckets` has already computed all their columns.
+    """
     yield from ctx.pending.select(BUCKETS.batch.names).to_batches(max_chunksize=BATCH)
 
 

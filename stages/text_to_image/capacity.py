@@ -35,9 +35,9 @@ class Capacity:
 
 
 def capacities(budget: int) -> Iterator[Capacity]:
-    """Yield the settings that fit into `budget` bytes of memory. There is one result for each family and each image
-    size in `SIDES`. Families without published weights are left out. Distilled families (trained to sample in few
-    steps) are left out too.
+    """Yield what fits into `budget` bytes of memory, as one `Capacity` per model family and image size in `SIDES`. Each
+    gives the most bits per weight that fit. Families without published weights are left out. Distilled families
+    (trained to sample in few steps) are left out too.
     """
     for family in FAMILIES.values():
         if family.hub and not family.distilled:
@@ -79,8 +79,9 @@ def forecasts(family: Family, side: int, bits: int, budget: int) -> dict[str, Fo
 
 
 def lines(budget: int) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of a table of what fits into `budget` bytes of memory. The first row is the heading. Each further
-    row holds the name of a family and, for each image size in `SIDES`, the settings that fit.
+    """Yield the rows of a table for the user: what fits into `budget` bytes of memory. Each row is a tuple of texts.
+    The first row is the heading, with one column per image size in `SIDES`. Each further row has the name of a model
+    family, and a text such as "16 bits, whole, 17.7 GB" per size.
     """
     yield "family", *(f"{side} px" for side in SIDES)
     found = list(capacities(budget))

@@ -13,10 +13,12 @@ ID_DIGITS = 4  # a text of fewer hex digits is not taken for the start of an ima
 
 
 def find_image(query: Query, need: Callable[[str], Any], text: str) -> list[dict[str, Any]]:
-    """Return the rows of the table `images` that match `text` best. If `text` is ambiguous, several rows are returned. If
-    nothing matches, the result is empty. `text` may be a whole path, the start of an image_id, a part of a path or a part
-    of a caption. The first of these that matches counts. `query` runs SQL on the tables. `need` returns a resource by
-    name. Of several files with the same bytes, one row is returned.
+    """Return the rows of the table `images` that match `text`. The list is empty if nothing matches, and has several
+    rows if `text` is ambiguous. `text` may be a whole path, the start of an image_id, a part of a path or a part of a
+    caption. They are tried in this order, and the first that matches counts. `query` runs SQL on the tables.
+    `need("image_folder")` returns the path of the image folder.
+
+    The start of an image_id has at least 4 hex digits. Of several files with the same bytes, one row is returned.
     """
     path = _below(need("image_folder"), text)
     if exact := query("select * from images where path = $path", path=path):
@@ -80,8 +82,9 @@ def describe_captions(query: Query, image: Row) -> Iterator[str]:
 
 
 def describe_buckets(query: Query, image: Row) -> Iterator[str]:
-    """Yield one line per bucket of an image. It gives the size and the crop, or says why the bucket is not trained.
-    `query` runs SQL on the tables. `image` is a row of the table `images`.
+    """Yield one line per bucket of an image. A bucket is the size to which the image is scaled and cropped at one
+    resolution. The line gives the size and the crop, or says why the bucket is not trained. If the image has no bucket,
+    yield "none". `query` runs SQL on the tables. `image` is a row of the table `images`.
     """
     rows = query("select * from buckets where image_id = $id order by resolution", id=image["image_id"])
     for row in rows:
@@ -140,8 +143,9 @@ def describe_training(query: Query, image: Row) -> Iterator[str]:
 
 
 def _describe_draws(query: Query, image: Row, drawn: Row) -> Iterator[str]:
-    """Yield lines about the steps and losses of an image that was trained on. `query` runs SQL on the tables. `image` is
-    a row of the table `images`. `drawn` holds the numbers that `describe_training` has queried.
+    """Yield lines about the use of an image in training: how often, at which steps, and with what loss. `query` runs
+    SQL on the tables. `image` is a row of the table `images`. `drawn` holds the image's steps, counts and mean losses,
+    which `describe_training` computed.
     """
     steps = drawn["steps"]
     named = ", ".join(map(str, steps[:STEPS_NAMED])) + (f", ... {steps[-1]}" if len(steps) > STEPS_NAMED else "")
@@ -158,8 +162,9 @@ def _describe_draws(query: Query, image: Row, drawn: Row) -> Iterator[str]:
 
 
 def _describe_validation(query: Query, image: Row) -> Iterator[str]:
-    """Yield one line with the first, the last and the lowest mean loss of a held-out image. If the image was trained on,
-    yield nothing. `query` runs SQL on the tables. `image` is a row of the table `images`.
+    """Yield one line with the first, the last and the lowest validation loss of a held-out image. Each is the mean over
+    the image's samples at one step. If the image is not held out, yield nothing. `query` runs SQL on the tables.
+    `image` is a row of the table `images`.
     """
     found = query(
         "select step, avg(loss) as loss, count(*) as samples from train "
@@ -174,8 +179,8 @@ def _describe_validation(query: Query, image: Row) -> Iterator[str]:
 
 def describe_samples(query: Query, image: Row) -> Iterator[str]:
     """Yield one line per preview whose prompt is a caption of the image. A preview is an image that the stage `samples`
-    generated. If no preview has such a prompt, yield one line that counts all previews and prompts. `query` runs SQL on
-    the tables. `image` is a row of the table `images`.
+    generated. If there is no such preview, yield one line that says so. `query` runs SQL on the tables. `image` is a
+    row of the table `images`.
     """
     rows = query(
         "select step, path, prompt from samples where caption_id in "

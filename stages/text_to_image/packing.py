@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 class Packed(Protocol):
-    """Settings that say how many bits a weight of the transformer takes."""
+    """The settings that say how many bits each weight of the transformer takes. `base_bits` applies to the blocks.
+    `base_bits_for` replaces it for chosen layers.
+    """
 
     @property
     def base_bits(self) -> int | None:
@@ -23,15 +25,16 @@ class Packed(Protocol):
 
     @property
     def base_bits_for(self) -> Mapping[str, int] | None:
-        """Bits per weight for certain Linears, as a dict from name pattern to 16, 8 or 4. They replace `base_bits`. If
-        several patterns match a Linear, the longest applies. None means that `base_bits` applies to all.
+        """Bits per weight for chosen linear layers, as a dict from name pattern to 16, 8 or 4. For a layer that a
+        pattern such as "attn.to_q" matches, this number replaces `base_bits`. If several patterns match a layer, the
+        longest applies. None means that all layers use `base_bits`.
         """
 
 
 def packing(architecture: Architecture, config: Packed) -> Callable[[str, mx.array], Any] | None:
-    """Return a function that packs (quantises) a weight. Its arguments are the name of the weight and the weight
-    itself. It returns the packed weight, or the weight unchanged if it cannot be packed. `config` gives the number of
-    bits. If it asks for no packing, the result is None.
+    """Return a function that packs (quantises) a weight, or None if the settings ask for no packing. Call the function
+    as `function(name, weight)`. It returns the packed weight. It returns the weight unchanged if the weight gets 16
+    bits or has an unsuitable shape. `config` gives the number of bits.
     """
     if (config.base_bits or 16) == 16 and not config.base_bits_for:
         return None
@@ -39,8 +42,9 @@ def packing(architecture: Architecture, config: Packed) -> Callable[[str, mx.arr
 
 
 def weight_bits(name: str, architecture: Architecture, config: Packed) -> int:
-    """Return the bits per value of the weight `name`: 16, 8 or 4. `config` holds the settings `base_bits` and
-    `base_bits_for`. Weights outside the blocks have at least `architecture.outside_bits`.
+    """Return the bits per value of the transformer weight `name`: 16, 8 or 4. `config` holds the settings `base_bits`
+    and `base_bits_for`. Outside the blocks, `base_bits_for` has no effect. A large weight there gets at least
+    `architecture.outside_bits`, and any other weight gets 16.
     """
     bits = config.base_bits or 16
     if not architecture.in_block(name):

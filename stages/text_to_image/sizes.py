@@ -25,7 +25,9 @@ def largest_image(outlook: Outlook) -> tuple[int, int]:
 
 
 def latent_bytes(outlook: Outlook, channels: int) -> int:
-    """Return the mean size of a latent on disk, in bytes. `channels` is the number of channels of a latent."""
+    """Return the mean size of the latents of all crops on disk, in bytes. `outlook` gives the sizes of the crops and
+    the model family. `channels` is the number of channels of a latent.
+    """
     side: int = outlook.family.architecture.pixels_per_token
     sizes = image_sizes(outlook)
     return BFLOAT16 * channels * sum(width * height for width, height in sizes) // (side * side * len(sizes))

@@ -60,8 +60,9 @@ def project_toml(options: Mapping[str, str]) -> str:
 
 
 def toml_sections(record: Family) -> str:
-    """Return sections of a new project.toml as TOML text. They hold the settings that a new project sets. `record` is the
-    model family. Its own values (`record.begin`) replace the usual ones.
+    """Return the sections [buckets], [embeddings], [train] and [samples] of a new project.toml as TOML text. They hold
+    the first values of some settings. `record` is the model family. Its own values, `record.begin`, replace the usual
+    values. A section without settings is left out.
     """
     parts = []
     for section, usual in BEGIN.items():

@@ -53,9 +53,9 @@ class Checkpoint:
     state: Mapping[str, Any]
 
     def intact(self, *names: str) -> bool:
-        """Return True if the given files of the checkpoint are undamaged. The arguments are names of files, such as
-        "adapter.safetensors". Each file must have the size and the sha256 that `state.json` records for it. A file
-        without a record counts as damaged.
+        """Return True if every given file of the checkpoint is undamaged. Each positional argument is a file name, such
+        as "adapter.safetensors". Its size and sha256 are compared with `state.json`. A file that `state.json` does not
+        list counts as damaged.
         """
         return all(self._intact(name) for name in names)
 
@@ -70,7 +70,9 @@ class Checkpoint:
         return dict(loaded)
 
     def rows(self) -> pa.Table:
-        """Read the rows that the run produced since the previous checkpoint, as a table. One row is one sample of a step."""
+        """Return the training rows between the previous checkpoint and this one, as a table. Each row is one sample of
+        one step.
+        """
         with pa.ipc.open_file(pa.BufferReader((self.folder / ROWS).read_bytes())) as file:
             return file.read_all()
 
@@ -119,10 +121,10 @@ def save(
 
 
 def publish(write_artifact: WriteArtifact, final: Checkpoint, best: Checkpoint | None = None) -> None:
-    """Copy the adapter of the checkpoint `final` to the top of the artifacts folder, as the result of the run. If there is an
-    average of the adapter, it is copied too. `write_artifact(name, write)` creates a file by calling `write(path)`. `best` is the
-    checkpoint with the lowest validation loss. Its adapter becomes `adapter_best.safetensors`. If nothing was measured, `best` is
-    None.
+    """Copy the adapter of the checkpoint `final` to the top of the artifacts folder. It is then the result of the run.
+    An averaged adapter is copied too, if there is one. `best` is the checkpoint with the lowest validation loss, or
+    None. Its adapter is copied as `adapter_best.safetensors`. `write_artifact(name, write)` creates a file by calling
+    `write(path)`.
 
     `adapter.safetensors` is written last: if it exists, the result is complete.
     """
@@ -145,7 +147,9 @@ def header_metadata(path: Path) -> dict[str, str]:
 
 
 def header_step(path: Path) -> int | None:
-    """Return the step in the header of an adapter file, or None if it has none."""
+    """Return the training step that the header of an adapter file names. Return None if the file is missing or its
+    header names none.
+    """
     step = header_metadata(path).get("step", "")
     return int(step) if str(step).isdecimal() else None
 
@@ -158,9 +162,11 @@ def published_step(artifacts: Path) -> int | None:
 
 
 def is_published(artifacts: Path, step: int, best: int | None = None) -> bool:
-    """Return True if the adapters at the top of the folder `artifacts` are the result of step `step`. If `best` is given,
-    `adapter_best.safetensors` must also be the adapter of step `best`. The files must have the sha256 that the checkpoints of
-    these steps record. If such a checkpoint is missing, only the step in the file's header is checked.
+    """Return True if the adapter files at the top of the folder `artifacts` are the result of training step `step`. If
+    `best` is given, `adapter_best.safetensors` must come from step `best`. Each file must name its step in its header.
+    It must also have the sha256 that the checkpoint of that step records.
+
+    If that checkpoint no longer exists, only the header is checked.
     """
     recorded = {saved.step: saved.state["files"] for saved in find_checkpoints(artifacts)}
     expected = [(ADAPTER, step, ADAPTER)]
@@ -174,8 +180,9 @@ def is_published(artifacts: Path, step: int, best: int | None = None) -> bool:
 
 
 def adapter_damage(path: Path) -> str:
-    """Describe the damage of an adapter file of a run in words. Return "" if it has the sha256 that a `state.json` records. The
-    file lies in a checkpoint's folder, or beside the folder `checkpoints`. Return "" too if nothing is recorded about it.
+    """Return what is wrong with an adapter file of a run, as text, or "" if nothing is. The file lies in a checkpoint's
+    folder or at the top of the artifacts folder. Its sha256 is compared with that in the checkpoint's `state.json`. If
+    no checkpoint records the file, the result is "".
     """
     inside = path.parent.parent.name == FOLDER
     artifacts = path.parents[2] if inside else path.parent
@@ -202,11 +209,11 @@ def file_damage(path: Path, record: Mapping[str, Any]) -> str:
 
 
 def damaged_checkpoints(artifacts: Path) -> dict[int, str]:
-    """Return the damaged checkpoints of a run, as a dict from step to a description of the damage. A checkpoint is
-    damaged if a file is missing or has the wrong size. Contents are not compared. A checkpoint is also damaged if its
-    `state.json` is unreadable. A folder without a `state.json` is damaged only if there is a newer readable checkpoint.
+    """Return the damaged checkpoints of a run, as a dict from training step to a description. A checkpoint is damaged
+    if a file is missing or has the wrong size, or if its `state.json` cannot be read. A folder without `state.json`
+    counts only if a later checkpoint is readable. File contents are not compared.
 
-    If there is no newer one, the folder was left by an interrupted write. Optimizer states are not checked.
+    Without a later one, an interrupted write left the folder. Optimizer states and empty folders are not checked.
     """
     saved = {one.step: one for one in find_checkpoints(artifacts)}
     problems: dict[int, str] = {}

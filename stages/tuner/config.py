@@ -44,8 +44,8 @@ class OptimizerConfig:
         self.method()
 
     def method(self) -> Method:
-        """Build the optimizer of kind `kind` with the numbers that are set. Raises ValueError if a number is out of range or
-        this kind does not have it.
+        """Return the optimizer that these settings describe. Its kind is the field `kind`. A number that is not set
+        keeps the optimizer's default. Raises ValueError if a number is out of range or if this kind does not have it.
         """
         numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "kind"}
         return make_optimizer(self.kind, **{name: value for name, value in numbers.items() if value is not None})
@@ -53,8 +53,10 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The settings [train.schedule]: the learning rate over the steps. The rate of a step does not depend on [train] `steps`.
-    So a run can be made longer later.
+    """The settings [train.schedule] of the learning rate. The rate rises during the warm-up. It then stays constant or
+    falls to `floor`, depending on `shape`.
+
+    The rate of a step does not depend on [train] `steps`. A run can therefore be made longer later.
     """
 
     shape: Shape = setting("constant", "after the warm-up: constant, or down to the floor")  # noqa: RUF009

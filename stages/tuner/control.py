@@ -25,9 +25,12 @@ POLL_SECONDS = 0.2  # between two checks whether the file `pause` exists
 
 @dataclass
 class Control:
-    """A watcher for requests to stop, pause or save a running training. Requests are control files in `ctx.artifacts`,
-    interrupts, and the limits `stop_after_steps` and `stop_after_minutes` of `config`. If a file `stop` exists when the object is
-    created, it is deleted without effect. `clock()` returns seconds and `sleep(seconds)` waits. Tests replace both.
+    """Watch for requests to stop, pause or save a running training. A request is a file `stop`, `pause` or `checkpoint`
+    in the folder `ctx.artifacts`, or an interrupt. The limits `stop_after_steps` and `stop_after_minutes` of `config`
+    end the run too. Call `after_step()` after each step.
+
+    A file `stop` that exists at the start is deleted without effect. `clock()` returns seconds, and `sleep(seconds)`
+    waits. Tests replace both.
     """
 
     ctx: TrainingContext
@@ -45,8 +48,8 @@ class Control:
         self._take(STOP)
 
     def after_step(self) -> None:
-        """Count a finished step and look for requests. If the run must end now, set `ending` and pass the reason to `ctx.pause`.
-        If the file `pause` exists, set `pausing`.
+        """Count a finished training step, and look for requests of the user. If the run must end now, set `ending` to
+        True and call `ctx.pause(reason)`. Set `pausing` to True if the file `pause` exists, else to False.
         """
         self.steps_done += 1
         self.pausing = self._pause_requested
@@ -76,8 +79,8 @@ class Control:
         self.last_saved = self.clock()
 
     def stop_requested(self) -> bool:
-        """Return True if the run must end before its last step. The reason is an interrupt, the file `stop`, or a limit that was
-        reached earlier. The file `stop` is deleted.
+        """Return True if the run must end before its last step. The reasons are an interrupt, the file `stop` and a
+        limit of steps or minutes. If the file `stop` exists, the call deletes it.
         """
         if self.ctx.stop():
             self.ending = True
@@ -86,8 +89,8 @@ class Control:
         return self.ending
 
     def wait_while_paused(self) -> None:
-        """If the file `pause` existed after the last step, wait until it is deleted or the run must end. Otherwise return at
-        once.
+        """Wait while the user's file `pause` exists, if it existed after the last step. Also stop waiting if the run
+        must end. Otherwise return at once.
         """
         if not self.pausing or self.ending:
             return

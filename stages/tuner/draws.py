@@ -12,8 +12,9 @@ import numpy as np
 
 
 def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
-    """Return a NumPy random generator that depends only on the arguments. Equal arguments give equal numbers on every machine.
-    `purpose` is a name such as "noise". Any further arguments are integers such as the step and the sample.
+    """Return a NumPy random generator that depends only on the arguments. Equal arguments give equal numbers on every
+    machine. `purpose` names the use of the numbers, such as "noise". Any further positional arguments (`*counters`) are
+    integers, such as the step and the sample.
 
     The generator is Philox, keyed with the sha256 of the arguments.
     """
@@ -24,22 +25,24 @@ def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
 
 def uniform(seed: int, purpose: str, *counters: int) -> float:
     """Return one random number `u`, `0 <= u < 1`. It depends only on the arguments. `purpose` names the use of the
-    number, such as "dropout". Further arguments are integers, such as the step and the sample.
+    number, such as "dropout". Any further positional arguments (`*counters`) are integers, such as the step and the
+    sample.
     """
     return float(generator(seed, purpose, *counters).random())
 
 
 def normal(shape: tuple[int, ...], seed: int, purpose: str, *counters: int) -> np.ndarray:
-    """Return a float32 array of random numbers from the standard normal distribution. `shape` is its shape. The numbers
-    depend only on the arguments. `purpose` names the use of the numbers, such as "noise". Further arguments are
-    integers, such as the step and the sample.
+    """Return a float32 array of the given shape with random numbers from the standard normal distribution. The numbers
+    depend only on the arguments. `purpose` names the use of the numbers, such as "noise". Any further positional
+    arguments (`*counters`) are integers, such as the step and the sample.
     """
     return generator(seed, purpose, *counters).standard_normal(shape, dtype=np.float32)
 
 
 def permutation(count: int, seed: int, purpose: str, *counters: int) -> list[int]:
     """Return the numbers from 0 to `count - 1` in random order. The order depends only on the arguments. `purpose`
-    names the use of the order, such as "batches". Further arguments are integers, such as the epoch.
+    names the use of the order, such as "batches". Any further positional arguments (`*counters`) are integers, such as
+    the epoch.
     """
     order: list[int] = generator(seed, purpose, *counters).permutation(count).tolist()
     return order
@@ -47,7 +50,7 @@ def permutation(count: int, seed: int, purpose: str, *counters: int) -> list[int
 
 def choice(count: int, seed: int, purpose: str, *counters: int) -> int:
     """Return a random integer from 0 to `count - 1`. All integers are equally likely. The result depends only on the
-    arguments. `purpose` names the use of the integer, such as "caption". Further arguments are integers, such as the
-    step and the sample.
+    arguments. `purpose` names the use of the integer, such as "caption". Any further positional arguments (`*counters`)
+    are integers, such as the step and the sample.
     """
     return int(generator(seed, purpose, *counters).integers(count))

@@ -28,11 +28,13 @@ def checks_update(step: int) -> bool:
 def check_health(
     say: Callable[[str], None], config: TrainingConfig, training: TrainingStep, step: int, skipped: int, result: StepResult
 ) -> None:
-    """Check the `result` of training step `step` and print warnings with `say`. `config` has the settings [train]. A
-    step is skipped if its loss or its gradient is not finite. `skipped` is the number of skipped steps in a row, up to
-    and including this one. Raises ValueError with a remedy if training cannot go on. Reasons are an infinite value in
-    the adapter or the optimizer's state, 3 skipped steps in a row, and an adapter that is unchanged after step 10. The
-    last check is omitted if [train] `initial` is set.
+    """Check the result of one training step, and give warnings as calls of `say(text)`. `config` holds the settings
+    [train]. `skipped` is the number of steps in a row without a finite loss and gradient, up to this one. Raises
+    ValueError, with a remedy, if training cannot go on.
+
+    It cannot go on if the adapter or the optimizer's state became infinite. Nor can it after 3 skipped steps in a row,
+    or if the adapter is unchanged after step 10. This last check is left out if the setting [train] `initial` is set. A
+    warning is given for a skipped step and for an update of unsound size.
     """
     lr = config.lr
     if not result.bounded:
@@ -55,8 +57,9 @@ def check_health(
 
 
 def _check_moved(say: Callable[[str], None], lr: float, training: TrainingStep, step: int) -> None:
-    """Warn with `say` if the adapter of some Linears is still as it was at the start. No gradient reaches these Linears. Raises
-    ValueError if no adapter has changed. The learning rate `lr` and `step` are only used in the messages.
+    """Check that training has changed the adapter of every linear layer. Raises ValueError if no layer's adapter has
+    changed. If only some have not changed, call `say` with a warning. Call it after some steps. `lr` is the learning
+    rate. It and `step` are used in the messages only.
     """
     still = unmoved_linears(training)
     if not still:
@@ -68,8 +71,8 @@ def _check_moved(say: Callable[[str], None], lr: float, training: TrainingStep, 
 
 
 def unmoved_linears(training: TrainingStep) -> list[str]:
-    """Return the names of the Linears whose adapter still has no effect. An adapter has no effect while one of its two factors is
-    zero. That factor is `B` for LoRA and `w2` for LoKr.
+    """Return the names of the linear layers whose adapter has not changed anything yet. The adapter of such a layer has
+    the value 0 in all arrays that start at zero, such as `B` of LoRA and `w2` of LoKr.
     """
     adapter = training.adapter
     names = [target.name for target in training.targets]

@@ -11,8 +11,9 @@ from stages.tuner.task import M, S, Task
 
 
 class Loader(Generic[S, M]):
-    """A data loader. For each step of `steps`, it yields (step, batches, seconds). `batches` are the step's batches of samples,
-    in host memory. `seconds` is how long the caller waited for them. A background thread reads one step ahead.
+    """Load the data of training steps one step ahead, in a background thread. Iterate over `Loader(task, steps)` to get
+    (step, batches, seconds) for each step of the range `steps`. `batches` is a list of the step's batches of samples,
+    in host memory. `seconds` is how long the caller waited for them.
     """
 
     def __init__(self, task: Task[S, M], steps: range) -> None:

@@ -18,8 +18,9 @@ SMOOTHED = 50  # steps whose mean is the smoothed loss
 
 
 class Summary:
-    """Formats the state of a training run as one line for the terminal. `config` holds the settings `[train]`. `past`
-    holds the rows of earlier steps. They are dicts with the keys `step`, `split` and `loss`.
+    """The state of a training run, formatted as one line for the terminal. Call `after` once per step to get the line.
+    `config` holds the settings [train]. `past` holds the rows of earlier steps, dicts with the keys `step`, `split` and
+    `loss`.
     """
 
     def __init__(self, config: TrainingConfig, past: Iterable[Row]) -> None:
@@ -32,8 +33,9 @@ class Summary:
         self.losses.extend(_mean(losses) for _, losses in sorted(steps.items()))
 
     def after(self, rows: Sequence[Row], validation: Validation) -> str:
-        """Return the line after a step, such as "loss 0.612, held out 0.64 (best 0.63 at 400), lr 0.0003, checkpoint in 12 steps,
-        1.9 GB". The loss is the mean of the last 50 steps. `rows` are the rows of the step, and of its measurement if it had one.
+        """Return one line about the training run after a step. For example, it is "loss 0.6120, held out 0.6400, lr
+        0.0003, checkpoint in 12 steps, 1.9 GB". The loss is the mean of the last 50 steps. `rows` are the new rows of
+        the table `train`. `validation` has the losses of held-out samples.
         """
         trained = [row for row in rows if row["split"] == TRAIN]
         step, lr, peak = (trained[0][name] for name in ("step", "lr", "peak_bytes"))
@@ -57,7 +59,9 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def warn(say: Callable[[str], None], task: Task[Any, Any]) -> None:
-    """Print warnings with `say`. There is one line for each setting of the task that is valid but rarely intended."""
+    """Pass one warning line to `say` for each setting that is valid but rarely intended. `task` is the training task:
+    its data, its model and its settings.
+    """
     for line in task.warnings():
         say(line)
     if task.config.precision == "bfloat16" and mx.default_device() == mx.cpu:

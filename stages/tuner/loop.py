@@ -191,9 +191,9 @@ class TrainingRun:
         return max(self.earlier_peak, mx.get_peak_memory())
 
     def step_rows(self, batches: Sequence[MicroBatch], result: StepResult, shared: Row) -> list[Row]:
-        """Return the table rows of one step, one per sample. The rows are also added to `unsaved` for the next checkpoint.
-        `batches` are the step's samples, and `result` holds their losses. `shared` maps each common column to its value for all
-        samples.
+        """Return the table rows of one training step, one dict per sample. The rows are also added to `unsaved`, the
+        rows that the next checkpoint stores. `batches` holds the samples of the step, and `result` holds their losses.
+        `shared` holds the columns whose value is the same for all samples, as column -> value.
         """
         samples = [sample for batch in batches for sample in batch.samples]
         rows = sample_rows(self.task, samples, {"loss": result.losses, **result.terms}, shared | {"split": TRAIN})
@@ -236,8 +236,10 @@ class TrainingRun:
         return rows
 
     def saves_after(self, step: int) -> bool:
-        """Return True if a checkpoint must be written after step `step`. Deletes the control file with which the user
-        requests a checkpoint.
+        """Return True if a checkpoint must be written after step `step`. One is due after every `checkpoint_every`
+        steps, after the last step, and after the step with the lowest validation loss. One is also due when the run
+        ends early, when it pauses, or when the user requests it. The request is a control file, which is deleted. One
+        is also due if the last checkpoint is too old; then `timed` is set to True.
         """
         asked = self.control.wants_checkpoint()
         due = step % self.task.config.checkpoint_every == 0 or step >= self.validation.last_step

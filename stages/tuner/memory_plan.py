@@ -52,7 +52,7 @@ class Candidate:
 
     @property
     def needs(self) -> int:
-        """The estimated peak memory in bytes."""
+        """The estimated peak memory of this candidate, in bytes."""
         return self.estimate.peak(self.plan)
 
 
@@ -148,7 +148,10 @@ def adjust_max_tokens(max_tokens: int, used: int, held: int, peak: int, limit: i
 
 
 def describe_plan(plan: Plan, blocks: int) -> str:
-    """Return a plan as text for the user. If the plan is a number, the text explains it. `blocks` is the number of all blocks."""
+    """Return a memory plan as text for the user. `plan` is "whole", "blocks", or how many of the last blocks keep their
+    activations. A number is explained, such as "4 (the last 4 of 20 blocks are not computed twice)". `blocks` is the
+    number of all blocks.
+    """
     return plan if isinstance(plan, str) else f"{plan} (the last {plan} of {blocks} blocks are not computed twice)"
 
 

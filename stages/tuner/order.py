@@ -34,9 +34,11 @@ class Batch:
 
 
 class Rates:
-    """Counts how often each row occurs in each pass over the training rows. If a row's rate is not a whole number, its
-    count differs between passes. Its occurrences are spread evenly over the passes. For all rows with the same rate
-    together, the number of occurrences per pass varies by at most one.
+    """Count how often each training row occurs in each pass. A pass is one round over the rows. `Rates(rates, seed)`
+    takes the average number of occurrences per pass for each row. `within(number)` returns the counts of one pass.
+
+    If a rate is not a whole number, the count of a row differs between passes. Its occurrences are spread evenly over
+    the passes. For all rows with the same rate together, the number of occurrences per pass varies by at most one.
     """
 
     def __init__(self, rates: Sequence[float], seed: int) -> None:
@@ -51,20 +53,27 @@ class Rates:
             self._starts[rows] = (np.asarray(turns) + 0.5) / len(rows)
 
     def before(self, number: int) -> np.ndarray:
-        """Return how often each row occurs before pass `number`, as an array of integers. Passes are counted from 0."""
+        """Return how often each row occurs in all passes before pass `number`, as an int64 array (rows,). A pass is one
+        round over the training rows. Passes are counted from 0.
+        """
         found: np.ndarray = np.floor(self.rates * number + self._starts).astype(np.int64)
         return found
 
     def within(self, number: int) -> np.ndarray:
-        """Return how often each row occurs in pass `number`, as an array of integers. Passes are counted from 0."""
+        """Return how often each row occurs in pass `number`, as an int64 array (rows,). A pass is one round over the
+        training rows. Passes are counted from 0.
+        """
         found: np.ndarray = self.before(number + 1) - self.before(number)
         return found
 
 
 def share_batches(shapes: Sequence[Hashable], batch_size: int) -> list[list[int]]:
-    """Divide the rows into groups whose batches are drawn together, and return the rows of each group. `shapes` has the shape of
-    each row. A shape with at least `batch_size` rows is a group of its own. All other shapes form one group. If that group has
-    fewer than `batch_size` rows, the smallest other groups join it until it has enough.
+    """Divide rows into groups such that batches are drawn within a group. Return one sorted list of row indices per
+    group. `shapes` has the shape of each row. A shape with at least `batch_size` rows is a group of its own. The rows
+    of all other shapes form one common group.
+
+    If the common group has fewer than `batch_size` rows, the rows of the smallest other groups are added until it has
+    enough.
     """
     by_shape: dict[Hashable, list[int]] = {}
     for row, shape in enumerate(shapes):
@@ -77,9 +86,12 @@ def share_batches(shapes: Sequence[Hashable], batch_size: int) -> list[list[int]
 
 
 class Order:
-    """The order in which a run trains on its rows. It depends only on the arguments of the constructor. The batches of any step
-    are computed directly, without drawing earlier steps. A run may have any number of steps. Every batch has `batch_size` rows.
-    A row occurs twice in a batch only if its group has too few rows, or if its rate is above 1.
+    """The order in which a training run draws its rows, as batches of `batch_size` rows. `step(n)` returns the batches
+    of training step `n`, from 1. `epoch(n)` returns those of epoch `n`, from 0. The order depends only on the arguments
+    of the constructor.
+
+    Any step is computed directly, without drawing earlier steps. A run may have any number of steps. A row occurs twice
+    in a batch only if too few rows can share the batch, or if its rate is above 1.
     """
 
     def __init__(
@@ -90,9 +102,10 @@ class Order:
         accumulate: int = 1,
         rates: Sequence[float] | None = None,
     ) -> None:
-        """Prepare the order. `shapes` has the shape of each training row. `seed` determines the shuffling. `accumulate` is the
-        number of batches in a step. `rates` has each row's average number of occurrences per epoch. If `rates` is None, every row
-        occurs once.
+        """Prepare the order of the training rows. `shapes` has one hashable shape per row, and rows of equal shape can
+        share a batch. `seed` determines the shuffling. `accumulate` is the number of batches in a training step.
+        `rates` has the average number of occurrences per epoch for each row. None means that every row occurs once per
+        epoch.
         """
         assert shapes, "there are no training rows"
         assert rates is None or (len(rates) == len(shapes) and min(rates) >= 0 and max(rates) > 0), rates
@@ -111,8 +124,8 @@ class Order:
         self._epoch = functools.lru_cache(maxsize=4)(self.epoch)
 
     def step(self, step: int) -> list[Batch]:
-        """Return the batches of one step. There are `accumulate` of them. A batch of several shapes is returned as one part per
-        shape. Steps are counted from 1.
+        """Return the batches of one training step as a list. Steps are counted from 1. A step has `accumulate` batches.
+        A batch with rows of several shapes is split into one `Batch` per shape.
         """
         first = (step - 1) * self.accumulate
         return [part for n in range(self.accumulate) for part in self._parts(self.batch_at(first + n))]
@@ -128,8 +141,11 @@ class Order:
         return self._epoch(epoch)[number - self._batches_before(epoch)]
 
     def epoch(self, epoch: int) -> list[Batch]:
-        """Return the batches of one epoch in shuffled order. Epochs are counted from 0. The first rows of an epoch may have been
-        drawn in the epoch before, to fill its last batches. An epoch may have no batch if there are fewer rows than a batch has.
+        """Return the batches of one epoch in shuffled order, as a list. Epochs are counted from 0. The list is empty if
+        earlier batches already took all rows of this epoch.
+
+        The last batch of a group of rows is filled with the first rows of the next epoch. These are then not drawn
+        again.
         """
         batches: list[tuple[int, ...]] = []
         for group in range(len(self.groups)):
@@ -145,7 +161,9 @@ class Order:
         return [Batch(epoch, batches[n]) for n in draws.permutation(len(batches), self.seed, "batches", epoch)]
 
     def most(self, shape: Hashable) -> int:
-        """Return the largest number of rows of this shape that a batch can have."""
+        """Return the largest number of rows that a batch can have of one shape. `shape` is one of the shapes that the
+        constructor was given.
+        """
         group = next(rows for rows in self.groups if any(self.shapes[row] == shape for row in rows))
         if all(self.shapes[row] == shape for row in group):
             return self.batch_size
@@ -158,7 +176,9 @@ class Order:
 
     @property
     def sharing(self) -> list[Hashable]:
-        """Return the shapes whose rows share batches with rows of other shapes."""
+        """Return the shapes whose rows may share a batch with rows of other shapes, as a list. A shape is one of those
+        that the constructor was given.
+        """
         shapes = [list(dict.fromkeys(self.shapes[row] for row in rows)) for rows in self.groups]
         return [shape for found in shapes if len(found) > 1 for shape in found]
 
@@ -169,16 +189,20 @@ class Order:
         return [Batch(batch.epoch, tuple(rows)) for rows in by_shape.values()]
 
     def _drawn_before(self, epoch: int) -> list[int]:
-        """Return the number of rows in all passes before `epoch`, for each group."""
+        """Return how many rows all passes before `epoch` draw from each group. The result is a list with one number per
+        group of rows that share batches.
+        """
         counts = self.rates.before(epoch)
         return [int(counts[rows].sum()) for rows in self.groups]
 
     def _batches(self, epoch: int) -> int:
-        """Return the number of batches in all epochs before `epoch`."""
+        """Return the number of batches in all epochs before `epoch`, summed over all groups of rows."""
         return sum(-(-count // self.batch_size) for count in self._drawn(epoch))
 
     def _pass_rows(self, group: int, number: int) -> list[int]:
-        """Return the rows of one pass through a group, in order."""
+        """Return the rows of one pass through a group, in shuffled order. Each is an index into the training rows. A
+        group is a set of rows that share batches, given by its number. `number` is the number of the pass, from 0.
+        """
         start, open_batch = number, self._open_batch(group, number)
         while open_batch is None:
             start -= 1
@@ -191,16 +215,21 @@ class Order:
         return rows
 
     def _open_batch(self, group: int, number: int) -> list[int] | None:
-        """Return the rows of the batch that is partly full when pass `number` begins, or None if they are not known."""
+        """Return the rows of the batch that is not yet full when pass `number` begins, as a list. Return [] if no batch
+        is open. Return None if the rows are not known, because earlier passes must be computed first.
+        """
         if self._drawn(number)[group] % self.batch_size == 0:
             return []
         known, open_batch = self._last_open.get(group, (-1, []))
         return open_batch if known == number else None
 
     def _arranged(self, group: int, number: int, open_batch: Sequence[int]) -> list[int]:
-        """Return the rows of pass `number` through a group, in shuffled order. `open_batch` holds the rows of a batch
-        that the previous pass left partly full. The first rows returned complete this batch. As far as possible, they
-        are rows that the batch does not have yet.
+        """Return the rows of one pass through a group, in shuffled order. A row is an index into the training rows. A
+        group is a set of rows that share batches, given by its number. `number` is the number of the pass, from 0.
+        `open_batch` holds the rows of the last batch so far if that batch is not full, else it is empty.
+
+        The first rows of the result complete this open batch. They avoid rows that the batch already has, as far as
+        possible.
         """
         counts = self.rates.within(number)[self.groups[group]]
         rows = np.repeat(self.groups[group], counts)

@@ -103,7 +103,7 @@ def row_chunks(weight: Weight, tokens: int = 1) -> list[slice]:
 
 
 def unpack_after(weight: QuantizedWeight, after: mx.array) -> QuantizedWeight:
-    """Return the packed weight with an added dependency. MLX does not unpack it before the array `after` is computed. The values
-    do not change.
+    """Return the packed weight, with a dependency that delays its unpacking. MLX unpacks it only after the array
+    `after` is computed. The values do not change.
     """
     return weight._replace(packed=mx.depends([weight.packed], [after])[0])

@@ -68,7 +68,10 @@ def _train_to(ctx: TrainingContext, task: Task[Any, Any], step: int, write: chec
 
 
 def _recorded_metadata(checkpoints: list[Checkpoint]) -> dict[str, str]:
-    """Return what the run wrote into the headers of its adapters, without the step; {} if no adapter is intact."""
+    """Return the metadata that the run wrote into its adapter files, as name -> text. It is read from the first
+    checkpoint in `checkpoints` whose adapter is intact. The entry "step" is left out. The result is empty if no adapter
+    is intact.
+    """
     for saved in checkpoints:
         if saved.intact(ADAPTER):
             return {key: value for key, value in checkpoint.header_metadata(saved.folder / ADAPTER).items() if key != "step"}
@@ -76,8 +79,9 @@ def _recorded_metadata(checkpoints: list[Checkpoint]) -> dict[str, str]:
 
 
 def _recorded_adapter(artifacts: Path, step: int) -> str:
-    """Return the sha256 that the adapter of the checkpoint at `step` should have. It is read from the checkpoint's
-    record. Without a record, it is computed from the adapter file. Return "" if both are missing.
+    """Return the sha256 that the adapter of the checkpoint at `step` should have. `artifacts` is the folder of the
+    run's files. The sha256 is read from the checkpoint's record. If the record is missing, it is computed from the
+    adapter file. The result is "" if that file is missing too or belongs to another step.
     """
     for saved in checkpoint.find_checkpoints(artifacts):
         if saved.step == step:

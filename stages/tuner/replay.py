@@ -27,9 +27,12 @@ class ReplayedSample:
 
 
 def replay_step(ctx: TrainingContext, task: Task[Any, Any], step: int) -> list[ReplayedSample]:
-    """Compute training step `step` of a run again and return its samples with their losses. Steps are counted from 1. The
-    computation starts from the newest checkpoint before `step`, or from the beginning. It uses the memory plan recorded in the
-    run's checkpoints. Nothing is written. Raises ValueError if the run has no such step.
+    """Compute training step `step` again and return its samples with their losses. Steps are counted from 1. Training
+    starts from the newest checkpoint before `step`, or from the beginning. Nothing is written. Raises ValueError if
+    `step` is not from 1 to the last step of the run.
+
+    The steps use the memory plan that a checkpoint of the run records. The plan sets how many blocks are computed
+    twice.
     """
     checkpoints = find_checkpoints(ctx.artifacts)
     if not 1 <= step <= task.config.steps:
@@ -51,9 +54,10 @@ def replay_step(ctx: TrainingContext, task: Task[Any, Any], step: int) -> list[R
 
 
 def recorded_plan(task: Task[Any, Any], known: Checkpoint | None, start: Checkpoint | None) -> MemoryPlan:
-    """Return the memory plan with which a run's steps are to be repeated. `known` is a checkpoint that records the plan
-    of the run. Without it, a new plan is made. `start` is the checkpoint from which training starts. If it is given,
-    the limit of tokens per micro-batch is taken from it.
+    """Return the memory plan for repeating the steps of a run. A memory plan sets how many samples are computed at
+    once, and how many blocks are computed twice. `known` is a checkpoint that records the run's plan. If it is None, a
+    new plan is made. `start` is the checkpoint from which training starts, or None. If given, it also sets the plan's
+    limit of tokens.
     """
     plan = task.memory_plan(known, recorded=known is not None)
     return replace(plan, max_tokens=saved_max_tokens(start.state)) if start else plan

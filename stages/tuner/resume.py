@@ -25,7 +25,7 @@ class Start:
 
     @property
     def step(self) -> int:
-        """The last step that is done: the step of the checkpoint, or 0 without one."""
+        """The number of training steps that are already done. It is the step of `checkpoint`, or 0 if there is none."""
         return self.checkpoint.step if self.checkpoint else 0
 
 
@@ -35,9 +35,9 @@ def row_key(row: Row) -> Key:
 
 
 def find_start(ctx: TrainingContext, last: int) -> Start:
-    """Return the point from which a run resumes. It is the newest usable checkpoint in the folder `ctx.artifacts`.
-    Checkpoints after step `last`, the last step of the run, are ignored. Without a usable checkpoint, the run starts
-    from the beginning.
+    """Return the point from which a training run resumes. It is the newest intact checkpoint in the folder
+    `ctx.artifacts`. A checkpoint is skipped if rows up to its step are lost, or if it is after step `last`, the run's
+    last step. If no checkpoint can be used, the run starts from the beginning.
 
     A checkpoint is usable if its files are intact and all rows up to its step still exist. A row exists if the run's
     table or an intact checkpoint holds it. Rows of the measurement at the checkpoint's step may be missing, because
@@ -64,19 +64,19 @@ def find_start(ctx: TrainingContext, last: int) -> Start:
 
 
 def _held_rows(checkpoints: list[Checkpoint]) -> dict[Key, Row]:
-    """Return the rows in all intact checkpoints, as (step, split, sample) -> row."""
+    """Return the rows that the checkpoints of a run hold, as a dict from (step, split, sample) to row. Checkpoints with
+    a damaged table of rows are skipped.
+    """
     rows = [row for saved in checkpoints if saved.intact(ROWS) for row in saved.rows().to_pylist()]
     return {row_key(row): row for row in rows}
 
 
 def _usable(saved: Checkpoint, last: int, lost: list[Key]) -> bool:
-    """Return True if a run can resume from the checkpoint `saved`. `last` is the last step of the run. `lost` has the
-    keys (step, split, sample) of lost rows, up to the checkpoint's step. A row is lost if neither the run's table nor a
-    checkpoint holds it.
+    """Return True if a run can resume from the checkpoint `saved`. Its files must be intact. `last` is the run's last
+    step. `lost` holds the keys (step, split, sample) of the rows up to this checkpoint that no file holds any more.
 
-    The checkpoint's files must be intact. Rows of the measurement at its step may be lost, because this measurement is
-    repeated. No other row may be lost. If the checkpoint is at the last step and no row is lost, the optimizer's state
-    is not needed.
+    Rows of the measurement at the checkpoint's step may be lost, because this measurement is repeated. No other row may
+    be lost. If the checkpoint is at the last step and no row is lost, the optimizer's state is not needed.
     """
     if any((step, split) != (saved.step, VALIDATION) for step, split, _ in lost):
         return False

@@ -36,9 +36,9 @@ def _keys(split: str, steps: Sequence[int], sizes: Sequence[int]) -> pa.Table:
 def sample_rows(
     task: Task[Any, Any], samples: Sequence[Any], values: Mapping[str, Sequence[Any]], shared: Row, first: int = 0
 ) -> list[Row]:
-    """Return one row (column -> value) per sample, in order. `values` maps a column to a list with one value per sample. `shared`
-    maps a column to one value for all samples. The column `sample` counts from `first`. The task adds its own columns. All other
-    nullable columns are None.
+    """Return one row per sample as a dict from column to value, in the order of `samples`. `values` maps a column to a
+    list with one value per sample. `shared` maps a column to a value for all samples. The column `sample` is numbered
+    from `first`. `task.row` gives further columns. Nullable columns without a value are None.
     """
     nothing: Row = dict.fromkeys(field.name for field in task.schema if field.nullable)
     return [

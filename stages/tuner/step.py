@@ -65,8 +65,8 @@ def starting_adapter(
 
 
 def build_optimizer(config: TrainingConfig) -> OptimizerStep:
-    """Build the optimizer that the section [train.optimizer] of `config` describes, with gradient clipping. With [train.ema],
-    the optimizer also keeps a running average of the adapter.
+    """Return a new optimizer as the settings [train.optimizer] in `config` describe it. It clips gradients. With
+    [train.ema], it also keeps a running average of the adapter.
     """
     method = config.optimizer.method()
     return OptimizerStep(ema.Averaged(method, config.ema.decay) if config.ema else method, config.clip)
@@ -91,11 +91,12 @@ class StepResult:
 
 
 class TrainingStep:
-    """A model with its adapter and optimizer state. Each call of `step` updates the adapter and the state once. Four
-    attributes may be set after construction. `plan` says how many of the last blocks keep their activations until the
-    backward pass: "whole" (all), "blocks" (one) or a number. While `live_bytes` bytes or more are in use, MLX starts no
-    further operation. `max_tokens` and `max_samples` limit the size of a micro-batch (samples computed at once). Each
-    of these three limits may be None, which means that it is not set.
+    """A model, its adapter, and the state of the optimizer. Each call of `step` updates the adapter once. Four
+    attributes control memory and may be changed at any time: `plan`, `live_bytes`, `max_tokens` and `max_samples`.
+
+    `plan` says how many of the last blocks keep their activations until the backward pass: "whole" (all), "blocks"
+    (one) or a number. While `live_bytes` bytes or more are in use, MLX starts no further operation. `max_tokens` and
+    `max_samples` limit the size of a micro-batch (samples computed at once). None means no limit.
     """
 
     def __init__(
@@ -107,9 +108,9 @@ class TrainingStep:
         adapter: Arrays,
         state: Arrays | None = None,
     ) -> None:
-        """Create a step for the Linears `targets` of `model`. `objective` is the loss. `config` holds the settings [train].
-        `adapter` maps names to the float32 arrays to train. `state` is the optimizer's state to continue from, or None for the
-        initial state.
+        """Prepare training of an adapter on `model`. `targets` lists the Linears that have adapters. `objective` is the
+        loss. `config` holds the settings [train]. `adapter` maps names to the float32 arrays to train. `state` is an
+        earlier state of the optimizer; with None, the optimizer starts anew.
         """
         self.model, self.objective, self.config = model, objective, config
         self.targets, self.scales = list(targets), target_scales(targets)
@@ -124,7 +125,9 @@ class TrainingStep:
 
     @property
     def adapter(self) -> Arrays:
-        """The trained adapter: float32 arrays by name. The arrays are views and valid only until the next step."""
+        """Return the trained adapter as float32 arrays by name. They share memory with the training state, so use them
+        before the next step.
+        """
         return self.masters.unstack()
 
     @property
@@ -165,10 +168,12 @@ class TrainingStep:
         )
 
     def gradient(self, batches: Sequence[MicroBatch], meter: Meter | None = None) -> StepGradient:
-        """Return the gradient of the mean loss over all samples of `batches`, without an update. The batches are
-        divided into micro-batches (samples computed at once). The size of the micro-batches changes the gradient only
-        by rounding. If a `meter` is given, it measures each phase, and the gradient is computed on return. Otherwise
-        the returned arrays may not be computed yet.
+        """Return the gradient of the mean loss over all samples of `batches`. Nothing is updated. The arrays of the
+        result are lazy: they may not be computed yet. If a `meter` is given, it records the memory of each phase, and
+        all arrays are computed on return.
+
+        The batches are divided into micro-batches (samples computed at once). Their size changes the gradient only by
+        rounding.
         """
         count = sum(len(batch.samples) for batch in batches)
         adapter = cast_adapter(self.masters, self.model.dtype, self.config)
@@ -187,9 +192,11 @@ class TrainingStep:
         return found
 
     def _loss_and_grads(self, batch: MicroBatch, term: Term, adapter: Arrays) -> tuple[mx.array | Values, Arrays]:
-        """Return the losses of one loss term, and the gradients of the adapter arrays by name. If a term compares
-        samples with each other, it is computed in parts when the micro-batch exceeds the size limits. Some of these
-        terms cannot be divided. For them, ValueError is raised if the setting `train.micro_batch` is given.
+        """Return (losses, gradients) of one term of the loss for a micro-batch (samples computed at once). The
+        gradients are a dict by the names in `adapter`. Raises ValueError if [train] `micro_batch` is set, but the term
+        compares all samples and cannot be divided.
+
+        A term that compares samples and can be divided is computed in parts if the micro-batch is too large.
         """
         whole = self.objective.separable or term.division is None
         if self.config.micro_batch is not None and whole and not self.objective.separable:
@@ -200,8 +207,8 @@ class TrainingStep:
         return loss_and_grads_in_parts(self.model, adapter, self.scales, parts, join, term.loss, self.plan)
 
     def _terms(self, batch: MicroBatch, meter: Meter | None) -> Iterator[Term]:
-        """Yield the terms of the loss of micro-batch `batch`. If a `meter` is given, the inputs of every term are evaluated.
-        Their preparation is then measured as a phase named "batch".
+        """Yield the terms of the loss for one micro-batch (samples computed at once). If a `meter` is given, the inputs
+        of each term are computed first, and this is recorded as the phase "batch".
         """
         if meter is None:
             yield from self.objective.terms(self.model, batch)
@@ -218,9 +225,10 @@ class TrainingStep:
             yield term
 
     def split(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield the micro-batches (samples computed at once) of a step, in order. A batch is divided if it is larger than
-        `max_samples` or `max_tokens` allow. It stays whole if the loss compares its samples with each other: then GradCache
-        divides the computation of each term.
+        """Yield the micro-batches (samples computed at once) of one step, in order. A batch larger than `max_samples`
+        or `max_tokens` is divided. It stays whole if the loss compares its samples with each other.
+
+        Such a whole batch is divided later, during the computation of each loss term.
         """
         for batch in batches:
             count, most = len(batch.samples), self.most(batch)
@@ -230,7 +238,9 @@ class TrainingStep:
                 yield from (batch.select(start, min(start + most, count)) for start in range(0, count, most))
 
     def most(self, batch: MicroBatch) -> int:
-        """Return how many samples of `batch` may be computed at once, at least 1."""
+        """Return how many samples of `batch` may be computed at once, at least 1. The attributes `max_samples` and
+        `max_tokens` set this limit.
+        """
         count = len(batch.samples)
         return min(self.max_samples or count, max(1, self.max_tokens // batch.tokens) if self.max_tokens else count)
 
@@ -255,8 +265,8 @@ class TrainingStep:
 
 
 def predict_base(model: Model, inputs: Mapping[str, Any]) -> mx.array:
-    """Return the prediction of `model` without an adapter. `inputs` are the keyword arguments of `model.enter`. The function
-    does not wait for the device: the returned array may still be in computation.
+    """Return the prediction of `model` without an adapter. `inputs` are the keyword arguments of `model.enter`, the
+    first part of the model. The returned array may not be computed yet.
     """
     h, shared = model.enter(**inputs)
     for block in model.blocks:
@@ -268,9 +278,8 @@ def predict_base(model: Model, inputs: Mapping[str, Any]) -> mx.array:
 
 
 def cast_adapter(masters: Stacks, dtype: mx.Dtype, config: TrainingConfig) -> Arrays:
-    """Return the adapter's arrays by name, for use in the model's blocks. `masters` holds the float32 arrays of the
-    adapter as stacks (arrays of equal shape, joined). If [train] `base_bits` is 16, matrices are cast to `dtype`, and
-    other arrays stay float32. If it is 8 or 4, all arrays stay float32.
+    """Return the arrays of the adapter by name, in the dtype that the model's blocks expect. `masters` holds the
+    float32 arrays. If [train] `base_bits` is 16, matrices are cast to `dtype`. If it is 8 or 4, nothing is cast.
 
     With 8 or 4 bits, each Linear casts its own arrays when it is computed. This needs less memory than a cast copy of
     the whole adapter.

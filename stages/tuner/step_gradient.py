@@ -29,7 +29,9 @@ class StepGradient:
 
     @property
     def losses(self) -> mx.array:
-        """The main loss of every sample of the step, in order, as one array. Further loss terms are left out."""
+        """The main losses of one optimizer step as one array, one value per sample. The samples are in the order in
+        which the step computed them. Values of further loss terms are left out.
+        """
         return mx.concatenate([terms["loss"][0] for terms in self.terms])
 
     def values(self, column: str) -> list[Any]:
@@ -43,7 +45,10 @@ class StepGradient:
         return found
 
     def note(self, term: Term, found: mx.array | Values) -> None:
-        """Add the result of the loss of `term` to the last micro-batch. `found` is the losses, or a dict with further values."""
+        """Record the result of one loss term for the last micro-batch (samples computed at once). `found` is the result
+        of `term.loss`. It is an array of losses, one per sample, or a dict with the key "loss". Other values of the
+        dict are recorded under their own names.
+        """
         names = term.names or {}
         self.terms[-1][term.column] = main_losses(found), term.applies, None
         if isinstance(found, dict):

@@ -44,7 +44,9 @@ class MicroBatch(Protocol):
 
 
 class Model(Chain, Protocol):
-    """A model that is a chain of blocks. Its Linears can be trained by adapters."""
+    """The interface of a model that is computed as a chain of blocks. `linears` names the Linears that can get an
+    adapter. `dtype` is the dtype of the computation.
+    """
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -58,9 +60,10 @@ class Model(Chain, Protocol):
 
 @dataclass(frozen=True)
 class Division:
-    """Two functions that compute a large loss term in parts. Only one part at a time keeps its activations in memory.
-    `parts(samples)` returns the keyword arguments of `model.enter`, one mapping per part. A part has at most `samples`
-    samples. `join(predictions)` combines the predictions of all parts into one.
+    """A way to compute a large loss term in parts. Only one part at a time keeps its activations in memory.
+    `parts(samples)` divides the batch into parts of at most `samples` samples. It returns the keyword arguments of
+    `model.enter` for each part. `join(predictions)` takes the predictions of all parts and returns the prediction of
+    the whole batch.
     """
 
     parts: Callable[[int], Sequence[Mapping[str, Any]]]
@@ -69,17 +72,19 @@ class Division:
 
 @dataclass(frozen=True)
 class Term:
-    """One term of the loss of a micro-batch. `inputs` are the keyword arguments of `model.enter`. `loss(prediction)` returns
-    one float32 value per sample. Training minimises the mean over all samples of a step. `column` is the table column that
-    stores the values. `applies[n]` is False if sample n does not have this term. If `applies` is None, all samples have it.
+    """One term of the loss of a micro-batch (samples computed at once). `inputs` are the model's inputs for this term,
+    as keyword arguments of `model.enter`. `loss(prediction)` returns one float32 value per sample. Training minimises
+    the mean over all samples of a step. `column` is the table column that stores the values. `applies[n]` is False if
+    sample n does not have this term. If `applies` is None, all samples have it. The next paragraph explains `names` and
+    `division`.
 
-    `loss` may return a dict instead: the losses under the key "loss", and further values per sample that are only stored, under
-    the names of their columns. If `names` has such a column, its values are indices into that list of texts, and the text is
-    stored; null stands for a negative index. `division` says how to compute the term in parts. It is needed if the objective is
-    not separable and its batches shall be divided.
+    `loss` may return a dict instead: the losses under the key "loss", and further values per sample that are only
+    stored, under the names of their columns. If `names` has such a column, its values are indices into that list of
+    texts, and the text is stored; null stands for a negative index. `division` says how to compute the term in parts.
+    It is needed if the objective is not separable and its batches shall be divided.
 
-    If `loss` uses arrays, bind them by keyword: `functools.partial(function, name=array)`. They then become arguments of a
-    compiled graph.
+    If `loss` uses arrays, bind them by keyword: `functools.partial(function, name=array)`. They then become arguments
+    of a compiled graph.
     """
 
     inputs: Mapping[str, Any]
@@ -91,32 +96,38 @@ class Term:
 
 
 class Objective(Protocol[M_contra]):
-    """The interface of a loss that training minimises. An implementation turns a micro-batch (samples computed at once) into
-    loss terms.
+    """The interface of a loss that training minimises. `terms` yields the loss terms of a micro-batch (samples computed
+    at once). `validation_term` returns the one term for a micro-batch of held-out samples. `separable` says whether a
+    batch may be divided into micro-batches.
     """
 
     @property
     def separable(self) -> bool:
-        """True if the loss of a sample does not depend on the other samples of its batch. A batch may then be divided into
-        micro-batches. Contrastive losses are not separable. Their batches are divided by GradCache, if the terms have a
-        `division`.
+        """True if the loss of a sample does not depend on the other samples of its batch. Such a batch may be divided
+        into micro-batches. A contrastive loss is not separable. Its batches can be divided only if its `Term` has a
+        `division`, two functions that compute the term in parts.
         """
 
     def terms(self, model: Any, batch: M_contra) -> Iterator[Term]:
-        """Yield the terms of the loss of micro-batch `batch`, one at a time. The first term is the main loss. It applies to
-        every sample.
+        """Yield the loss terms of the micro-batch `batch` (samples computed at once), one `Term` at a time. The first
+        term is the main loss. It applies to every sample. `model` is the model that is trained.
         """
 
     def validation_term(self, model: Any, batch: M_contra) -> Term:
-        """Return the loss term that measures a micro-batch of held-out samples. Training does not minimise this term."""
+        """Return the one loss term that measures the micro-batch `batch` of held-out samples. `model` is the model that
+        is measured. Training does not minimise this term.
+        """
 
 
 class Reader(Protocol[S, M_co]):
-    """A reader that copies micro-batches from disk into host memory. The loop calls it in a background thread."""
+    """The interface of a reader that copies samples from disk into host memory. `read` returns samples as one
+    micro-batch. `prefetch` starts to read the samples of the next step. The training loop calls `read` in a background
+    thread.
+    """
 
     def prefetch(self, samples: Iterable[S]) -> None:
-        """Start reading the data of `samples` from disk in the background. They are the samples of the next step. Data of
-        samples that were announced earlier may be released.
+        """Start reading the data of `samples` from disk in the background. `samples` are all samples of the next step.
+        Data of the samples of earlier calls may be released.
         """
 
     def read(self, step: int, samples: list[S]) -> M_co:
@@ -126,7 +137,9 @@ class Reader(Protocol[S, M_co]):
 
 
 class HeldOut(Protocol[M_co]):
-    """Samples that are never trained on, for validation. Every measurement of a run uses all of them, in one fixed order."""
+    """The interface of the held-out samples, which are never trained on. `count` is the number of samples.
+    `micro_batches()` reads them from disk. Every measurement of a run uses all of them, in one fixed order.
+    """
 
     @property
     def count(self) -> int:
@@ -167,17 +180,19 @@ class Task(Protocol[S, M]):
         """
 
     def sizes(self, step: int) -> list[int]:
-        """Return the number of samples of each batch of step `step`, counted from 1. This method must be fast, because
-        the loop calls it for every step of the run.
+        """Return the number of samples in each batch of step `step`, as a list with one number per batch. `step` counts
+        from 1. This method must be fast, because the loop calls it for every step of the run.
         """
 
     def draw(self, step: int) -> list[list[S]]:
-        """Draw the samples of step `step`, as one list per batch. All batches together make one optimizer step. The result must
-        depend on the seed and the step alone.
+        """Draw the samples of step `step` and return them as one list per batch. `step` counts from 1. All batches
+        together make one optimizer step. The result must depend on the seed and the step alone.
         """
 
     def reader(self) -> Reader[S, M]:
-        """Return a new reader of micro-batches, with its files already open."""
+        """Return a new `Reader` of samples. Its files are already open. A reader copies samples from disk and returns
+        them as micro-batches in host memory.
+        """
 
     def row(self, sample: S) -> Row:
         """Return the task's own columns of the table row of `sample`: a dict from column to value. The loop adds its columns."""
@@ -189,11 +204,10 @@ class Task(Protocol[S, M]):
         """Return one line for the user that says which data the run trains on."""
 
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
-        """Return the memory plan of the run. It says how many blocks keep their activations until the backward pass. It
-        also limits the size of a micro-batch (samples computed at once). `start` is the checkpoint to continue from, or
-        None for a new run. If [train] `memory` is "auto", the plan stored in `start` is kept if it fits. If `recorded`
-        is true, any other value of `memory` is treated as "auto". Raises ValueError if no plan fits into memory. The
-        message names settings that would fit.
+        """Return the plan that fits the run into memory. It says how many of the last blocks keep their activations,
+        and how many tokens a micro-batch may have. `start` is the checkpoint to continue from, or None for a new run.
+        If [train] `memory` is "auto" or `recorded` is True, the plan stored in `start` is kept if it fits. Raises
+        ValueError if no plan fits into memory. The message names settings that would fit.
         """
 
     def initial_adapter(self) -> InitialAdapter | None:

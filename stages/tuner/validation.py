@@ -21,9 +21,9 @@ Row = dict[str, Any]
 class Validation:
     """The losses of held-out samples that were measured during a run. `config` holds the settings of the validation. If
     it is None, nothing is measured. `count` is the number of held-out samples per measurement. `steps` is the number of
-    steps of the run without early stopping. The attribute `last_step` is the last step of the run. It is below `steps`
-    after early stopping. The attribute `best_step` is the step with the lowest mean loss. It is None before the first
-    measurement after step 0.
+    steps of the run without early stopping. The attribute `last_step` is the last step of the run, which is below
+    `steps` after early stopping. The attribute `best_step` is the step with the lowest mean loss, or None if there is
+    none.
 
     A measurement counts once the losses of all `count` samples are known.
     """
@@ -41,7 +41,9 @@ class Validation:
         self._replace([*self.rows, *(row for row in rows if row["split"] == VALIDATION)])
 
     def add_table(self, rows: pa.Table) -> None:
-        """Add the rows of a table with the columns `step`, `split` and `loss`. Only rows with the split "validation" are kept."""
+        """Add the losses of held-out samples from an Arrow table of the run. The table has the columns `step`, `split`
+        and `loss`, and may have others. Only rows with the split "validation" are kept.
+        """
         self.add(rows.select(["step", "split", "loss"]).to_pylist())
 
     def is_due(self, step: int) -> bool:
@@ -49,9 +51,8 @@ class Validation:
         return self.config is not None and step % self.config.every == 0
 
     def discard_incomplete(self, step: int) -> bool:
-        """Discard the measurement of step `step` if it is incomplete, so that it can be repeated. A measurement is
-        incomplete if the losses of some or all samples are missing. Return True if a measurement is due after this step
-        and was incomplete.
+        """Discard the held-out losses of step `step` if some are missing, so that they can be measured again. Return
+        True if losses are due after this step and some or all of them are missing. Return False otherwise.
         """
         if not self.is_due(step) or sum(row["step"] == step for row in self.rows) >= self.count:
             return False

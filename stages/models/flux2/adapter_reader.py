@@ -72,8 +72,9 @@ def _as_vector(key: str, magnitude: mx.array) -> mx.array:
 
 
 def _multiply_w1(arrays: Arrays) -> Arrays:
-    """Return `arrays` with a full first factor for every LoKr (a Kronecker product of two factors). Some files store this factor
-    as two low-rank matrices, ".lokr_w1_a" and ".lokr_w1_b". Their product replaces them under the ending ".lokr_w1".
+    """Return `arrays` with each split first factor of a LoKr multiplied out. A LoKr adapter is a Kronecker product of
+    two factors. Keys are the name of a Linear and an ending. The arrays ".lokr_w1_a" and ".lokr_w1_b" are replaced by
+    their product, ".lokr_w1".
     """
     pairs = [key.removesuffix(W1_A) for key in arrays if key.endswith(W1_A) and key.removesuffix(W1_A) + W1_B in arrays]
     products = {name + W1: arrays[name + W1_A] @ arrays[name + W1_B] for name in pairs}
@@ -81,9 +82,9 @@ def _multiply_w1(arrays: Arrays) -> Arrays:
 
 
 def _ranks(arrays: Arrays) -> dict[str, int | None]:
-    """Return a dict from the name of each Linear in `arrays` to the rank of its adapter. `arrays` maps keys such as
-    "proj_out.lora_A.weight" to arrays. A LoKr is a Kronecker product of two factors. If both factors are full matrices, the rank
-    is None.
+    """Return a dict from the name of each Linear in `arrays` to the rank of its adapter. The rank is None if no array
+    of the adapter has low rank. Keys of `arrays` are the name of a Linear and an ending, such as
+    "proj_out.lora_A.weight".
     """
     ranks: dict[str, int | None] = {linear_name(key): None for key in arrays}
     for ending in (W1_B, W2_B, A):  # a later ending replaces the rank of an earlier one
@@ -92,9 +93,11 @@ def _ranks(arrays: Arrays) -> dict[str, int | None]:
 
 
 def _scales(arrays: Arrays, metadata: dict[str, str]) -> Scales:
-    """Return a dict from the name of each Linear in `arrays` to the scale of its adapter. The scale is that in the metadata
-    "scales" (JSON: name -> scale), if there is one. Otherwise it is alpha / rank. Alpha comes from the metadata "alphas" (JSON:
-    name -> alpha) or "alpha" (one for all). Without an alpha or a rank, the scale is 1.
+    """Return a dict from the name of each Linear in `arrays` to the scale of its adapter. A scale in
+    `metadata["scales"]` is used as it is. Otherwise the scale is alpha / rank, with alpha from `metadata["alphas"]` or
+    `metadata["alpha"]`. Without an alpha or a rank, the scale is 1.
+
+    "scales" and "alphas" are JSON, from the name of a Linear to a number. "alpha" is one number for all Linears.
     """
     by_name, alphas = (json.loads(metadata.get(key, "{}")) for key in ("scales", "alphas"))
     common = metadata.get("alpha")
@@ -106,11 +109,12 @@ def _scales(arrays: Arrays, metadata: dict[str, str]) -> Scales:
 
 
 def _from_peft(metadata: dict[str, str], arrays: Arrays) -> dict[str, str]:
-    """Return the scales of an adapter with PEFT metadata as `{"scales": text}`. The text is JSON, from the name of each
-    Linear to its scale. The scales follow from the PEFT LoraConfig in `metadata["lora_adapter_metadata"]`: alpha /
-    rank, or alpha / sqrt(rank) with rsLoRA. If the config has no alpha, alpha is the rank. A Linear without a rank is
-    left out. `arrays` maps keys such as "proj_out.lora_A.weight" to arrays. Raises ValueError if the config says DoRA
-    and `arrays` has no magnitudes.
+    """Return `{"scales": text}` for an adapter in PEFT's format. `text` is JSON, from the name of each Linear to its
+    scale. The scales follow from the PEFT config in `metadata["lora_adapter_metadata"]`. `arrays` maps keys such as
+    "proj_out.lora_A.weight" to arrays. Raises ValueError for a DoRA without magnitudes.
+
+    A scale is alpha / rank, or alpha / sqrt(rank) with rsLoRA. Without an alpha, alpha is the rank. A Linear without a
+    rank is left out.
     """
     stored = json.loads(metadata.get("lora_adapter_metadata") or "{}")
     config = {key.removeprefix("transformer."): value for key, value in stored.items()}

@@ -79,9 +79,10 @@ def _to_lycoris(arrays: Arrays, scales: Scales) -> Arrays:
 
 
 def _scaled(arrays: Arrays, scales: Scales, name: str) -> Arrays:
-    """Return a dict from ending, such as ".lora_A.weight", to array for the Linear `name`. The scale of the Linear, scales[name],
-    is multiplied into one of the arrays. In a LoKr it is the first factor. In a LoRA or DoRA it is the matrix B. `arrays` maps
-    keys such as "proj_out.lora_A.weight" to arrays.
+    """Return the arrays of the Linear `name`, with its scale multiplied into one of them. The result maps an ending,
+    such as ".lora_A.weight", to an array. `arrays` maps full keys, such as "proj_out.lora_A.weight", to arrays.
+    `scales` maps each Linear to its scale. The scale goes into the first factor of a LoKr, and into the matrix B of a
+    LoRA or DoRA.
     """
     own = of_linear(arrays, name)
     target = W1 if W1 in own else B
@@ -105,9 +106,9 @@ def _dora_scale(fused: str, magnitudes: list[mx.array | None]) -> mx.array:
 
 
 def block_diagonal(blocks: list[mx.array | None]) -> mx.array:
-    """Place the matrices `blocks` down the diagonal of one matrix of zeros and return it. Each matrix is (outputs, rank). The
-    result is (all outputs, all ranks). None stands for a Linear without an adapter and adds only rows of zeros. Raises ValueError
-    if the matrices have different numbers of rows.
+    """Place the matrices `blocks` on the diagonal of one matrix of zeros and return it. Each matrix is (outputs, rank).
+    The result is (all outputs, all ranks). None stands for a Linear without an adapter, and its rows are zeros. Raises
+    ValueError if the matrices have different numbers of outputs.
     """
     present = [b for b in blocks if b is not None]
     ranks, outputs = [b.shape[1] for b in present], {b.shape[0] for b in present}

@@ -122,11 +122,12 @@ class Autoencoder:
         return mx.addmm(self.weights[f"{name}.bias"], x_BPC, self.weights[f"{name}.weight"].T)
 
     def _conv(self, name: str, x: Rows, *, pad: int = 1, norm: str = "", keep: bool = False, add: Rows | None = None) -> Rows:
-        """Return the convolution of `x` with stride 1, computed strip by strip. `name` is the prefix of the names of
-        its weights. `pad` is the number of rows and columns of zeros on each side. If `norm` is not empty, it names a
-        group normalisation. That normalisation and a SiLU are then applied before the convolution. If `add` is given,
-        it is added to the result. Strips of `x` and `add` are freed after their last use. If `keep` is True, strips of
-        `x` are not freed.
+        """Return the convolution of the activation `x` with stride 1, computed in strips of rows. `name` is the prefix
+        of the names of its weights. `pad` is the number of rows and columns of zeros on each side. If `norm` is not
+        empty, that group normalisation and a SiLU are applied first. If `add` is given, it is added to the result. If
+        `keep` is True, the strips of `x` stay in memory; otherwise they are freed.
+
+        Strips of `add` are freed after their last use.
         """
         weight, bias = self._kernel(name)
         H, outputs = x.height, weight.shape[0]
@@ -150,9 +151,9 @@ class Autoencoder:
         return Rows(strips)
 
     def _norm(self, name: str, x: Rows) -> tuple[mx.array, ...]:
-        """Return `(mean, scale, weight, bias)` of a group normalisation of `x`, all float32. `name` is the prefix of
-        the names of its weights. `scale` is 1 / standard deviation. Both statistics are taken per group of channels,
-        over all positions. The four arrays can be passed to `normalised_silu` as its last four arguments.
+        """Return `(mean, scale, weight, bias)` of a group normalisation of the activation `x`, all float32. `name` is
+        the prefix of the names of its weights. `scale` is 1 / standard deviation. The mean and the scale are taken over
+        the positions of each group of channels.
         """
         mean_B11C, scale_B11C = group_statistics(x, self.config.norm_num_groups, NORM_EPS)
         return mean_B11C, scale_B11C, *(self.weights[f"{name}.{part}"].astype(mx.float32) for part in ("weight", "bias"))
@@ -164,10 +165,11 @@ class Autoencoder:
         return self._conv(f"{name}.conv2", h, norm=f"{name}.norm2", add=x)
 
     def _attention(self, name: str, x: Rows) -> Rows:
-        """Return the sum of `x` and its self-attention over all positions. `x` itself is not changed. `name` is the
-        prefix of the names of the weights.
+        """Return `x` plus its self-attention over all positions. `x` and the result are activations (batch, height,
+        width, channels). `name` is the prefix of the names of the weights.
 
-        Its one head is too wide for MLX's fused kernels. To save memory, it is computed for some rows of queries at a time.
+        Its one head is too wide for MLX's fused kernels. To save memory, it is computed for some rows of queries at a
+        time.
         """
         x_BHWC = x.take(0, x.height)
         B, H, W, C = x_BHWC.shape
@@ -189,8 +191,8 @@ class Autoencoder:
         return self._resnet(f"{name}.resnets.1", x)
 
     def _downsample(self, name: str, x: Rows) -> Rows:
-        """Halve height and width by the convolution `name` with stride 2. Only the bottom and the right side of the input are
-        padded, by one row and one column.
+        """Halve the height and width of the activation `x` by a convolution with stride 2. `name` is the prefix of the
+        names of its weights. Before that, one row is padded at the bottom and one column at the right.
         """
         weight, bias = self._kernel(name)
         H, W = x.height // 2, x.width // 2
@@ -205,7 +207,9 @@ class Autoencoder:
         return Rows(strips)
 
     def _upsample(self, name: str, x: Rows) -> Rows:
-        """Double height and width: repeat every position, then apply the convolution `name`."""
+        """Double the height and width of the activation `x`. Every position is repeated twice in each direction, and a
+        convolution follows. `name` is the prefix of the names of its weights.
+        """
         weight, bias = self._kernel(name)
         H, W = 2 * x.height, 2 * x.width
         strips = []
@@ -233,8 +237,8 @@ def normalised_silu(
 
 
 def query_rows(positions: int, channels: int) -> int:
-    """Return how many rows of queries attention computes in one kernel. `positions` is the number of keys. `channels`
-    is the width of a query. The number is at least 1 and at most `QUERIES`. Within these bounds, a kernel takes at most
+    """Return the number of rows of queries that attention computes in one kernel. `positions` is the number of keys.
+    `channels` is the width of a query. The number is from 1 to `QUERIES`. Unless it is 1, a kernel takes at most
     `kernels.LIMIT` floating-point operations.
     """
     return min(QUERIES, max(1, int(kernels.LIMIT // (2 * kernels.product_flop(1, channels, positions)))))

@@ -26,9 +26,9 @@ def autoencoder_bytes(
     path: Path | None, family: Family, height: int, width: int, itemsize: int, encodes: bool
 ) -> tuple[int, int]:
     """Return the memory for encoding or decoding one image as `(weights, rest)`, in bytes. `weights` is the size of all
-    weights. `rest` is the peak memory beside them. `path` is the autoencoder's folder or file. If `path` is None, the
-    sizes come from `family`. `height` and `width` are in pixels. `itemsize` is the number of bytes of one value.
-    `encodes` is True for encoding and False for decoding.
+    weights. `rest` is the largest memory needed at any time in addition. `path` is the autoencoder's folder or file. If
+    it is None, the sizes come from `family`. `height` and `width` are in pixels. `itemsize` is the bytes of one value.
+    `encodes` chooses encoding (True) or decoding.
     """
     config = AutoencoderConfig.from_dict(component_config(path, family.autoencoder) if path else family.autoencoder)
     weights = sum(itemsize * math.prod(shape) for shape in config.shapes().values())
@@ -38,9 +38,9 @@ def autoencoder_bytes(
 
 
 def encoding(config: AutoencoderConfig, height: int, width: int) -> Iterator[tuple[float, float]]:
-    """Yield `(held, temporary)` for the steps of encoding an image that need the most memory. Both are numbers of
-    values, not bytes. `held` counts the activations that stay in memory during the step. `temporary` counts the values
-    that exist only while one part of the step is computed. `height` and `width` are those of the image, in pixels.
+    """Yield `(held, temporary)` for the steps of encoding an image that need the most memory. Both are numbers of array
+    values, not bytes. `held` counts the values in memory during the whole step. `temporary` counts the additional
+    values at any moment of the step. `height` and `width` are those of the image, in pixels.
     """
     channels, inputs = config.block_out_channels, config.block_out_channels[0]
     yield 0, conv_work(height, width, config.in_channels, inputs)
@@ -55,9 +55,9 @@ def encoding(config: AutoencoderConfig, height: int, width: int) -> Iterator[tup
 
 
 def decoding(config: AutoencoderConfig, height: int, width: int) -> Iterator[tuple[float, float]]:
-    """Yield `(held, temporary)` for the steps of decoding an image that need the most memory. Both are numbers of
-    values, not bytes. `held` counts the activations that stay in memory during the step. `temporary` counts the values
-    that exist only while one part of the step is computed. `height` and `width` are those of the image, in pixels.
+    """Yield `(held, temporary)` for the steps of decoding an image that need the most memory. Both are numbers of array
+    values, not bytes. `held` counts the values in memory during the whole step. `temporary` counts the additional
+    values at any moment of the step. `height` and `width` are those of the image, in pixels.
     """
     channels = config.decoder_channels[::-1]
     inputs, last = channels[0], len(channels) - 1
@@ -72,20 +72,19 @@ def decoding(config: AutoencoderConfig, height: int, width: int) -> Iterator[tup
 
 
 def resnet(H: int, W: int, inputs: int, outputs: int) -> Iterator[tuple[float, float]]:
-    """Yield `(held, temporary)` for each of the two convolutions of a residual block. Both are numbers of values, not
-    bytes. `held` counts the activations that stay in memory during the convolution. `temporary` counts the values that
-    exist only while one strip of rows is computed. `H` and `W` are the height and width of the activations. `inputs`
-    and `outputs` are numbers of channels.
+    """Yield `(held, temporary)` for each of the two convolutions of a residual block. Both are numbers of array values,
+    not bytes. `held` counts the values in memory during the whole convolution. `temporary` counts the additional values
+    at any moment of it. `H` and `W` are the height and width of the block's input. `inputs` and `outputs` are numbers
+    of channels.
     """
     yield H * W * (inputs + outputs), conv_work(H, W, inputs, outputs)
     yield H * W * 2 * outputs, conv_work(H, W, outputs, outputs)
 
 
 def middle(config: AutoencoderConfig, H: int, W: int, channels: int) -> Iterator[tuple[float, float]]:
-    """Yield `(held, temporary)` for each step of the middle block. Both are numbers of values, not bytes. `held` counts
-    the activations that stay in memory during the step. `temporary` counts the values that exist only while one part of
-    the step is computed. `H` and `W` are the height and width at the lowest resolution. `channels` is the number of
-    channels.
+    """Yield `(held, temporary)` for the steps of the autoencoder's middle block. Both are numbers of array values, not
+    bytes. `held` counts the values in memory during the whole step. `temporary` counts the additional values at any
+    moment of the step. `H`, `W` and `channels` are the height, width and channels of the block's input.
     """
     yield from resnet(H, W, channels, channels)
     if config.mid_block_add_attention:
@@ -93,8 +92,9 @@ def middle(config: AutoencoderConfig, H: int, W: int, channels: int) -> Iterator
 
 
 def conv_work(H: int, W: int, inputs: int, outputs: int) -> float:
-    """Return the number of values in memory while one strip of a convolution is computed. A strip is some rows of the
-    output. `H` and `W` are the height and width of the whole output. `inputs` and `outputs` are numbers of channels.
+    """Return how many temporary values a convolution needs in memory. A convolution is computed in strips of output
+    rows, one after another. The number is that of one strip. `H` and `W` are the height and width of the whole output.
+    `inputs` and `outputs` are numbers of channels.
     """
     strip = min(strip_rows(H, W, inputs, outputs), H) * W
     copies = COLUMNS if mx.default_device() == mx.cpu else SCRATCH

@@ -113,7 +113,7 @@ class Flux2Config:
 
 
 def in_block(name: str) -> bool:
-    """Return True if a weight or Linear belongs to a block. `name` is its full name, such as
+    """Return True if a weight or Linear belongs to one of the transformer's blocks. `name` is its full name, such as
     "transformer_blocks.0.attn.to_q.weight".
     """
     return "transformer_blocks." in name

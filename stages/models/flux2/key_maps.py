@@ -120,8 +120,9 @@ def autoencoder_to_diffusers(arrays: dict[str, mx.array]) -> dict[str, mx.array]
 
 
 def _autoencoder_key(key: str, levels: int) -> str:
-    """Return the diffusers name of an autoencoder weight. `key` is its name in Black Forest Labs' single file. `levels` is the
-    number of levels of the decoder. diffusers counts these levels in reverse order. An unknown name is returned unchanged.
+    """Return the diffusers name of one autoencoder weight. `key` is its name in Black Forest Labs' single file.
+    `levels` is the number of levels of the decoder. The file and diffusers number the decoder's levels in opposite
+    order. An unknown name is returned unchanged.
     """
     if match := re.fullmatch(r"(encoder|decoder)\.(down|up)\.(\d+)\.block\.(\d+)\.(.+)", key):
         side, way, level, number, rest = match.groups()

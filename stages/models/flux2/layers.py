@@ -18,10 +18,10 @@ from stages.models.flux2.config import EPS
 
 
 def modulation(y_BN: mx.array, hidden: int, rows: int) -> list[mx.array]:
-    """Split the output of a modulation Linear into a flat list of arrays. `hidden` is the width of the model. A `y_BN`
-    of shape `(batch, 3 * hidden)` gives `[shift, 1 + scale, gate]`. A `y_BN` of shape `(batch, 6 * hidden)` gives six
-    arrays, these three for attention and then for feed-forward. Each array is repeated for `rows` rows:
-    `(batch, rows, hidden)`.
+    """Split the output `y_BN` of a modulation Linear into a list of arrays. Each array is repeated for `rows` rows and
+    has the shape `(batch, rows, hidden)`. `hidden` is the width of the model. A `y_BN` of shape `(batch, 3 * hidden)`
+    gives `[shift, 1 + scale, gate]`. A `y_BN` of shape `(batch, 6 * hidden)` gives three such arrays for attention,
+    then three for feed-forward.
 
     1 is added to the scale here, once for all blocks.
     """
@@ -121,8 +121,9 @@ def _rms_norm_heads_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[m
 def rotate(x_BSHK: mx.array, rope: Sequence[mx.array]) -> mx.array:
     """Apply a rotary position embedding: rotate each pair of neighbouring features by an angle. `x_BSHK` and the result
     are `(batch, rows, heads, head width)`, of one dtype. `rope` is (cosines, sines) of the angles, both float32
-    `(rows, 1, head width)`. Each angle occurs twice, once for each feature of its pair. A positive angle rotates the
-    first feature towards the second. The rotation is computed in float32.
+    `(rows, 1, head width)`. Each angle occurs twice, once for each feature of its pair.
+
+    A positive angle rotates the first feature towards the second. The rotation is computed in float32.
     """
     made: Any = _rotated(x_BSHK, *rope)
     y_BSHK: mx.array = made
@@ -142,10 +143,10 @@ def _rotated_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array
 
 
 def _rotate_pairs(x_BSHK: mx.array, cos: mx.array, sin: mx.array, quarter: list[list[int]]) -> mx.array:
-    """Return `cos * x_BSHK + sin * turned`. `turned` is `x_BSHK` with every pair of neighbouring features rotated by 90
+    """Return `cos * x_BSHK + sin * turned`, in the dtype of `x_BSHK`. `turned` is `x_BSHK` with every pair of
+    neighbouring features multiplied, as a row vector, by `quarter`. `quarter` is a 2 x 2 matrix that rotates by 90
     degrees. `x_BSHK` and the result are `(batch, rows, heads, head width)`. `cos` and `sin` are
-    `(rows, 1, head width)`. `quarter` is the 2 x 2 matrix of this rotation. Each pair, as a row vector, is multiplied
-    by it.
+    `(rows, 1, head width)`.
 
     The turn is a product with a matrix of zeros and ones: exact, and much faster than splitting and joining the pairs.
     """
@@ -161,9 +162,9 @@ def split_heads(x_BSD: mx.array, width: int) -> mx.array:
 
 
 def norm_and_rotate(x_BSHK: mx.array, norm_K: mx.array, rope: Sequence[mx.array]) -> mx.array:
-    """Prepare queries or keys for attention: apply RMSNorm to each head, then rotate the features by the row's position. x_BSHK
-    and the result are (batch, rows, heads, head width). norm_K is the norm's weight, (head width,). `rope` is (cosines, sines),
-    each (rows, 1, head width) with every value twice.
+    """Prepare queries or keys for attention: apply RMSNorm to each head, then a rotary position embedding. `x_BSHK` and
+    the result are (batch, rows, heads, head width). `norm_K` is the norm's weight, (head width,). `rope` is (cosines,
+    sines) of the angles, each (rows, 1, head width). Each angle occurs twice, once for each feature of its pair.
     """
     return rotate(rms_norm_heads(x_BSHK, norm_K), rope)
 

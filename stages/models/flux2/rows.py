@@ -20,8 +20,9 @@ ITEM = 4  # bytes: strips have the same rows in every dtype
 
 
 class Rows:
-    """An activation (batch, height, width, channels) as a list of strips of rows. Strips that are no longer needed are freed by
-    `free_before`.
+    """An activation `(batch, height, width, channels)`, stored as a list of strips. A strip is an array of some
+    consecutive rows, `(batch, rows, width, channels)`. `strips` are given from top to bottom. `free_before` frees
+    strips that are no longer needed.
     """
 
     def __init__(self, strips: list[mx.array]) -> None:
@@ -33,11 +34,13 @@ class Rows:
 
     @property
     def height(self) -> int:
-        """The number of rows of all strips together."""
+        """The height of the activation: the number of rows of all strips together."""
         return self.starts[-1]
 
     def take(self, first: int, last: int) -> mx.array:
-        """Return the rows from `first` to before `last`. Rows outside of the activation are left out."""
+        """Return the rows from index `first` up to, but not including, `last`, as one array `(batch, rows, width,
+        channels)`. Rows outside of the activation are left out. Raises AssertionError if one of the rows was freed.
+        """
         first, last = max(first, 0), min(last, self.height)
         parts = []
         for at, strip in enumerate(self.strips):
@@ -50,21 +53,26 @@ class Rows:
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
     def free_before(self, row: int) -> None:
-        """Free every strip whose rows all lie before `row`."""
+        """Free every strip of the activation whose rows all lie before the row with the index `row`. Rows count from 0
+        at the top.
+        """
         for at, end in enumerate(self.starts[1:]):
             if end <= row:
                 self.strips[at] = None
 
     def present(self) -> Iterator[mx.array]:
-        """Yield the strips from top to bottom. Raises AssertionError if a strip was freed before."""
+        """Yield the strips of the activation from top to bottom. A strip is an array `(batch, rows, width, channels)`.
+        Raises AssertionError if a strip was already freed.
+        """
         for strip in self.strips:
             assert strip is not None, "a strip was freed too early"
             yield strip
 
 
 def strip_rows(height: int, width: int, inputs: int, outputs: int, kernel: int = 3) -> int:
-    """Return how many output rows of a convolution are computed at once. `height` and `width` are those of the output.
-    `inputs` and `outputs` are the numbers of channels. `kernel` is the side of the convolution's kernel.
+    """Return how many output rows of a convolution are computed at once, at least 1. The number keeps memory within
+    `STRIP_BYTES` and work within `kernels.LIMIT` operations. `height` and `width` are those of the output. `inputs` and
+    `outputs` are the numbers of channels. `kernel` is the side of the convolution's kernel.
     """
     by_bytes = STRIP_BYTES // (ITEM * width * max(inputs, outputs))
     by_operations = kernels.LIMIT // kernels.product_flop(width, kernel * kernel * inputs, outputs)
@@ -73,15 +81,18 @@ def strip_rows(height: int, width: int, inputs: int, outputs: int, kernel: int =
 
 
 def windows(height: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, last) of strips of at most `rows` rows that cover `height` rows. `last` is excluded."""
+    """Divide `height` rows into consecutive windows of at most `rows` rows, and yield each as `(first, last)`. `first`
+    is the index of the window's first row. `last` is the index after its last row.
+    """
     for first in range(0, height, rows):
         yield first, min(first + rows, height)
 
 
 def group_statistics(x: Rows, groups: int, eps: float) -> tuple[mx.array, mx.array]:
-    """Return the mean and `1 / standard deviation` of the group of each channel. Both are float32, `(batch, 1, 1,
-    channels)`. They are computed over all rows, all columns and the channels of one group. `groups` is the number of
-    groups. `eps` is added to the variance.
+    """Return the statistics of a group normalisation: the mean and `1 / standard deviation` for each channel. The
+    channels form `groups` groups of equal size. The statistics of a group cover all rows, all columns and all channels
+    of the group. Every channel gets those of its group. Both results are float32, `(batch, 1, 1, channels)`. `eps` is
+    added to the variance.
 
     Sums go over columns first: one long sum of float32 values would lose digits.
     """

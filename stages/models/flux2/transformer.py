@@ -34,14 +34,19 @@ class Block:
 
 
 class Flux2:
-    """The FLUX.2 transformer. Call it to predict the velocity (noise minus clean latent) in one go. To control how every block is
-    computed, call `enter`, then `block(kind)` for each of `blocks`, then `leave`.
+    """The FLUX.2 diffusion transformer. Call `model(x_BLC, x_ids_L4, ctx_BTJ, ctx_ids_T4, timesteps_B, guidance_B)` to
+    predict the velocity (noise minus clean latent). The result has the shape of the latents `x_BLC`. `__call__`
+    explains the arguments.
+
+    To compute the blocks one at a time, call `enter`. Then call the function `block(kind)` for each of `blocks`. Then
+    call `leave`.
     """
 
     def __init__(self, config: Flux2Config, weights: Mapping[str, Any]) -> None:
-        """Build the transformer from its sizes and weights. `weights` maps every name in `config.shapes()` to an array. Packed
-        (quantised) weights are allowed too. Within a block, a packed weight is any object that the block's `linear` function
-        accepts. Outside the blocks, it has a method `dense()` that returns the array. The weight of x_embedder must be an array.
+        """Build the transformer from its sizes and weights. `config` holds the sizes. `weights` maps every name in
+        `config.shapes()` to an array or a packed (quantised) weight. A packed weight of a block may be any object, if
+        the block's `linear` function accepts it. Any other packed weight must have a method `dense()`, which returns
+        the array. "x_embedder.weight" must be an array.
         """
         self.config = config
         self.top: dict[str, Any] = {}
@@ -169,8 +174,9 @@ class Flux2:
         return plain_linear(name, self.top[f"{name}.weight"], x)
 
     def _rope(self, ids_S4: np.ndarray) -> list[mx.array]:
-        """Return [cosines, sines] of the rotary position embedding. Each is a float32 array (rows, 1, head width). Every value is
-        there twice, once per feature of a pair. ids_S4 is the positions of the rows, (rows, 4).
+        """Return the tables of the rotary position embedding, `[cosines, sines]`. Each is a float32 array (rows, 1,
+        head width). The features 2n and 2n + 1 of a head have the same value. `ids_S4` holds the positions of the rows
+        along four axes, (rows, 4).
 
         Angles are computed in float64. The tables of the last TABLES_KEPT sets of positions are reused.
         """

@@ -18,8 +18,11 @@ from stages.models.t5.random_weights import write_random_weights
 
 @dataclass(frozen=True)
 class RetrieverArchitecture:
-    """The functions of one architecture of retrievers. Stages and commands call them through `family.architecture`. `path` is the
-    folder of the weights. Functions that read files raise ValueError with a message of one line.
+    """The functions that load, describe and write retrievers of one architecture. Each field is one function, such as
+    `sizes(path)` or `load_encoder(path, dtype, head_seed)`. `path` is the folder of the weights. Functions that read
+    files raise ValueError with a message of one line.
+
+    Stages and commands call them through `family.architecture`.
     """
 
     # sizes(path): the sizes of the encoder and its head.
@@ -39,8 +42,8 @@ class RetrieverArchitecture:
 
 
 def meta_encoder(config: T5Config, dtype: mx.Dtype) -> T5:
-    """Return an encoder for memory estimates. Its weights are lazy zeros of `dtype`, which take no memory until they are
-    computed.
+    """Return a T5 encoder with lazy zeros as weights, for estimates of memory. `config` holds its sizes, and `dtype` is
+    the dtype of the weights. The weights take no memory until they are computed.
     """
     return T5(config, {name: mx.zeros(shape, dtype) for name, shape in config.shapes().items()})
 

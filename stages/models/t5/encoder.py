@@ -36,8 +36,12 @@ class Block:
 
 
 class T5:
-    """T5's encoder with a projection head. Call it to get token vectors in one go. To control how every block is computed, call
-    `enter`, then `block(kind)` for each of `blocks`, then `leave`. The last block is the head.
+    """The T5 encoder with a projection head. Call `model(ids, real)` to get token vectors. `ids` lists int32 arrays of
+    token ids, (texts, tokens). `real` lists boolean arrays of the same shapes, which are False for padding. The result
+    lists one float32 array per array of `ids`, (texts, tokens, width).
+
+    To compute the blocks one at a time, call `enter`. Then call the function `block(kind)` for each of `blocks`. Then
+    call `leave`. The last block is the head.
     """
 
     def __init__(self, config: T5Config, weights: Mapping[str, Any]) -> None:
@@ -93,11 +97,12 @@ class T5:
         return self._buckets[length]
 
     def block(self, kind: str) -> Callable[..., mx.array]:
-        """Return the function that computes blocks of this `kind`, which is "gated", "relu" or "head". Call it as
-        `function(weights, h_TD, shared, linear)`. `weights` is that of the `Block`. `h_TD` is the output of the block
-        before. `shared` is the second result of `enter`. `linear(name, weight, x)` computes one Linear layer. If it is
-        left out, the plain product is used. The "gated" and "relu" blocks return an array of the shape of `h_TD`. The
-        head returns `(tokens of all parts, width of a token vector)`. Its vectors are not normalised.
+        """Return the function that computes blocks of this `kind`: "gated", "relu" or "head". Call it as
+        `function(weights, h_TD, shared, linear)`. `weights` is the attribute `weights` of the `Block`. `h_TD` is the
+        output of the previous block, (tokens of all parts, width). For the first block, `enter` returns it. `shared` is
+        the second result of `enter`. `linear(name, weight, x)` computes one Linear layer. Without it, `x @ weight.T` is
+        used. "gated" and "relu" return an array of the shape of `h_TD`. "head" returns token vectors that are not
+        normalised, (tokens of all parts, width of a token vector).
         """
         eps, heads = self.config.layer_norm_epsilon, self.config.num_heads
         if kind == "head":

@@ -27,9 +27,10 @@ MODULES = (  # folder -> class of the module
 def write_model(
     folder: Path, config: T5Config, weights: Mapping[str, mx.array], settings: Mapping[str, Any] | None = None
 ) -> None:
-    """Write an encoder with its head into `folder`. `weights` maps every name in `config.shapes()` to an array. `settings` are
-    further settings of sentence-transformers' Transformer, such as "query_length". Raises ValueError if a weight is missing or of
-    another shape.
+    """Write a T5 encoder and its output layer as a folder for the library sentence-transformers. `weights` maps every
+    name in `config.shapes()` to an array. `settings` are further settings of the library's module `Transformer`, such
+    as "query_length". The tokenizer's files are not written. Raises ValueError if a weight is missing or of another
+    shape.
     """
     for name, shape in config.shapes().items():
         if name not in weights:
@@ -46,7 +47,9 @@ def write_model(
 
 
 def _write_modules(folder: Path, config: T5Config, settings: Mapping[str, Any]) -> None:
-    """Write the files that tell sentence-transformers which modules the model has."""
+    """Write the JSON files with which the library sentence-transformers loads the model. `folder` is the folder of the
+    model. `config` gives its sizes. `settings` are added to the settings of the module `Transformer`.
+    """
     both = {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}
     sizes = {"in_features": config.d_model, "out_features": config.dimensions, "bias": False}
     identity = "torch.nn.modules.linear.Identity"

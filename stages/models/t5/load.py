@@ -27,8 +27,9 @@ DTYPES = ("BF16", "F16", "F32", "I8")
 
 
 def read_sizes(folder: Path, dimensions: int = 128) -> T5Config:
-    """Return the sizes of the encoder in `folder`, from its config.json and its head. `dimensions` is the width of the head if
-    there is none. Raises ValueError if there is no config.json, or if it is that of another model.
+    """Return the sizes of the T5 encoder in `folder`. They are read from its config.json and from its projection head
+    (the last linear layer). `dimensions` is the output width of the head if the folder has none. Raises ValueError if
+    config.json is missing or is that of another model.
     """
     config = read_config(folder)
     if not config:
@@ -38,16 +39,21 @@ def read_sizes(folder: Path, dimensions: int = 128) -> T5Config:
 
 
 def load_encoder(folder: Path, dtype: mx.Dtype | None = None, head_seed: int | None = None, dimensions: int = 128) -> T5:
-    """Load the encoder and its head from `folder`. `dtype` is the dtype to compute in; None means float32. If the folder has no
-    head, a head of `dimensions` outputs is drawn from `head_seed`. Raises ValueError if a file is missing or damaged, or if a
-    tensor is missing, unknown or of another shape. Raises it too if there is no head and `head_seed` is None.
+    """Return the T5 encoder in `folder` with its projection head (the last linear layer). `dtype` is the dtype to
+    compute in; None means float32. If there is no head file, a head of `dimensions` outputs is drawn at random from
+    `head_seed`. Raises ValueError if a file is missing or damaged, or has another shape. It also raises if there is no
+    head and no `head_seed`.
     """
     config = read_sizes(folder, dimensions)
     return T5(config, load_weights(folder, config, dtype or mx.float32, head_seed))
 
 
 def load_weights(folder: Path, config: T5Config, dtype: mx.Dtype = mx.float32, head_seed: int | None = None) -> Arrays:
-    """Load the weights that `config.shapes()` names, as arrays of `dtype`. The other arguments are those of `load_encoder`."""
+    """Load the weights of a T5 encoder from `folder`, as a dict from name to array of dtype `dtype`. `config` gives the
+    names and the shapes. If the folder has no projection head (the last linear layer), one is drawn at random from
+    `head_seed`. Raises ValueError if a tensor is missing or of another shape, or if there is no head and no
+    `head_seed`.
+    """
     arrays = {_rename(key): value for key, value in _read_encoder(folder).items() if not _is_decoder(key)}
     check_shapes(arrays, config.encoder_shapes(), folder)
     arrays[HEAD] = _load_head(folder, config, head_seed)
@@ -95,7 +101,9 @@ def _load_head(folder: Path, config: T5Config, seed: int | None) -> mx.array:
 
 
 def _read_encoder(folder: Path) -> Arrays:
-    """Return the tensors of a model folder by name, from its safetensors files, or else from pytorch_model.bin."""
+    """Return all tensors of the model in `folder`, as a dict from name to array. They are read from its safetensors
+    files. If there are none, pytorch_model.bin is read. Raises ValueError if a file has a dtype that is not supported.
+    """
     plain = folder / "pytorch_model.bin"
     if plain.is_file() and not any(folder.glob("*.safetensors")):
         arrays = read_torch_file(plain)
@@ -114,7 +122,9 @@ def _is_decoder(key: str) -> bool:
 
 
 def _read(files: list[Path]) -> Arrays:
-    """Return the tensors of safetensors files by name, with 8-bit matrices unpacked to float32."""
+    """Return the tensors of the safetensors files `files`, as a dict from name to array. Matrices stored in 8 bits are
+    converted to float32. Raises ValueError if a name is in two files, or if a dtype is not supported.
+    """
     stored: Arrays = {}
     for file in files:
         for key, tensor in read_header(file).items():

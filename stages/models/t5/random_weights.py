@@ -22,8 +22,8 @@ LETTERS = [chr(code) for code in range(33, 127)]
 
 
 def write_random_weights(folder: Path, family: Any, seed: int) -> None:
-    """Write a model of random weights into `folder`. `family.sizes` is the content of its config.json. `seed` chooses the
-    weights.
+    """Write a T5 retriever of random weights, with its tokenizer, into `folder`. `family.sizes` is the content of the
+    model's config.json. Equal seeds give equal weights.
     """
     config = T5Config.from_dict(family.sizes, family.sizes.get("dimensions", 128))
     weights = {name: mx.array(_weight(name, shape, seed, config)) for name, shape in config.shapes().items()}
@@ -44,10 +44,11 @@ def _weight(name: str, shape: tuple[int, ...], seed: int, config: T5Config) -> n
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json` into `folder`. `size` is the largest number of vocabulary
-    entries. The tokenizer lower-cases texts and splits them into words. A word is a run of letters or a run of digits.
-    A word is split into characters, and frequent pairs of letters are merged into one token. The vocabulary has 97
-    other entries, so there are at most `size - 97` such pairs.
+    """Write a tokenizer as `tokenizer.json` and `tokenizer_config.json` into `folder`. `size` is the largest number of
+    vocabulary entries. The tokenizer lower-cases texts and splits them into words. A word is a run of letters or a run
+    of digits. A word is split into characters, and frequent pairs of letters are merged into one token.
+
+    The vocabulary has 97 other entries, so there are at most `size - 97` such pairs.
     """
     pairs = [a + b for a in "etaoinshrdlu" for b in "etaoinshrdlucmfpgwybvk"]
     pieces = [*SPECIAL, *LETTERS, *pairs][:size]

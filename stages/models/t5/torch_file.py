@@ -18,8 +18,8 @@ STORAGES = {"FloatStorage": np.float32, "HalfStorage": np.float16}
 
 
 class _Storage:
-    """Hold the dtype of a PyTorch storage class, such as `FloatStorage`, that a pickle file refers to. `name` is the
-    name of the storage class.
+    """Find the NumPy dtype of a PyTorch storage class. `name` is the name of the class, such as "FloatStorage". The
+    attribute `dtype` holds the result. Raises KeyError if the class is not in `STORAGES`.
     """
 
     def __init__(self, name: str) -> None:

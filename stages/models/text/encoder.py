@@ -35,8 +35,8 @@ class Embedding:
 
 
 class TextEncoder:
-    """A model family's text encoder with its tokenizer. It turns texts into embeddings. Only the layers that the family's
-    embeddings need are read.
+    """The text encoder of a model family, with its tokenizer. `encode(texts)` yields one `Embedding` per text. Layers
+    that the family's embeddings do not need are not loaded.
     """
 
     def __init__(
@@ -68,15 +68,18 @@ class TextEncoder:
         self.model = qwen3.Qwen3(self.config, {} if by_layer else self._read(opened, ""))
 
     def _open(self) -> dict[str, mx.array]:
-        """Return the weights by name, as arrays that are not read yet."""
+        """Return the weights of the text encoder as a dict from name to array. MLX reads the data of an array only when
+        it is computed. Weights of layers that are not needed are left out. Raises ValueError if files are missing,
+        damaged or of another model.
+        """
         deepest = max(self.layers)
         unneeded = qwen3.unneeded_beyond(deepest, self.config.num_hidden_layers)
         return open_component(self.path, self.config.shapes(deepest), rename=qwen3.rename, ignore=unneeded)
 
     def _read(self, opened: dict[str, mx.array], prefix: str) -> dict[str, Any]:
-        """Return the weights whose names start with `prefix`, by name, and remove them from `opened`. `opened` maps
-        names to arrays. Floating-point weights are cast to the dtype of the encoder. Weights of layers are also packed
-        (quantised) if the encoder has a function `arrange`.
+        """Remove the weights whose names start with `prefix` from `opened`, and return them as a dict by name. `opened`
+        maps names to arrays that are not read yet. Floating-point weights are cast to the dtype of the encoder. If the
+        encoder has a function `arrange`, it packs (quantises) the weights of layers.
         """
 
         def packed(name: str, weight: mx.array) -> Any:

@@ -105,15 +105,17 @@ class Qwen3Config:
 
 
 def rename(key: str) -> str:
-    """Return the name of a weight without the leading "model." that it has in a Qwen3 checkpoint."""
+    """Return the name of a weight without the prefix "model.", which names in a Qwen3 checkpoint have. A name without
+    that prefix is returned unchanged.
+    """
     return key.removeprefix("model.")
 
 
 def unneeded_beyond(layers: int, total: int) -> Callable[[str], bool]:
-    """Return a function that tells which weights are not needed to compute hidden states up to `layers`. The function
-    takes a weight's name without the leading "model.". It returns True for every weight of a later layer and of the
-    output head. If `layers` is less than `total`, it returns True for the final norm too. `layers` is the number of
-    layers to run. `total` is the number of layers of the model.
+    """Return a function that tells which weights of a Qwen3 model are not needed. The model is run for its first
+    `layers` of `total` layers. The function takes a weight's name without the leading "model." and returns a bool. The
+    weights of later layers and of the output head are not needed. The final norm is needed only if `layers` equals
+    `total`.
     """
 
     def unneeded(key: str) -> bool:
@@ -141,9 +143,10 @@ def mask(real_BT: mx.array) -> mx.array:
 
 
 class Qwen3:
-    """Compute Qwen3's decoder as a text encoder. `config` holds its sizes. `weights` maps names to arrays. It may also
-    map them to packed (quantised) weights with a method `dense()`. The token embedding and the norms must be arrays. To
-    call `encode` with a list `layers`, `weights` must have all names in `config.shapes(max(layers))`.
+    """Compute hidden states with Qwen3's decoder. `config` holds its sizes. `weights` maps names to arrays or to
+    quantised weights with a method `dense()`. The token embedding and the norms must be arrays.
+
+    To call `encode` with `layers`, `weights` must have every name in `config.shapes(max(layers))`.
     """
 
     def __init__(self, config: Qwen3Config, weights: Mapping[str, Any]) -> None:

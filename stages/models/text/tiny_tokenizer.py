@@ -74,7 +74,9 @@ def write_tokenizer(folder: Path, size: int) -> None:
 
 
 def _added(number: int, token: str) -> dict[str, Any]:
-    """Return the entry of tokenizer.json for the special token `token` with the id `number`."""
+    """Return the entry for one special token in the list "added_tokens" of tokenizer.json, as a dict. `number` is the
+    token's id. `token` is its text.
+    """
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": number, "content": token, **plain, "special": token not in THINKING}
 
@@ -90,10 +92,12 @@ def _letters() -> dict[int, str]:
 
 
 def _merges(most: int) -> list[tuple[str, str]]:
-    """Return at most `most` byte-pair merges, in the order in which they are learned. The training words are the texts
-    in `FRAME` and the words in `WORDS`, each of the latter with a leading space. Each merge joins the most frequent
-    pair of neighbouring tokens. Of equally frequent pairs, the alphabetically first is taken. Once every word is one
-    token, there are no more merges.
+    """Learn byte-pair merges from the word list of this module, and return at most `most` of them. They are (left
+    token, right token) pairs, in the order in which they are learned. Each merge joins the most frequent pair of
+    neighbouring tokens. Of equally frequent pairs, the alphabetically first is taken. Learning stops early if every
+    word is one token.
+
+    The words are those in `FRAME`, and those in `WORDS` with a leading space each.
     """
     letters = _letters()
     words = [*FRAME, *(" " + word for word in WORDS.split())]

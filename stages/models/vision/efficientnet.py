@@ -28,9 +28,9 @@ GROUPS = (
 
 
 def layers() -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """Return a dict of every convolution of the network, in order. It maps the layer's name to (name of its batch norm, shape of
-    its weight, stride). The shape is (output channels, height, width, input channels). For a depthwise convolution, the number of
-    input channels is 1.
+    """Return the convolutions of the network in order, as a dict. It maps a layer's name to (batch norm's name, weight
+    shape, stride). The shape is (output channels, height, width, input channels). A depthwise convolution has 1 input
+    channel.
     """
     found: dict[str, tuple[str, tuple[int, ...], int]] = {"_conv_stem": ("_bn0", (32, 3, 3, 3), 2)}
     number = 0
@@ -92,9 +92,9 @@ class EfficientNet:
         return self._conv("_conv_head", x_BHWC).mean(axis=(1, 2))
 
     def _block(self, name: str, x_BHWC: mx.array) -> mx.array:
-        """Apply one inverted residual block and return its output, without adding the shortcut. `name` is the start of
-        the block's layer names, such as "_blocks.3.". `x_BHWC` and the output are `(batch, height, width, channels)`.
-        The block's stride and weights set the output's size.
+        """Apply one inverted residual block without its shortcut addition, and return the output. `name` is the start
+        of the block's layer names, such as "_blocks.3.". `x_BHWC` is (batch, height, width, channels). The result has
+        the same axes, with the block's output height, width and channels.
         """
         if name + "_expand_conv" in self.weights:
             x_BHWC = self._conv(name + "_expand_conv", x_BHWC)

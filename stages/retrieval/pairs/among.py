@@ -13,8 +13,9 @@ GRAM = 3  # words of a gram, by which documents are compared
 
 
 def groups(keys: Iterable[Sequence[Hashable]]) -> list[int]:
-    """Return the group of each item: the position of the first item that is linked to it. `keys` holds the keys of each item. Two
-    items with a common key are linked, and so are two items that are linked to a third.
+    """Return the group of each item as a list of integers, one per item. Items with a common key are in one group, and
+    so are all items that a chain of common keys connects. The group's number is the index of its first item. `keys`
+    holds the keys of each item.
     """
     parent: list[int] = []
     first: dict[Hashable, int] = {}
@@ -34,8 +35,9 @@ def groups(keys: Iterable[Sequence[Hashable]]) -> list[int]:
 
 
 def leaks(documents: Sequence[str], held_out: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (similarity, position) for each of `documents`: the largest Jaccard similarity of its word trigrams with a document
-    of `held_out`, 0 to 1, and the position of that document. Both are 0 if there is nothing to compare.
+    """Return two arrays with one value per document: a similarity and a position. The similarity is the largest Jaccard
+    similarity of the document's word trigrams with those of a text in `held_out`, from 0 to 1. The position is the
+    index of that text. Both are 0 if no trigram is shared.
     """
     likeness, position = np.zeros(len(documents), np.float32), np.zeros(len(documents), np.int32)
     postings: dict[tuple[str, ...], list[int]] = defaultdict(list)

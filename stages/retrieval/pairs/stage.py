@@ -56,8 +56,8 @@ class PairsConfig:
 
 
 def wanted_pairs(ctx: StageContext) -> pa.Table:
-    """Return one row per unit with a query, that is, with a docstring. The columns are those in `KEPT`: ids, package
-    and query. Raises ValueError if no unit has a docstring.
+    """Return one row for each unit with a docstring, as an Arrow table. A unit is a function, class or window of lines.
+    The columns are those in `KEPT`: the ids, the package and the query. Raises ValueError if no unit has a docstring.
     """
     rows = [_kept(row) for row in _units(ctx).values()]
     if not rows:
@@ -68,7 +68,9 @@ def wanted_pairs(ctx: StageContext) -> pa.Table:
 
 
 def _units(ctx: StageContext) -> dict[str, Row]:
-    """Return the units that have a query, by unit_id, in the order of path and line."""
+    """Return the units with a docstring, as a dict from unit_id to row. A unit is a function, class or window of lines.
+    A row is a dict from column name to value. The dict is in the order of path and line.
+    """
     columns = ["unit_id", "path", "qualified_name", "package", "first_line", "code_lines", "query", "body", "text", "text_id"]
     rows = [row for row in ctx.rows(UNITS).select(columns).to_pylist() if row["query"]]
     return {row["unit_id"]: row for row in sorted(rows, key=lambda row: (row["path"], row["first_line"], row["unit_id"]))}
@@ -81,7 +83,8 @@ def _kept(unit: Row) -> Row:
 
 
 def judge_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Judge every pending pair by itself and yield its row. Duplicates and leaks are not looked for yet, because a row must
+    """Decide for each pending pair, by itself, whether it is used, and yield the rows as record batches. A pair is a
+    docstring's first sentence and the code of its unit. Comparing pairs is left to `finish_pairs`, because a row may
     depend on its own unit alone.
     """
     units = _units(ctx)
@@ -95,7 +98,9 @@ def judge_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def pair_row(unit: Row, config: PairsConfig) -> Row:
-    """Return the row of the table `pairs` for a unit with a query, judged by itself. `unit` is its row of the table `units`."""
+    """Return the new row of the table `pairs` for one unit with a docstring, as a dict. `unit` is its row of the table
+    `units`. The column `rejected` holds the reason if the pair is not used, else None. Other pairs are not looked at.
+    """
     place = unit["package"] if config.split == "module" else f"{unit['path']} {unit['qualified_name']}"
     found = reason_against(
         unit["query"],
@@ -118,8 +123,9 @@ def pair_row(unit: Row, config: PairsConfig) -> Row:
 
 
 def finish_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Compare all pairs with each other: mark duplicates, then train pairs that leak into valid or test. Yield the rows that
-    change. Tell the user how many pairs each split has. If the user stopped the run before every pair had a row, do nothing.
+    """Compare all pairs with each other, and yield the changed rows as record batches. A duplicate is rejected. So is a
+    training pair that is too similar to a validation or test pair. The number of pairs in each split is reported to the
+    user. If a pair still has no row, because the user stopped the run, nothing is done.
     """
     units = _units(ctx)
     stored = {row["unit_id"]: row for row in ctx.stored.select(PAIRS.batch.names).to_pylist()}

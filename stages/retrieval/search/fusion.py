@@ -16,7 +16,8 @@ def zscores(scores: np.ndarray) -> np.ndarray:
 
 
 def hybrid(semantic: np.ndarray, lexical: np.ndarray, weight: float) -> np.ndarray:
-    """Return the hybrid score of every document. It is the weighted mean of the z-scores of both searches. `weight` is
-    the share of the semantic scores, 0 to 1.
+    """Return the hybrid score of every document. It is the weighted mean of the z-scores of two searches. `semantic`
+    and `lexical` hold their scores, with the documents on the last axis. The result has the same shape. `weight` is the
+    share of the semantic scores, 0 to 1.
     """
     return weight * zscores(semantic) + (1 - weight) * zscores(lexical)

@@ -15,9 +15,10 @@ PRODUCTS = 2**22  # products that are held at once, of which many queries have m
 
 
 class TokenMatrix:
-    """The vectors of all documents in one matrix, in the order of the documents. `vectors_TD` is float16 or float32 and may be
-    memory-mapped. `counts` holds the number of tokens of each document, each at least 1. Raises ValueError if they do not fit
-    together.
+    """The vectors of all documents in one matrix, document after document. `vectors_TD` has the shape (tokens, width).
+    It is float16 or float32, and may be memory-mapped. `counts` holds the number of tokens of each document. Raises
+    ValueError if there is no document or a count is less than 1. Raises ValueError if the counts do not add up to the
+    number of vectors.
     """
 
     def __init__(self, vectors_TD: np.ndarray, counts: Sequence[int] | np.ndarray) -> None:
@@ -45,8 +46,9 @@ class TokenMatrix:
         return int(self.vectors_TD.shape[1])
 
     def scores(self, queries: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the score of every document for every query, float32, (queries, documents). Each query is an array (tokens,
-        width) with at least one token. Raises ValueError if a query has another width than the documents.
+        """Return the MaxSim score of every document for every query, float32, (queries, documents). MaxSim is the mean
+        over query tokens of the largest dot product with a document token. Each query is an array (tokens, width).
+        Raises ValueError if a query has no token, or another width than the documents.
         """
         for query in queries:
             if query.ndim != 2 or query.shape[1] != self.width or not len(query):
@@ -74,7 +76,9 @@ class TokenMatrix:
             first = last
 
     def document(self, number: int) -> np.ndarray:
-        """Return the vectors of one document, float32, (tokens, width)."""
+        """Return the vectors of one document, float32, (tokens, width). `number` is the document's position in the
+        matrix, from 0.
+        """
         return np.asarray(self.vectors_TD[self.starts_N[number] : self.starts_N[number + 1]], np.float32)
 
 

@@ -13,8 +13,9 @@ RESAMPLES = 2000  # bootstrap samples of the queries
 
 
 def rank_of(scores: np.ndarray, own: int, excluded: np.ndarray | None = None) -> int:
-    """Return the rank of document `own`, from 1. A document with an equal score counts as better. `excluded` holds the positions
-    of documents that are left out.
+    """Return the rank of one document among all documents of a query, from 1. `scores` has one score per document.
+    `own` is the index of the document. A document with an equal score is ranked before it. `excluded` holds the indices
+    of documents that are not counted.
     """
     better = scores >= scores[own] - TIE
     better[own] = False
@@ -24,23 +25,29 @@ def rank_of(scores: np.ndarray, own: int, excluded: np.ndarray | None = None) ->
 
 
 def hit(ranks: np.ndarray) -> np.ndarray:
-    """Return 1 for every rank 1, and 0 for every other rank. The mean over the queries is P@1."""
+    """Return a float array with 1 for each rank that is 1, and 0 for each larger rank. `ranks` is an array of ranks
+    from 1. The mean over all queries is P@1.
+    """
     return np.where(ranks == 1, 1.0, 0.0)
 
 
 def reciprocal(ranks: np.ndarray) -> np.ndarray:
-    """Return 1 / rank for every rank up to 10, and 0 for every other rank. The mean over the queries is MRR@10."""
+    """Return a float array with 1 / rank for each rank up to 10, and 0 for each larger rank. `ranks` is an array of
+    ranks from 1. The mean over all queries is MRR@10.
+    """
     return np.where(ranks <= CUT, 1 / ranks, 0.0)
 
 
 def recalled(ranks: np.ndarray) -> np.ndarray:
-    """Return 1 for every rank up to 10, and 0 for every other rank. The mean over the queries is R@10."""
+    """Return a float array with 1 for each rank up to 10, and 0 for each larger rank. `ranks` is an array of ranks from
+    1. The mean over all queries is R@10.
+    """
     return np.where(ranks <= CUT, 1.0, 0.0)
 
 
 def gain(ranks: np.ndarray) -> np.ndarray:
-    """Return 1 / log2(1 + rank) for every rank up to 10, and 0 for every other rank. The mean over the queries is
-    nDCG@10, if each query has one right answer.
+    """Return a float array: 1 / log2(1 + rank) for each rank up to 10, and 0 for larger ranks. `ranks` is an array of
+    ranks from 1. The mean over all queries is nDCG@10, if each query has one right answer.
     """
     return np.where(ranks <= CUT, 1 / np.log2(1 + ranks), 0.0)
 
@@ -54,7 +61,9 @@ MEASURES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """Return the 95 % Wilson interval of a share among `count` trials."""
+    """Return the 95 % Wilson interval (low, high) of an observed share, as fractions from 0 to 1. `share` is the
+    observed fraction of successes among `count` trials.
+    """
     if not count:
         return 0.0, 1.0
     centre = share + Z**2 / (2 * count)
@@ -64,7 +73,9 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 
 def bootstrap(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """Return the 95 % bootstrap interval of a mean. For a paired comparison, `values` holds the difference of every query."""
+    """Return the 95 % bootstrap interval (low, high) of the mean of `values`. `values` has one number per query. `seed`
+    fixes the random samples. To compare two systems, pass the difference of each query.
+    """
     if not len(values):
         return 0.0, 0.0
     draws = np.random.default_rng(seed)

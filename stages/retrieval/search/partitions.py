@@ -18,8 +18,9 @@ TABLE = "vectors"
 
 
 def build(folder: Path, vectors: Iterator[np.ndarray], width: int, tokens: int) -> None:
-    """Write a multivector index into a new folder. `vectors` yields one array `(tokens, width)` per document. The
-    argument `tokens` is the total number of vectors of all documents. It determines the number of partitions.
+    """Build a multivector search index of documents and write it into the new folder `folder`. `vectors` yields one
+    array per document, in order. It has the shape (vectors of the document, `width`). `tokens` is the number of vectors
+    of all documents together. It determines the number of partitions of the index.
     """
     import lancedb
     from lancedb.index import IvfFlat
@@ -43,7 +44,9 @@ def build(folder: Path, vectors: Iterator[np.ndarray], width: int, tokens: int) 
 
 
 class PartitionedIndex:
-    """A multivector index that `build` has written into `folder`, of `count` documents. Raises ValueError if there is none."""
+    """A multivector search index that `build` has written into `folder`. `count` is the number of its documents. Raises
+    ValueError if `folder` holds no such index.
+    """
 
     def __init__(self, folder: Path, count: int) -> None:
         import lancedb

@@ -32,7 +32,9 @@ UNREAD = {"source_id": "", "lines": 0, "skipped": None, "detail": ""}
 
 
 class Skip(Exception):  # noqa: N818  (not an error: the file has a row that gives the reason)
-    """Raised if a file has no units. `reason` is a value of the column `skipped`, `detail` a sentence for the user."""
+    """Raised if a source file is left out of the search. `reason` is a short word for the column `skipped`, such as
+    "binary". `detail` is a sentence for the user.
+    """
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -40,10 +42,12 @@ class Skip(Exception):  # noqa: N818  (not an error: the file has a row that giv
 
 
 def examine(file: Path, row: Row, *, max_bytes: int, languages: tuple[str, ...]) -> Row:
-    """Read one file and return its complete row of the table `sources`. `file` is the file on disk. `row` holds its path, root,
-    size, time and inode. A file of more than `max_bytes` bytes is not read. If `languages` is not empty, only files of these
-    languages are used. This raises no error: the row has the reason in the columns `skipped` and `detail`. Duplicates are not
-    looked for.
+    """Read one source file and return its row of the table `sources`, as a dict. `file` is the path to read. `row`
+    holds the columns that are known before: path, root, size, time and inode. A file larger than `max_bytes` bytes is
+    not read. If `languages` is not empty, files of other languages are not used. If a file is not used, its row has the
+    reason in the columns `skipped` and `detail`. No error is raised for it.
+
+    Duplicates are not looked for.
     """
     language = LANGUAGES.get(PurePosixPath(row["path"]).suffix.lower(), "")
     found = {**row, **UNREAD, "language": language}

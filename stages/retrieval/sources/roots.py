@@ -29,13 +29,16 @@ class Root:
 
     @property
     def is_package(self) -> bool:
-        """True if the folder is a Python package itself, whose modules are imported by the root's name."""
+        """True if the root's folder is itself a Python package, with a file `__init__.py`. Its modules are then
+        imported by the root's name.
+        """
         return (self.path / "__init__.py").is_file()
 
 
 def find_roots(given: Iterable[str], project: Path) -> list[Root]:
-    """Return the roots that the setting `sources.roots` names. `given` is its value. A relative folder starts at the folder
-    `project`. Raises ValueError if a folder or package does not exist, or if two roots have the same name.
+    """Return the source folders that the setting `sources.roots` names, as `Root` objects. `given` is the setting:
+    folders, or "package:NAME" for an installed package. A relative folder starts at `project`, the project's folder.
+    Raises ValueError if a folder or package does not exist, or if two roots have the same name.
     """
     roots: dict[str, Root] = {}
     for text in given:

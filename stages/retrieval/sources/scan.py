@@ -71,8 +71,9 @@ def _walk(
 
 
 def _ignored(name: str, layers: list[Layer]) -> bool:
-    """Return True if a .gitignore file ignores `name`. `name` is a path below the root. `layers` holds the rules of the
-    .gitignore files, the outermost first. The innermost file with a pattern that matches `name` decides.
+    """Return True if a .gitignore file ignores the path `name`. `name` is relative to the root folder of a search.
+    `layers` holds the rules of the .gitignore files, the outermost first. The innermost file with a pattern that
+    matches decides. If no pattern matches, return False.
     """
     for prefix, rules in reversed(layers):
         found = rules.check_file(_below(name, prefix)).include
@@ -82,17 +83,22 @@ def _ignored(name: str, layers: list[Layer]) -> bool:
 
 
 def _below(name: str, prefix: str) -> str:
-    """Return the path of a file relative to the folder of a .gitignore file. `name` is the file's path relative to the
-    root. `prefix` is the path from the root to the folder of the .gitignore file, with a final slash. If that folder
-    lies above the root, `prefix` is "../" followed by the path from that folder to the root.
+    """Return a file's path relative to the folder of a .gitignore file. `name` is the file's path relative to the root
+    folder of a search. `prefix` says where the .gitignore file lies. If it lies in or below the root, `prefix` is its
+    folder relative to the root, with a final slash.
+
+    If it lies above the root, `prefix` is "../", then the path from its folder to the root, with a final slash.
     """
     return f"{prefix.removeprefix('../')}{name}" if prefix.startswith("../") else name.removeprefix(prefix)
 
 
 def _layers_above(folder: Path) -> list[Layer]:
-    """Return the rules of the .gitignore files in the folders above `folder`, the outermost first. The search ends at
-    the top folder of the git repository. Return [] if `folder` is that top folder, or lies in no repository. Return []
-    too if the rules ignore `folder` itself.
+    """Return the rules of the .gitignore files above `folder`, the outermost first. A rule set is a pair (prefix,
+    patterns). The prefix is "../", then the path from the .gitignore file's folder to `folder`, with a final slash. The
+    search ends at the top folder of the git repository. Return [] if `folder` is that top folder, or is in no
+    repository.
+
+    Return [] too if the rules ignore `folder` itself.
 
     In the last case, the user named the folder as a source, which takes precedence over the rules.
     """

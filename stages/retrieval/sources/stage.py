@@ -48,9 +48,11 @@ class SourcesConfig:
 
 
 def wanted_sources(ctx: StageContext) -> pa.Table:
-    """Return one row per file of the roots, with the columns `FILE_COLUMNS`: path, root, file, module, size,
-    modification time and inode. A file is opened again only if one of these values has changed. Raises ValueError if a
-    root does not exist, or if all roots are empty.
+    """Return one row per file of the roots: the folders and packages of the setting `sources.roots`. The columns are
+    path, root, file, module, size in bytes, modification time and inode. Raises ValueError if a root does not exist, or
+    if all roots are empty.
+
+    The stage opens a file again only if one of these values has changed.
     """
     rows = _listing(ctx)
     if not rows:
@@ -63,8 +65,10 @@ def _listing(ctx: StageContext) -> list[Row]:
 
 
 def examine_sources(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Read the pending files and yield their rows as record batches. Duplicates are not marked yet, because a row must depend on
-    its own file alone.
+    """Read the pending source files, and yield their rows of the table `sources` as record batches. A file is pending
+    if it has no up-to-date row. `finish_sources` marks duplicates later.
+
+    A row of this function depends on its own file alone.
     """
     pending = sorted(ctx.pending.to_pylist(), key=lambda row: str(row["path"]))
     limits = {"max_bytes": ctx.config.max_bytes, "languages": ctx.config.languages}
@@ -77,8 +81,9 @@ def examine_sources(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def finish_sources(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Mark duplicates among all files of the roots: the file whose path sorts first is used. Yield the rows that change. Tell the
-    user how many files are used. If the user stopped the run before every file had a row, do nothing.
+    """Mark duplicates among all source files, and yield the changed rows as record batches. Of several files with the
+    same bytes, the one whose path sorts first is used. Tell the user how many files are used. Do nothing if the user
+    stopped the run before all files were read.
     """
     stored = {_file(row): row for row in ctx.stored.select(SOURCES.batch.names).to_pylist()}
     listed = [_file(row) for row in _listing(ctx)]

@@ -50,8 +50,9 @@ class ValidationConfig(tuner.ValidationConfig):
 
 @dataclass(frozen=True)
 class TrainConfig(TrainingConfig):
-    """The settings [train] of a run on pairs. To the settings of any training (`TrainingConfig`) they add the loss, the Linears
-    that are trained in full, hard negatives and validation. Raises ValueError if a setting is out of range.
+    """The settings [train] of a retriever, which learns from pairs of a query and a document. The base class
+    `TrainingConfig` holds the settings of any training. This class adds the Linears that are trained in full, hard
+    negatives, the loss and validation. It also has other defaults. Raises ValueError if a setting is out of range.
     """
 
     steps: int = selects(500, "optimizer steps in all; raise it later and the run goes on from where it ended")

@@ -17,10 +17,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Pair:
-    """A query and its own document, with hard negatives. `query_id`, `text_id` and `negatives` are the keys of these
-    texts in the table `tokens`. There are at most [train] `hard_negatives` negatives, the hardest first. `length` is
-    the number of tokens of the own document. `group` is the duplicate group. Pairs of the same group are never used as
-    negatives of each other.
+    """A query and its own document, with hard negatives. `query_id`, `text_id` (the own document) and `negatives` are
+    keys of the table `tokens`. The hardest negative comes first. `length` is the number of tokens of the own document.
+    `group` is the name of the document's duplicate group. Documents of the same group are never negatives of this
+    query.
     """
 
     pair_id: str
@@ -52,15 +52,18 @@ class Dataset:
 
     @property
     def longest(self) -> tuple[int, int]:
-        """The number of tokens of the longest query and of the longest document."""
+        """The number of tokens of the longest query and of the longest document, as a pair. Hard negatives count as
+        documents.
+        """
         pairs = (*self.trained, *self.held)
         documents = [text for pair in pairs for text in pair.texts[1:]]
         return max(self.counts[pair.query_id] for pair in pairs), max(self.counts[text] for text in documents)
 
 
 def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
-    """Read the tables and return the pairs of a run. Raises ValueError if there is nothing to train on, if there are fewer pairs
-    than a batch has, or if a text has no token ids.
+    """Read the tables, and return the training pairs and validation pairs of a run. `config` holds the settings
+    [train]. Raises ValueError if there are fewer training pairs than a batch has, or if validation is on and has fewer
+    than 2 pairs. Raises ValueError if a text has no token ids, or if the required hard negatives do not exist.
     """
     rows = [row for row in ctx.rows(PAIRS).to_pylist() if row["rejected"] is None]
     counts = dict(zip(*(ctx.rows(TOKENS)[name].to_pylist() for name in ("text_id", "count")), strict=True))

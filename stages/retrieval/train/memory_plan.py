@@ -25,13 +25,16 @@ LOSS_WORK = 3  # copies of the similarities of all tokens of a batch while the l
 
 
 class MemoryEstimator:
-    """An estimator of the bytes that training with given settings needs. It uses only the shapes of the encoder's weights."""
+    """Estimate the memory that training a retriever needs with given settings. `estimate(samples)` returns the bytes
+    for a micro-batch size. `best(limit)` returns the micro-batch size and the memory plan for `limit` bytes of memory.
+    Only the shapes of the encoder's weights are used.
+    """
 
     def __init__(
         self, config: TrainConfig, architecture: RetrieverArchitecture, sizes: T5Config, longest: tuple[int, int]
     ) -> None:
-        """Prepare estimates for the settings [train] `config`. `longest` is the number of tokens of the longest query and of the
-        longest document. No weight is read.
+        """Prepare memory estimates for the settings [train] `config`. `architecture` and `sizes` describe the encoder.
+        `longest` is a pair: the tokens of the longest query and of the longest document. No weight is read.
         """
         self.config, self.architecture, self.sizes = config, architecture, sizes
         self.query, self.document = (-(-n // step) * step for n, step in zip(longest, (QUERY_STEP, DOCUMENT_STEP), strict=True))
@@ -50,11 +53,16 @@ class MemoryEstimator:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of one pair, padding included."""
+        """The number of tokens of one query with all its documents, padding included. The documents are the matching
+        one and the hard negatives.
+        """
         return self.query + (1 + self.config.hard_negatives) * self.document
 
     def estimate(self, samples: int) -> Estimate:
-        """Estimate the memory of a run in bytes. `samples` is the number of pairs that are computed at once."""
+        """Return an estimate of the memory that training needs for its largest batch. `samples` is the number of pairs
+        that are computed at once. Each field of the `Estimate` is the bytes for one purpose. Its method `peak(plan)`
+        returns the peak of the run in bytes.
+        """
         c, documents = self.config, 1 + self.config.hard_negatives
         inputs = zero_inputs(samples, documents, self.query, self.document)
         vectors = 4 * c.batch_size * self.tokens * self.sizes.dimensions
@@ -82,8 +90,10 @@ def choose(
     start: Checkpoint | None,
     say: Callable[[str], None],
 ) -> MemoryPlan:
-    """Choose the memory plan of a run and print it with `say`. `start` is the checkpoint to continue from, or None. Raises
-    ValueError if no plan fits into memory. The message names settings that would fit.
+    """Return the memory plan of a training run and print it with `say`. `config` holds the settings [train].
+    `architecture` and `sizes` describe the encoder. `data` holds the pairs of query and document to train on. `start`
+    is the checkpoint to continue from, or None. Raises ValueError if no plan fits into memory. The message names
+    settings that would fit.
     """
     limit = memory_budget(config.memory_gb)
 

@@ -23,17 +23,18 @@ Vectors = list[mx.array]  # of the queries (B, Q, E), and of the documents (B M,
 
 @dataclass(frozen=True)
 class Contrast:
-    """The contrastive objective of training. It compares every query of a batch with every document of the batch.
-    `loss` holds the settings [train.loss]. `separable` is False because the loss of a pair depends on the other pairs
-    of its batch. Micro-batches therefore use GradCache (gradients of a large batch in parts).
+    """The contrastive objective: it compares every query of a batch with every document of the batch. `loss` holds the
+    settings [train.loss]. `separable` is False because the loss of a pair depends on the other pairs of its batch.
+
+    A large batch is therefore computed in parts with GradCache, which gives the gradients of the whole batch.
     """
 
     loss: LossConfig
     separable: bool = False
 
     def terms(self, model: T5, batch: PairBatch) -> Iterator[Term]:
-        """Yield the single loss term of a batch. Its loss function also returns further columns for each query. They
-        include the rank of the own document and the hardest other document. `model` is not used.
+        """Yield the single loss term of a batch, as a `Term`: a loss function and its inputs. The function returns, for
+        each query, the loss and statistics such as the rank of its own document. `model` is not used.
         """
         c = self.loss
         numbers = {"temperature": mx.array(c.temperature), "margin": mx.array(c.margin)}
@@ -42,8 +43,9 @@ class Contrast:
         yield _term(batch, functools.partial(function, **_arrays(batch), **numbers))
 
     def validation_term(self, model: T5, batch: PairBatch) -> Term:
-        """Return the loss term for a batch of held-out pairs. The loss of a query is 1 minus the reciprocal rank of its
-        own document. Documents are ranked by their MaxSim score. `model` is not used.
+        """Return the validation loss of a batch of held-out pairs, as a `Term`: a loss function and its inputs. The
+        loss of a query is 1 minus the reciprocal rank of its own document. Documents are ranked by their MaxSim score.
+        `model` is not used.
         """
         return _term(batch, functools.partial(ranking_loss, **_arrays(batch)))
 
@@ -73,9 +75,9 @@ def _join(parts: Sequence[Vectors]) -> Vectors:
 
 
 def _arrays(batch: PairBatch) -> dict[str, Any]:
-    """Return the masks that a loss function needs, by argument name. `query_real` and `document_real` are False for
-    padding. `same` has the shape `(queries, documents)`. It is True if the document must not count as a negative of the
-    query.
+    """Return the masks of `batch` that a loss function takes, as a dict from argument name to array. `query_real` and
+    `document_real` have the shape `(texts, tokens)` and are False for padding. `same` has the shape
+    `(queries, documents)`. It is True if the document must not count as a negative of the query.
 
     Documents are ordered with all own documents first, then the first negatives of all pairs, and so on.
     """
@@ -98,11 +100,14 @@ def _own_first(document_NKE: mx.array, pairs: int) -> mx.array:
 
 @functools.cache
 def training_loss(kind: str, mean: bool, symmetric: bool, top_k: int, with_margin: bool) -> Callable[..., dict[str, mx.array]]:
-    """Return the loss function for the settings [train.loss]. The function takes the vectors of a batch and its masks,
-    and returns one loss per query and further columns. `kind` is "info_nce" or "xtr". If `mean` is True, MaxSim is the
-    mean over the query tokens, otherwise their sum. If `symmetric` is True, documents are also compared with all
-    queries. `top_k` is the number of tokens that a query token retrieves with "xtr". If `with_margin` is True, a margin
-    loss is added. Equal arguments return the same function object, so that it is compiled only once.
+    """Return the loss function for the given settings of [train.loss]. The function returns a dict of arrays with one
+    value per query: "loss", and statistics such as "rank". `kind` is "info_nce" (documents are scored by MaxSim) or
+    "xtr". If `mean` is True, MaxSim is the mean over the query tokens, otherwise the sum. If `symmetric` is True,
+    documents are also compared with all queries. `top_k` is the number of tokens that a query token retrieves with
+    "xtr". If `with_margin` is True, a margin loss is added.
+
+    The function takes the query and document vectors, the masks of `_arrays`, and the scalars `temperature`, `margin`
+    and `margin_weight`. Equal arguments return the same function object, so that it is compiled only once.
     """
 
     def loss(
@@ -128,10 +133,11 @@ def training_loss(kind: str, mean: bool, symmetric: bool, top_k: int, with_margi
 
 
 def ranking_loss(vectors: Vectors, query_real: mx.array, document_real: mx.array, same: mx.array) -> dict[str, mx.array]:
-    """Return the validation loss of each query and further columns, by name. The loss is 1 minus the reciprocal rank of
-    the query's own document. Documents are ranked by MaxSim, the mean over query tokens of the largest similarity.
-    `query_real` and `document_real` are False for padding. `same` is True for documents that are ignored in the ranking
-    of a query. Its shape is `(queries, documents)`.
+    """Return the validation loss and statistics of each query, as a dict from name to array. "loss" is 1 minus the
+    reciprocal rank of the query's own document. Documents are ranked by MaxSim: the mean over query tokens of the
+    largest similarity. `vectors` is a list: query vectors `(queries, tokens, width)`, then document vectors
+    `(documents, tokens, width)`. `query_real` and `document_real` are False for padding. `same`, of shape
+    `(queries, documents)`, is True if the document is left out of the query's ranking.
     """
     scores_BN = late.maxsim(vectors[0], query_real, _own_first(vectors[1], len(vectors[0])), document_real)
     rows = late.in_batch_rows(scores_BN, same)
@@ -139,8 +145,9 @@ def ranking_loss(vectors: Vectors, query_real: mx.array, document_real: mx.array
 
 
 def zero_inputs(samples: int, documents: int, query: int, document: int) -> dict[str, Any]:
-    """Return inputs of zeros, to estimate memory. `documents` is the number of documents per pair. `query` and `document` are
-    numbers of tokens.
+    """Return inputs of the encoder for `samples` pairs, to estimate memory. The dict has token ids of 0 (`ids`) and
+    masks of True (`real`). Each is a list of two arrays, one for the queries and one for the documents. `documents` is
+    the number of documents per pair. `query` and `document` are the numbers of tokens of a query and of a document.
     """
     shapes = (samples, query), (samples * documents, document)
     return {"ids": [mx.zeros(s, mx.int32) for s in shapes], "real": [mx.ones(s, mx.bool_) for s in shapes]}

@@ -19,7 +19,9 @@ QUERY_STEP, DOCUMENT_STEP = 16, 32  # texts are padded to multiples of these: fe
 
 @dataclass(frozen=True)
 class Sample:
-    """One pair of a step. `epoch` counts complete passes over the pairs from 0."""
+    """One training pair in one pass over the data. `pair` is the pair of a query and its document. `epoch` is the
+    number of the pass, from 0.
+    """
 
     pair: Pair
     epoch: int = 0
@@ -27,12 +29,13 @@ class Sample:
 
 @dataclass
 class PairBatch:
-    """A batch of pairs whose queries and documents are compared with each other. `query_BQ` and `document_BMK` are
-    int32 token ids, with 0 as padding. `query_real_BQ` and `document_real_BMK` are False for padding. `B` counts pairs,
-    `M` documents of a pair, `Q` tokens of a query and `K` tokens of a document. Document 0 of a pair is its own
-    document, and the others are its hard negatives. A missing hard negative is a document of padding only. `groups_B`
-    and `document_groups_BM` hold the number of the duplicate group of each query and document. `texts_BM` holds the
-    keys of the documents.
+    """A batch of pairs, each with a query and `M` documents. `query_BQ` and `document_BMK` are int32 token ids, padded
+    with 0. `query_real_BQ` and `document_real_BMK` are boolean masks, False for padding. `B` counts pairs, `Q` and `K`
+    count tokens. Document 0 is the pair's own document, and the others are hard negatives (misleading documents). A
+    missing document is padding only.
+
+    `groups_B` and `document_groups_BM` hold the numbers of the duplicate groups of the queries and documents.
+    `texts_BM` holds the keys of the documents. Keys are "" where a document is missing.
     """
 
     samples: Sequence[Sample]
@@ -55,19 +58,25 @@ class PairBatch:
 
 
 class PairReader:
-    """A reader of batches from the table `tokens`."""
+    """Read batches of token ids from the table `tokens` into host memory. `read(step, samples)` returns one
+    `PairBatch`. `prefetch(samples)` starts reading from disk ahead of it.
+    """
 
     def __init__(self, ctx: StageContext, data: Dataset, negatives: int) -> None:
-        """Open the table. `negatives` is the number of hard negatives per pair."""
+        """Open the table `tokens` for reading. `ctx` gives access to the tables. `data` holds the pairs of the run.
+        `negatives` is the number of hard negatives (misleading documents) per pair.
+        """
         self.tokens: TensorReader = ctx.tensors(TOKENS)
         self.data, self.negatives = data, negatives
 
     def prefetch(self, samples: Iterable[Sample]) -> None:
-        """Start reading the token ids of `samples` from disk. Those that were announced earlier may be released."""
+        """Start reading the token ids of `samples` from disk, before they are needed. The memory of all token ids that
+        were read before is released.
+        """
         self.tokens.ahead(sorted({text for sample in samples for text in sample.pair.texts}))
 
     def read(self, step: int, samples: Sequence[Sample]) -> PairBatch:
-        """Read the token ids of `samples` as one batch. `step` is not used."""
+        """Read the token ids of `samples` from disk as one padded `PairBatch` in host memory. `step` is not used."""
         pairs = [sample.pair for sample in samples]
         M = 1 + self.negatives
         texts = [([pair.text_id, *pair.negatives] + [""] * M)[:M] for pair in pairs]
@@ -88,9 +97,9 @@ class PairReader:
         )
 
     def _group(self, text: str, numbers: dict[str, int]) -> int:
-        """Return the number of a document's duplicate group within the batch. `text` is the key of the document.
-        `numbers` maps the groups seen so far to their numbers, and a new group is added to it. A document that belongs
-        to no pair gets a group of its own.
+        """Return the number of a document's duplicate group, counted from 0 within a batch. `text` is the key of the
+        document. `numbers` maps the groups seen so far to their numbers. If the group is new, it is added to `numbers`.
+        A document that belongs to no pair gets a group of its own.
         """
         name = self.data.groups.get(text, f"text {text}")
         return numbers.setdefault(name, len(numbers))
@@ -110,7 +119,9 @@ def padded(many: Sequence[np.ndarray], step: int) -> tuple[np.ndarray, np.ndarra
 
 
 class HeldOutPairs:
-    """The held-out pairs of a run, as one batch: every query is ranked against the documents of all of them."""
+    """The validation pairs of a run, as one batch. Each query is ranked against the documents of all these pairs.
+    `count` is the number of pairs. `micro_batches()` yields the batch.
+    """
 
     def __init__(self, ctx: StageContext, data: Dataset) -> None:
         self.ctx, self.data = ctx, data

@@ -25,15 +25,20 @@ from stages.tuner.rows import wanted_rows
 
 
 def wanted_samples(ctx: StageContext) -> pa.Table:
-    """Return a table with one row for every pair that the run trains on or measures: `step`, `split` and `sample`."""
+    """Return a table with one row for each pair that the run trains on or measures. `step` is the training step.
+    `split` is "train" or "validation". `sample` is the position of the pair in the step, from 0.
+    """
     task = PairTask(ctx)
     return wanted_rows(task, loop.last_step(task, ctx.stored))
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return a table of the data that the run depends on. It has one row per training pair and one per held-out pair. A
-    row holds the keys of the query and the document, the duplicate group and the hard negatives. One more row holds the
-    sha256 of the initial adapter, if [train] `initial` names one. Raises ValueError if that file is missing.
+    """Return a table of the data that the run's result depends on. It has one row per training pair and per held-out
+    pair. The columns are `use`, `query_id`, `text_id`, `group` and `negatives`. Raises ValueError if the file [train]
+    `initial` is missing.
+
+    `group` is the group of duplicates, and `negatives` are the hard negatives. One more row holds the sha256 of the
+    initial adapter, if [train] `initial` names one.
     """
     data = load_dataset(ctx, ctx.config)
     rows = [("train", p.query_id, p.text_id, p.group, " ".join(p.negatives)) for p in data.trained]

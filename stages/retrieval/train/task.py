@@ -33,11 +33,15 @@ POOL_BATCHES = 4  # batches that a group has at least, so that its pairs meet in
 
 
 class PairTask:
-    """The task of training an adapter and the head of a retriever on pairs. It implements `stages.tuner.task.Task`."""
+    """The task of training a retriever on pairs of a query and the document that answers it. It trains an adapter of
+    the encoder and the projection head. The training loop calls it for samples, batches, loss, model and columns. It
+    implements `stages.tuner.task.Task`.
+    """
 
     def __init__(self, ctx: StageContext, data: Dataset | None = None) -> None:
-        """Prepare the run that `ctx` describes. `data` is the dataset if it is already loaded; None loads it. Raises ValueError
-        if the tables or settings leave nothing to train on.
+        """Prepare a training run of a retriever. `ctx` supplies the settings of the section [train] and the tables to
+        read. `data` is the dataset if it is already loaded; None loads it. Raises ValueError if the tables or settings
+        leave nothing to train on.
         """
         config: TrainConfig = ctx.config
         self.ctx, self.config = ctx, config
@@ -50,13 +54,17 @@ class PairTask:
 
     @property
     def schema(self) -> pa.Schema:
-        """The Arrow schema of the rows of the table `train`."""
+        """The Arrow schema of the record batches of the table `train`. A row is one training or held-out pair of a
+        step.
+        """
         schema: pa.Schema = TRAIN.batch
         return schema
 
     @functools.cached_property
     def sizes_of_model(self) -> T5Config:
-        """The sizes of the encoder and its head."""
+        """The sizes of the encoder and its head, such as the number of layers. They are read from the folder of the
+        encoder's weights.
+        """
         found: T5Config = self.family.architecture.sizes(self.ctx.need("encoder"))
         return found
 
@@ -68,9 +76,9 @@ class PairTask:
 
     @functools.cached_property
     def metadata(self) -> Mapping[str, str]:
-        """Returns the entries for the header of an adapter file. "family" is the name of the model family. "linears" is
-        a JSON list of the names of all trained Linears. With it, a reader can tell whether a Linear is missing from the
-        file.
+        """The task's entries for the header of an adapter file, as a dict of strings. "family" is the name of the model
+        family. "linears" is a JSON list of the names of all trained Linears. A reader compares the file with this list
+        to find missing Linears.
         """
         names = [target.name for target in choose_targets(self.linears, self.config)]
         return {"family": self.family.name, "linears": json.dumps(names)}
@@ -80,20 +88,26 @@ class PairTask:
         return [self.config.batch_size] * self.config.accumulate
 
     def draw(self, step: int) -> list[list[Sample]]:
-        """Draw the pairs of step `step` (from 1), as one list per batch."""
+        """Return the training pairs of step `step` (from 1), as one list of samples per batch. A sample is a pair and
+        the number of its epoch. Equal settings and data give equal samples.
+        """
         return [[Sample(self.data.trained[row], batch.epoch) for row in batch.rows] for batch in self.order.step(step)]
 
     def reader(self) -> PairReader:
-        """Return a new reader of batches."""
+        """Return a new reader that loads batches of training pairs from the table `tokens`. Its method `read` returns
+        one batch of padded token ids.
+        """
         return PairReader(self.ctx, self.data, self.config.hard_negatives)
 
     def row(self, sample: Sample) -> dict[str, Any]:
-        """Return the columns of the table `train` that describe `sample`, by column name."""
+        """Return the values of `sample` for the table `train`, as a dict from column name to value. The columns are
+        `epoch`, `pair_id`, `query_id` and `text_id`. `sample` is one training pair in one epoch.
+        """
         pair = sample.pair
         return {"epoch": sample.epoch, "pair_id": pair.pair_id, "query_id": pair.query_id, "text_id": pair.text_id}
 
     def warnings(self) -> Iterator[str]:
-        """Yield a line for each setting that is rarely intended."""
+        """Yield one line of text for the user per setting of the section [train] that is valid but rarely intended."""
         if self.config.accumulate > 1:
             yield (
                 "accumulate compares the pairs of each batch alone; raise batch_size and set micro_batch to compare more"
@@ -103,8 +117,8 @@ class PairTask:
             yield f'form = "sum" wants a temperature of about 1, got {self.config.loss.temperature:g}'
 
     def description(self) -> str:
-        """Return one line that describes the data of the run. It gives the number of training pairs, batches per epoch,
-        hard negatives and held-out pairs.
+        """Return one line of text that tells the user which data the run trains on. It gives the number of training
+        pairs and of batches per epoch. It also gives the number of hard negatives and held-out pairs, if there are any.
         """
         line = f"{len(self.data.trained)} pairs, {self.order.per_epoch:.1f} batches per epoch"
         if self.config.hard_negatives:
@@ -113,22 +127,28 @@ class PairTask:
         return line + (f"; {len(self.data.held)} pairs are held out" if self.data.held else "")
 
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
-        """Return the memory plan of the run. `start` is the checkpoint to continue from, or None for a new run. If
-        `recorded` is True, the setting [train] `memory` is treated as "auto". Raises ValueError if no plan fits into
-        memory.
+        """Return the memory plan of the run: how it computes its steps within the available memory. `start` is the
+        checkpoint to continue from, or None for a new run. If `recorded` is True, the setting [train] `memory` is
+        replaced by "auto", so that the plan stored in `start` is kept if it fits. Raises ValueError if no plan fits
+        into memory.
         """
         config = dataclasses.replace(self.config, memory="auto") if recorded else self.config
         return memory_plan.choose(config, self.family.architecture, self.sizes_of_model, self.data, start, self.ctx.say)
 
     def initial_adapter(self) -> InitialAdapter | None:
-        """Read the adapter file of the setting [train] `initial`. If the setting is empty, the result is None."""
+        """Read the adapter from which training starts: the file of the setting [train] `initial`. Return `(arrays,
+        scales)`, or None if the setting is empty. `arrays` maps keys of the adapter to float32 arrays. `scales` maps
+        the name of each Linear to the factor of its change. Raises ValueError if the adapter is incomplete or does not
+        fit the model.
+        """
         if not self.config.initial:
             return None
         return read_adapter(self.ctx.root / self.config.initial, self.linears)
 
     def load_model(self) -> T5:
-        """Load the frozen encoder with its head. The weights of its Linears are packed (quantised) to the bits that
-        [train] sets, where their shapes allow it.
+        """Load the frozen encoder with its head, and return it as one model. The weights of its Linears are quantised
+        to the bits that the section [train] sets. A weight whose shape does not allow this keeps the dtype of the
+        setting `precision`.
         """
         architecture, sizes = self.family.architecture, self.sizes_of_model
         dtype = getattr(mx, self.config.precision)
@@ -140,10 +160,11 @@ class PairTask:
 
 
 def length_pools(lengths: list[int], batch_size: int) -> list[int]:
-    """Return the number of a pool for each row. A batch takes its rows from one pool. Rows of similar length share a
-    pool, so that batches need little padding. `lengths` holds the length of each row in tokens. `batch_size` is the
-    number of rows in a batch. There are at most 8 pools. Each has rows for at least 4 batches, unless there is only one
-    pool.
+    """Divide rows into pools of similar length, and return the number of the pool of each row, from 0. `lengths` holds
+    the length of each row in tokens. `batch_size` is the number of rows in a batch. There are at most 8 pools. If there
+    are several, each has rows for at least 4 batches.
+
+    A batch takes its rows from one pool, so that it needs little padding.
     """
     pools = max(1, min(POOLS, len(lengths) // (POOL_BATCHES * batch_size)))
     ranked = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))

@@ -25,8 +25,10 @@ def parse(source: str) -> ast.Module | None:
 
 
 def python_units(source: str, tree: ast.Module, *, classes: bool) -> Iterator[Unit]:
-    """Yield the units of a module. `tree` is the syntax tree of `source`. Functions inside functions belong to the outer one.
-    If `classes` is True, a class is a unit too: its first lines and the signatures of its methods.
+    """Yield the units of a Python module: pieces of code that a search can find. `source` is the text of the module,
+    and `tree` is its syntax tree. Functions and methods are units. A function inside a function belongs to the outer
+    one. If `classes` is True, a class is a unit too. It holds the statements of the class and the signatures of its
+    methods.
     """
     yield from _inside(tree, "", re.split(r"\r\n|\r|\n", source), classes)  # the line ends that `ast` knows
 
@@ -62,9 +64,9 @@ def _function(node: Function, owner: str, lines: list[str]) -> Unit:
 
 
 def _class(node: ast.ClassDef, owner: str, lines: list[str]) -> Unit:
-    """Return a class as a unit. The body of the unit holds the statements of the class, without its docstring. Each
-    method is reduced to its signature, and nested classes are left out. `owner` is the prefix of the qualified name,
-    such as "Outer." or "". `lines` are the lines of the file.
+    """Return a class as a `Unit`, a piece of code that a search can find. Its field `body` holds the statements of the
+    class, without the docstring. Methods are reduced to their signatures, and nested classes are left out. `owner` is
+    the prefix of the qualified name, such as "Outer." or "". `lines` are the lines of the file.
     """
     signature, opened = _signature(node, lines)
     parts = []
@@ -142,7 +144,9 @@ def _lines(first: int, last: int, lines: list[str]) -> str:
 
 
 def _code_lines(statements: list[ast.stmt], lines: list[str]) -> int:
-    """Return the number of lines of a body that are neither empty nor a comment."""
+    """Return the number of lines of code in a function body. Empty lines and comment lines are not counted.
+    `statements` is the body without the docstring. `lines` are all lines of the file.
+    """
     if not statements:
         return 0
     body = lines[_first(statements[0]) - 1 : statements[-1].end_lineno]

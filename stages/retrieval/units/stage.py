@@ -28,7 +28,9 @@ KEPT = ("unit_id", "path", "source_id", "language", "module")  # the columns on 
 
 @dataclass(frozen=True)
 class UnitsConfig:
-    """The section [units] of project.toml: what a search finds."""
+    """The section [units] of project.toml. It sets which units a code search can find. A unit is a function, a method,
+    a class or a window of lines.
+    """
 
     min_lines: int = setting(2, "fewest lines of code in a body, docstring excluded; shorter functions say little to a search")
     classes: bool = setting(True, "a class is a unit too: its first lines and the signatures of its methods")
@@ -45,9 +47,11 @@ class UnitsConfig:
 
 
 def wanted_units(ctx: StageContext) -> pa.Table:
-    """Return one row per unit of every source file that is not skipped. The columns are `unit_id`, `path`, `source_id`,
-    `language` and `module`. A file with stored units is not parsed again. Raises ValueError if all source files are
-    skipped, or if a file to parse has changed since the stage `sources` read it.
+    """Return one row per unit of the source files in use. A unit is a function, method, class or window of lines. The
+    columns are `unit_id`, `path`, `source_id`, `language` and `module`. Raises ValueError if no file is in use, or if a
+    file has changed since the stage `sources` read it.
+
+    A file with stored rows is not parsed again. Its stored rows are returned.
     """
     sources = _used(ctx)
     if not sources:
@@ -68,8 +72,8 @@ def _used(ctx: StageContext) -> list[Row]:
 
 
 def parse_units(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Parse the files with pending units and yield their rows as record batches. All units of a file are in one batch, so that
-    a file with stored units is complete.
+    """Parse the source files that still lack rows, and yield their rows of the table `units` as record batches. Each
+    row is a unit: a function, a method, a class or a window of lines. One batch holds all missing units of its files.
     """
     pending = set(ctx.pending["unit_id"].to_pylist())
     paths = set(ctx.pending["path"].to_pylist())
@@ -84,8 +88,9 @@ def parse_units(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def unit_rows(ctx: StageContext, source: Row) -> list[Row]:
-    """Return the rows of the table `units` for one file. `source` is the file's row of the table `sources`. Raises ValueError if
-    the file's bytes are not those that the stage `sources` read.
+    """Return the rows of the table `units` for one source file, as a list of dicts. A unit is a function, method, class
+    or window of lines. `source` is the file's row of the table `sources`. Raises ValueError if the file cannot be read
+    or has changed since the stage `sources` ran.
     """
     file = ctx.root / Path(source["file"]).expanduser()
     try:
@@ -104,8 +109,9 @@ def unit_rows(ctx: StageContext, source: Row) -> list[Row]:
 
 
 def find_units(text: str, language: str, config: UnitsConfig) -> list[Unit]:
-    """Return the units of a source text that have at least `config.min_lines` lines of code. Python is parsed by `ast`, other
-    languages by tree-sitter if it is installed and knows them. Text that cannot be parsed is cut into windows of lines.
+    """Return the functions, methods and classes in a source text as units. Units with fewer than `config.min_lines`
+    lines of code are left out. Python is parsed by `ast` and other languages by tree-sitter, if it supports them. Text
+    that cannot be parsed gives windows of lines.
     """
     if language == "python":
         tree = parse(text)

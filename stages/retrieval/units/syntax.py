@@ -14,10 +14,11 @@ from stages.retrieval.units.unit import Unit
 
 @dataclass(frozen=True)
 class Grammar:
-    """The tree-sitter grammar of a language. `module` is its Python package. `function` is the name of the package's
-    function that returns the language. `functions`, `classes`, `inside` and `comments` are names of syntax node types.
-    A node in `functions` becomes a unit. A node in `classes` becomes a unit if it has a body. A node in `inside`
-    becomes no unit, but its name becomes part of the qualified names of the units in it.
+    """The tree-sitter grammar of a language, for finding functions and classes. `module` is its Python package.
+    `function` is the name of the package's function that returns the language. The other fields are sets of syntax node
+    types. Nodes in `functions` are functions to find. Nodes in `classes` are classes to find if they have a body. Nodes
+    in `inside`, such as namespaces, are not found themselves. Their names become part of the qualified names inside
+    them. Nodes in `comments` are comments.
     """
 
     module: str
@@ -52,8 +53,10 @@ MARKS = re.compile(r"^\s*(/\*\*?|\*/|\*(?!/)|///?!?|//!)|\*/\s*$")  # what begin
 
 
 def syntax_units(text: str, language: str, *, classes: bool) -> list[Unit] | None:
-    """Return the units of a source text, or None if tree-sitter is not installed or does not know the language. The docstring of
-    a unit is the comment before it.
+    """Parse a source text with tree-sitter, and return its functions and methods as a list of `Unit`. Classes are
+    included if `classes` is True. A unit's `docstring` is the comment before it. `language` is a key of `GRAMMARS`,
+    such as "rust". Returns None if tree-sitter is not installed, if the language is not known, or if the text is nested
+    too deeply.
     """
     grammar = GRAMMARS.get(language)
     if grammar is None:
@@ -104,8 +107,8 @@ def _unit(node: Any, owner: str, kind: str, grammar: Grammar) -> Unit:
 
 
 def _block(node: Any) -> Any:
-    """Return the syntax node of a unit's body, or None if there is none. If `node` has no body itself, its descendants
-    are searched.
+    """Return the tree-sitter node of the body of a function or class, or None if there is none. `node` is the
+    tree-sitter node of the function or class. If `node` has no body itself, its descendants are searched.
     """
     found = node.child_by_field_name("body")
     return found or next((each for each in map(_block, node.named_children) if each), None) if node.type != "block" else None

@@ -8,8 +8,10 @@ from pathlib import PurePosixPath
 
 @dataclass(frozen=True)
 class Unit:
-    """A function, method, class or window of lines in one file. Lines count from 1. `rest` is the code from the first
-    parenthesis on, without the docstring. `code_lines` is the number of lines of the body that hold code.
+    """A function, method, class or window of lines in one file. `kind` says which. `first_line` and `last_line` count
+    from 1. `signature` is the text up to the colon that opens the body. `body` is the code without the docstring; for a
+    class, it is the signatures of the methods. `rest` is the code from the first parenthesis on, without the docstring.
+    `code_lines` is the number of lines of the body that hold code.
     """
 
     name: str

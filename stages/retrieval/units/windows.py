@@ -9,8 +9,9 @@ from stages.retrieval.units.unit import Unit
 
 
 def windows(text: str, size: int) -> Iterator[Unit]:
-    """Yield windows of at most `size` lines. Each begins half a window after the one before. A window of empty lines is left
-    out.
+    """Yield overlapping windows of the lines of `text` as units of kind "lines". A window has at most `size` lines. The
+    next window begins `size // 2` lines later. A window of blank lines is left out. Each `Unit` holds the window's text
+    and its first and last line, counted from 1.
     """
     lines = text.splitlines()
     step = max(1, size // 2)

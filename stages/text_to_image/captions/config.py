@@ -48,7 +48,8 @@ class CaptionsConfig:
             raise ValueError(f'extension must be a dot and a name such as ".txt", got "{self.extension}"')
 
     def _check_trigger(self) -> None:
-        """Raise ValueError if another setting needs the trigger, but `trigger` is empty. Also raise it if `class_word`
+        """Raise ValueError if `trigger` is empty although another setting uses it. Such settings are a template or
+        preview prompt with {trigger}, `missing` = "trigger", and `class_word`. Also raise ValueError if `class_word`
         contains the trigger.
         """
         uses = {

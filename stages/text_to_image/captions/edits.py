@@ -61,8 +61,9 @@ def write_edits(project: Path, edits: Mapping[str, str | None]) -> None:
 
 
 def apply_edits(rows: Iterable[Mapping[str, Any]], edits: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return `rows` of the table `captions` with the edited texts in place of the original ones. Of equal texts of an image, the
-    first is kept. `edits` maps "IMAGE_ID:POSITION" to a text.
+    """Return the rows of the table `captions` with the user's edits, as a list of dicts. `edits` maps
+    "IMAGE_ID:POSITION" to the new text of a caption. If several texts of an image in the same role become equal, only
+    the first is kept.
     """
     import hashlib
 

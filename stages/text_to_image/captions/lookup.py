@@ -17,10 +17,9 @@ Lookup = Callable[[str], list[Caption]]  # an image's path, relative to the imag
 
 
 def make_lookups(folder: Path, paths: list[str], config: CaptionsConfig) -> tuple[list[Lookup], list[str]]:
-    """Return a list of functions that find the captions of an image, and a list of notes for the user. There is one
-    function per entry of `config.sources`. Each function takes an image's path relative to the image folder. It returns
-    the image's captions as a list. `folder` is the image folder. `paths` are the relative paths of all images. Raises
-    ValueError if a metadata file is malformed.
+    """Return (lookups, notes). A lookup is a function from an image's path to the list of the image's captions. There
+    is one lookup per entry of `config.sources`. The notes are texts for the user. `folder` is the image folder. `paths`
+    are the paths of all images in it, relative to it. Raises ValueError if a metadata file is malformed.
 
     If the template has no {caption}, no file is read: the only function returns one empty caption for every image.
     """

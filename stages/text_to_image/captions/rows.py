@@ -54,10 +54,10 @@ def caption_rows(
 def _find_captions(
     paths: dict[str, list[str]], every_path: list[str], folder: Path, config: CaptionsConfig
 ) -> tuple[dict[str, list[Caption]], list[str]]:
-    """Return a dict from image_id to captions for every usable image, and a list of notes for the user. The template is
-    not applied. `paths` maps image_id to all paths of a usable image. A caption of any of these paths counts.
-    `every_path` also holds the paths of rejected images. `folder` is the image folder. An image without captions has an
-    empty list. If `config.missing` is "error", such an image raises ValueError.
+    """Return a dict from image_id to the captions of every usable image, and a list of notes for the user. The template
+    is not applied to the captions. `paths` maps an image_id to all paths of a usable image. The first path with a
+    caption gives the captions. `every_path` lists the paths of all images, also of rejected ones. `folder` is the image
+    folder. An image without captions has an empty list, or raises ValueError if `config.missing` is "error".
     """
     sources, notes = make_lookups(folder, every_path, config)
     found = {
@@ -93,9 +93,9 @@ def _substitutes(path: str, config: CaptionsConfig) -> list[tuple[str, Caption]]
 
 
 def _check_texts(captions: list[Caption], config: CaptionsConfig) -> None:
-    """Raise ValueError if a caption is in conflict with the trigger word. This is so if the caption contains the text
-    "[trigger]", a placeholder that is not replaced. It is also so if the caption contains the trigger and the template
-    would add it again. The message names the first such caption and counts the rest.
+    """Raise ValueError if a caption conflicts with the trigger word. The first conflict is the text "[trigger]" in a
+    caption, because this placeholder is not replaced. The second is the trigger word in a caption if the template adds
+    it again. The message names the first caption with the conflict and counts the rest.
     """
     foreign = [each for each in captions if FOREIGN in each.text.lower()]
     if foreign:
@@ -132,8 +132,8 @@ def _check_trigger(texts: list[str], config: CaptionsConfig) -> list[str]:
 
 
 def _image_rows(image_id: str, texts: list[tuple[str, Caption]]) -> list[Row]:
-    """Return the rows of one image, one per distinct training text, in order. `texts` are pairs of a training text and
-    its original caption.
+    """Return the rows of the table `captions` for one image: one dict per different training text, in order. `texts`
+    are pairs (training text, original caption). If a text is there several times, its first pair is used.
     """
     first = dict(reversed(texts))
     distinct = dict.fromkeys(text for text, _ in texts)

@@ -21,21 +21,25 @@ BATCH = 4096  # rows per record batch
 
 
 def wanted_captions(ctx: StageContext) -> pa.Table:
-    """Return all rows of the table `captions` with all columns. Reading the texts costs less than finding out which have
-    changed. Raises ValueError if a caption is missing or a file with captions cannot be read.
+    """Return all rows of the table `captions`, with all columns. Raises ValueError if a caption is missing or a file
+    with captions cannot be read.
+
+    All texts are read each time. Finding out which have changed would cost more.
     """
     rows, _ = caption_rows(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config, read_edits(ctx.root))
     return pa.Table.from_pylist(rows, schema=CAPTIONS.batch)
 
 
 def write_captions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Yield the pending rows as record batches. `wanted_captions` has already computed all columns."""
+    """Yield the pending rows of the table `captions` as record batches. A row is pending if it is new or has changed.
+    `wanted_captions` has already computed its columns.
+    """
     yield from ctx.pending.select(CAPTIONS.batch.names).to_batches(max_chunksize=BATCH)
 
 
 def finish_captions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Tell the user about unusual captions, such as images without a caption. If the stage had no pending rows or the
-    user stopped the run, nothing is printed. The generator yields no rows.
+    """Tell the user about unusual captions, such as an image without a caption. Say nothing if no row was pending or
+    the user stopped the run. The generator yields no batch.
     """
     if ctx.pending.num_rows and not ctx.stop():
         _, notes = caption_rows(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config, read_edits(ctx.root))

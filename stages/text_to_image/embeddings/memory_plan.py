@@ -20,9 +20,9 @@ AHEAD = 0.5  # share of the working memory that work started ahead may use beyon
 
 @dataclass(frozen=True)
 class EncoderPlan:
-    """How texts are encoded, and how much memory that takes. If `by_layer` is true, the layers are read again for every
-    batch of texts. Otherwise they stay in memory. `held` is the memory that stays in use, in bytes. `work` is the
-    largest additional memory during the computation, in bytes.
+    """A way of encoding texts, with the memory that it takes. `by_layer` is True if the layers are read from disk for
+    every batch of texts. Otherwise all layers stay in memory. `held` is the memory in use all the time, in bytes.
+    `work` is the largest additional memory at any time, in bytes.
     """
 
     by_layer: bool
@@ -36,18 +36,23 @@ class EncoderPlan:
 
     @property
     def live_bytes(self) -> int:
-        """The memory use, in bytes, at which MLX must wait before it starts further work."""
+        """The memory use, in bytes, at which MLX must wait before it starts more work. It is larger than the estimated
+        peak.
+        """
         return self.peak + int(AHEAD * self.work)
 
     @property
     def words(self) -> str:
-        """The plan in words: "layer by layer" or "whole". With "whole", all layers stay in memory."""
+        """How the layers of the text encoder are kept, as text. "layer by layer" means that they are read when needed.
+        "whole" means that all layers stay in memory.
+        """
         return "layer by layer" if self.by_layer else "whole"
 
 
 def estimate(config: EmbeddingsConfig, family: Family, weights: Path | None, by_layer: bool) -> EncoderPlan:
-    """Estimate the memory of encoding texts, from shapes alone. `weights` is the path of the text encoder; None takes the
-    sizes of `family`. `by_layer` says whether layers are read one at a time.
+    """Return an estimate of the memory that encoding texts takes, as an `EncoderPlan` in bytes. It is computed from
+    shapes alone. `weights` is the path of the text encoder. If it is None, the sizes come from `family`, the record of
+    the model family. `by_layer` is True if the layers are read from disk one at a time.
     """
     sizes, item = family.architecture.text_encoder_sizes(weights, family), ITEMSIZES[config.precision]
     shapes = sizes.shapes(max(family.text_layers))
@@ -70,16 +75,18 @@ def estimate(config: EmbeddingsConfig, family: Family, weights: Path | None, by_
 
 
 def unpacked_layer(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> list[int]:
-    """Return the sizes in bytes of the packed (quantised) weights of one layer after unpacking. `shapes` holds a pair
-    `(shape, bits)` for each weight. `itemsize` is the number of bytes of an unpacked value. Weights that are not packed
-    are left out of the result.
+    """Return the unpacked size of each packed (quantised) weight in a layer, as a list of bytes. `shapes` holds one
+    pair `(shape, bits)` per weight of the layer. `itemsize` is the number of bytes of one unpacked value. Weights that
+    are not packed are left out.
     """
     return [shape[0] * shape[1] * itemsize for shape, bits in shapes if bits < 16 and quantize.is_packable(shape)]
 
 
 def choose_plan(config: EmbeddingsConfig, family: Family, weights: Path | None, budget: int) -> EncoderPlan:
-    """Choose whether the layers of the text encoder stay in memory. The setting [embeddings] `memory` decides. "auto" keeps them
-    if they fit into `budget` bytes. Raises ValueError if the plan needs more. The message names settings that would fit.
+    """Decide whether all layers of the text encoder stay in memory, and return the `EncoderPlan`. The setting
+    [embeddings] `memory` says it: "whole", "layers" (one at a time) or "auto" (whole if that fits). `weights` is the
+    path of the encoder, or None for the sizes of `family`. Raises ValueError if the plan needs more than `budget`
+    bytes. The message names settings that would fit.
     """
     plan = estimate(config, family, weights, config.memory == "layers")
     if config.memory == "auto" and plan.peak > budget:
@@ -118,9 +125,9 @@ def load_encoder(family: Family, weights: Path, tokenizer: Path, config: Embeddi
 
 
 def forecast(outlook: Outlook) -> Forecast:
-    """Return an estimate of the memory and disk space that the stage `embeddings` needs. It is computed from array
-    shapes alone. All sizes are in bytes. If the memory exceeds the budget, the result also advises settings that would
-    fit. `outlook` holds the settings, the model family and the memory budget.
+    """Return the peak memory and the disk space per text of the stage `embeddings`, as a `Forecast` in bytes. It is
+    computed from array shapes alone. `outlook` holds the settings, the model family and the memory budget. If the
+    memory exceeds the budget, the result also names settings that would fit.
     """
     config, family, weights = outlook.sections["embeddings"], outlook.family, outlook.weights("text_encoder")
     plan = estimate(config, family, weights, config.memory == "layers")

@@ -25,14 +25,17 @@ Row = dict[str, Any]
 
 
 def wanted_embeddings(ctx: StageContext) -> pa.Table:
-    """Return a table with one column, `caption_id`. It has one row per distinct text of the table `captions`, sorted."""
+    """Return a table with one row per distinct text of the table `captions`. Its only column is `caption_id`, the
+    sha256 of the text, by which it is sorted.
+    """
     ids = pc.unique(ctx.rows(CAPTIONS)["caption_id"])
     return pa.table({"caption_id": ids.take(pc.sort_indices(ids))})
 
 
 def encode_embeddings(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Encode the pending texts and yield their rows as record batches. If no text is pending, the text encoder is not
-    loaded. Raises ValueError if a value of an embedding is not finite.
+    """Encode the pending texts, and yield record batches of the table `embeddings`. A text is pending if its embedding
+    is not stored yet. If no text is pending, the text encoder is not loaded. If the user asks to stop, end early.
+    Raises ValueError if a value of an embedding is not finite.
     """
     pending: list[str] = ctx.pending["caption_id"].to_pylist()
     if not pending:
@@ -56,8 +59,9 @@ def encode_embeddings(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _rows_by_text(rows: pa.Table) -> dict[str, list[Row]]:
-    """Group the table `captions` by text, and return a dict from `caption_id` to rows. A `caption_id` is the sha256 of
-    a text. The rows have the columns `caption_id`, `text`, `role` and `origin`. `rows` is the table `captions`.
+    """Return the rows of the table `captions` by text, as a dict from `caption_id` to a list of rows. A `caption_id` is
+    the sha256 of a text. A row is a dict of `caption_id`, `text`, `role` (the use of the text) and `origin` (the file
+    or setting that it is from). `rows` is the table `captions`.
     """
     found: dict[str, list[Row]] = defaultdict(list)
     for row in rows.select(["caption_id", "text", "role", "origin"]).to_pylist():
@@ -84,8 +88,9 @@ def _batch(
 
 
 def _row(caption_id: str, embedding: Embedding) -> Row:
-    """Return the row of the table `embeddings` for one text. Its statistics leave padding out. Raises ValueError if a
-    value is not finite.
+    """Return the row of the table `embeddings` for one text, as a dict from column to value. It holds the values of the
+    embedding, their mean, standard deviation and largest magnitude, and token counts. The mean, deviation and magnitude
+    leave padding out. Raises ValueError if a value is not finite.
     """
     real = widen(embedding.words[: embedding.tokens])
     if not np.isfinite(real).all():

@@ -53,10 +53,11 @@ def examine(folder: Path, file: Row, *, min_side: int, max_pixels: int, max_byte
 
 
 def _read(path: Path, max_pixels: int, max_bytes: int, row: Row) -> None:
-    """Read the image file at `path` and store its facts in the dict `row`. The keys are `format`, `mode`, `width`,
-    `height`, `frames` and `image_id` (the file's sha256). Raises ImageError if the file cannot be read or decoded, has more
-    than `max_bytes` bytes, or has more than `max_pixels` pixels. If the file can be read, `image_id` is set even when
-    ImageError is raised. The only exceptions are the error reasons "unsupported" and "too_large".
+    """Read the image file at `path` and add its facts to the dict `row`. The keys are `format`, `mode`, `width`,
+    `height`, `frames` and `image_id` (the file's sha256). Raises ImageError if the file cannot be read or decoded. Also
+    raises it if the file has more than `max_bytes` bytes or the image has more than `max_pixels` pixels. In that case,
+    `row` gets only `image_id`. If the file is empty or cannot be opened, or the error's reason is "unsupported" or
+    "too_large", it gets nothing.
 
     The file is opened once, so that all values describe the same bytes even if another file is renamed to this path.
     """
@@ -76,7 +77,9 @@ def _read(path: Path, max_pixels: int, max_bytes: int, row: Row) -> None:
 
 
 def _opened(path: Path, max_bytes: int) -> BufferedReader:
-    """Open a regular file that is neither empty nor larger than `max_bytes` bytes. Raises ImageError for any other."""
+    """Open the file at `path` and return it as a binary file object. Raises ImageError if the file is empty, has more
+    than `max_bytes` bytes, or is not a regular file. Raises OSError if it cannot be opened.
+    """
     size = path.stat().st_size
     if size > max_bytes:
         raise ImageError("too_large", f"{size:,} bytes, more than images.max_bytes = {max_bytes:,}")

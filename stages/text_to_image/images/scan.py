@@ -81,8 +81,9 @@ def _files_below(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def _entries(folder: Path, seen: set[tuple[int, int]]) -> list[os.DirEntry[str]]:
-    """Return the visible entries of one folder, sorted by name. `seen` is a set of pairs (device, inode), to which the folder
-    is added. A folder in `seen` has no entries. Raises ValueError if the folder cannot be read or is one of the system's own.
+    """Return the visible entries of `folder`, sorted by name. `seen` is a set with a pair `(device, inode)` for every
+    folder read so far. This call adds the pair of `folder`. If the pair is there already, the result is empty. Raises
+    ValueError if the folder cannot be read, or if it leads to /proc or /sys.
     """
     try:
         status = folder.stat()
@@ -98,8 +99,8 @@ def _entries(folder: Path, seen: set[tuple[int, int]]) -> list[os.DirEntry[str]]
 
 
 def _visible(entries: list[os.DirEntry[str]]) -> list[os.DirEntry[str]]:
-    """Return the entries of one folder without the hidden ones. `entries` are all its entries. If the folder holds a
-    project.toml, the output folders of a project are left out too.
+    """Return the entries of one folder without the hidden ones. `entries` are all its entries. If one of them is
+    project.toml, the folders `tables`, `weights` and `exports` are left out too, because the project writes them.
     """
     is_project = any(entry.name == PROJECT_FILE for entry in entries)
     written = PROJECT_FOLDERS if is_project else frozenset()

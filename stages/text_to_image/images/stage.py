@@ -77,8 +77,11 @@ def unread_images(ctx: StageContext) -> pa.Table:
 
 
 def examine_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Hash and decode the pending files, and yield their rows as record batches. If a row equals its stored row, it is
-    left out. Duplicates are not marked yet, because a row must depend on its own file alone.
+    """Hash and decode the pending image files, and yield their rows of the table `images` as record batches. A file is
+    pending if it has no up-to-date row. If a row equals its stored row, it is left out. `finish_images` marks
+    duplicates later.
+
+    A row of this function depends on its own file alone.
     """
     stored = {row["path"]: row for row in _rows(ctx.stored)}
     pending = sorted(ctx.pending.to_pylist(), key=_path)
@@ -110,8 +113,9 @@ def _until_stop(ctx: StageContext, pool: ThreadPoolExecutor, read: Callable[[Row
 
 
 def finish_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Mark duplicates among all files of the folder. Yield the rows that change as record batches. Tell the user how many
-    files can be used. If the user stopped the run before every pending file had a row, do nothing.
+    """Mark duplicates among all files of the image folder, and yield the changed rows as record batches. Duplicates are
+    files with the same bytes. Tell the user how many files can be used. Do nothing if the user stopped the run before
+    all files were read.
     """
     listing = scan(ctx.need("image_folder"))
     stored = {_file(row): row for row in _rows(ctx.stored)}

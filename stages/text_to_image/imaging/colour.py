@@ -25,12 +25,12 @@ class RangeError(ValueError):
 
 
 def eight_bit(image: Image.Image) -> Image.Image:
-    """Scale a grey image of 16 bits, 32 bits or floats to 8 bits. Return it in mode "L". If one grey value is
-    transparent, return it in mode "LA". An image in another mode is returned unchanged. Pillow's convert() would clip the
-    values instead of scaling them. Raises RangeError if the values have no usual range.
+    """Scale a grey image to 8 bits and return it in mode "L". The image may have 16 bits, 32 bits or floats. If one
+    grey value is transparent, the result has mode "LA". An image in another mode is returned unchanged. Raises
+    RangeError if it is unclear which value is white.
 
-    White is 65535 for 16 bits. For other modes, it is the smallest usual white (such as FLOAT_WHITES) that is not below the
-    largest value.
+    White is 65535 for unsigned 16 bits. For other modes, it is the smallest usual white (such as FLOAT_WHITES) that
+    fits the largest value. Pillow's convert() would clip the values instead of scaling them.
     """
     if not image.mode.startswith(("I", "F")):
         return image
@@ -59,8 +59,9 @@ def check_range(image: Image.Image) -> None:
 
 
 def _white(image: Image.Image) -> float:
-    """Return the value that is white in a grey image of 16 bits, 32 bits or floats. Raises RangeError if no usual white fits
-    the values.
+    """Return the pixel value that stands for white in a grey image of 16 bits, 32 bits or floats. It is 65535 for
+    unsigned 16 bits. Otherwise it is the smallest usual white, such as 1 or 255 for floats, that fits the largest
+    value. Raises RangeError if no usual white fits the pixel values.
     """
     if image.mode not in ("I", "F") or (image.mode == "I" and image.format == "PPM"):  # Pillow scales a PPM to 16 bits
         return 65535.0
@@ -83,7 +84,10 @@ def _white(image: Image.Image) -> float:
 
 
 def _strips(image: Image.Image) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield an image in strips of whole rows: the first row's number and the values as float64 (rows, width)."""
+    """Yield (row, values) for each horizontal strip of a grey image, from top to bottom. `row` is the number of the
+    strip's first row, counted from 0. `values` is a float64 array of shape `(rows, width)`. A strip has about `STRIP`
+    pixels.
+    """
     unsigned = image.mode == "I" and _is_unsigned(image)
     rows = max(1, STRIP // max(1, image.width))
     for top in range(0, image.height, rows):
@@ -97,7 +101,9 @@ def _is_unsigned(image: Image.Image) -> bool:
 
 
 def _tag(image: Image.Image, number: int) -> int | None:
-    """Return the first value of a tag of a TIFF image. Return None if it has no such tag or is no TIFF image."""
+    """Return the value of the TIFF tag `number` of an image. Of several values, the first is returned. Return None if
+    the value is not an integer, if the image has no such tag, or if it is not a TIFF image.
+    """
     value = getattr(image, "tag_v2", {}).get(number)
     first = value[0] if isinstance(value, tuple) and value else value
     return first if isinstance(first, int) else None

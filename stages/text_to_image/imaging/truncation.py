@@ -12,9 +12,10 @@ TAIL = 64  # bytes at the end of a file in which its end marker must lie
 
 
 def is_truncated(file: BinaryIO) -> bool:
-    """Return True if an open image file was cut short. The signs are a length in its headers that exceeds the file, or a
-    missing end marker. An unknown format gives False. A good file may lack its end marker. So call this function only for
-    a file that failed to decode. The file position changes.
+    """Return True if an open image file seems to be cut off. The headers then name more bytes than the file has, or the
+    end marker is missing. The result is False for an unknown format. The file position changes.
+
+    A good file may lack its end marker. Call this function only for a file that failed to decode.
     """
     try:
         size = file.seek(0, io.SEEK_END)

@@ -32,8 +32,8 @@ class FileChanged(Exception):  # noqa: N818  (the program did not fail)
 
 @dataclass(frozen=True)
 class ImageJob:
-    """One image to decode. `path` is the image file. `rows` are the image's pending rows of the table `latents`, one per
-    crop. `mask` is the path of the mask file or None.
+    """One image to decode. `path` is the image file, and `mask` is its mask file or None. `rows` are the missing rows
+    of the table `latents`, one per crop of the image.
     """
 
     image_id: str

@@ -26,9 +26,11 @@ def encode(model: Autoencoder, pixels_HWC: np.ndarray) -> np.ndarray:
 
 
 def encoded_row(model: Autoencoder, row: Row, crop: Crop) -> Row:
-    """Encode one crop with the autoencoder `model` and return its complete row of the table `latents`. `row` holds the
-    columns that are known before encoding, such as key and size. `crop` is a pair (pixels, mask). Mean, deviation and largest
-    magnitude are computed after rounding to bfloat16. If a value is not finite, the row has no tensor and says why in `rejected`.
+    """Encode one crop with the autoencoder `model`, and return its complete row of the table `latents`. `row` holds the
+    columns that are known before encoding, such as key and size. `crop` is a pair (pixels, mask). If a value of the
+    latent is not finite, the returned row has no tensor, and its column `rejected` says why.
+
+    The row has the latent's mean, standard deviation and largest magnitude, computed after rounding to bfloat16.
     """
     pixels_HWC, mask = crop
     words_Chw = encode(model, pixels_HWC)
@@ -56,8 +58,8 @@ def rejected_row(row: Row, reason: str) -> Row:
 
 
 def record_batch(rows: list[Row]) -> pa.RecordBatch:
-    """Return complete rows of the table `latents` as one record batch. The value of "tensor" in each row is a flat uint16
-    array.
+    """Return rows of the table `latents` as one record batch. `rows` must not be empty, and each row must have all
+    columns. Its value of "tensor" is a flat uint16 array.
     """
     schema = LATENTS.batch
     lengths = [len(row["tensor"]) for row in rows]

@@ -40,8 +40,9 @@ def mask_ids(images: pa.Table, folder: Path, mask: Literal["none", "alpha", "fil
 
 
 def mask_files(paths: dict[str, list[str]], folder: Path) -> dict[str, Path]:
-    """Return a dict from image_id to the path of the mask file. Images without a mask file are left out. `paths` maps
-    image_id to the paths of the image and its duplicates. They are relative to the image folder `folder`.
+    """Return a dict from image_id to the path of the image's mask file. For the image `cat.jpg`, such a file is
+    `cat.mask.png` beside it or `masks/cat.png`. Images without a mask file are left out. `paths` maps image_id to the
+    paths of the image and its duplicates, relative to the image folder `folder`.
     """
     find = mask_finder(folder)
     return {image_id: folder / path for image_id, names in paths.items() if (path := find(names))}

@@ -31,7 +31,10 @@ def forecast(outlook: Outlook) -> Forecast:
 
 
 def peak_bytes(outlook: Outlook, precision: str, width: int, height: int) -> int:
-    """Return the estimated peak memory, in bytes, of encoding an image of `width` x `height` pixels."""
+    """Return the estimated peak memory for encoding one image, in bytes. `width` and `height` are its size in pixels.
+    `precision` is the dtype of the computation, "bfloat16" or "float32". `outlook` gives the model family and the
+    weights.
+    """
     weights = outlook.weights("autoencoder")
     architecture = outlook.family.architecture
     return sum(architecture.autoencoder_bytes(weights, outlook.family, height, width, ITEMSIZES[precision], True))

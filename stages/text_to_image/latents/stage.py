@@ -41,10 +41,11 @@ def latent_id(row: Row) -> str:
 
 
 def wanted_latents(ctx: StageContext) -> pa.Table:
-    """Return the key and the crop of every latent that the table `latents` should have. The crops come from the table
-    `buckets`, without rejected rows and unusable images. If [latents] `flip` is on, each crop has a second row for its
-    mirror image. Crops with equal keys share one row. Raises ValueError if no image is usable or if a mask file cannot
-    be read. Also raises ValueError if [latents] `mask` is "file" and no image has a mask file.
+    """Return the key columns and the crop of every row that the table `latents` should have. There is one row per
+    accepted crop of the table `buckets`. With [latents] `flip`, each crop has a second row for its mirror image. Raises
+    ValueError if no image is usable, or if mask files are needed but missing or unreadable.
+
+    Crops with equal keys share one row. Crops of unusable images are left out.
     """
     masks = mask_ids(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config.mask)
     rows: dict[str, Row] = {}
@@ -137,7 +138,9 @@ def _encoded_rows(ctx: StageContext, model: Any, changed: list[str]) -> Generato
 
 
 def _jobs(ctx: StageContext) -> list[ImageJob]:
-    """Return one job per image that has pending crops, in the order of the pending rows."""
+    """Return one `ImageJob` for each image with pending crops. A job holds the image's path, its pending rows and its
+    mask file. Jobs are in the order in which the images first appear in the pending rows.
+    """
     by_image: dict[str, list[Row]] = {}
     for row in ctx.pending.to_pylist():
         by_image.setdefault(row["image_id"], []).append(row)

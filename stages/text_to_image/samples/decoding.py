@@ -15,8 +15,8 @@ from stages.models.protocols import Autoencoder
 
 
 def decode(autoencoder: Autoencoder, latent_1Chw: mx.array) -> Image.Image:
-    """Decode one latent with the autoencoder. latent_1Chw is (1, channels, height / 16, width / 16). Return an RGB image
-    with 8 bits per channel.
+    """Decode one latent with the autoencoder, and return an RGB image with 8 bits per channel. `latent_1Chw` is the
+    normalised latent, `(1, channels, height / 16, width / 16)`. `height` and `width` are those of the image in pixels.
     """
     image_BHWC = mx.clip(mx.round((autoencoder.decode(latent_1Chw) + 1) * 127.5), 0, 255)
     return Image.fromarray(np.array(image_BHWC[0].astype(mx.uint8)))

@@ -18,10 +18,11 @@ DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
 
 @dataclass(frozen=True)
 class LatentSampler:
-    """A diffusion transformer with fixed sampling settings. Its method `draw` returns the latent of one image. `label`
-    names the sampler in error messages, such as "step 500". `predict` computes the velocity, with the adapter if there
-    is one. `steps` is the number of denoising steps. `guidance` is the guidance scale. `negative` is the embedding of
-    the empty prompt, shape `(1, text tokens, features)`. It is None if a step needs only one forward pass.
+    """Draw images with a diffusion transformer at fixed settings. The method `draw` returns the latent of one image.
+    `label` names the sampler in error messages, such as "step 500". `predict` is the forward pass of `model`, with its
+    adapter if there is one. It returns the velocity. `steps` is the number of denoising steps. `guidance` is the
+    guidance scale. `negative` is the embedding of the empty prompt, (1, text tokens, features). If it is None, each
+    step takes one forward pass instead of two.
     """
 
     label: str
@@ -74,12 +75,13 @@ def load_sampler(
     strength: float = 1.0,
     live_bytes: int | None = None,
 ) -> LatentSampler:
-    """Return a sampler that draws with a transformer and an adapter. `label` names the sampler in errors. `transformer`
-    is the path of the transformer. `read_negative` returns the embedding of the empty prompt, (1, text tokens, features).
-    It is called only if guidance takes two passes. `adapter` is the file of the adapter, or None. `precision` is
-    "bfloat16" or "float32". `packed` holds the settings `base_bits` and `base_bits_for`; None packs no weight. If
-    `steps` or `guidance` is None, the family's value is used. `strength` scales the adapter. `live_bytes` limits the
-    memory in use, see `BlockwiseForward`. Raises ValueError if the adapter was trained on another transformer.
+    """Return a sampler that draws images with a transformer and an adapter. `label` names the sampler in errors.
+    `transformer` is the path of the weights. `family` is the record of the model family. `read_negative` returns the
+    embedding of the empty prompt, (1, text tokens, features). It is only called if a denoising step takes two forward
+    passes. `adapter` is an adapter file, or None. `precision` is "bfloat16" or "float32". `packed` says how weights are
+    quantised; None leaves them as they are. `steps` is the number of denoising steps, and `guidance` is the guidance
+    scale. If they are None, the family's values are used. `strength` multiplies the adapter's change. `live_bytes` is
+    the memory limit in bytes; None means no limit. Raises ValueError if the adapter does not fit the transformer.
     """
     architecture = family.architecture
     pack = packing(architecture, packed) if packed else None

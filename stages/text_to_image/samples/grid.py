@@ -27,12 +27,13 @@ PAPER, INK, BLANK = (255, 255, 255), (30, 30, 30), (225, 225, 225)
 
 
 def write_grid(ctx: StageContext, sources: list[SampleSource], wanted: list[dict[str, Any]], paths: Sequence[str | None]) -> None:
-    """Write the artifact `grid.png`, one image that shows previews as a table. It has one column per source of
-    `sources`, and one row per prompt and seed. Only the first prompts are shown. The setting `samples.grid` is their
-    number. `wanted` holds the wanted rows of the table `samples`. `paths[i]` is the path of the preview of `wanted[i]`,
-    relative to the artifacts folder. It is None if the preview does not exist yet. A missing preview becomes a grey
-    field. Nothing is written if there is no row to show. The file also stays as it is if no row is pending and it
-    already shows the same rows.
+    """Write the file `grid.png`, a table of previews with one column per source and one row per prompt and seed.
+    `sources` are the base model and the adapters whose previews are shown. `wanted` holds the wanted rows of the table
+    `samples`. `paths[i]` is the preview of `wanted[i]`, relative to the artifacts folder, or None if it does not exist
+    yet. A missing preview becomes a grey field. Only the first `samples.grid` prompts are shown.
+
+    Nothing is written if there is no row to show. The file also stays as it is if no row is pending and it already
+    shows the same rows.
     """
     first = list(dict.fromkeys(row["caption_id"] for row in wanted))[: ctx.config.grid]
     rows = [(row, path) for row, path in zip(wanted, paths, strict=True) if row["caption_id"] in first]
@@ -48,8 +49,10 @@ def write_grid(ctx: StageContext, sources: list[SampleSource], wanted: list[dict
 
 
 def grid_content(path: Path) -> str:
-    """Return the text chunk "content" of the grid at `path`. It is a sha256 over the grid's rows. If the file is missing
-    or cannot be read, "" is returned.
+    """Return the sha256 of the table rows that the image file `path` shows. The file is a grid of previews, written by
+    `write_grid`. If the file is missing or cannot be read, return "".
+
+    The sha256 is the text chunk "content" of the PNG file.
     """
     try:
         with Image.open(path) as image:

@@ -33,21 +33,22 @@ class DrawingMemory:
 
     @property
     def peak(self) -> int:
-        """The estimated peak memory in bytes."""
+        """The estimated peak memory of drawing previews, in bytes."""
         return self.held + self.work
 
     @property
     def live_bytes(self) -> int:
-        """The memory use, in bytes, at which MLX must wait before it starts further work."""
+        """A limit of memory in bytes. While this much or more is in use, MLX starts no further work."""
         return self.peak + int(AHEAD * self.work)
 
 
 def drawing_memory(
     family: Family, weights: Path | None, packed: Packed, precision: str, size: tuple[int, int], passes: int, adapter: int = 0
 ) -> DrawingMemory:
-    """Estimate the memory of one denoising step, from shapes alone. `weights` is the path of the transformer. None takes
-    the sizes of `family`. `packed` says how many bits a weight takes. `size` is (width, height) in pixels. `passes` is how
-    many prompts a step computes: 2 with classifier-free guidance. `adapter` is the bytes of the adapter as it is used.
+    """Estimate the memory of one denoising step of a preview, from array shapes alone. `weights` is the path of the
+    transformer. If it is None, the sizes of `family` are used. `packed` holds the bits of a weight. `size` is (width,
+    height) in pixels. `passes` is the number of prompts per step, 1 or 2. `adapter` is the size of the adapter in
+    bytes.
     """
     architecture, dtype = family.architecture, getattr(mx, precision)
     sizes: Any = architecture.transformer_config(weights, family)
@@ -76,8 +77,8 @@ def passes(config: SamplesConfig, family: Family) -> int:
 
 
 def stage_peak(config: SamplesConfig, outlook: Outlook) -> tuple[int, str]:
-    """Return the estimated peak memory of the stage in bytes, and where it occurs. The second value is "drawing" or
-    "decoding".
+    """Return the estimated peak memory of the stage `samples` in bytes, and where it occurs. The stage draws preview
+    images. The second value is "drawing" or "decoding".
     """
     family, weights, size = outlook.family, outlook.weights("transformer"), (config.width, config.height)
     architecture = family.architecture
@@ -91,9 +92,11 @@ def stage_peak(config: SamplesConfig, outlook: Outlook) -> tuple[int, str]:
 
 
 def forecast(outlook: Outlook) -> Forecast:
-    """Return an estimate of the memory and disk space that the stage `samples` needs. It is computed from array shapes
-    alone. All sizes are in bytes. If the memory exceeds the budget, the result also advises settings that would fit.
-    `outlook` holds the settings, the model family and the memory budget.
+    """Estimate the memory and the disk space that the stage `samples` needs to draw preview images. All sizes are in
+    bytes. `outlook` holds the settings, the model family and the memory budget. If the memory exceeds the budget, the
+    result also names settings that would fit.
+
+    The estimate is computed from array shapes alone.
     """
     config: SamplesConfig = outlook.sections["samples"]
     peak, part = stage_peak(config, outlook)
@@ -106,8 +109,8 @@ def forecast(outlook: Outlook) -> Forecast:
 
 
 def remedy(config: SamplesConfig, outlook: Outlook) -> str:
-    """Return settings of `[samples]` with which drawing and decoding fit into the memory budget. The result is text in
-    the form of the settings file. It is empty if no settings fit. `outlook.budget` is the budget in bytes.
+    """Return settings of the section [samples] with which the stage fits into the memory budget. The result is text
+    such as "[samples] base_bits = 4". It is "" if no settings fit. `outlook.budget` is the budget in bytes.
     """
     fewer = [bits for bits in BITS if bits < (config.base_bits or 16)]
     for bits in fewer:

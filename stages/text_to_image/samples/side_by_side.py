@@ -12,10 +12,10 @@ MOST = 24  # rows: prompts and seeds that are shown
 
 
 def draw_side_by_side(runs: Sequence[tuple[str, Mapping[str, int]]], rows: Sequence[Mapping[str, Any]], out: Path) -> Path | None:
-    """Draw previews of several training runs side by side into the PNG file `out`. Returns `out`, or None if the runs
-    have no preview in common. `runs` holds pairs `(heading, adapters)`. `adapters` maps each `adapter_id` of a run to
-    its training step. `rows` are rows of the tables `samples` with an additional column `file`, the path of the
-    preview.
+    """Draw the previews of several training runs side by side into the PNG file `out`. Return `out`, or None if the
+    runs have no preview in common. `runs` holds pairs (heading, adapters). `adapters` maps the `adapter_id` of each of
+    the run's adapters to its training step. `rows` are rows of the table `samples`, with an additional key `file` for
+    the path of the preview.
 
     Each row of the picture shows one prompt and seed. All runs have drawn it in the same size. The first column shows
     the base model. Each other column shows the newest preview of one run. At most 24 rows are drawn, all of one image

@@ -14,9 +14,11 @@ from stages.tuner.checkpoint import ADAPTER, EMA, Checkpoint
 
 @dataclass(frozen=True)
 class SampleSource:
-    """The base model, or an adapter from a checkpoint, that draws previews. `checkpoint` is None for the base.
-    `adapter_id` is the sha256 of the adapter's file, empty for the base. `file` is the name of the adapter's file in the
-    checkpoint. A checkpoint may also hold an average of the adapter.
+    """A source of previews: the base model, or the adapter of a training checkpoint. `adapter_id` is the sha256 of the
+    adapter's file, and "" for the base model. `step` is the training step, and 0 for the base. `checkpoint` is None for
+    the base. `file` is the name of the adapter's file in the checkpoint.
+
+    A checkpoint may hold two adapter files: the adapter itself and the average of its weights over the steps.
     """
 
     adapter_id: str = ""
@@ -26,13 +28,15 @@ class SampleSource:
 
     @property
     def label(self) -> str:
-        """The heading of the source's column in the grid: "base", "step 500" or "step 500, average"."""
+        """The heading of a column of previews: "base", "step 500" or "step 500, average". The word "average" marks the
+        averaged weights of a checkpoint's adapter.
+        """
         average = ", average" if self.file == EMA else ""
         return f"step {self.step}{average}" if self.checkpoint else "base"
 
     def adapter_file(self) -> Path | None:
-        """Return the path of the adapter's file, or None for the base. Raises ValueError if the file is not the one that
-        training saved.
+        """Return the path of the adapter's file, or None for the base model. Raises ValueError if the size or sha256 of
+        the file differs from the checkpoint's record.
         """
         if self.checkpoint is None:
             return None
@@ -43,9 +47,9 @@ class SampleSource:
 
 
 def sample_sources(ctx: StageContext) -> list[SampleSource]:
-    """Return the sources that draw previews. If [samples] `base` is set, the base comes first. Then come the checkpoints
-    that [samples] chooses, by step. Of equal adapters, only the first is returned. Raises ValueError if a chosen step has
-    no checkpoint. The message lists the steps that have one.
+    """Return the models that draw previews: the base model first, then adapters by training step. The base model is
+    left out unless the setting [samples] `base` is on. The setting [samples] `checkpoints` chooses the adapters. Of
+    identical adapter files, only the first is returned. Raises ValueError if a chosen checkpoint is missing or damaged.
     """
     saved = {one.step: one for one in checkpoint.find_checkpoints(ctx.files(TRAIN))}
     refuse_damaged(ctx.config.checkpoints, checkpoint.damaged_checkpoints(ctx.files(TRAIN)), max(saved, default=0))
@@ -60,8 +64,8 @@ def sample_sources(ctx: StageContext) -> list[SampleSource]:
 
 def refuse_damaged(chosen: str | tuple[int, ...], damaged: Mapping[int, str], newest: int) -> None:
     """Raise ValueError if a chosen checkpoint is damaged. `chosen` is the setting `samples.checkpoints`: "last", "all"
-    or a tuple of steps. `damaged` maps the step of each damaged checkpoint to a description of the damage. `newest` is
-    the step of the newest readable checkpoint. For "last", only damaged checkpoints after `newest` raise the error.
+    or a tuple of steps. `damaged` maps a damaged checkpoint's step to a text about the damage. `newest` is the step of
+    the newest undamaged checkpoint. If `chosen` is "last", only steps after `newest` count.
     """
     for step, problem in sorted(damaged.items()):
         if step > newest if chosen == "last" else chosen == "all" or step in chosen:

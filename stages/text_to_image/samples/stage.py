@@ -35,8 +35,10 @@ Row = dict[str, Any]
 
 
 def wanted_samples(ctx: StageContext) -> pa.Table:
-    """Return one row per preview that should exist. The order is by source, then by prompt, then by seed. A source is the
-    base or an adapter. Raises ValueError if a chosen step has no checkpoint.
+    """Return a table with one row for every preview image that should exist. Its columns are `WANTED`: `adapter_id`,
+    `step`, `caption_id`, `prompt`, `seed`, `width` and `height`. The order is by model, then by prompt, then by seed. A
+    model is the base or the adapter of a checkpoint. Raises ValueError if a step that the settings choose has no
+    checkpoint, or a damaged one.
     """
     config = ctx.config
     captions = sorted(ctx.rows(CAPTIONS).to_pylist(), key=lambda row: row["position"])
@@ -72,7 +74,9 @@ def draw_samples(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def finish_samples(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Write the grid of all previews. Delete the stored latents once every preview exists. Yield no rows."""
+    """Write the previews as one image, a grid, and return an empty iterator. No rows are added. Once every wanted
+    preview exists, also delete the stored latents (images before they are decoded).
+    """
     wanted = wanted_samples(ctx).to_pylist()
     if not wanted:
         ctx.say("no previews to draw: set [captions] preview_prompts, and set [samples] base = true or run train first")
@@ -104,9 +108,9 @@ class StepProgress:
 
 
 def draw_latents(ctx: StageContext, source: SampleSource, rows: list[Row], progress: StepProgress) -> Iterator[tuple[str, Path]]:
-    """Draw the latents of `rows` with the model of `source` and write each as an artifact. For each, yield the row's
-    `file_name` and the path of the artifact. `progress` counts the denoising steps. If the user asks to stop, end early.
-    Raises ValueError if a latent is not finite.
+    """Draw the latent of every row in `rows`, and write it to a file. A latent is an image before it is decoded. Yield
+    the row's `file_name` and the path of the file. `source` is the model that draws: the base or an adapter. `progress`
+    counts the denoising steps. If the user asks to stop, end early. Raises ValueError if a latent is not finite.
 
     The transformer is released at the end.
     """
@@ -127,7 +131,11 @@ def draw_latents(ctx: StageContext, source: SampleSource, rows: list[Row], progr
 
 
 def sampler_for(ctx: StageContext, source: SampleSource) -> LatentSampler:
-    """Load the transformer and the adapter of `source` and return a sampler with the settings of [samples]."""
+    """Load the model of `source`, and return a sampler that draws latents with it. A latent is an image before it is
+    decoded. The model is the base transformer, plus an adapter if `source` has one. Settings such as the number of
+    steps come from the section [samples]. Raises ValueError if the adapter's file is damaged or belongs to another
+    transformer.
+    """
     config, family, file = ctx.config, ctx.need("family"), source.adapter_file()
     size, dtype = (config.width, config.height), DTYPES[config.precision]
     adapter = file.stat().st_size * dtype.size // 4 if file else 0  # stored as float32
@@ -175,19 +183,25 @@ def decode_latents(ctx: StageContext, source: SampleSource, rows: list[Row], lat
 
 
 def file_name(row: Row) -> str:
-    """Return the name, without a suffix, of the files that belong to a row of the table `samples`."""
+    """Return the name of the files of one preview image, without a suffix. `row` is the preview's row of the table
+    `samples`. The name joins four parts by "-": adapter id or "base", caption id, seed, and size in pixels, such as
+    "1024x768". Ids are cut to 16 hex digits.
+    """
     source, caption = row["adapter_id"][:ID_DIGITS] or "base", row["caption_id"][:ID_DIGITS]
     return f"{source}-{caption}-{row['seed']}-{row['width']}x{row['height']}"
 
 
 def latent_path(ctx: StageContext, row: Row) -> Path:
-    """Return the path at which the latent of a row is stored. The file exists if an earlier, stopped run has drawn it."""
+    """Return the path at which the latent of one preview is stored. A latent is an image before it is decoded. `row` is
+    the preview's row of the table `samples`. The file exists if an earlier run was stopped after drawing it.
+    """
     return ctx.artifacts / LATENTS / f"{file_name(row)}.safetensors"
 
 
 def is_drawn(ctx: StageContext, row: Row) -> bool:
-    """Return True if the latent of the preview `row` is stored on disk. An earlier run that was stopped may have stored
-    it. Return False if the file is missing or damaged.
+    """Return True if the latent of one preview image is on disk and undamaged. A latent is an image before it is
+    decoded. `row` is the preview's row of the table `samples`. An earlier run may have stored the latent before it was
+    stopped.
     """
     path = latent_path(ctx, row)
     return path.exists() and ctx.intact(SAMPLES, path.relative_to(ctx.artifacts).as_posix())
@@ -203,7 +217,9 @@ def read_embedding(ctx: StageContext, caption_id: str) -> mx.array:
 
 
 def empty_caption(ctx: StageContext) -> str:
-    """Return the caption_id of the empty prompt."""
+    """Return the `caption_id` of the empty prompt: the sha256 of its text, in hex. It is looked up in the table
+    `captions`.
+    """
     ids: list[str] = [row["caption_id"] for row in ctx.rows(CAPTIONS).to_pylist() if row["role"] == "empty"]
     assert ids, "captions always holds the empty caption"
     return ids[0]

@@ -29,8 +29,10 @@ class AgreementMap:
 
     @classmethod
     def load(cls, file: Path) -> AgreementMap:
-        """Read a map from a safetensors file. data/micro/training/agreement.py writes such files. Raises ValueError if
-        the file is missing or is not such a map.
+        """Read an agreement map (from image features to caption embeddings) from the safetensors file `file`. Raises
+        ValueError if the file is missing or is not such a map.
+
+        data/micro/training/agreement.py writes such files.
         """
         try:
             with safe_open(file, framework="numpy") as opened:
@@ -41,8 +43,9 @@ class AgreementMap:
             raise ValueError(f"scores.map: {file} is not a map that agreement.py has written: {error}") from None
 
     def cosines(self, feature_D: np.ndarray, texts_NE: np.ndarray) -> np.ndarray:
-        """Return the cosine between one image and each text, shape (texts,). `feature_D` holds the features of the image,
-        (features,). `texts_NE` holds one sentence embedding per text, (texts, embedding).
+        """Return the cosine similarity of one image with each text, as an array (texts,). The map first predicts a
+        sentence embedding from the image's features. `feature_D` holds these features, (features,). `texts_NE` holds
+        one sentence embedding per text, (texts, embedding).
         """
         predicted_E = ((feature_D - self.mean) / self.scale) @ self.weight
         centred_NE = texts_NE - self.text

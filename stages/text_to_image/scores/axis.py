@@ -25,8 +25,8 @@ class GroupMean:
 
 @dataclass(frozen=True)
 class FeatureGroup:
-    """The feature vectors of a group of images. `features` is (images, features). `names` has one name per image, such as
-    its prompt. `mean` can leave images out by name.
+    """The feature vectors of a group of images. `features` is an array (images, features). `names` holds one name per
+    image, such as its prompt. Several images may share a name.
     """
 
     names: list[str]

@@ -37,8 +37,8 @@ class ImageEncoder:
 
     @classmethod
     def load(cls, file: Path = IMAGE_WEIGHTS) -> ImageEncoder:
-        """Load the encoder from `file`. data/judges/convert.py writes such files. Raises ValueError if the file is no
-        such file.
+        """Return an encoder with the weights of the safetensors file `file`. The script `data/judges/convert.py` writes
+        this file. Raises ValueError if the file is damaged or holds another network than EfficientNet-Lite0.
         """
         network = EfficientNet.load(file)
         with safe_open(file, framework="numpy") as opened:

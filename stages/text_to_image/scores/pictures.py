@@ -16,9 +16,10 @@ Row = dict[str, Any]
 
 
 def preview_rows(ctx: StageContext) -> list[Row]:
-    """Return one dict per preview of the table `samples`. Its keys are `picture_id`, `kind`, `adapter_id`, `step`,
-    `prompt`, `seed` and `path`, columns of the table `scores`. For a preview of the base model, `kind` is "base". For all
-    others, it is "adapter". Previews whose file is missing or damaged are left out.
+    """Return one dict per preview in the table `samples`. A preview is a picture drawn by an adapter or by the base
+    model. The keys of a dict are `picture_id`, `kind`, `adapter_id`, `step`, `prompt`, `seed` and `path`, columns of
+    the table `scores`. `kind` is "base" if the base model drew it, else "adapter". Previews whose file is missing or
+    damaged are left out.
     """
     folder = ctx.files(SAMPLES)
     rows = []
@@ -40,8 +41,9 @@ def reference_rows(ctx: StageContext) -> list[Row]:
 
 
 def find_references(ctx: StageContext) -> list[Reference]:
-    """Return the references (real pictures of the style) in the folder that the setting `scores.references` names. If the
-    setting is empty, the list is empty. Raises ValueError if a reference is also a training image.
+    """Return the references (real pictures of the style) as `Reference` objects, sorted by path. They are read from the
+    folder that the setting `scores.references` names. If the setting is empty, the list is empty. Raises ValueError if
+    a reference is also a training image.
     """
     if not ctx.config.references:
         return []
@@ -55,7 +57,9 @@ def find_references(ctx: StageContext) -> list[Reference]:
 
 
 def usable_images(ctx: StageContext) -> list[Row]:
-    """Return the rows of the table `images` that are not rejected, as dicts."""
+    """Return the usable rows of the table `images`, one dict per row. A row is usable if its column `rejected` is None.
+    `ctx` is the context of a stage that reads the table.
+    """
     return [row for row in ctx.rows(IMAGES).to_pylist() if row["rejected"] is None]
 
 

@@ -57,9 +57,9 @@ class Scorer:
         return self.ctx.root / str(self.ctx.config.references)
 
     def _group_features(self, files: dict[str, dict[str, Path]]) -> dict[str, np.ndarray]:
-        """Return a dict from group name to the features of the group's pictures, (pictures, 1280). `files` maps a group
-        name to a dict from picture to path. If an earlier run has written the features as an artifact, they are read from
-        it.
+        """Return the features of groups of pictures. The result is a dict from group name to an array of shape
+        `(pictures, 1280)`. `files` maps each group name to a dict from picture id to path. The features are saved in an
+        artifact (a file of the table). If an earlier run has saved them, they are read from it.
 
         The recipe covers the groups' files and the encoder, so the artifact of a table's folder is never stale.
         """
@@ -73,9 +73,10 @@ class Scorer:
         return arrays
 
     def _load_agreement(self) -> tuple[AgreementMap, np.ndarray] | None:
-        """Return the agreement map and the embeddings of the texts of all previews and references, (texts, 384). If no
-        map is set, or a text has no embedding, None is returned. Raises ValueError if the map was fitted to other
-        encoders.
+        """Return (agreement map, embeddings), or None if the agreement cannot be computed. The reasons are that no map
+        is set, that there are no texts, or that a text has no embedding. The agreement map maps image features to
+        sentence embeddings. The embeddings are those of `self.texts`, shape `(texts, 384)`. Raises ValueError if the
+        map is missing or was fitted to other encoders.
         """
         if not self.ctx.config.map or not self.texts:
             return None
@@ -90,7 +91,8 @@ class Scorer:
 
     def score(self, row: Row) -> Row:
         """Score one picture and return its complete row of the table `scores`. `row` holds the columns `picture_id`,
-        `kind`, `adapter_id`, `step`, `prompt`, `seed` and `path`. If a score cannot be computed, it is None.
+        `kind`, `adapter_id`, `step`, `prompt`, `seed` and `path`. The scores `style`, `real`, `agreement` and
+        `agreement_rank` are added, and `texts`, the number of texts. A score that cannot be computed is None.
         """
         folder = self._references if row["kind"] == "real" else self.ctx.files(SAMPLES)
         feature_D = self.encoder.encode_file(folder / row["path"])
@@ -133,13 +135,15 @@ class Scorer:
 
 
 def text_vectors() -> TextVectors:
-    """Return the sentence embeddings in data/judges. Raises ValueError if the file cannot be read."""
+    """Return the precomputed sentence embeddings of the file `TEXT_VECTORS`, as a `TextVectors`. Its field `vectors`
+    maps a text to its embedding, float16 of shape `(384,)`. Raises ValueError if the file cannot be read.
+    """
     return TextVectors.load(encoders.TEXT_VECTORS)
 
 
 def map_file(ctx: StageContext) -> Path:
-    """Return the path of the agreement map that the setting `scores.map` names. Raises ValueError if there is no such
-    file.
+    """Return the path of the file that the setting `scores.map` names. The file holds the agreement map, a linear map
+    from image features to sentence embeddings. Raises ValueError if there is no such file.
     """
     file = ctx.root / ctx.config.map
     if not file.is_file():

@@ -45,17 +45,22 @@ class ScoresConfig:
 
 
 def wanted_scores(ctx: StageContext) -> pa.Table:
-    """Return one row per distinct picture: every preview, then every reference (a real picture of the style)."""
+    """Return a table of the pictures to score, one row per distinct picture. Previews (pictures drawn by an adapter or
+    the base model) come first, then references (real pictures of the style). The columns are those in `WANTED`; the
+    scores are not computed yet.
+    """
     rows = {row["picture_id"]: row for row in reversed([*preview_rows(ctx), *reference_rows(ctx)])}
     schema = pa.schema([SCORES.stored.field(name) for name in WANTED])
     return pa.Table.from_pylist(list(rows.values())[::-1], schema=schema)
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return a table of everything that all scores depend on. The runner adds it to the recipe. The recipe names the
-    folder of the table `scores`, so a change gives a new folder. The entries are training images, previews of the base
-    model, references, texts, the map and the encoders. The column `what` holds the kind of an entry, such as "image".
-    The column `which` holds an id, a hash or a text that identifies the entry.
+    """Return a table of all inputs on which every score depends. Its columns are `what` and `which`. `what` is the kind
+    of an input, such as "image", "base" (a preview of the base model) or "encoder". `which` is an id, a hash or a text
+    that identifies the input. Raises ValueError if an input is invalid, such as a map file that is missing.
+
+    The result is part of the stage's recipe. The recipe names the folder of the table `scores`, so a changed input
+    gives a new folder.
     """
     parts = [("image", row["image_id"]) for row in usable_images(ctx)]
     parts += [("base", f"{row['picture_id']} {row['prompt']}") for row in preview_rows(ctx) if row["kind"] == "base"]

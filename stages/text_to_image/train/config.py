@@ -70,10 +70,10 @@ class PreservationConfig:
 
 @dataclass(frozen=True)
 class TrainConfig(TrainingConfig):
-    """The settings [train] of a run on images. To the settings of any training (`TrainingConfig`) they add captions,
-    noise levels, loss, choice of crops, masks, preservation and validation. `caption_dropout` is the probability, from
-    0 to 1, that a caption is dropped. `mask`, `preservation` and `validation` are off if they are None. Raises
-    ValueError if a setting is out of range.
+    """The section [train] of project.toml for training on images. It extends `TrainingConfig`, which holds the settings
+    of every kind of training. `noise`, `loss` and `data` hold the settings for noise levels, loss and choice of crops.
+    `caption_dropout` is the probability, from 0 to 1, that a sample gets the empty caption. `mask`, `preservation` and
+    `validation` are off if they are None. Raises ValueError if a setting is out of range.
     """
 
     caption_dropout: float = setting(

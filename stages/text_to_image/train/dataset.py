@@ -22,13 +22,14 @@ PLACE = ("image_id", "width", "height", "crop_x", "crop_y", "crop_w", "crop_h") 
 
 @dataclass(frozen=True)
 class Crop:
-    """One latent of a run, with the captions of its image. A latent is an encoded crop of an image. `width` and
-    `height` are the size of the crop in pixels. `grid` is the `(height, width)` of the latent in image tokens.
-    `captions` holds the caption_ids of the image. `classes` has the caption_id of one class caption for each of them,
-    or "" if there is none. If no caption has one, `classes` may be empty. A class caption has the class word (such as
-    "cat") in place of the trigger word. `rate` is the average number of occurrences per epoch. `mask` has the weight of
-    each image token as one byte, from 0 to 255. If `mask` is None, all tokens have full weight. `resolution` is that of
-    its bucket.
+    """One crop of an image that a run trains on, with the image's captions. `latent_id` is its key in the table
+    `latents`. `image_id` is the sha256 of the image file. `width` and `height` are in pixels. `grid` is (height, width)
+    in image tokens. `captions` holds caption_ids. `rate` is the mean number of occurrences per epoch.
+
+    `classes` holds one caption_id per caption: the class caption, or "" if there is none. A class caption has the class
+    word (such as "cat") in place of the trigger word. If no caption has one, `classes` may be empty. `mask` has the
+    weight of each image token as one byte, 0 to 255. If it is None, all tokens have full weight. `resolution` is the
+    resolution of the crop's bucket.
     """
 
     latent_id: str
@@ -44,7 +45,7 @@ class Crop:
 
     @property
     def tokens(self) -> int:
-        """The number of image tokens: one per position of the latent."""
+        """Return the number of image tokens of the crop, one per position of the latent."""
         return self.grid[0] * self.grid[1]
 
     def class_of(self, caption: int) -> str:
@@ -56,10 +57,11 @@ class Crop:
 
 @dataclass(frozen=True)
 class Dataset:
-    """The crops and captions that a run trains on. The order of `crops` and `held` depends only on their content.
-    `held` are the held-out crops. They are only used to measure the run. `empty` is the caption_id that replaces a
-    dropped caption. If it is "", captions are never dropped. `empty_class` is the class caption of `empty`, or "" if
-    there is none. `text_rows` maps each caption_id to the number of rows of its embedding.
+    """The crops and captions of a training run. `crops` are trained on. `held` are held out, and only used for
+    measurement. `empty` is the caption_id that replaces a dropped caption, or "" if none is dropped. `empty_class` is
+    its class caption, or "". `text_rows` maps each caption_id to the number of rows of its embedding.
+
+    The order of `crops` and `held` depends only on their content.
     """
 
     crops: tuple[Crop, ...]
@@ -70,14 +72,18 @@ class Dataset:
 
     @property
     def rates(self) -> list[float] | None:
-        """How often each crop of `crops` occurs per epoch, in order. If every crop occurs once, this is None."""
+        """Return how often each crop of `crops` occurs per epoch, as a list of floats in the same order. Return None if
+        every crop occurs exactly once.
+        """
         found = [crop.rate for crop in self.crops]
         return None if set(found) == {1.0} else found
 
     def pairs(self) -> list[tuple[str, str, str]]:
-        """Return (latent_id, image_id, caption_id) for every pair of crop and caption that the run may train or validate on. The
-        captions that replace a dropped caption come last, with empty ids for crop and image. The pairs become part of the run's
-        recipe, because its result depends on them.
+        """Return a tuple (latent_id, image_id, caption_id) for every pair of crop and caption in the run. Held-out
+        crops and class captions are included. The captions that replace a dropped caption come last, with "" as
+        latent_id and image_id.
+
+        These pairs are part of the run's recipe (the hash that identifies it), because its result depends on them.
         """
         crops = [*self.crops, *self.held]
         pairs = [(crop.latent_id, crop.image_id, caption) for crop in crops for caption in crop.captions]
@@ -86,10 +92,12 @@ class Dataset:
 
 
 def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
-    """Read the tables and return the crops to train on, with the captions of their images. `config` holds the settings
-    [train]. They choose the held-out images, how often crops occur, and whether masks and class captions are used. A
-    crop is used if its image is usable and has a caption, its bucket is not rejected and its latent is encoded. Raises
-    ValueError if no crop remains or if a table lacks rows that the settings need.
+    """Read the tables of the project and return the crops and captions to train on. `config` holds the settings
+    [train]. Images that cannot be used, or have no caption, are left out. Raises ValueError if no crop remains, or if a
+    table lacks rows that the settings need.
+
+    The settings choose the held-out images, how often crops occur, and whether masks and class captions are used.
+    Rejected crops are left out.
     """
     paths = usable_paths(ctx.rows(IMAGES))
     texts = _texts(ctx, config.data, bool(config.caption_dropout), config.preservation is not None)
@@ -113,9 +121,9 @@ def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
 
 
 def _latents(ctx: StageContext, paths: Container[str], texts: Texts) -> list[Row]:
-    """Return the rows of the table `latents` that can be trained on, sorted by `latent_id`. Each row also has the `resolution` of
-    its bucket. `paths` contains the ids of usable images. `texts` holds the captions. Raises ValueError if a crop has no latent
-    or if no row remains.
+    """Return the rows of the table `latents` that can be trained on, sorted by `latent_id`. Each row is a dict that
+    also has the `resolution` of its bucket. `paths` contains the image_ids to use. Images without a caption in `texts`
+    are left out. Raises ValueError if a crop has no latent, or if no row remains.
     """
     buckets = [row for row in ctx.rows(BUCKETS).to_pylist() if row["rejected"] is None]
     places = {_place(row): row["resolution"] for row in buckets if row["image_id"] in paths}
@@ -134,8 +142,8 @@ def _latents(ctx: StageContext, paths: Container[str], texts: Texts) -> list[Row
 
 
 def _with_embeddings(ctx: StageContext, data: Dataset) -> Dataset:
-    """Return `data` with `text_rows` filled: the number of rows of each caption's embedding. Raises ValueError if a caption of
-    the run has no embedding.
+    """Return a copy of `data` whose dict `text_rows` is filled. It maps each caption_id to the number of rows of the
+    caption's embedding. Raises ValueError if a caption of the run has no embedding.
     """
     text_rows = {row["caption_id"]: row["shape"][0] for row in ctx.rows(EMBEDDINGS).to_pylist()}
     read = {caption for _, _, caption in data.pairs() if caption}
@@ -168,11 +176,11 @@ def _crop(row: Row, rate: float, texts: Texts, masked: bool) -> Crop:
 
 @dataclass(frozen=True)
 class Texts:
-    """The captions that a run may draw, as caption_ids. `captions` maps an image_id to the captions of that image, in
-    order of their position. `classes` maps an image_id to one class caption per caption, or "" if there is none. A
-    class caption has the class word in place of the trigger word. `empty` is the caption that replaces a dropped
-    caption. If captions are never dropped, it is "". `empty_class` is the class caption of `empty`, or "" if there is
-    none.
+    """The captions that a run may use, as caption_ids. `captions` maps each image_id to the captions of the image, in
+    order. `classes` maps each image_id to the class captions, one per caption; "" means none. `empty` replaces a
+    dropped caption. `empty_class` is the class caption of `empty`. Both may be "".
+
+    A class caption has the class word in place of the trigger word. If captions are never dropped, `empty` is "".
     """
 
     captions: dict[str, tuple[str, ...]]  # by image_id, in their order
@@ -182,8 +190,9 @@ class Texts:
 
 
 def _texts(ctx: StageContext, data: DataConfig, dropout: bool, with_classes: bool) -> Texts:
-    """Read the captions of a run from the table `captions`. `dropout` says whether captions are dropped at random. `with_classes`
-    says whether class captions are needed. Raises ValueError if the table lacks a kind of caption that the settings need.
+    """Read the captions of a run from the table `captions`, and return their caption_ids as `Texts`. `dropout` says
+    whether captions are dropped at random. `with_classes` says whether class captions are read. Raises ValueError if
+    the table lacks a kind of caption that the settings need.
     """
     by_role: dict[str, list[Row]] = {}
     for row in sorted(ctx.rows(CAPTIONS).to_pylist(), key=lambda row: (row["position"], row["caption_id"])):

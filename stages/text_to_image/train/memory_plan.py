@@ -35,10 +35,12 @@ LOWEST_RESOLUTION = 256  # pixels: no lower resolution is advised
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The size of a batch. `samples` is the number of samples. `width` and `height` are the size of each image in
-    pixels. `text_rows` is the number of rows of each text embedding. `pixels_per_token` is the side of an image token
-    in pixels. `held` is the size of the largest validation batch, or None without validation. `shared` is true if a
-    batch of the run may contain several shapes. Each shape is then computed separately.
+    """The size of a batch of images. `samples` is the number of images. `width` and `height` are the size of each image
+    in pixels. `text_rows` is the number of rows of each text embedding. `pixels_per_token` is the side of an image
+    token in pixels. `held` is the largest validation batch, or None without validation. `shared` is True if a batch of
+    the run may mix image shapes.
+
+    The shapes of a mixed batch are computed separately.
     """
 
     samples: int
@@ -61,9 +63,8 @@ class BatchShape:
 
     @property
     def resolution(self) -> int:
-        """The lowest resolution that covers all images of the batch and of the held-out batch. A resolution is the side
-        of a square in pixels. It covers an image if the square has at least as many image tokens. The result is a
-        multiple of `pixels_per_token`.
+        """The side, in pixels, of the smallest square with at least as many image tokens as every image. The images of
+        the batch and of its validation batch `held` are included. The side is a multiple of `pixels_per_token`.
         """
         own = self.pixels_per_token * (math.isqrt(math.prod(self.grid) - 1) + 1)
         return max(own, self.held.resolution if self.held else 0)
@@ -122,8 +123,8 @@ class MemoryEstimator:
         self.state = sum(value.nbytes for value in optimizer.init(stacks).values())
 
     def estimate(self, batch: BatchShape, samples: int) -> Estimate:
-        """Estimate the memory, in bytes, of a run whose largest batch is `batch`. `samples` is the size of a micro-batch: the
-        number of samples computed at once.
+        """Return the estimated memory of training, in bytes for each purpose. `batch` is the largest batch of the run.
+        `samples` is the number of samples computed at once. Call `peak(plan)` of the result for the peak of the run.
         """
         inputs = self.architecture.zero_inputs(self.sizes, samples, batch.grid, batch.text_rows)
         more = {"unpacked": self.unpacked, **self.attention_scores(samples, batch.tokens)}
@@ -135,19 +136,20 @@ class MemoryEstimator:
         return planner.estimate(self.meta_model, inputs, self.weights, self.targets, kept, optimizer_work=update, **more)
 
     def sums_gradients(self, batch: BatchShape, samples: int) -> bool:
-        """Return True if a step sums several gradients. A second copy of the gradient is then in memory. `batch` is the
-        largest batch of the run. `samples` is the number of samples in a micro-batch. Gradients are summed if a step
-        has several batches, if a batch has several shapes, if `batch` has more than `samples` samples, or if there is a
-        preservation loss.
+        """Return True if a step sums several gradients, which takes memory for a second copy of the gradient. `batch`
+        is the largest batch of the run. `samples` is the number of samples computed at once.
+
+        Gradients are summed if a step has several batches, if a batch mixes image shapes, or if `batch` has more than
+        `samples` samples. They are also summed if [train.preservation] adds a loss.
         """
         several = self.config.accumulate > 1 or batch.shared or samples < batch.samples
         return several or self.config.preservation is not None
 
     def attention_scores(self, samples: int, tokens: int) -> dict[str, int]:
-        """Return the bytes of the score matrices of attention, by kind. The key "scores" counts the matrices that exist
-        during the computation. The key "saved_scores" counts the matrices that are kept for the gradient. `samples` is
-        the number of samples computed at once. `tokens` is the number of tokens of one sample, image and text together.
-        If a fused kernel computes attention, no scores are stored and the dict is empty.
+        """Return the bytes of the attention scores of one block, as a dict. "scores" is the largest amount in use at
+        once. "saved_scores" is the amount that is kept until the backward pass. `samples` is the number of samples
+        computed at once. `tokens` is the number of tokens of one sample, image and text together. If a fused kernel
+        computes attention, no scores are stored and the dict is empty.
         """
         heads = self.sizes.num_attention_heads
         q_BHSK = mx.zeros((samples, heads, tokens, self.sizes.attention_head_dim), self.dtype)
@@ -158,11 +160,11 @@ class MemoryEstimator:
         return {"scores": min(whole, attention.CHUNK_BYTES), "saved_scores": 0 if chunked else whole}
 
     def best(self, batch: BatchShape, limit: int, begun: Plan | None = None) -> Candidate:
-        """Choose a micro-batch size and a plan with which training needs at most `limit` bytes. A micro-batch is the
-        samples computed at once. The plan says how many blocks keep their activations until the backward pass. Values
-        that [train] fixes are kept. For the others, the fastest ones that fit are chosen. `batch` is the largest batch
-        of the run. `begun` is the plan of a resumed run, or None. It is kept if it fits and [train] `memory` is "auto".
-        If nothing fits, the result needs more than `limit` bytes.
+        """Choose how to compute the largest batch of a run, `batch`, with at most `limit` bytes. The result says how
+        many samples are computed at once (`samples`) and how many blocks keep their activations (`plan`). Values that
+        [train] fixes are kept. For the others, the fastest ones that fit are chosen. `begun` is the plan of a resumed
+        run, or None. It is kept if it fits and [train] `memory` is "auto". If nothing fits, the result needs more than
+        `limit` bytes.
         """
         return best_candidate(self.config, batch.samples, lambda samples: self.estimate(batch, samples), limit, begun)
 
@@ -179,10 +181,10 @@ def choose(
     start: Checkpoint | None,
     say: Callable[[str], None],
 ) -> MemoryPlan:
-    """Choose the memory plan of a run and print it with `say`. The plan is the micro-batch size, and which blocks are
-    differentiated as one graph. No weight is loaded. `weights` is the folder of the transformer. `start` is the checkpoint to
-    continue from, or None for a new run. Raises ValueError if no plan fits into memory. The message names settings that would
-    fit.
+    """Choose the memory plan of a run, print it with `say`, and return it. The plan says how many samples are computed
+    at once, and how many blocks keep their activations. `weights` is the folder of the transformer. No weight is
+    loaded. `sampler` gives the batches of the run. `start` is the checkpoint to continue from, or None for a new run.
+    Raises ValueError if no plan fits into memory. The message names settings that would fit.
     """
     architecture = family.architecture
     estimator = MemoryEstimator(config, architecture, architecture.transformer_config(weights, family))
@@ -192,10 +194,10 @@ def choose(
 
 
 def require_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int, begun: Plan | None = None) -> Candidate:
-    """Choose a micro-batch size and a plan with which training needs at most `limit` bytes. A micro-batch is the
-    samples computed at once. The plan says how many blocks keep their activations until the backward pass. `batch` is
-    the largest batch of the run. `begun` is the plan of a resumed run, or None. It is kept if it fits and [train]
-    `memory` is "auto". Raises ValueError if nothing fits. The message names settings that would fit.
+    """Choose how to compute the largest batch of a run, `batch`, with at most `limit` bytes. The result says how many
+    samples are computed at once (`samples`) and how many blocks keep their activations (`plan`). `begun` is the plan of
+    a resumed run, or None. It is kept if it fits and [train] `memory` is "auto". Raises ValueError if nothing fits. The
+    message names settings that would fit.
     """
     found = estimator.best(batch, limit, begun)
     if found.needs > limit:
@@ -204,8 +206,9 @@ def require_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int, begun
 
 
 def cheapest_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int) -> Remedy:
-    """Return the cheapest change of settings with which training on `batch` needs at most `limit` bytes. If no change suffices,
-    return all changes that save memory.
+    """Return the cheapest change of settings with which training on `batch` fits into `limit` bytes. The result has the
+    new [train] settings (`settings`), the memory plan (`plan`) and the peak memory in bytes (`needs`). If no change
+    suffices, it has all changes that save memory.
     """
     samples = max(batch.samples, batch.held.samples if batch.held else 0)
 
@@ -216,8 +219,9 @@ def cheapest_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int) -> R
 
 
 def refusal(estimator: MemoryEstimator, batch: BatchShape, candidate: Candidate, limit: int) -> str:
-    """Return the one-line message for a run that does not fit in memory. The message says that `candidate` needs more than
-    `limit` bytes. It also says which settings would fit. A lower resolution is proposed only if no other settings suffice.
+    """Return the one-line error message for a run that needs more memory than `limit` bytes. The message gives the
+    memory of `candidate`, the best way that was found to compute `batch`. It also names settings that would fit. A
+    lower resolution is proposed only if no other settings suffice.
     """
     advice, needs = lower_resolution(estimator, batch, limit)
     would = f"{advice} would need {needs / GB:.3g} GB" if advice else "no setting would need less"
@@ -229,10 +233,10 @@ def refusal(estimator: MemoryEstimator, batch: BatchShape, candidate: Candidate,
 
 
 def lower_resolution(estimator: MemoryEstimator, batch: BatchShape, limit: int) -> tuple[str, int]:
-    """Return which settings to change so that training fits into `limit` bytes. The result is a pair: the settings as
-    text, and the bytes that training needs with them. `batch` is the largest batch of the run. Settings of [train] come
-    first. A lower resolution is added only if they do not suffice. If nothing suffices, the result has all these
-    changes, and the bytes exceed `limit`. If there is no setting to change, the text is empty.
+    """Return settings with which training fits into `limit` bytes, as text, and the bytes that it then needs. `batch`
+    is the largest batch of the run. Settings of [train] are changed first. A lower resolution is added only if they do
+    not suffice. If nothing suffices, the text has all changes, and the bytes exceed `limit`. If nothing is changed, the
+    text is empty.
     """
     remedy = cheapest_fit(estimator, batch, limit)
     resolutions = range(batch.resolution - batch.pixels_per_token, LOWEST_RESOLUTION - 1, -batch.pixels_per_token)

@@ -25,9 +25,10 @@ def load_transformer(path: Path, family: Family, config: TrainConfig) -> Transfo
 
 
 def read_initial_adapter(file: Path, weights: Path, family: Family, config: TrainConfig) -> InitialAdapter:
-    """Read the adapter `file` that a run starts from. Returns a pair of dicts: the float32 arrays by name, and the
-    scale of each Linear layer by its name. `weights` is the folder of the transformer. Only the sizes of the
-    transformer are read there, no weights. Raises ValueError if the adapter does not fit the model or the settings.
+    """Read the adapter file that a training run starts from. Return (arrays, scales). Both are dicts. `arrays` maps
+    "<linear><ending>" to a float32 array. `scales` maps the name of a linear layer to its scale. `file` is the adapter.
+    `weights` is the folder of the transformer, from which only its sizes are read. Raises ValueError if the adapter is
+    damaged or does not fit the model or the settings.
     """
     if damage := adapter_damage(file):
         raise ValueError(f"[train] initial: {file} {damage}; run `latentmill verify --repair` in its project")

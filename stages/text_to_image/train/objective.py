@@ -28,10 +28,12 @@ Loss = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True)
 class FlowMatching:
-    """The objective of flow matching. The model predicts a velocity, which is `noise - clean`. `loss` holds the
-    settings [train.loss]. `preservation` holds the settings [train.preservation], or is None. They add a second loss
-    that keeps the base model's predictions for class captions. `separable` is True if the loss of a sample does not
-    depend on other samples. Only then may a batch be divided into micro-batches.
+    """The training objective of flow matching: the model predicts the velocity `noise - clean`. `architecture` holds
+    the functions of the model's architecture. `loss` holds the settings of the section [train.loss]. `preservation`
+    holds those of [train.preservation], or is None. If given, a second loss keeps the base model's predictions for
+    class captions. `separable` is True if no sample's loss depends on other samples.
+
+    A batch may be divided into micro-batches only if `separable` is True.
     """
 
     architecture: Architecture
@@ -40,8 +42,10 @@ class FlowMatching:
     separable: bool = True
 
     def terms(self, model: Transformer, batch: MicroBatch) -> Iterator[Term]:
-        """Yield the loss of a micro-batch. If samples have class captions, then also yield the preservation loss. It measures how
-        far the adapter changes the model's prediction for the class captions.
+        """Yield the loss terms of a micro-batch. A term holds the inputs of `model` and the function that computes the
+        loss. The first term is the loss of the predicted velocity. The second is the preservation loss: how far the
+        adapter changes the prediction for class captions. It is left out if no sample has a class caption, or if
+        [train.preservation] is not set.
         """
         x_BLC, target_BLC = self.mix(batch)
         yield Term(self.inputs(batch, x_BLC, batch.ctx_BTJ), velocity_loss(batch, target_BLC, self.loss))
@@ -53,8 +57,9 @@ class FlowMatching:
         yield Term(inputs, preserved, "preservation", [bool(one) for one in batch.class_B])
 
     def validation_term(self, model: Transformer, batch: MicroBatch) -> Term:
-        """Return the loss for held-out samples: always the plain mean squared error. So runs with different [train.loss] settings
-        can be compared.
+        """Return the loss term for a micro-batch of held-out samples: the mean squared error. A mask weights the image
+        tokens if there is one. The settings [train.loss] are ignored, so runs with different settings can be compared.
+        `model` is not used.
         """
         x_BLC, target_BLC = self.mix(batch)
         return Term(self.inputs(batch, x_BLC, batch.ctx_BTJ), velocity_loss(batch, target_BLC, LossConfig()))
@@ -71,8 +76,9 @@ class FlowMatching:
         return (1 - sigma_B11) * x0_BLC + sigma_B11 * noise_BLC, noise_BLC - x0_BLC
 
     def inputs(self, batch: MicroBatch, x_BLC: mx.array, words_BTJ: np.ndarray) -> dict[str, Any]:
-        """Return the model's inputs as keyword arguments. `x_BLC` are the noisy latents (batch, tokens, channels). `words_BTJ`
-        are text embeddings (batch, text rows, features). They are bfloat16 stored as uint16 words.
+        """Return the inputs of the model for one prediction, as a dict from argument name to value. `x_BLC` holds the
+        noisy latents, `(batch, tokens, channels)`. `words_BTJ` holds the text embeddings, `(batch, text rows,
+        features)`, as bfloat16 values stored in uint16. `batch` supplies the image size and the noise levels.
         """
         height, width = batch.x0_BCHW.shape[2:]
         text_BTJ = mx.array(words_BTJ).view(mx.bfloat16)
@@ -80,7 +86,9 @@ class FlowMatching:
 
 
 def sigmas(batch: MicroBatch) -> mx.array:
-    """Return the noise level (sigma, 0 clean to 1 noise) of each sample, as a float32 array."""
+    """Return the noise level of each sample, as a float32 array of shape `(batch,)`. The level is 0 for a clean latent
+    and 1 for pure noise.
+    """
     return mx.array([s.sigma for s in batch.samples], mx.float32)
 
 

@@ -48,8 +48,8 @@ class BatchReader:
     """A reader that copies the micro-batches of a run from the tables `latents` and `embeddings` into host memory."""
 
     def __init__(self, ctx: StageContext, sampler: TrainingSampler, mask_floor: float) -> None:
-        """Open the tables `latents` and `embeddings`. `mask_floor` is the least weight of an image token under a mask, from 0 to
-        1.
+        """Open the tables `latents` and `embeddings` of the run `ctx`. `sampler` draws the noise of the samples.
+        `mask_floor` is the smallest weight of an image token outside a mask, from 0 to 1.
         """
         self.latents, self.embeddings = ctx.tensors(LATENTS), ctx.tensors(EMBEDDINGS)
         self.sampler, self.mask_floor = sampler, mask_floor
@@ -63,8 +63,8 @@ class BatchReader:
         self.embeddings.ahead([caption for s in coming for caption in (s.caption_id, s.class_id) if caption])
 
     def read(self, step: int, samples: list[Sample]) -> MicroBatch:
-        """Read the latents and embeddings of `samples` and draw their noise. Returns them as one micro-batch. `step` is the step
-        of these samples, counted from 1.
+        """Read the latents and text embeddings of `samples` and return them as one micro-batch. The noise of a sample
+        depends on the seed, the step and the sample. `step` is the training step of these samples, counted from 1.
         """
         noise = functools.partial(self.sampler.noise_of, step)
         return read_batch(samples, self.latents, self.embeddings, noise, self.mask_floor)

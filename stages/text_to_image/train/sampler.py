@@ -16,10 +16,9 @@ from stages.tuner.order import Order
 @dataclass(frozen=True)
 class Sample:
     """One sample of a training step, before its data are read from disk. `number` is its index in the step, from 0.
-    `crop` is the latent to read. `caption_id` is the caption to read. `dropped` is True if the caption was dropped at
-    random. `caption_id` is then the replacement. `sigma` is the noise level, from 0 (clean) to 1 (noise). `class_id` is
-    the class caption to read, with the class word in place of the trigger word. It is "" if there is none or the step
-    needs none.
+    `crop` is the latent to read. `caption_id` is the caption to read. If `dropped` is True, the image's own caption was
+    dropped at random, and this one replaces it. `sigma` is the noise level, from 0 (clean) to 1 (noise). `class_id` is
+    the class caption to read, or "" for none. A class caption has the class word in place of the trigger word.
     """
 
     number: int  # 0-based place in the step
@@ -33,12 +32,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class TrainingSampler:
-    """A sampler that draws the samples of every training step. The samples of a step depend only on the attributes of
-    the sampler and the number of the step. `order` gives the crops of each batch. `noise` is the distribution of noise
-    levels. `caption_dropout` is the probability that `data.empty` replaces a caption. `strata` is the number of
-    successive steps that together cover the noise levels evenly. The value 1 draws every level independently.
-    `classes_every` = n uses class captions in every n-th step, and 0 never uses them. A class caption has the class
-    word in place of the trigger word.
+    """A sampler that draws the samples of every training step from the dataset `data`. Its attributes and the step's
+    number determine the samples. `order` gives the crops of each batch. `noise` is the distribution of noise levels.
+    `caption_dropout` is the probability that `data.empty` replaces a caption. `strata` is the number of successive
+    steps that together cover the noise levels evenly. Class captions are used in every `classes_every`-th step, or
+    never if it is 0.
+
+    If `strata` is 1, every level is drawn independently. A class caption has the class word in place of the trigger
+    word.
     """
 
     data: Dataset
@@ -50,13 +51,15 @@ class TrainingSampler:
     classes_every: int = 0  # class captions are used in every n-th step; 0: never
 
     def sizes(self, step: int) -> list[int]:
-        """Return the number of samples in each batch of step `step` (from 1). No sample is drawn. A batch of several shapes
-        counts as one.
+        """Return the number of samples in each batch of training step `step` (from 1). If a batch mixes image shapes,
+        its samples are counted together. No sample is drawn.
         """
         return [self.order.batch_size] * self.order.accumulate
 
     def step(self, step: int) -> list[list[Sample]]:
-        """Draw the samples of step `step` (from 1), as one list per batch. A batch of several shapes gives one list per shape."""
+        """Draw the samples of training step `step` (from 1). Return one list of samples per batch. If a batch mixes
+        image shapes, it gives one list per shape.
+        """
         batches: list[list[Sample]] = []
         number = 0
         for batch in self.order.step(step):

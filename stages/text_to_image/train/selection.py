@@ -22,7 +22,9 @@ LEAST, MOST = 1e-3, 1e3  # of a rate in a setting: an epoch is a list in memory,
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The settings [train.data]: how often each crop is drawn, and what replaces a dropped caption."""
+    """The settings [train.data]. `resolutions` and `repeats` set how often crops are drawn, by resolution and by
+    folder. `dropped` is what replaces a dropped caption: "empty" or "trigger".
+    """
 
     resolutions: Mapping[str, float] | None = setting(
         None,
@@ -52,9 +54,10 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class MaskConfig:
-    """The settings [train.mask]. Image tokens count less in the loss where the mask of the image is dark. `floor` is
-    the least weight of a token, from 0 to 1. Masks are read from the table `latents`. They are there if [latents]
-    `mask` is "alpha" or "file". Training raises ValueError if no crop has a mask.
+    """The settings [train.mask]: image tokens count less in the loss where the image's mask is dark. `floor` is the
+    smallest weight of a token, from 0 to 1. Training raises ValueError if no crop has a mask.
+
+    The masks are read from the table `latents`. It has masks if the setting [latents] `mask` is "alpha" or "file".
     """
 
     floor: float = setting(
@@ -90,8 +93,9 @@ class ValidationConfig(tuner.ValidationConfig):
 
 
 def rates(config: DataConfig, crops: Sequence[tuple[int, str]]) -> list[float]:
-    """Return the average number of occurrences per epoch of each crop, in the order of `crops`. Each crop is given as
-    (resolution, path of its image). Raises ValueError if `config` names a resolution or folder without crops.
+    """Return the average number of occurrences per epoch of each crop, as floats in the order of `crops`. Each crop is
+    (resolution, path of its image). `config` sets frequencies by resolution and by folder. Raises ValueError if it
+    names one without crops, or leaves out a resolution.
     """
     weights = _weights(config, {resolution for resolution, _ in crops})
     folders = {folder.strip("/").removeprefix("./"): count for folder, count in (config.repeats or {}).items()}
@@ -107,8 +111,9 @@ def rates(config: DataConfig, crops: Sequence[tuple[int, str]]) -> list[float]:
 
 
 def _weights(config: DataConfig, present: Iterable[int]) -> dict[int, float]:
-    """Return the relative frequency of each resolution in `present`. The largest is 1. Raises ValueError if [train.data]
-    `resolutions` does not name exactly the resolutions in `present`.
+    """Return a dict from each resolution in `present` to its relative frequency. The frequencies come from the setting
+    [train.data] `resolutions`, divided by the largest. Without this setting, all are 1. Raises ValueError if the
+    setting does not name exactly the resolutions in `present`.
     """
     resolutions = sorted(present)
     if config.resolutions is None:
@@ -126,10 +131,11 @@ def _weights(config: DataConfig, present: Iterable[int]) -> dict[int, float]:
 
 def held_out(config: ValidationConfig, paths: Mapping[str, Sequence[str]]) -> frozenset[str]:
     """Choose the images to hold out from training, and return their image_ids. `paths` maps each image_id to all file
-    paths of that image. If `config.paths` is set, every image with a path that matches one of its wildcards is chosen.
-    Otherwise each image is chosen with probability `config.share`. At least one and at most `config.most` images are
-    then chosen. This choice depends only on the image_ids and `config.seed`. Raises ValueError if `config.paths`
-    matches no image.
+    paths of the image. With `config.paths`, images that match one of these wildcards are chosen. Otherwise about the
+    share `config.share` is drawn at random. Raises ValueError if no wildcard matches.
+
+    A random choice has at least one and at most `config.most` images. It depends only on the image_ids and
+    `config.seed`.
     """
     if config.paths:
         found = {i for i, own in paths.items() if any(fnmatchcase(nfc(path), nfc(p)) for path in own for p in config.paths)}

@@ -29,19 +29,22 @@ from stages.tuner.rows import wanted_rows
 
 
 def wanted_samples(ctx: StageContext) -> pa.Table:
-    """Return a table with one row for every sample that the run trains on or measures. The columns are `step`, `split` and
-    `sample`. `split` is "train" or "validation". `sample` is the index in the step.
+    """Return a table with one row for every sample that the run trains on or measures. The columns are `step`, `split`
+    and `sample`. `split` is "train" or "validation". `sample` is the number of the sample in the step or measurement,
+    from 0.
     """
     task = ImageTask(ctx)
     return wanted_rows(task, loop.last_step(task, ctx.stored))
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return a table of everything that the run depends on. The columns are `latent_id`, `image_id` and `caption_id`.
-    Most rows are the pairs of crop and caption that may be drawn. The other rows have an empty `latent_id` and hold
-    further facts. Their `caption_id` states a rate other than 1, a held-out crop or the initial adapter. Their
-    `image_id` is the latent_id of the crop or the sha256 of the adapter file. Raises ValueError if the file of the
-    initial adapter is missing.
+    """Return a table of everything that decides the result of the run. The columns are `latent_id`, `image_id` and
+    `caption_id`. Most rows are a crop and a caption that may be drawn together. A row with an empty `latent_id` states
+    another fact. Its `caption_id` is the fact, and its `image_id` is what the fact is about. Raises ValueError if the
+    file of the initial adapter is missing.
+
+    The facts are "rate R" for a crop with the rate R instead of 1, "held out" for a held-out crop, and "initial" for
+    the initial adapter. `image_id` is the latent_id of the crop or the sha256 of the adapter file.
     """
     data = load_dataset(ctx, ctx.config)
     facts = [("", crop.latent_id, f"rate {crop.rate!r}") for crop in data.crops if crop.rate != 1]
@@ -56,16 +59,17 @@ def snapshot(ctx: StageContext) -> pa.Table:
 
 
 def train(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Train from the newest checkpoint to the last step, and yield the rows of each step as record batches. If a step gets a
-    checkpoint, the rows are yielded after it is written.
+    """Train from the newest checkpoint to the last step, and yield the rows of each step as record batches. A row
+    describes one sample that was trained on or measured. If a step gets a checkpoint, its rows are yielded after the
+    checkpoint is written.
     """
     control = Control(ctx, ctx.config)  # first, so that a `stop` that appears while tables are read takes effect
     yield from loop.train(ctx, ImageTask(ctx), control)
 
 
 def repair(ctx: StageContext) -> Iterator[str]:
-    """Recreate the damaged checkpoints of a finished run by training again. Yields one line of text for the user about
-    each checkpoint. A checkpoint stays damaged if training no longer gives the recorded values. The line then says so.
+    """Train again to recreate the damaged checkpoints of a finished run. Yield one line of text for the user per
+    checkpoint. If training now gives another adapter than before, the checkpoint stays damaged, and its line says so.
     """
     if checkpoint.damaged_checkpoints(ctx.artifacts):
         yield from remake_checkpoints(ctx, ImageTask(ctx))

@@ -31,8 +31,8 @@ class ImageTask:
     """
 
     def __init__(self, ctx: StageContext, data: Dataset | None = None) -> None:
-        """Prepare the run that `ctx` describes. `data` is the dataset if it is already loaded; None loads it. Raises ValueError
-        if the tables or settings leave nothing to train on.
+        """Prepare the training run that `ctx` describes. `data` is the loaded dataset, or None to load it. Raises
+        ValueError if the input tables or the settings leave nothing to train on.
         """
         config: TrainConfig = ctx.config
         self.ctx, self.config = ctx, config
@@ -47,7 +47,7 @@ class ImageTask:
 
     @property
     def objective(self) -> FlowMatching:
-        """The loss of flow matching, as [train.loss] and [train.preservation] say."""
+        """The flow-matching loss of the run. It is built from the settings [train.loss] and [train.preservation]."""
         return FlowMatching(self.family.architecture, self.config.loss, self.config.preservation)
 
     @property
@@ -72,7 +72,9 @@ class ImageTask:
         return self.sampler.sizes(step)
 
     def draw(self, step: int) -> list[list[Sample]]:
-        """Draw the samples of step `step` (from 1), as one list per batch. All batches together make one optimizer step."""
+        """Draw the samples of training step `step` and return one list per batch. Steps are counted from 1. All batches
+        together give one optimizer update.
+        """
         return self.sampler.step(step)
 
     def reader(self) -> BatchReader:
@@ -80,8 +82,8 @@ class ImageTask:
         return BatchReader(self.ctx, self.sampler, self.mask_floor)
 
     def row(self, sample: Sample) -> dict[str, Any]:
-        """Return the columns of the table `train` that describe `sample`, by column name. They are image, crop, caption, noise
-        level and number of tokens. The loop adds loss, step and timing.
+        """Return the columns of the table `train` that describe `sample`, as a dict from column to value. They tell its
+        image, crop, caption, noise level and number of tokens. They contain no loss and no step.
         """
         crop = sample.crop
         return {
@@ -97,7 +99,9 @@ class ImageTask:
         }
 
     def warnings(self) -> Iterator[str]:
-        """Yield a line if the model family is distilled, because training such a model may fail."""
+        """Yield one line for the user if the model family is distilled. Training such a model may fail. Yield nothing
+        for other families.
+        """
         if self.family.distilled:
             yield (f"{self.family.title}: train LoRAs on the base model and use them on this one; training on this one may fail")
 
@@ -120,18 +124,20 @@ class ImageTask:
         return line
 
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
-        """Choose the memory plan of the run and return it. The plan says which blocks are differentiated as one graph,
-        and how large a micro-batch (samples computed at once) may be. `start` is the checkpoint to continue from, or
-        None for a new run. If `recorded` is true, the setting [train] `memory` is read as "auto". With "auto", the plan
-        stored in `start` is kept if it fits into memory. If it does not fit or there is none, the fastest plan that
-        fits is chosen. Raises ValueError if no allowed plan fits into memory.
+        """Choose and return the memory plan of the run. The plan sets how many samples are computed at once, and how
+        many blocks are computed twice. `start` is the checkpoint to continue from, or None. If `recorded` is True, the
+        setting [train] `memory` counts as "auto". Raises ValueError if no allowed plan fits into memory.
+
+        With "auto", the plan stored in `start` is kept if it fits into memory. Otherwise the fastest plan that fits is
+        chosen.
         """
         config = dataclasses.replace(self.config, memory="auto") if recorded else self.config
         return memory_plan.choose(config, self.family, self.ctx.need("transformer"), self.sampler, start, self.ctx.say)
 
     def initial_adapter(self) -> InitialAdapter | None:
-        """Read the adapter file of the setting [train] `initial`, and return (arrays by name, scale of each Linear). If the
-        setting is empty, the result is None. Raises ValueError if the adapter does not fit the model.
+        """Read the adapter file that the setting [train] `initial` names. Return the pair (dict from name to float32
+        array, dict from the name of a Linear to its scale). Return None if the setting is empty. Raises ValueError if
+        the file is damaged or does not fit the model.
         """
         if not self.config.initial:
             return None
@@ -139,5 +145,7 @@ class ImageTask:
         return model.read_initial_adapter(file, self.ctx.need("transformer"), self.family, self.config)
 
     def load_model(self) -> Transformer:
-        """Load the frozen transformer. Its weights are packed (quantised) to the bits of the setting [train] `base_bits`."""
+        """Return the frozen transformer with its weights loaded. The setting [train] `base_bits` gives the bits of a
+        weight: 16, 8 or 4. Weights with fewer than 16 bits are quantised.
+        """
         return model.load_transformer(self.ctx.need("transformer"), self.family, self.config)

@@ -17,8 +17,8 @@ from stages.tuner import draws
 
 
 class HeldOutImages:
-    """The held-out images of a run. Every held-out crop is measured with its first caption, at every noise level of
-    [train.validation] `sigmas`. All measurements use the same noise.
+    """The images held out from training, as samples that measure the run. Each sample is one crop at one noise level of
+    [train.validation] `sigmas`, with the image's first caption. All measurements use the same noise.
     """
 
     def __init__(
@@ -37,7 +37,9 @@ class HeldOutImages:
         return len(self.crops) * len(self.config.sigmas)
 
     def samples(self) -> list[list[Sample]]:
-        """Return the samples of one measurement, as one list per micro-batch."""
+        """Return the samples of one measurement, as one list per micro-batch. Each `Sample` is a crop with its first
+        caption and one noise level. The order is the same in every measurement.
+        """
         drawn = [(self.crops[row], float(np.float32(sigma))) for batch in self.batches for row, sigma in batch]
         samples = iter([Sample(n, 0, crop, crop.captions[0], False, sigma) for n, (crop, sigma) in enumerate(drawn)])
         return [[next(samples) for _ in batch] for batch in self.batches]

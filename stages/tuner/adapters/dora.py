@@ -53,12 +53,12 @@ def initial_magnitude(weight: quantize.Weight, outputs: int, inputs: int) -> mx.
 def rescale_rows(
     y: mx.array, magnitude_O: mx.array, weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale: float
 ) -> mx.array:
-    """Return the output of a DoRA, given the output `y` of the same Linear with LoRA. Each output channel of `y` is
-    multiplied by its magnitude. It is then divided by the Euclidean norm of its row in the adapted weight
-    `W + scale B A`. `y` and the result have the shape `(..., outputs)`. `magnitude_O` has the shape `(outputs,)`.
-    `weight` is `W`, with the shape `(outputs, inputs)`. It is an array, or a quantised weight packed in 8 or 4 bits.
-    `down_RI` is `A`, with the shape `(rank, inputs)`. `up_OR` is `B`, with the shape `(outputs, rank)`. `scale`
-    multiplies `B A`. No gradient is computed through the norms.
+    """Return the output of a Linear with a DoRA adapter, shape `(..., outputs)`. `y` is the output of the same Linear
+    with plain LoRA, in the same shape. Each channel of `y` is multiplied by its magnitude in `magnitude_O`, shape
+    `(outputs,)`. It is divided by the norm of its row of `W + scale B A`. `weight` is the frozen `W`, `(outputs,
+    inputs)`, or a quantised weight. `down_RI` is `A`, `(rank, inputs)`. `up_OR` is `B`, `(outputs, rank)`.
+
+    The norm is Euclidean. No gradient flows through it.
     """
     norm_O = mx.stop_gradient(row_norms(weight, down_RI, up_OR, scale))
     add_gain: Any = _add_gain
@@ -78,8 +78,9 @@ def _add_gain(y: mx.array, gain_O: mx.array) -> mx.array:
 
 @_add_gain.vjp  # type: ignore[untyped-decorator, unused-ignore]
 def _add_gain_vjp(primals: Any, dz: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the gradients of the loss with respect to `y` and to `gain_O`, as a pair. They are computed for the output
-    `z = y + gain_O * y`. `primals` is `(y, gain_O)`. `dz` is the gradient of the loss with respect to `z`.
+    """Return the pair of gradients of `_add_gain` with respect to its inputs `y` and `gain_O`. `primals` is `(y,
+    gain_O)`. `dz` is the gradient of the loss with respect to the output. The third argument, the output itself, is not
+    used.
 
     The sum over tokens is a matrix product. It adds in float32 on every backend; a half-precision sum does not.
     """

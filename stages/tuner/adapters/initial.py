@@ -66,11 +66,14 @@ def start_from_adapter(
     fresh: Mapping[str, mx.array],
     weights: Mapping[str, quantize.Weight] | None = None,
 ) -> Arrays:
-    """Return the arrays of a new adapter that changes the model as the adapter `source` does, up to rounding. `source` maps
-    "<linear><suffix>", such as "<linear>.lora_A.weight", to arrays. `scales` maps "<linear>" to the factor that multiplies
-    the change by `source`. `targets` are the Linears of the new adapter. `fresh` is the result of `fresh_adapter` for
-    `targets`. Its arrays fill missing Linears and ranks. `weights` maps target names to frozen weights. It is needed if a
-    DoRA starts from a LoRA. Raises ValueError if `source` does not suit `targets`.
+    """Return the float32 arrays of a new adapter that makes the same change as the adapter `source`. The result maps
+    "<linear><suffix>", such as "<linear>.lora_A.weight", to arrays. `source` has the same form. `scales` maps each
+    Linear of `source` to the factor of its change. `targets` are the Linears of the new adapter. `fresh` is the result
+    of `fresh_adapter(targets)`. It gives the arrays of Linears that `source` lacks, and the additional ranks. `weights`
+    maps target names to frozen weights. It is only needed to turn a LoRA into a DoRA. Raises ValueError if `source`
+    does not fit `targets`.
+
+    The change is the same up to rounding.
     """
     chosen = list(targets)
     check_initial(source, scales, chosen)
@@ -126,11 +129,13 @@ def _check_array(target: Target, suffix: str, shape: tuple[int, ...]) -> None:
 
 
 def _resized(target: Target, arrays: Arrays, scale: float, fresh: Arrays) -> Arrays:
-    """Return the given arrays of one Linear, converted to the scale and the rank of `target`. `arrays` maps suffixes to
-    the given arrays. `scale` is the factor that multiplies the change by these arrays. An array that starts at zero,
-    such as B of a LoRA, is multiplied by `scale / target.scale`. The adapter's change of the weight then stays the
-    same. `fresh` maps suffixes to the arrays of a new adapter for `target`. If their rank is larger, their surplus rows
-    or columns are appended. The result maps suffixes to float32 arrays.
+    """Return the arrays of one Linear's adapter, converted to the scale and rank of `target`. The adapter's change of
+    the Linear stays the same. `arrays` maps suffixes, such as ".lora_A.weight", to the adapter's arrays. `scale` is the
+    factor of its change. `fresh` maps suffixes to the arrays of a new adapter for `target`. If its rank is larger, its
+    additional rows or columns are appended. The result maps suffixes to float32 arrays.
+
+    To keep the change the same, the arrays in `lora.ZERO_AT_START`, such as B of a LoRA, are multiplied by `scale /
+    target.scale`.
     """
     resized = {}
     for suffix, value in arrays.items():

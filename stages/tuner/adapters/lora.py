@@ -70,9 +70,9 @@ def linear_shape(arrays: Mapping[str, mx.array]) -> tuple[int, int]:
 
 
 def largest_change(adapters: Mapping[str, mx.array]) -> mx.array:
-    """Return the largest absolute value among the arrays of an adapter that are initialised to zero. The result is 0
-    until training changes the adapter. `adapters` maps "<linear><suffix>" to arrays. The result is a scalar array that
-    is not computed yet.
+    """Return a measure of how far training has changed an adapter, as a lazy scalar array. It is the largest absolute
+    value in those arrays that start at zero. It is 0 before the first update. `adapters` maps "<linear><suffix>" to
+    arrays.
 
     These arrays are `B` of a LoRA, the second matrix of a LoKr, and the weight difference of full training.
     """

@@ -36,10 +36,10 @@ def merge(weight: quantize.Weight, arrays: Mapping[str, mx.array], scale: float)
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], adapters: Mapping[str, mx.array], scales: Mapping[str, float]) -> None:
-    """Raise ValueError if an adapter does not fit the Linears of a model. The model must have every Linear of the
-    adapter, with the same shape. `shapes` maps the names of the model's weights, "<linear>.weight", to
-    `(outputs, inputs)`. `adapters` maps "<linear><suffix>", such as "<linear>.lora_A.weight", to arrays. `scales` has a
-    key "<linear>" for each of the adapter's Linears. Its values are not used.
+    """Raise ValueError if an adapter does not fit a model. The model must have every Linear of the adapter, with the
+    same shape. `shapes` maps the names of the model's weights, "<linear>.weight", to `(outputs, inputs)`. `adapters`
+    maps names such as "<linear>.lora_A.weight" to arrays. The keys of `scales` are the names of the adapter's Linears.
+    Its values are not used.
     """
     for name in scales:
         shape, expected = lora.linear_shape(lora.arrays_of_linear(adapters, name)), shapes.get(f"{name}.weight")

@@ -43,7 +43,7 @@ class Stacks:
 
     @property
     def nbytes(self) -> int:
-        """The size of all arrays in bytes."""
+        """The total size of the arrays in all stacks, in bytes."""
         return sum(value.nbytes for value in self.arrays.values())
 
 
@@ -88,5 +88,7 @@ def unstack(stacks: Mapping[str, mx.array], groups: Groups) -> Arrays:
 
 
 def _split(stack: mx.array) -> list[mx.array]:
-    """Return a stack (N, rows, columns) as N views (1, rows, columns). An array of another shape is returned alone, in a list."""
+    """Split a stack (N, rows, columns) along its first axis into a list of N views (1, rows, columns). An array that
+    does not have 3 axes is returned alone, in a list.
+    """
     return list(mx.split(stack, stack.shape[0], axis=0)) if stack.ndim == 3 else [stack]

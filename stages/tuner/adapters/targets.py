@@ -19,12 +19,11 @@ Shapes = Mapping[str, tuple[int, int]]  # name of a Linear -> (outputs, inputs)
 
 @dataclass(frozen=True)
 class Target:
-    """A Linear that gets an adapter, with the settings of this adapter. `name` is the name of the Linear. Its weight has the
-    shape `(outputs, inputs)`. `variant` is "lora", "dora", "lokr" or "full". The adapter's change is multiplied by `alpha /
-    rank`, or by `alpha / sqrt(rank)` if `rslora` is true. A LoKr with a whole (not low-rank) second matrix `w2` is not
-    scaled. The variant "full" trains the whole weight. It is not scaled and ignores `rank` and `alpha`. `factor` is used only
-    by a LoKr. It is the largest number of rows and the largest number of columns of the first matrix `w1`. If it is None,
-    `w1` has no such limit.
+    """A Linear that gets an adapter, with the settings of this adapter. `name` is the name of the Linear. Its weight
+    has the shape `(outputs, inputs)`. `variant` is "lora", "dora", "lokr" or "full". The variant "full" trains the
+    whole weight and ignores `rank` and `alpha`. The property `scale` is the factor of the weight's change; it depends
+    on `rank`, `alpha` and `rslora`. `factor` limits a LoKr's first matrix `w1` to `factor` rows and `factor` columns;
+    None means no such limit.
 
     rsLoRA: Kalajdzievski 2023, arXiv 2312.03732. `lokr.factorize` applies `factor`.
     """
@@ -50,8 +49,9 @@ class Target:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the adapter's arrays, as suffix -> shape. For LoRA, ".lora_A.weight" is (rank, inputs) and
-        ".lora_B.weight" is (outputs, rank).
+        """The shapes of the adapter's arrays, as a dict from key ending to shape. For LoRA, ".lora_A.weight" is `(rank,
+        inputs)` and ".lora_B.weight" is `(outputs, rank)`. DoRA adds a magnitude, `(outputs,)`. The variant "full" has
+        one array, `(outputs, inputs)`. The shapes of LoKr are those of `lokr.array_shapes`.
         """
         if self.variant == "full":
             return {full.DIFF: (self.outputs, self.inputs)}

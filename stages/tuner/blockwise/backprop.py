@@ -209,9 +209,10 @@ class BlockwiseBackprop:
 
 
 def forward_function(chain: Chain, kind: str) -> Callable[..., Tree]:
-    """Return a function that computes one block of the given `kind`. Its arguments are `(adapters, weights, h, shared,
-    scales)`. It returns the output of the block for the input `h`. The keys of `adapters` and `scales` do not contain
-    the name of the block.
+    """Return a function that computes any block of one kind with its adapter. It takes `(adapters, weights, h, shared,
+    scales)` and returns the block's output. `adapters` maps names such as "<linear>.lora_A.weight" to arrays. `scales`
+    maps "<linear>" to the factor of the adapter's change. `h` is the block's input. `shared` is the value that all
+    blocks read.
     """
 
     def forward(adapters: Arrays, weights: Tree, h: Tree, shared: Tree, scales: dict[str, float]) -> Tree:

@@ -28,8 +28,8 @@ dispatch: Callable[..., None] = mx.async_eval  # start computing these arrays wi
 
 
 def device_bytes() -> int:
-    """Return the bytes of memory that MLX may use. On Metal this is the recommended working set. On CUDA it is the memory of the
-    GPU. Otherwise it is the memory of the machine.
+    """Return the bytes of memory that MLX may use. On a Mac, this is the working set size that Metal recommends. On
+    CUDA, it is the total memory of the GPU. Otherwise, it is the memory of the machine.
     """
     info: Mapping[str, Any] = mx.device_info()
     for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
@@ -39,8 +39,11 @@ def device_bytes() -> int:
 
 
 def memory_budget(limit_gb: float | None = None) -> int:
-    """Return the bytes that a stage may take. `limit_gb` is in gigabytes (10^9 bytes). If it is None, the result is 85 % of the
-    device's memory. On a Mac, the result is at most the memory less 6 GB, and at most what is free now.
+    """Return the bytes of memory that a stage may take. `limit_gb` is a limit in gigabytes (10^9 bytes), and it is
+    returned in bytes. If it is None, the result is 85 % of the device's memory.
+
+    On a Mac, the result is also at most the machine's memory less 6 GB. It is at most the memory that was free at the
+    first call of `free_bytes`. It is at least 1 GB there.
     """
     if limit_gb is not None:
         return int(limit_gb * GB)
@@ -74,10 +77,12 @@ def free_bytes() -> int | None:
 
 @contextmanager
 def live_memory_limit(limit: int | None) -> Iterator[None]:
-    """Return a context manager that limits how far MLX runs ahead of the device. MLX starts operations before earlier
-    ones have finished. While `limit` bytes or more are in use, MLX waits until running work frees memory. If `limit` is
-    None, MLX's own limit applies. MLX's cache of freed memory is limited to `limit` too. Results do not change. At the
-    end, the previous limits are restored.
+    """Return a context manager that sets the memory limit of MLX to `limit` bytes. At this limit, MLX waits for running
+    work before it starts more. MLX's cache of freed memory gets the same limit. If `limit` is None, no limit is
+    changed. On exit, the previous limits are restored.
+
+    MLX starts operations before earlier ones have finished. The limit bounds the memory of this work. Results do not
+    change.
     """
     if limit is None:
         yield
@@ -91,8 +96,8 @@ def live_memory_limit(limit: int | None) -> Iterator[None]:
 
 
 def gathers_large_command_buffers() -> bool:
-    """Return True if the default device is a large CUDA GPU. On such a GPU, MLX collects operations that read 400 or 1000 MB
-    before it submits them. The usual size is 200 MB.
+    """Return True if MLX runs on a CUDA GPU for which it submits operations in large batches. The operations of such a
+    batch read 400 or 1000 MB.
     """
     if not mx.cuda.is_available() or mx.default_device() != mx.gpu:
         return False
@@ -101,10 +106,12 @@ def gathers_large_command_buffers() -> bool:
 
 
 def limit_command_buffers() -> None:
-    """Make MLX submit work to a large CUDA GPU in smaller command buffers, to lower peak memory. A command buffer is a
-    batch of operations. This function limits the data that the operations of one buffer read to 200 MB. It sets the
-    environment variable `MLX_MAX_MB_PER_BUFFER`, unless the user has set it. Call it before the first MLX operation of
-    the process, because MLX reads the variable only once. On other devices it does nothing.
+    """Make MLX submit operations to some CUDA GPUs in smaller batches, to lower peak memory. The operations of one
+    batch then read about 200 MB. Call it before the first MLX operation of the process. It affects only the GPUs for
+    which `gathers_large_command_buffers` returns True.
+
+    It sets the environment variable `MLX_MAX_MB_PER_BUFFER`, unless the user has set it. MLX reads this variable only
+    once.
 
     All arrays of a command buffer are alive until it is done. data/bench.md compares the peaks.
     """

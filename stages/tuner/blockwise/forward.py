@@ -17,8 +17,9 @@ class AdapterMismatch(ValueError):  # noqa: N818  (a mistake of the user, descri
 
 
 class BlockwiseForward:
-    """The forward pass of a model, computed block by block. The model may have an adapter. Call the object with the
-    keyword arguments of `chain.enter` to get the prediction.
+    """The forward pass of a model, with or without an adapter, computed block by block. Call the object with the
+    model's inputs as keyword arguments. They are those of `chain.enter`. The call returns the model's prediction as an
+    array.
 
     The function of each kind of block is compiled once, where compilation is on. Each block is handed to the device
     before the next one is built. While `live_bytes` bytes or more are in use, MLX starts no further operation; None
@@ -28,9 +29,10 @@ class BlockwiseForward:
     def __init__(
         self, chain: Chain, adapters: Arrays | None = None, scales: Mapping[str, float] | None = None, dtype: Any = None
     ) -> None:
-        """Prepare predictions of the model `chain`. `adapters` maps names such as "<block>.<linear>.lora_A.weight" to arrays.
-        `scales` maps "<block>.<linear>" to the factor that multiplies the adapter's change. None means no adapter. Matrices of
-        the adapter are cast to `dtype`; None keeps their dtype.
+        """Prepare the forward pass of the model `chain` with an adapter. `adapters` maps names such as
+        "<block>.<linear>.lora_A.weight" to arrays. `scales` maps "<block>.<linear>" to the factor of the adapter's
+        change. If both are None, there is no adapter. Matrices of the adapter are cast to `dtype`. If `dtype` is None,
+        they keep their dtype.
         """
         self.chain = chain
         self.compiled = compiled_functions(chain)
@@ -41,8 +43,8 @@ class BlockwiseForward:
         self.live_bytes: int | None = None
 
     def __call__(self, **inputs: Any) -> mx.array:
-        """Compute the prediction of the model and return it. `inputs` are the keyword arguments of `chain.enter`. The
-        call waits until the device has computed the result.
+        """Compute the prediction of the model and return it as an array. `inputs` are the model's inputs, given as
+        keyword arguments as for `chain.enter`. The call waits until the device has computed the result.
         """
         with live_memory_limit(self.live_bytes):
             h, shared = self.chain.enter(**inputs)
@@ -55,8 +57,8 @@ class BlockwiseForward:
         return prediction
 
     def block(self, n: int, h: Tree, shared: Tree) -> Tree:
-        """Return the output of the block with index `n` for its input `h`. `shared` is what `chain.enter` returned for all
-        blocks.
+        """Return the output of one block of the model. `n` is the index of the block, from 0. `h` is the input of the
+        block. `shared` is the second value that `chain.enter` returned.
         """
         block = self.chain.blocks[n]
         run: Callable[..., Tree] = self.compiled(forward_function, block.kind)
@@ -72,8 +74,9 @@ def cast_matrix(array: mx.array, dtype: Any) -> mx.array:
 
 
 def model_forward(model: Any, adapter: tuple[Arrays, dict[str, float]] | None, strength: float = 1.0) -> BlockwiseForward:
-    """Return the blockwise prediction of `model`. `adapter` is a pair: arrays by name, and the scale of each Linear. None means
-    no adapter. `strength` multiplies the scales. Raises AdapterMismatch if a shape in the adapter does not match the model.
+    """Return an object that computes predictions of `model`, block by block. `adapter` is a pair (arrays by name, scale
+    of each Linear), or None for no adapter. `strength` multiplies the scales. Raises AdapterMismatch if a Linear of the
+    adapter is missing in the model or has another shape.
     """
     arrays, scales = adapter or ({}, {})
     known = model.linears()

@@ -22,11 +22,12 @@ LEAST_TIMES = 5  # measurements of a phase that are needed to find a leak
 
 @dataclass
 class Meter:
-    """A meter of the memory that MLX uses in each phase of a program. The methods `phase` and `measure_each` measure
-    phases. `rows` has one dict per measured phase. In it, "step" is the value of `step`, and "phase" is the name of the
-    phase. The other values are in bytes. "before" and "active" are the memory in use before and after the phase. "peak"
-    is the largest memory in use during the phase. "cache" is the size of MLX's cache after the phase. Set `step` at the
-    start of each step.
+    """A meter that records the memory that MLX uses in each phase of a program. Measure with `phase` or `measure_each`.
+    Each measured phase appends a dict to `rows`. Its keys are "step", "phase", and the bytes "before", "active", "peak"
+    and "cache". Set the attribute `step` before each step.
+
+    "before" and "active" are the memory in use before and after the phase. "peak" is the largest memory in use during
+    the phase. "cache" is the size of MLX's cache after the phase.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -44,8 +45,8 @@ class Meter:
         self.rows.append({"step": self.step, "phase": name, "before": before, **sizes})
 
     def measure_each(self, items: Iterable[Item], name: str) -> Iterator[Item]:
-        """Yield the items of an iterable, and measure the memory used to produce each item. The measured phase is called `name`.
-        After each item, `step` is increased by 1. Code that runs after the last item is measured as the phase "end".
+        """Yield each item of `items`, and record the memory used to produce it as a phase called `name`. After each
+        item, the attribute `step` grows by 1. Code that runs after the last item is recorded as the phase "end".
         """
         each = iter(items)
         while True:
@@ -64,7 +65,9 @@ class Meter:
 
     @property
     def can_find_leaks(self) -> bool:
-        """True if some phase was measured at least 5 times. `leaks` finds nothing in fewer measurements."""
+        """Return True if a phase was measured at least 5 times. With fewer measurements, `leaks` returns an empty
+        dict.
+        """
         return any(count >= LEAST_TIMES for count in Counter(row["phase"] for row in self.rows).values())
 
     def leaks(self, least: int = LEAK_BYTES) -> dict[str, int]:
@@ -84,9 +87,9 @@ class Meter:
         return leaking
 
     def _left(self) -> dict[str, list[int]]:
-        """Return the bytes that each phase left in use, as a dict from phase to a list. The list has one number per
-        execution of the phase, in order. The memory freed by a phase is subtracted from the newest number above 0, and
-        then from older ones. The changes between two phases are listed under the name "between phases".
+        """Return a dict from phase to the bytes that each of its executions left in use. Each list has one number of
+        bytes per execution, in order. Memory that is freed later is subtracted again, from the newest allocation first.
+        Changes between two phases have the name "between phases".
         """
         left: dict[str, list[int]] = {}
         added: list[tuple[str, int]] = []  # (phase, number of its execution)
@@ -104,9 +107,9 @@ class Meter:
         return left
 
     def _changes(self) -> Iterator[tuple[str, int]]:
-        """Yield `(phase, change)` for each phase, in order. `change` is the change of the memory in use, in bytes. It
-        is negative if memory was freed. The change since the previous phase is yielded before each phase but the first,
-        under the name "between phases". The phase "end" is left out.
+        """Yield `(name, bytes)` for each measured phase and for each gap between two phases, in order. `bytes` is the
+        change of the memory in use. It is negative if memory was freed. A gap has the name "between phases". The phase
+        "end" is left out.
 
         Functions return and free their locals between phases. In the phase "end" the weights are freed, and this would
         hide a leak.

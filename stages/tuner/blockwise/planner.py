@@ -56,10 +56,9 @@ class Estimate:
         return self.held + int(max(backward, self.optimizer_work, self.validation))
 
     def _kept_activations(self, plan: Plan) -> float:
-        """Return the memory that block inputs, kept activations and gradients take together, in bytes. It is their
-        largest sum during the backward pass. `plan` is "whole" (all blocks), "blocks" (1 block) or a number. It says
-        how many of the last blocks keep their activations. The activations of the block that is being computed are not
-        counted.
+        """Return the memory for block inputs, kept activations and gradients, in bytes. These change during the
+        backward pass. The result is their largest sum. Memory for computing the current block is not counted. `plan`
+        says how many of the last blocks keep their activations: "whole" (all), "blocks" (one) or a number.
         """
         tail = kept_blocks(plan, self.blocks)
         head = self.blocks - tail
@@ -79,19 +78,23 @@ class Estimate:
 
     @property
     def block_work(self) -> float:
-        """The bytes in use while the largest block is computed and differentiated, not counting its weights and kept inputs."""
+        """The bytes in use while the largest block is computed and differentiated. The weights of blocks and their kept
+        inputs are not counted.
+        """
         return max(BLOCK_WORK * traffic + own for traffic, own in self._per_block()) + SCORES_WORK * self.scores
 
     @property
     def unpacked_work(self) -> int:
-        """The bytes that unpacked copies of weights take while one block is computed. Only packed weights, with 8 or 4
-        bits per value, are copied. The result is 0 if no weight is packed.
+        """The bytes of the unpacked copies of packed (quantised) weights while one block is computed. It is 0 if no
+        weight is packed.
         """
         return UNPACKED * self.unpacked
 
     @property
     def forward_peak(self) -> int:
-        """The bytes in use while the batch is computed without a gradient, not counting weights, adapter and optimizer state."""
+        """The bytes in use while the largest batch is computed without a gradient. Weights, adapter and optimizer state
+        are not counted.
+        """
         return int(self.block_input + FORWARD_WORK * (max(self.linear_traffic) + self.scores)) + self.unpacked_work
 
     @property
@@ -103,13 +106,12 @@ class Estimate:
 def estimate(
     chain: Chain, inputs: Mapping[str, Any], weights: int, targets: Sequence[Target], optimizer_state: int, **parts: int
 ) -> Estimate:
-    """Estimate the memory for training adapters on the largest batch, without computing anything. `chain` is the model.
-    `inputs` are the keyword arguments of `chain.enter` for this batch. `weights` is the number of bytes of all weights.
-    `targets` are the Linears with an adapter. `optimizer_state` is the number of bytes of the optimizer's state.
-    Further arguments set the fields `optimizer_work`, `scores`, `saved_scores`, `unpacked` and `validation` of the
-    result, in bytes. A field that is not given is 0.
+    """Return an estimate of the memory for training adapters on the largest batch. `chain` is the model. `inputs` are
+    its inputs for this batch, as keyword arguments of `chain.enter`. `weights` and `optimizer_state` are sizes in
+    bytes. `targets` are the Linears with an adapter. Further keyword arguments set fields of the result, in bytes:
+    `optimizer_work`, `scores`, `saved_scores`, `unpacked` and `validation`. A field that is not given is 0.
 
-    The arrays in `chain` and `inputs` need not be computed.
+    Nothing is computed. The arrays in `chain` and `inputs` need not be computed either.
     """
     h, shared = chain.enter(**inputs)
     by_kind = {block.kind: block for block in chain.blocks}
@@ -126,8 +128,9 @@ def estimate(
 
 
 def _trace_linears(chain: Chain, block: Any, h: Tree, shared: Tree) -> dict[str, tuple[mx.array, mx.array]]:
-    """Return the input x and output y of each Linear of a block, as name within the block -> (x, y). The arrays have the right
-    shapes but are never computed. `h` is the block's input. `shared` is what all blocks of `chain` read.
+    """Return the input x and the output y of each Linear in `block`, as a dict from name to (x, y). Names are relative
+    to the block. The arrays have the right shapes but are never computed. `h` is the block's input. `shared` is the
+    value that all blocks of `chain` read.
     """
     seen = {}
 
@@ -140,10 +143,10 @@ def _trace_linears(chain: Chain, block: Any, h: Tree, shared: Tree) -> dict[str,
 
 
 def _saved_per_token(target: Target) -> int:
-    """Return how many values per token an adapter keeps for its gradient. The input and the output of its Linear are
-    not counted. A LoRA keeps `rank` values: the product of the input and the matrix `A`. A DoRA also keeps the output
-    of the LoRA before it is rescaled. A LoKr keeps the intermediate products with its matrices. A Linear that is trained
-    in full keeps nothing more.
+    """Return how many values per token the adapter of `target` keeps for its gradient. `target` is a Linear with its
+    adapter. The input and the output of the Linear are not counted. A LoRA keeps `rank` values. A DoRA also keeps one
+    value per output. A LoKr keeps the intermediate products with its matrices. A Linear that is trained in full keeps
+    nothing more.
     """
     shapes = target.shapes
     if full.DIFF in shapes:

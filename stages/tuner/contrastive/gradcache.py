@@ -28,9 +28,11 @@ def loss_and_grads_in_parts(
     loss: Loss,
     plan: Plan = "whole",
 ) -> tuple[mx.array | Values, Arrays]:
-    """Compute (losses, gradients) of a batch that is divided into parts. The result equals that of `loss_and_grads` for the
-    whole batch, up to rounding. `parts` holds the keyword arguments of `chain.enter` for each part. `join` makes the prediction
-    of the whole batch from the list of predictions of the parts. The other arguments are those of `loss_and_grads`.
+    """Compute the losses and gradients of a batch in parts, and return them as (losses, gradients). The gradients map
+    adapter names to arrays. `parts` holds the keyword arguments of `chain.enter` for each part. `join` combines the
+    predictions of all parts into one. The other arguments are those of `loss_and_grads`.
+
+    The result equals that of `loss_and_grads` for the whole batch, up to rounding.
 
     Only one part at a time has activations in memory.
     """
@@ -56,9 +58,9 @@ def _computed(prediction: Tree) -> Tree:
 
 
 def _loss_and_pulls(predictions: list[Tree], join: Join, loss: Loss) -> tuple[mx.array | Values, list[Tree]]:
-    """Return the loss of a whole batch and its gradients with respect to the predictions. `predictions` holds the
-    prediction of each part of the batch. `join` combines them into the prediction of the whole batch. The first value
-    returned is the result of `loss`. The second is a list with one gradient of the mean loss per part.
+    """Return (losses, gradients) of a whole batch that was predicted in parts. `predictions` holds one prediction per
+    part. `join` combines them into that of the whole batch, and `loss` is called with it. The losses are what `loss`
+    returns. The gradients, one per part, are those of the mean loss with respect to `predictions`.
     """
 
     def run(predictions: list[Tree]) -> tuple[mx.array, mx.array | Values]:
@@ -70,9 +72,9 @@ def _loss_and_pulls(predictions: list[Tree], join: Join, loss: Loss) -> tuple[mx
 
 
 def _inner_product(prediction: Tree, **pulls: mx.array) -> mx.array:
-    """Return the inner product of `prediction` and fixed arrays, shape `(1,)`. Its gradient with respect to
-    `prediction` equals these arrays. `pulls` holds one array for each array in `prediction`. Its name is "pull_"
-    followed by the path of the array in `prediction`.
+    """Return the inner product of the arrays in `prediction` and the constant arrays `pulls`, as an array of shape
+    `(1,)`. Each keyword argument is "pull_" and the path of one array in `prediction`. The gradient with respect to
+    `prediction` equals the constant arrays.
     """
     found = dict(tree_flatten(prediction))
     return mx.stack([(value.astype(mx.float32) * pulls[f"pull_{name}"]).sum() for name, value in found.items()]).sum()[None]

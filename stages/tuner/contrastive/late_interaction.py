@@ -15,7 +15,10 @@ CHUNK_BYTES = 256 << 20  # of the similarities of some queries with all document
 
 
 def token_similarities(query_BQE: mx.array, document_NKE: mx.array, document_real_NK: mx.array) -> mx.array:
-    """Return the similarity of every query token with every document token, (B, Q, N, K). Padding of documents has -1e9."""
+    """Return the dot product of every query token with every document token, shape `(B, Q, N, K)`. `query_BQE` holds B
+    queries of Q token vectors. `document_NKE` holds N documents of K token vectors. `document_real_NK` is False for
+    padding. The result is -1e9 there.
+    """
     (B, Q, E), (N, K, _) = query_BQE.shape, document_NKE.shape
     flat = query_BQE.reshape(B * Q, E) @ document_NKE.reshape(N * K, E).T
     return mx.where(document_real_NK[None, None], flat.reshape(B, Q, N, K), HIDDEN)
@@ -24,9 +27,10 @@ def token_similarities(query_BQE: mx.array, document_NKE: mx.array, document_rea
 def maxsim(
     query_BQE: mx.array, query_real_BQ: mx.array, document_NKE: mx.array, document_real_NK: mx.array, mean: bool = True
 ) -> mx.array:
-    """Return the MaxSim score of every query with every document, (B, N). For each token of the query, the score adds the
-    largest similarity with a token of the document. If `mean` is true, the sum is divided by the number of the query's tokens.
-    `query_real_BQ` and `document_real_NK` are False for padding.
+    """Return the MaxSim score of every query with every document, shape `(B, N)`. `query_BQE` holds B queries of Q
+    token vectors. `document_NKE` holds N documents of K token vectors. `query_real_BQ` and `document_real_NK` are False
+    for padding. For each query token, the score adds the largest similarity with a document token. If `mean` is True,
+    the sum is divided by the number of query tokens.
 
     Queries are computed in chunks, so that their similarities take at most 256 MiB at once in the forward pass.
     """
@@ -47,20 +51,25 @@ def _summed_maxima(query_BQE: mx.array, query_real_BQ: mx.array, document_NKE: m
 
 
 def _lengths(real_BQ: mx.array) -> mx.array:
-    """Return the number of real tokens of each query as (B, 1), at least 1."""
+    """Return the number of tokens of each query, float32 of shape `(B, 1)`. `real_BQ` is a boolean array that is False
+    for padding. A query without tokens gives 1.
+
+    The result can therefore be used as a divisor.
+    """
     return mx.maximum(real_BQ.sum(axis=1, keepdims=True), 1).astype(mx.float32)
 
 
 def xtr_scores(
     query_BQE: mx.array, query_real_BQ: mx.array, document_NKE: mx.array, document_real_NK: mx.array, k: int
 ) -> mx.array:
-    """Return the scores of every query with every document for XTR training, shape `(B, N)`. Each query token retrieves
-    the `k` most similar document tokens of the batch. Ties with the last of them are retrieved too. For each document,
-    only query tokens that retrieved at least one of its tokens count. Each of them contributes its largest similarity
-    with the document. The score is the mean of these similarities. It is 0 if no query token counts. `query_real_BQ`
-    and `document_real_NK` are False for padding.
+    """Return the XTR training score of every query with every document, shape `(B, N)`. `query_BQE` holds B queries of
+    Q token vectors. `document_NKE` holds N documents of K token vectors. `query_real_BQ` and `document_real_NK` are
+    False for padding. Each query token retrieves the `k` most similar document tokens of the batch. A query token
+    counts for a document if it retrieved a token of this document. It then gives its largest similarity with the
+    document. The score is the mean of these similarities, or 0 if there are none.
 
-    The choice of the retrieved tokens is constant for the gradient.
+    Ties with the last of the `k` tokens are retrieved too. The choice of the retrieved tokens is constant for the
+    gradient.
     """
     similarity_BQNK = token_similarities(query_BQE, document_NKE, document_real_NK)
     B, Q, N, K = similarity_BQNK.shape
@@ -99,7 +108,9 @@ def info_nce(scores_BN: mx.array, temperature: mx.array, same_BN: mx.array, symm
 
 
 def hardest(scores_BN: mx.array, same_BN: mx.array) -> mx.array:
-    """Return the scores (B, N) with the own document of each query and the documents in `same_BN` set to -1e9."""
+    """Return `scores_BN` with only the scores of negatives kept, shape `(B, N)`. All other scores become -1e9. Document
+    `b` is the positive of query `b`, so it is no negative. Pairs that are True in `same_BN` are no negatives either.
+    """
     own_BN = mx.arange(scores_BN.shape[0])[:, None] == mx.arange(scores_BN.shape[1])[None]
     return mx.where(same_BN | own_BN, HIDDEN, scores_BN)
 
@@ -114,10 +125,11 @@ def margin_loss(scores_BN: mx.array, margin: mx.array, same_BN: mx.array) -> mx.
 
 
 def in_batch_rows(scores_BN: mx.array, same_BN: mx.array) -> dict[str, mx.array]:
-    """Return statistics of each query in a batch, as a dict of arrays `(B,)`. `rank` is the rank of the positive
-    document, counted from 1. A tie counts against it. `score` is the score of the positive. `candidates` is the number
-    of documents compared, including the positive. `hardest_id` is the index of the negative with the highest score, or
-    -1 if there is none. `hardest_score` is the score of this negative, or NaN if there is none.
+    """Return statistics of each query in a batch, as a dict of arrays `(B,)`. Document `b` is the positive of query
+    `b`. The others are negatives, except pairs that are True in `same_BN`. "rank" is the rank of the positive, counted
+    from 1; a tie counts against it. "score" is its score. "candidates" is the number of documents compared, including
+    the positive. "hardest_id" is the index of the negative with the highest score, or -1 if there is none.
+    "hardest_score" is the score of this negative, or NaN.
     """
     scores_BN = mx.stop_gradient(scores_BN)
     own_B = mx.diag(scores_BN[:, : len(scores_BN)])

@@ -48,13 +48,15 @@ def pseudo_huber(
 def preservation(
     v_BLC: mx.array, base_BLC: mx.array, weight_B: mx.array | None = None, mask_BL: mx.array | None = None
 ) -> mx.array:
-    """Return the preservation loss of each sample in a batch, float32, shape (batch,). It is the mean squared difference between
-    two predictions. `v_BLC` is the prediction of the adapted model. `base_BLC` is that of the base model, computed beforehand and
-    constant here. Both have the shape (batch, tokens, channels). `weight_B`, shape (batch,), multiplies each sample's loss.
-    `mask_BL`, shape (batch, tokens), weights the tokens. Its values are from 0 to 1.
+    """Return the preservation loss of each sample in a batch, as a float32 array of shape `(batch,)`. It is the mean
+    squared difference of two predictions. `v_BLC` is the prediction of the adapted model. `base_BLC` is that of the
+    base model, computed beforehand. Both have the shape `(batch, tokens, channels)`. `weight_B`, with the shape
+    `(batch,)`, multiplies each sample's loss. `mask_BL`, with the shape `(batch, tokens)`, is the weight of each token
+    in the mean, from 0 to 1. If `weight_B` or `mask_BL` is None, all its weights are equal to 1.
 
-    Added to the training loss, it keeps the adapted model close to the base model. With the class word in place of the trigger
-    word it is differential output preservation. With an inverted mask, 1 - `mask_BL`, it preserves the background.
+    Added to the training loss, it keeps the adapted model close to the base model. With the class word in place of the
+    trigger word it is differential output preservation. With an inverted mask, 1 - `mask_BL`, it preserves the
+    background.
     """
     return _weighted_mean(mx.square(_difference(v_BLC, base_BLC)), weight_B, mask_BL)
 
@@ -64,8 +66,9 @@ def _difference(v_BLC: mx.array, target_BLC: mx.array) -> mx.array:
 
 
 def _weighted_mean(each_BLC: mx.array, weight_B: mx.array | None, mask_BL: mx.array | None) -> mx.array:
-    """Return the loss of each sample, shape (batch,). It is the mean of `each_BLC` (batch, tokens, channels) over tokens and
-    channels, times the weight in `weight_B`. `mask_BL` weights the tokens. If it is None, all tokens weigh the same.
+    """Return one loss per sample, shape (batch,). It is the mean of `each_BLC` (batch, tokens, channels) over tokens
+    and channels. `mask_BL` (batch, tokens) holds the weights of the tokens in this mean. `weight_B` (batch,) holds a
+    factor for each sample's loss. If `mask_BL` or `weight_B` is None, its weights are equal to 1.
     """
     # Each value is divided before the sum: dividing the sum would be a kernel of its own, which a GPU compiles for seconds.
     share = 1 / (each_BLC.shape[1] * each_BLC.shape[2])
@@ -74,8 +77,9 @@ def _weighted_mean(each_BLC: mx.array, weight_B: mx.array | None, mask_BL: mx.ar
 
 
 def _masked_mean(each_BLC: mx.array, mask_BL: mx.array) -> mx.array:
-    """Return the mean of `each_BLC` (batch, tokens, channels) over channels and tokens, shape (batch,). `mask_BL` weights the
-    tokens. An empty mask gives a loss and a gradient of zero.
+    """Return one weighted mean per sample, shape (batch,). `each_BLC` (batch, tokens, channels) is averaged over
+    channels and tokens. `mask_BL` (batch, tokens) holds the weights of the tokens. If all weights of a sample are 0,
+    its mean and its gradient are 0.
     """
     each_BL = mx.mean(each_BLC, axis=2)
     return mx.sum(mask_BL * each_BL, axis=1) / mx.maximum(mx.sum(mask_BL, axis=1), LEAST_MASS)

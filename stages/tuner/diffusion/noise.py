@@ -79,9 +79,9 @@ class SigmaDistribution:
         return float(np.float32(S * before / (1 + (S - 1) * before)))
 
     def density(self, sigma: Floats, tokens: int) -> Floats:
-        """Return the probability density of this distribution at each noise level in `sigma`. `sigma` is an array of
-        values between 0 (clean) and 1 (noise). `tokens` is the number of image tokens. It matters only if `shift` is
-        "resolution".
+        """Return the probability density of this noise distribution at each level in `sigma`. The result has the shape
+        of `sigma`. `sigma` is an array of noise levels from 0 (clean) to 1 (noise). `tokens` is the number of tokens of
+        the image. It has an effect only if the attribute `shift` is "resolution".
         """
         sigma = np.asarray(sigma, np.float64)
         S = self.shift_strength(tokens)
@@ -112,9 +112,9 @@ class SigmaDistribution:
         return {"uniform": np.ones_like(s), "high_noise": high, "low_noise": low, "both_ends": (high + low) / 2}[self.base]
 
     def _inverse_mode(self, s: Floats) -> Floats:
-        """Return the inverse of the draw by the base "mode", for each noise level in `s`. The draw maps a uniform
-        random number `u` to a noise level before the shift. The result has one `u`, from 0 to 1, per level. The inverse
-        has no closed form and is found by bisection.
+        """Return, for each noise level in `s`, the number `u` from which the base "mode" draws it. `s` is an array of
+        levels before the shift. The result is an array of the same shape, with values from 0 to 1. It is found by
+        bisection, because the inverse has no closed form.
         """
         low, high = np.zeros_like(s), np.ones_like(s)
         for _ in range(53):

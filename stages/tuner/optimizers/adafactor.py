@@ -17,12 +17,14 @@ from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 
 @dataclass(frozen=True)
 class Adafactor:
-    """The Adafactor optimizer. It divides each gradient by the root of an estimated second moment. For a matrix, it
-    stores only one mean of squared gradients per row and one per column. The state therefore takes almost no memory. An
-    update is scaled down if its root mean square is above `clip_threshold`. It is then multiplied by the learning rate.
-    `beta1` is the decay rate of a first moment; 0 means no first moment. Each step also
-    multiplies every matrix by `1 - weight_decay * lr`, where `lr` is the learning rate.
-    It suits the largest models and ranks.
+    """The Adafactor optimizer, which needs almost no memory for its state. For a matrix, it stores one mean of squared
+    gradients per row and one per column. `init(params)` returns the state, and `update(...)` takes a step.
+    `clip_threshold` limits the root mean square of an update. `beta1` is the decay rate of the average of updates
+    (momentum), or 0 for none. `weight_decay` shrinks matrices only.
+
+    Each gradient is divided by the root of an estimated second moment. An update is scaled down if its root mean square
+    is above `clip_threshold`. Then it is multiplied by the learning rate. Each step also multiplies every matrix by
+    `1 - weight_decay * lr`, where `lr` is the learning rate. Adafactor suits the largest models and ranks.
 
     It is a little less steady than AdamW, because it has no first moment unless `beta1` is set. As LoRA trainers use it, it takes
     the schedule's learning rate for every array. The paper's own form has `scale_parameter` and `relative_step`.
@@ -43,9 +45,12 @@ class Adafactor:
     weight_decay: float = 0.0
 
     def init(self, params: Params) -> Arrays:
-        """Return the state before the first step, all zeros. `params` maps names to arrays. The key "step" has the number of
-        updates. A matrix has its second moments under "<name>.row" and "<name>.column". A vector or scalar has its second moment
-        under "<name>.v". If `beta1` is set, "<name>.m" is the first moment.
+        """Return the optimizer's state before the first step, as a dict of zero arrays. `params` maps names to arrays.
+        "step" is the number of updates, int32. A matrix has two entries, "<name>.row" and "<name>.column". A vector or
+        scalar has one, "<name>.v". If `beta1` is set, each array also has "<name>.m".
+
+        "row", "column" and "v" are second moments, that is, means of squared gradients. "m" is the first moment, a mean
+        of updates.
         """
         state = {"step": mx.zeros((), mx.int32)}
         for name, value in params.items():
@@ -83,9 +88,10 @@ class Adafactor:
         return new_params, new_state
 
     def _normalized(self, name: str, grad: mx.array, state: Arrays, old: mx.array, new: mx.array) -> tuple[mx.array, Arrays]:
-        """Return (normalized gradient, new second moments by key) for the array `name`. The normalized gradient is
-        `grad` divided by the root of the second moment. `state` has the old moments. A new moment is a weighted sum.
-        `old` is the weight of the old moment. `new` is the weight of the squared gradient.
+        """Normalise the gradient of the array `name` by its second moment. Return (normalised gradient, new second
+        moments). The moments are a dict with keys as in `state`, such as "<name>.row". `state` is the optimizer's state
+        before the step. `old` and `new` are the weights of the old moment and of the squared gradient in the new
+        moment.
         """
         square = mx.square(grad) + self.eps
         if grad.ndim < 2:

@@ -64,9 +64,13 @@ class AdamW:
         return new_params, new_state
 
     def _store(self, key: str, moment: mx.array) -> Arrays:
-        """Return the entries of the state that store the array `moment` under `key`."""
+        """Return the array `moment` as entries of the optimizer's state, a dict from key to array. The keys begin with
+        `key`. A moment is a running mean of gradients or of squared gradients.
+        """
         return {key: moment}
 
     def _load(self, state: Params, key: str, like: mx.array) -> mx.array:
-        """Return the moment that the state stores under `key`, in float32 and the shape of `like`."""
+        """Return the moment that `state` stores under `key`, as a float32 array. A moment is a running mean of
+        gradients or of squared gradients. `like` is an array of the same shape as the moment.
+        """
         return state[key]

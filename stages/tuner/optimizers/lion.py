@@ -14,10 +14,10 @@ from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 
 @dataclass(frozen=True)
 class Lion:
-    """The Lion optimizer. A step moves every value by the learning rate, against the sign of a mean of gradients.
-    `beta1` is the share of the running mean in this mean; the rest is the new gradient. `beta2` is the decay rate of
-    the running mean. A step also removes the share `lr * weight_decay` of every matrix. The state takes half as much
-    memory as AdamW's.
+    """The Lion optimizer, which moves every value by the learning rate in each step. The direction is `-sign(beta1 * m
+    + (1 - beta1) * g)`. Here `g` is the gradient and `m` is the running mean of earlier gradients. `beta2` is the decay
+    rate of `m` per step. A step also shrinks every matrix by the share `lr * weight_decay`. The state takes half as
+    much memory as that of AdamW.
 
     Lion suits larger batches. With one sample per step it is noisy. Use a learning rate 3 to 10 times smaller than for
     AdamW. Make the weight decay larger by the same factor.

@@ -19,10 +19,10 @@ from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 
 @dataclass(frozen=True)
 class Prodigy:
-    """The Prodigy optimizer. It is AdamW with the learning rate lr * d. The factor d is estimated during training and only grows.
-    Use Prodigy if no learning rate is known. Keep lr at 1 and steer with `d_coef` (0.5 is slower, 2 is faster). `d0` is the first
-    value of d. `growth_rate` is the largest factor by which d grows in one step. The state takes four times the memory of the
-    trained arrays.
+    """The Prodigy optimizer: AdamW with the learning rate `lr * d`. The factor `d` is estimated during training, starts
+    at `d0` and never falls. Use Prodigy if no learning rate is known. Keep `lr` at 1, and steer with `d_coef` (0.5 is
+    slower, 2 is faster). `growth_rate` is the largest factor by which `d` grows in one step after its first rise. The
+    state takes four times the memory of the trained arrays.
 
     `safeguard_warmup` keeps a warm-up from inflating d, and `bias_correction` is Adam's. Both are on, as in trainers of diffusion
     models; in the authors' code they are off. A `growth_rate` of 1.02 acts as a warm-up.
@@ -43,9 +43,10 @@ class Prodigy:
     weight_decay: float = 0.0
 
     def init(self, params: Params) -> Arrays:
-        """Return the state before the first step. `params` maps names to arrays. "<name>.start" has these arrays. "<name>.m" and
-        "<name>.v" have the moments. "<name>.s" and "numerator" have the sums for the estimate of the learning rate. "d" and
-        "d_max" have the estimate itself, which starts at `d0`. "step" has the number of updates, 0.
+        """Return the state before the first step, as a dict from key to array. `params` maps the names of the trained
+        arrays to their start values. Each name has the keys "<name>.start" (the start value), "<name>.m" and "<name>.v"
+        (the moments) and "<name>.s" (a running sum). "d" and "d_max" are the estimate of the learning rate, at first
+        `d0`. "numerator" is another running sum. "step" is the number of updates. Moments, sums and "step" are 0.
         """
         state = {"step": mx.zeros((), mx.int32), "numerator": mx.zeros((), mx.float32)}
         state["d"] = state["d_max"] = mx.array(self.d0, mx.float32)
@@ -78,10 +79,10 @@ class Prodigy:
         return new_params, new_state
 
     def _estimate(self, params: Params, grads: Params, state: Arrays, rate: mx.array, apply: Flag) -> Arrays:
-        """Return the new learning-rate estimate `d` and the sums that it is computed from. They are entries of the new
-        state, with the keys "d", "d_max", "numerator" and "<name>.s". `params`, `grads` and `state` are the arguments
-        of `update`. `rate` is the learning rate of this step, already multiplied by the old `d`. If `apply` is false,
-        the entries are unchanged.
+        """Return the new estimate `d` of the learning rate and its running sums, as entries of the new state. The keys
+        are "d", "d_max" (the largest estimate), "numerator" and "<name>.s". `params`, `grads` and `state` are the
+        arguments of `update`. `rate` is the learning rate of this step, already multiplied by the old `d`. If `apply`
+        is false, the entries are unchanged.
         """
         d = state["d"]
         decay = mx.where(apply, math.sqrt(self.beta2) if self.beta3 is None else self.beta3, 1.0)

@@ -38,6 +38,8 @@ class Optimizer(Protocol):
 
 
 class Method(Optimizer, Protocol):
-    """An optimizer that a user can choose by name. `usual_lr` is the learning rate to begin with."""
+    """The protocol of an optimizer that a user can choose by name in project.toml. It has the methods of `Optimizer`.
+    The class attribute `usual_lr` is a good first learning rate for it.
+    """
 
     usual_lr: ClassVar[float]

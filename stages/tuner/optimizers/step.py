@@ -18,9 +18,11 @@ WORK_COMPILED = 4  # memory needed if the update is compiled, in the same unit
 
 
 class OptimizerStep:
-    """A training step of an adapter. It clips the gradients and updates the arrays. `method` is the optimizer. `max_norm` is the
-    largest allowed global norm of the gradients. Larger gradients are scaled down. If `max_norm` is 0, there is no limit. If a
-    loss or a gradient is not finite, nothing is updated. On a GPU the update is compiled.
+    """The training step of an adapter: it clips the gradients and updates the arrays. Call the object to take one step.
+    `method` is the optimizer. `max_norm` is the largest global norm of the gradients; larger gradients are scaled down.
+    If `max_norm` is 0, there is no limit. If a loss or a gradient is not finite, nothing is updated.
+
+    On a GPU the update is compiled.
     """
 
     def __init__(self, method: Optimizer, max_norm: float) -> None:
@@ -28,8 +30,8 @@ class OptimizerStep:
         self._update = mx.compile(self._clipped_update) if compiles() else self._clipped_update
 
     def init(self, params: Stacks) -> Arrays:
-        """Return the optimizer's state before the first step, a dict of arrays. `params` are the adapter's arrays as stacks. A
-        stack joins arrays of equal shape along a new first axis.
+        """Return the optimizer's state before the first step, as a dict from name to array. `params` holds the
+        adapter's arrays as stacks. A stack joins arrays of equal shape along a new first axis.
         """
         return self.method.init(params.arrays)
 
@@ -37,10 +39,10 @@ class OptimizerStep:
         self, params: Stacks, grads: Arrays, state: Arrays, lr: float, losses_finite: mx.array
     ) -> tuple[Stacks, Arrays, mx.array, mx.array]:
         """Take one step and return `(new params, new state, norm, updated)`. `params` holds the adapter's arrays as
-        stacks. `grads` maps the names of single arrays to gradients. `state` is the optimizer's state. `lr` is the
-        learning rate. `losses_finite` is a boolean scalar array: true if all losses of the step are finite. `norm` is
-        the global norm of the gradients before clipping. `updated` is true if the losses and `norm` are finite.
-        Otherwise the new params and the new state equal the old ones.
+        stacks: arrays of equal shape joined into one. `grads` maps the names of the single arrays to gradients. `state`
+        is the optimizer's state, a dict of arrays. `lr` is the learning rate. `losses_finite` is a boolean scalar: true
+        if all losses are finite. `norm` is the global norm of the gradients before clipping. `updated` is true if the
+        losses and `norm` are finite. If it is false, params and state keep their values.
 
         The dicts `params.arrays`, `grads` and `state` must not be used after the call. Most of their entries are
         removed to save memory.
@@ -76,10 +78,10 @@ class OptimizerStep:
         owners: Mapping[str, str | None],
         numbers: tuple[float, mx.array, mx.array],
     ) -> tuple[Arrays, Arrays]:
-        """Update the stacks called `names` and return (their new arrays, their new state). `params` and `gradients` map
-        the names of stacks to arrays. `state` is the optimizer's state. `owners` maps each key of the state to the name
-        of its stack, or to None if all stacks share the entry. `numbers` is `(learning rate, clip factor, apply)`. If
-        `apply` is 0, arrays and state are returned unchanged.
+        """Update the stacks called `names`, and return `(new arrays, new state)`. A stack joins arrays of equal shape
+        into one. `params` and `gradients` map names of stacks to arrays. `state` is the optimizer's state. `owners`
+        maps each key of the state to the name of its stack, or to None if all stacks share the entry. `numbers` is
+        `(learning rate, clip factor, apply)`. If `apply` is 0, no value changes.
 
         To save memory, the entries of these stacks are removed from `params`, `gradients` and `state`. Shared entries
         stay in `state`.
@@ -95,8 +97,9 @@ class OptimizerStep:
         return updated
 
     def working_bytes(self, params: Stacks) -> int:
-        """Return how many bytes a step needs at its peak for gradients and intermediate arrays. `params` are the adapter's
-        stacks. Neither they nor the optimizer's state are counted.
+        """Return how many bytes a step needs at its peak for gradients and intermediate arrays. `params` holds the
+        adapter's arrays as stacks: arrays of equal shape joined into one. The memory of `params` and of the optimizer's
+        state is not counted.
         """
         largest = max(value.nbytes for value in params.arrays.values())
         return params.nbytes + (WORK_COMPILED if compiles() else WORK) * (params.nbytes if self.method.coupled else largest)
@@ -112,8 +115,10 @@ class OptimizerStep:
     def _clipped_update(
         self, params: Arrays, grads: Arrays, state: Arrays, lr: mx.array, factor: mx.array, apply: mx.array
     ) -> tuple[Arrays, Arrays]:
-        """Take one step with the gradients multiplied by `factor`, and return (new arrays, new state). `apply` is a
-        scalar array, 1 or 0. If it is 0, arrays and state are returned unchanged.
+        """Update the arrays of an adapter by one step, and return `(new arrays, new state)`. `params` and `grads` map
+        names to arrays and gradients. `state` is the optimizer's state. `lr` is the learning rate. The gradients are
+        multiplied by `factor` first. `apply` is a scalar array, 1 or 0. If it is 0, arrays and state are returned
+        unchanged.
 
         If `apply` is 0, the optimizer gets zeros as gradients. A value that is not finite would otherwise reach the
         result, even with the weight 0.
@@ -123,8 +128,9 @@ class OptimizerStep:
 
 
 def _owner(key: str, groups: stacks.Groups) -> str | None:
-    """Return the name of the stack that an entry of the optimizer's state belongs to. For the key "<stack>.m.scale" it is
-    "<stack>". `groups` has the names of all stacks. Return None if all stacks share the entry.
+    """Return the name of the stack to which an entry of the optimizer's state belongs. `key` is the key of the entry.
+    For "<stack>.m.scale", the result is "<stack>". `groups` has the names of all stacks as keys. Return None if all
+    stacks share the entry.
     """
     name = key.removeprefix(ema.PREFIX)
     while name and name not in groups:
