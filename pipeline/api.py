@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from pipeline.project import project
 from pipeline.project.config import Overrides
-from stages.stage import load
+from stages.pipelines import load
 
 if TYPE_CHECKING:
     from pipeline.commands.status import TableState

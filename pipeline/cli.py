@@ -53,7 +53,7 @@ class Commands(click.Group):
         """Import and return the command called `cmd_name`; None if there is no such command. If two pipelines have a command of
         that name, the one of the project's pipeline is returned.
         """
-        from stages.stage import load
+        from stages.pipelines import load
 
         arguments = ctx.meta.get("arguments", ())
         for commands in (own_commands(arguments), *(commands for _, commands in command_groups(arguments))):
@@ -84,7 +84,7 @@ def stage_command(name: str, arguments: Sequence[str]) -> click.Command | None:
     stage of this name. `arguments` is the command line. It is searched for the option that chooses a project, because a
     project can have its own pipeline.
     """
-    from stages.stage import load
+    from stages.pipelines import load
 
     if name not in stage_names(arguments):
         return None

@@ -17,7 +17,8 @@ from pipeline.store.checksums import Checksums
 from pipeline.store.rows import matches
 from pipeline.store.table import TableFolder
 from schemas.table import TableSchema
-from stages.stage import Artifact, Input, Stage, StageContext, WorkUnit, load
+from stages.pipelines import load
+from stages.stage import Artifact, Input, Stage, StageContext, WorkUnit
 
 
 def divide(module: str, stage: Stage, ctx: StageContext, inputs: Mapping[str, Input], size: int) -> Iterator[WorkUnit]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from stages import blas
 
 if TYPE_CHECKING:
-    from stages.stage import Pipeline
+    from stages.pipelines import Pipeline
 
 BLAS = blas.load()  # before anything here imports mlx.core
 

@@ -14,7 +14,7 @@ import pytest
 
 import stages
 from schemas.table import TableSchema
-from stages.stage import Pipeline
+from stages.pipelines import Pipeline
 
 ROOT = Path(__file__).parents[1]
 CODE = ("pipeline", "stages", "schemas")

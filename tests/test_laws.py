@@ -16,8 +16,8 @@ from pipeline import runner
 from pipeline.errors import Stopped
 from pipeline.project.project import Project
 from pipeline.store.writer import Writer
+from stages.pipelines import Pipeline, Weights
 from stages.retrieval import PIPELINE as RETRIEVAL
-from stages.stage import Pipeline, Weights
 from stages.text_to_image import PIPELINE as TEXT_TO_IMAGE
 from tests import projects, toy
 from tests.stages.retrieval.project import make as make_retrieval

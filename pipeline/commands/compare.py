@@ -10,9 +10,10 @@ import click
 
 from pipeline.commands.runs import rows_of_results, run_facts
 from pipeline.options import with_project
-from pipeline.project.runs import Run, find_run, find_runs
+from pipeline.project.run import Run
+from pipeline.project.runs import find_run, find_runs
 from pipeline.terminal import format_cell, format_seconds, format_table
-from stages.stage import load
+from stages.pipelines import load
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
@@ -169,7 +170,7 @@ def best(project: Project, run: Run, by: str | None = None) -> Iterator[str]:
 def checkpoint_scores(project: Project, run: Run) -> dict[int, float]:
     """Return the score of each checkpoint of `run`, the higher the better: step -> score. It is empty if nothing was scored."""
     from pipeline.commands.query import answer
-    from pipeline.project.project import NotBuilt
+    from pipeline.errors import NotBuilt
 
     if not project.pipeline.ranking:
         return {}

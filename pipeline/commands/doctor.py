@@ -14,7 +14,7 @@ import click
 import stages
 from pipeline.machine import Machine, examine, facts, problems
 from pipeline.terminal import format_bytes, format_table
-from stages.stage import load
+from stages.pipelines import load
 
 
 @click.command("doctor")

@@ -9,8 +9,9 @@ from typing import Any
 import click
 import numpy as np
 
+from pipeline.errors import NotBuilt
 from pipeline.options import with_project
-from pipeline.project.project import NotBuilt, Project
+from pipeline.project.project import Project
 from pipeline.terminal import format_table
 
 RESAMPLES = 2000  # bootstrap samples of the prompts

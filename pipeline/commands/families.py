@@ -9,7 +9,7 @@ import click
 
 import stages
 from pipeline.terminal import format_table
-from stages.stage import load
+from stages.pipelines import load
 
 if TYPE_CHECKING:
     from stages.models.family import Family

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.options import with_project
-from stages.stage import Chain, Query, load
+from stages.pipelines import Chain, Query, load
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project

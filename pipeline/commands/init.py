@@ -9,7 +9,7 @@ import click
 
 import stages
 from pipeline.options import ENVIRONMENT
-from stages.stage import Option
+from stages.pipelines import Option
 
 DEFAULT = next(iter(stages.PIPELINES))
 

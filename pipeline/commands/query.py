@@ -194,7 +194,7 @@ def _catalog_for(project: Project, sql: str, limits: Limits) -> Iterator[duckdb.
     """
     import duckdb
 
-    from pipeline.project.project import NotBuilt
+    from pipeline.errors import NotBuilt
 
     try:
         sql.encode()

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.options import with_project
-from pipeline.project.runs import WINDOW, Run, differences, find_run, find_runs, flatten, present_settings, rename
+from pipeline.project.run import Run, flatten
+from pipeline.project.runs import WINDOW, differences, find_run, find_runs, present_settings, rename
 from pipeline.store.lock import lock_holder
 from pipeline.terminal import format_cell, format_seconds, format_table
-from stages.stage import load
+from stages.pipelines import load
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -70,8 +70,8 @@ def state(project: Project, stage_name: str) -> TableState:
     fills it in. If the state cannot be determined, the field `note` tells why. No weights are loaded and nothing is
     written.
     """
+    from pipeline.errors import NotBuilt
     from pipeline.project.hub import NotFetched
-    from pipeline.project.project import NotBuilt
 
     found = TableState(stage_name)
     try:

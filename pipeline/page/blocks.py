@@ -14,7 +14,7 @@ from pipeline.commands.status import states
 from pipeline.project.runs import trains
 from pipeline.terminal import format_bytes
 from stages.page import Block, Cards, Chart, Editor, Listing, Page, Sheet
-from stages.stage import load
+from stages.pipelines import load
 
 if TYPE_CHECKING:
     import duckdb

@@ -13,7 +13,7 @@ from pipeline.page.blocks import Catalog, block_data, overview, pages_of
 from pipeline.project.config import Overrides
 from pipeline.project.project import Project
 from stages.page import Editor
-from stages.stage import Folder, load
+from stages.pipelines import Folder, load
 
 LONGEST = (160, 384, 2048)  # pixels: sizes in which a picture is shown
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import stages
 from pipeline.project import config
-from pipeline.project.project import shell_path
-from pipeline.store.disk import from_home
-from stages.stage import Template, load
+from pipeline.store.disk import from_home, shell_path
+from stages.pipelines import Template, load
 
 
 def template_of(pipeline: str) -> Template:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from stages.forecast import Forecast, Outlook
-from stages.stage import Weights
+from stages.pipelines import Weights
 
 if TYPE_CHECKING:
     from pathlib import Path

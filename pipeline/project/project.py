@@ -6,7 +6,6 @@ This module imports pyarrow and little else; the code that reads tables is impor
 from __future__ import annotations
 
 import functools
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,26 +14,20 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 import stages
+from pipeline.errors import NotBuilt
 from pipeline.project import config as configuration
 from pipeline.project import recipe as recipes
 from pipeline.project.config import Overrides
 from pipeline.project.parse import nearest
-from pipeline.store.disk import CHECKOUT, from_home
-from stages.stage import FamilyRecord, Folder, Input, Stage, StageContext, Weights, load
+from pipeline.store.disk import from_home, shell_path
+from stages.pipelines import FamilyRecord, Folder, Weights, load
+from stages.stage import Input, Stage, StageContext
 
 if TYPE_CHECKING:
     from pipeline.store.reader import ShardReader
     from pipeline.store.table import TableFolder
     from schemas.table import TableSchema
     from stages.models.family import Family
-
-
-class NotBuilt(ValueError):  # noqa: N818  (a state that the user can change, described in one line)
-    """Raised if a table that is needed does not exist for the present settings. `table` is the name of the table."""
-
-    def __init__(self, message: str, table: str) -> None:
-        super().__init__(message)
-        self.table = table
 
 
 @dataclass(frozen=True)
@@ -145,9 +138,8 @@ class Project:
 
     def resource(self, name: str) -> Any:
         """Return a resource: an input that stages of the pipeline request by `name`. For a folder or for model weights,
-        the result is a path. For the model family, it is the family's record. Missing weights are downloaded or
-        generated. Raises KeyError if the pipeline declares no such resource. Raises ValueError if weights cannot be
-        found.
+        the result is a path. For the model family, it is the family's record. Missing weights are downloaded or generated.
+        Raises KeyError if the pipeline declares no such resource, ValueError if weights cannot be found.
         """
         found = self.pipeline.resources[name]
         if isinstance(found, Folder):
@@ -189,9 +181,8 @@ class Project:
 
     def recipe(self, name: str) -> dict[str, Any]:
         """Return the recipe of the table `name` for the present settings, as plain data. A recipe is a record of
-        what decides a stage's result, such as its settings and the hashes of its weights. The hash of the recipe
-        is the name of the table's folder. Raises NotBuilt if a table that the recipe needs is missing. Raises
-        ValueError if weights cannot be found.
+        what decides a stage's result, such as its settings and the hashes of its weights. Its hash is the name of the
+        table's folder. Raises NotBuilt if a table that the recipe needs is missing, ValueError if weights cannot be found.
         """
         if self.fixed and self.fixed.stage == name:
             return dict(self.fixed.recipe)
@@ -199,9 +190,8 @@ class Project:
 
     def fresh_recipe(self, name: str) -> dict[str, Any]:
         """Compute the recipe of the table `name` for the present settings, and return it as plain data. A recipe
-        records what decides a stage's result, such as its settings and weights. Unlike `recipe`, this method ignores a
-        table that `fix` has set for the stage. Raises NotBuilt if a table that the recipe needs is missing. Raises
-        ValueError if weights cannot be found.
+        records what decides a stage's result, such as its settings and weights. A table that `fix` has set for the stage is
+        ignored. Raises NotBuilt if a table that the recipe needs is missing, ValueError if weights cannot be found.
         """
         if name not in self._recipes:
             stage = self.stage(name)
@@ -328,11 +318,3 @@ class Project:
     def _need(self, stage: Stage, name: str) -> Any:
         assert name in stage.needs, f"{stage.name} does not list {name} in its needs"
         return self.resource(name)
-
-
-def shell_path(folder: Path) -> str:
-    """Return the path of a project's folder as text for a `make` command, quoted for the shell. `make` runs in the
-    source checkout. If a relative path leads to another folder from there, it is made absolute.
-    """
-    usable = folder.is_absolute() or (CHECKOUT / folder).resolve() == folder.resolve()
-    return shlex.quote(str(folder if usable else folder.resolve()))

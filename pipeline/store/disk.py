@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import secrets
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -220,3 +221,11 @@ def explain_disk_errors(table: str, folder: Path, saved: Callable[[], str], need
         else:
             line = f"cannot write {table} in {folder}: {os.strerror(number).lower()}; {safe}"
         raise DiskError(line) from error
+
+
+def shell_path(folder: Path) -> str:
+    """Return the path of a project's folder as text for a `make` command, quoted for the shell. `make` runs in the
+    source checkout. If a relative path leads to another folder from there, it is made absolute.
+    """
+    usable = folder.is_absolute() or (CHECKOUT / folder).resolve() == folder.resolve()
+    return shlex.quote(str(folder if usable else folder.resolve()))

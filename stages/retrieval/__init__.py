@@ -3,8 +3,8 @@
 A stage imports `texts`, `search`, `families`, `encoder`, `stages.models`, `stages.tuner` and `schemas`, but no other stage.
 """
 
+from stages.pipelines import FamilyRecord, Pipeline, Weights
 from stages.retrieval.views import PANELS, VIEWS
-from stages.stage import FamilyRecord, Pipeline, Weights
 
 PIPELINE = Pipeline(
     name="retrieval",

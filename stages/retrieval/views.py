@@ -1,6 +1,6 @@
 """SQL views and panels of retrieval: `latentmill query` knows the views by name, `latentmill panel` shows the panels."""
 
-from stages.stage import Panel, View
+from stages.pipelines import Panel, View
 
 VIEWS = {
     "lexical_wins": View(

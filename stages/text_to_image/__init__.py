@@ -3,7 +3,7 @@
 A stage imports `imaging` (reading image files), `families`, `stages.models`, `stages.tuner` and `schemas`, but no other stage.
 """
 
-from stages.stage import FamilyRecord, Folder, Pipeline, Weights
+from stages.pipelines import FamilyRecord, Folder, Pipeline, Weights
 from stages.text_to_image.pages import DETAIL, PAGES
 from stages.text_to_image.views import PANELS, RANKING, VIEWS
 

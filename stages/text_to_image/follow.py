@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from stages.stage import Chain, Query, Row
+from stages.pipelines import Chain, Query, Row
 
 STEPS_NAMED = 12  # at most this many of an image's training steps are listed
 ID_DIGITS = 4  # a text of fewer hex digits is not taken for the start of an image_id

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from stages.models.family import Family
+from stages.pipelines import Option, Template
 from stages.settings import toml_string
-from stages.stage import Option, Template
 from stages.text_to_image.families import family as family_record
 
 TEXT = """\

@@ -1,6 +1,6 @@
 """SQL views and panels of text_to_image: `latentmill query` knows the views by name, `latentmill panel` shows the panels."""
 
-from stages.stage import Panel, View
+from stages.pipelines import Panel, View
 
 # An image counts as unused once, at the first table where it drops out. It is used if one of its buckets or crops is trained.
 UNUSED = View(

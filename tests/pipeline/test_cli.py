@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import cli
-from stages.stage import load
+from stages.pipelines import load
 from stages.text_to_image import PIPELINE
 from tests import projects
 from tests.toy import project as toy

@@ -14,7 +14,8 @@ from pipeline import runner
 from pipeline.project.project import Project
 from pipeline.store.writer import Writer
 from pipeline.work import divide, perform
-from stages.stage import Artifact, Pipeline, StageContext, WorkUnit
+from stages.pipelines import Pipeline
+from stages.stage import Artifact, StageContext, WorkUnit
 from stages.text_to_image import PIPELINE
 from tests import projects, toy
 from tests.toy.project import make as make_toy

@@ -4,7 +4,7 @@ It uses only the contracts of `stages` and `schemas`. Nothing outside this folde
 `[project] pipeline = "tests.toy"`.
 """
 
-from stages.stage import Folder, Panel, Pipeline, View
+from stages.pipelines import Folder, Panel, Pipeline, View
 
 PIPELINE = Pipeline(
     name="tests.toy",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from stages.stage import Chain, Query, Row
+from stages.pipelines import Chain, Query, Row
 
 
 def find_line(query: Query, need: Callable[[str], Any], text: str) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ import pyarrow as pa
 from pipeline.store.table import TableFolder
 from pipeline.store.writer import Writer
 from schemas.table import TableSchema
-from stages.stage import Pipeline
+from stages.pipelines import Pipeline
 from stages.text_to_image import PIPELINE
 
 RECIPE = "0123456789ab"

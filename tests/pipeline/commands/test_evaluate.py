@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from pipeline.commands import evaluate
-from pipeline.project.project import NotBuilt, Project
+from pipeline.errors import NotBuilt
+from pipeline.project.project import Project
 from tests import projects
 
 PROMPTS = [f"prompt {n}" for n in range(20)]

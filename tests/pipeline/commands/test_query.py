@@ -13,7 +13,7 @@ import pytest
 from pipeline.commands.query import answer, open_catalog, run_query, write_answer
 from pipeline.commands.query_limits import Limits
 from pipeline.commands.query_text import CELL_WIDTH, ROWS_SHOWN
-from pipeline.project.project import NotBuilt
+from pipeline.errors import NotBuilt
 from schemas.text_to_image.train import TRAIN
 from stages.text_to_image import PIPELINE
 from tests import projects

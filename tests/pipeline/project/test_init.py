@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from pipeline.cli import cli
 from pipeline.project.init import new_project
 from pipeline.project.project import Project
-from stages.stage import Option, Template
+from stages.pipelines import Option, Template
 from stages.text_to_image import PIPELINE
 from stages.text_to_image.families import FAMILIES, family
 from tests.projects import draw
