@@ -45,8 +45,8 @@ class Weights:
 
 @dataclass(frozen=True)
 class FamilyRecord:
-    """A resource of a pipeline: the record of the project's model family. A stage that needs the resource gets a
-    `Family`.
+    """A resource of a pipeline: facts about the model that the project trains. A stage that asks for this resource gets
+    an object of the class `Family`. It holds the model's name, shapes and functions.
     """
 
 

@@ -1,10 +1,12 @@
 """Compare our recipe with the defaults of other trainers: train data/example with each, draw all prompts, score them.
 
-    python -m data.experiments.recipes OUT [--seeds 3] [--steps N] [--only PATTERN] [--workers N]
+    python -m data.experiments.recipes OUT [--seeds 3] [--steps 300] [--only PATTERN] [--workers N]
+    python -m data.experiments.recipes OUT --example [--seeds 3]
 
-adds one JSON line per run to the file OUT. Runs that OUT has already are left out, so a stopped experiment goes on. The recipes
-are in recipes.toml. All runs train on the same number of samples: the steps of data/example (or N) times its batch. A batch
-of one therefore takes four times as many steps.
+adds one JSON line per run to the file OUT, and prints the means over the seeds with 95 % intervals. Runs that OUT has already are
+left out, so a stopped experiment goes on. The recipes
+are in recipes.toml. All runs train on the same number of samples: --steps times the batch of data/example. A batch of one
+therefore takes four times as many steps. With --example, data/example runs as it is, and no other recipe.
 
 The learning rates of other trainers are made for the released models. A model as small as micro needs about thirty times as
 much: data/example has 30 times our own default. So each of these recipes runs as it is, and with 30 times its rate.
@@ -22,6 +24,7 @@ import tempfile
 import time
 import tomllib
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ import numpy as np
 import pyarrow as pa
 
 from data.experiments.in_memory import MemoryTables
-from pipeline.commands.evaluate import Row, auc, group_rows, mean_difference, pair_by_prompt, values
+from pipeline.commands.evaluate import PERCENTILES, RESAMPLES, Row, auc, group_rows, mean_difference, pair_by_prompt, values
 from pipeline.project.project import Project
 
 LOG = logging.getLogger("recipes")
@@ -45,8 +48,9 @@ Settings = dict[str, Any]
 def recipes(steps: int) -> dict[str, Settings]:
     """Return the settings of each recipe by its name. `steps` is the number of steps with the batch of data/example."""
     found = {}
-    for recipe in tomllib.loads((HERE / "recipes.toml").read_text())["recipe"]:
-        settings = {key: value for key, value in recipe.items() if "." in key}
+    facts = tomllib.loads((HERE / "recipes.toml").read_text())
+    for recipe in facts["recipe"]:
+        settings = facts["common"] | {key: value for key, value in recipe.items() if "." in key}
         found[recipe["name"]] = at_length(settings, steps)
         if recipe.get("rival"):
             found[f"{recipe['name']}, rate x {RATE}"] = at_length(settings | {"train.lr": settings["train.lr"] * RATE}, steps)
@@ -107,7 +111,8 @@ class Bench:
 
 def measure(rows: list[Row]) -> dict[str, Any]:
     """Return the measurements of a run. `rows` are its rows of the table `scores`. "style" and "real" are AUCs over the base,
-    "agreement" is the mean less the base's. "scores" has the values of every prompt: column -> [[base, adapter], ...].
+    "agreement" is the mean less the base's, and "agreement_real" is that of real pictures. The recalls (R@10) are of the adapter,
+    the base and real pictures. "scores" has the values of every prompt: column -> [[base, adapter], ...].
     """
     groups = group_rows(rows)
     adapter = next(name for name in groups if name not in ("base", "real"))
@@ -117,8 +122,48 @@ def measure(rows: list[Row]) -> dict[str, Any]:
         base, other = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
         found[column] = round((mean_difference if column == "agreement" else auc)(base, other), 4)
         found["scores"][column] = [[round(float(x), 4) for x in (one[0], two[0])] for one, two in pairs]
-    for name, key in ((adapter, "recall"), ("base", "recall_base")):
+    for name, key in ((adapter, "recall"), ("base", "recall_base"), ("real", "recall_real")):
         found[key] = round(float(np.mean(values(groups[name], "agreement_rank") <= 10)), 3)
+    real, base = (values(groups[name], "agreement").mean() for name in ("real", "base"))
+    found["agreement_real"] = round(float(real - base), 4)
+    return found
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds with the ends of its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def interval(rows: list[dict[str, Any]], column: str) -> Interval:
+    """Return the mean of a score over the runs `rows`, which differ in their seed. `column` is one of `COLUMNS`. The interval
+    is a bootstrap over both seeds and prompts.
+    """
+    pairs_SP2 = np.array([row["scores"][column] for row in rows])
+    compare = mean_difference if column == "agreement" else auc
+
+    def mean(seeds: Any, prompts: Any) -> float:
+        return float(np.mean([compare(*pairs_SP2[seed][prompts].T) for seed in seeds]))
+
+    draw = np.random.default_rng(0)
+    count, prompts = pairs_SP2.shape[:2]
+    drawn = [mean(draw.integers(0, count, count), draw.integers(0, prompts, prompts)) for _ in range(RESAMPLES)]
+    low, high = np.percentile(drawn, PERCENTILES)
+    return Interval(mean(np.arange(count), np.arange(prompts)), float(low), float(high))
+
+
+def read_rows(file: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the runs in a file of this experiment: recipe -> its rows, one per seed, in the order of the file."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in file.read_text().splitlines() if file.exists() else []:
+        row = json.loads(line)
+        found.setdefault(row["recipe"], []).append(row)
     return found
 
 
@@ -136,15 +181,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=Project(EXAMPLE).config.sections["train"].steps)
+    parser.add_argument("--steps", type=int, default=300, help="steps with the batch of data/example")
+    parser.add_argument("--example", action="store_true", help="run data/example as it is instead")
     parser.add_argument("--only", default="*", help="names of recipes, with wildcards")
     parser.add_argument("--workers", type=int, default=1, help="processes; more than one helps on a GPU")
-    parser.add_argument("--more", type=Path, help="JSON file: name -> settings of further recipes")
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    lines = asked.out.read_text().splitlines() if asked.out.exists() else []
-    done = {(row["recipe"], row["seed"]) for row in map(json.loads, lines)}
-    chosen = recipes(asked.steps) | (json.loads(asked.more.read_text()) if asked.more else {})
+    done = {(name, row["seed"]) for name, rows in read_rows(asked.out).items() for row in rows}
+    chosen = {"data/example": {}} if asked.example else recipes(asked.steps)
     todo = [
         {"recipe": name, "seed": seed, "set": settings}
         for seed in range(asked.seeds)
@@ -161,6 +205,9 @@ def main() -> None:
             out.write(json.dumps(row) + "\n")
             out.flush()
             LOG.info("%s, seed %d: %s", row["recipe"], row["seed"], ", ".join(f"{name} {row[name]:.3f}" for name in COLUMNS))
+    for name, rows in read_rows(asked.out).items():
+        if fnmatch.fnmatch(name, asked.only):
+            LOG.info("%s, %d seeds: %s", name, len(rows), ", ".join(f"{each} {interval(rows, each)}" for each in COLUMNS))
 
 
 if __name__ == "__main__":

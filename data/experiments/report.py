@@ -22,12 +22,19 @@ PAGE = "README.md"
 def with_tables(page: str, results: Results) -> str:
     """Return the page's text with every generated table replaced. AssertionError if the page has no place for a table."""
     for name, table in TABLES.items():
-        begin, end = f"<!-- {name}: generated -->", "<!-- end -->"
-        before, opened, rest = page.partition(begin)
-        _, closed, after = rest.partition(end)
-        assert opened and closed, f"{PAGE} has no place for {name}"
-        page = f"{before}{begin}\n\n{table(results)}\n\n{end}{after}"
+        page = with_table(page, name, table(results))
     return page
+
+
+def with_table(page: str, name: str, table: str) -> str:
+    """Return the text `page` with the generated table `name` replaced by the text `table`. AssertionError if the page has no
+    place for it, which is between `<!-- NAME: generated -->` and `<!-- end -->`.
+    """
+    begin, end = f"<!-- {name}: generated -->", "<!-- end -->"
+    before, opened, rest = page.partition(begin)
+    _, closed, after = rest.partition(end)
+    assert opened and closed, f"the page has no place for {name}"
+    return f"{before}{begin}\n\n{table}\n\n{end}{after}"
 
 
 def write(folder: Path) -> None:

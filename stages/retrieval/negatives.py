@@ -63,10 +63,9 @@ def wanted_negatives(ctx: StageContext) -> pa.Table:
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return a table of everything on which every row of this stage depends, with the columns `key` and `value`. A unit
-    (a function, class or window of lines) has its `unit_id` as key and a hash of its words as value. A pair (a query
-    and the unit that answers it) has its `pair_id` as key. Its value states its unit, its duplicate group and whether
-    it is used for training.
+    """Return a table of everything that can change any row of this stage. It has the text columns `key` and `value`. There
+    is one row per unit (a function, class or window of lines) and one per pair (a query and the unit that answers it).
+    The key is the id of the unit or pair. The value identifies its content.
     """
     units = {unit_id: _digest(row["words"]) for unit_id, row in _units(ctx).items()}
     pairs = {row["pair_id"]: f"{row['unit_id']} {row['duplicate_group']} {_is_trained(row)}" for row in _pairs(ctx)}

@@ -66,10 +66,11 @@ def wanted_ranks(ctx: StageContext) -> pa.Table:
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return the inputs that every row of this stage depends on, as a table with the text columns `key` and `value`. A
-    unit (function or class in the corpus) has its id as key and its text's id as value. A pair (query and its unit) has
-    its id as key. Its value holds its split, rejection and duplicate group. An encoder has its name as key. Its value
-    is the number of its stored vectors.
+    """Return a table of everything that can change any row of this stage. It has the text columns `key` and `value`. There
+    is one row per function or class of the corpus, one per evaluation query, and one per encoder. The key is the id of
+    the function or query, or the name of the encoder.
+
+    The value identifies the content: the id of the text, the state of the query, or the number of stored vectors.
     """
     units = {row["unit_id"]: row["text_id"] for row in ctx.rows(UNITS).select(["unit_id", "text_id"]).to_pylist()}
     columns = ["pair_id", "split", "rejected", "duplicate_group"]

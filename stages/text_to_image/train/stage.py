@@ -38,13 +38,12 @@ def wanted_samples(ctx: StageContext) -> pa.Table:
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return a table of everything that decides the result of the run. The columns are `latent_id`, `image_id` and
-    `caption_id`. Most rows are a crop and a caption that may be drawn together. A row with an empty `latent_id` states
-    another fact. Its `caption_id` is the fact, and its `image_id` is what the fact is about. Raises ValueError if the
-    file of the initial adapter is missing.
+    """Return a table of the data that decide the result of the run. There is one row per crop of an image and caption
+    that may be drawn together. Further rows name held-out crops, crops that are drawn more or less often, and the initial
+    adapter. Raises ValueError if the file of the initial adapter is missing.
 
-    The facts are "rate R" for a crop with the rate R instead of 1, "held out" for a held-out crop, and "initial" for
-    the initial adapter. `image_id` is the latent_id of the crop or the sha256 of the adapter file.
+    The columns are `latent_id`, `image_id` and `caption_id`. A further row has an empty `latent_id`. Its `image_id` is
+    the id of the crop or the sha256 of the adapter. Its `caption_id` is "held out", "rate 0.5" or "initial".
     """
     data = load_dataset(ctx, ctx.config)
     facts = [("", crop.latent_id, f"rate {crop.rate!r}") for crop in data.crops if crop.rate != 1]

@@ -87,9 +87,11 @@ class Meter:
         return leaking
 
     def _left(self) -> dict[str, list[int]]:
-        """Return a dict from phase to the bytes that each of its executions left in use. Each list has one number of
-        bytes per execution, in order. Memory that is freed later is subtracted again, from the newest allocation first.
-        Changes between two phases have the name "between phases".
+        """Return how much memory each execution of each phase allocated and never freed. The result maps the name of a
+        phase to a list of bytes, one number per execution, in order. The name "between phases" holds the allocations
+        between two phases.
+
+        When memory is freed later, the newest allocations count as freed first.
         """
         left: dict[str, list[int]] = {}
         added: list[tuple[str, int]] = []  # (phase, number of its execution)
