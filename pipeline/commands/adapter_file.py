@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.store.disk import atomic_write, delete_abandoned
 
 if TYPE_CHECKING:
-    from stages.models.family import Family
+    from stages.models.family import Adapter, Family
 
 STYLES = {
     "diffusers": "transformer.<diffusers name>: diffusers, and ComfyUI by its name map",
@@ -37,9 +37,10 @@ def silent(line: str) -> None:
 
 
 def file_name(project: str, step: int | str, style: str, which: str = "last") -> str:
-    """Return the name of an exported file, such as "cats-001000.safetensors" or "cats-001000-average-comfyui.safetensors".
-    `project` is the project's name, `step` the training step. `which` is the kind of adapter ("last", "average" or "best");
-    `style` is "diffusers", "comfyui" or "merged". The usual values "last" and "diffusers" are left out of the name.
+    """Return the name of an exported file, such as "cats-001000.safetensors" or
+    "cats-001000-average-comfyui.safetensors". `project` is the project's name, `step` the training step. `which` is the
+    kind of adapter ("last", "average" or "best"); `style` is "diffusers", "comfyui" or "merged". The usual values
+    "last" and "diffusers" are left out of the name.
     """
     safe = re.sub(r"[^\w.-]+", "-", project).strip("-.") or "adapter"
     kind = "".join(f"-{word}" for word, usual in ((which, "last"), (style, "diffusers")) if word != usual)
@@ -66,7 +67,6 @@ def write_adapter(
 
     Scales are multiplied into the arrays, so that the file is right for readers that ignore metadata.
     """
-    from pipeline.commands.export_header import header
     from stages.models import adapters
     from stages.models.weights import read_file
 
@@ -78,6 +78,19 @@ def write_adapter(
     about = {**read_file(adapter)[1], **metadata}
     name = file_name(about.get("project", adapter.stem), about.get("step", 0), style, about.get("adapter", "last"))
     target = out if out.suffix == ".safetensors" else out / name
+    return write_arrays((arrays, scales), family, target, style, dtype=dtype, about=about, say=say)
+
+
+def write_arrays(
+    adapter: Adapter, family: Family, target: Path, style: str, *, dtype: str, about: dict[str, str], say: Say = silent
+) -> Path:
+    """Write the adapter (arrays, scales) as the file `target` for other programs, and return `target`. `about` holds
+    facts for the file's metadata: project, family, step. The other arguments and errors are those of `write_adapter`.
+    """
+    from pipeline.commands.export_header import header
+    from stages.models import adapters
+
+    arrays, scales = adapter
     converted = family.architecture.adapter_styles[style](arrays, scales)
     variant = adapters.variant(arrays)
     new_metadata = header(about, style, dtype, adapters.ranks(converted), variant)
@@ -89,8 +102,8 @@ def write_adapter(
 
 
 def check_choice(setting: str, value: str, choices: Iterable[str]) -> None:
-    """Raise ValueError if `value` is not one of `choices`. The message lists `choices`. `setting` is what the message calls
-    the value, such as "style".
+    """Raise ValueError if `value` is not one of `choices`. The message lists `choices`. `setting` is what the message
+    calls the value, such as "style".
     """
     if value not in choices:
         raise ValueError(f"{setting} must be one of {', '.join(choices)}, got {value!r}")

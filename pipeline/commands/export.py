@@ -76,11 +76,11 @@ def export_run(
     user, one line each. Raises ValueError if there is no such adapter or the file cannot be written.
     """
     adapter = adapter_of(project, step, say, which)
-    about = {"project": project.name, "adapter": which, **_use(project)}
+    about = {"project": project.name, "adapter": which, **use_of(project)}
     return write_adapter(adapter, project.family, out or project.path / "exports", style, dtype=dtype, metadata=about, say=say)
 
 
-def _use(project: Project) -> dict[str, str]:
+def use_of(project: Project) -> dict[str, str]:
     """Return entries for the header of the adapter's file. "trigger" is the trigger word. "resolution" is the largest
     training resolution in pixels, such as "768x768". An entry without a value is left out.
     """
@@ -95,7 +95,7 @@ def what_to_do(project: Project, file: Path, style: str) -> Iterator[str]:
     """Yield lines that tell the user how to use the exported adapter `file` in diffusers, ComfyUI and other programs.
     `style` is the style of the file's keys: "diffusers" or "comfyui".
     """
-    use = _use(project)
+    use = use_of(project)
     prompt = f"{use['trigger']}, ..." if "trigger" in use else "..."
     if style == "diffusers":
         yield "with diffusers, after the base model is loaded as `pipe`:"

@@ -50,13 +50,15 @@ class Adapter:
         steps: int | None = None,
         guidance: float | None = None,
         strength: float = 1.0,
+        others: Sequence[tuple[Adapter | Path, float]] = (),
     ) -> Image:
         """Draw one image with the adapter and return it as a PIL image. `prompt` is used unchanged, so it should
         contain the adapter's trigger word. `seed` chooses the starting noise. `width` and `height` are in pixels.
         `steps` is the number of denoising steps. `guidance` is the guidance scale: how strongly the prompt is followed.
         An argument that is None takes its value from the section `[samples]` of project.toml. `strength` scales the
-        adapter: 1 is as trained, 0 is the base model. Raises ValueError if `width` or `height` is not a multiple of 16, or a
-        value is out of the bounds that `[samples]` has.
+        adapter: 1 is as trained, 0 is the base model. `others` are further adapters, or their files, with their strengths. Their
+        changes are added. Raises ValueError if `width` or `height` is not a multiple of 16, or a value is out of the bounds that
+        `[samples]` has.
 
         With all values from `[samples]`, the image equals the preview of the stage `samples` for the same prompt and
         seed. The text encoder, the transformer and the autoencoder are loaded one after another.
@@ -66,7 +68,8 @@ class Adapter:
         config = replace(config, seeds=(seed,), **{name: value for name, value in given.items() if value is not None})
         text_1TJ, empty_1TJ = encode(self.project, [prompt, ""])
         size = (config.width, config.height)
-        latent_1Chw = self._draw(text_1TJ, empty_1TJ, seed, size, config.steps, config.guidance, strength)
+        adapters = [(self.path, strength), *((getattr(each, "path", each), factor) for each, factor in others)]
+        latent_1Chw = self._draw(text_1TJ, empty_1TJ, seed, size, config.steps, config.guidance, adapters)
         return decode_latent(self.project, latent_1Chw)
 
     def _draw(
@@ -77,7 +80,7 @@ class Adapter:
         size: tuple[int, int],
         steps: int | None,
         guidance: float | None,
-        strength: float,
+        adapters: Sequence[tuple[Path, float]],
     ) -> mx.array:
         from stages.text_to_image.samples.drawing import load_sampler
 
@@ -86,12 +89,11 @@ class Adapter:
             self.project.component("transformer"),
             self.project.family,
             lambda: empty_1TJ,
-            self.path,
+            adapters,
             precision=self.project.config.sections["samples"].precision,
             packed=self.project.config.sections["samples"],
             steps=steps,
             guidance=guidance,
-            strength=strength,
         )
         latent_1Chw = sampler.draw(text_1TJ, seed, *size)
         assert latent_1Chw is not None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeline.commands.choose_adapter import find_adapter, pair_strengths
 from pipeline.options import with_project
 from pipeline.terminal import Terminal
 
@@ -33,12 +34,19 @@ COMPONENTS = ("transformer", "text_encoder", "tokenizer", "autoencoder")
 @click.option("--seed", "seeds", type=int, multiple=True, help="Seed of the starting noise; may be repeated.  [default: 0]")
 @click.option(
     "--adapter",
-    default="last",
-    show_default=True,
-    help="last, best or average of the run, a file, or none for the base. --run chooses another run.",
+    "adapters",
+    multiple=True,
+    help="last, best or average of the run, best@RUN of another run, a file, or none for the base; may be repeated.  "
+    "[default: last]",
 )
 @click.option("--step", type=int, help="Draw with the checkpoint of this step.")
-@click.option("--strength", type=float, default=1.0, show_default=True, help="Factor of the adapter: 1 as trained, 0 the base.")
+@click.option(
+    "--strength",
+    "strengths",
+    type=float,
+    multiple=True,
+    help="Factor of an adapter: 1 as trained, 0 the base; once for each adapter.  [default: 1]",
+)
 @click.option("--size", metavar="WIDTHxHEIGHT", help="Pixels, multiples of 16.  [default: that of [samples]]")
 @click.option("--steps", type=int, help="Denoising steps.  [default: that of [samples]]")
 @click.option("--guidance", type=float, help="Guidance scale.  [default: that of [samples]]")
@@ -47,22 +55,23 @@ def command(
     prompts: tuple[str, ...],
     prompt_file: Path | None,
     seeds: tuple[int, ...],
-    adapter: str,
+    adapters: tuple[str, ...],
     step: int | None,
-    strength: float,
+    strengths: tuple[float, ...],
     size: str | None,
     steps: int | None,
     guidance: float | None,
     project: Project,
 ) -> None:
-    """Draw prompts with the trained adapter. PROMPTS are used unchanged, so they should contain the trigger word. Every picture
-    is a row of the table `generated`; a picture that was drawn before is not drawn again.
+    """Draw prompts with the trained adapter. PROMPTS are used unchanged, so they should contain the trigger word. Every
+    picture is a row of the table `generated`; a picture that was drawn before is not drawn again.
     """
     texts = [*prompts, *(read_prompts(prompt_file) if prompt_file else ())]
     if not texts:
         raise ValueError('generate needs a prompt, such as: latentmill generate "a cat" --seed 1; or --file PROMPTS.txt')
     given = {"steps": steps, "guidance": guidance, **parse_size(size)}
-    wish = Wish(tuple(dict.fromkeys(texts)), seeds or (0,), adapter, step, strength, given)
+    chosen = tuple(pair_strengths(adapters, strengths))
+    wish = Wish(tuple(dict.fromkeys(texts)), seeds or (0,), chosen, step, given)
     with Terminal("generate") as terminal:
         paths = list(generate(project.allow_downloads(), wish, terminal))
     for path in paths:
@@ -71,22 +80,24 @@ def command(
 
 @dataclass(frozen=True)
 class Wish:
-    """A request for pictures: every prompt is drawn with every seed. `adapter` is "last", "best", "average", "none" or
-    the path of a file. `step` chooses a checkpoint; None takes the end of the run. With "best" it must be None.
-    `strength` scales the adapter: 1 is as trained. `given` replaces settings of `[samples]`: "width" and "height" in
-    pixels, "steps", "guidance". A setting that is missing or None is not replaced.
+    """A request for pictures: every prompt is drawn with every seed. `adapters` has (adapter, strength) pairs; an
+    adapter is "last", "best", "average", one of these with "@RUN", "none" or the path of a file. A strength of 1 is as
+    trained. The changes of several adapters are added. `step` chooses a checkpoint; None takes the end of the run. With
+    "best" it must be None. `given` replaces settings of `[samples]`: "width" and "height" in pixels, "steps",
+    "guidance". A setting that is missing or None is not replaced.
     """
 
     prompts: tuple[str, ...]
     seeds: tuple[int, ...] = (0,)
-    adapter: str = "last"
+    adapters: tuple[tuple[str, float], ...] = (("last", 1.0),)
     step: int | None = None
-    strength: float = 1.0
     given: dict[str, Any] | None = None
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Return the lines of a text file that are not blank. Raises ValueError if the file cannot be read or has no prompt."""
+    """Return the lines of a text file that are not blank. Raises ValueError if the file cannot be read or has no
+    prompt.
+    """
     try:
         lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -97,7 +108,9 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def parse_size(size: str | None) -> dict[str, int]:
-    """Return {"width": ..., "height": ...} for a text such as "768x512"; {} for None. Raises ValueError for another text."""
+    """Return {"width": ..., "height": ...} for a text such as "768x512"; {} for None. Raises ValueError for another
+    text.
+    """
     if size is None:
         return {}
     width, _, height = size.lower().replace("×", "x").partition("x")
@@ -119,7 +132,7 @@ def generate(project: Project, wish: Wish, console: Console) -> Iterator[Path]:
     from pipeline.store.writer import Writer
     from schemas.text_to_image.generated import GENERATED
 
-    rows, adapter = wanted_rows(project, wish)
+    rows, adapters = wanted_rows(project, wish)
     recipe = {
         "stage": GENERATED.name,
         "version": 1,
@@ -131,7 +144,7 @@ def generate(project: Project, wish: Wish, console: Console) -> Iterator[Path]:
         stored = {row["picture_id"]: row for row in writer.stored.to_pylist()}
         absent = [r for r in rows if not (table.folder / "artifacts" / r["path"]).is_file() or r["picture_id"] not in stored]
         if absent:
-            for row, image in _draw(project, absent, adapter, console):
+            for row, image in _draw(project, absent, adapters, console):
                 from stages.text_to_image.samples.decoding import save_png
 
                 facts = {name: row[name] for name in ("prompt", "seed", "step", "adapter_id", "strength", "steps", "guidance")}
@@ -141,26 +154,20 @@ def generate(project: Project, wish: Wish, console: Console) -> Iterator[Path]:
     yield from (table.folder / "artifacts" / row["path"] for row in rows)
 
 
-def wanted_rows(project: Project, wish: Wish) -> tuple[list[dict[str, Any]], Path | None]:
-    """Return (rows, adapter file) for the pictures that `wish` describes. `rows` has one dict per prompt and seed, with
-    the columns of the table `generated` except `seconds`. The file is None if the base model is used alone. Raises
-    ValueError if a setting is out of range, if there are too many pictures, or if the adapter does not exist.
+def wanted_rows(project: Project, wish: Wish) -> tuple[list[dict[str, Any]], list[tuple[Path, float]]]:
+    """Return (rows, adapters) for the pictures that `wish` describes. `rows` has one dict per prompt and seed, with the
+    columns of the table `generated` except `seconds`. `adapters` has (file, strength) pairs; it is empty if the base
+    model is used alone. Raises ValueError if a setting is out of range, if there are too many pictures, or if an
+    adapter does not exist.
     """
-    from stages.hashing import file_sha256
-    from stages.models.weights import read_file
-
     if len(wish.prompts) * len(wish.seeds) > MOST:
         raise ValueError(f"generate draws at most {MOST} pictures at once, got {len(wish.prompts) * len(wish.seeds)}")
     given = {name: value for name, value in (wish.given or {}).items() if value is not None}
     config: SamplesConfig = replace(project.config.sections["samples"], seeds=tuple(dict.fromkeys(wish.seeds)), **given)
-    if not -10 <= wish.strength <= 10:
-        raise ValueError(f"--strength must be from -10 to 10, got {wish.strength}")
-    adapter = adapter_file(project, wish) if wish.strength else None
-    about = read_file(adapter)[1] if adapter else {}
+    chosen = [(text, strength) for text, strength in wish.adapters if strength and text != "none"]
+    adapters = [(find_adapter(project, text, wish.step), strength) for text, strength in chosen]
     same: dict[str, Any] = {
-        "adapter_id": file_sha256(adapter) if adapter else "",
-        "step": int(about.get("step", 0)),
-        "strength": float(wish.strength) if adapter else 0.0,
+        **_facts(adapters),
         "width": config.width,
         "height": config.height,
         "steps": project.family.sampling_steps if config.steps is None else config.steps,
@@ -171,23 +178,21 @@ def wanted_rows(project: Project, wish: Wish) -> tuple[list[dict[str, Any]], Pat
         content = json.dumps([row, _weights(project)], sort_keys=True)
         row["picture_id"] = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
         row["path"] = f"images/{row['picture_id'][:16]}.png"
-    return rows, adapter
+    return rows, adapters
 
 
-def adapter_file(project: Project, wish: Wish) -> Path | None:
-    """Return the path of the adapter file that `wish.adapter` names. Return None if it is "none": the base model draws
-    alone. Raises ValueError if the file does not exist, or if `project` has not trained such an adapter.
-    """
-    from pipeline.commands.export import WHICH, adapter_of
+def _facts(adapters: Sequence[tuple[Path, float]]) -> dict[str, Any]:
+    """Return the columns `adapter_id`, `step` and `strength` of the table `generated` for (file, strength) pairs."""
+    from stages.hashing import file_sha256
+    from stages.models.weights import read_file
 
-    if wish.adapter == "none":
-        return None
-    if wish.adapter in WHICH:
-        return adapter_of(project, wish.step, lambda line: None, wish.adapter)
-    path = Path(wish.adapter).expanduser()
-    if not path.is_file():
-        raise ValueError(f"--adapter must be {', '.join(WHICH)}, none or a file, got {wish.adapter!r}: there is no such file")
-    return path
+    if not adapters:
+        return {"adapter_id": "", "step": 0, "strength": 0.0}
+    (file, strength), *others = adapters
+    ids = [file_sha256(each) for each, _ in adapters]
+    together = "+".join(f"{strength:g}*{each}" for each, (_, strength) in zip(ids, adapters, strict=True))
+    step = int(read_file(file)[1].get("step", 0))
+    return {"adapter_id": together if others else ids[0], "step": step, "strength": 1.0 if others else float(strength)}
 
 
 def _weights(project: Project) -> dict[str, Any]:
@@ -207,11 +212,11 @@ def _weights(project: Project) -> dict[str, Any]:
 
 
 def _draw(
-    project: Project, rows: Sequence[dict[str, Any]], adapter: Path | None, console: Console
+    project: Project, rows: Sequence[dict[str, Any]], adapters: Sequence[tuple[Path, float]], console: Console
 ) -> Iterator[tuple[dict[str, Any], Any]]:
     """Draw one picture per row and yield (row, picture), where the picture is a PIL image. A row is a dict of columns
-    of the table `generated`. The yielded row has a further key "seconds", the time of its denoising. `adapter` is the
-    adapter's file, or None to draw with the base model. All rows must have equal "steps", "guidance" and "strength".
+    of the table `generated`. The yielded row has a further key "seconds", the time of its denoising. `adapters` has
+    (file, strength) pairs; without one, the base model draws. All rows must have equal "steps" and "guidance".
     """
     import mlx.core as mx
 
@@ -225,16 +230,15 @@ def _draw(
     texts = dict(zip(prompts, encoded, strict=True))
     settings, family = project.config.sections["samples"], project.family
     sampler = load_sampler(
-        f"the adapter {adapter.name}" if adapter else "the base",
+        " with ".join(["the base", *(f"the adapter {file.name}" for file, _ in adapters)]),
         project.component("transformer"),
         family,
         lambda: empty_1TJ,
-        adapter,
+        adapters,
         precision=settings.precision,
         packed=settings,
         steps=rows[0]["steps"],
         guidance=rows[0]["guidance"],
-        strength=rows[0]["strength"],
     )
     latents: list[tuple[dict[str, Any], mx.array]] = []
     for number, row in enumerate(rows, 1):

@@ -11,9 +11,17 @@ GENERATED = TableSchema(
     retains_dead_rows=True,
     columns=(
         column("picture_id", pa.string(), "sha256 of adapter, strength, prompt, seed, size, steps, guidance and weights, hex"),
-        column("adapter_id", pa.string(), "sha256 of the adapter's file, hex; empty for the base model alone"),
-        column("step", pa.int32(), "training step of the adapter; 0 for the base model alone"),
-        column("strength", pa.float64(), "factor of the adapter: 1 as trained, 0 for the base model alone"),
+        column(
+            "adapter_id",
+            pa.string(),
+            "sha256 of the adapter's file, hex; empty for the base model alone; of several adapters strength*sha256, joined by +",
+        ),
+        column(
+            "step", pa.int32(), "training step of the adapter, of the first one if there are several; 0 for the base model alone"
+        ),
+        column(
+            "strength", pa.float64(), "factor of the adapter: 1 as trained or with several adapters, 0 for the base model alone"
+        ),
         column("prompt", pa.string(), "text of the prompt"),
         column("seed", pa.int64(), "seed of the starting noise"),
         column("width", pa.int32(), "width of the picture, pixels"),

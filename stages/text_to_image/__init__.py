@@ -26,7 +26,8 @@ PIPELINE = Pipeline(
     results=("train", "samples"),
     template="stages.text_to_image.template:TEMPLATE",
     commands={name: f"pipeline.commands.{name}:command" for name in ("export", "replay", "segments", "memory", "evaluate")}
-    | {"generate": "pipeline.commands.generated:command"},
+    | {"generate": "pipeline.commands.generated:command"}
+    | {name: f"pipeline.commands.combine:{name}_command" for name in ("merge", "resize", "extract")},
     tables={"generated": "schemas.text_to_image.generated:GENERATED"},
     methods={"adapter": "pipeline.commands.generate:adapter"},
     views=VIEWS,

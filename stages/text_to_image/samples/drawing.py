@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import mlx.core as mx
 from stages.models.family import Family
 from stages.models.protocols import Transformer
 from stages.text_to_image.packing import Packed, packing
+from stages.tuner.adapters.combine import join
 from stages.tuner.blockwise.forward import AdapterMismatch, BlockwiseForward, model_forward
 
 DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -37,9 +38,9 @@ class LatentSampler:
         self, text_1TJ: mx.array, seed: int, width: int, height: int, stop_after: Callable[[int], bool] = lambda step: False
     ) -> mx.array | None:
         """Draw one image and return its latent, (1, channels, height / 16, width / 16), float32. `text_1TJ` is the
-        prompt's embedding, (1, text tokens, features). `seed` determines the starting noise. `width` and `height` are in
-        pixels. `stop_after(step)` is called after each denoising step, from 1. If it returns True before the last step,
-        the result is None. Raises ValueError if the latent has values that are not finite.
+        prompt's embedding, (1, text tokens, features). `seed` determines the starting noise. `width` and `height` are
+        in pixels. `stop_after(step)` is called after each denoising step, from 1. If it returns True before the last
+        step, the result is None. Raises ValueError if the latent has values that are not finite.
         """
         latents = self.family.architecture.draw(
             self.model,
@@ -66,39 +67,42 @@ def load_sampler(
     transformer: Path,
     family: Family,
     read_negative: Callable[[], mx.array],
-    adapter: Path | None = None,
+    adapters: Sequence[tuple[Path, float]] = (),
     *,
     precision: str = "bfloat16",
     packed: Packed | None = None,
     steps: int | None = None,
     guidance: float | None = None,
-    strength: float = 1.0,
     live_bytes: int | None = None,
 ) -> LatentSampler:
     """Return a sampler that draws images with a transformer and an adapter. `label` names the sampler in errors.
     `transformer` is the path of the weights. `family` is the record of the model family. `read_negative` returns the
     embedding of the empty prompt, (1, text tokens, features). It is only called if a denoising step takes two forward
-    passes. `adapter` is an adapter file, or None. `precision` is "bfloat16" or "float32". `packed` says how weights are
-    quantised; None leaves them as they are. `steps` is the number of denoising steps, and `guidance` is the guidance
-    scale. If they are None, the family's values are used. `strength` multiplies the adapter's change. `live_bytes` is
-    the memory limit in bytes; None means no limit. Raises ValueError if the adapter does not fit the transformer.
+    passes. `adapters` has (file, strength) pairs; the changes of all files are added. `precision` is "bfloat16" or
+    "float32". `packed` says how weights are quantised; None leaves them as they are. `steps` is the number of denoising
+    steps, and `guidance` is the guidance scale. If they are None, the family's values are used. `live_bytes` is the
+    memory limit in bytes; None means no limit. Raises ValueError if an adapter does not fit the transformer.
     """
     architecture = family.architecture
     pack = packing(architecture, packed) if packed else None
     model = architecture.load_transformer(transformer, family, DTYPES[precision], pack)
-    predict = adapted_forward(model, family, adapter, strength) if adapter else model_forward(model, None)
+    predict = adapted_forward(model, family, adapters)
     predict.live_bytes = live_bytes
     chosen = family.guidance if guidance is None else guidance
     negative = read_negative() if family.real_cfg and chosen > 1 else None
     return LatentSampler(label, family, model, predict, family.sampling_steps if steps is None else steps, chosen, negative)
 
 
-def adapted_forward(model: Transformer, family: Family, file: Path, strength: float = 1.0) -> BlockwiseForward:
-    """Return the blockwise prediction of `model` with the adapter `file`. `file` has the file format of `family`. `strength`
-    multiplies the change that the adapter makes: 1 is full, 0 is none. Raises ValueError if a shape in the adapter does not
-    match the transformer.
+def adapted_forward(model: Transformer, family: Family, adapters: Sequence[tuple[Path, float]]) -> BlockwiseForward:
+    """Return the blockwise prediction of `model` with adapters. `adapters` has (file, strength) pairs. A file has the
+    file format of `family`. Its strength multiplies its change: 1 is full, 0 is none. The changes of several files are
+    added. Raises ValueError if a shape in an adapter does not match the transformer, or if several adapters are not
+    plain LoRAs.
     """
-    try:
-        return model_forward(model, family.architecture.read_adapter(file), strength)
-    except AdapterMismatch as error:
-        raise ValueError(f"{file} was trained on another transformer: {error}") from None
+    read = [(*family.architecture.read_adapter(file), strength) for file, strength in adapters]
+    for (file, _), (arrays, scales, strength) in zip(adapters, read, strict=True):
+        try:
+            forward = model_forward(model, (arrays, scales), strength)
+        except AdapterMismatch as error:
+            raise ValueError(f"{file} was trained on another transformer: {error}") from None
+    return forward if len(read) == 1 else model_forward(model, join(read) if read else None)

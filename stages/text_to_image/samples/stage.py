@@ -145,7 +145,7 @@ def sampler_for(ctx: StageContext, source: SampleSource) -> LatentSampler:
         ctx.need("transformer"),
         family,
         lambda: read_embedding(ctx, empty_caption(ctx)),
-        file,
+        [(file, 1.0)] if file else [],
         precision=config.precision,
         packed=config,
         steps=config.steps,

@@ -99,7 +99,7 @@ def by_us(words: Words, text: str, shape: Shape, adapter: checkpoint.Checkpoint 
     """Draw a picture as the samples stage does, without rounding it to bytes: (H,W,3), 0 to 1."""
     model = load_flux2(FOLDER / "transformer", MICRO, mx.float32)
     prompt, negative = (mx.array(words[t]).view(mx.bfloat16)[None] for t in (text, ""))
-    predict = adapted_forward(model, MICRO, adapter.folder / checkpoint.ADAPTER) if adapter else None
+    predict = adapted_forward(model, MICRO, [(adapter.folder / checkpoint.ADAPTER, 1.0)]) if adapter else None
     settings = {"seed": SEED, "steps": STEPS, "guidance": MICRO.guidance, "negative_1TJ": negative, "predict": predict}
     *_, drawn = MICRO.architecture.draw(model, prompt, *shape, **settings)
     image_BHWC = load_autoencoder(FOLDER / "vae", MICRO, mx.float32).decode(drawn)

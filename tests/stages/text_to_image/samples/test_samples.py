@@ -416,7 +416,7 @@ def test_every_variant_of_an_adapter_draws_as_the_weights_that_it_merges_into(va
     given = inputs(mx.array(draw.normal(size=(1, 4, 128)), mx.float32), (2, 2), mx.ones((1, 5, 192)), mx.array([0.5]))
     expected = merged(**given)
     assert mx.abs(model(**given) - expected).max() > 1e-2
-    assert mx.abs(adapted_forward(model, TINY, saved.folder / checkpoint.ADAPTER)(**given) - expected).max() < 1e-4
+    assert mx.abs(adapted_forward(model, TINY, [(saved.folder / checkpoint.ADAPTER, 1.0)])(**given) - expected).max() < 1e-4
 
 
 def test_a_base_of_fewer_bits_draws_a_preview_that_is_farther_from_that_of_the_full_base(root: Path, tmp_path: Path) -> None:

@@ -1,0 +1,136 @@
+"""LoRAs joined into one, cut to a lower rank, and extracted from a tuned weight. Singular values decide what a lower
+rank keeps.
+
+Matrices are decomposed in float64 by NumPy. In names of arrays: O outputs, I inputs, R rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from stages.tuner.adapters import lora
+from stages.tuner.adapters.lora import Arrays
+
+Scales = dict[str, float]  # the factor of a Linear's change, by the name of the Linear
+Part = tuple[Mapping[str, mx.array], Mapping[str, float], float]  # arrays, scales, strength
+
+NEGLIGIBLE = 1e-6  # singular values below this share of a Linear's largest are rounding
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A LoRA of limited rank that approximates another change. `arrays` maps "<linear><suffix>" to float32 arrays. Its
+    scales are all 1. `errors` maps each Linear to (squared norm of what was cut off, squared norm of the whole change).
+    """
+
+    arrays: Arrays
+    errors: Mapping[str, tuple[float, float]]
+
+    @property
+    def scales(self) -> Scales:
+        """The factor of each Linear's change: 1."""
+        return dict.fromkeys(self.errors, 1.0)
+
+    @property
+    def error(self) -> float:
+        """The relative error of the whole adapter: the Frobenius norm of what was cut off over that of the whole
+        change.
+        """
+        lost, whole = (sum(pair[side] for pair in self.errors.values()) for side in (0, 1))
+        return math.sqrt(lost / whole) if whole else 0.0
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The Linear with the largest relative error, and that error."""
+        relative = {name: math.sqrt(lost / whole) if whole else 0.0 for name, (lost, whole) in self.errors.items()}
+        return max(relative.items(), key=lambda item: item[1])
+
+    def __or__(self, other: Cut) -> Cut:
+        """Return a LoRA with the Linears of both."""
+        return Cut(self.arrays | other.arrays, {**self.errors, **other.errors})
+
+
+def join(parts: Sequence[Part]) -> tuple[Arrays, Scales]:
+    """Join several LoRAs into one whose change is the sum of their changes, each times its strength. Return (arrays,
+    scales) with scales of 1. The rank of a Linear is the sum of the parts' ranks. Raises ValueError if a part is not a
+    plain LoRA, or if the shapes of a Linear differ.
+    """
+    arrays: Arrays = {}
+    for name in dict.fromkeys(name for _, scales, _ in parts for name in scales):
+        downs, ups = [], []
+        for source, scales, strength in parts:
+            if name in scales:
+                down_RI, up_OR = plain_pair(source, name)
+                downs.append(down_RI)
+                ups.append(up_OR * (scales[name] * strength))
+        shapes = {(up.shape[0], down.shape[1]) for up, down in zip(ups, downs, strict=True)}
+        if len(shapes) > 1:
+            raise ValueError(f"{name} has the shapes {sorted(shapes)} in these adapters: are they of one model?")
+        arrays |= {name + lora.A: mx.concatenate(downs), name + lora.B: mx.concatenate(ups, axis=1)}
+    return arrays, dict.fromkeys((key.removesuffix(lora.A) for key in arrays if key.endswith(lora.A)), 1.0)
+
+
+def plain_pair(arrays: Mapping[str, mx.array], name: str) -> tuple[mx.array, mx.array]:
+    """Return the matrices (A, B) of the Linear `name` in float32. Raises ValueError if its adapter is not a plain LoRA."""
+    own = lora.arrays_of_linear(arrays, name)
+    if own.keys() != {lora.A, lora.B}:
+        raise ValueError(f"{name} has a DoRA, a LoKr or a whole difference; only plain LoRAs can be combined and resized")
+    return own[lora.A].astype(mx.float32), own[lora.B].astype(mx.float32)
+
+
+def resize(arrays: Mapping[str, mx.array], scales: Mapping[str, float], rank: int) -> Cut:
+    """Return the best approximation of a LoRA whose Linears have a rank of at most `rank`: the largest singular values
+    of each change are kept. `arrays` and `scales` are those of the LoRA. Raises ValueError if it is not a plain LoRA.
+    """
+    found: Arrays = {}
+    errors = {}
+    for name, scale in scales.items():
+        down_RI, up_OR = (np.asarray(each, dtype=np.float64) for each in plain_pair(arrays, name))
+        # B A = Q_b (R_b R_a^T) Q_a^T: the singular values of the large product are those of the small one in brackets.
+        basis_OR, upper_b = np.linalg.qr(up_OR * scale)
+        basis_IR, upper_a = np.linalg.qr(down_RI.T)
+        left, values, right = np.linalg.svd(upper_b @ upper_a.T)
+        found |= _pair(name, (basis_OR @ left)[:, :rank], values[:rank], (right @ basis_IR.T)[:rank])
+        errors[name] = float((values[rank:] ** 2).sum()), float((values**2).sum())
+    return Cut(found, errors)
+
+
+def extract(name: str, difference_OI: mx.array, rank: int) -> Cut:
+    """Return a LoRA of one Linear, of at most `rank`, that approximates a change of its weight. `difference_OI` is the
+    tuned weight less the base's. The result is empty if nothing changed.
+    """
+    change_OI = np.asarray(difference_OI.astype(mx.float32), dtype=np.float64)
+    whole = float((change_OI**2).sum())
+    if not whole:
+        return Cut({}, {})
+    left, values, right = _largest(change_OI, rank)
+    lost = max(whole - float((values**2).sum()), 0.0)
+    return Cut(_pair(name, left, values, right), {name: (lost, whole)})
+
+
+def _largest(matrix_OI: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the singular vectors and values (left, values, right) of at most `rank` largest values that are not
+    rounding.
+
+    The eigenvectors of the smaller Gram matrix take a fraction of the time of a whole decomposition.
+    """
+    if matrix_OI.shape[0] < matrix_OI.shape[1]:
+        left, values, right = _largest(matrix_OI.T, rank)
+        return right.T, values, left.T
+    squares, vectors = np.linalg.eigh(matrix_OI.T @ matrix_OI)
+    values = np.sqrt(np.maximum(squares[::-1][:rank], 0))
+    kept = values > NEGLIGIBLE * values[0]
+    right_IR, values = vectors[:, ::-1][:, :rank][:, kept], values[kept]
+    return matrix_OI @ right_IR / values, values, right_IR.T
+
+
+def _pair(name: str, left_OR: np.ndarray, values_R: np.ndarray, right_RI: np.ndarray) -> Arrays:
+    """Return A and B of a Linear, with the roots of the singular values in both, so that both have values of one size."""
+    roots = np.sqrt(values_R)
+    down, up = roots[:, None] * right_RI, left_OR * roots
+    return {name + lora.A: mx.array(down.astype(np.float32)), name + lora.B: mx.array(up.astype(np.float32))}

@@ -1,0 +1,112 @@
+"""LoRAs that are joined, cut to a lower rank and extracted, against PEFT's own arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from stages.tuner.adapters import combine
+from stages.tuner.adapters.lora import A, B
+
+NAMES = ("one", "two")
+SHAPES = {"one": (24, 40), "two": (33, 16)}  # outputs, inputs
+
+
+def lora(seed: int, rank: int, names: tuple[str, ...] = NAMES) -> dict[str, mx.array]:
+    random = np.random.default_rng(seed)
+    arrays = {}
+    for name in names:
+        outputs, inputs = SHAPES[name]
+        arrays[name + A] = mx.array(random.normal(0, 0.3, (rank, inputs)).astype(np.float32))
+        arrays[name + B] = mx.array(random.normal(0, 0.3, (outputs, rank)).astype(np.float32))
+    return arrays
+
+
+def change(arrays: Any, name: str, scale: float = 1.0) -> np.ndarray:
+    return scale * np.asarray(arrays[name + B], dtype=np.float64) @ np.asarray(arrays[name + A], dtype=np.float64)
+
+
+def in_peft(adapters: dict[str, tuple[dict[str, mx.array], int, float]]) -> Any:
+    """A model of PEFT with these adapters: name -> (arrays, rank, alpha)."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    modules = {name: torch.nn.Linear(inputs, outputs, bias=False) for name, (outputs, inputs) in SHAPES.items()}
+    model: Any = None
+    for adapter, (arrays, rank, alpha) in adapters.items():
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(NAMES))
+        if model is None:
+            model = get_peft_model(torch.nn.ModuleDict(modules), config, adapter_name=adapter)
+        else:
+            model.add_adapter(adapter, config)
+        for name in NAMES:
+            linear = model.base_model.model[name]
+            linear.lora_A[adapter].weight.data = torch.tensor(np.asarray(arrays[name + A]))
+            linear.lora_B[adapter].weight.data = torch.tensor(np.asarray(arrays[name + B]))
+    return model
+
+
+def peft_change(model: Any, adapter: str, name: str) -> np.ndarray:
+    return model.base_model.model[name].get_delta_weight(adapter).detach().numpy()
+
+
+def test_a_join_is_pefts_concatenation_with_its_strengths() -> None:
+    first, second = lora(1, 4), lora(2, 6)
+    model = in_peft({"first": (first, 4, 8), "second": (second, 6, 3)})
+    model.add_weighted_adapter(["first", "second"], [0.8, 0.5], "sum", combination_type="cat")
+    joined, scales = combine.join([(first, dict.fromkeys(NAMES, 2.0), 0.8), (second, dict.fromkeys(NAMES, 0.5), 0.5)])
+    for name in NAMES:
+        assert joined[name + A].shape[0] == 10 and scales[name] == 1.0
+        assert np.abs(change(joined, name) - peft_change(model, "sum", name)).max() < 1e-5
+
+
+def test_a_resized_lora_is_pefts_svd_and_states_its_error() -> None:
+    first = lora(1, 8)
+    model = in_peft({"first": (first, 8, 16), "unused": (first, 8, 16)})  # PEFT decomposes only if there are two
+    model.add_weighted_adapter(["first", "unused"], [1.0, 0.0], "small", combination_type="svd", svd_rank=3)
+    cut = combine.resize(first, dict.fromkeys(NAMES, 2.0), 3)
+    lost = whole = 0.0
+    for name in NAMES:
+        expected = peft_change(model, "small", name)
+        assert cut.arrays[name + A].shape[0] == 3 and cut.scales[name] == 1.0
+        assert np.abs(change(cut.arrays, name) - expected).max() < 1e-5
+        lost += ((change(first, name, 2.0) - expected) ** 2).sum()
+        whole += (change(first, name, 2.0) ** 2).sum()
+    assert cut.error == pytest.approx((lost / whole) ** 0.5, rel=1e-5)
+    assert cut.worst[1] >= cut.error
+
+
+def test_a_rank_that_holds_everything_loses_nothing() -> None:
+    first = lora(1, 4)
+    cut = combine.resize(first, dict.fromkeys(NAMES, 1.0), 4)
+    assert cut.error < 1e-6
+    assert all(np.abs(change(cut.arrays, name) - change(first, name)).max() < 1e-6 for name in NAMES)
+
+
+def test_an_extracted_lora_is_pefts_and_of_a_low_rank_change_it_is_exact() -> None:
+    first = lora(1, 5)
+    model = in_peft({"first": (first, 5, 5), "unused": (first, 5, 5)})
+    model.add_weighted_adapter(["first", "unused"], [1.0, 0.0], "small", combination_type="svd", svd_rank=3)
+    for name in NAMES:
+        weight = mx.array(change(first, name).astype(np.float32))
+        whole, small = combine.extract(name, weight, 16), combine.extract(name, weight, 3)
+        assert whole.arrays[name + A].shape[0] == 5 and whole.error < 1e-5
+        assert np.abs(change(whole.arrays, name) - change(first, name)).max() < 1e-5
+        assert np.abs(change(small.arrays, name) - peft_change(model, "small", name)).max() < 1e-5
+
+
+def test_a_linear_that_did_not_change_has_no_lora() -> None:
+    assert combine.extract("one", mx.zeros((24, 40)), 4).arrays == {}
+
+
+def test_a_dora_and_shapes_that_differ_are_refused() -> None:
+    first = lora(1, 4)
+    dora = first | {"one.lora_magnitude_vector": mx.ones(24)}
+    with pytest.raises(ValueError, match="only plain LoRAs can be combined and resized"):
+        combine.resize(dora, dict.fromkeys(NAMES, 1.0), 2)
+    other = {**lora(2, 4), "one" + B: mx.zeros((25, 4))}
+    with pytest.raises(ValueError, match="are they of one model"):
+        combine.join([(first, dict.fromkeys(NAMES, 1.0), 1.0), (other, dict.fromkeys(NAMES, 1.0), 1.0)])
