@@ -163,9 +163,14 @@ def difference(base: Path, tuned: Path, family: Family, rank: int) -> tuple[Cut,
     from stages.tuner.adapters import combine
 
     load = family.architecture.load_transformer
-    model = load(base, family)
-    before = dict(model.top) | {f"{block.name}.{name}": value for block in model.blocks for name, value in block.weights.items()}
-    cut, others, linears = combine.Cut({}, {}), 0, model.linears()
+    before: dict[str, mx.array] = {}
+
+    def keep(name: str, weight: mx.array) -> mx.array:
+        before[name] = weight
+        return weight
+
+    linears = load(base, family, arrange=keep).linears()
+    cut, others = combine.Cut({}, {}), 0
 
     def compare(name: str, weight: mx.array) -> mx.array:
         nonlocal cut, others

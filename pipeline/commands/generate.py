@@ -68,7 +68,8 @@ class Adapter:
         config = replace(config, seeds=(seed,), **{name: value for name, value in given.items() if value is not None})
         text_1TJ, empty_1TJ = encode(self.project, [prompt, ""])
         size = (config.width, config.height)
-        adapters = [(self.path, strength), *((getattr(each, "path", each), factor) for each, factor in others)]
+        further = [(each.path if isinstance(each, Adapter) else each, factor) for each, factor in others]
+        adapters = [(self.path, strength), *further]
         latent_1Chw = self._draw(text_1TJ, empty_1TJ, seed, size, config.steps, config.guidance, adapters)
         return decode_latent(self.project, latent_1Chw)
 
