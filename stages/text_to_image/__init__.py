@@ -25,7 +25,9 @@ PIPELINE = Pipeline(
     families="stages.text_to_image.families:FAMILIES",
     results=("train", "samples"),
     template="stages.text_to_image.template:TEMPLATE",
-    commands={name: f"pipeline.commands.{name}:command" for name in ("export", "replay", "segments", "memory", "evaluate")}
+    commands={
+        name: f"pipeline.commands.{name}:command" for name in ("export", "publish", "replay", "segments", "memory", "evaluate")
+    }
     | {"generate": "pipeline.commands.generated:command"}
     | {name: f"pipeline.commands.combine:{name}_command" for name in ("merge", "resize", "extract")},
     tables={"generated": "schemas.text_to_image.generated:GENERATED"},
