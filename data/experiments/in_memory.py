@@ -74,6 +74,8 @@ class MemoryTables:
         if stage.finish:
             after = project.context(stage, **context, pending=pending, stored=found)
             found = pa.concat_tables([found, pa.Table.from_batches(stage.finish(after), stage.writes.batch)])
+            places = {key: n for n, key in enumerate(zip(*(found[name].to_pylist() for name in stage.writes.key), strict=True))}
+            found = found.take(sorted(places.values()))  # a row whose key exists replaces it
         self.rows[name], self.files[name] = found, artifacts
         return found
 
