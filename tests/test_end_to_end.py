@@ -1,4 +1,4 @@
-"""The whole chain on a tiny klein model that diffusers itself wrote, beside what diffusers computes."""
+"""The whole chain on a small klein and a small dev that diffusers itself wrote, beside what diffusers computes."""
 
 import shutil
 from pathlib import Path
@@ -8,25 +8,29 @@ import pyarrow as pa
 import pytest
 
 from pipeline.project.project import Project
-from tests import projects
+from tests import checkpoints, projects
 
+GUIDANCE = 2.5  # of previews
 ULP = 2.0**-7  # bfloat16 keeps 8 significant bits: two roundings of nearly equal numbers differ by at most one step
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory, tiny_weights):
-    """diffusers' pipeline, and the folder that its save_pretrained wrote."""
+@pytest.fixture(scope="module", params=["klein", "dev"])
+def reference(request, tmp_path_factory, tiny_weights):
+    """diffusers' pipeline, the folder that its save_pretrained wrote, and the name of the family."""
     from diffusers import Flux2KleinPipeline
 
-    pipe = Flux2KleinPipeline.from_pretrained(tiny_weights)
+    pipe = Flux2KleinPipeline.from_pretrained(tiny_weights) if request.param == "klein" else checkpoints.dev_pipeline()
+    pipe.set_progress_bar_config(disable=True)
     folder = tmp_path_factory.mktemp("reference") / "saved"
     pipe.save_pretrained(folder)
-    return pipe, folder
+    return pipe, folder, "tiny" if request.param == "klein" else "dev"
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory, reference) -> Path:
     folder = projects.make(tmp_path_factory.mktemp("real") / "project", reference[1], images=0)
+    projects.edit(folder, 'family = "tiny"', f'family = "{reference[2]}"')
+    projects.edit(folder, "steps = 2\n", f"steps = 2\nguidance = {GUIDANCE}\n")
     chosen = [p for p in sorted((projects.MATERIAL / "images").iterdir()) if p.suffix in (".jpg", ".png")][::9]
     for path in chosen:
         shutil.copy(path, folder / "images" / path.name)
@@ -50,7 +54,7 @@ def test_the_latents_table_holds_what_diffusers_encodes(project, reference):
 
     from stages.text_to_image.imaging.decode import open_image
 
-    pipe, _ = reference
+    pipe = reference[0]
     table = projects.content(project, "latents")
     paths = {row["image_id"]: row["path"] for row in projects.content(project, "images").to_pylist()}
     assert table.num_rows >= 4
@@ -70,7 +74,7 @@ def test_the_latents_table_holds_what_diffusers_encodes(project, reference):
 def test_the_embeddings_table_holds_what_diffusers_encodes(project, reference):
     import torch
 
-    pipe, _ = reference
+    pipe = reference[0]
     family = Project(project).family
     texts = {row["caption_id"]: row["text"] for row in projects.content(project, "captions").to_pylist()}
     table = projects.content(project, "embeddings")
@@ -86,11 +90,39 @@ def test_the_embeddings_table_holds_what_diffusers_encodes(project, reference):
         close(ours, theirs[0].float().numpy())
 
 
+def test_a_preview_of_the_base_is_the_picture_that_diffusers_draws(project, reference):
+    import torch
+    from PIL import Image
+
+    from stages.models.flux2 import sampling
+
+    pipe, _, name = reference
+    row = next(row for row in projects.content(project, "samples").to_pylist() if row["step"] == 0)
+    with Image.open(Project(project).current("samples").folder / "artifacts" / row["path"]) as image:
+        ours = np.asarray(image).astype(np.float32)
+    family = Project(project).family
+    options = {"device": "cpu", "max_sequence_length": family.text_tokens, "text_encoder_out_layers": family.text_layers}
+    with torch.no_grad():
+        with_prompt, without = (pipe.encode_prompt(text, **options)[0].bfloat16().float() for text in (row["prompt"], ""))
+    given = {"negative_prompt_embeds": without} if family.real_cfg else {}
+    theirs = pipe(
+        prompt_embeds=with_prompt,
+        latents=torch.tensor(np.array(sampling.noise(row["seed"], (1, 128, 4, 4)))),
+        height=64,
+        width=64,
+        num_inference_steps=2,
+        guidance_scale=GUIDANCE,
+        output_type="np",
+        **given,
+    ).images[0]
+    assert np.abs(ours - 255 * theirs).max() <= 1.05, name  # embeddings are stored in bfloat16
+    assert ours.std() > 5
+
+
 @pytest.mark.parametrize("style", ["diffusers", "comfyui"])
 def test_the_exported_adapter_gives_our_velocity_in_diffusers(project, reference, tmp_path, style):
     import mlx.core as mx
     import torch
-    from diffusers import Flux2KleinPipeline
 
     from pipeline.commands.export import export_run
     from stages.models.flux2.adapter_reader import read_adapter
@@ -100,7 +132,7 @@ def test_the_exported_adapter_gives_our_velocity_in_diffusers(project, reference
 
     opened = Project(project)
     file = export_run(opened, tmp_path / "lora.safetensors", style, dtype="float32", step=None)
-    pipe = Flux2KleinPipeline.from_pretrained(reference[1])
+    pipe = type(reference[0]).from_pretrained(reference[1])
     bare = {name: value.clone() for name, value in pipe.transformer.state_dict().items()}
     pipe.load_lora_weights(str(file))
     assert len(pipe.transformer.state_dict()) > len(bare)
@@ -123,6 +155,7 @@ def test_the_exported_adapter_gives_our_velocity_in_diffusers(project, reference
         mx.array(ctx_1TJ.astype(np.float32)),
         ctx_ids,
         mx.array([0.6]),
+        mx.array([GUIDANCE]),
         linear_for=adapted,
     )
     with torch.no_grad():
@@ -132,10 +165,10 @@ def test_the_exported_adapter_gives_our_velocity_in_diffusers(project, reference
             timestep=torch.tensor([0.6]),
             img_ids=torch.tensor(np.array(x_ids))[None],
             txt_ids=torch.tensor(np.array(ctx_ids))[None],
-            guidance=None,
+            guidance=torch.tensor([GUIDANCE]),
             return_dict=False,
         )[0]
     np.testing.assert_allclose(np.array(ours), theirs.numpy(), atol=2e-5)
     merged = np.abs(np.array(model(mx.array(x_1LC.astype(np.float32)), x_ids, mx.array(ctx_1TJ.astype(np.float32)), ctx_ids,
-                                   mx.array([0.6]))) - np.array(ours)).max()  # fmt: skip
+                                   mx.array([0.6]), mx.array([GUIDANCE]))) - np.array(ours)).max()  # fmt: skip
     assert merged > 1e-6, "the adapter changes nothing, so this test would pass without it"

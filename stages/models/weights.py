@@ -81,9 +81,9 @@ def _shards(index: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the header of a safetensors file without reading a tensor. It maps each tensor's name to a dict of "dtype", "shape"
-    and "data_offsets". Raises ValueError if the file is no safetensors file. Raises it too if the file is shorter or longer than
-    its header says.
+    """Return the header of a safetensors file without reading a tensor. It maps each tensor's name to a dict of
+    "dtype", "shape" and "data_offsets". Raises ValueError if the file is no safetensors file. Raises it too if the file
+    is shorter or longer than its header says.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -159,7 +159,7 @@ def load_component(
     path: Path,
     shapes: Shapes,
     *,
-    rename: Callable[[str], str] | None = None,
+    rename: Callable[[str], str | None] | None = None,
     convert: Callable[[Arrays], Arrays] | None = None,
     dtype: Any = None,
     ignore: Callable[[str], bool] | None = None,
@@ -171,9 +171,9 @@ def load_component(
     of another shape.
 
     The optional functions are applied in this order. `convert(arrays)` returns all tensors in the layout of the
-    architecture. `rename(name)` returns the new name of a tensor. `ignore(name)` returns True if the tensor with this
-    new name is left out. Then the shapes are checked and the tensors are cast. Only floating-point tensors are cast.
-    `arrange(name, array)` returns the array that replaces a tensor.
+    architecture. `rename(name)` returns the new name of a tensor, or None to leave it out. `ignore(name)` returns True
+    if the tensor with this new name is left out. Then the shapes are checked and the tensors are cast. Only
+    floating-point tensors are cast. `arrange(name, array)` returns the array that replaces a tensor.
 
     Casting goes tensor by tensor, so that only one is in memory twice.
     """
@@ -185,7 +185,7 @@ def open_component(
     path: Path,
     shapes: Shapes,
     *,
-    rename: Callable[[str], str] | None = None,
+    rename: Callable[[str], str | None] | None = None,
     convert: Callable[[Arrays], Arrays] | None = None,
     ignore: Callable[[str], bool] | None = None,
 ) -> Arrays:
@@ -197,11 +197,23 @@ def open_component(
     if convert:
         arrays = convert(arrays)
     if rename:
-        arrays = {rename(k): v for k, v in arrays.items()}
+        arrays = _renamed(arrays, rename, path)
     if ignore:
         arrays = {k: v for k, v in arrays.items() if not ignore(k)}
     check_shapes(arrays, shapes, path)
     return arrays
+
+
+def _renamed(arrays: Arrays, rename: Callable[[str], str | None], where: Path) -> Arrays:
+    """Return tensors under new names. A tensor for which `rename` returns None is left out. Raises ValueError if two
+    tensors get the same name. `where` is the component's path, for the message.
+    """
+    old: dict[str, str] = {}
+    for key in arrays:
+        name = rename(key)
+        if name is not None and (other := old.setdefault(name, key)) != key:
+            raise ValueError(f"{where} holds {other} and {key}, two spellings of one tensor: remove one")
+    return {name: arrays[key] for name, key in old.items()}
 
 
 def check_shapes(arrays: Arrays, shapes: Shapes, where: Path) -> None:

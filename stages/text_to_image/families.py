@@ -165,9 +165,6 @@ _ALL = (
         gated=True,
         single_files=_single_files("dev"),
         text_kind="mistral3",
-        unsupported={
-            "text_encoder": "the text encoder of dev (mistral3) is not supported yet; choose a family with qwen3 (klein-base-4b)"
-        },
         text_layers=(10, 20, 30),
         guidance_embedded=True,
         real_cfg=False,

@@ -13,7 +13,8 @@ import mlx.core as mx
 from stages.models.family import Family
 from stages.models.flux2 import autoencoder
 from stages.models.flux2.autoencoder_config import AutoencoderConfig
-from stages.models.text.qwen3 import Qwen3, Qwen3Config
+from stages.models.text.decoder import Decoder
+from stages.models.text.encoder import text_encoder_sizes
 from stages.tuner import quantize
 
 CAPTION_TOKENS = 60  # a caption of usual length; the other rows are padding, which is computed too
@@ -65,12 +66,12 @@ class Captions:
 
     def __init__(self, family: Family, dtype: Any, bits: int = 16) -> None:
         """Draw weights, packed to `bits` bits within the layers, and one caption."""
-        config = Qwen3Config.from_dict(family.text_encoder)
+        config = text_encoder_sizes(None, family)
         self.layers = family.text_layers
         weights: dict[str, Any] = random_weights(config.shapes(max(self.layers)), dtype)
         for name in [name for name in weights if name.startswith("layers.")]:
             weights[name] = quantize.pack_if_possible(weights.pop(name), bits)
-        self.model = Qwen3(config, weights)
+        self.model = Decoder(config, weights)
         T = family.text_tokens
         self.tokens_BT = mx.random.randint(0, config.vocab_size, (1, T))
         self.real_BT = mx.arange(T)[None] < min(CAPTION_TOKENS, T)

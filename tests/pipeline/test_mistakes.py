@@ -252,12 +252,6 @@ def test_a_system_error_names_its_file_and_not_its_number(tmp_path):
     assert one_line(error.value) == f"{tmp_path}/no: no such file or directory"
 
 
-def test_a_family_with_an_unsupported_text_encoder_is_refused_before_a_download(project):
-    projects.edit(project, '"tiny"', '"dev"')
-    projects.build(project, "images", "captions")
-    assert "mistral3" in refused(project, "run", "embeddings")
-
-
 def test_an_implausible_number_of_steps_is_refused(project):
     assert "1000000" in refused(project, "status", "--set", "train.steps=999999999999")
 

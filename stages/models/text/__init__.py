@@ -1,3 +1,3 @@
-"""Text encoders. `tokenisation` makes the chat form and the tokens of a prompt. `qwen3` is Qwen3's decoder. `encoder` makes
-embeddings with both.
+"""Text encoders. `chat` is the chat that a prompt becomes, and `tokenisation` its tokens. `decoder` computes hidden states.
+`qwen3` and `mistral3` say what is particular to each architecture. `encoder` makes embeddings with all of them.
 """

@@ -1,12 +1,12 @@
-"""Text embeddings as the FLUX.2 transformer reads them. They are hidden states of Qwen3, padding included.
+"""Text embeddings as the FLUX.2 transformer reads them. They are hidden states of a decoder, padding included.
 
-The transformer was trained with the padding. T text rows (the family's text_tokens), J features: the hidden size times the number
-of hidden states taken.
+The transformer was trained with the padding. T text rows (the family's text_tokens), J features: the hidden size times
+the number of hidden states taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,22 +16,32 @@ import numpy as np
 
 from stages.models.family import Family
 from stages.models.folders import component_config
-from stages.models.text import qwen3
+from stages.models.text.decoder import Decoder, DecoderConfig, mask, unneeded_beyond
+from stages.models.text.mistral3 import Mistral3Config
+from stages.models.text.qwen3 import Qwen3Config
 from stages.models.text.tokenisation import PromptTokenizer, TokenizedPrompt
 from stages.models.weights import evaluate_each, open_component
 
 PRECISIONS = {"bfloat16": mx.bfloat16, "float32": mx.float32}
+DECODERS: Mapping[str, type[DecoderConfig]] = {"qwen3": Qwen3Config, "mistral3": Mistral3Config}  # by the family's text_kind
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """The embedding of one text. `words` is its bfloat16 values as uint16 words, (tokens with padding, features). `tokens` is the
-    number of tokens without padding. `dropped` is the number of tokens that were cut off from a text that is too long.
+    """The embedding of one text. `words` is its bfloat16 values as uint16 words, (tokens with padding, features).
+    `tokens` is the number of tokens without padding. `dropped` is the number of tokens that were cut off from a text
+    that is too long. `first` is the index of the first token that is not padding.
     """
 
     words: np.ndarray
     tokens: int
     dropped: int
+    first: int = 0
+
+    @property
+    def real(self) -> np.ndarray:
+        """The values without padding, as uint16 words, (tokens, features)."""
+        return self.words[self.first : self.first + self.tokens]
 
 
 class TextEncoder:
@@ -48,16 +58,16 @@ class TextEncoder:
         arrange: Callable[[str, mx.array], Any] | None = None,
         by_layer: bool = False,
     ) -> None:
-        """Load the text encoder and its tokenizer. `weights` is the folder or file of the weights. `tokenizer` is the tokenizer's
-        folder. `family` is the record of the model family. `precision` is the dtype to compute in, "bfloat16" or "float32".
-        `arrange(name, weight)` may pack (quantise) a weight of a layer. With `by_layer`, no weight stays in memory: every call of
-        `encode` reads the layers one after another. Raises ValueError if files are missing, damaged or of another model. Raises
-        it too if the tokenizer does not belong to the weights.
+        """Load the text encoder and its tokenizer. `weights` is the folder or file of the weights. `tokenizer` is the
+        tokenizer's folder. `family` is the record of the model family. `precision` is the dtype to compute in,
+        "bfloat16" or "float32". `arrange(name, weight)` may pack (quantise) a weight of a layer. With `by_layer`, no
+        weight stays in memory: every call of `encode` reads the layers one after another. Raises ValueError if files
+        are missing, damaged or of another model. Raises it too if the tokenizer does not belong to the weights.
         """
         self.prompts = PromptTokenizer(tokenizer, family)
         self.layers = family.text_layers
         self.path, self.by_layer, self.arrange, self.dtype = weights, by_layer, arrange, PRECISIONS[precision]
-        self.config = qwen3.Qwen3Config.from_dict(component_config(weights, family.text_encoder))
+        self.config = text_encoder_sizes(weights, family)
         rows, highest = self.config.vocab_size, self.prompts.highest
         if highest >= rows:  # for an index beyond a table MLX reads garbage without an error, or ends the process
             raise ValueError(
@@ -65,7 +75,7 @@ class TextEncoder:
                 "they do not belong together"
             )
         opened = self._open()  # errors are found before the first text
-        self.model = qwen3.Qwen3(self.config, {} if by_layer else self._read(opened, ""))
+        self.model = Decoder(self.config, {} if by_layer else self._read(opened, ""))
 
     def _open(self) -> dict[str, mx.array]:
         """Return the weights of the text encoder as a dict from name to array. MLX reads the data of an array only when
@@ -73,8 +83,8 @@ class TextEncoder:
         damaged or of another model.
         """
         deepest = max(self.layers)
-        unneeded = qwen3.unneeded_beyond(deepest, self.config.num_hidden_layers)
-        return open_component(self.path, self.config.shapes(deepest), rename=qwen3.rename, ignore=unneeded)
+        unneeded = unneeded_beyond(deepest, self.config.num_hidden_layers)
+        return open_component(self.path, self.config.shapes(deepest), rename=self.config.weight_name, ignore=unneeded)
 
     def _read(self, opened: dict[str, mx.array], prefix: str) -> dict[str, Any]:
         """Remove the weights whose names start with `prefix` from `opened`, and return them as a dict by name. `opened`
@@ -91,26 +101,26 @@ class TextEncoder:
     def encode(self, texts: list[str]) -> Iterator[Embedding]:
         """Encode the texts one by one, in order. Yield an embedding for each.
 
-        Texts are not batched: rows of a wider matrix product differ in their last bits, so an embedding would depend on the other
-        texts of its batch. The rows of one text keep a device busy anyway.
+        Texts are not batched: rows of a wider matrix product differ in their last bits, so an embedding would depend on
+        the other texts of its batch. The rows of one text keep a device busy anyway.
         """
         if self.by_layer:
             yield from self._encode_by_layer(texts)
             return
         for text in texts:
             prompt = self.prompts(text)
-            states_1TJ = self.model.encode(mx.array(prompt.ids)[None], self._real(prompt), self.layers)
-            yield Embedding(as_words(states_1TJ[0]), prompt.real, prompt.dropped)
-
-    def _real(self, prompt: TokenizedPrompt) -> mx.array:
-        return mx.arange(self.prompts.length)[None] < prompt.real
+            states_1TJ = self.model.encode(*rows(prompt), self.layers)
+            yield _embedding(prompt, as_words(states_1TJ[0]))
 
     def _encode_by_layer(self, texts: list[str]) -> Iterator[Embedding]:
-        """Encode the texts together: each layer is read, applied to every text, and freed. The results are those of `encode`."""
+        """Encode the texts together: each layer is read, applied to every text, and freed. The results are those of
+        `encode`.
+        """
         prompts, opened = [self.prompts(text) for text in texts], self._open()
         table = self._read(opened, "embed_tokens.")["embed_tokens.weight"]
-        hidden = [table[mx.array(prompt.ids)[None]] for prompt in prompts]
-        seen = [qwen3.mask(self._real(prompt)) for prompt in prompts]
+        given = [rows(prompt) for prompt in prompts]
+        hidden = [table[tokens_1T] for tokens_1T, _ in given]
+        seen = [mask(real_1T) for _, real_1T in given]
         mx.eval(hidden, seen)
         del table
         final = self._read(opened, "norm.")
@@ -124,14 +134,33 @@ class TextEncoder:
                     words[n][i + 1] = as_words(self.model.state(i + 1, hidden[n])[0])
             self.model.weights = {}
         for prompt, states in zip(prompts, words, strict=True):
-            yield Embedding(np.concatenate([states[k] for k in self.layers], axis=-1), prompt.real, prompt.dropped)
+            yield _embedding(prompt, np.concatenate([states[k] for k in self.layers], axis=-1))
 
 
-def text_encoder_sizes(path: Path | None, family: Family) -> qwen3.Qwen3Config:
-    """Return the sizes of the text encoder at `path`, a folder or a file. If `path` is None or has no config.json, they come from
-    `family`. Raises ValueError if the config is not that of a supported text encoder.
+def rows(prompt: TokenizedPrompt) -> tuple[mx.array, mx.array]:
+    """Return the token ids that the decoder reads, (1, tokens), and a boolean array of the same shape, False for padding. Of
+    padding at the start only one row is read: nothing attends to it and it attends to nothing, so all its rows are equal.
     """
-    return qwen3.Qwen3Config.from_dict(component_config(path, family.text_encoder) if path else family.text_encoder)
+    start = max(prompt.first - 1, 0)
+    place_T = mx.arange(start, prompt.ids.size)
+    real_T = (place_T >= prompt.first) & (place_T < prompt.first + prompt.real)
+    return mx.array(prompt.ids[start:])[None], real_T[None]
+
+
+def _embedding(prompt: TokenizedPrompt, words: np.ndarray) -> Embedding:
+    """Return the embedding of a prompt. `words` are the hidden states of the tokens that `rows` returned, as uint16 words. Rows
+    of padding that were not computed are filled in.
+    """
+    padding = np.repeat(words[:1], prompt.ids.size - len(words), axis=0)
+    return Embedding(np.concatenate([padding, words]), prompt.real, prompt.dropped, prompt.first)
+
+
+def text_encoder_sizes(path: Path | None, family: Family) -> DecoderConfig:
+    """Return the sizes of the text encoder at `path`, a folder or a file. If `path` is None or has no config.json, they
+    come from `family`. Raises ValueError if the config is not that of a supported text encoder.
+    """
+    config = component_config(path, family.text_encoder) if path else family.text_encoder
+    return DECODERS[family.text_kind].from_dict(config)
 
 
 def as_words(values_TJ: mx.array) -> np.ndarray:

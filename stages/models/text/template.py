@@ -18,8 +18,8 @@ GROWING_NAMES = frozenset({"format", "center", "ljust", "rjust", "zfill", "inden
 
 
 def check_template(template: Any, folder: Path) -> None:
-    """Raise ValueError if a chat template cannot be parsed, is too long, or could fill the memory with one operation. `template`
-    is its text. `folder` is the tokenizer's folder, for the message.
+    """Raise ValueError if a chat template cannot be parsed, is too long, or could fill the memory with one operation.
+    `template` is its text. `folder` is the tokenizer's folder, for the message.
     """
     from jinja2 import Environment, TemplateError, nodes
 

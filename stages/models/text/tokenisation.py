@@ -11,59 +11,71 @@ from typing import Any
 import numpy as np
 
 from stages.models.family import Family
+from stages.models.text.chat import CHATS
 from stages.models.text.template import TEMPLATE_SECONDS, check_template, within
-from stages.untrusted import JSON_BYTES, open_regular
+from stages.untrusted import JSON_BYTES, open_regular, read_json
 
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """One prompt as token ids. `ids` is an int32 array of fixed length, padded at the end. `real` is the number of ids without
-    padding. `dropped` is the number of tokens that were cut off from a prompt that is too long.
+    """One prompt as token ids. `ids` is an int32 array of fixed length, padded at the end or at the start. `real` is
+    the number of ids without padding. `dropped` is the number of tokens that were cut off from a prompt that is too
+    long. `first` is the index of the first id that is not padding.
     """
 
     ids: np.ndarray
     real: int
     dropped: int
+    first: int = 0
 
 
 class PromptTokenizer:
-    """A tokenizer for prompts of one model family. `tokenizer(text)` returns a `TokenizedPrompt`. The prompt becomes the user's
-    turn of a chat in Qwen3's form. Thinking is switched off.
+    """A tokenizer for prompts of one model family. `tokenizer(text)` returns a `TokenizedPrompt`. The prompt becomes
+    the user's turn of a chat, in the form that the family's text encoder was trained on.
     """
 
     def __init__(self, folder: Path, family: Family) -> None:
-        """Load the tokenizer in `folder`. Every tokenized prompt has `family.text_tokens` token ids. Raises ValueError if the
-        family's text encoder is not supported. Raises it too if the folder lacks a file or a setting.
+        """Load the tokenizer in `folder`. Every tokenized prompt has `family.text_tokens` token ids. Raises ValueError
+        if the family's text encoder is not supported. Raises it too if the folder lacks a file or a setting.
         """
         family.require("text_encoder")
         self.length = family.text_tokens
+        self.chat = CHATS[family.text_kind]
         self.tokenizer = _load(folder)
         if self.tokenizer.pad_token_id is None:
-            raise ValueError(f"{folder} names no pad_token in tokenizer_config.json; it should be <|endoftext|>")
-        if not self.tokenizer.chat_template:
+            raise ValueError(f"{folder} names no pad_token in tokenizer_config.json; it should be {self.chat.pad}")
+        self.template = self.tokenizer.chat_template or _older_template(folder)
+        if not self.template:
             raise ValueError(f"{folder} has no chat template: chat_template.jinja is missing")
-        check_template(self.tokenizer.chat_template, folder)
+        check_template(self.template, folder)
         self.highest = max(self.tokenizer.get_vocab().values(), default=0)
 
     def apply_template(self, text: str) -> str:
-        """Return `text` in the form of a chat. It becomes the user's turn, followed by the start of the model's answer. `text`
-        may be empty.
-        """
-        turn = [{"role": "user", "content": text}]
-        form = functools.partial(self.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
-        found: str = within(TEMPLATE_SECONDS, lambda: form(turn, enable_thinking=False), "the chat template")
+        """Return `text` in the form of a chat. It becomes the user's turn. `text` may be empty."""
+        messages, settings = self.chat.messages(text), {"chat_template": self.template, **self.chat.settings}
+        form = functools.partial(self.tokenizer.apply_chat_template, tokenize=False, **settings)
+        found: str = within(TEMPLATE_SECONDS, lambda: form(messages), "the chat template")
         return found
 
     def __call__(self, text: str) -> TokenizedPrompt:
-        """Convert one prompt to token ids. A prompt that is too long is cut at its end. A shorter one is padded at its end."""
+        """Convert one prompt to token ids. A prompt that is too long is cut at its end. A shorter one is padded."""
         formed = self.apply_template(text)
-        ids = within(
-            TEMPLATE_SECONDS, lambda: self.tokenizer(formed, truncation=False, verbose=False)["input_ids"], "the tokenizer"
-        )
+        begin = self.tokenizer.bos_token
+        complete = begin is not None and formed.startswith(begin)  # a tokenizer would put the first token there once more
+        tokenize = functools.partial(self.tokenizer, truncation=False, add_special_tokens=not complete, verbose=False)
+        ids = within(TEMPLATE_SECONDS, lambda: tokenize(formed)["input_ids"], "the tokenizer")
         kept = ids[: self.length]
+        first = self.length - len(kept) if self.chat.pads_left else 0
         ids_T = np.full(self.length, self.tokenizer.pad_token_id, np.int32)
-        ids_T[: len(kept)] = kept
-        return TokenizedPrompt(ids_T, len(kept), len(ids) - len(kept))
+        ids_T[first : first + len(kept)] = kept
+        return TokenizedPrompt(ids_T, len(kept), len(ids) - len(kept), first)
+
+
+def _older_template(folder: Path) -> Any:
+    """Return the chat template in a tokenizer's folder in the older form, chat_template.json; None if there is none."""
+    file = folder / "chat_template.json"
+    found = read_json(file) if file.is_file() else None
+    return found.get("chat_template") if isinstance(found, dict) else None
 
 
 def _load(folder: Path) -> Any:

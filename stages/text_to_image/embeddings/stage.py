@@ -92,7 +92,7 @@ def _row(caption_id: str, embedding: Embedding) -> Row:
     embedding, their mean, standard deviation and largest magnitude, and token counts. The mean, deviation and magnitude
     leave padding out. Raises ValueError if a value is not finite.
     """
-    real = widen(embedding.words[: embedding.tokens])
+    real = widen(embedding.real)
     if not np.isfinite(real).all():
         raise ValueError(
             f"the text encoder gave values that are not finite for caption {caption_id[:12]}: "

@@ -11,8 +11,8 @@ import pytest
 
 from stages.models import weights
 from stages.models.folders import read_config
-from stages.models.text import qwen3
-from stages.models.text.qwen3 import Qwen3, Qwen3Config
+from stages.models.text.decoder import SIZES, Decoder, mask, unneeded_beyond
+from stages.models.text.qwen3 import Qwen3Config
 
 LAYERS = (1, 2, 4)
 ALL = 5  # layers of the reference
@@ -49,10 +49,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return model, folder
 
 
-def ours(folder: Path, layers: int) -> Qwen3:
+def ours(folder: Path, layers: int) -> Decoder:
     config = Qwen3Config.from_dict(read_config(folder))
-    loaded = weights.load_component(folder, config.shapes(layers), rename=qwen3.rename, ignore=qwen3.unneeded_beyond(layers, ALL))
-    return Qwen3(config, loaded)
+    loaded = weights.load_component(folder, config.shapes(layers), rename=config.weight_name, ignore=unneeded_beyond(layers, ALL))
+    return Decoder(config, loaded)
 
 
 def prompts() -> tuple[np.ndarray, np.ndarray]:
@@ -86,7 +86,7 @@ def test_real_rows_do_not_depend_on_the_padding(reference: tuple[Any, Path]) -> 
 
 
 def test_no_row_attends_to_padding_not_even_padding() -> None:
-    seen = np.array(qwen3.mask(mx.array([[True, True, False, False]])))[0, 0].astype(int)
+    seen = np.array(mask(mx.array([[True, True, False, False]])))[0, 0].astype(int)
     assert seen.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]]
 
 
@@ -105,17 +105,17 @@ def test_a_missing_tensor_and_an_unknown_one_are_refused(reference: tuple[Any, P
         file = tmp_path / f"{number}.safetensors"
         mx.save_safetensors(str(file), found)
         with pytest.raises(ValueError, match=name):
-            weights.load_component(file, config.shapes(1), rename=qwen3.rename, ignore=qwen3.unneeded_beyond(1, ALL))
+            weights.load_component(file, config.shapes(1), rename=config.weight_name, ignore=unneeded_beyond(1, ALL))
 
 
 def test_both_spellings_of_rope_theta_are_read() -> None:
-    sizes = dict.fromkeys(qwen3.SIZES, 1) | {"head_dim": 2}
+    sizes = dict.fromkeys(SIZES, 1) | {"head_dim": 2}
     assert Qwen3Config.from_dict({**sizes, "rope_theta": 7.0}).rope_theta == 7.0
     assert Qwen3Config.from_dict({**sizes, "rope_parameters": {"rope_type": "default", "rope_theta": 8.0}}).rope_theta == 8.0
 
 
 def test_a_config_that_is_not_supported_is_refused_with_the_field() -> None:
-    sizes = dict.fromkeys(qwen3.SIZES, 1) | {"rope_theta": 1.0, "head_dim": 2}
+    sizes = dict.fromkeys(SIZES, 1) | {"rope_theta": 1.0, "head_dim": 2}
     with pytest.raises(ValueError, match="attention_bias"):
         Qwen3Config.from_dict({**sizes, "attention_bias": True})
     with pytest.raises(ValueError, match="yarn"):

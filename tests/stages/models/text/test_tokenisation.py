@@ -74,12 +74,6 @@ def test_tokens_that_are_cut_off_are_counted(prompts: PromptTokenizer) -> None:
     assert fitting.dropped == 0 and fitting.real < 64
 
 
-def test_a_family_whose_text_encoder_is_not_supported_is_refused_in_one_line(tiny_weights: Path) -> None:
-    with pytest.raises(ValueError, match=r"text encoder of dev \(mistral3\) is not supported") as error:
-        PromptTokenizer(tiny_weights / "tokenizer", family("dev"))
-    assert "\n" not in str(error.value)
-
-
 def test_an_incomplete_tokenizer_folder_is_refused_with_what_it_lacks(tiny_weights: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no tokenizer in .*tokenizer\.json"):
         PromptTokenizer(tmp_path, TINY)

@@ -1,0 +1,41 @@
+"""The chat that a prompt becomes before it is tokenized, for each architecture of text encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# The system message that FLUX.2 dev was trained with. The line break after the first "object" belongs to it.
+SYSTEM_MESSAGE = (
+    "You are an AI that reasons about image descriptions. You give structured responses focusing on object relationships, "
+    "object\nattribution and actions without speculation."
+)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """The chat that a text encoder was trained on. `settings` are arguments of the chat template, such as `enable_thinking`.
+    `system` is the system message, or "" for none. `removed` is a token that is taken out of prompts, or "" for none.
+    `pads_left` is True if a short prompt is padded at its start. `pad` is the padding token that the tokenizer should name.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    system: str = ""
+    removed: str = ""
+    pads_left: bool = False
+    pad: str = ""
+
+    def messages(self, text: str) -> list[dict[str, Any]]:
+        """Return the messages of the chat as the chat template reads them. `text` is the prompt, the user's turn."""
+        if not self.system:
+            return [{"role": "user", "content": text}]
+        cleaned = text.replace(self.removed, "") if self.removed else text
+        turns = {"system": self.system, "user": cleaned}
+        return [{"role": role, "content": [{"type": "text", "text": said}]} for role, said in turns.items()]
+
+
+CHATS: Mapping[str, Chat] = {  # by the family's text_kind
+    "qwen3": Chat({"add_generation_prompt": True, "enable_thinking": False}, pad="<|endoftext|>"),
+    "mistral3": Chat({"add_generation_prompt": False}, SYSTEM_MESSAGE, removed="[IMG]", pads_left=True, pad="<pad>"),
+}

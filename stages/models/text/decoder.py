@@ -1,0 +1,220 @@
+"""A decoder as a text encoder: the layers of Qwen3 and of Mistral, as many as the hidden states need.
+
+Hidden state k is the residual stream after k layers; after the last layer of the model it is normalised, as
+transformers returns it. Names of weights start at the decoder: "embed_tokens.", "layers." or "norm.". B batch, T
+tokens, D hidden width, H query heads, G key and value heads (H is a multiple of G), K head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import mlx.core as mx
+
+from stages.models.attention import attention
+from stages.models.elementwise import silu
+from stages.models.sizes import checked_sizes
+
+dispatch: Callable[..., None] = mx.async_eval  # start computing without waiting; MLX leaves it untyped
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+)
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The sizes of a decoder. The fields have the names of the model's config.json. `title` names the architecture in
+    error messages. `head_norms` is True if queries and keys are normalised per head. `supported` maps fields of
+    config.json that change the computation to the one value that is supported.
+    """
+
+    title: ClassVar[str]
+    head_norms: ClassVar[bool]
+    supported: ClassVar[Mapping[str, Any]]
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Self:
+        """Return the sizes of a decoder. `config` is the content of its config.json. Both the older form (`rope_theta`)
+        and the newer one (`rope_parameters`) are read. Raises ValueError if a field is missing or has a value that is
+        not supported.
+        """
+        missing = [name for name in SIZES if name not in config]
+        if missing:
+            raise ValueError(f"the text encoder's config lacks {', '.join(missing)}; is it a {cls.title} model?")
+        odd = [f"{name} = {config[name]!r}" for name, value in cls.supported.items() if config.get(name, value) != value]
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(rope, Mapping):
+            raise ValueError(f"the text encoder's config must have an object as rope_parameters, got {rope!r:.80}")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            odd.append(f"rope_type = {kind!r}")
+        if odd:
+            raise ValueError(f"the text encoder's config has {', '.join(odd)}, which FLUX.2's {cls.title} does not have")
+        theta = rope.get("rope_theta", config.get("rope_theta"))
+        if theta is None:
+            raise ValueError("the text encoder's config lacks rope_theta")
+        made = cls(**checked_sizes(cls, {**config, "rope_theta": theta}, "the text encoder's config"))
+        if made.num_attention_heads % made.num_key_value_heads or made.head_dim % 2:
+            raise ValueError(
+                "the text encoder's config must have an even head_dim, and as num_attention_heads a multiple of "
+                f"num_key_value_heads, got {made.head_dim}, {made.num_attention_heads} and {made.num_key_value_heads}"
+            )
+        return made
+
+    def shapes(self, layers: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the weights that compute the hidden state after `layers` layers, as a dict by name.
+        These weights are the token embedding and the first `layers` layers. The final norm is included only if `layers`
+        is the number of layers of the model. Raises ValueError if `layers` is larger than that number.
+        """
+        D, K, inner = self.hidden_size, self.head_dim, self.intermediate_size
+        query, shared = self.num_attention_heads * K, self.num_key_value_heads * K
+        layer = {
+            "input_layernorm": (D,),
+            "self_attn.q_proj": (query, D),
+            "self_attn.k_proj": (shared, D),
+            "self_attn.v_proj": (shared, D),
+            "self_attn.o_proj": (D, query),
+            "post_attention_layernorm": (D,),
+            "mlp.gate_proj": (inner, D),
+            "mlp.up_proj": (inner, D),
+            "mlp.down_proj": (D, inner),
+        }
+        if self.head_norms:
+            layer |= {"self_attn.q_norm": (K,), "self_attn.k_norm": (K,)}
+        if layers > self.num_hidden_layers:
+            raise ValueError(
+                f"the hidden state must be <= {self.num_hidden_layers}, the text encoder's number of layers, got {layers}"
+            )
+        named = {f"layers.{i}.{name}.weight": shape for i in range(layers) for name, shape in layer.items()}
+        final = {"norm.weight": (D,)} if layers == self.num_hidden_layers else {}
+        return {"embed_tokens.weight": (self.vocab_size, D), **named, **final}
+
+    @staticmethod
+    def weight_name(key: str) -> str | None:
+        """Return the name of a decoder's weight without the prefix that its file has, such as
+        "layers.0.mlp.up_proj.weight". `key` is the name in the file. Return None if the weight is of another part, such
+        as a vision tower.
+        """
+        raise NotImplementedError
+
+
+def unneeded_beyond(layers: int, total: int) -> Callable[[str], bool]:
+    """Return a function that tells which weights of a decoder are not needed. The model is run for its first `layers`
+    of `total` layers. The function takes a weight's name that starts with "layers.", "norm." and the like, and returns
+    a bool. The weights of later layers and of the output head are not needed. The final norm is needed only if `layers`
+    equals `total`.
+    """
+
+    def unneeded(key: str) -> bool:
+        if key in ("norm.weight", "lm_head.weight"):
+            return key != "norm.weight" or layers < total
+        head, _, rest = key.partition("layers.")
+        number = rest.partition(".")[0]
+        return head == "" and number.isdecimal() and int(number) >= layers
+
+    return unneeded
+
+
+def mask(real_BT: mx.array) -> mx.array:
+    """Return the attention mask of a batch of texts. It is a boolean array `(batch, 1, tokens, tokens)`. The value at
+    `[b, 0, i, j]` is True if token `i` of text `b` attends to token `j`. Token `i` attends to all real tokens with
+    `j <= i`. `real_BT` is a boolean array `(batch, tokens)`, True for a real token and False for padding.
+
+    Padding at the end attends to the real tokens before it. Padding at the start attends to nothing.
+    """
+    T = real_BT.shape[1]
+    place_T = mx.arange(T)
+    causal_TT = place_T[:, None] >= place_T[None, :]
+    return causal_TT[None, None] & real_BT[:, None, None, :]
+
+
+class Decoder:
+    """Compute hidden states with a decoder. `config` holds its sizes. `weights` maps names to arrays or to
+    quantised weights with a method `dense()`. The token embedding and the norms must be arrays.
+
+    To call `encode` with `layers`, `weights` must have every name in `config.shapes(max(layers))`.
+    """
+
+    def __init__(self, config: DecoderConfig, weights: Mapping[str, Any]) -> None:
+        self.config = config
+        self.weights = weights
+
+    def encode(self, tokens_BT: mx.array, real_BT: mx.array, layers: Sequence[int]) -> mx.array:
+        """Return hidden states of a batch of texts, joined along the last axis. The result is `(batch, tokens,
+        len(layers) * hidden size)`. `tokens_BT` holds the token ids, `(batch, tokens)`. `real_BT` is a boolean array
+        `(batch, tokens)`, False for padding. `layers` lists the hidden states to return, in order of the result. The
+        number k means the hidden state after k layers, and 0 means the token embedding. The hidden state after the
+        model's last layer is normalised.
+        """
+        h_BTD = self.weights["embed_tokens.weight"][tokens_BT]
+        seen_B1TT = mask(real_BT)
+        states = {0: h_BTD}
+        for i in range(max(layers)):
+            h_BTD = self.layer(i, h_BTD, seen_B1TT)
+            dispatch(h_BTD)  # unpacked weights of one layer exist at a time
+            states[i + 1] = self.state(i + 1, h_BTD)
+        return mx.concatenate([states[k] for k in layers], axis=-1)
+
+    def state(self, k: int, h_BTD: mx.array) -> mx.array:
+        """Return hidden state `k` from `h_BTD`, the output of layer `k`. The state after the model's last layer is
+        normalised.
+        """
+        return h_BTD if k < self.config.num_hidden_layers else self._norm("norm", h_BTD)
+
+    def layer(self, i: int, h_BTD: mx.array, seen_B1TT: mx.array) -> mx.array:
+        """Return the output of the layer with index `i`, (batch, tokens, hidden size). `h_BTD` is its input.
+        `seen_B1TT` is the attention mask that `mask` returns.
+        """
+        h_BTD = h_BTD + self._attend(f"layers.{i}.self_attn", self._norm(f"layers.{i}.input_layernorm", h_BTD), seen_B1TT)
+        return h_BTD + self._feed_forward(f"layers.{i}.mlp", self._norm(f"layers.{i}.post_attention_layernorm", h_BTD))
+
+    def _attend(self, name: str, x_BTD: mx.array, seen_B1TT: mx.array) -> mx.array:
+        c = self.config
+        q_BHTK = self._heads(f"{name}.q", x_BTD, c.num_attention_heads)
+        k_BGTK = self._heads(f"{name}.k", x_BTD, c.num_key_value_heads)
+        v_BTGK = self._linear(f"{name}.v_proj", x_BTD).reshape(*x_BTD.shape[:2], c.num_key_value_heads, c.head_dim)
+        out_BHTK = attention(q_BHTK, k_BGTK, v_BTGK.transpose(0, 2, 1, 3), c.head_dim**-0.5, seen_B1TT)
+        out_BHTK = mx.where(seen_B1TT.any(-1, keepdims=True), out_BHTK, 0)  # padding at the start attends to nothing
+        return self._linear(f"{name}.o_proj", out_BHTK.transpose(0, 2, 1, 3).reshape(*x_BTD.shape[:2], -1))
+
+    def _heads(self, name: str, x_BTD: mx.array, heads: int) -> mx.array:
+        """Return the queries or keys of an attention, (batch, heads, tokens, head width). They are projected,
+        normalised per head if the architecture does so, and rotated by position. `name` is the start of the weights'
+        names, such as "layers.0.self_attn.q".
+        """
+        c = self.config
+        x_BTHK = self._linear(f"{name}_proj", x_BTD).reshape(*x_BTD.shape[:2], heads, c.head_dim)
+        x_BHTK = (self._norm(f"{name}_norm", x_BTHK) if c.head_norms else x_BTHK).transpose(0, 2, 1, 3)
+        return mx.fast.rope(x_BHTK, c.head_dim, traditional=False, base=c.rope_theta, scale=1.0, offset=0)
+
+    def _feed_forward(self, name: str, x_BTD: mx.array) -> mx.array:
+        gate = self._linear(f"{name}.gate_proj", x_BTD)
+        return self._linear(f"{name}.down_proj", silu(gate) * self._linear(f"{name}.up_proj", x_BTD))
+
+    def _norm(self, name: str, x: mx.array) -> mx.array:
+        return mx.fast.rms_norm(x, self.weights[f"{name}.weight"], self.config.rms_norm_eps)
+
+    def _linear(self, name: str, x: mx.array) -> mx.array:
+        weight: Any = self.weights[f"{name}.weight"]
+        y: mx.array = x @ (weight if isinstance(weight, mx.array) else weight.dense()).T
+        return y

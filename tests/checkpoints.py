@@ -1,0 +1,92 @@
+"""Checkpoints in the layout of the released models, small and of random weights, written by diffusers and transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+# Special tokens of Mistral's tokenizer with their ids; the others of the first 20 are reserved.
+SPECIAL = {0: "<unk>", 1: "<s>", 2: "</s>", 3: "[INST]", 4: "[/INST]", 10: "[IMG]", 11: "<pad>"}
+SPECIAL |= {17: "[SYSTEM_PROMPT]", 18: "[/SYSTEM_PROMPT]"}
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% set said %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endset %}"
+    "{% if m.role == 'system' %}[SYSTEM_PROMPT]{{ said }}[/SYSTEM_PROMPT]{% else %}[INST]{{ said }}[/INST]{% endif %}{% endfor %}"
+)
+HIDDEN = 32
+
+
+def mistral_tokenizer() -> Any:
+    """Return a transformers tokenizer of Mistral's form, with a token for each byte."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = [SPECIAL.get(i, f"<SPECIAL_{i}>") for i in range(20)]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*names, *letters])}
+    made = Tokenizer(models.BPE(vocabulary, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, padding_side="left", chat_template=TEMPLATE, **tokens)
+
+
+def mistral_encoder() -> Any:
+    """Return transformers' Mistral3 with 40 layers and a vision tower, all small."""
+    import torch
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    text = {
+        "model_type": "mistral",
+        "vocab_size": 320,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e9},
+        "sliding_window": None,
+        "initializer_range": 0.15,
+        "pad_token_id": 11,
+    }
+    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14}
+    torch.manual_seed(0)
+    model = Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=vision)).eval()
+    for name, tensor in model.named_parameters():
+        if "norm" in name:
+            tensor.data = 1 + 0.3 * torch.randn_like(tensor)
+    return model
+
+
+def dev_pipeline() -> Any:
+    """Return diffusers' pipeline of FLUX.2 dev with small components of random weights, in float32."""
+    import torch
+    from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2Pipeline, Flux2Transformer2DModel
+
+    from stages.models.flux2.random_weights import SCHEDULER
+    from stages.text_to_image.families import TINY_AUTOENCODER, TINY_TRANSFORMER
+
+    torch.manual_seed(1)
+    sizes = {**TINY_TRANSFORMER, "joint_attention_dim": 3 * HIDDEN, "guidance_embeds": True}
+    autoencoder = AutoencoderKLFlux2(
+        **TINY_AUTOENCODER, down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4
+    )
+    autoencoder.bn.running_mean.normal_(0, 0.1)
+    autoencoder.bn.running_var.uniform_(0.5, 1.5)
+    return Flux2Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(**{k: v for k, v in SCHEDULER.items() if k != "_class_name"}),
+        vae=autoencoder.eval(),
+        text_encoder=mistral_encoder(),
+        tokenizer=mistral_tokenizer(),
+        transformer=Flux2Transformer2DModel(**sizes).eval(),
+    )
+
+
+def write_dev(folder: Path) -> Path:
+    """Write a small FLUX.2 dev of random weights into `folder`, as diffusers saves it, and return the folder."""
+    dev_pipeline().save_pretrained(folder)
+    return folder
