@@ -181,9 +181,10 @@ def test_values_that_are_not_finite_are_refused_with_a_remedy(folder: Path, tmp_
 
 
 def test_a_family_that_is_not_supported_is_refused_before_its_weights_are_looked_for(folder: Path, tmp_path: Path) -> None:
-    context = context_of(folder, tmp_path, family=family("dev"))
-    context.need = lambda name: family("dev") if name == "family" else pytest.fail(f"{name} was looked for")
-    with pytest.raises(ValueError, match="text encoder of dev"):
+    strange = replace(TINY, unsupported={"text_encoder": "the text encoder of tiny is not supported"})
+    context = context_of(folder, tmp_path, family=strange)
+    context.need = lambda name: strange if name == "family" else pytest.fail(f"{name} was looked for")
+    with pytest.raises(ValueError, match="text encoder of tiny is not supported"):
         harness.run(STAGE, context)
 
 
