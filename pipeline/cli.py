@@ -21,7 +21,7 @@ STOPPED = 130  # the shell's code for Ctrl-C
 GENERIC = {
     name: f"pipeline.commands.{name}:command"
     for name in (
-        *("init", "doctor", "plan", "run", "status", "query", "panel", "runs", "compare", "follow"),
+        *("init", "doctor", "plan", "run", "launch", "status", "query", "panel", "runs", "compare", "follow"),
         *("verify", "clean", "families"),
     )
 }

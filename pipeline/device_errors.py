@@ -1,4 +1,4 @@
-"""Errors of the GPU in words: what happened, and what helps. MLX raises them as RuntimeError."""
+"""Errors of the GPU and of other ranks in words: what happened, and what helps. MLX raises them as RuntimeError."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ KINDS = (
         "macOS ended GPU work that took too long",
         "use [train] micro_batch = 1 or a lower resolution, and close programs that use the GPU",
         True,
+    ),
+    (
+        r"connection to a peer was lost|\[ring\]|nccl",
+        "another rank of the run ended, or the network failed",
+        "look at the messages of the other ranks",
+        False,
     ),
     (
         r"insufficient memory|outofmemory|out of memory|alloc",

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline import ranks
 from pipeline.errors import Stopped
 from pipeline.project import runs
 from pipeline.project.outlook import announcement
@@ -92,9 +93,12 @@ def run(
     in `ctx.pending`. `run_name` becomes the name of the run if the stage trains. Raises Stopped if the user interrupts. Raises
     ValueError for mistakes that the user can correct.
 
-    `compute` can come from work units in other processes (`pipeline.work`). Artifacts are files that rows name.
+    `compute` can come from work units in other processes (`pipeline.work`). A rank other than 0 (`pipeline.ranks`) only computes.
     """
     stage = project.stage(name)
+    if ranks.following():
+        ranks.follow(project, stage)
+        return Outcome(name)
     runs.check_resumable(project, name)
     folder = project.current(name)
     notes = list(runs.news(project, name)) if runs.trains(stage.writes) else []

@@ -8,6 +8,7 @@ import click
 
 from pipeline.awake import allow_open_files, kept_awake, replace_process, run_with_restart
 from pipeline.options import with_project
+from pipeline.ranks import following
 from pipeline.store.disk import format_bytes
 from pipeline.terminal import Terminal, format_seconds
 
@@ -47,6 +48,8 @@ def command(stage: str, measured: bool, run_name: str, project: Project) -> None
 
     allow_open_files()
     outcome = run_with_restart(run, lambda: artifacts(project, stage), lambda line: click.echo(line, err=True), replace_process)
+    if following():
+        return
     click.echo(summary(outcome))
     for line in stage_report(meter, project, stage) if meter else ():
         click.echo(line)

@@ -168,6 +168,12 @@ class TrainingConfig:
         "samples of a batch computed at once; auto: as many as fit. The gradient is the same up to rounding",
         bounds=(1, 1024),
     )
+    data_parallel: int | None = runtime(
+        None,
+        "ranks (processes, one for each Mac or GPU) that a run must have; unset: as many as `latentmill launch` starts. The "
+        "samples are the same, and the gradient up to rounding",
+        bounds=(1, 1024),
+    )
     checkpoint_every: int = runtime(
         250, "steps between checkpoints: what a kill can cost, and which adapters can be compared", bounds=(1, 1_000_000)
     )

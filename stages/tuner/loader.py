@@ -7,17 +7,20 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic
 
+from stages.tuner.ranks import Ranks
 from stages.tuner.task import M, S, Task
 
 
 class Loader(Generic[S, M]):
     """Load the data of training steps one step ahead, in a background thread. Iterate over `Loader(task, steps)` to get
     (step, batches, seconds) for each step of the range `steps`. `batches` is a list of the step's batches of samples,
-    in host memory. `seconds` is how long the caller waited for them.
+    in host memory. `seconds` is how long the caller waited for them. With several `ranks` (processes) and a loss that
+    can be divided, a rank loads only its share of each batch.
     """
 
-    def __init__(self, task: Task[S, M], steps: range) -> None:
+    def __init__(self, task: Task[S, M], steps: range, ranks: Ranks | None = None) -> None:
         self.task, self.steps = task, steps
+        self.ranks = ranks if ranks and ranks.size > 1 and task.objective.separable else None
         self.reader = task.reader()
 
     def __iter__(self) -> Iterator[tuple[int, list[M], float]]:
@@ -38,11 +41,16 @@ class Loader(Generic[S, M]):
         """Return the batches of samples of a step, read into host memory. Then start to read the samples of the next step from
         disk in the background.
         """
-        batches = [self.reader.read(step, samples) for samples in self.task.draw(step)]
+        batches = [self.reader.read(step, samples) for samples in self.draw(step)]
         if step + 1 in self.steps:
             self.prefetch(step + 1)
         return batches
 
     def prefetch(self, step: int) -> None:
         """Start to read all samples of a step from disk in the background."""
-        self.reader.prefetch([sample for samples in self.task.draw(step) for sample in samples])
+        self.reader.prefetch([sample for samples in self.draw(step) for sample in samples])
+
+    def draw(self, step: int) -> list[list[S]]:
+        """Return the samples of a step that this process computes, as one list per batch or part of a batch."""
+        batches = self.task.draw(step)
+        return self.ranks.share(batches, self.task.sizes(step)) if self.ranks else batches

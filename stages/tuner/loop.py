@@ -3,6 +3,8 @@
 The samples of a step depend on (seed, step) alone, and a checkpoint holds all other state. So a run that is stopped, killed or
 made longer ends with the same bits as an uninterrupted run.
 
+With several ranks (ranks.py), rank 0 decides and writes. The others take the same steps and yield nothing.
+
 After each step, the loop builds the step's rows, checks its health, measures held-out samples if that is due, writes a
 checkpoint if one is due, and then yields the rows. Rows come after their checkpoint, so that stored rows imply a result.
 """
@@ -25,6 +27,8 @@ from stages.tuner.health import check_health, checks_update
 from stages.tuner.loader import Loader
 from stages.tuner.log import Summary, announce, warn
 from stages.tuner.memory_plan import MemoryPlan, adjust_max_tokens
+from stages.tuner.parallel import announce_ranks, check_ranks, measure_together, merge_results, same_state, step_samples
+from stages.tuner.ranks import Ranks, connect
 from stages.tuner.resume import Start, find_start
 from stages.tuner.rows import record_batches, rows_table, sample_rows
 from stages.tuner.step import StepResult, TrainingStep, choose_targets, starting_adapter
@@ -40,17 +44,29 @@ def train(ctx: TrainingContext, task: Task[Any, Any], control: Control) -> Itera
     If a request ends the run early, a checkpoint is written first. If every row is stored and the result is published,
     nothing is done.
     """
+    ranks = connect()
+    check_ranks(ctx, task.config, ranks)
+    start = ranks.first(next_start(ctx, task) if ranks.leads else None)
+    if start is None:
+        return
+    yield from record_batches(task.schema, start.recovered)
+    yield from TrainingRun(ctx, task, control, start, ranks).go()
+
+
+def next_start(ctx: TrainingContext, task: Task[Any, Any]) -> Start | None:
+    """Return the point from which the run continues. Return None if nothing is left to do. Checkpoints after that point
+    that were not completely written are deleted.
+    """
     validation = validation_of(task)
     validation.add_table(ctx.stored)
     last = validation.last_step
     for step, problem in sorted(checkpoint.damaged_checkpoints(ctx.artifacts).items()):
         ctx.say(f"the checkpoint of step {step} is damaged: {problem}; latentmill verify --repair makes it again")
     if not ctx.pending.num_rows and checkpoint.is_published(ctx.artifacts, last, validation.best_step):
-        return
+        return None
     start = find_start(ctx, last)
     checkpoint.delete_incomplete(ctx.artifacts, start.step)
-    yield from record_batches(task.schema, start.recovered)
-    yield from TrainingRun(ctx, task, control, start).go()
+    return start
 
 
 def last_step(task: Task[Any, Any], stored: pa.Table) -> int:
@@ -88,12 +104,15 @@ def load_training(task: Task[Any, Any], start: Checkpoint | None, plan: MemoryPl
 
 class TrainingRun:
     """One run of the training loop, from the point `start` to the last step. `start` holds a checkpoint (or none, at step 0)
-    and the rows that are not stored yet. Call `go` to run the loop.
+    and the rows that are not stored yet. `ranks` are the processes that train together. Call `go` to run the loop.
     """
 
-    def __init__(self, ctx: TrainingContext, task: Task[Any, Any], control: Control, start: Start) -> None:
-        self.ctx, self.task, self.control, self.start = ctx, task, control, start
-        self.past = [row for row in ctx.stored.to_pylist() if row["step"] <= start.step and start.checkpoint] + start.recovered
+    def __init__(
+        self, ctx: TrainingContext, task: Task[Any, Any], control: Control, start: Start, ranks: Ranks | None = None
+    ) -> None:
+        self.ctx, self.task, self.control, self.start, self.ranks = ctx, task, control, start, ranks or Ranks()
+        past = [row for row in ctx.stored.to_pylist() if row["step"] <= start.step and start.checkpoint] + start.recovered
+        self.past = self.ranks.first(past)
         self.validation = validation_of(task)
         self.validation.add(self.past)
         # The measurement after the start's step may have been interrupted; then it is repeated.
@@ -115,10 +134,10 @@ class TrainingRun:
         """
         if not self.finished or self.unmeasured:
             self.prepare()
-            if self.control.stop_requested():
+            if self.ranks.agreed(self.control.stop_requested()):
                 return
             yield from record_batches(self.task.schema, self.first_measurement())
-            if self.control.ending:
+            if self.ranks.agreed(self.control.ending):
                 return
         if self.finished:
             assert self.start.checkpoint
@@ -133,7 +152,10 @@ class TrainingRun:
         warn(self.ctx.say, self.task)
         limit_command_buffers()  # must come before the first MLX array
         self.plan = self.task.memory_plan(self.start.checkpoint)
-        self.training = load_training(self.task, self.start.checkpoint, self.plan)
+        self.training = load_training(self.task, self.start.checkpoint if self.ranks.leads else None, self.plan)
+        self.training.ranks = self.ranks
+        same_state(self.training, self.ranks)
+        announce_ranks(self.ctx.say, self.ranks, self.start.checkpoint)
         announce(self.ctx, self.task, self.training, self.steps)
 
     @property
@@ -147,24 +169,26 @@ class TrainingRun:
         """
         schedule = self.task.config.learning_rate()
         began = time.perf_counter()
-        for step, batches, waited in Loader(self.task, self.steps):
+        for step, batches, waited in Loader(self.task, self.steps, self.ranks):
             lr = schedule.at(step)
             result = self.compute(batches, lr, ratio=checks_update(step) and lr > 0)
+            result = merge_results(result, self.task, step, self.ranks)
             seconds = time.perf_counter() - began
             shared = {"step": step, "lr": lr, "grad_norm": result.grad_norm, "peak_bytes": self.peak}
-            rows = self.step_rows(batches, result, shared | {"seconds": seconds, "read_seconds": waited})
+            samples = step_samples(self.task, step, batches, self.ranks)
+            rows = self.step_rows(samples, result, shared | {"seconds": seconds, "read_seconds": waited})
             self.skipped = 0 if result.finite else self.skipped + 1
             check_health(self.ctx.say, self.task.config, self.training, step, self.skipped, result)
             rows += self.measure(shared)
             began = time.perf_counter()
             self.control.after_step()
-            if self.saves_after(step):
+            if self.ranks.agreed(self.saves_after(step)):
                 self.save(step)
             yield from record_batches(self.task.schema, rows)
             self.ctx.note(self.summary.after(rows, self.validation))
             self.ctx.progress(step, self.validation.last_step, "step")
             self.control.wait_while_paused()
-            if self.control.ending or step >= self.validation.last_step:
+            if self.ranks.agreed(self.control.ending) or step >= self.validation.last_step:
                 return
 
     def compute(self, batches: Sequence[MicroBatch], lr: float, ratio: bool) -> StepResult:
@@ -190,12 +214,11 @@ class TrainingRun:
         """The peak memory of the run so far, in bytes, as MLX counts it."""
         return max(self.earlier_peak, mx.get_peak_memory())
 
-    def step_rows(self, batches: Sequence[MicroBatch], result: StepResult, shared: Row) -> list[Row]:
+    def step_rows(self, samples: Sequence[Any], result: StepResult, shared: Row) -> list[Row]:
         """Return the table rows of one training step, one dict per sample. The rows are also added to `unsaved`, the
-        rows that the next checkpoint stores. `batches` holds the samples of the step, and `result` holds their losses.
+        rows that the next checkpoint stores. `samples` are all samples of the step, and `result` holds their losses.
         `shared` holds the columns whose value is the same for all samples, as column -> value.
         """
-        samples = [sample for batch in batches for sample in batch.samples]
         rows = sample_rows(self.task, samples, {"loss": result.losses, **result.terms}, shared | {"split": TRAIN})
         self.unsaved += rows
         return rows
@@ -221,19 +244,22 @@ class TrainingRun:
             return []
         rows: list[Row] = []
         began = time.perf_counter()
-        for batch in held_out.micro_batches():
-            self.unmeasured = self.control.stop_requested()
-            if self.unmeasured:
-                return []
-            measured = self.training.measure(batch)
+        for batch, measured in measure_together(held_out, self.training, self.ranks, self.interrupted):
             clocks = {"seconds": time.perf_counter() - began, "read_seconds": 0.0, "split": VALIDATION}
             rows += sample_rows(self.task, batch.samples, measured, shared | clocks, first=len(rows))
             began = time.perf_counter()
+        if self.unmeasured:
+            return []
         self.validation.add(rows)
         self.unsaved += rows
         best = ", the best so far" if step == self.validation.best_step else ""
         self.ctx.say(f"step {step}: validation loss {self.validation.means[step]:.4f}{best}")
         return rows
+
+    def interrupted(self) -> bool:
+        """Return True if a measurement must end now, because the run must end. `unmeasured` is set to the result."""
+        self.unmeasured = self.ranks.agreed(self.control.stop_requested())
+        return self.unmeasured
 
     def saves_after(self, step: int) -> bool:
         """Return True if a checkpoint must be written after step `step`. One is due after every `checkpoint_every`
@@ -249,12 +275,17 @@ class TrainingRun:
 
     def save(self, step: int) -> None:
         """Write the checkpoint of step `step` with all unsaved rows, and delete old optimizer states. After the last step, also
-        publish the adapter.
+        publish the adapter. Only rank 0 writes.
         """
+        same_state(self.training, self.ranks)
+        if not self.ranks.leads:
+            self.unsaved = []
+            return
         ctx, training = self.ctx, self.training
         metadata = {**ctx.provenance, **self.task.metadata, **adapter_metadata(training.targets)}
         facts = {"skipped": self.skipped, "plan": training.plan, "max_tokens": training.max_tokens}
         facts |= {"timed": True} if self.timed else {}
+        facts |= {"ranks": self.ranks.size} if self.ranks.size > 1 else {}
         rows = rows_table(self.task.schema, self.unsaved)
         saved = checkpoint.save(
             ctx.write_artifact, step, training.adapter, training.state, rows, metadata, facts, training.average
@@ -269,8 +300,10 @@ class TrainingRun:
 
     def publish(self, final: Checkpoint) -> None:
         """Publish the adapter of the last checkpoint `final` as the run's result. The adapter of the step with the lowest
-        validation loss is published too.
+        validation loss is published too. Only rank 0 publishes.
         """
+        if not self.ranks.leads:
+            return
         if self.task.config.validation and final.step < self.task.config.steps:
             patience = self.task.config.validation.patience
             self.ctx.say(

@@ -23,6 +23,7 @@ from stages.tuner.config import TrainingConfig, longest_first
 from stages.tuner.contrastive.gradcache import loss_and_grads_in_parts
 from stages.tuner.optimizers import ema
 from stages.tuner.optimizers.step import OptimizerStep, global_norm, is_finite
+from stages.tuner.ranks import Ranks
 from stages.tuner.step_gradient import StepGradient
 from stages.tuner.task import InitialAdapter, MicroBatch, Model, Objective, Term
 
@@ -118,6 +119,7 @@ class TrainingStep:
         self.masters = Stacks.of(adapter)
         self.state = self.optimizer.init(self.masters) if state is None else state
         mx.eval(self.masters.arrays, self.state)
+        self.ranks = Ranks()
         self.plan: Plan = "whole"
         self.live_bytes: int | None = None
         self.max_tokens: int | None = None
@@ -148,8 +150,10 @@ class TrainingStep:
             losses = found.losses
             with _phase(meter, "optimizer"):
                 before = dict(self.masters.arrays) if ratio else None  # the update consumes the arrays
-                finite = mx.all(mx.isfinite(losses))
-                self.masters, self.state, norm, done = self.optimizer(self.masters, found.grads, self.state, lr, finite)
+                finite = self.ranks.everywhere(mx.all(mx.isfinite(losses)))
+                self.masters, self.state, norm, done = self.optimizer(
+                    self.masters, found.grads, self.state, lr, finite, self.ranks.sum
+                )
                 length = None if before is None else update_ratio(before, self.masters.arrays)
                 bounded = is_finite(self.masters.arrays, self.state)
                 values = [value for terms in found.terms for value, _, _ in terms.values()]
@@ -173,9 +177,11 @@ class TrainingStep:
         all arrays are computed on return.
 
         The batches are divided into micro-batches (samples computed at once). Their size changes the gradient only by
-        rounding.
+        rounding. With several ranks (processes), the result is this rank's part: the gradient is the sum over all ranks.
         """
         count = sum(len(batch.samples) for batch in batches)
+        if self.objective.separable:
+            count *= self.ranks.size  # `batches` are this rank's share of the step
         adapter = cast_adapter(self.masters, self.model.dtype, self.config)
         found = StepGradient()
         for batch in self.split(batches):
@@ -199,12 +205,14 @@ class TrainingStep:
         A term that compares samples and can be divided is computed in parts if the micro-batch is too large.
         """
         whole = self.objective.separable or term.division is None
+        if whole and self.ranks.size > 1 and not self.objective.separable:
+            raise ValueError("train: this loss compares all samples of a batch, and cannot be divided among ranks")
         if self.config.micro_batch is not None and whole and not self.objective.separable:
             raise ValueError("[train] micro_batch must be unset: the loss compares all samples of a batch with each other")
         if term.division is None or whole or self.most(batch) >= len(batch.samples):
             return loss_and_grads(self.model, adapter, self.scales, term.inputs, term.loss, self.plan)
         parts, join = term.division.parts(self.most(batch)), term.division.join
-        return loss_and_grads_in_parts(self.model, adapter, self.scales, parts, join, term.loss, self.plan)
+        return loss_and_grads_in_parts(self.model, adapter, self.scales, parts, join, term.loss, self.plan, self.ranks)
 
     def _terms(self, batch: MicroBatch, meter: Meter | None) -> Iterator[Term]:
         """Yield the terms of the loss for one micro-batch (samples computed at once). If a `meter` is given, the inputs
@@ -242,7 +250,11 @@ class TrainingStep:
         `max_tokens` set this limit.
         """
         count = len(batch.samples)
-        return min(self.max_samples or count, max(1, self.max_tokens // batch.tokens) if self.max_tokens else count)
+        most = min(self.max_samples or count, max(1, self.max_tokens // batch.tokens) if self.max_tokens else count)
+        if self.ranks.size == 1 or self.objective.separable:
+            return most
+        share = count // self.ranks.size  # every rank encodes equally many parts of equal size
+        return next(size for size in range(min(most, share), 0, -1) if share % size == 0)
 
     def measure(self, batch: MicroBatch) -> dict[str, list[Any]]:
         """Return the validation results of the held-out micro-batch `batch` as a dict: table column -> one value per

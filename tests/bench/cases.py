@@ -30,6 +30,7 @@ class Case:
     backend: str = "mlx"  # or "torch"
     kind: str = "train"  # one of KINDS
     dtype: str = "bfloat16"  # of the encoders; training uses bfloat16, and float32 on a CPU
+    ranks: int = 1  # processes that train together, one for each GPU, each with a batch of one image
     steps: int = 6  # measured ones, after two to warm up
 
     @property

@@ -51,6 +51,7 @@ def configuration(row: Row) -> str:
     words += [row["optimizer"]] if row["optimizer"] != "adamw" else []
     words += ["memory-limited"] if row["memory_limited"] else []
     words += ["unfused"] if row["unfused"] else []
+    words += [f"{ranks} ranks"] if (ranks := row.get("ranks", 1)) > 1 else []
     return ", ".join([*words, *_command_buffers(row)])
 
 

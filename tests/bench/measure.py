@@ -29,6 +29,7 @@ KERNELS = "MLX_PTX_CACHE_DIR"  # CUDA: the folder in which MLX keeps compiled ke
 @click.option("--large", is_flag=True, help="dev and klein 9B at 4 and 8 bits, the encoders, the loader.")
 @click.option("--stages", "beside", is_flag=True, help="klein 4B: the stages beside training, and PyTorch beside them.")
 @click.option("--gpu", is_flag=True, help="--comparison and --large.")
+@click.option("--ranks", "several", is_flag=True, help="klein 4B on one and two GPUs, a batch of one image on each.")
 @click.option("--limit", default=LIMIT_S, show_default=True, help="Seconds that one case may take.")
 @click.option("--commit", envvar="LATENTMILL_COMMIT", help="Commit of the code, where git cannot say it.")
 @click.option(
@@ -50,6 +51,7 @@ def main(
     large: bool,
     beside: bool,
     gpu: bool,
+    several: bool,
     limit: float,
     commit: str | None,
     table: Path | None,
@@ -63,6 +65,7 @@ def main(
     chosen += suites.comparison() if comparison or gpu else []
     chosen += suites.large() if large or gpu else []
     chosen += suites.stages_beside_training() if beside else []
+    chosen += suites.ranks() if several else []
     chosen += suites.training(family) if family else []
     measure(chosen or list(suites.quick()), limit, environment.commit() if commit is None else commit, out)
 

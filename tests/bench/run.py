@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import stages  # noqa: F401  (before mlx.core)
+from stages.tuner.ranks import launched_rank
 from tests.bench.cases import KINDS, TORCH_PLANS, Case
 from tests.bench.environment import describe
 
@@ -35,8 +38,14 @@ def time_steps(step: Callable[[], Any], count: int) -> dict[str, float]:
 
 
 def take_step(training: TrainingStep, batch: MicroBatch, meter: Meter | None = None) -> None:
-    """Take one training step. ValueError if the gradient is not finite: its time would mean nothing."""
+    """Take one training step. ValueError if the gradient is not finite: its time would mean nothing.
+
+    Several ranks also exchange their losses and agree on the end of the step, as the training loop does.
+    """
     result = training.step([batch], training.config.lr, meter=meter)
+    training.ranks.each(result.losses)
+    training.ranks.agreed(False)
+    training.ranks.agreed(False)
     if not result.finite:
         raise ValueError("the gradient is not finite")
 
@@ -51,15 +60,18 @@ def measure_training(case: Case) -> dict[str, Any]:
     from stages.tuner.blockwise.device import limit_command_buffers, memory_budget
     from stages.tuner.blockwise.meter import Meter
     from stages.tuner.memory_plan import live_bytes_limit
+    from stages.tuner.ranks import connect
     from tests.bench.plain import random_plain_training
 
     if case.memory_limited:
         limit_command_buffers()  # before MLX's first operation
+    ranks = connect()
     record, config = family(case.family), profile_settings(case.optimizer, base_bits=case.bits, rank=case.rank)
     architecture = record.architecture
     shape = BatchShape(1, case.width, case.height, record.text_tokens, architecture.pixels_per_token)
     estimate = MemoryEstimator(config, architecture, architecture.transformer_config(None, record)).estimate(shape, 1)
     training = (random_plain_training if case.plan == "plain" else random_training)(record, config)
+    training.ranks = ranks
     sizes = {"load_peak_gb": mx.get_peak_memory(), "held_gb": mx.get_active_memory()}
     if case.plan != "plain":
         training.plan = int(case.plan) if case.plan.isdigit() else case.plan
@@ -174,5 +186,26 @@ def run(case: Case) -> dict[str, Any]:
     return asdict(case) | measured | describe(case.backend)
 
 
+def run_on_ranks(case: Case) -> int:
+    """Run a case in `case.ranks` processes on this machine, of which the first prints the row. Returns the exit code."""
+    from pipeline.launcher import rank_environments, run_ranks, visible_gpus
+
+    command = [sys.executable, "-m", "tests.bench.run", case.to_json()]
+    with tempfile.TemporaryDirectory() as folder:
+        environments = rank_environments(case.ranks, Path(folder, "hosts.json"), visible_gpus(case.ranks))
+        return run_ranks(command, environments, lambda line: print(line, file=sys.stderr))  # noqa: T201
+
+
+def main(text: str) -> int:
+    """Run the case that `text` describes in JSON, and print its row. Returns the exit code."""
+    case = Case.from_json(text)
+    if case.ranks > 1 and launched_rank() is None:
+        return run_on_ranks(case)
+    row = run(case)
+    if not launched_rank():
+        sys.stdout.write(json.dumps(row) + "\n")
+    return 0
+
+
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(run(Case.from_json(sys.argv[1]))) + "\n")
+    sys.exit(main(sys.argv[1]))

@@ -67,6 +67,13 @@ def comparison() -> Iterator[Case]:
     yield Case(COMPARED, 512, 528, "whole", memory_limited=True)
 
 
+def ranks() -> Iterator[Case]:
+    """Training steps on one, two and so on processes, one for each GPU, with a batch of one image for each."""
+    for count in (1, 2):
+        yield from (Case(COMPARED, px, px, "whole", memory_limited=True, ranks=count, steps=20) for px in (1024, 512))
+        yield Case(COMPARED, memory_limited=True, ranks=count, steps=20)
+
+
 def large() -> Iterator[Case]:
     """dev and klein 9B with a quantized base, the encoders, and the loader."""
     yield Case("dev", 512, 512, bits=4, optimizer="adamw8bit", memory_limited=True, steps=3)

@@ -28,6 +28,7 @@ from stages.tuner.blockwise.device import memory_budget
 from stages.tuner.blockwise.planner import Estimate
 from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.memory_plan import GB, Candidate, MemoryPlan, Remedy, best_candidate, cheapest_remedy, plan_run
+from stages.tuner.ranks import connect
 from stages.tuner.step import build_optimizer, choose_targets
 
 LOWEST_RESOLUTION = 256  # pixels: no lower resolution is advised
@@ -79,14 +80,16 @@ class BatchShape:
         return replace(small, held=self.held and self.held.within(resolution))
 
 
-def largest_batch(sampler: TrainingSampler, pixels_per_token: int) -> BatchShape:
+def largest_batch(sampler: TrainingSampler, pixels_per_token: int, ranks: int = 1) -> BatchShape:
     """Return the batch with the most tokens that can occur in any epoch of a run. Its `held` is the largest batch of held-out
-    images. `pixels_per_token` is the side of an image token in pixels.
+    images. `pixels_per_token` is the side of an image token in pixels. With several `ranks` (processes), the result is
+    the largest share of one of them.
     """
     text_rows, order = max(sampler.data.text_rows.values()), sampler.order
     shapes = {crop.grid: (crop.width, crop.height) for crop in sampler.data.crops}
+    share = max(1, order.batch_size // ranks)
     trained = [
-        BatchShape(order.most(grid), *shape, text_rows, pixels_per_token, shared=grid in order.sharing)
+        BatchShape(min(order.most(grid), share), *shape, text_rows, pixels_per_token, shared=grid in order.sharing)
         for grid, shape in shapes.items()
     ]
     held = [BatchShape(order.batch_size, crop.width, crop.height, text_rows, pixels_per_token) for crop in sampler.data.held]
@@ -188,7 +191,7 @@ def choose(
     """
     architecture = family.architecture
     estimator = MemoryEstimator(config, architecture, architecture.transformer_config(weights, family))
-    batch, limit = largest_batch(sampler, architecture.pixels_per_token), memory_budget(config.memory_gb)
+    batch, limit = largest_batch(sampler, architecture.pixels_per_token, connect().size), memory_budget(config.memory_gb)
     found = require_fit(estimator, batch, limit, start.state.get("plan") if start else None)
     return plan_run(config, found, batch.tokens, limit, start, say)
 

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from stages.tuner.blockwise.backprop import Arrays, Chain, Loss, Plan, Tree, Values, loss_and_grads, main_losses, predict
+from stages.tuner.ranks import Ranks
 
 Join = Callable[[list[Tree]], Tree]  # predictions of all parts, in order -> the prediction of the whole batch
 
@@ -27,6 +28,7 @@ def loss_and_grads_in_parts(
     join: Join,
     loss: Loss,
     plan: Plan = "whole",
+    ranks: Ranks | None = None,
 ) -> tuple[mx.array | Values, Arrays]:
     """Compute the losses and gradients of a batch in parts, and return them as (losses, gradients). The gradients map
     adapter names to arrays. `parts` holds the keyword arguments of `chain.enter` for each part. `join` combines the
@@ -34,14 +36,17 @@ def loss_and_grads_in_parts(
 
     The result equals that of `loss_and_grads` for the whole batch, up to rounding.
 
-    Only one part at a time has activations in memory.
+    Only one part at a time has activations in memory. With several `ranks` (processes), each encodes its share of the
+    parts, and the gradients are this share's. Their sum over all ranks is the gradient of the batch.
     """
-    predictions = [_computed(predict(chain, adapters, scales, part)) for part in parts]
+    ranks = ranks or Ranks()
+    own = ranks.part(len(parts))
+    predictions = _gathered([_computed(predict(chain, adapters, scales, part)) for part in parts[own]], ranks)
     losses_B, pulls = _loss_and_pulls(predictions, join, loss)
     mx.eval(losses_B, pulls)
     del predictions
     total: Arrays = {}
-    for part, pull in zip(parts, pulls, strict=True):
+    for part, pull in zip(parts[own], pulls[own], strict=True):
         carried = functools.partial(_inner_product, **{f"pull_{name}": value for name, value in tree_flatten(pull)})
         _, grads = loss_and_grads(chain, adapters, scales, part, carried, plan)
         total = {
@@ -55,6 +60,20 @@ def loss_and_grads_in_parts(
 def _computed(prediction: Tree) -> Tree:
     mx.eval(prediction)
     return prediction
+
+
+def _gathered(predictions: list[Tree], ranks: Ranks) -> list[Tree]:
+    """Return the predictions of all parts of a batch, in order. `predictions` holds those of the parts of this rank."""
+    if ranks.size == 1:
+        return predictions
+    by_rank: list[list[Tree]] = [[] for _ in range(ranks.size)]
+    for prediction in predictions:
+        names, leaves = zip(*tree_flatten(prediction), strict=True)
+        found = ranks.gather(leaves)
+        for rank, own in enumerate(by_rank):
+            mine = found[rank * len(names) : (rank + 1) * len(names)]
+            own.append(tree_unflatten(list(zip(names, mine, strict=True))))
+    return [prediction for own in by_rank for prediction in own]
 
 
 def _loss_and_pulls(predictions: list[Tree], join: Join, loss: Loss) -> tuple[mx.array | Values, list[Tree]]:

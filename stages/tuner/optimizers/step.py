@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -36,12 +36,19 @@ class OptimizerStep:
         return self.method.init(params.arrays)
 
     def __call__(
-        self, params: Stacks, grads: Arrays, state: Arrays, lr: float, losses_finite: mx.array
+        self,
+        params: Stacks,
+        grads: Arrays,
+        state: Arrays,
+        lr: float,
+        losses_finite: mx.array,
+        reduce: Callable[[Arrays], Arrays] = lambda gradients: gradients,
     ) -> tuple[Stacks, Arrays, mx.array, mx.array]:
         """Take one step and return `(new params, new state, norm, updated)`. `params` holds the adapter's arrays as
         stacks: arrays of equal shape joined into one. `grads` maps the names of the single arrays to gradients. `state`
         is the optimizer's state, a dict of arrays. `lr` is the learning rate. `losses_finite` is a boolean scalar: true
-        if all losses are finite. `norm` is the global norm of the gradients before clipping. `updated` is true if the
+        if all losses are finite. `reduce(gradients)` may combine the stacked gradients with those of other processes.
+        `norm` is the global norm of the gradients before clipping. `updated` is true if the
         losses and `norm` are finite. If it is false, params and state keep their values.
 
         The dicts `params.arrays`, `grads` and `state` must not be used after the call. Most of their entries are
@@ -50,8 +57,9 @@ class OptimizerStep:
         The results are scheduled on the device but may not be computed yet.
         """
         groups = params.groups
-        gradients = stacks.stack(grads, groups)
+        stacked = stacks.stack(grads, groups)
         grads.clear()
+        gradients = reduce(stacked)
         norm = global_norm(gradients)
         updated = losses_finite & mx.isfinite(norm)
         factor = clip_factor(norm, self.max_norm)

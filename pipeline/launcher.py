@@ -1,0 +1,112 @@
+"""Starts the ranks of a data-parallel run on one machine, as processes, and ends all of them when one fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO
+
+from stages.tuner.ranks import HOSTS, RANK, SIZE
+
+LOCALHOST = "127.0.0.1"
+GRACE_SECONDS = 20.0  # after a rank failed, until the others are killed: over NCCL they wait for it forever
+POLL_SECONDS = 0.05  # between two looks at the processes
+
+
+def visible_gpus(count: int) -> Sequence[str] | None:
+    """Return the ids of the first `count` CUDA devices that this process may use. Return None without CUDA. Raises ValueError
+    if there are fewer.
+    """
+    import mlx.core as mx
+
+    if not mx.cuda.is_available():
+        return None
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    ids = listed.split(",") if listed else [str(number) for number in range(mx.device_count(mx.gpu))]
+    if len(ids) < count:
+        raise ValueError(f"launch --ranks {count}: there are {len(ids)} GPUs; a rank needs one of its own")
+    return ids[:count]
+
+
+def rank_environments(count: int, hosts_file: Path, cuda: Sequence[str] | None) -> list[dict[str, str]]:
+    """Return the environment variables of `count` ranks on this machine, one dict for each rank. `cuda` lists the ids of
+    the GPUs, one for each rank; the ranks then talk over NCCL. If it is None, they talk over local sockets, and the list of
+    their addresses is written to `hosts_file`.
+    """
+    if cuda is None:
+        hosts_file.write_text(json.dumps([[f"{LOCALHOST}:{port}"] for port in free_ports(count)]))
+        return [{RANK: str(rank), HOSTS: str(hosts_file)} for rank in range(count)]
+    shared = {SIZE: str(count), "NCCL_HOST_IP": LOCALHOST, "NCCL_PORT": str(free_ports(1)[0]), "NCCL_NVLS_ENABLE": "0"}
+    return [{RANK: str(rank), "CUDA_VISIBLE_DEVICES": cuda[rank], **shared} for rank in range(count)]
+
+
+def free_ports(count: int) -> list[int]:
+    """Return `count` different TCP ports of this machine that no program uses now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((LOCALHOST, 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]], say: Callable[[str], None]) -> int:
+    """Run `command` once for each rank, with the variables of `environments` added, and wait for all of them. Rank 0 has
+    this terminal. Lines of the others on standard error are passed to `say` with the number of the rank. Returns the exit
+    code of the first rank that failed, or 0.
+
+    If a rank fails, the others are killed soon afterwards. Whatever they wrote is complete, because files appear by rename.
+    """
+    processes: list[subprocess.Popen[str]] = []
+    readers = []
+    for rank, variables in enumerate(environments):
+        environment = {**os.environ, **variables}
+        if rank == 0:
+            processes.append(subprocess.Popen(command, env=environment, text=True))
+            continue
+        quiet = subprocess.DEVNULL
+        process = subprocess.Popen(command, env=environment, text=True, stdin=quiet, stdout=quiet, stderr=subprocess.PIPE)
+        readers.append(threading.Thread(target=_pass_on, args=(process.stderr, rank, say), daemon=True))
+        readers[-1].start()
+        processes.append(process)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the ranks too
+    ended = signal.signal(signal.SIGTERM, lambda number, frame: processes[0].send_signal(signal.SIGINT))
+    try:
+        return _wait(processes, say)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        for reader in readers:
+            reader.join()
+        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGTERM, ended)
+
+
+def _pass_on(lines: IO[str], rank: int, say: Callable[[str], None]) -> None:
+    for line in lines:
+        say(f"rank {rank}: {line.rstrip()}")
+
+
+def _wait(processes: Sequence[subprocess.Popen[str]], say: Callable[[str], None]) -> int:
+    """Wait until all ranks have ended, and return the exit code of the first that failed, or 0. Ranks that still run
+    `GRACE_SECONDS` after the failure are left running.
+    """
+    failed, deadline = 0, float("inf")
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        for rank, process in enumerate(processes):
+            if process.poll() and not failed:
+                failed, deadline = process.returncode, time.monotonic() + GRACE_SECONDS
+                if failed < 0:
+                    say(f"rank {rank} was ended by signal {-failed}; the run ends at its last checkpoint. Run it again to go on.")
+        time.sleep(POLL_SECONDS)
+    codes = [code for process in processes if (code := process.poll())]
+    failed = failed or (codes[0] if codes else 0)
+    return failed if failed >= 0 else 128 - failed  # as a shell does

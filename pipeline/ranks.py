@@ -1,0 +1,36 @@
+"""What a rank of data-parallel training other than rank 0 runs: it computes its share and writes nothing."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import threading
+from pathlib import Path
+
+from pipeline.project import runs
+from pipeline.project.project import Project
+from pipeline.project.recipe import recipe_id
+from stages.stage import Stage
+from stages.tuner.ranks import launched_rank
+
+
+def following() -> bool:
+    """Return True if this process is a rank of data-parallel training other than rank 0. It computes, and writes nothing."""
+    return bool(launched_rank())
+
+
+def follow(project: Project, stage: Stage) -> None:
+    """Compute this rank's share of a training run that rank 0 leads. Nothing is written, and nothing is said. Raises
+    ValueError if `stage` does not train.
+
+    Ctrl-C reaches every rank of a terminal. Rank 0 decides what becomes of it.
+    """
+    if not runs.trains(stage.writes):
+        raise ValueError(f"{stage.name}: only a stage that trains divides its work among ranks; run it without `launch`")
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
+        provenance = {"recipe": recipe_id(project.recipe(stage.name))}
+        ctx = project.context(stage, artifacts=Path(folder), provenance=provenance)
+        for _ in stage.run(ctx):
+            pass

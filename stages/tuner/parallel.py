@@ -1,0 +1,110 @@
+"""The parts of the training loop that several ranks (processes of one run, ranks.py) do together. Alone, each is a no-op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from stages.tuner.adapters.stacks import Stacks
+from stages.tuner.checkpoint import Checkpoint
+from stages.tuner.config import TrainingConfig
+from stages.tuner.ranks import Ranks, merged
+from stages.tuner.step import StepResult, TrainingStep
+from stages.tuner.task import HeldOut, MicroBatch, Task, TrainingContext
+
+
+def check_ranks(ctx: TrainingContext, config: TrainingConfig, ranks: Ranks) -> None:
+    """Check that the `ranks` can train together. Raises ValueError in every rank if their number does not divide the batch
+    size, if it is not the number of [train] `data_parallel`, or if their settings, tables or weights differ.
+    """
+    if config.data_parallel not in (None, ranks.size):
+        raise ValueError(
+            f"train.data_parallel must be unset or the number of ranks ({ranks.size}), got {config.data_parallel}; "
+            f"`latentmill launch --ranks {config.data_parallel}` starts so many"
+        )
+    if config.batch_size % ranks.size:
+        raise ValueError(f"train.batch_size must be a multiple of the number of ranks ({ranks.size}), got {config.batch_size}")
+    recipes = ranks.each(ctx.provenance.get("recipe", ""))
+    other = next((rank for rank, recipe in enumerate(recipes) if recipe != recipes[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"train: rank {other} has other settings, tables or weights than rank 0 (recipes {recipes[other]} and {recipes[0]}); "
+            "give every host the same project"
+        )
+
+
+def announce_ranks(say: Callable[[str], None], ranks: Ranks, start: Checkpoint | None) -> None:
+    """Tell the user how many ranks train, and if the run began with another number. `start` is the checkpoint to continue
+    from, or None.
+    """
+    begun = start.state.get("ranks", 1) if start else ranks.size
+    if begun != ranks.size:
+        say(f"the run began with {begun} ranks and goes on with {ranks.size}: the same samples and, up to rounding, gradients")
+    elif ranks.size > 1:
+        say(f"{ranks.size} ranks train together, each on its share of every batch")
+
+
+def same_state(training: TrainingStep, ranks: Ranks) -> None:
+    """Give every rank the adapter and the optimizer's state of rank 0. Chips of different kinds round an update differently,
+    so their copies would drift apart.
+    """
+    if ranks.size == 1:
+        return
+    masters, state = training.masters, training.state
+    given = masters.groups, _to_numpy(masters.arrays), _to_numpy(state)
+    groups, arrays, values = ranks.first(given if ranks.leads else None) or given
+    if not ranks.leads:
+        training.masters, training.state = Stacks(groups, _to_mlx(arrays)), _to_mlx(values)
+        mx.eval(training.masters.arrays, training.state)
+
+
+def _to_numpy(arrays: dict[str, mx.array]) -> dict[str, np.ndarray]:
+    return {name: np.array(value) for name, value in arrays.items()}
+
+
+def _to_mlx(arrays: dict[str, np.ndarray]) -> dict[str, mx.array]:
+    return {name: mx.array(value) for name, value in arrays.items()}
+
+
+def step_samples(task: Task[Any, Any], step: int, batches: Sequence[MicroBatch], ranks: Ranks) -> list[Any]:
+    """Return all samples of a step, in order. `batches` holds those that this rank has read."""
+    if ranks.size > 1 and task.objective.separable:
+        return [sample for batch in task.draw(step) for sample in batch]
+    return [sample for batch in batches for sample in batch.samples]
+
+
+def merge_results(result: StepResult, task: Task[Any, Any], step: int, ranks: Ranks) -> StepResult:
+    """Return the result of a step with the losses and values of all ranks, in the order of the step's samples. `result`
+    has those of this rank.
+    """
+    if ranks.size == 1 or not task.objective.separable:
+        return result
+    columns = {"loss": result.losses, **result.terms}
+    found = ranks.each(columns)
+    owners = ranks.owners(task.sizes(step))
+    names = list(dict.fromkeys(name for each in found for name in each))
+    nothing = [[None] * len(each["loss"]) for each in found]
+    values: dict[str, list[Any]] = {
+        name: merged([each.get(name, nothing[rank]) for rank, each in enumerate(found)], owners) for name in names
+    }
+    return replace(result, losses=values.pop("loss"), terms=values)
+
+
+def measure_together(
+    held_out: HeldOut[Any], training: TrainingStep, ranks: Ranks, stopped: Callable[[], bool]
+) -> Iterator[tuple[Any, dict[str, list[Any]]]]:
+    """Measure the held-out micro-batches, each on one of the ranks in turn. Yield (micro-batch, values by table column),
+    in order, in every rank. `stopped()` is called before each round of the ranks. If it returns True, nothing more is
+    measured.
+    """
+    coming: list[Any] = []
+    batches = held_out.micro_batches()
+    while coming := [batch for _, batch in zip(range(ranks.size), batches, strict=False)]:
+        if stopped():
+            return
+        own = training.measure(coming[ranks.rank]) if ranks.rank < len(coming) else {}
+        yield from zip(coming, ranks.each(own), strict=False)

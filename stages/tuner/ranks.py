@@ -1,0 +1,167 @@
+"""Data-parallel training: the processes of one run, called ranks, and what they exchange through `mx.distributed`.
+
+Rank 0 leads: it alone reads checkpoints, decides, writes and talks. The others compute their share of each step. All ranks
+call the same functions in the same order. If a rank dies, the calls of the others raise RuntimeError (ring) or never return
+(NCCL); `latentmill launch` then ends them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+RANK, SIZE = "MLX_RANK", "MLX_WORLD_SIZE"  # set by mlx.launch
+HOSTS, DEVICES = "MLX_HOSTFILE", "MLX_IBV_DEVICES"  # files that list the ranks, for the backends ring and jaccl
+
+
+def launched_rank() -> int | None:
+    """Return the rank that `mlx.launch` or `latentmill launch` gave this process, from 0. Return None if this process
+    was started alone. MLX is not imported.
+    """
+    number = os.environ.get(RANK, "")
+    size = os.environ.get(SIZE, "")
+    files = [Path(os.environ[name]) for name in (HOSTS, DEVICES) if os.environ.get(name)]
+    several = (size.isdecimal() and int(size) > 1) or any(file.is_file() and file.read_text().strip() for file in files)
+    return int(number) if number.isdecimal() and several else None
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that train together. `rank` is the number of this process, from 0. `size` is the number of processes.
+    `group` is the `mx.distributed.Group`, or None for a process alone. Alone, every method returns its argument.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+
+    @property
+    def leads(self) -> bool:
+        """True for the one process that decides, writes and talks."""
+        return self.rank == 0
+
+    def sum(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Return the sum of each array over all ranks, by name. All ranks get the same bits."""
+        import mlx.core as mx
+
+        from stages.tuner.blockwise.device import dispatch
+
+        if self.size == 1:
+            return arrays
+        summed = {}
+        for name in sorted(arrays):  # the same order in every process
+            summed[name] = mx.distributed.all_sum(arrays.pop(name), group=self.group)
+            dispatch(summed[name])
+        return summed
+
+    def everywhere(self, flag: Any) -> Any:
+        """Return a boolean scalar array that is true if the boolean scalar array `flag` is true in every rank."""
+        import mlx.core as mx
+
+        from stages.tuner.blockwise.device import dispatch
+
+        if self.size == 1:
+            return flag
+        count = mx.distributed.all_sum(flag.astype(mx.int32), group=self.group)
+        dispatch(count)
+        return count == self.size
+
+    def gather(self, arrays: Sequence[Any]) -> list[Any]:
+        """Return the arrays of all ranks as one list: those of rank 0, then those of rank 1, and so on. Every rank must
+        give equally many arrays of equal shapes.
+        """
+        import mlx.core as mx
+
+        if self.size == 1:
+            return list(arrays)
+        found = []
+        for array in arrays:
+            found.append(mx.distributed.all_gather(array[None], group=self.group))
+            mx.eval(found[-1])
+        return [each[rank] for rank in range(self.size) for each in found]
+
+    def agreed(self, flag: bool) -> bool:
+        """Return the `flag` of rank 0. Other ranks' flags are ignored."""
+        import mlx.core as mx
+
+        if self.size == 1:
+            return flag
+        return bool(mx.distributed.all_sum(mx.array(int(flag and self.leads)), group=self.group).item())
+
+    def first(self, value: T) -> T:
+        """Return the `value` of rank 0, which can be any object that can be pickled. Other ranks' values are ignored."""
+        if self.size == 1:
+            return value
+        found: T = pickle.loads(self._sent(pickle.dumps(value) if self.leads else b"", 0, 1)[0])
+        return found
+
+    def each(self, value: T) -> list[T]:
+        """Return the values of all ranks as a list, in the order of ranks. A value can be any object that can be pickled."""
+        if self.size == 1:
+            return [value]
+        return [pickle.loads(content) for content in self._sent(pickle.dumps(value), self.rank, self.size)]
+
+    def _sent(self, content: bytes, place: int, places: int) -> list[bytes]:
+        """Return a list of `places` byte strings that is equal in all ranks. This rank contributes `content` at index
+        `place`. At most one rank may contribute to an index; the others give b"".
+        """
+        import mlx.core as mx
+        import numpy as np
+
+        sizes = np.zeros(places, np.int64)
+        sizes[place] = len(content)
+        summed: Any = mx.distributed.all_sum(mx.array(sizes), group=self.group).tolist()
+        values = np.zeros((places, max(summed)), np.uint8)
+        values[place, : len(content)] = np.frombuffer(content, np.uint8)
+        found = np.array(mx.distributed.all_sum(mx.array(values), group=self.group))
+        return [found[n, :size].tobytes() for n, size in enumerate(summed)]
+
+    def part(self, count: int) -> slice:
+        """Return the slice of `count` things that belongs to this rank. `count` is a multiple of `size`."""
+        assert count % self.size == 0, (count, self.size)
+        return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+
+    def owners(self, sizes: Sequence[int]) -> list[int]:
+        """Return the rank that computes each sample of a step. `sizes` has the number of samples of each batch. Every
+        batch is divided into equal runs of samples, one for each rank.
+        """
+        return [place * self.size // size for size in sizes for place in range(size)]
+
+    def share(self, batches: Sequence[Sequence[T]], sizes: Sequence[int]) -> list[list[T]]:
+        """Return the samples of a step that this rank computes. `batches` holds all samples of the step: one list for
+        each batch, or for each part of a batch with one shape. `sizes` has the number of samples of each whole batch.
+        """
+        owners = iter(self.owners(sizes))
+        shares = [[sample for sample in batch if next(owners) == self.rank] for batch in batches]
+        return [share for share in shares if share]
+
+
+def merged(values: Sequence[Sequence[T]], owners: Sequence[int]) -> list[T]:
+    """Return the values of all samples of a step in the order of the samples. `values` holds one list for each rank, with
+    the values of its own samples in order. `owners` has the rank of each sample.
+    """
+    each = [iter(own) for own in values]
+    return [next(each[owner]) for owner in owners]
+
+
+@functools.cache
+def connect() -> Ranks:
+    """Connect this process to the other ranks of its run, and return them. A process that was started alone returns at
+    once. Raises ValueError if the others cannot be reached. The first call must come before the first MLX array.
+    """
+    if launched_rank() is None:
+        return Ranks()
+    import mlx.core as mx
+
+    try:
+        group = mx.distributed.init(strict=True, backend="nccl" if mx.cuda.is_available() else "any")
+    except RuntimeError as error:
+        raise ValueError(f"rank {launched_rank()} cannot reach the other ranks: {' '.join(str(error).split())}") from None
+    return Ranks(group.rank(), group.size(), group)

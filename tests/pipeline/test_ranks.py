@@ -1,0 +1,165 @@
+"""Training divided among processes equals training in one process: samples, losses and adapter, up to rounding."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from pipeline.project.project import Project
+from stages.tuner import checkpoint
+from stages.tuner.ranks import Ranks, launched_rank, merged
+from tests import projects
+from tests.pipeline.test_kill_training import FEATURES, prepared
+
+RANKED = FEATURES.replace(
+    "base_bits = 8\n", "batch_size = 2\nclip = 0.05\nlr = 1e-2\n\n[train.schedule]\nwarmup_steps = 2\n"
+).replace("adamw8bit", "adamw")
+CLOSE = 1e-5  # between losses and between adapters, in float32
+DRAWN = ("step", "split", "sample", "epoch", "image_id", "latent_id", "caption_id", "sigma", "dropped", "lr")
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Path:
+    """A project with every feature on, ready to train."""
+    folder = tmp_path_factory.mktemp("ranks") / "project"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.pipeline.test_kill_training.FEATURES", RANKED)
+        return prepared(folder, tiny_weights)
+
+
+def copy(source: Path, folder: Path) -> Path:
+    """A copy of a project that is ready to train."""
+    shutil.copytree(source, folder, copy_function=shutil.copy2, symlinks=True)
+    projects.build(folder, "images")  # copied files have other inodes
+    return folder
+
+
+def rows(folder: Path) -> list[dict]:
+    return (
+        Project(folder)
+        .current("train")
+        .rows()
+        .sort_by([("step", "ascending"), ("split", "ascending"), ("sample", "ascending")])
+        .to_pylist()
+    )
+
+
+def adapter(folder: Path, name: str = checkpoint.ADAPTER) -> dict[str, np.ndarray]:
+    loaded = mx.load(str(Project(folder).current("train").folder / "artifacts" / name))
+    return {key: np.array(value) for key, value in loaded.items()}
+
+
+def assert_alike(ranked: Path, alone: Path) -> None:
+    """The two runs drew the same samples, and their losses and adapters agree within CLOSE."""
+    found, expected = rows(ranked), rows(alone)
+    assert [[row[name] for name in DRAWN] for row in found] == [[row[name] for name in DRAWN] for row in expected]
+    for column in ("loss", "preservation", "grad_norm"):
+        mine, theirs = ([np.nan if row[column] is None else row[column] for row in each] for each in (found, expected))
+        np.testing.assert_allclose(mine, theirs, rtol=CLOSE, atol=CLOSE, equal_nan=True, err_msg=column)
+    for name in (checkpoint.ADAPTER, checkpoint.EMA):
+        mine, theirs = adapter(ranked, name), adapter(alone, name)
+        assert mine.keys() == theirs.keys()
+        for key in theirs:
+            np.testing.assert_allclose(mine[key], theirs[key], atol=CLOSE, err_msg=key)
+
+
+@pytest.mark.slow
+@pytest.mark.proof("two ranks train as one process does")
+def test_two_ranks_train_as_one_process_does(ready, tmp_path, cases):
+    steps = f"train.steps={cases(8, 50)}"
+    alone, ranked = (copy(ready, tmp_path / name / "project") for name in ("alone", "ranked"))
+    projects.latentmill(alone, "run", "train", "--set", steps)
+    said = projects.latentmill(ranked, "launch", "--ranks", "2", "--set", steps)
+    assert "2 ranks train together" in said and said.count("lora of rank") == 1, "rank 0 alone talks"
+    for folder in (alone, ranked):
+        projects.edit(folder, "steps = 12", steps.replace("train.steps=", "steps = "))
+    assert_alike(ranked, alone)
+
+
+@pytest.mark.slow
+def test_a_run_continues_on_another_number_of_ranks_with_the_same_samples(ready, tmp_path):
+    alone, ranked = (copy(ready, tmp_path / name / "project") for name in ("alone", "ranked"))
+    projects.latentmill(alone, "run", "train")
+    stopped = projects.latentmill(ranked, "launch", "--ranks", "2", "--set", "train.stop_after_steps=5")
+    assert "stopped after 5 steps" in stopped
+    said = projects.latentmill(ranked, "run", "train")
+    assert "the run began with 2 ranks and goes on with 1" in said
+    assert_alike(ranked, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_ends_the_run_at_its_last_checkpoint(rank, ready, tmp_path):
+    alone, ranked = (copy(ready, tmp_path / name / "project") for name in ("alone", "ranked"))
+    projects.latentmill(alone, "run", "train")
+    artifacts = Project(ranked).current("train").folder / "artifacts"
+    process = projects.command(ranked, "launch", "--ranks", "2", "--set", "train.checkpoint_every=2", "--set", "train.steps=4000")
+    projects.wait_until(lambda: bool(checkpoint.find_checkpoints(artifacts)), process)
+    os.kill(rank_process(process.pid, rank), signal.SIGKILL)
+    out, err = process.communicate(timeout=projects.HANG)
+    assert process.returncode == 128 + signal.SIGKILL and "Traceback" not in err, (out, err)
+    assert f"rank {rank} was ended by signal 9; the run ends at its last checkpoint. Run it again to go on." in err
+    for saved in checkpoint.find_checkpoints(artifacts):
+        shutil.rmtree(saved.folder) if saved.step > 6 else None
+    projects.latentmill(ranked, "run", "train")
+    assert_alike(ranked, alone)
+
+
+def rank_process(launcher: int, rank: int) -> int:
+    """The process id of a rank that `latentmill launch` has started."""
+    import psutil
+
+    for child in psutil.Process(launcher).children():
+        if child.environ().get("MLX_RANK") == str(rank):
+            return child.pid
+    raise AssertionError(f"there is no rank {rank}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--ranks", "2", "--set", "train.batch_size=3"),
+            "train.batch_size must be a multiple of the number of ranks (2), got 3",
+        ),
+        (
+            ("--ranks", "2", "--set", "train.data_parallel=4"),
+            "train.data_parallel must be unset or the number of ranks (2), got 4",
+        ),
+        (("latents", "--ranks", "2"), "latents: only a stage that trains divides its work among ranks"),
+        ((), "launch needs --ranks, --hosts, --hostfile or the setting [train] data_parallel"),
+    ],
+)
+def test_ranks_that_cannot_train_are_refused_in_one_line(words, message, ready):
+    assert message in projects.latentmill(ready, "launch", *words, code=2)
+
+
+def test_a_process_that_was_started_alone_has_no_rank(monkeypatch, tmp_path):
+    monkeypatch.delenv("MLX_RANK", raising=False)
+    assert launched_rank() is None
+    monkeypatch.setenv("MLX_RANK", "1")
+    assert launched_rank() is None, "mlx.launch starts one process so"
+    (tmp_path / "hosts").write_text("")
+    monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts"))
+    assert launched_rank() is None
+    (tmp_path / "hosts").write_text('[["127.0.0.1:1"], ["127.0.0.1:2"]]')
+    assert launched_rank() == 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_the_shares_of_all_ranks_are_the_samples_of_the_step_each_once_and_equally_many(size):
+    parts, sizes = [[0, 1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11]], [6, 6]  # two batches, divided by shape
+    shares = [Ranks(rank, size).share(parts, sizes) for rank in range(size)]
+    flat = [[sample for part in share for sample in part] for share in shares]
+    assert {len(each) for each in flat} == {12 // size}
+    assert sorted(itertools.chain(*flat)) == list(range(12))
+    assert merged(flat, Ranks(0, size).owners(sizes)) == list(range(12))
+    assert all(set(part) <= set(parts[n]) for share in shares for part in share for n in range(4) if part[0] in parts[n])
