@@ -19,6 +19,7 @@ from stages.tuner.blockwise.device import memory_budget
 from stages.tuner.blockwise.planner import Estimate
 from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.memory_plan import GB, Candidate, MemoryPlan, best_candidate, cheapest_remedy, plan_run
+from stages.tuner.ranks import connect
 from stages.tuner.step import build_optimizer, choose_targets
 
 LOSS_WORK = 3  # copies of the similarities of all tokens of a batch while the loss is differentiated
@@ -79,7 +80,7 @@ class MemoryEstimator:
         until the backward pass. `limit` is the available memory in bytes. `begun` is the plan of the run to resume, or
         None. The result may exceed `limit` if nothing fits.
         """
-        return best_candidate(self.config, self.config.batch_size, self.estimate, limit, begun)
+        return best_candidate(self.config, self.config.batch_size // connect().size, self.estimate, limit, begun)
 
 
 def choose(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ from stages.retrieval.adapter import read_adapter
 from stages.retrieval.train.objective import _join, _parts, training_loss
 from stages.retrieval.train.reader import PairBatch, PairReader
 from stages.retrieval.train.task import PairTask, length_pools
+from tests import projects
 from tests.stages.retrieval import project
 
 UPSTREAM = ("sources", "units", "pairs", "tokens", "negatives")
@@ -219,3 +221,25 @@ def test_an_adapter_file_that_lacks_a_linear_or_half_of_one_is_refused(copy: Pat
     with pytest.raises(ValueError, match="is it of another model"):
         mx.save_safetensors(str(file), arrays, metadata)
         read_adapter(file, {name: (outputs + 1, inputs) for name, (outputs, inputs) in linears.items()})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"micro_batch": 2, "hard_negatives": 2, "accumulate": 2, "ema__decay": 0.5}])
+def test_two_ranks_compare_every_pair_with_the_whole_batch_as_one_process_does(settings, copy: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(copy, tmp_path / "other" / "project"))
+    settings = {"steps": 6, "lr": 1e-3, "checkpoint_every": 3, "validation__every": 3, **settings}
+    whole = train(copy, **settings)
+    overrides = [f"--set=train.{name.replace('__', '.')}={value}" for name, value in settings.items()]
+    assert "2 ranks train together" in projects.latentmill(other, "launch", "--ranks", "2", *overrides)
+    given = {f"train.{name.replace('__', '.')}": value for name, value in settings.items()}
+    ranked = project.rows(other, "train", given)
+    place = ["step", "split", "sample", "pair_id", "rank", "hardest_id"]
+    whole, ranked = (sorted(rows, key=lambda row: [row[name] for name in place]) for rows in (whole, ranked))
+    assert [[row[name] for name in place] for row in ranked] == [[row[name] for name in place] for row in whole]
+    for most, steps in ((1e-6, {0, 1}), (1e-5, set(range(7)))):
+        losses = [[row["loss"] for row in rows if row["step"] in steps] for rows in (whole, ranked)]
+        np.testing.assert_allclose(*losses, rtol=most, atol=most)
+    artifacts = [Project(folder, given).folder("train").folder / "artifacts" / "adapter.safetensors" for folder in (copy, other)]
+    arrays = [dict(mx.load(str(file))) for file in artifacts]
+    for name, value in arrays[0].items():
+        np.testing.assert_allclose(np.array(value), np.array(arrays[1][name]), atol=1e-5, err_msg=name)
