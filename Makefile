@@ -7,10 +7,11 @@ EVERY ?= 250
 WORK ?= build
 WORKERS ?= 2
 FAST ?=
+SEEDS ?=
 QUERY ?= parse a date from text
 LATENTMILL = .venv/bin/python -m pipeline
 # A misspelt variable, such as PROJET=x, would otherwise run the example.
-VARIABLES = PROJECT PYTHON EVERY WORK WORKERS FAST QUERY SET SQL WHAT NAME RUN RUNS IMAGES FAMILY TRIGGER LATENTMILL
+VARIABLES = SEEDS PROJECT PYTHON EVERY WORK WORKERS FAST QUERY SET SQL WHAT NAME RUN RUNS IMAGES FAMILY TRIGGER LATENTMILL
 UNKNOWN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(filter-out $(VARIABLES) -%,$(name))))
 $(if $(strip $(UNKNOWN)),$(error make has no variable $(firstword $(UNKNOWN)); there are $(VARIABLES)))
 # Passed in the environment under other names, so that spaces, quotes and dollars reach the command as they were typed.
@@ -37,7 +38,7 @@ override RUN = $(LATENTMILL) run
 .PHONY: scores evaluate
 .PHONY: sources units pairs tokens negatives vectors index ranks search
 .PHONY: help runs compare best view report generate
-.PHONY: test prove check format bench pages dictionary recipe figures experiments
+.PHONY: test prove check format bench pages dictionary recipe figures experiments recipes
 .DEFAULT_GOAL := train
 
 ## Show this list
@@ -92,13 +93,20 @@ scores evaluate: export LATENTMILL_SET := $(value SET) $(if $(filter retrieval,$
 scores: samples
 	@$(RUN) scores
 
+# SEEDS=3 trains data/example with three seeds, in memory, and shows the means with intervals over seeds and pictures.
 ## Show the scores of base, adapters and real pictures
+ifneq ($(SEEDS),)
+evaluate: .venv/ready
+	@mkdir -p $(WORK)
+	@.venv/bin/python -m data.experiments.recipes $(WORK)/example-seeds.jsonl --example --seeds $(SEEDS)
+else
 ifeq ($(PIPELINE),retrieval)
 evaluate: ranks
 else
 evaluate: scores
 endif
 	@$(LATENTMILL) evaluate
+endif
 
 ## Train in parts of EVERY=250 steps, with previews after each
 segments: images captions buckets latents embeddings
@@ -244,6 +252,11 @@ figures: .venv/plots
 ## Measure this machine
 bench: .venv/ready
 	.venv/bin/python -m tests.bench.measure
+
+# The recipes of other trainers on data/example: 57 runs, for a GPU; WORKERS run at a time
+recipes: .venv/plots
+	.venv/bin/python -m data.experiments.recipes data/experiments/recipes.jsonl --workers $(WORKERS)
+	.venv/bin/python -m data.experiments.recipes_page
 
 # The experiments on micro behind data/experiments/README.md
 experiments: .venv/plots

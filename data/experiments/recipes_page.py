@@ -54,7 +54,8 @@ def chart(rows: Rows) -> list[Panel]:
             places = [float(order.index(name) + 1) for name in chosen]
             errors = [(one.high - one.low) / 2 for one in found]
             curves.append(Curve(label, color, places, [one.mean for one in found], errors, joined=False, marked=True))
-        panels.append(Panel(title, "line of the table", column, curves))
+        ticks = {float(line): str(line) for line in range(1, len(order) + 1, 3)}
+        panels.append(Panel(title, "line of the table", column, curves, ticks=ticks))
     return panels
 
 
