@@ -82,13 +82,18 @@ def tensor(name: str = "tensor", dtype: str = "bfloat16", doc: str = "the values
     return TensorColumn(name, dtype, doc, f"{name}_shape", f"{name}_offset", f"{name}_nbytes", f"{name}_checksum")
 
 
-def column(name: str, kind: pa.DataType, doc: str, *, null: bool = False, measured: bool = False, default: str = "") -> pa.Field:
+def column(
+    name: str, kind: pa.DataType, doc: str, *, null: bool = False, measured: bool = False, default: str = "", later: bool = False
+) -> pa.Field:
     """Return the Arrow field of one column. `name` is its name and `kind` its Arrow type. `doc` says what the column
     holds, and in which unit. If `null` is True, nulls are allowed. `measured` marks clock times and memory, which may
     differ between equal runs. `default` is the value that `TableSchema.table` fills in for rows without this column.
-    Only columns of strings can have one. If `default` is empty, every row must have the column.
+    Only columns of strings can have one. If `default` is empty, every row must have the column. `later` marks a column
+    that was added to an existing table. It allows nulls, `TableSchema.table` fills in null, and it is not part of the
+    recipe. So tables without the column are kept.
     """
-    return pa.field(name, kind, nullable=null, metadata={"doc": doc, "measured": "yes" if measured else "", "default": default})
+    marks = {"measured": "yes" if measured else "", "default": default, "later": "yes" if later else ""}
+    return pa.field(name, kind, nullable=null or later, metadata={"doc": doc, **marks})
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,11 @@ class TableSchema:
         return pa.schema([*self.columns, *self.locator])
 
     @property
+    def recorded(self) -> dict[str, str]:
+        """The columns and tensors that are part of a recipe: name -> Arrow type. Columns marked `later` are left out."""
+        return {f.name: str(f.type) for f in self.batch if not (f.metadata or {}).get(b"later")}
+
+    @property
     def compared(self) -> list[str]:
         """The names of the columns whose values must be equal in two equal runs. Columns marked `measured`, such as
         clock times and memory, are left out.
@@ -165,11 +175,12 @@ class TableSchema:
 
     def table(self, rows: list[dict[str, Any]]) -> pa.Table:
         """Return an Arrow table with the schema `self.batch`. `rows` holds one dict per row, from column name to value.
-        A column with a default may be left out. Raises AssertionError if another column is missing, or if a name is
-        unknown.
+        A column with a default, or one marked `later`, may be left out. Raises AssertionError if another column is
+        missing, or if a name is unknown.
         """
         names = set(self.batch.names)
-        defaults = {f.name: f.metadata[b"default"].decode() for f in self.columns if f.metadata.get(b"default")}
+        defaults: dict[str, str | None] = {f.name: None for f in self.columns if f.metadata.get(b"later")}
+        defaults |= {f.name: f.metadata[b"default"].decode() for f in self.columns if f.metadata.get(b"default")}
         rows = [defaults | row for row in rows]
         for row in rows:
             assert set(row) == names, f"{self.name}: columns {sorted(set(row) ^ names)} are missing or unknown"

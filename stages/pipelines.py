@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Folder:
-    """A resource of a pipeline: a folder that the user names in project.toml. `section` and `key` say which setting
-    holds the folder's path. A relative path starts at the project's folder. A stage that needs the resource gets the
-    full path.
+    """A resource of a pipeline: a folder that the user names in project.toml. `section` and `key` say which setting or
+    property of the section holds the folder's path. A relative path starts at the project's folder. A stage that needs
+    the resource gets the full path. If the value is a tuple of paths, it gets the deepest folder that contains them all.
     """
 
     section: str
@@ -105,14 +105,14 @@ class Chain:
 class Option:
     """One option of `latentmill init` for a pipeline, such as `--images FOLDER`. `doc` is the help text. An option whose
     `default` is None must be given. If `kind` is "folder", the value must be an existing folder. The template then gets
-    its path relative to the new project. If `kind` is "folder or text", a value that is not a folder is passed on as
-    text.
+    its path relative to the new project. If `kind` is "folder or file", it may also be an existing file, whose full path
+    the template gets. If `kind` is "folder or text", a value that is not a folder is passed on as text.
     """
 
     name: str
     doc: str
     default: str | None = ""
-    kind: Literal["text", "folder", "folder or text"] = "text"
+    kind: Literal["text", "folder", "folder or file", "folder or text"] = "text"
 
 
 @dataclass(frozen=True)

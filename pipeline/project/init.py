@@ -39,7 +39,10 @@ def new_project(folder: Path, options: Mapping[str, str], pipeline: str = config
         if value is None:
             raise ValueError(f"init needs --{option.name}: {option.doc}")
         path = from_home(value)
-        if option.kind == "folder" and not path.is_dir():
+        if option.kind == "folder or file" and path.is_file():
+            values[option.name] = str(path.resolve())
+            continue
+        if option.kind in ("folder", "folder or file") and not path.is_dir():
             raise ValueError(f"{path}: no such folder (--{option.name})")
         is_folder = option.kind != "text" and value and path.is_dir()
         values[option.name] = relative(path, folder) if is_folder else value

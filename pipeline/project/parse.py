@@ -39,6 +39,7 @@ class Parser:
     def __init__(self, sections: Mapping[str, type], place: Callable[[str], str]) -> None:
         self.place = place
         self.sections = dict(_nested(sections))  # with the sections inside sections, such as train.ema
+        self.repeated = dict(_repeated(self.sections))  # sections that may be given several times: [[images.folder]]
 
     def section(self, name: str, raw: Any) -> Any:
         """Build and return the dataclass of the section `name`, such as "train" or "train.ema". `raw` is the section's
@@ -49,7 +50,7 @@ class Parser:
             raise ValueError(
                 f"{name} must be a section: write its settings below a line [{name}], got {shown(raw)} ({self.place(name)})"
             )
-        kind = self.sections[name]
+        kind = self.sections.get(name) or self.repeated[name]
         hints = typing.get_type_hints(kind)
         for key in raw:
             if key not in hints:
@@ -66,11 +67,13 @@ class Parser:
 
     def _remedy(self, name: str, key: str) -> str:
         holders = self.holders(key)
-        if holders:
+        if holders and name not in self.repeated:
             return f"; [{holders[0]}] has it"
-        names = _names(self.sections[name])
+        kind = self.sections.get(name) or self.repeated[name]
+        names = _names(kind)
         here = name_here(key)
-        called = [other for other in dict.fromkeys([name, *self.holders(here)]) if here in _names(self.sections[other])]
+        kinds = self.sections | {name: kind}
+        called = [other for other in dict.fromkeys([name, *self.holders(here)]) if here in _names(kinds[other])]
         if called:
             return f"; did you mean {here if called[0] == name else f'{called[0]}.{here}'}?"
         return nearest(key, names) or f"; [{name}] has {', '.join(names)}"
@@ -82,6 +85,8 @@ class Parser:
     def _value(self, hint: Any, value: Any, name: str) -> Any:
         if name in self.sections and value is not None:
             return self.section(name, value)
+        if name in self.repeated and isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+            return tuple(self.section(name, item) for item in value)
         try:
             return _convert(hint, value)
         except TypeError:
@@ -111,6 +116,14 @@ def _nested(sections: Mapping[str, type]) -> Iterable[tuple[str, type]]:
         yield name, kind
         for key, hint in typing.get_type_hints(kind).items():
             yield from _nested({f"{name}.{key}": each for each in _members(hint) if _is_section(each)})
+
+
+def _repeated(sections: Mapping[str, type]) -> Iterable[tuple[str, type]]:
+    """Yield (dotted name, dataclass) for every setting in `sections` that is a list of sections, such as "images.folder"."""
+    for name, kind in sections.items():
+        for key, hint in typing.get_type_hints(kind).items():
+            items = [arg for each in _members(hint) if typing.get_origin(each) is tuple for arg in typing.get_args(each)]
+            yield from ((f"{name}.{key}", item) for item in items if _is_section(item))
 
 
 def _is_section(kind: Any) -> TypeGuard[type]:
@@ -156,7 +169,8 @@ def _describe(hint: Any) -> str:
         if origin is typing.Literal:
             words += [repr(each) for each in args]
         elif origin is tuple:
-            words.append(f"a list of {NAMES[args[0]][1] if args[0] in NAMES else _describe(args[0])}")
+            items = "sections" if _is_section(args[0]) else NAMES[args[0]][1] if args[0] in NAMES else _describe(args[0])
+            words.append(f"a list of {items}")
         elif args:
             words.append(f"a section of names with {NAMES[args[1]][1]}")
         elif kind is not types.NoneType:

@@ -19,7 +19,7 @@ from pipeline.project import config as configuration
 from pipeline.project import recipe as recipes
 from pipeline.project.config import Overrides
 from pipeline.project.parse import nearest
-from pipeline.store.disk import from_home, shell_path
+from pipeline.store.disk import common_folder, from_home, shell_path
 from stages.pipelines import FamilyRecord, Folder, Weights, load
 from stages.stage import Input, Stage, StageContext
 
@@ -143,7 +143,7 @@ class Project:
         """
         found = self.pipeline.resources[name]
         if isinstance(found, Folder):
-            return self.path / from_home(getattr(self.config.sections[found.section], found.key))
+            return common_folder(getattr(self.config.sections[found.section], found.key), self.path)
         return self.family if isinstance(found, FamilyRecord) else self.component(name)
 
     def component(self, name: str, *, fetch: bool = True) -> Path:

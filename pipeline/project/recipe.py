@@ -44,8 +44,14 @@ def settings_of(config: Any, kinds: tuple[str, ...]) -> dict[str, Any]:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.metadata.get("kind") in kinds and value not in field.metadata.get("unrecorded", ()):
-            found[field.name] = settings_of(value, kinds) if dataclasses.is_dataclass(value) else value
+            found[field.name] = _plain(value, kinds)
     return found
+
+
+def _plain(value: Any, kinds: tuple[str, ...]) -> Any:
+    if isinstance(value, tuple) and any(dataclasses.is_dataclass(item) for item in value):
+        return [settings_of(item, kinds) for item in value]
+    return settings_of(value, kinds) if dataclasses.is_dataclass(value) else value
 
 
 def recipe(stage: Stage, config: Any, weights: dict[str, Any], tensors: dict[str, str], rows: pa.Table | None) -> dict[str, Any]:
@@ -61,7 +67,7 @@ def recipe(stage: Stage, config: Any, weights: dict[str, Any], tensors: dict[str
         "stage": stage.name,
         "version": stage.version,
         "settings": significant_settings(config),
-        "columns": {f.name: str(f.type) for f in stage.writes.batch},
+        "columns": stage.writes.recorded,
     }
     if weights:
         made["weights"] = weights

@@ -33,6 +33,14 @@ def from_home(path: str | Path) -> Path:
     return Path(path)
 
 
+def common_folder(paths: str | tuple[str, ...], project: Path) -> Path:
+    """Return the full path of a folder. `paths` is its path, which starts at the folder `project` unless it is absolute. If
+    `paths` is a tuple of several paths, the result is the deepest folder that contains them all.
+    """
+    given = [project / from_home(path) for path in ((paths,) if isinstance(paths, str) else paths)]
+    return given[0] if len(given) == 1 else Path(os.path.commonpath([path.resolve() for path in given]))
+
+
 def sync(path: Path) -> None:
     """Wait until a file's bytes, or a folder's list of names, are on the disk. The call is fsync, and F_FULLFSYNC on macOS."""
     handle = os.open(path, os.O_RDONLY)

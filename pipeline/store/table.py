@@ -76,7 +76,7 @@ class TableFolder:
         if not self.exists:
             return False
         columns = self.manifest().get("recipe", {}).get("columns")
-        return columns is None or columns == {field.name: str(field.type) for field in self.schema.batch}
+        return columns is None or columns == self.schema.recorded
 
     def manifest(self) -> dict[str, Any]:
         """Return the manifest of the last finished run as a dict. `recipe` holds everything that decides what the stage

@@ -21,7 +21,7 @@ CAPTIONS = TableSchema(
         column(
             "source",
             pa.string(),
-            "source of the text: sidecar, metadata, filename, template, config or edit (on the page of the project)",
+            "source of the text: sidecar, metadata, filename, folder (its name), template, config or edit (in this project)",
         ),
         column("origin", pa.string(), "file that the text was found in, with line number, or setting that it was made from"),
         column(
@@ -29,5 +29,7 @@ CAPTIONS = TableSchema(
             pa.int32(),
             "position among the image's captions, or among the preview prompts, from 0; class: position of the original text",
         ),
+        column("template", pa.string(), "template that the text was made with; null if no template was applied", later=True),
+        column("reason", pa.string(), "why captions.template was changed; null if it was applied as it is", later=True),
     ),
 )

@@ -31,5 +31,21 @@ IMAGES = TableSchema(
             null=True,
         ),
         column("detail", pa.string(), "explanation of the reason, a sentence; empty for a usable image"),
+        column(
+            "folder",
+            pa.string(),
+            "folder whose name or [[images.folder]] entry gives the next columns, below the image folder; null for none",
+            later=True,
+        ),
+        column("use", pa.string(), "regularisation for an image of the class, trained without trigger; else null", later=True),
+        column("repeats", pa.float64(), "occurrences per epoch that the folder asks for; null: 1", later=True),
+        column(
+            "weight",
+            pa.float64(),
+            "draws of the folder relative to other folders, whatever its number of images; null: by its images and repeats",
+            later=True,
+        ),
+        column("trigger", pa.string(), "trigger of the folder's images; null: that of [captions]", later=True),
+        column("concept", pa.string(), "subject that the folder is named after: the caption of an image without one", later=True),
     ),
 )

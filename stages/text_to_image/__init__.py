@@ -15,7 +15,7 @@ PIPELINE = Pipeline(
         for name in ("images", "captions", "buckets", "latents", "embeddings", "train", "samples", "scores")
     },
     resources={
-        "image_folder": Folder("images", "folder"),
+        "image_folder": Folder("images", "paths"),
         "family": FamilyRecord(),
         "transformer": Weights(("guidance_embedded",)),
         "autoencoder": Weights(),

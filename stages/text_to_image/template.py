@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from stages.models.family import Family
 from stages.pipelines import Option, Template
 from stages.settings import toml_string
+from stages.text_to_image.concepts import concept_folders
 from stages.text_to_image.families import family as family_record
 
 TEXT = """\
@@ -18,8 +20,7 @@ TEXT = """\
 family = {family}
 weights = {weights}  # a folder or a hub id; empty: {source}
 
-[images]
-folder = {images}  # only read, never written
+{images}
 
 [captions]
 trigger = {trigger}
@@ -43,20 +44,28 @@ BEGIN: Mapping[str, Mapping[str, tuple[Any, str]]] = {
 
 def project_toml(options: Mapping[str, str]) -> str:
     """Return the text of project.toml for a new project. `options` maps the options of `latentmill init` to their values.
-    The options are `images`, `family`, `weights` and `trigger`. Raises ValueError if there is no family of that name.
+    The options are `images`, `family`, `weights` and `trigger`. Raises ValueError if there is no family of that name, or if
+    a file of concepts cannot be read.
     """
     record = family_record(options["family"])
     trigger = options["trigger"]
     return TEXT.format(
         family=toml_string(record.name),
         weights=toml_string(options["weights"]),
-        images=toml_string(options["images"]),
+        images=_images(options["images"]),
         trigger=toml_string(trigger),
         template=toml_string("{trigger}, {caption}" if trigger else "{caption}"),
         preview=toml_string(f"a photo of {trigger}" if trigger else "a photo"),
         source=record.source,
         sections=toml_sections(record),
     )
+
+
+def _images(images: str) -> str:
+    """Return the section [images] as TOML text. `images` is the image folder, or OneTrainer's file of concepts."""
+    if Path(images).is_file():
+        return concept_folders(Path(images))
+    return f"[images]\nfolder = {toml_string(images)}  # only read, never written"
 
 
 def toml_sections(record: Family) -> str:
@@ -76,7 +85,7 @@ def toml_sections(record: Family) -> str:
 
 TEMPLATE = Template(
     options=(
-        Option("images", "The folder of images; it is only read.", default=None, kind="folder"),
+        Option("images", "The folder of images, or OneTrainer's concepts.json; only read.", default=None, kind="folder or file"),
         Option("family", "The model family; `latentmill families` lists them.", default="klein-base-4b"),
         Option("weights", "A folder or a hub id; empty: the family's own.", kind="folder or text"),
         Option("trigger", "A word that stands for your subject; it is put before every caption."),

@@ -17,12 +17,25 @@ class CaptionsConfig:
         ("sidecar", "metadata"),
         "where captions are looked for, in this order: sidecar, metadata, filename; the first that has one is used",
     )
-    extension: str = setting(".txt", "suffix of sidecar files")
+    extension: str | tuple[str, ...] = setting(
+        (".txt", ".caption"), "suffix of sidecar files; of a list, the first that an image has is used"
+    )
+    folder: str = setting(
+        "",
+        "separate folder of sidecars, in the same folders below it as the images; relative to the project; empty: beside the "
+        "images, or in a folder `captions` beside or above them",
+        unrecorded=("",),
+    )
+    caption_column: str = setting(
+        "", "column of metadata and captions files that holds the caption; empty: text, caption or prompt", unrecorded=("",)
+    )
     lines: Literal["one", "many"] = setting(
         "one", "one: a sidecar is one caption, with its line breaks; many: every line of a sidecar is a caption"
     )
     template: str = setting(
-        "{caption}", "text that is trained with, made of {caption} and {trigger}; without {caption}, all images get the same text"
+        "{caption}",
+        "text that is trained with, made of {caption} and {trigger}; without {caption}, all images get the same text; a caption "
+        "that has the trigger is not given it twice",
     )
     trigger: str = setting("", "word that the adapter is called with; replaces {trigger} in the template and in preview prompts")
     missing: Literal["error", "empty", "trigger", "filename", "skip"] = setting(
@@ -44,8 +57,14 @@ class CaptionsConfig:
             raise ValueError(f'template must not be empty ("{{caption}}" is the caption alone), got "{self.template}"')
         if not self.sources:
             raise ValueError('sources must name at least one source, such as ["sidecar", "metadata"], got []')
-        if not self.extension.startswith(".") or len(self.extension) < 2:
-            raise ValueError(f'extension must be a dot and a name such as ".txt", got "{self.extension}"')
+        for extension in self.extensions or ("",):
+            if not extension.startswith(".") or len(extension) < 2:
+                raise ValueError(f'extension must be a dot and a name such as ".txt", got "{extension}"')
+
+    @property
+    def extensions(self) -> tuple[str, ...]:
+        """The suffixes of sidecar files, the preferred one first."""
+        return (self.extension,) if isinstance(self.extension, str) else self.extension
 
     def _check_trigger(self) -> None:
         """Raise ValueError if `trigger` is empty although another setting uses it. Such settings are a template or

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import posixpath
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from stages.text_to_image.captions.config import CaptionsConfig
 from stages.text_to_image.captions.metadata import read_metadata
 from stages.text_to_image.captions.text import Caption, normalise, read_text
 
+CAPTIONS = "captions"  # a folder of sidecars
+PICTURES = frozenset({"images", "image", "imgs", "img"})  # folders that a folder of captions may lie beside
 SIDECAR_BYTES = 1_000_000  # largest sidecar that is read; a caption has some hundred bytes
 
 Lookup = Callable[[str], list[Caption]]  # an image's path, relative to the image folder -> its captions, none if there are none
 
 
-def make_lookups(folder: Path, paths: list[str], config: CaptionsConfig) -> tuple[list[Lookup], list[str]]:
+def make_lookups(folder: Path, paths: list[str], config: CaptionsConfig, project: Path) -> tuple[list[Lookup], list[str]]:
     """Return (lookups, notes). A lookup is a function from an image's path to the list of the image's captions. There
     is one lookup per entry of `config.sources`. The notes are texts for the user. `folder` is the image folder. `paths`
-    are the paths of all images in it, relative to it. Raises ValueError if a metadata file is malformed.
+    are the paths of all images in it, relative to it. `project` is the project's folder, where the path `config.folder`
+    starts. Raises ValueError if a metadata file is malformed, or `config.folder` does not exist.
 
     If the template has no {caption}, no file is read: the only function returns one empty caption for every image.
     """
@@ -29,10 +35,10 @@ def make_lookups(folder: Path, paths: list[str], config: CaptionsConfig) -> tupl
     made: list[Lookup] = []
     for source in config.sources:
         if source == "metadata":
-            captions, notes = read_metadata(folder, paths)
+            captions, notes = read_metadata(folder, paths, config.caption_column)
             made.append(_from_metadata(captions))
         else:
-            made.append(from_file_name if source == "filename" else _sidecars(folder, paths, config))
+            made.append(from_file_name if source == "filename" else _sidecars(folder, config, project))
     return made, notes
 
 
@@ -48,24 +54,60 @@ def from_file_name(path: str) -> list[Caption]:
     return [Caption(text, "filename", path)] if text else []
 
 
-def _sidecars(folder: Path, paths: list[str], config: CaptionsConfig) -> Lookup:
-    """Return a function that reads the captions of an image from its sidecar (a text file beside it). The function
-    takes the image's path relative to `folder`, and returns a list of captions. For "a.png", it reads "a.png.txt". If
-    this file is missing or blank, it reads "a.txt". `config.extension` is used instead of ".txt". `folder` is the image
-    folder. `paths` are the relative paths of all images. A sidecar that is created after this call is not found,
-    because the folders are listed only once.
+def _sidecars(folder: Path, config: CaptionsConfig, project: Path) -> Lookup:
+    """Return a function that reads the captions of an image from its sidecar (a text file). The function takes the
+    image's path relative to `folder`, the image folder, and returns a list of captions. For "a.png", it reads "a.png.txt".
+    If this file is missing or blank, it reads "a.txt". The suffixes of `config.extension` are tried in order, first
+    beside the image and then in folders of captions (see `caption_places`). A sidecar that is created after this call may
+    not be found, because a folder is listed only once.
     """
-    parents = {posixpath.dirname(path) for path in paths}
-    existing = {normalise(name): name for parent in parents for name in _file_names(folder, parent)}
+    separate = _separate(folder, config.folder, project)
+
+    @functools.cache
+    def names(parent: str) -> dict[str, str]:
+        return {normalise(name): name for name in _file_names(folder, parent)}
 
     def lookup(path: str) -> list[Caption]:
-        for candidate in (path + config.extension, str(PurePosixPath(path).with_suffix(config.extension))):
-            name = existing.get(normalise(candidate))
-            if name and (captions := _read_sidecar(folder, name, config.lines == "many")):
-                return captions
+        for place in [posixpath.normpath(posixpath.join(separate, path))] if separate else caption_places(path, folder.name):
+            for extension in config.extensions:
+                for candidate in (place + extension, posixpath.splitext(place)[0] + extension):
+                    name = names(posixpath.dirname(candidate)).get(normalise(candidate))
+                    if name and (captions := _read_sidecar(folder, name, config.lines == "many")):
+                        return captions
         return []
 
     return lookup
+
+
+def caption_places(path: str, folder: str) -> list[str]:
+    """Return the places at which the sidecar of the image at `path` may lie, the preferred one first, with the image's own
+    suffix. `path` is relative to the image folder, whose name is `folder`. For example, "a/images/cat.png" gives itself,
+    "a/images/captions/cat.png", "a/captions/cat.png", "a/captions/images/cat.png" and "captions/a/images/cat.png".
+    """
+    image = PurePosixPath(path)
+    places = [path]
+    for above in image.parents:
+        below = image.relative_to(above)
+        places.append(str(above / CAPTIONS / below))
+        if above.name.lower() in PICTURES:
+            places.append(str(above.parent / CAPTIONS / below))
+    return [*places, f"../{CAPTIONS}/{path}"] if folder.lower() in PICTURES else places
+
+
+def _separate(folder: Path, setting: str, project: Path) -> str:
+    """Return the path of the separate folder of sidecars that the user set, relative to the image folder `folder`, or ""
+    if `setting` is "". Raises ValueError if it does not exist.
+    """
+    if not setting:
+        return ""
+    home = Path(setting)
+    with suppress(RuntimeError):
+        home = home.expanduser()
+    if not (project / home).is_dir():
+        raise ValueError(
+            f"captions.folder must be a folder of caption files, got {setting!r}: there is no folder {project / home}"
+        )
+    return Path(os.path.relpath((project / home).resolve(), folder.resolve())).as_posix()
 
 
 def _read_sidecar(folder: Path, name: str, many: bool) -> list[Caption]:

@@ -1,8 +1,13 @@
-"""Captions in metadata.jsonl and metadata.csv: one row per image, with file_name and text."""
+"""Captions in files that list many images: metadata.jsonl, captions.json, captions.csv and so on.
+
+metadata.* has the columns of Hugging Face's imagefolder (file_name and a caption). captions.json is a map from file name to
+caption, or a list of objects. The other files have one row per image.
+"""
 
 from __future__ import annotations
 
 import csv
+import difflib
 import io
 import posixpath
 from collections import Counter
@@ -10,54 +15,61 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from stages.text_to_image.captions.text import Caption, first_names, normalise, read_text
+from stages.text_to_image.captions.file_names import FileNames
+from stages.text_to_image.captions.text import Caption, first_names, read_text
 from stages.untrusted import parse_json
 
 Row = dict[str, Any]
 
+FILE_NAME = ("file_name",)  # the column of metadata.* that names the image
+FILE_COLUMNS = ("file_name", "file", "filename", "image", "image_path", "image_file", "path")  # the same of captions.*
 TEXT_COLUMNS = ("text", "caption", "prompt")  # the first of these columns that a row has holds its caption
 METADATA_BYTES = 256_000_000  # largest metadata file that is read: about a million long captions
 
 
-def read_metadata(folder: Path, paths: Iterable[str]) -> tuple[dict[str, list[Caption]], list[str]]:
-    """Read every metadata.jsonl and metadata.csv in the folders of the images and in the folders above them. `folder` is
-    the image folder, where the search ends. `paths` are all images, relative to `folder`. Return a dict from path to
-    captions, and a list of notes for the user. The paths are in Unicode form NFC. The notes name rows whose image does
-    not exist. Raises ValueError, with file and line, if a file is malformed.
+def read_metadata(folder: Path, paths: Iterable[str], column: str = "") -> tuple[dict[str, list[Caption]], list[str]]:
+    """Read every file of captions in the folders of the images and in the folders above them. `folder` is the image
+    folder, where the search ends. `paths` are all images, relative to `folder`. `column` is the column that holds the
+    caption; "" means text, caption or prompt. Return a dict from path to captions, and a list of notes for the user. The
+    paths are in Unicode form NFC. The notes name rows whose image does not exist. Raises ValueError, with file and line,
+    if a file is malformed.
     """
     paths = list(paths)
-    images = {normalise(path) for path in paths}
     captions: dict[str, list[Caption]] = {}
     notes = []
     for name, read in _metadata_files(folder, paths):
+        names = FileNames(folder, paths, posixpath.dirname(name))
+        file_columns = FILE_NAME if PurePosixPath(name).name.startswith("metadata.") else FILE_COLUMNS
         unknown = []
-        for line, row in read(folder / name):
-            file_name, texts = _parse(folder / name, line, row)
-            path = normalise(posixpath.normpath(posixpath.join(posixpath.dirname(name), file_name)))
-            if path not in images:
+        for place, row in read(folder / name):
+            file_name, texts = _parse(f"{folder / name}, {place}", row, file_columns, column)
+            path = names.find(file_name)
+            if path is None:
                 unknown.append(file_name)
-            captions.setdefault(path, []).extend(Caption(text, "metadata", f"{name}:{line}") for text in texts)
+                continue
+            origin = f"{name}:{place.removeprefix('line ')}"
+            captions.setdefault(path, []).extend(Caption(text, "metadata", origin) for text in texts)
         if unknown:
             notes.append(f"{name}: {len(unknown)} rows name images that do not exist: {first_names(unknown)}")
     return captions, notes
 
 
 def _metadata_files(folder: Path, paths: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield every metadata file in the folders of the images and in the folders above them. Each item is a pair (path,
-    read). The path is relative to `folder`, where the search ends. `read` is `_jsonl` or `_csv`. It takes the full path
-    of the file and yields (line number, row). `paths` are the images, relative to `folder`.
+    """Yield every file of captions in the folders of the images and in the folders above them. Each item is a pair (path,
+    read). The path is relative to `folder`, where the search ends. `read` takes the full path of the file and yields
+    (place, row). A place is a text such as "line 3". `paths` are the images, relative to `folder`.
     """
     parents = {str(parent) for path in paths for parent in PurePosixPath(path).parents}
     for parent in sorted(parents):
-        for file_name, read in (("metadata.jsonl", _jsonl), ("metadata.csv", _csv)):
+        for file_name, read in READERS.items():
             name = posixpath.normpath(posixpath.join(parent, file_name))
             if (folder / name).is_file():
                 yield name, read
 
 
-def _jsonl(path: Path) -> Iterator[tuple[int, Row]]:
-    """Yield (line number, object) for every line of a metadata.jsonl that is not blank. Raises ValueError if a line is
-    not a JSON object.
+def _jsonl(path: Path) -> Iterator[tuple[str, Row]]:
+    """Yield (place, object) for every line of a metadata.jsonl that is not blank. A place is a text such as "line 3".
+    Raises ValueError if a line is not a JSON object.
     """
     for line, text in enumerate(read_text(path, METADATA_BYTES).split("\n"), 1):
         if not text.strip():
@@ -67,15 +79,40 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Row]]:
             raise ValueError(
                 f'{path}, line {line}: must be a JSON object such as {{"file_name": "a.png", "text": "..."}}, got {text[:40]}'
             )
-        yield line, row
+        yield f"line {line}", row
 
 
-def _csv(path: Path) -> Iterator[tuple[int, Row]]:
-    """Yield (line number, row) for every row of a metadata.csv. A row is a dict from column name to text. The first row
-    names the columns. Raises ValueError if the file is not CSV. Raises it too if a column's name is there twice, the row of
-    names is repeated, or a row has another number of fields than columns.
+def _json(path: Path) -> Iterator[tuple[str, Row]]:
+    """Yield (place, row) for every entry of a captions.json. The file holds a map from an image's name to its caption, its
+    captions or an object with a caption, or a list of objects. Raises ValueError if it holds anything else.
     """
-    reader = csv.reader(io.StringIO(read_text(path, METADATA_BYTES), newline=""), strict=True, skipinitialspace=True)
+    found = parse_json(read_text(path, METADATA_BYTES), str(path))
+    wanted = 'must be a map such as {"a.png": "a cat"}, or a list such as [{"file_name": "a.png", "caption": "a cat"}]'
+    entries = [{"file_name": name, **_as_row(value)} for name, value in found.items()] if isinstance(found, dict) else found
+    if not isinstance(entries, list):
+        raise ValueError(f"{path}: {wanted}, got {str(found)[:40]}")
+    for number, entry in enumerate(entries, 1):
+        if not isinstance(entry, dict):
+            raise ValueError(f"{path}, entry {number}: {wanted}, got {str(entry)[:40]}")
+        yield f"entry {number}", entry
+
+
+def _as_row(value: Any) -> Row:
+    return {key: text for key, text in value.items() if key != "file_name"} if isinstance(value, dict) else {"caption": value}
+
+
+def _tsv(path: Path) -> Iterator[tuple[str, Row]]:
+    return _csv(path, "\t")
+
+
+def _csv(path: Path, delimiter: str = ",") -> Iterator[tuple[str, Row]]:
+    """Yield (place, row) for every row of a file of captions with the columns separated by `delimiter`. A place is a text
+    such as "line 3". A row is a dict from column name to text. The first row names the columns. Raises ValueError if the
+    file is not CSV. Raises it too if a column's name is there twice, the row of names is repeated, or a row has another
+    number of fields than columns.
+    """
+    text = io.StringIO(read_text(path, METADATA_BYTES), newline="")
+    reader = csv.reader(text, delimiter=delimiter, strict=True, skipinitialspace=True)
     columns: list[str] = []
     last = 0
     try:
@@ -86,7 +123,7 @@ def _csv(path: Path) -> Iterator[tuple[int, Row]]:
             where = f"{path}, line {line}"
             if not columns:
                 columns = [name.strip() for name in fields]
-                _check_columns(columns, where)
+                _check_columns(columns, where, delimiter)
                 continue
             if [field.strip() for field in fields] == columns:
                 raise ValueError(f"{where}: the names of the columns are there a second time; remove the line")
@@ -95,30 +132,50 @@ def _csv(path: Path) -> Iterator[tuple[int, Row]]:
                     f"{where}: must have {len(columns)} fields ({', '.join(columns)}), got {len(fields)}; "
                     f'a text with a comma must be in double quotes, such as {columns[0]},"a red, round thing"'
                 )
-            yield last, dict(zip(columns, fields, strict=True))
+            yield f"line {last}", dict(zip(columns, fields, strict=True))
     except csv.Error as error:
         raise ValueError(f"{path}, line {last + 1}: not valid CSV: {error}") from None
 
 
-def _check_columns(columns: list[str], where: str) -> None:
+def _check_columns(columns: list[str], where: str, delimiter: str) -> None:
     twice = [name for name, count in Counter(columns).items() if count > 1]
     if twice:
         raise ValueError(f"{where}: the column {twice[0]} is there twice; columns: {', '.join(columns)}")
+    other = next((sign for sign in (";", "\t", ",") if len(columns) == 1 and sign in columns[0] and sign != delimiter), "")
+    if other:
+        words = {";": "semicolons", "\t": "tabs", ",": "commas"}
+        raise ValueError(f"{where}: columns must be separated by {words[delimiter]}, got {words[other]}: {columns[0]:.60}")
 
 
-def _parse(path: Path, line: int, row: Row) -> tuple[str, list[str]]:
-    """Return the image's file name and the list of captions of one metadata row. `path` and `line` say where the row is
-    from, for errors. The file name has forward slashes. The list may be empty. Raises ValueError if the row has no
-    `file_name` or no column of captions.
+def _parse(where: str, row: Row, file_columns: tuple[str, ...], column: str) -> tuple[str, list[str]]:
+    """Return the image's file name and the list of captions of one row. `where` says where the row is from, for errors.
+    `file_columns` are the columns that may name the image, the preferred one first. `column` is the column of captions,
+    or "" for the usual ones. The list may be empty. Raises ValueError if the row lacks one of the two.
     """
     columns = f"{', '.join(map(str, row)):.300}"
-    file_name = row.get("file_name")
+    named = next((name for name in file_columns if name in row), file_columns[0])
+    file_name = row.get(named)
     if not isinstance(file_name, str) or not file_name:
-        raise ValueError(f"{path}, line {line}: file_name must be a path; columns: {columns}")
-    column = next((column for column in TEXT_COLUMNS if column in row), None)
-    if column is None:
-        raise ValueError(f"{path}, line {line}: must have one of {', '.join(TEXT_COLUMNS)}; columns: {columns}")
-    texts = row[column] if isinstance(row[column], list) else [row[column]]
+        raise ValueError(f"{where}: {named} must be a path; columns: {columns}")
+    found = next((name for name in ((column,) if column else TEXT_COLUMNS) if name in row), None)
+    if found is None and column:
+        near = difflib.get_close_matches(column, map(str, row), 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{where}: captions.caption_column must name a column, got {column!r}; columns: {columns}{hint}")
+    if found is None:
+        remedy = "; set captions.caption_column to the column that holds the captions"
+        raise ValueError(f"{where}: must have one of {', '.join(TEXT_COLUMNS)}; columns: {columns}{remedy}")
+    texts = row[found] if isinstance(row[found], list) else [row[found]]
     if not all(text is None or isinstance(text, str) for text in texts):
-        raise ValueError(f"{path}, line {line}: {column} must be a text or a list of texts, got {row[column]!r}")
+        raise ValueError(f"{where}: {found} must be a text or a list of texts, got {row[found]!r:.80}")
     return file_name.replace("\\", "/"), [text.strip() for text in texts if text and text.strip()]
+
+
+READERS = {
+    "metadata.jsonl": _jsonl,
+    "metadata.csv": _csv,
+    "captions.jsonl": _jsonl,
+    "captions.json": _json,
+    "captions.csv": _csv,
+    "captions.tsv": _tsv,
+}

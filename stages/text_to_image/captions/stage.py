@@ -1,7 +1,8 @@
 """The stage `captions`: which texts each image is trained with, and the texts that belong to no image.
 
-An image's captions lie in a text file beside it (a sidecar: a.txt or a.png.txt for a.png), in metadata.jsonl or metadata.csv
-in its folder or a folder above (the imagefolder form of Hugging Face datasets, with file_name and text), or are its file name.
+An image's captions lie in a text file (a sidecar: a.txt or a.png.txt for a.png) beside it or in a folder of captions, in a file
+for many images in its folder or a folder above (metadata.jsonl, metadata.csv, captions.json, captions.jsonl, captions.csv or
+captions.tsv), or are its file name or the name of its folder.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def wanted_captions(ctx: StageContext) -> pa.Table:
 
     All texts are read each time. Finding out which have changed would cost more.
     """
-    rows, _ = caption_rows(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config, read_edits(ctx.root))
+    rows, _ = caption_rows(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config, read_edits(ctx.root), ctx.root)
     return pa.Table.from_pylist(rows, schema=CAPTIONS.batch)
 
 
@@ -42,7 +43,7 @@ def finish_captions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     the user stopped the run. The generator yields no batch.
     """
     if ctx.pending.num_rows and not ctx.stop():
-        _, notes = caption_rows(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config, read_edits(ctx.root))
+        _, notes = caption_rows(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config, read_edits(ctx.root), ctx.root)
         for note in notes:
             ctx.say(note)
     yield from ()

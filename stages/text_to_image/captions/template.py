@@ -4,8 +4,60 @@ from __future__ import annotations
 
 import difflib
 import re
+from dataclasses import dataclass
 
 FOREIGN = "[trigger]"  # another program's placeholder for the trigger, in lower case
+HAS_TRIGGER = "the caption has the trigger"
+REPLACED = f"{FOREIGN} in the caption was replaced by the trigger"
+CLASS_ONLY = "a regularisation image has no trigger"
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A training text. `template` is the template that it was made with, or None if there is none. `reason` says why this
+    is not the template of the settings; None if it is.
+    """
+
+    text: str
+    template: str | None = None
+    reason: str | None = None
+
+
+def fill(template: str, caption: str, trigger: str, class_only: bool = False, class_word: str = "") -> Filled:
+    """Make the training text of one caption. `template` is the setting [captions] `template`. `trigger` is the image's
+    trigger, or "". If the caption has the trigger already, the template's part with {trigger} is left out. In the
+    caption, "[trigger]" is replaced by the trigger. If `class_only` is True, the text gets no trigger, and "[trigger]"
+    is replaced by `class_word`.
+    """
+    if class_only and "{caption}" not in template and class_word:
+        return Filled(fill_template(template, "", class_word), template, CLASS_ONLY)
+    if class_only:
+        cut = without_trigger(template)
+        return Filled(fill_template(cut, replace_foreign(caption, class_word), ""), cut, CLASS_ONLY)
+    whole = replace_foreign(caption, trigger)
+    if "{trigger}" not in template or not trigger_in(whole, trigger):
+        return Filled(fill_template(template, whole, trigger), template, REPLACED if whole != caption else None)
+    cut = without_trigger(template)
+    return Filled(fill_template(cut, whole, trigger), cut, HAS_TRIGGER if whole == caption else REPLACED)
+
+
+def without_trigger(template: str) -> str:
+    """Return `template` without its part that has {trigger}. Parts are separated by commas. If the part with the caption
+    goes too, or there is none, the result is "{caption}". For example, "{trigger}, {caption}, film grain" gives "{caption},
+    film grain".
+    """
+    kept = ", ".join(part.strip() for part in template.split(",") if "{trigger}" not in part)
+    return kept if "{caption}" in kept else "{caption}"
+
+
+def trigger_in(text: str, trigger: str) -> bool:
+    """Return True if `text` has the word or phrase `trigger`, not as a part of a longer word."""
+    return bool(trigger and re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text))
+
+
+def replace_foreign(text: str, word: str) -> str:
+    """Return `text` with `word` in place of every "[trigger]", in any case of letters."""
+    return re.sub(re.escape(FOREIGN), lambda match: word, text, flags=re.IGNORECASE)
 
 
 def fill_template(template: str, caption: str, trigger: str) -> str:

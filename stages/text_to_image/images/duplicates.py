@@ -10,14 +10,15 @@ Row = dict[str, Any]
 
 def mark_duplicates(rows: Iterable[Row]) -> list[Row]:
     """Return rows of the table `images` with duplicates marked, in the order given. Duplicates are rows with the same
-    `image_id` (sha256 of the file). The one whose path sorts first is usable. The others get "duplicate" in the column
+    `image_id` (sha256 of the file). The one whose path sorts first is usable; an image to train on comes before a
+    regularisation image. The others get "duplicate" in the column
     `rejected`. Their column `detail` gets the path of the usable file. Rows that are rejected for another reason are
     returned unchanged.
     """
     rows = list(rows)
     first: dict[str, str] = {}
-    for row in filter(_decodes, rows):
-        first[row["image_id"]] = min(row["path"], first.get(row["image_id"], row["path"]))
+    for row in sorted(filter(_decodes, rows), key=lambda row: (row["use"] or "", row["path"])):
+        first.setdefault(row["image_id"], row["path"])
     return [_marked(row, first[row["image_id"]]) if _decodes(row) else row for row in rows]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from schemas.text_to_image.images import IMAGES
 from stages.hashing import file_sha256
-from stages.text_to_image.images.scan import FILE_COLUMNS
 from stages.text_to_image.imaging.decode import ImageError, pixel_count, probe
 from stages.text_to_image.imaging.room import ROOM
 from stages.untrusted import open_regular
@@ -26,16 +25,23 @@ IMAGE_SUFFIXES = frozenset({
 UNKNOWN = {"image_id": "", "format": "", "mode": "", "width": 0, "height": 0, "frames": 0, "rejected": None, "detail": ""}
 
 
+def may_be_image(path: str) -> bool:
+    """Return True if the name of a file does not exclude that it is an image. `path` is its path or name."""
+    suffix = Path(path).suffix.lower()
+    return not suffix or suffix in IMAGE_SUFFIXES
+
+
 def examine(folder: Path, file: Row, *, min_side: int, max_pixels: int, max_bytes: int) -> Row:
     """Decode one file and return its complete row of the table `images`. `folder` is the image folder. `file` is a dict
-    of `path` (relative to `folder`), `bytes`, `mtime_ns` and `inode`. An image is rejected if it is damaged, has a side
-    below `min_side` pixels, or has more than `max_pixels` pixels. A file of more than `max_bytes` bytes is rejected unread.
-    This raises no error. The row has the reason in the columns `rejected` and `detail`. Duplicates are not looked for.
+    of `path` (relative to `folder`), `bytes`, `mtime_ns`, `inode` and the columns that its folder decides. An image is
+    rejected if it is damaged, has a side below `min_side` pixels, or has more than `max_pixels` pixels. A file of more
+    than `max_bytes` bytes is rejected unread. This raises no error. The row has the reason in the columns `rejected` and
+    `detail`. Duplicates are not looked for.
     """
-    row = {name: file[name] for name in FILE_COLUMNS} | UNKNOWN
+    row: Row = {**dict.fromkeys(IMAGES.batch.names), **file, **UNKNOWN}
     suffix = Path(row["path"]).suffix.lower()
     try:
-        if suffix and suffix not in IMAGE_SUFFIXES:
+        if not may_be_image(row["path"]):
             raise ImageError("unsupported", f"{suffix} files are not read: convert it to JPEG or PNG")
         _read(folder / row["path"], max_pixels, max_bytes, row)
         if min(row["width"], row["height"]) < min_side:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,16 @@ class Listing:
     masks: int
 
 
-def scan(folder: Path) -> Listing:
-    """List the files in the image folder `folder` and in all folders below it, without opening them. Hidden files,
-    captions, licences and masks are left out. So is the output of a project in the folder. Links to folders are followed.
-    Raises ValueError if `folder` is not a folder or a folder in it cannot be read.
+def scan(folder: Path, below: Sequence[str] = ("",)) -> Listing:
+    """List the files in the image folder `folder` and in all folders below it, without opening them. `below` names the
+    folders in it that are searched, relative to it; "" is the whole folder. Hidden files, captions, licences and masks
+    are left out. So is the output of a project in the folder. Links to folders are followed. Raises ValueError if
+    `folder` is not a folder or a folder in it cannot be read.
     """
     if not folder.is_dir():
         raise ValueError(_no_folder(folder))
-    rows = [_file_row(folder, entry) for entry in _files_below(folder) if not _describes_others(Path(entry.name))]
+    entries = (entry for each in below for entry in _files_below(folder / each))
+    rows = [_file_row(folder, entry) for entry in entries if not _describes_others(Path(entry.name))]
     of_others = masks.which_are_masks(row["path"] for row in rows)
     files = [row for row in rows if row["path"] not in of_others]
     return Listing(sorted(files, key=lambda row: str(row["path"])), len(of_others))
@@ -53,6 +55,10 @@ def scan(folder: Path) -> Listing:
 
 def _no_folder(folder: Path) -> str:
     problem = "is a file, not a folder" if folder.exists() else "does not exist"
+    if folder.is_file() and folder.suffix == ".json":
+        return (
+            f"images.folder must be a folder, got the file {folder}: OneTrainer's concepts are read by latentmill init --images"
+        )
     try:
         others = [path.name for path in folder.parent.iterdir() if path.is_dir()]
     except OSError:

@@ -8,19 +8,21 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from schemas.text_to_image.images import IMAGES
-from stages.settings import check_bounds, runtime, selects, setting
 from stages.stage import Stage, StageContext
+from stages.text_to_image.images.config import ImagesConfig
 from stages.text_to_image.images.duplicates import mark_duplicates
-from stages.text_to_image.images.examine import examine
-from stages.text_to_image.images.scan import FILE_COLUMNS, scan
-from stages.text_to_image.imaging.decode import CEILING, CEILING_BYTES, MAX_BYTES, MAX_PIXELS
+from stages.text_to_image.images.examine import examine, may_be_image
+from stages.text_to_image.images.hints import no_images
+from stages.text_to_image.images.layout import RULES, check_rules, describe, near_misses, rules
+from stages.text_to_image.images.roots import roots
+from stages.text_to_image.images.scan import FILE_COLUMNS, Listing, scan
 
 Row = dict[str, Any]
 
@@ -28,52 +30,33 @@ BATCH = 64  # files per record batch: at a few milliseconds per file, a kill los
 NAMED = 5  # rejected files that the summary names
 
 
-@dataclass(frozen=True)
-class ImagesConfig:
-    """The section [images] of project.toml: the image folder, and the limits on the size of an image."""
-
-    folder: str = selects("images", "image folder, searched with all folders below it; relative to the project")
-    min_side: int = setting(
-        64, "shortest side that is used, pixels; a smaller image has fewer than 4 tokens across", bounds=(1, 65536)
-    )
-    max_pixels: int = setting(
-        MAX_PIXELS,
-        f"width x height above which a file is refused as a decompression bomb, pixels; at most {CEILING}",
-        bounds=(1, CEILING),
-    )
-    max_bytes: int = setting(
-        MAX_BYTES,
-        f"size of a file above which it is refused unread, bytes; at most {CEILING_BYTES}: it is read whole",
-        bounds=(1, CEILING_BYTES),
-    )
-    workers: int = runtime(4, "threads that read and decode; a disk is rarely faster with more", bounds=(1, 64))
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
-        if not self.folder.strip():
-            raise ValueError(f'folder must name the image folder, such as "images", got "{self.folder}"')
-
-
 def wanted_images(ctx: StageContext) -> pa.Table:
     """List the image folder. Return one row per file that belongs in the table `images`. The columns are `path`, `bytes`,
-    `mtime_ns` and `inode`. If the stored row of a file has the same four values, the file is not opened again. Raises
-    ValueError if the folder does not exist or holds no images.
+    `mtime_ns`, `inode` and those that the file's folder decides, such as `repeats`. If the stored row of a file has the
+    same values, the file is not opened again. Raises ValueError if the folder does not exist or holds no images.
     """
     folder = ctx.need("image_folder")
-    files = scan(folder).files
-    if not files:
-        raise ValueError(f"image folder {folder} holds no images: put some there, or set images.folder")
-    return pa.Table.from_pylist(files, schema=pa.schema([IMAGES.batch.field(name) for name in FILE_COLUMNS]))
+    files = _listing(ctx).files
+    if not any(may_be_image(row["path"]) for row in files):
+        raise ValueError(no_images(folder))
+    found = rules([row["path"] for row in files], roots(ctx.config, folder, ctx.root), ctx.config.layout == "auto")
+    check_rules(found, folder)
+    schema = pa.schema([IMAGES.batch.field(name) for name in (*FILE_COLUMNS, *RULES)])
+    return pa.Table.from_pylist([row | found[row["path"]] for row in files], schema=schema)
 
 
 def unread_images(ctx: StageContext) -> pa.Table:
-    """Return the stored rows of unchanged files that could not be read. The columns are `path`, `bytes`, `mtime_ns` and
-    `inode`. The runner tries these files again, because a decoder or a permission may have been added.
+    """Return the wanted rows of unchanged files that could not be read. The columns are those of `wanted_images`. The
+    runner tries these files again, because a decoder or a permission may have been added.
     """
-    unread = [row for row in _rows(ctx.stored) if not row["image_id"]]
-    listed = {_file(row) for row in scan(ctx.need("image_folder")).files} if unread else set()
-    unread = [row for row in unread if _file(row) in listed]
-    return pa.Table.from_pylist(unread, schema=IMAGES.batch).select(FILE_COLUMNS)
+    unread = {_file(row) for row in _rows(ctx.stored) if not row["image_id"]}
+    wanted = wanted_images(ctx) if unread else IMAGES.batch.empty_table().select([*FILE_COLUMNS, *RULES])
+    return wanted.filter(pa.array([_file(row) in unread for row in wanted.to_pylist()], pa.bool_()))
+
+
+def _listing(ctx: StageContext) -> Listing:
+    folder: Path = ctx.need("image_folder")
+    return scan(folder, [root.path for root in roots(ctx.config, folder, ctx.root)])
 
 
 def examine_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
@@ -81,12 +64,13 @@ def examine_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     pending if it has no up-to-date row. If a row equals its stored row, it is left out. `finish_images` marks
     duplicates later.
 
-    A row of this function depends on its own file alone.
+    A row of this function depends on its own file alone. If only the columns that its folder decides have changed, the
+    file is not read again.
     """
     stored = {row["path"]: row for row in _rows(ctx.stored)}
     pending = sorted(ctx.pending.to_pylist(), key=_path)
     limits = {name: getattr(ctx.config, name) for name in ("min_side", "max_pixels", "max_bytes")}
-    read = partial(examine, ctx.need("image_folder"), **limits)
+    read = partial(_row_of, stored, partial(examine, ctx.need("image_folder"), **limits))
     with ThreadPoolExecutor(ctx.config.workers) as pool:
         for start in range(0, len(pending), BATCH):
             rows = list(_until_stop(ctx, pool, read, pending[start : start + BATCH]))
@@ -94,6 +78,16 @@ def examine_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
             ctx.progress(start + len(rows), len(pending), "images")
             if ctx.stop():
                 return
+
+
+def _row_of(stored: dict[str, Row], read: Callable[[Row], Row], file: Row) -> Row:
+    """Return the row of the table `images` for `file`, a wanted row. `stored` maps paths to stored rows. If the stored row
+    is of the same file and could be read, its facts are copied. Otherwise `read` opens the file.
+    """
+    old = stored.get(file["path"])
+    if old and old["image_id"] and _file(old) == _file(file):
+        return old | {name: file[name] for name in RULES}
+    return read(file)
 
 
 def _until_stop(ctx: StageContext, pool: ThreadPoolExecutor, read: Callable[[Row], Row], files: list[Row]) -> Iterator[Row]:
@@ -117,7 +111,7 @@ def finish_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     files with the same bytes. Tell the user how many files can be used. Do nothing if the user stopped the run before
     all files were read.
     """
-    listing = scan(ctx.need("image_folder"))
+    listing = _listing(ctx)
     stored = {_file(row): row for row in _rows(ctx.stored)}
     pending = [_file(row) for row in ctx.pending.to_pylist()]
     if not all(file in stored for file in pending):
@@ -155,6 +149,8 @@ def _summarise(ctx: StageContext, rows: list[Row], masks: int) -> None:
     counts = sorted(Counter(row["rejected"] for row in rejected).items())
     reasons = "".join(f", {count} {reason}" for reason, count in counts)
     skipped = f"; {masks} more {'is a mask' if masks == 1 else 'are masks'} of other images" if masks else ""
+    for line in (*describe(rows), *near_misses(row["path"] for row in rows)):
+        ctx.say(line)
     ctx.say(f"{len(rows)} files: {len(rows) - len(rejected)} usable{reasons}{skipped}")
     if rejected:
         names = ", ".join(f"{row['path']} ({row['rejected']})" for row in rejected[:NAMED])

@@ -57,10 +57,10 @@ def find_references(ctx: StageContext) -> list[Reference]:
 
 
 def usable_images(ctx: StageContext) -> list[Row]:
-    """Return the usable rows of the table `images`, one dict per row. A row is usable if its column `rejected` is None.
-    `ctx` is the context of a stage that reads the table.
+    """Return the usable rows of the table `images`, one dict per row. A row is usable if its column `rejected` is None
+    and it is no regularisation image. `ctx` is the context of a stage that reads the table.
     """
-    return [row for row in ctx.rows(IMAGES).to_pylist() if row["rejected"] is None]
+    return [row for row in ctx.rows(IMAGES).to_pylist() if row["rejected"] is None and row["use"] is None]
 
 
 def trigger_word(ctx: StageContext) -> str:

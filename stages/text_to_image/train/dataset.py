@@ -14,6 +14,7 @@ from schemas.text_to_image.latents import LATENTS
 from stages.stage import StageContext
 from stages.text_to_image.imaging.usable import usable_paths
 from stages.text_to_image.train.config import TrainConfig
+from stages.text_to_image.train.folders import folder_rates
 from stages.text_to_image.train.selection import DataConfig, held_out, rates
 
 Row = dict[str, Any]
@@ -96,21 +97,24 @@ def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
     [train]. Images that cannot be used, or have no caption, are left out. Raises ValueError if no crop remains, or if a
     table lacks rows that the settings need.
 
-    The settings choose the held-out images, how often crops occur, and whether masks and class captions are used.
-    Rejected crops are left out.
+    The settings choose the held-out images (never regularisation images), how often crops occur, and whether masks and
+    class captions are used. Rejected crops are left out.
     """
     paths = usable_paths(ctx.rows(IMAGES))
+    images = {row["image_id"]: row for row in ctx.rows(IMAGES).to_pylist() if row["rejected"] is None}
     texts = _texts(ctx, config.data, bool(config.caption_dropout), config.preservation is not None)
     latents = _latents(ctx, paths, texts)
     if config.mask and not any(row["mask"] for row in latents):
         raise ValueError('[train.mask]: no crop has a mask; set mask = "alpha" or "file" in [latents] and run that stage')
     rate_of = rates(config.data, [(row["resolution"], paths[row["image_id"]][0]) for row in latents])
+    rate_of = folder_rates(rate_of, [images[row["image_id"]] for row in latents], config.data.regularisation)
     drawn = [(row, rate) for row, rate in zip(latents, rate_of, strict=True) if rate]
     if not drawn:
         raise ValueError(f"[train.data]: nothing to train on: resolutions and repeats leave out all {len(latents)} crops")
     aside: frozenset[str] = frozenset()
     if config.validation:
-        aside = held_out(config.validation, {row["image_id"]: paths[row["image_id"]] for row, _ in drawn})
+        own = {row["image_id"] for row, _ in drawn if images[row["image_id"]]["use"] is None}
+        aside = held_out(config.validation, {image_id: paths[image_id] for image_id in own})
     crops = [_crop(row, rate, texts, config.mask is not None) for row, rate in drawn if row["image_id"] not in aside]
     if not crops:
         raise ValueError(f"[train.validation]: all {len(aside)} images are held out; lower share, or name fewer paths")

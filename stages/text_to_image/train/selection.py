@@ -23,7 +23,8 @@ LEAST, MOST = 1e-3, 1e3  # of a rate in a setting: an epoch is a list in memory,
 @dataclass(frozen=True)
 class DataConfig:
     """The settings [train.data]. `resolutions` and `repeats` set how often crops are drawn, by resolution and by
-    folder. `dropped` is what replaces a dropped caption: "empty" or "trigger".
+    folder. `regularisation` sets how often images of the class are drawn. `dropped` is what replaces a dropped caption:
+    "empty" or "trigger".
     """
 
     resolutions: Mapping[str, float] | None = setting(
@@ -35,6 +36,12 @@ class DataConfig:
         None,
         'how often per epoch the images of a folder occur: {"rare" = 3, "blurred" = 0}; the longest path that matches; others 1',
         bounds=(0.0, MOST),
+    )
+    regularisation: float = setting(
+        1.0,
+        "draws of regularisation images (folder reg) per draw of another image; kohya: 1; 0: never",
+        bounds=(0.0, MOST),
+        unrecorded=(1.0,),
     )
     dropped: Literal["empty", "trigger"] = setting(
         "empty", "what a dropped caption becomes; trigger: the trigger word alone, for a subject that should need no other"

@@ -125,3 +125,11 @@ def test_a_setting_that_was_added_later_renames_no_table_while_it_means_what_was
 
     assert recipe_id(Later()) == recipe_id(Later(bits=16)) == recipe_id(Section())
     assert recipe_id(Later(bits=4)) != recipe_id(Section())
+
+
+def test_a_column_that_was_added_later_is_no_part_of_the_recipe():
+    stage = PIPELINE.stage("images")
+    recorded = recipes.recipe(stage, stage.config(), {}, {}, None)["columns"]
+    added = {field.name for field in stage.writes.columns if field.metadata[b"later"]}
+    assert added == {"folder", "use", "repeats", "weight", "trigger", "concept"}
+    assert set(recorded) == set(stage.writes.batch.names) - added

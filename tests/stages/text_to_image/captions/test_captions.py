@@ -74,6 +74,8 @@ def test_a_sidecar_is_the_caption_and_the_row_says_where_it_came_from(captioned)
         "source": "sidecar",
         "origin": "sub/b.txt",
         "position": 0,
+        "template": "{caption}",
+        "reason": None,
     }
 
 
@@ -175,7 +177,7 @@ def test_metadata_rows_without_an_image_are_reported_and_are_no_error(captioned)
         (
             "metadata.csv",
             "file_name;text\na.png;x\n",
-            r"metadata\.csv, line 2: file_name must be a path; columns: file_name;text",
+            r"metadata\.csv, line 1: columns must be separated by commas, got semicolons: file_name;text",
         ),
         ("metadata.jsonl", '{"file_name": "a.png", "text": "\\ud83d"}', r"metadata\.jsonl:1: .*half of a surrogate pair"),
     ],
@@ -226,21 +228,35 @@ def test_a_hostile_line_of_json_is_one_line_with_its_place(captioned, line, mess
         captioned.rows(sources=("metadata", "sidecar"))
 
 
-@pytest.mark.parametrize("text", ["a photo of [trigger]", "[Trigger], a cat"])
-def test_the_placeholder_of_ai_toolkit_is_refused_in_a_caption(captioned, text):
+@pytest.mark.parametrize("text", ["a photo of [trigger]", "a photo of [Trigger]"])
+def test_the_placeholder_of_ai_toolkit_becomes_the_trigger_once(captioned, text):
     captioned.write("a.txt", text)
-    with pytest.raises(ValueError, match=r"^a\.txt: \[trigger\] is not replaced; write the trigger itself"):
-        captioned.rows(trigger="ohwx", template="{trigger}, {caption}")
+    with pytest.raises(
+        ValueError, match=r"^a\.txt: \[trigger\] stands for the trigger; set captions\.trigger, or write the word"
+    ):
+        captioned.rows()
+    rows = captioned.rows(trigger="ohwx", template="{trigger}, {caption}")
+    found = {row["image_id"]: (row["text"], row["template"], row["reason"]) for row in rows if row["role"] == "caption"}
+    assert found == {
+        "a.png": ("a photo of ohwx", "{caption}", "[trigger] in the caption was replaced by the trigger"),
+        "sub/b.jpg": ("ohwx, a dog", "{trigger}, {caption}", None),
+    }
+    assert "[trigger] was replaced by the trigger in 1 of 2 captions" in captioned.lines
 
 
-def test_a_caption_that_has_the_trigger_does_not_get_it_twice(captioned):
+def test_a_caption_that_has_the_trigger_does_not_get_it_twice_and_the_run_says_so(captioned):
     captioned.write("a.txt", "a photo of ohwx")
     captioned.write("sub/b.txt", "ohwxes")  # another word
-    with pytest.raises(ValueError, match=r'^a\.txt: the caption has the trigger "ohwx" already, and captions\.template adds it'):
-        captioned.rows(trigger="ohwx", template="{trigger}, {caption}")
+    rows = captioned.rows(trigger="ohwx", template="{trigger}, {caption}, film grain")
+    found = {row["image_id"]: (row["text"], row["template"], row["reason"]) for row in rows if row["role"] == "caption"}
+    assert found == {
+        "a.png": ("a photo of ohwx, film grain", "{caption}, film grain", "the caption has the trigger"),
+        "sub/b.jpg": ("ohwx, ohwxes, film grain", "{trigger}, {caption}, film grain", None),
+    }
+    said = "1 of 2 captions have the trigger already and do not get it a second time: a.txt and so on"
+    assert said in captioned.lines
+    assert captioned.captions(trigger="ohwx", template="a photo of {trigger}: {caption}")["a.png"] == ["a photo of ohwx"]
     assert captioned.captions(trigger="ohwx")["a.png"] == ["a photo of ohwx"]
-    captioned.write("a.txt", "a photo")
-    assert captioned.captions(trigger="ohwx", template="{trigger}, {caption}")["sub/b.jpg"] == ["ohwx, ohwxes"]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "metadata.jsonl", "metadata.csv"])

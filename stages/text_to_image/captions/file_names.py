@@ -1,0 +1,42 @@
+"""Find the image that a row of a file of captions names."""
+
+from __future__ import annotations
+
+import posixpath
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+
+from stages.text_to_image.captions.text import normalise
+
+
+class FileNames:
+    """The names of all images, as a file of captions may write them. `folder` is the image folder, and `paths` are the
+    images in it. `base` is the folder of the file of captions, relative to `folder`.
+    """
+
+    def __init__(self, folder: Path, paths: Sequence[str], base: str) -> None:
+        self._base = base
+        self._folders = [normalise(f"{root.as_posix()}/") for root in (folder.absolute(), folder.resolve())]
+        composed = [normalise(path) for path in paths]
+        self._whole = set(composed)
+        stems = Counter(posixpath.splitext(path)[0] for path in composed)
+        self._stems = {posixpath.splitext(path)[0]: path for path in composed if stems[posixpath.splitext(path)[0]] == 1}
+        inside = [path for path in composed if not base or path.startswith(f"{normalise(base)}/")]
+        names = Counter(PurePosixPath(path).name for path in inside)
+        self._names = {PurePosixPath(path).name: path for path in inside if names[PurePosixPath(path).name] == 1}
+
+    def find(self, name: str) -> str | None:
+        """Return the path of the image that `name` names, in Unicode form NFC, or None. `name` is relative to the folder of
+        the file of captions, may lack the suffix, and has forward slashes. An absolute name outside the image folder was
+        written on another machine: only its last part counts, if it names one image.
+        """
+        given = normalise(name)
+        if posixpath.isabs(given) or given[1:3] == ":/":
+            root = next((root for root in self._folders if given.startswith(root)), None)
+            if root is None:
+                return self._names.get(PurePosixPath(given).name)
+            path = given.removeprefix(root)
+        else:
+            path = normalise(posixpath.normpath(posixpath.join(self._base, name)))
+        return path if path in self._whole else self._stems.get(path)

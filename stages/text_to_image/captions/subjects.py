@@ -1,0 +1,62 @@
+"""What the table `images` says about the texts of an image: its trigger, its folder's name, and whether it is of the class."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from stages.text_to_image.captions.config import CaptionsConfig
+from stages.text_to_image.captions.template import Filled, fill, without_trigger
+from stages.text_to_image.captions.text import Caption
+from stages.text_to_image.imaging.usable import usable_paths
+
+NO_TRIGGER = "its folder has no trigger"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The facts about a usable image that decide its texts. `paths` are the paths of the image and of its duplicates.
+    `trigger` is the word that its texts get, or "". `concept` is the subject that its folder is named after, or "". If
+    `class_only` is True, it is a regularisation image: its texts get no trigger. `own_trigger` is True if its folder
+    has a trigger setting.
+    """
+
+    paths: tuple[str, ...]
+    trigger: str = ""
+    concept: str = ""
+    class_only: bool = False
+    own_trigger: bool = False
+    folder: str = ""
+
+    @property
+    def named(self) -> list[Caption]:
+        """The caption of an image without one: the name of its folder, in a list. The list is empty if that says nothing."""
+        return [Caption(self.concept, "folder", self.folder)] if self.concept else []
+
+    def fill(self, config: CaptionsConfig, caption: Caption) -> Filled:
+        """Make the training text of one caption of the image. A trigger of the image's folder is put before the template
+        if the template has no {trigger}.
+        """
+        template = config.template
+        if self.own_trigger and not self.trigger:
+            return dataclasses.replace(fill(without_trigger(template), caption.text, ""), reason=NO_TRIGGER)
+        if self.own_trigger and "{trigger}" not in template:
+            template = f"{{trigger}}, {template}"
+        return fill(template, caption.text, self.trigger, self.class_only, config.class_word or self.concept)
+
+
+def subjects_of(images: pa.Table, config: CaptionsConfig) -> dict[str, Subject]:
+    """Return a dict from image_id to the `Subject` of every usable image. `images` is the table `images`. Raises ValueError
+    if no image is usable.
+    """
+    rows = {row["image_id"]: row for row in images.to_pylist() if row["rejected"] is None}
+    found = {}
+    for image_id, paths in usable_paths(images).items():
+        row = rows[image_id]
+        own, class_only = row["trigger"] is not None, row["use"] is not None
+        trigger = "" if class_only else row["trigger"] if own else config.trigger
+        concept = row["concept"] or (config.class_word if class_only else "")
+        found[image_id] = Subject(tuple(paths), trigger, concept, class_only, own and not class_only, row["folder"] or "")
+    return found

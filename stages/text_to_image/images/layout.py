@@ -1,0 +1,118 @@
+"""What the names of folders say about their images: kohya's 10_ohwx cat and reg, and the entries [[images.folder]].
+
+kohya's trainers read repeats and the subject from the name of a folder: the images of "10_ohwx cat" occur 10 times per epoch, and
+"ohwx cat" is the caption of an image without a caption file. Images below "reg" are of the class alone (regularisation).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from stages.text_to_image.images.roots import Root
+
+Row = dict[str, Any]
+
+RULES = ("folder", "use", "repeats", "weight", "trigger", "concept")  # columns of the table images
+NOTHING: Row = dict.fromkeys(RULES)
+REPEATED = re.compile(r"(0|[1-9]\d{0,2})_(.*\S.*)")  # a larger number is a year, one with a zero before it a count of folders
+NEARLY = re.compile(r"[1-9]\d{0,2}(?: ?[- ] ?)[^\W\d].*")
+REGULARISATION = frozenset({
+    "reg", "regs", "reg_images", "regularization", "regularisation", "regularization_images", "regularisation_images",
+    "class_images",
+})  # fmt: skip
+USE = "regularisation"
+
+
+def rules(paths: Iterable[str], folders: Sequence[Root], read_names: bool) -> dict[str, Row]:
+    """Return what its folder says about each image: path -> a dict with the columns `RULES` of the table `images`. `paths`
+    are relative to the image folder. `folders` are the folders that were searched. If `read_names` is False, the names
+    of folders mean nothing.
+    """
+    paths = list(paths)
+    names = {str(PurePosixPath(path).parent) for path in paths}
+    by_parent = {parent: _rule(PurePosixPath(parent), folders, read_names) for parent in names}
+    return {path: by_parent[str(PurePosixPath(path).parent)] for path in paths}
+
+
+def _rule(parent: PurePosixPath, folders: Sequence[Root], read_names: bool) -> Row:
+    """Return the columns `RULES` for the images in the folder `parent`. An entry [[images.folder]] comes before a name."""
+    root = next(each for each in folders if parent.is_relative_to(each.path))
+    found = dict(NOTHING)
+    if read_names:
+        inner = parent.relative_to(root.path).parts if root.settings is None else parent.parts
+        found |= _named(parent.parts[: len(parent.parts) - len(inner)], inner)
+    if root.settings:
+        given = root.settings
+        found["folder"] = root.path or "."
+        found["use"] = USE if given.regularisation else found["use"]
+        found |= {name: getattr(given, name) for name in ("repeats", "weight", "trigger") if getattr(given, name) is not None}
+        found["repeats"] = None if given.weight is not None else found["repeats"]
+    return found
+
+
+def _named(above: tuple[str, ...], parts: tuple[str, ...]) -> Row:
+    """Return the columns that the folder names `parts` decide. `above` are the folders above them."""
+    found: Row = {}
+    for number, part in enumerate(parts, 1):
+        where = str(PurePosixPath(*above, *parts[:number]))
+        if part.lower() in REGULARISATION:
+            found |= {"folder": where, "use": USE}
+        elif name := REPEATED.fullmatch(part):
+            found |= {"folder": where, "repeats": float(name[1]), "concept": name[2].strip()}
+    return found
+
+
+def check_rules(found: Mapping[str, Row], folder: Path) -> None:
+    """Raise ValueError if no image is left to train on: all are regularisation images, or all have 0 repeats. `found` maps
+    the path of each image to its columns `RULES`. `folder` is the image folder.
+    """
+    remedy = 'or set images.layout = "plain" if the names of the folders mean nothing'
+    trained = [rule for rule in found.values() if rule["use"] != USE]
+    if not trained:
+        name = next(iter(found.values()))["folder"]
+        raise ValueError(f"{folder} holds only regularisation images, in {name}/: add images of the subject, {remedy}")
+    if all(rule["repeats"] == 0 for rule in trained):
+        raise ValueError(f"{folder}: all images have 0 repeats, as in {trained[0]['folder']}: give one folder more, {remedy}")
+
+
+def describe(rows: Iterable[Row]) -> Iterator[str]:
+    """Yield one line that says what was read from the folders, such as "kohya folder: 10 repeats of 'ohwx cat', 24 images;
+    reg/: 100 class images". Only usable images are counted. `rows` are rows of the table `images`. Yield nothing if no
+    folder has a rule.
+    """
+    groups: dict[tuple[Any, ...], int] = {}
+    for row in rows:
+        if row["folder"] and not row["rejected"]:
+            key = tuple(row[name] for name in RULES)
+            groups[key] = groups.get(key, 0) + 1
+    found = [(dict(zip(RULES, key, strict=True)), count) for key, count in groups.items()]
+    if found:
+        kind = "kohya folder" if any(rule["concept"] for rule, _ in found) else "folders"
+        yield f"{kind}: {'; '.join(_words(rule, count) for rule, count in found)}"
+
+
+def _words(rule: Row, count: int) -> str:
+    images = "image" if count == 1 else "images"
+    if rule["use"] == USE:
+        name = f" of '{rule['concept']}'" if rule["concept"] else ""
+        return f"{rule['folder']}/: {count} class {images}{name}"
+    facts = [f"weight {rule['weight']:g}"] if rule["weight"] is not None else []
+    if rule["concept"] and rule["repeats"] is not None:
+        facts.append(f"{rule['repeats']:g} repeat{'' if rule['repeats'] == 1 else 's'} of '{rule['concept']}'")
+        return ", ".join([*facts, f"{count} {images}"])
+    facts += [f"{rule['repeats']:g} repeats"] if rule["repeats"] is not None else []
+    facts += [f"trigger '{rule['trigger']}'"] if rule["trigger"] else []
+    return ", ".join([f"{rule['folder']}/: {count} {images}", *facts])
+
+
+def near_misses(paths: Iterable[str]) -> Iterator[str]:
+    """Yield a line for the user if names of folders look like kohya's, but are not, such as "10-ohwx cat". `paths` are the
+    paths of the images.
+    """
+    names = sorted({part for path in paths for part in PurePosixPath(path).parts[:-1] if NEARLY.fullmatch(part)})
+    if names:
+        right = re.sub(r"^(\d+) ?[- ] ?", r"\1_", names[0])
+        yield f"no repeats are read from the folder {names[0]!r}; kohya's form is {right!r}"

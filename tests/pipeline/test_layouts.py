@@ -1,0 +1,359 @@
+"""The folders that people have, as other trainers document them, go through the whole pipeline as they are."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pipeline.project.init import new_project
+from pipeline.project.project import Project
+from tests.projects import CONFIG, MATERIAL, Silent, build
+
+PICTURES = sorted(path for path in (MATERIAL / "images").iterdir() if path.suffix in (".png", ".jpg"))
+TRIGGER = 'trigger = "ohwx"\ntemplate = "{trigger}, {caption}"\n'
+
+
+@dataclass
+class Layout:
+    """A folder in one convention. `make` writes it, and returns further lines of project.toml by section. `line` is what the
+    run says about it. `texts` are the training texts of its images, by path.
+    """
+
+    make: Callable[[Path], dict[str, str]]
+    line: str
+    texts: dict[str, tuple[str, str, str | None]]  # path -> (text, source, reason)
+
+
+def picture(path: Path, number: int) -> Path:
+    """Copy the real picture `number` to `path`, whose suffix is replaced by the picture's own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return Path(shutil.copy(PICTURES[number], path.with_suffix(PICTURES[number].suffix)))
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def kohya(images: Path) -> dict[str, str]:
+    for number in range(2):
+        write(picture(images / "img/10_ohwx cat" / f"a{number}.png", number).with_suffix(".txt"), f"ohwx cat, photo {number}")
+    picture(images / "img/2_ohwx toy" / "b.png", 2)
+    picture(images / "reg/1_cat" / "r.png", 3)
+    return {"captions": TRIGGER}
+
+
+def captions_beside(images: Path) -> dict[str, str]:
+    first, second = picture(images / "a.png", 0), picture(images / "b.png", 1)
+    for name, text in ((first.with_suffix(".txt"), "from txt"), (first.with_suffix(".caption"), "from caption")):
+        write(name, text)
+    write(second.with_suffix(".caption"), "only caption")
+    return {}
+
+
+def captions_apart(images: Path) -> dict[str, str]:
+    for number in range(2):
+        picture(images / "images" / f"a{number}.png", number)
+        write(images / "captions" / f"a{number}.txt", f"apart {number}")
+    return {}
+
+
+def captions_elsewhere(images: Path) -> dict[str, str]:
+    picture(images / "sub/a.png", 0)
+    write(images.parent / "words/sub/a.txt", "elsewhere")
+    return {"captions": 'folder = "words"\n'}
+
+
+def json_map(images: Path) -> dict[str, str]:
+    names = [picture(images / f"a{number}.png", number).name for number in range(3)]
+    entries = {
+        names[0]: "whole name",
+        Path(names[1]).stem: ["stem"],
+        f"/workspace/old/{names[2]}": {"caption": "absolute", "tags": "x"},
+    }
+    write(images / "captions.json", json.dumps(entries))
+    return {}
+
+
+def json_list(images: Path) -> dict[str, str]:
+    names = [picture(images / f"a{number}.png", number).name for number in range(2)]
+    write(images / "captions.json", json.dumps([{"image": names[0], "prompt": "one"}, {"path": names[1], "caption": "two"}]))
+    return {}
+
+
+def table(name: str, delimiter: str) -> Callable[[Path], dict[str, str]]:
+    def make(images: Path) -> dict[str, str]:
+        names = [picture(images / f"a{number}.png", number).name for number in range(2)]
+        with (images / name).open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file, delimiter=delimiter).writerows([["image", "caption"], [names[0], "red, round"], [names[1], "blue"]])
+        return {}
+
+    return make
+
+
+def imagefolder(images: Path) -> dict[str, str]:
+    names = [picture(images / "train" / f"a{number}.png", number).name for number in range(2)]
+    rows = [{"file_name": name, "additional_feature": f"feature {number}"} for number, name in enumerate(names)]
+    write(images / "train/metadata.jsonl", "\n".join(map(json.dumps, rows)))
+    return {"captions": 'caption_column = "additional_feature"\n'}
+
+
+def ai_toolkit(images: Path) -> dict[str, str]:
+    write(picture(images / "a.png", 0).with_suffix(".txt"), "[trigger] in a picture of a boat")
+    write(picture(images / "b.png", 1).with_suffix(".txt"), "a house")
+    return {"captions": TRIGGER}
+
+
+def several(images: Path) -> dict[str, str]:
+    write(picture(images / "a/x.png", 0).with_suffix(".txt"), "a boat")
+    write(picture(images / "b/y.png", 1).with_suffix(".txt"), "a house")
+    entries = '[[images.folder]]\npath = "images/a"\nrepeats = 3\ntrigger = "sks"\n\n'
+    entries += '[[images.folder]]\npath = "images/b"\ntrigger = ""\n'
+    return {"captions": TRIGGER, "": entries}
+
+
+A, B, C, D = (path.suffix for path in PICTURES[:4])
+LAYOUTS = {
+    "kohya": Layout(
+        kohya,
+        "kohya folder: 10 repeats of 'ohwx cat', 2 images; 2 repeats of 'ohwx toy', 1 image; reg/1_cat/: 1 class image of 'cat'",
+        {
+            f"img/10_ohwx cat/a0{A}": ("ohwx cat, photo 0", "sidecar", "the caption has the trigger"),
+            f"img/10_ohwx cat/a1{B}": ("ohwx cat, photo 1", "sidecar", "the caption has the trigger"),
+            f"img/2_ohwx toy/b{C}": ("ohwx toy", "folder", "the caption has the trigger"),
+            f"reg/1_cat/r{D}": ("cat", "folder", "a regularisation image has no trigger"),
+        },
+    ),
+    "txt and caption": Layout(
+        captions_beside,
+        "2 captions: 1 from .txt, 1 from .caption",
+        {f"a{A}": ("from txt", "sidecar", None), f"b{B}": ("only caption", "sidecar", None)},
+    ),
+    "folder of captions": Layout(
+        captions_apart,
+        "2 files: 2 usable",
+        {f"images/a0{A}": ("apart 0", "sidecar", None), f"images/a1{B}": ("apart 1", "sidecar", None)},
+    ),
+    "captions elsewhere": Layout(captions_elsewhere, "1 files: 1 usable", {f"sub/a{A}": ("elsewhere", "sidecar", None)}),
+    "captions.json, a map": Layout(
+        json_map,
+        "3 captions: 3 from captions.json",
+        {
+            f"a0{A}": ("whole name", "metadata", None),
+            f"a1{B}": ("stem", "metadata", None),
+            f"a2{C}": ("absolute", "metadata", None),
+        },
+    ),
+    "captions.json, a list": Layout(
+        json_list,
+        "2 captions: 2 from captions.json",
+        {f"a0{A}": ("one", "metadata", None), f"a1{B}": ("two", "metadata", None)},
+    ),
+    "captions.csv": Layout(
+        table("captions.csv", ","),
+        "2 captions: 2 from captions.csv",
+        {f"a0{A}": ("red, round", "metadata", None), f"a1{B}": ("blue", "metadata", None)},
+    ),
+    "captions.tsv": Layout(
+        table("captions.tsv", "\t"),
+        "2 captions: 2 from captions.tsv",
+        {f"a0{A}": ("red, round", "metadata", None), f"a1{B}": ("blue", "metadata", None)},
+    ),
+    "imagefolder": Layout(
+        imagefolder,
+        "2 captions: 2 from metadata.jsonl",
+        {f"train/a0{A}": ("feature 0", "metadata", None), f"train/a1{B}": ("feature 1", "metadata", None)},
+    ),
+    "ai-toolkit": Layout(
+        ai_toolkit,
+        "[trigger] was replaced by the trigger in 1 of 2 captions",
+        {
+            f"a{A}": ("ohwx in a picture of a boat", "sidecar", "[trigger] in the caption was replaced by the trigger"),
+            f"b{B}": ("ohwx, a house", "sidecar", None),
+        },
+    ),
+    "several folders": Layout(
+        several,
+        "folders: a/: 1 image, 3 repeats, trigger 'sks'; b/: 1 image",
+        {f"a/x{A}": ("sks, a boat", "sidecar", None), f"b/y{B}": ("a house", "sidecar", "its folder has no trigger")},
+    ),
+}
+
+
+def project(folder: Path, weights: Path, more: dict[str, str]) -> Path:
+    """Write a project.toml with tiny settings and the lines `more` by section into `folder`."""
+    config = CONFIG.format(weights=weights).replace("steps = 6", "steps = 1")
+    config = config.replace("[captions]\n", f"{more.get('', '')}\n[captions]\n{more.get('captions', '')}")
+    write(folder / "project.toml", config)
+    return folder
+
+
+def texts(folder: Path) -> dict[str, tuple[str, str, str | None]]:
+    """Return the training texts of a project by the path of their image: (text, source, reason)."""
+    made = Project(folder)
+    paths = {row["image_id"]: row["path"] for row in made.current("images").rows().to_pylist()}
+    rows = [row for row in made.current("captions").rows().to_pylist() if row["role"] == "caption"]
+    return {paths[row["image_id"]]: (row["text"], row["source"], row["reason"]) for row in rows}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_folder_of_another_trainer_is_recognised_in_one_line_and_trained_as_it_is(name, tmp_path, tiny_weights):
+    layout, console = LAYOUTS[name], Silent()
+    folder = project(tmp_path / "project", tiny_weights, layout.make(tmp_path / "project" / "images"))
+    build(folder, "images", "captions", "buckets", "latents", "embeddings", "train", console=console)
+    assert layout.line in console.lines
+    assert texts(folder) == layout.texts
+    assert build(folder, "images", "captions", console=Silent())["images"].written == 0
+
+
+def test_a_onetrainer_file_of_concepts_becomes_a_project_that_trains(tmp_path, tiny_weights):
+    data = tmp_path / "data"
+    write(picture(data / "cat/x.png", 0).with_suffix(".txt"), "a cat")
+    write(picture(data / "dog/y.png", 1).with_suffix(".txt"), "a dog")
+    usual = {
+        "image": {},
+        "text": {"prompt_source": "sample", "prompt_path": ""},
+        "include_subdirectories": False,
+        "loss_weight": 1.0,
+    }
+    concepts = [
+        usual | {"name": "cat", "path": str(data / "cat"), "enabled": True, "balancing": 4.0, "balancing_strategy": "REPEATS"},
+        usual | {"name": "dog", "path": "dog", "enabled": True, "balancing": 1.0, "balancing_strategy": "REPEATS"},
+        usual | {"name": "old", "path": "/gone", "enabled": False},
+    ]
+    write(data / "concepts.json", json.dumps(concepts))
+    new_project(tmp_path / "new", {"images": str(data / "concepts.json"), "family": "tiny", "weights": str(tiny_weights)})
+    text = (tmp_path / "new/project.toml").read_text()
+    assert "# old: not enabled in OneTrainer" in text
+    write(tmp_path / "new/project.toml", text.replace("steps = ", "steps = 1  # ").replace("[512, 768]", "[64]"))
+    console = Silent()
+    build(tmp_path / "new", "images", "captions", "buckets", "latents", "embeddings", "train", console=console)
+    assert "folders: cat/: 1 image, 4 repeats; dog/: 1 image, 1 repeats" in console.lines
+    assert {text for text, _, _ in texts(tmp_path / "new").values()} == {"a cat", "a dog"}
+
+
+def test_a_renamed_folder_changes_the_repeats_and_no_file_is_read_again(tmp_path, tiny_weights, monkeypatch):
+    folder = project(tmp_path / "project", tiny_weights, kohya(tmp_path / "project" / "images"))
+    build(folder, "images", "captions")
+    (folder / "images/img/10_ohwx cat").rename(folder / "images/img/5_ohwx cat")
+    build(folder, "images")
+    rows = {row["path"]: row["repeats"] for row in Project(folder).current("images").rows().to_pylist()}
+    assert rows[f"img/5_ohwx cat/a0{A}"] == 5
+    monkeypatch.setattr("stages.text_to_image.images.examine.probe", None)
+    (folder / "project.toml").write_text((folder / "project.toml").read_text() + '\n[images]\nlayout = "plain"\n')
+    build(folder, "images")
+    assert {row["repeats"] for row in Project(folder).current("images").rows().to_pylist()} == {None}
+
+
+def only_reg(images: Path) -> dict[str, str]:
+    picture(images / "reg/1_cat/a.png", 0)
+    return {}
+
+
+def no_repeats(images: Path) -> dict[str, str]:
+    picture(images / "0_ohwx cat/a.png", 0)
+    return {}
+
+
+def archive(images: Path) -> dict[str, str]:
+    write(images / "photos.zip", "PK")
+    return {}
+
+
+def videos(images: Path) -> dict[str, str]:
+    write(images / "a.mp4", "x")
+    return {}
+
+
+def other_names(images: Path) -> dict[str, str]:
+    picture(images / "a.png", 0)
+    write(images / "a_caption.txt", "a cat")
+    return {}
+
+
+def spreadsheet(images: Path) -> dict[str, str]:
+    picture(images / "a.png", 0)
+    write(images / "captions.xlsx", "x")
+    return {}
+
+
+def other_paths(images: Path) -> dict[str, str]:
+    picture(images / "a.png", 0)
+    write(images / "captions.json", json.dumps({"train/a.png": "a cat"}))
+    return {}
+
+
+def other_column(images: Path) -> dict[str, str]:
+    name = picture(images / "a.png", 0).name
+    write(images / "metadata.jsonl", json.dumps({"file_name": name, "text": "a cat"}))
+    return {"captions": 'caption_column = "txet"\n'}
+
+
+def semicolons(images: Path) -> dict[str, str]:
+    name = picture(images / "a.png", 0).name
+    write(images / "captions.csv", f"image;caption\n{name};a cat\n")
+    return {}
+
+
+def no_map(images: Path) -> dict[str, str]:
+    picture(images / "a.png", 0)
+    write(images / "captions.json", '"a cat"')
+    return {}
+
+
+def placeholder(images: Path) -> dict[str, str]:
+    write(picture(images / "a.png", 0).with_suffix(".txt"), "[trigger] as a cat")
+    return {}
+
+
+def nested(images: Path) -> dict[str, str]:
+    write(picture(images / "a/x.png", 0).with_suffix(".txt"), "a cat")
+    return {"": '[[images.folder]]\npath = "images"\n\n[[images.folder]]\npath = "images/a"\n'}
+
+
+def absent(images: Path) -> dict[str, str]:
+    write(picture(images / "a/x.png", 0).with_suffix(".txt"), "a cat")
+    return {"": '[[images.folder]]\npath = "images/a"\n\n[[images.folder]]\npath = "images/b"\n'}
+
+
+def no_captions_folder(images: Path) -> dict[str, str]:
+    picture(images / "a.png", 0)
+    return {"captions": 'folder = "words"\n'}
+
+
+def onetrainer(images: Path) -> dict[str, str]:
+    write(images.parent / "concepts.json", "[]")
+    return {"": '[images]\nfolder = "concepts.json"\n'}
+
+
+WRONG = {
+    only_reg: r"images holds only regularisation images, in reg/1_cat/: add images of the subject, or set images\.layout",
+    no_repeats: r"images: all images have 0 repeats, as in 0_ohwx cat: give one folder more, or set images\.layout",
+    archive: r"images holds no images, but 1 \.zip file, such as photos\.zip: unpack it first$",
+    videos: r"images holds no images, but 1 \.mp4 file, such as a\.mp4: videos are not read: save frames as PNG or JPEG$",
+    other_names: r"1 of 1 images have no caption .*; 1 text files have the name of no image: a_caption\.txt$",
+    spreadsheet: r"1 of 1 images have no caption .*; captions\.xlsx is not read: files of captions are metadata\.jsonl, ",
+    other_paths: r"1 of 1 images have no caption .*; captions\.json: 1 rows name images that do not exist: train/a\.png; names",
+    other_column: r"metadata\.jsonl, line 1: captions\.caption_column must name a column, got 'txet'; columns: .*text\?$",
+    semicolons: r"captions\.csv, line 1: columns must be separated by commas, got semicolons: image;caption$",
+    no_map: r"captions\.json: must be a map such as \{\"a\.png\": \"a cat\"\}, or a list such as .*, got a cat$",
+    placeholder: r"a\.txt: \[trigger\] stands for the trigger; set captions\.trigger, or write the word$",
+    nested: r"images\.folder: 'images/a' lies in 'images'; name folders that do not contain each other$",
+    absent: r"images\.folder path must be a folder of images, got 'images/b': it does not exist$",
+    no_captions_folder: r"captions\.folder must be a folder of caption files, got 'words'",
+    onetrainer: r"concepts\.json is a file, not a folder|OneTrainer's concepts are read by",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", WRONG, ids=lambda make: make.__name__)
+def test_a_wrong_layout_is_one_line_that_says_what_was_found_and_what_would_be_right(make, tmp_path, tiny_weights):
+    folder = project(tmp_path / "project", tiny_weights, make(tmp_path / "project" / "images"))
+    with pytest.raises(ValueError, match=WRONG[make]) as caught:
+        build(folder, "images", "captions")
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,46 @@
+"""How often images are drawn, by their folder: counted in the order of a run."""
+
+from collections import Counter
+
+import pytest
+
+from stages.text_to_image.train.folders import folder_rates
+from stages.tuner.order import Order
+
+
+def image(folder=None, use=None, repeats=None, weight=None):
+    return {"folder": folder, "use": use, "repeats": repeats, "weight": weight}
+
+
+def drawn(images, regularisation=1.0, epochs=50):
+    """Count the draws of each folder over whole epochs."""
+    rates = folder_rates([1.0] * len(images), images, regularisation)
+    order = Order(["shape"] * len(images), 1, 0, 1, rates)
+    steps = round(order.per_epoch * epochs)
+    return Counter(images[row]["folder"] for step in range(1, steps + 1) for batch in order.step(step) for row in batch.rows)
+
+
+def test_an_image_occurs_as_often_as_its_folder_repeats():
+    counts = drawn([*[image("10_cat", repeats=10.0)] * 3, *[image()] * 2])
+    assert counts == {"10_cat": 50 * 3 * 10, None: 50 * 2}
+
+
+def test_folders_are_drawn_in_proportion_to_their_weights_whatever_they_hold():
+    counts = drawn([*[image("a", weight=2.0)] * 3, *[image("b", weight=1.0)] * 12])
+    assert counts["a"] == pytest.approx(2 * counts["b"], rel=0.01)
+    assert counts["b"] == 50 * 12  # every image at least once per epoch
+
+
+def test_regularisation_images_are_drawn_as_often_as_all_others_together_whatever_they_are():
+    subject = [image("10_cat", repeats=10.0)] * 3
+    for count in (2, 200):
+        of_class = [image("reg", "regularisation")] * count
+        counts = drawn([*subject, *of_class])
+        assert counts["reg"] == pytest.approx(counts["10_cat"], rel=0.01)
+    half = drawn([*subject, *of_class], regularisation=0.5)
+    assert half["reg"] == pytest.approx(half["10_cat"] / 2, rel=0.01)
+    assert drawn([*subject, *of_class], regularisation=0.0)["reg"] == 0
+
+
+def test_without_rules_nothing_changes():
+    assert folder_rates([0.5, 2.0], [image(), image()], 1.0) == [0.5, 2.0]
