@@ -190,8 +190,8 @@ class Project:
 
     def fresh_recipe(self, name: str) -> dict[str, Any]:
         """Compute the recipe of the table `name` for the present settings, and return it as plain data. A recipe
-        records what decides a stage's result, such as its settings and weights. A table that `fix` has set for the stage is
-        ignored. Raises NotBuilt if a table that the recipe needs is missing, ValueError if weights cannot be found.
+        records what decides a stage's result, such as its settings and weights. It is that of the settings even if
+        the user chose a recorded run. Raises NotBuilt if an input table is missing, ValueError if weights are.
         """
         if name not in self._recipes:
             stage = self.stage(name)

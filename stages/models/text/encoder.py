@@ -148,8 +148,8 @@ def rows(prompt: TokenizedPrompt) -> tuple[mx.array, mx.array]:
 
 
 def _embedding(prompt: TokenizedPrompt, words: np.ndarray) -> Embedding:
-    """Return the embedding of a prompt. `words` are the hidden states of the tokens that `rows` returned, as uint16 words. Rows
-    of padding that were not computed are filled in.
+    """Return the embedding of a prompt from the hidden states of its tokens. `words` holds one row of bfloat16 values, as
+    uint16, for each token that was computed. Rows of left padding were not computed; they are filled in here.
     """
     padding = np.repeat(words[:1], prompt.ids.size - len(words), axis=0)
     return Embedding(np.concatenate([padding, words]), prompt.real, prompt.dropped, prompt.first)
