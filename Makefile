@@ -29,6 +29,8 @@ export LATENTMILL_QUERY := $(value QUERY)
 unexport PROJECT SET SQL WHAT NAME RUN RUNS IMAGES FAMILY TRIGGER QUERY
 # The pipeline of the project, for targets of which two pipelines have one.
 PIPELINE := $(shell sed -n 's/^ *pipeline *= *"\([a-z_]*\)".*/\1/p' '$(subst ','\'',$(value PROJECT))/project.toml' 2>/dev/null)
+# Not empty if the project has a section [train].
+TRAINS := $(shell grep '^ *\[train[].]' '$(subst ','\'',$(value PROJECT))/project.toml' 2>/dev/null)
 override RUN = $(LATENTMILL) run
 
 # One stage at a time, also under `make -j`, so that no two models are in memory together.
@@ -129,10 +131,14 @@ tokens: pairs
 negatives: pairs units
 	@$(RUN) negatives
 
+# The encoder is tuned first if the project says how.
+ifneq ($(and $(filter retrieval,$(PIPELINE)),$(TRAINS)),)
+vectors: train
+endif
 vectors: tokens pairs
 	@$(RUN) vectors
 
-## Index a folder of code, evaluate its searches, answer QUERY
+## Tune to a folder of code, index, evaluate, answer QUERY
 index: vectors units sources
 	@$(RUN) index
 	@$(RUN) ranks

@@ -49,6 +49,17 @@ def test_make_train_checks_captions_before_weights_are_needed():
     assert re.findall(r"run (\w+)", said)[:4] == ["images", "captions", "buckets", "latents"]
 
 
+@pytest.mark.parametrize(("more", "trained"), [("[train]\nsteps = 2\n", True), ("[train.ema]\n", True), ("", False)])
+def test_make_index_tunes_the_encoder_first_if_the_project_has_a_section_train(tmp_path, more, trained):
+    (tmp_path / "project.toml").write_text(f'[project]\npipeline = "retrieval"\n{more}')
+    said = run(["make", "-n", "-o", ".venv/ready", "index", f"PROJECT={tmp_path}"]).stdout
+    stages = re.findall(r"run (\w+)", said)
+    before = ["sources", "units", "pairs", "tokens"]
+    after = ["vectors", "index", "ranks"]
+    assert [name for name in stages if name not in ("negatives", "train")] == before + after
+    assert ("train" in stages[: stages.index("vectors")]) == trained
+
+
 def test_set_holds_several_settings_whose_values_may_hold_spaces():
     assert split_overrides("") == split_overrides("  ") == ()
     text = "train.steps=4  buckets.resolutions=[64, 96] captions.template={caption} = a, b\ntrain.noise.mean = 1"
