@@ -1,0 +1,76 @@
+"""Every stage of the pipeline retrieval is killed again and again; table, adapter and index equal those of an unbroken run."""
+
+import email
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.project.project import Project
+from stages.retrieval import PIPELINE
+from stages.retrieval.search.lexical import LexicalIndex
+from tests import projects
+from tests.pipeline.killing import KILLED, count_syncs, run_and_kill
+from tests.pipeline.test_kill import CLI, use_between_kills
+from tests.stages.retrieval import project as small
+
+STAGE_NAMES = tuple(PIPELINE.stages)
+BATCHES = "".join(
+    f"\n[{name}]\nbatch_size = 16\n" for name in ("sources", "units", "negatives", "vectors", "index", "ranks")
+)  # several commits for each stage
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory) -> tuple[Path, dict[str, int]]:
+    """A finished project over two real packages, and how often each stage called fsync in a process of its own."""
+    place = tmp_path_factory.mktemp("retrieval")
+    for package in (email, json):
+        source = Path(str(package.__file__)).parent
+        shutil.copytree(source, place / "code" / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+    folder = place / "project"
+    folder.mkdir()
+    settings = small.SPLIT.replace('split = "unit"', 'split = "unit"\nbatch_size = 16').replace("hard = true", "batch_size = 16")
+    roots = f'\n[sources]\nroots = ["{place / "code"}"]\nbatch_size = 16\n'
+    (folder / "project.toml").write_text(small.CONFIG + settings + roots + BATCHES)
+    return folder, {name: count_syncs(CLI, "run", name, "--project", str(folder)) for name in STAGE_NAMES}
+
+
+@pytest.mark.slow
+@pytest.mark.proof("a stage of the pipeline retrieval that is killed ends where an unbroken run ends")
+@pytest.mark.parametrize("stage_name", STAGE_NAMES)
+def test_a_stage_of_retrieval_killed_before_any_fsync_ends_where_an_unbroken_run_ends(
+    stage_name: str, unbroken: tuple[Path, dict[str, int]], tmp_path: Path, cases: Callable[[int, int], int]
+):
+    reference, syncs = unbroken
+    assert syncs[stage_name] > 3
+    assert bool(artifacts(reference, stage_name)) == (stage_name in ("train", "index"))
+    folder = tmp_path / "project"
+    shutil.copytree(reference, folder, copy_function=shutil.copy2, symlinks=True)
+    shutil.rmtree(folder / "tables" / stage_name)
+    generator, left = random.Random(stage_name), cases(1, 10)
+    while left:
+        code, _ = run_and_kill(generator.randint(1, syncs[stage_name]), CLI, "run", stage_name, "--project", str(folder))
+        left -= code == KILLED
+        use_between_kills(folder, generator)
+        if Project(folder).current(stage_name).exists:  # nothing is left to kill: begin again
+            shutil.rmtree(folder / "tables" / stage_name)
+    projects.latentmill(folder, "run", stage_name)
+    assert projects.content(folder, stage_name) == projects.content(reference, stage_name)
+    assert artifacts(folder, stage_name) == artifacts(reference, stage_name)
+    assert not list((folder / "tables" / stage_name).rglob(".tmp-*"))
+
+
+def artifacts(folder: Path, stage_name: str) -> dict[str, object]:
+    """What the artifacts of a stage hold, by name: the bytes of an adapter or a matrix, the scores of a full-text index."""
+    table = Project(folder).current(stage_name)
+    found: dict[str, object] = {}
+    for path in sorted((table.folder / "artifacts").glob("*")):
+        if path.suffix in (".safetensors", ".npy"):
+            found[path.name] = path.read_bytes()
+        elif path.suffix == ".lance":
+            index = LexicalIndex(path, table.rows().num_rows)
+            found[path.name] = [index.scores(query).tolist() for query in ("parse a header", "json decoder", "utc time")]
+    return found
