@@ -45,8 +45,9 @@ def explain(message: str) -> str | None:
 
 
 def may_restart(message: str) -> bool:
-    """Return True if the work can go on in a new process after a GPU error. `message` is the text of the exception.
-    Return False for an unknown error and for too little memory, which would only fail again.
+    """Return True if a GPU error is one after which a new process can continue the work. This is so if macOS ended the
+    GPU work. `message` is the text of the exception. Return False for any other error, such as too little memory or the
+    end of another rank.
     """
     found = [again for pattern, _, _, again in KINDS if re.search(pattern, message, re.IGNORECASE)]
     return bool(found) and found[0]

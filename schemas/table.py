@@ -85,12 +85,14 @@ def tensor(name: str = "tensor", dtype: str = "bfloat16", doc: str = "the values
 def column(
     name: str, kind: pa.DataType, doc: str, *, null: bool = False, measured: bool = False, default: str = "", later: bool = False
 ) -> pa.Field:
-    """Return the Arrow field of one column. `name` is its name and `kind` its Arrow type. `doc` says what the column
-    holds, and in which unit. If `null` is True, nulls are allowed. `measured` marks clock times and memory, which may
-    differ between equal runs. `default` is the value that `TableSchema.table` fills in for rows without this column.
-    Only columns of strings can have one. If `default` is empty, every row must have the column. `later` marks a column
-    that was added to an existing table. It allows nulls, `TableSchema.table` fills in null, and it is not part of the
-    recipe. So tables without the column are kept.
+    """Return the Arrow field of one column. `name` is the column's name and `kind` its Arrow type. `doc` says what the
+    column holds, and in which unit. If `null` is True, nulls are allowed. `measured` marks clock times and memory,
+    which may differ between equal runs.
+
+    `default` is the value that `TableSchema.table` fills in for rows without this column. Only columns of strings can
+    have one. If `default` is empty, every row must have the column. `later` marks a column that was added to an
+    existing table. Such a column allows nulls, `TableSchema.table` fills in null, and it is not part of the recipe. So
+    tables without the column are kept.
     """
     marks = {"measured": "yes" if measured else "", "default": default, "later": "yes" if later else ""}
     return pa.field(name, kind, nullable=null or later, metadata={"doc": doc, **marks})
@@ -99,16 +101,16 @@ def column(
 @dataclass(frozen=True)
 class TableSchema:
     """The description of a table. `name` is the table's name. `doc` says what a row is. `key` holds the names of the
-    columns that identify a row. `columns` holds all columns in order. `tensors` lists the tensors that every row has. A
-    table with tensors has exactly one key column. `retains_dead_rows` says what happens to rows that no setting needs
-    any more. If it is True, they are kept on disk until `latentmill clean`, hidden from readers. If it is False, the
-    next finished run deletes them. `artifact` is the name of the column with the path of a row's own file. It is "" if
-    rows have no files. Raises AssertionError if a key column, `artifact` or the column of a tensor's shape is missing,
-    or a name is there twice.
+    columns that identify a row. `columns` holds all columns in order. `tensors` lists the tensors that every row has.
+    Raises AssertionError if these fields do not fit together, for example if two columns have one name.
 
-    Set `retains_dead_rows` to True if the rows are expensive to recompute. Tables with tensors always retain such rows.
-    The path of a row's file is relative to the folder `artifacts`. A row whose file is missing or damaged counts as
-    missing.
+    A table with tensors has exactly one key column, and a column for each tensor's shape. `artifact` is the name of the
+    column with the path of a row's own file. It is "" if rows have no files. The path is relative to the folder
+    `artifacts`. A row whose file is missing or damaged counts as missing.
+
+    `retains_dead_rows` says what happens to rows that no setting needs any more. If it is True, they are kept on disk
+    until `latentmill clean`, hidden from readers. If it is False, the next finished run deletes them. Set it to True if
+    the rows are expensive to recompute. Tables with tensors always retain such rows.
     """
 
     name: str

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outlook:
-    """The data from which the needs of a stage are forecast. `sections` maps the name of a section of project.toml to
-    its settings. `family` is the record of the model family, or None. `budget` is the memory that the stage may take,
-    in bytes. `weights(name)` returns the path of the weights of a component, or None if they are not on this machine.
-    `rows(schema)` returns the rows of a table as an Arrow table, or None if it is not built.
+    """What is known about a project before a stage runs. The needs of the stage are forecast from it. `sections` maps
+    the name of a section of project.toml to its settings. `family` is the record of the model family, or None. `budget`
+    is the memory that the stage may take, in bytes.
+
+    `weights(name)` returns the path of a component's weights, or None if the weights are not on this machine.
+    `rows(schema)` returns the rows of a table as an Arrow table, or None if the table is not built.
     """
 
     sections: Mapping[str, Any]
@@ -30,10 +32,12 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a stage needs, computed from shapes before it runs. `peak` is the most memory that MLX uses, in bytes.
+    """The memory and disk space that a stage needs, computed from array shapes before the stage runs. `peak` is the
+    most memory that MLX uses, in bytes. `plan` says in words how the stage computes. If `peak` exceeds the budget,
+    `remedy` names settings that would fit. `remedy` is empty if no settings are advised.
+
     `row_bytes` is the mean size of a row's tensors or files on disk. `rows` is the number of rows, or None if the
-    settings do not give it. `file_bytes` is the size of other files. `plan` says in words how the stage computes. If
-    `peak` exceeds the budget, `remedy` names settings that would fit. It is empty if there are none.
+    settings do not tell the number. `file_bytes` is the size of all other files that the stage writes.
     """
 
     peak: int

@@ -85,11 +85,13 @@ class Panel:
 
 @dataclass(frozen=True)
 class Chain:
-    """Describe how the command `latentmill follow TEXT` traces one input through a pipeline's tables. TEXT is looked up
-    in `table`. `label` is the column of `table` that names a row to the user. `text` tells the user what TEXT may be.
-    `find(query, need, text)` returns the best matching rows of `table` as a list of dicts. Several rows mean that TEXT
-    is ambiguous. `describe` maps a table to a function `(query, row)`. The function yields the lines of text that the
-    command prints about this table. `row` is the row that was found.
+    """The functions and texts with which the command `latentmill follow TEXT` traces one input through a pipeline's
+    tables. TEXT is looked up in `table`. `find(query, need, text)` returns the best matching rows of `table` as a list
+    of dicts. Several rows mean that TEXT is ambiguous. `describe` maps a table to a function that yields lines about
+    it.
+
+    `label` is the column of `table` that names a row to the user. `text` tells the user what TEXT may be. A function in
+    `describe` is called with `(query, row)`, where `row` is the row that was found.
 
     `query(sql, **values)` runs SQL and returns rows as dicts. `need(name)` returns a resource of the pipeline.
     """

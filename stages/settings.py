@@ -28,34 +28,38 @@ def setting(
     follows: str = "",
     unless: str = "",
 ) -> Any:
-    """Declare a config field whose value changes the content of rows. Returns a field for a config dataclass. The field
-    is part of the recipe (the hash that names a table's folder), so another value starts a new table. `doc` names the
-    unit and the reason for `default`. `bounds` holds the smallest and the largest allowed number. In a tuple or
-    mapping, they apply to each value. Values in `unrecorded` leave the field out of the recipe. `follows` names another
-    setting, such as "train.base_bits". While the field is None, it takes the value of that setting. `unless` names a
-    field of the same section. If that field is set, this one stays None. Raises TypeError if `default` is mutable.
+    """Declare a config field whose value changes the content of rows, and return the field for a config dataclass. The
+    field is part of the recipe (the hash that names a table's folder), so another value starts a new table. `doc` names
+    the unit and the reason for `default`. Raises TypeError if `default` is mutable.
 
-    Use `unrecorded` for a setting that is added later. The value that means "as before" must not rename existing
-    tables.
+    `bounds` holds the smallest and the largest allowed number. In a tuple or mapping, they apply to each value.
+    `follows` names another setting, such as "train.base_bits". While the field is None, it takes the value of that
+    setting. `unless` names a field of the same section. If that field is set, this one stays None.
+
+    Values in `unrecorded` leave the field out of the recipe. Use `unrecorded` for a setting that is added later. The
+    value that means "as before" must not rename existing tables.
     """
     return _field(default, doc, "setting", bounds, unrecorded=unrecorded, follows=follows, unless=unless)
 
 
 def selects(default: Any, doc: str, *, bounds: Limits | None = None) -> Any:
-    """Declare a config field whose value decides which rows exist. The value does not change the content of a row.
-    Return a field for the body of a config dataclass. The field is not part of the recipe (the hash that names a
-    table's folder). `default` is the field's default. `doc` names the unit and the reason for the default. `bounds` are
-    the smallest and the largest allowed number. For a tuple or a mapping, they apply to each of its values. Raises
-    TypeError if the default is mutable.
+    """Declare a config field that decides which rows exist, and return the field for a config dataclass. The value does
+    not change the content of a row. The field is therefore not part of the recipe (the hash that names a table's
+    folder). `doc` names the unit and the reason for `default`. Raises TypeError if `default` is mutable.
+
+    `bounds` are the smallest and the largest allowed number. For a tuple or a mapping, they apply to each of its
+    values.
     """
     return _field(default, doc, "selects", bounds)
 
 
 def runtime(default: Any, doc: str, *, bounds: Limits | None = None) -> Any:
-    """Declare a config field whose value changes no row, such as a batch size. Return a field for the body of a config
-    dataclass. The field is not part of the recipe (the hash that names a table's folder). `default` is the field's
-    default. `doc` names the unit and the reason for the default. `bounds` are the smallest and the largest allowed
-    number. For a tuple or a mapping, they apply to each of its values. Raises TypeError if the default is mutable.
+    """Declare a config field whose value changes no row, such as a batch size, and return the field for a config
+    dataclass. The field is not part of the recipe (the hash that names a table's folder). `doc` names the unit and the
+    reason for `default`. Raises TypeError if `default` is mutable.
+
+    `bounds` are the smallest and the largest allowed number. For a tuple or a mapping, they apply to each of its
+    values.
     """
     return _field(default, doc, "runtime", bounds)
 

@@ -57,13 +57,14 @@ def write_adapter(
     metadata: dict[str, str],
     say: Say = silent,
 ) -> Path:
-    """Convert the adapter file `adapter` for other programs and return the path of the new file. `family` is the
-    adapter's model family. `out` is a file ending in .safetensors, or a folder. In a folder, the file name is formed
-    from project, step, style and kind of adapter. `style` is "diffusers" or "comfyui". `dtype` is the dtype of the
-    matrices: "float32", "bfloat16" or "float16". `metadata` (keys such as "project") is added to the file's metadata.
-    `say` is called with notes for the user, one line each. An earlier export of the same project, style and family is
-    replaced. Raises ValueError if the new file would replace any other file. Raises ValueError if a value of the
-    adapter is not finite, or is too large for `dtype`.
+    """Convert the adapter file `adapter` for other programs and return the path of the new file. `out` is a file ending
+    in .safetensors, or a folder. `style` is "diffusers" or "comfyui". `dtype` of the matrices is "float32", "bfloat16"
+    or "float16". Raises ValueError if the new file would replace any file other than an earlier export.
+
+    `family` is the adapter's model family. In a folder, the file name is formed from project, step, style and kind of
+    adapter. `metadata` (keys such as "project") is added to the file's metadata. `say` is called with notes for the
+    user, one line each. An earlier export of the same project, style and family is replaced. Raises ValueError if a
+    value of the adapter is not finite, or is too large for `dtype`.
 
     Scales are multiplied into the arrays, so that the file is right for readers that ignore metadata.
     """

@@ -43,8 +43,9 @@ def project_of_run(project: Project, run: str) -> Project:
 
 
 def pair_strengths(adapters: Sequence[str], strengths: Sequence[float], default: str = "last") -> list[tuple[str, float]]:
-    """Return (adapter, strength) pairs. Without a strength, all are 1. One strength is that of the only adapter,
-    otherwise there must be one for each. Raises ValueError if the numbers differ or a strength is not from -10 to 10.
+    """Return (adapter, strength) pairs, one for each of `adapters`. `strengths` holds one strength for each adapter in
+    the same order, or none. Without strengths, every strength is 1. Without adapters, `default` is the only adapter.
+    Raises ValueError if the numbers of adapters and strengths differ, or if a strength is not from -10 to 10.
     """
     names = list(adapters) or [default]
     if strengths and len(strengths) != len(names):

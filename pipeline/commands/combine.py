@@ -80,7 +80,8 @@ def resize_command(adapter: str, rank: int, project: Project, **form: Any) -> No
 @with_project
 def extract_command(tuned: Path, rank: int, project: Project, **form: Any) -> None:
     """Write the difference between a fine-tuned transformer and the project's base as a LoRA. TUNED is a folder in the
-    diffusers layout or a single file. What a rank cannot hold is stated as the error.
+    diffusers layout or a single file. A LoRA of the given rank can hold only a part of the difference. The part that is
+    lost is printed as the error.
     """
     write(project, *extract(project, tuned, rank), **form)
 
@@ -90,9 +91,12 @@ Make = Callable[[], tuple["Adapter", str]]  # computes (arrays, scales) and a li
 
 
 def merge(project: Project, chosen: Sequence[tuple[str, float]], rank: int | None = None) -> tuple[Recipe, Make]:
-    """Plan a LoRA that is the sum of others. `chosen` has (adapter, strength) pairs, as in `find_adapter`. If `rank` is
-    given, the sum is cut to it. Return (recipe, make); `make()` computes the LoRA. Raises ValueError if an adapter does
-    not exist.
+    """Plan a LoRA that is the sum of several adapters, and return (recipe, make). `recipe` says what the LoRA is made
+    from. `make()` computes the LoRA, and returns it with a line about the error. `chosen` has (adapter, strength)
+    pairs, with names as in `find_adapter`. Raises ValueError if an adapter does not exist or `rank` is out of range.
+
+    If `rank` is given, it is the largest rank of a Linear in the result. If it is None, the ranks are added and nothing
+    is lost.
     """
     _check_rank(rank)
     files = [(find_adapter(project, text), strength) for text, strength in chosen]
@@ -109,8 +113,11 @@ def merge(project: Project, chosen: Sequence[tuple[str, float]], rank: int | Non
 
 
 def resize(project: Project, adapter: str, rank: int) -> tuple[Recipe, Make]:
-    """Plan a LoRA of a lower rank. `adapter` is named as in `find_adapter`. Return (recipe, make); `make()` computes
-    the LoRA, and raises ValueError if the adapter has no larger rank. Raises ValueError if the adapter does not exist.
+    """Plan a LoRA of a lower rank, and return (recipe, make). `recipe` is a dict that says what the LoRA is made from.
+    `make()` computes the LoRA, and returns it with a line about the error. `adapter` is named as in `find_adapter`.
+    Raises ValueError if the adapter does not exist or `rank` is out of range.
+
+    `make()` raises ValueError if the adapter has no larger rank.
     """
     _check_rank(rank)
     file = find_adapter(project, adapter)

@@ -69,11 +69,13 @@ def export_run(
     which: str = "last",
     say: Say = silent,
 ) -> Path:
-    """Export the adapter that `project` trained and return the path of the new file. `out` is a file ending in .safetensors or
-    a folder; None means exports/ in the project. `style` names the keys of the tensors: "diffusers" or "comfyui". `dtype` is
-    "float32", "bfloat16" or "float16". `step` chooses a checkpoint; None takes the end of the run. `which` is "last" (as
-    trained), "average" (the moving average of the weights) or "best" (by validation loss). `say` is called with notes for the
-    user, one line each. Raises ValueError if there is no such adapter or the file cannot be written.
+    """Export an adapter that `project` trained, and return the path of the new file. `out` is a file ending in
+    .safetensors, or a folder. None means exports/ in the project. `style` names the keys of the tensors: "diffusers" or
+    "comfyui". `dtype` is "float32", "bfloat16" or "float16". Raises ValueError if there is no such adapter or the file
+    cannot be written.
+
+    `step` chooses a checkpoint. None takes the end of the run. `which` is "last" (as trained), "average" (the moving
+    average of the weights) or "best" (the lowest validation loss). `say(line)` is called with each note for the user.
     """
     adapter = adapter_of(project, step, say, which)
     about = {"project": project.name, "adapter": which, **use_of(project)}
@@ -109,11 +111,12 @@ def what_to_do(project: Project, file: Path, style: str) -> Iterator[str]:
 def merge_run(
     project: Project, out: Path | None, *, dtype: str, step: int | None = None, which: str = "last", say: Say = silent
 ) -> Path:
-    """Write the transformer of `project` with the trained adapter merged into its weights, and return the path of the new
-    folder. `out` is that folder and must not exist; None makes one in exports/ of the project. `dtype` of the weights is
-    "float32", "bfloat16" or "float16". `step` chooses a checkpoint; None takes the end of the run. `which` is "last" (as
-    trained), "average" (the moving average of the weights) or "best" (by validation loss). `say` is called with notes for the
-    user, one line each. Raises ValueError if there is no such adapter or `out` exists.
+    """Write the transformer of `project` with a trained adapter merged into its weights. Return the path of the new
+    folder. `out` is this folder and must not exist. None makes a folder in exports/ of the project. `dtype` of the
+    weights is "float32", "bfloat16" or "float16". Raises ValueError if there is no such adapter or the folder exists.
+
+    `step` chooses a checkpoint. None takes the end of the run. `which` is "last" (as trained), "average" (the moving
+    average of the weights) or "best" (the lowest validation loss). `say(line)` is called with each note for the user.
     """
     from pipeline.commands.merged import write_merged
     from stages.models.weights import read_file

@@ -47,13 +47,15 @@ def command(out: Path | None, dtype: str, step: int | None, which: str, project:
 def export_retriever(
     project: Project, out: Path | None, *, dtype: str = "float32", step: int | None = None, which: str = "last", say: Say = silent
 ) -> Path:
-    """Write the encoder of `project` with the trained adapter merged into its weights, and its head, as a new folder. Return the
-    path of the folder. `out` is that folder and must not exist; None makes one in exports/ of the project. `dtype` of the weights
-    is "float32", "bfloat16" or "float16". `step` chooses a checkpoint; None takes the end of the run. `which` is "last" (as
-    trained), "average" (the moving average of the weights) or "best" (by held-out MRR). `say` is called with notes for the user,
-    one line each. Raises ValueError if there is no such adapter, if an array of it is missing, or if `out` exists.
+    """Write the encoder of `project` as a new folder, and return the folder's path. The trained adapter is merged into
+    the weights. `out` is the folder, which must not exist; None makes one in exports/ of the project. `dtype` of the
+    weights is "float32", "bfloat16" or "float16". Raises ValueError if `out` exists or the adapter does not.
 
-    Weights are merged in float32 and rounded once. The folder appears complete or not at all.
+    `step` chooses a checkpoint; None takes the end of the run. `which` is "last" (as trained), "average" (the moving
+    average of the weights) or "best" (by held-out MRR). `say` is called with notes for the user, one line each. Raises
+    ValueError if an array of the adapter is missing.
+
+    The head is written too. Weights are merged in float32 and rounded once. The folder appears complete or not at all.
     """
     import mlx.core as mx
 

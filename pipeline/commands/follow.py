@@ -73,9 +73,12 @@ def query_function(project: Project) -> Query:
 
 
 def find_row(project: Project, chain: Chain, query: Query, text: str) -> dict[str, Any]:
-    """Return the one row that matches `text`, as a dict from column name to value. The row comes from the table
-    `chain.table`. `query` is the function that `query_function` returns. Raises ValueError if no row matches, or
-    several. The message lists the matching rows or the most similar names.
+    """Return the one row that `text` names, as a dict from column name to value. `chain` is the pipeline's record of
+    how an input is traced. The row is looked up in the table `chain.table`. `query(sql)` runs SQL over the project's
+    tables and returns rows as dicts. Raises ValueError if no row matches, or several.
+
+    If several rows match, the message lists them. If none matches, the message lists the most similar names.
+    `chain_of(project)` returns the chain, and `query_function(project)` the query.
     """
     rows = chain.find(query, project.resource, text)
     if len(rows) == 1:

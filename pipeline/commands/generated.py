@@ -80,11 +80,13 @@ def command(
 
 @dataclass(frozen=True)
 class Wish:
-    """A request for pictures: every prompt is drawn with every seed. `adapters` has (adapter, strength) pairs; an
-    adapter is "last", "best", "average", one of these with "@RUN", "none" or the path of a file. A strength of 1 is as
-    trained. The changes of several adapters are added. `step` chooses a checkpoint; None takes the end of the run. With
-    "best" it must be None. `given` replaces settings of `[samples]`: "width" and "height" in pixels, "steps",
-    "guidance". A setting that is missing or None is not replaced.
+    """A request for pictures: every prompt in `prompts` is drawn with every seed in `seeds`. `adapters` has pairs such
+    as ("best", 1.0): an adapter and its strength. A strength of 1 is as trained. The changes of several adapters are
+    added. `given` replaces settings of `[samples]`.
+
+    An adapter is "last", "best", "average", one of these with "@RUN", "none" or the path of a file. `step` chooses a
+    checkpoint; None takes the end of the run. With "best" it must be None. The keys of `given` are "width" and "height"
+    in pixels, "steps" and "guidance". A setting that is missing or None is not replaced.
     """
 
     prompts: tuple[str, ...]

@@ -104,8 +104,9 @@ def public_settings(project: Project) -> dict[str, Any]:
 def card(
     project: Project, facts: Mapping[str, str], settings: Mapping[str, Any], licence: str, data_licence: str, grid: bool
 ) -> Iterator[str]:
-    """Yield the lines of the model card. `facts` is the metadata of the adapter's file. `licence` is that of the LoRA.
-    `grid` says whether there are previews.
+    """Yield the lines of the model card, a README in Markdown for a published LoRA. `facts` is the metadata of the
+    adapter's file. `settings` maps dotted keys to the settings that the card lists. `licence` is that of the LoRA.
+    `data_licence` is that of the training images, or "". `grid` says whether the card shows the previews.
     """
     use, family = use_of(project), project.family
     prompts = _prompts(project)
@@ -161,7 +162,9 @@ def _front_matter(project: Project, licence: str, trigger: str, prompts: list[st
 
 
 def _prompts(project: Project) -> list[str]:
-    """Return the first prompts of the previews. The result is empty if none are drawn."""
+    """Return at most `PROMPTS` different prompts of the previews, in the order of the table `samples`. The list is
+    empty if no previews are drawn.
+    """
     table = project.folder("samples")
     prompts = table.rows()["prompt"].to_pylist() if table.exists else []
     return list(dict.fromkeys(prompts))[:PROMPTS]

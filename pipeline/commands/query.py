@@ -150,8 +150,11 @@ def run_query(project: Project, sql: str, style: str = "table", limits: Limits =
 
 
 def write_answer(project: Project, sql: str, path: Path, kind: str, limits: Limits = USUAL) -> int:
-    """Run an SQL query over the tables of `project`, write the rows to the file `path`, and return their number. `kind` is
-    "csv", "json" or "parquet". The file appears whole or not at all. Raises ValueError and NotBuilt as `run_query` does.
+    """Run an SQL query over the tables of `project` and write its rows to the file `path`. Return the number of rows.
+    `kind` is "csv", "json" or "parquet". `limits` holds the time and memory that the query may use. The file appears
+    whole or not at all. Raises NotBuilt if the query names a table that is not built.
+
+    Raises ValueError if the SQL is wrong, reaches for a file or exceeds `limits`. The number of rows has no limit.
     """
     import pyarrow.parquet as pq
 

@@ -213,8 +213,11 @@ def rows_of_results(project: Project) -> dict[str, pa.Table]:
 
 
 def rows_of_commands(project: Project) -> dict[str, pa.Table]:
-    """Return the tables that the pipeline's commands write, as a dict from table name to Arrow table. Each has the rows
-    of all settings. Its first column, `recipe`, names the settings: it is the name of the folder with the row.
+    """Return the tables that commands of the pipeline write, such as `generated`, as a dict from table name to Arrow
+    table. Such a table has one folder for each choice of settings. The Arrow table joins the rows of all folders. Its
+    first column, `recipe`, is the name of the row's folder.
+
+    Tables whose columns are those of an earlier release are left out.
     """
     import pyarrow as pa
 

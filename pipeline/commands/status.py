@@ -172,7 +172,7 @@ def render(project: Project, more: bool = False) -> str:
 
 
 def _short(path: Path) -> Path:
-    """Return `path` relative to the current folder if it lies below it, else unchanged."""
+    """Return `path` relative to the current folder. If `path` is not below the current folder, return it unchanged."""
     with suppress(ValueError):
         return path.resolve().relative_to(Path.cwd())
     return path

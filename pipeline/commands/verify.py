@@ -47,9 +47,9 @@ def command(repair: bool, project: Project) -> int:
 
 @dataclass(frozen=True)
 class Finding:
-    """A damaged file of a project. `table` is the table that it belongs to, or "weights". `folder` is the table's folder, and
-    `file` is the file's path relative to it. `problem` says what is wrong. `rows` are the keys of the rows that it damages.
-    `affects` names the tables made from this one.
+    """A damaged file of a project. `table` is the name of the file's table, or "weights" for a weight file. `folder` is
+    the table's folder. `file` is the file's path relative to `folder`. `problem` says what is wrong. `rows` holds the
+    keys of the damaged rows. `affects` holds the names of the tables that are made from `table`.
     """
 
     table: str

@@ -141,11 +141,12 @@ def overview(project: Project) -> Row:
 
 
 def block_data(catalog: Catalog, block: Block, chosen: Mapping[str, str], folder: Path) -> Row:
-    """Return the data that the HTML template needs to show one block of a page. A block is a chart, listing, sheet,
-    cards or editor. `chosen` holds the user's choices "filter", "order", "page" and "find" as texts. `folder` is the
-    project's folder. The result is a dict with "kind" and "title". A chart's data is JSON in the entry "chart". Other
-    blocks add the entries of `listing_data`, `cards_data`, `sheet_data` or `editor_data`. An error in the SQL is not
-    raised. Its message is the entry "error".
+    """Return the data that the HTML template needs to show one block of a page, as a dict. A block is a chart, listing,
+    sheet, cards or editor. `chosen` holds the user's choices "filter", "order", "page" and "find" as texts. `folder` is
+    the project's folder. If the SQL fails, the message is the entry "error"; nothing is raised.
+
+    The entries "kind" and "title" are always there. A chart's data is JSON in the entry "chart". Other blocks add the
+    entries of `listing_data`, `cards_data`, `sheet_data` or `editor_data`.
     """
     data: Row = {"kind": type(block).__name__.lower(), "title": block.title}
     with errors_as_text(data):
@@ -231,8 +232,10 @@ def _page(chosen: Mapping[str, str], rows: int) -> tuple[int, int]:
 def sheet_data(rows: list[Row]) -> Row:
     """Return the data of a sheet, which is a grid of pictures at several training steps. Each dict in `rows` is one
     picture. `row` and `column` are the headings of its cell, `step` is its training step, and `picture` is the picture.
-    The result is a dict with three entries. "columns" is the list of column headings. "table" is a list of pairs (row
-    heading, cells). Each cell is a list of pairs (step, picture). "steps" is the sorted list of all steps except 0.
+    The result has the entries "columns", "table" and "steps".
+
+    "columns" is the list of column headings. "table" is a list of pairs (row heading, cells). Each cell is a list of
+    pairs (step, picture). "steps" is the sorted list of all steps except 0.
     """
     columns = list(dict.fromkeys(row["column"] for row in rows))
     heads = list(dict.fromkeys(row["row"] for row in rows))
@@ -245,11 +248,12 @@ def sheet_data(rows: list[Row]) -> Row:
 
 
 def editor_data(catalog: Catalog, block: Editor, chosen: Mapping[str, str], edits: Mapping[str, str]) -> Row:
-    """Return the data of one page of an editor of texts as a dict. `block` is the editor. `chosen` holds the user's
-    "page" and "find". "find" keeps only texts that contain it. `edits` maps a text's key to its edited text, which
-    replaces the stored one. In the result, "texts" lists the rows of the page as dicts. "count" is the number of texts
-    found. "page" (from 0) and "pages" number the pages. "find" is the user's. "phrases" lists the most frequent phrases
-    of all texts. "note" tells the user what an edit does.
+    """Return the data of one page of a text editor as a dict. `block` is the editor. `chosen` holds the user's "page"
+    and "find"; only texts that contain "find" are shown. `edits` maps a text's key to its edited text, which replaces
+    the stored one. The result has the rows of the page in "texts".
+
+    "count" is the number of texts found. "page" (from 0) and "pages" number the pages. "find" is the user's. "phrases"
+    lists the most frequent phrases of all texts. "note" tells the user what an edit does.
     """
     find = chosen.get("find", "")
     everything = [

@@ -129,8 +129,12 @@ class Site:
         return {"name": key, **found[0], "boxes": boxes, "lines": lines}
 
     def file(self, name: str) -> Path:
-        """Return the path of a picture file of the project. `name` is "SOURCE/PATH": a folder resource or a table, and
-        a path in it. Raises ValueError if there is no such file, or if it lies outside the folder of SOURCE.
+        """Return the path of a picture file of the project. `name` says which file: "RESOURCE/PATH" is a file in a
+        folder of the user. "TABLE/RECIPE/PATH" is a file that a stage wrote. Raises ValueError if there is no such
+        file, or if it lies outside that folder.
+
+        RESOURCE is the name of a `Folder` resource of the pipeline, such as "image_folder". RECIPE is the name of a
+        folder of the table. PATH is relative to its folder `artifacts`.
         """
         source, _, rest = name.partition("/")
         if isinstance(self.project.pipeline.resources.get(source), Folder):
@@ -149,9 +153,9 @@ class Site:
         return path
 
     def picture(self, name: str, longest: int) -> bytes:
-        """Return a picture of the project as the bytes of a WebP image. Its longer side has at most `longest` pixels.
-        `name` is "SOURCE/PATH": a folder resource or a table, and a path in it. Raises ValueError if there is no such
-        picture.
+        """Return a picture of the project as the bytes of a WebP image. `name` says which picture: "RESOURCE/PATH" is a
+        file in a folder of the user. "TABLE/RECIPE/PATH" is a file that a stage wrote. `longest` is the largest allowed
+        length of the longer side in pixels. Raises ValueError if there is no such picture.
         """
         path = self.file(name)
         return _thumbnail(self.project.pipeline.thumbnail, path, path.stat().st_mtime_ns, longest)

@@ -189,9 +189,9 @@ class Project:
         return self.fresh_recipe(name)
 
     def fresh_recipe(self, name: str) -> dict[str, Any]:
-        """Compute the recipe of the table `name` for the present settings, and return it as plain data. A recipe
-        records what decides a stage's result, such as its settings and weights. It is that of the settings even if
-        the user chose a recorded run. Raises NotBuilt if an input table is missing, ValueError if weights are.
+        """Return the recipe of the table `name` for the present settings, as plain data. A recipe records what decides
+        a stage's result, such as settings and weights. A recorded run that the user chose for this stage is ignored.
+        Raises NotBuilt if an input table is missing, ValueError if weights cannot be found.
         """
         if name not in self._recipes:
             stage = self.stage(name)
@@ -300,9 +300,9 @@ class Project:
         return self._rows[schema.name]
 
     def _tensors(self, schema: TableSchema, reader: str) -> ShardReader:
-        """Return a reader for the tensors of one table. `schema` describes the table. `reader` is the name of the stage
-        that reads it, for error messages. The reader returns the tensors of the rows from `_read`, even if a stage has
-        written newer rows since. Raises NotBuilt if the table is missing.
+        """Return a reader for the tensors of the table that `schema` describes. `reader` is the name of the stage that
+        reads the table, for error messages. Rows that are written after the project has read the table are left out.
+        Raises NotBuilt if the table is missing.
         """
         from pipeline.store.reader import ShardReader
 

@@ -28,17 +28,19 @@ WEIGHT_SUFFIXES = (
 
 
 def significant_settings(config: Any) -> dict[str, Any]:
-    """Return the settings of `config` that change what a row holds. `config` is a config dataclass. The result maps a
-    setting's name to its value. A nested section is a nested dict. Fields declared with `selects` only choose rows.
-    Fields declared with `runtime` change no row. Both are left out. So is a field whose value is listed as `unrecorded`.
+    """Return the settings of `config` that change the content of a row, as a dict from name to value. `config` is a
+    config dataclass. A nested section becomes a nested dict. Only fields declared with `stages.settings.setting` are
+    returned. A field declared with `unrecorded=(...)` is left out if its value is one of these values.
     """
     return settings_of(config, ("setting",))
 
 
 def settings_of(config: Any, kinds: tuple[str, ...]) -> dict[str, Any]:
-    """Return the settings of one or more kinds as a dict from name to value. `config` is a config dataclass. A setting
-    is returned if its kind is in `kinds`. A kind is "setting", "selects" or "runtime", after the function that declared
-    the field. A nested section becomes a nested dict. A field is left out if its value is listed in its `unrecorded`.
+    """Return the settings of the given kinds as a dict from name to value. `config` is a config dataclass. `kinds`
+    lists kinds of settings: "setting", "selects" or "runtime". The kind of a field is the name of the function in
+    `stages.settings` that declared the field. A nested section becomes a nested dict.
+
+    A field declared with `unrecorded=(...)` is left out if its value is one of these values.
     """
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
@@ -56,10 +58,12 @@ def _plain(value: Any, kinds: tuple[str, ...]) -> Any:
 
 def recipe(stage: Stage, config: Any, weights: dict[str, Any], tensors: dict[str, str], rows: pa.Table | None) -> dict[str, Any]:
     """Return the recipe of a stage as plain JSON data. A recipe holds everything that decides what the stage computes.
-    `config` is the stage's config dataclass. `weights` maps the name of each needed component, such as "transformer",
-    to a dict. The dict holds the hash of the component's files, and is the result of `Project.weight_recipe`. `tensors`
-    maps a table's name to its recipe id. It lists the tables from which the stage reads tensors. `rows` is the result
-    of `stage.snapshot`: the input rows that the whole result depends on. It is None if the stage has no `snapshot`.
+    `config` is the stage's config dataclass. `weights` holds the hash of each model component that is needed. `tensors`
+    holds the recipe id of each table from which tensors are read. `rows` holds the other data that every result depends
+    on.
+
+    `weights` maps a component's name, such as "transformer", to the result of `Project.weight_recipe`. `tensors` maps a
+    table's name to its recipe id. `rows` is the result of `stage.snapshot`, or None if the stage has no `snapshot`.
 
     The recipe ids of tensor tables are needed because a row's key says what a tensor was computed from, but not how.
     """

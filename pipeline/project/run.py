@@ -93,7 +93,9 @@ class Run:
 
     @property
     def best_step(self) -> int | None:
-        """The checkpoint with the lowest held-out loss. It is None if nothing was measured at a checkpoint."""
+        """The step of the checkpoint with the lowest held-out loss. It is None if no checkpoint has a held-out loss.
+        Step 0 is left out.
+        """
         losses = {step: loss for step, loss in self.held_out.items() if step and step in self.checkpoints}
         return min(losses, key=lambda step: (losses[step], step), default=None)
 

@@ -15,11 +15,12 @@ from pipeline.store.table import TableFolder
 
 
 def link_table(table: TableFolder) -> None:
-    """Make the symbolic link `tables/NAME.lance` point at the rows of `table`. NAME is the name of its stage. LanceDB
-    can then open the table under this name. A link to another table of this stage is replaced. If no run has finished
-    `table`, no link is made. An existing link without a target is then deleted.
+    """Make the symbolic link `tables/NAME.lance` point at the rows of `table`. NAME is the name of the stage that
+    writes the table. LanceDB can then open the table as NAME. An earlier link of this name is replaced. If no run has
+    finished `table`, no link is made.
 
-    The link is relative and is replaced atomically. If the file system has no symbolic links, nothing happens.
+    If no run has finished `table`, a link of this name without a target is deleted. The link is relative and is
+    replaced atomically. If the file system has no symbolic links, nothing happens.
     """
     tables, name = table.folder.parents[1], table.folder.parent.name
     link, target = tables / f"{name}.lance", Path(name, table.folder.name, table.index.path.name)

@@ -92,8 +92,8 @@ def reclaimable_bytes(rows: pa.Table, shards: Path, schema: TableSchema) -> int:
 
 
 def _sparse_shards(rows: pa.Table, shards: Path, schema: TableSchema) -> list[Path]:
-    """Return the paths of the shards that are mostly unused. A shard is an Arrow file with rows and their tensors.
-    `rows` are all rows of the table's index. `shards` is the folder of the shards.
+    """Return the paths of the shards of which more than half is no longer needed. A shard is an Arrow file with rows
+    and their tensors. `rows` are all rows of the table's index. `shards` is the folder of the shards.
 
     A shard without a row in `rows` is always returned. While a run is unfinished, no other shard is returned. A run is
     unfinished if `live` is null in some row. After that, a shard is returned if the tensors of its rows in `rows` take

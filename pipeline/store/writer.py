@@ -35,11 +35,12 @@ COMMITS = 64  # after this many commits the index is rewritten in one: Lance's m
 
 class Writer:
     """The only writer of one table, used as `with Writer(table, recipe) as writer:`. On entry, it locks the table and
-    repairs what killed writers left. `recipe` holds the settings, code version and weights that the rows depend on. It
-    is written to the manifest. Appended rows are buffered. A call of `append` commits rows once the buffer holds
-    `shard_bytes` bytes. It commits all of them once `flush_seconds` seconds have passed since the first buffered row or
-    the last commit. The end of the `with` block commits the rest. Raises ValueError if another process is writing the
-    table.
+    repairs what killed writers left. Rows are added with `append`. They are buffered, and the end of the `with` block
+    commits the rest. Raises ValueError if another process is writing the table.
+
+    `recipe` holds the settings, code version and weights that the rows depend on. It is written to the manifest. A call
+    of `append` commits rows once the buffer holds `shard_bytes` bytes. It commits all of them once `flush_seconds`
+    seconds have passed since the first buffered row or the last commit.
     """
 
     def __init__(
@@ -275,10 +276,11 @@ class Writer:
             self.table.index.record_checksums()
 
     def remove(self, files: Iterable[str], keys: Collection[str]) -> None:
-        """Remove damaged files and rows, so that the next run of the stage writes them again. `files` are paths
-        relative to the table's folder. These files are moved to the folder `damaged`. Rows are removed if their shard
-        or artifact is now missing or has another size. `keys` are the keys of further rows to remove. It must be empty
-        if the table has no tensors.
+        """Remove damaged files and rows, so that the next run of the stage writes them again. `files` are the damaged
+        files, as paths relative to the table's folder. These files are moved to the folder `damaged`, and their rows
+        are removed. `keys` are the keys of further rows to remove. For a table without tensors, `keys` must be empty.
+
+        A row is also removed if its shard or artifact is missing or has another size.
         """
         self.flush()
         with self._disk_errors():
@@ -293,8 +295,9 @@ class Writer:
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
-        """Return a context manager that turns system errors in the `with` block into a `DiskError`. A `DiskError` also
-        sets `_failed`. The writer then does not commit the buffered rows when it exits with an error.
+        """Return a context manager that turns system errors in the `with` block, such as a full disk, into a
+        `DiskError`. A `DiskError` also sets `_failed`. If `_failed` is set, the writer does not commit its buffered
+        rows when an error ends its own `with` block.
         """
 
         def saved() -> str:

@@ -133,10 +133,12 @@ def chunk_rows(q_BHLK: mx.array, k_BHSK: mx.array) -> int:
 
 
 def chunked(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float, rows: int | None = None) -> mx.array:
-    """Compute `attention` without a mask, in chunks of `rows` query rows. Only one chunk's scores are in memory, in the forward
-    pass and in the gradient. The result is equal up to rounding. If `rows` is None, `chunk_rows` chooses the number.
+    """Compute softmax(scale q k^T) v in chunks of `rows` query rows. Only one chunk's scores are in memory, in the
+    forward pass and in the gradient. Queries and the result have the shape (batch, heads, query rows, width). Keys and
+    values have the shape (batch, heads, key rows, width). If `rows` is None, `chunk_rows` chooses the number.
 
-    As softmax runs over the keys, a chunk of queries needs no running maximum and no saved statistics.
+    The result equals that of `attention` up to rounding. As softmax runs over the keys, a chunk of queries needs no
+    running maximum and no saved statistics.
     """
     L = q_BHLK.shape[2]
     C = rows or chunk_rows(q_BHLK, k_BHSK)

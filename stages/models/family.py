@@ -23,11 +23,12 @@ FOLDERS = {"transformer": "transformer", "autoencoder": "vae", "text_encoder": "
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily:
-    """Hold what all model families have: names, a licence, and the source of their weights. `name` identifies the
-    family in `project.toml`. `title` and `licence` are shown to the user. `folders` maps each component to its folder,
-    relative to the folder of the weights. An empty string means the folder of the weights itself. `files` maps each
-    component to the file patterns in its folder. `required` maps each component to the file names that weights bundled
-    with the checkout must contain. The component "tokenizer" has no weights.
+    """What all model families have: names, a licence, and the source of their weights. `name` identifies the family in
+    `project.toml`. `title` and `licence` are shown to the user. `folders` maps each component, such as "tokenizer", to
+    its folder below the folder of the weights. `files` maps each component to the patterns of its files.
+
+    In `folders`, an empty string means the folder of the weights itself. `required` is used for weights that are part
+    of the checkout. It maps each component to file names that must exist. The component "tokenizer" has no weights.
     """
 
     folders: ClassVar[Mapping[str, str]] = {}
@@ -80,11 +81,13 @@ class ModelFamily:
 
 @dataclass(frozen=True, kw_only=True)
 class Family(ModelFamily):
-    """Hold a model family, such as FLUX.2 [klein] 4B, as plain data that can be pickled. `name` identifies the family
-    in `project.toml`. `title` and `licence` are shown to the user. `transformer`, `text_encoder` and `autoencoder` hold
-    the sizes of these components, under the names that the released `config.json` files use. If a `config.json` lies
-    beside the weights, its sizes are used instead. `architecture` holds the functions of the family. Weights from the
-    Hugging Face hub are in the folder layout of diffusers.
+    """A model family, such as FLUX.2 [klein] 4B, as plain data that can be pickled. `name` identifies the family in
+    `project.toml`. `title` and `licence` are shown to the user. `transformer`, `text_encoder` and `autoencoder` hold
+    the sizes of these components, as dicts with the keys of the released `config.json`. The functions of the family are
+    in `architecture`.
+
+    If a `config.json` lies beside the weights, its sizes are used instead. Weights from the Hugging Face hub are in the
+    folder layout of diffusers.
     """
 
     folders: ClassVar[Mapping[str, str]] = FOLDERS

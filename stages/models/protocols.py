@@ -65,7 +65,8 @@ class Transformer(Protocol):
     @property
     def leave(self) -> Callable[..., mx.array]:
         """The function `leave(h, shared)` that ends a forward pass. It returns the predicted velocity of the image
-        tokens, (batch, tokens, channels). `h` is the output of the last block. `shared` is what `enter` returned.
+        tokens, (batch, tokens, channels). `h` is the output of the last block. `shared` is the second value of the pair
+        that `enter` returned.
         """
 
     def block(self, kind: str) -> Callable[..., Any]:

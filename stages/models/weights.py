@@ -166,14 +166,14 @@ def load_component(
     arrange: Callable[[str, mx.array], mx.array] | None = None,
 ) -> Arrays:
     """Load a component's weights into memory, and return exactly the tensors that `shapes` names, as a dict. `path` is
-    a folder or a safetensors file. `shapes` maps names to expected shapes. `dtype` is a dtype, a function from name to
-    dtype, or None for no cast. Raises ValueError if a file is damaged, or a tensor is missing, unknown, not finite or
-    of another shape.
+    a folder or a safetensors file. `shapes` maps names to expected shapes. The optional functions change names and
+    tensors. Raises ValueError if a file is damaged, or a tensor is missing, unknown, not finite or of another shape.
 
     The optional functions are applied in this order. `convert(arrays)` returns all tensors in the layout of the
     architecture. `rename(name)` returns the new name of a tensor, or None to leave it out. `ignore(name)` returns True
-    if the tensor with this new name is left out. Then the shapes are checked and the tensors are cast. Only
-    floating-point tensors are cast. `arrange(name, array)` returns the array that replaces a tensor.
+    if the tensor with this new name is left out. Then the shapes are checked and the tensors are cast to `dtype`: a
+    dtype, a function from name to dtype, or None for no cast. Only floating-point tensors are cast.
+    `arrange(name, array)` returns the array that replaces a tensor.
 
     Casting goes tensor by tensor, so that only one is in memory twice.
     """

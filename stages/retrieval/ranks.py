@@ -94,11 +94,12 @@ def _encoders(ctx: StageContext) -> list[str]:
 
 
 def rank_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Rank the right answer of each query without a stored row. Yield the rows of the table `ranks` as record batches.
-    The rank is that among all documents, for keyword, semantic and hybrid search.
+    """Evaluate search: rank the right answer of each query among the documents. The rank is computed for keyword,
+    semantic and hybrid search. Only ranks that are not stored yet are computed. Yield rows of the table `ranks` as
+    record batches. If the user asks to stop, end early.
 
-    The weight of hybrid search is chosen for each encoder and mode, on all validation pairs. It does not depend on
-    which rows are missing.
+    Other documents of the pair's duplicate group are not counted. The weight of hybrid search is chosen for each
+    encoder and mode, on all validation pairs. It does not depend on which rows are missing.
     """
     pending = {tuple(row.values()) for row in ctx.pending.select(list(RANKS.key)).to_pylist()}
     pairs, done = _held_out(ctx), 0
@@ -160,9 +161,9 @@ class Corpus:
         return self.known[pair["pair_id"]]
 
     def semantic(self, encoder: str, pairs: list[Row]) -> np.ndarray | None:
-        """Return the semantic score of every document for the queries of `pairs`, as float32 of shape `(queries,
-        documents)`. `encoder` names the encoder whose vectors are used. If a document has no vectors, the result
-        depends on `mode`. For "plain", it raises ValueError. For "hard", it returns None.
+        """Return the semantic score of every document for each query of `pairs`, as float32 of shape `(queries,
+        documents)`. `encoder` is the name of the encoder that made the vectors. If a document has no vector, a corpus
+        of mode "plain" raises ValueError, and a corpus of mode "hard" returns None.
         """
         rows = [self.vectors.get((encoder, unit["text_id"])) for unit in self.units]
         if any(row is None for row in rows):
@@ -203,9 +204,12 @@ class Corpus:
         return fusion.WEIGHTS[int(np.argmax(means))]
 
     def rank_one(self, scores: np.ndarray, pair: Row) -> int:
-        """Return the rank, from 1, of the unit that is the right answer of `pair`. `scores` has one score per document.
-        Other documents of the pair's duplicate group are not counted. A document with an equal score ranks before the
-        right answer.
+        """Return the rank of the right answer of `pair` among the documents, from 1. `scores` has one score per
+        document. `pair` is a row of the table `pairs`: a query and its right answer. A document with an equal score
+        ranks before the right answer. Other documents of the pair's duplicate group are not counted.
+
+        A duplicate group joins pairs with the same words in the query or the same function body. The column
+        `duplicate_group` names the group.
         """
         own = self.place[pair["unit_id"]]
         others = [place for place in self.groups[pair["duplicate_group"]] if place != own]

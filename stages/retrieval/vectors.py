@@ -88,8 +88,8 @@ def encode_vectors(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 def _encoded(ctx: StageContext, pending: list[Row], adapter: Path | None) -> Iterator[pa.RecordBatch]:
     """Encode texts with one encoder and yield their rows of the table `vectors` as record batches. `pending` holds the
-    key columns of the texts. `adapter` is the adapter file, or None for the untuned encoder. If the user asked to stop,
-    it ends early.
+    key columns of the texts. `adapter` is the adapter file, or None for the untuned encoder. If the user asks to stop,
+    no further batch is yielded.
     """
     if not pending:
         return

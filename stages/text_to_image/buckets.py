@@ -58,10 +58,11 @@ class BucketsConfig:
 @dataclass(frozen=True)
 class Bucket:
     """The size at which an image is trained, and the crop that is scaled to this size. `width` and `height` are the
-    size in pixels, multiples of 16. `crop_x` and `crop_y` are the left and top edges of the crop. `crop_w` and `crop_h`
-    are its width and height. These four are in source pixels and may be fractions. `scale` is in trained pixels per
-    source pixel. `crop_loss` is the share of the image's area that is cropped away, 0 to 1. `tokens` is the number of
-    cells of 16 x 16 pixels in the size.
+    size in pixels, multiples of 16. `crop_x`, `crop_y`, `crop_w` and `crop_h` are the left edge, top edge, width and
+    height of the crop, in source pixels.
+
+    The values of the crop may be fractions. `scale` is in trained pixels per source pixel. `crop_loss` is the share of
+    the image's area that is cropped away, 0 to 1. `tokens` is the number of cells of 16 x 16 pixels in the size.
     """
 
     width: int
@@ -103,10 +104,11 @@ def choose_bucket(width: int, height: int, resolution: int, upscale: bool = Fals
 
 def _best_shape(width: int, height: int, i: np.ndarray, j: np.ndarray, area: float | None) -> tuple[int, int]:
     """Return the shape with the smallest loss for an image of `width` x `height` pixels. A shape is (width, height) in
-    cells of 16 x 16 pixels. `i` and `j` are arrays of equal length. They hold the widths and heights of the shapes to
-    choose from. The loss is the share of the image that is cropped away, 0 to 1. `area` is None or a number of cells.
-    If it is given, the loss also contains the share of `area` that the shape does not use. Of shapes with equal loss,
-    the largest is returned.
+    cells of 16 x 16 pixels. `i` and `j` hold the widths and heights of the shapes to choose from. Of shapes with equal
+    loss, the largest is returned.
+
+    The loss is the share of the image that is cropped away, 0 to 1. If `area`, a number of cells, is given, the share
+    of `area` that the shape does not use is added to the loss.
     """
     skew = (i * height) / (j * width)
     loss = 1 - np.minimum(skew, 1 / skew)
@@ -153,11 +155,11 @@ def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 @functools.cache
 def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the shapes to which an image can be cropped, as two int64 arrays. The first holds the widths, the second
-    the heights, in cells of 16 x 16 pixels. Only landscape and square shapes are returned, each once. Their areas range
-    from 1 to `cells` * `cells` cells. `max_shapes` limits the number of shapes per step of area.
+    the heights, in cells of 16 x 16 pixels. Only landscape and square shapes are returned, each once. They fit the
+    areas of squares with 1 to `cells` cells per side. `max_shapes` limits the shapes for each square.
 
-    There is one step of area for each `size` from 1 to `cells`. Its shapes are those of `_full_shapes(size,
-    max_shapes)`. A shape that is not square counts twice towards `max_shapes`.
+    The shapes for one square are those of `_full_shapes(size, max_shapes)`, where `size` is its side. Their area is at
+    most that of the square. A shape that is not square counts twice towards `max_shapes`.
     """
     sizes = [np.stack(_full_shapes(size, max_shapes)) for size in range(1, cells + 1)]
     found = np.unique(np.concatenate(sizes, axis=1), axis=1)
@@ -216,9 +218,11 @@ def finish_buckets(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _summary(resolution: int, rows: list[dict[str, Any]]) -> str:
-    """Return one line for the user about the used buckets of one resolution. It gives the number of images, the number
-    of shapes and the mean share cropped away. It also counts images with less than a quarter of the area, if there are
-    any. `rows` are the rows of the table `buckets` for `resolution` that are not rejected. There must be at least one.
+    """Return one line for the user about the images trained at `resolution`. It gives the number of images, the number
+    of shapes and the mean share cropped away. `rows` are the rows of the table `buckets` for `resolution` that are not
+    rejected. There must be at least one.
+
+    The line also counts images with less than a quarter of `resolution` x `resolution` pixels, if there are any.
     """
     shapes = len({(row["width"], row["height"]) for row in rows})
     loss = sum(row["crop_loss"] for row in rows) / len(rows)

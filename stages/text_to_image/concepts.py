@@ -12,10 +12,13 @@ FORM = 'must be OneTrainer\'s list of concepts, such as [{"name": "cat", "path":
 
 
 def concept_folders(file: Path) -> str:
-    """Return the entries [[images.folder]] of project.toml for the concepts in OneTrainer's file `file`, as TOML text. Disabled
-    concepts and those for validation become comments. `balancing` becomes repeats. If all concepts balance by samples, it
-    becomes the weight. Relative paths start at the folder of `file`. Raises ValueError if `file` is no list of concepts,
-    or has one that cannot be expressed.
+    """Convert the concepts in OneTrainer's file `file` to entries [[images.folder]] of project.toml, and return the
+    TOML text. A concept is a folder of images. Its `balancing` becomes `repeats`, or `weight` if all concepts balance
+    by samples. Raises ValueError if `file` is no list of concepts, if no concept is enabled, or if a concept cannot be
+    expressed.
+
+    `repeats` or `weight` is multiplied by `loss_weight`. Disabled concepts and those for validation become comments.
+    Relative paths start at the folder of `file`.
     """
     concepts = read_json(file)
     if not isinstance(concepts, list) or not all(

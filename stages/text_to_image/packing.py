@@ -42,9 +42,12 @@ def packing(architecture: Architecture, config: Packed) -> Callable[[str, mx.arr
 
 
 def weight_bits(name: str, architecture: Architecture, config: Packed) -> int:
-    """Return the bits per value of the transformer weight `name`: 16, 8 or 4. `config` holds the settings `base_bits`
-    and `base_bits_for`. Outside the blocks, `base_bits_for` has no effect. A large weight there gets at least
-    `architecture.outside_bits`, and any other weight gets 16.
+    """Return the bits per value of the transformer weight `name`: 16 (not packed), 8 or 4. `config` holds the settings:
+    `base_bits` for all weights of blocks, and `base_bits_for` for chosen Linears of blocks. Weights outside the blocks
+    have a rule of their own.
+
+    Outside the blocks, only weights for which `architecture.packs_outside(name)` is True are packed. They get
+    `base_bits`, but at least `architecture.outside_bits`. All others get 16.
     """
     bits = config.base_bits or 16
     if not architecture.in_block(name):

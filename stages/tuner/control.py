@@ -89,8 +89,8 @@ class Control:
         return self.ending
 
     def wait_while_paused(self) -> None:
-        """Wait while the user's file `pause` exists, if it existed after the last step. Also stop waiting if the run
-        must end. Otherwise return at once.
+        """Wait until the user deletes the file `pause` or the run must end. Return at once if this file did not exist
+        after the last step, or if the run must end already. While the run waits, a line tells the user how to continue.
         """
         if not self.pausing or self.ending:
             return

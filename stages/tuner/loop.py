@@ -129,8 +129,8 @@ class TrainingRun:
         return self.start.checkpoint is not None and self.start.step >= self.validation.last_step
 
     def go(self) -> Iterator[pa.RecordBatch]:
-        """Take the remaining steps, if there are any, and publish the trained adapter. Yields the rows of each step and each
-        measurement as record batches. Ends early if `control` asks for it.
+        """Take the remaining training steps, if there are any, and publish the trained adapter. Yields the rows of each
+        step and each measurement as record batches. Ends early if a stop is requested, such as by Ctrl-C.
         """
         if not self.finished or self.unmeasured:
             self.prepare()
@@ -164,8 +164,9 @@ class TrainingRun:
         return range(self.start.step + 1, self.task.config.steps + 1)
 
     def take_steps(self) -> Iterator[pa.RecordBatch]:
-        """Take the remaining steps, write checkpoints when they are due, and yield the rows of each step as record batches.
-        Ends after the last step, or earlier if `control` asks for it.
+        """Take the remaining training steps, and yield the rows of each step as record batches. Checkpoints are written
+        when they are due. The iterator ends after the last step. It ends earlier if a stop is requested or early
+        stopping ends the run.
         """
         schedule = self.task.config.learning_rate()
         began = time.perf_counter()
@@ -257,7 +258,9 @@ class TrainingRun:
         return rows
 
     def interrupted(self) -> bool:
-        """Return True if a measurement must end now, because the run must end. `unmeasured` is set to the result."""
+        """Return True if a stop of the run is requested, so that the current measurement must end. All ranks get the
+        answer of rank 0. The attribute `unmeasured` is set to the result.
+        """
         self.unmeasured = self.ranks.agreed(self.control.stop_requested())
         return self.unmeasured
 

@@ -63,15 +63,14 @@ def best_candidate(
     limit: int,
     begun: Plan | None = None,
 ) -> Candidate:
-    """Choose how to compute the largest batch of a run, and return the choice. The settings [train] `micro_batch` and
-    `memory` of `config` decide. `micro_batch` is the number of samples computed at once. None means the whole batch.
-    "auto" halves the batch until it fits with the plan "blocks". `memory` is the plan: how many of the last blocks keep
-    their activations. "auto" means the plan `begun` if it fits, otherwise the fastest plan that fits. A choice fits if
-    it needs at most `limit` bytes.
+    """Choose how to compute the largest batch of a run, as the settings `micro_batch` and `memory` of `config` say.
+    `batch_size` is the number of samples of this batch. `estimate(samples)` returns the memory estimate of a
+    micro-batch of that size. `limit` is the memory limit in bytes. The result may need more than `limit`.
 
-    `batch_size` is the number of samples of the largest batch. `estimate(samples)` returns the memory estimate of a
-    micro-batch of that size. `begun` is the plan of a resumed run, or None. The result need not fit: numbers and plans
-    in the settings are always obeyed. If nothing fits, "auto" chooses what needs least memory.
+    `micro_batch` is the number of samples computed at once. None means the whole batch. "auto" halves the batch until
+    it fits with the plan "blocks". `memory` is the plan: how many of the last blocks keep their activations. "auto"
+    means the plan `begun` of a resumed run if it fits, otherwise the fastest plan that fits. If none fits, "auto"
+    chooses what needs least memory. Numbers and plans in the settings are always obeyed.
     """
     samples = min(config.micro_batch, batch_size) if isinstance(config.micro_batch, int) else batch_size
     if config.micro_batch == "auto":

@@ -225,11 +225,11 @@ class Order:
 
     def _arranged(self, group: int, number: int, open_batch: Sequence[int]) -> list[int]:
         """Return the rows of one pass through a group, in shuffled order. A row is an index into the training rows. A
-        group is a set of rows that share batches, given by its number. `number` is the number of the pass, from 0.
-        `open_batch` holds the rows of the last batch so far if that batch is not full, else it is empty.
+        group is a set of rows that share batches, given by its number. `number` is the number of the pass, from 0. The
+        pass begins by completing `open_batch`, the last batch so far.
 
-        The first rows of the result complete this open batch. They avoid rows that the batch already has, as far as
-        possible.
+        `open_batch` holds the rows of this batch, or nothing if the batch is full. The rows that complete it avoid rows
+        that it already has, as far as possible.
         """
         counts = self.rates.within(number)[self.groups[group]]
         rows = np.repeat(self.groups[group], counts)

@@ -38,8 +38,9 @@ def check_ranks(ctx: TrainingContext, config: TrainingConfig, ranks: Ranks) -> N
 
 
 def announce_ranks(say: Callable[[str], None], ranks: Ranks, start: Checkpoint | None) -> None:
-    """Tell the user how many ranks train, and if the run began with another number. `start` is the checkpoint to continue
-    from, or None.
+    """Tell the user how many ranks train together. If the run was begun with another number of ranks, tell both numbers
+    instead. `start` is the checkpoint to continue from, or None. `say` receives the line of text. A run that always had
+    a single rank gives no line.
     """
     begun = start.state.get("ranks", 1) if start else ranks.size
     if begun != ranks.size:
@@ -71,7 +72,12 @@ def _to_mlx(arrays: dict[str, np.ndarray]) -> dict[str, mx.array]:
 
 
 def step_samples(task: Task[Any, Any], step: int, batches: Sequence[MicroBatch], ranks: Ranks) -> list[Any]:
-    """Return all samples of a step, in order. `batches` holds those that this rank has read."""
+    """Return all samples of training step `step`, in order. `batches` holds the micro-batches that this rank has read.
+    With several ranks, `batches` may be only a part of the step. In this case, the samples are drawn again with
+    `task.draw(step)`.
+
+    `batches` is a part of the step if the loss of `task` is separable. Otherwise every rank reads all samples.
+    """
     if ranks.size > 1 and task.objective.separable:
         return [sample for batch in task.draw(step) for sample in batch]
     return [sample for batch in batches for sample in batch.samples]
@@ -97,9 +103,9 @@ def merge_results(result: StepResult, task: Task[Any, Any], step: int, ranks: Ra
 def measure_together(
     held_out: HeldOut[Any], training: TrainingStep, ranks: Ranks, stopped: Callable[[], bool]
 ) -> Iterator[tuple[Any, dict[str, list[Any]]]]:
-    """Measure the held-out micro-batches, each on one of the ranks in turn. Yield (micro-batch, values by table column),
-    in order, in every rank. `stopped()` is called before each round of the ranks. If it returns True, nothing more is
-    measured.
+    """Measure the held-out micro-batches on all ranks, and yield pairs (micro-batch, values) in order. `values` maps
+    table columns to one value per sample. Every rank yields all pairs. In each round, every rank measures one
+    micro-batch. The iterator ends early if `stopped()` returns True before a round.
     """
     coming: list[Any] = []
     batches = held_out.micro_batches()

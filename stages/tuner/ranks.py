@@ -109,8 +109,9 @@ class Ranks:
         return [pickle.loads(content) for content in self._sent(pickle.dumps(value), self.rank, self.size)]
 
     def _sent(self, content: bytes, place: int, places: int) -> list[bytes]:
-        """Return a list of `places` byte strings that is equal in all ranks. This rank contributes `content` at index
-        `place`. At most one rank may contribute to an index; the others give b"".
+        """Exchange byte strings between all ranks, and return them as a list of `places` entries. Every rank gets the
+        same list. This rank puts `content` at index `place`. If several ranks use the same index, only one of them may
+        give a `content` other than b"".
         """
         import mlx.core as mx
         import numpy as np
@@ -135,8 +136,9 @@ class Ranks:
         return [place * self.size // size for size in sizes for place in range(size)]
 
     def share(self, batches: Sequence[Sequence[T]], sizes: Sequence[int]) -> list[list[T]]:
-        """Return the samples of a step that this rank computes. `batches` holds all samples of the step: one list for
-        each batch, or for each part of a batch with one shape. `sizes` has the number of samples of each whole batch.
+        """Return the samples of a step that this rank computes, as lists. `batches` holds all samples of the step in
+        order, as one list for each batch. A batch with several shapes may be given as one list for each shape. `sizes`
+        has the number of samples of each whole batch. Empty lists are left out.
         """
         owners = iter(self.owners(sizes))
         shares = [[sample for sample in batch if next(owners) == self.rank] for batch in batches]

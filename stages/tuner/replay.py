@@ -54,10 +54,12 @@ def replay_step(ctx: TrainingContext, task: Task[Any, Any], step: int) -> list[R
 
 
 def recorded_plan(task: Task[Any, Any], known: Checkpoint | None, start: Checkpoint | None) -> MemoryPlan:
-    """Return the memory plan for repeating the steps of a run. A memory plan sets how many samples are computed at
-    once, and how many blocks are computed twice. `known` is a checkpoint that records the run's plan. If it is None, a
-    new plan is made. `start` is the checkpoint from which training starts, or None. If given, it also sets the plan's
-    limit of tokens.
+    """Return the memory plan for repeating steps of a run. A memory plan sets how many samples are computed at once,
+    and how many blocks are computed twice. `known` is a checkpoint that records the run's plan. If `known` is None, a
+    new plan is made. `start` is the checkpoint from which training starts, or None.
+
+    A checkpoint also records the most tokens that a micro-batch may have. If `start` is given, the returned plan has
+    the limit that `start` records.
     """
     plan = task.memory_plan(known, recorded=known is not None)
     return replace(plan, max_tokens=saved_max_tokens(start.state)) if start else plan

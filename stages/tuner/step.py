@@ -75,11 +75,13 @@ def build_optimizer(config: TrainingConfig) -> OptimizerStep:
 
 @dataclass
 class StepResult:
-    """The losses of one optimizer step and the state of the adapter after it. `losses` has one loss per sample, in order.
-    `terms` has further losses and values by table column. `grad_norm` is the gradient's global norm before clipping. `finite`
-    is False if a loss or the gradient is not finite. In this case nothing was updated. `bounded` is False if the update made
-    the adapter or the optimizer's state infinite. `update_ratio` is the length of the update divided by the adapter's length,
-    or None if not requested. `largest_tokens` is the number of tokens of the largest micro-batch.
+    """The losses of one optimizer step, and whether the step was sound. `losses` has one loss per sample, in order.
+    `grad_norm` is the global norm of the gradient before clipping. If a loss or the gradient is not finite, `finite` is
+    False and nothing was updated. `bounded` is False if the adapter or the optimizer's state is no longer finite.
+
+    `terms` maps a table column to further losses and values, one per sample. `update_ratio` is the length of the update
+    divided by the adapter's length, or None if not requested. `largest_tokens` is the number of tokens of the largest
+    micro-batch.
     """
 
     losses: list[float]

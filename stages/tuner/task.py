@@ -72,16 +72,17 @@ class Division:
 
 @dataclass(frozen=True)
 class Term:
-    """One term of the loss of a micro-batch (samples computed at once). `inputs` are the model's inputs for this term,
-    as keyword arguments of `model.enter`. `loss(prediction)` returns one float32 value per sample. Training minimises
-    the mean over all samples of a step. `column` is the table column that stores the values. `applies[n]` is False if
-    sample n does not have this term. If `applies` is None, all samples have it. The next paragraph explains `names` and
-    `division`.
+    """One term of the loss of a micro-batch (samples computed at once). `inputs` are keyword arguments of
+    `model.enter`. `loss(prediction)` returns one float32 value per sample. Training minimises the mean of these values
+    over a step. `column` is the table column that stores the values. `applies[n]` is False if sample n lacks this term.
+    None means that all samples have it.
 
-    `loss` may return a dict instead: the losses under the key "loss", and further values per sample that are only
-    stored, under the names of their columns. If `names` has such a column, its values are indices into that list of
-    texts, and the text is stored; null stands for a negative index. `division` says how to compute the term in parts.
-    It is needed if the objective is not separable and its batches shall be divided.
+    `loss` may return a dict instead. The key "loss" then holds the losses. Every other key is a table column, with
+    values per sample that are only stored. `names` maps such a column to a list of texts. The column's values are then
+    indices into this list. The table stores the texts, and null for a negative index.
+
+    `division` says how to compute the term in parts. It is needed if the objective is not separable and its batches
+    shall be divided.
 
     If `loss` uses arrays, bind them by keyword: `functools.partial(function, name=array)`. They then become arguments
     of a compiled graph.
@@ -103,9 +104,12 @@ class Objective(Protocol[M_contra]):
 
     @property
     def separable(self) -> bool:
-        """True if the loss of a sample does not depend on the other samples of its batch. Such a batch may be divided
-        into micro-batches. A contrastive loss is not separable. Its batches can be divided only if its `Term` has a
-        `division`, two functions that compute the term in parts.
+        """True if the loss of a sample does not depend on the other samples of its batch. The training loop may then
+        divide a batch into micro-batches. A contrastive loss is not separable: it compares the samples of a batch with
+        each other.
+
+        If the loss is not separable, a batch is divided only if its `Term` has a `division`. A `division` holds two
+        functions that compute the term in parts.
         """
 
     def terms(self, model: Any, batch: M_contra) -> Iterator[Term]:
@@ -195,7 +199,9 @@ class Task(Protocol[S, M]):
         """
 
     def row(self, sample: S) -> Row:
-        """Return the task's own columns of the table row of `sample`: a dict from column to value. The loop adds its columns."""
+        """Return the values of the task's own columns for one sample, as a dict from column to value. The training loop
+        adds the other columns of the row, such as `step` and `loss`.
+        """
 
     def warnings(self) -> Iterator[str]:
         """Yield one line for each setting that is valid but rarely intended. The lines are shown to the user."""

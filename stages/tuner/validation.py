@@ -20,12 +20,12 @@ Row = dict[str, Any]
 
 class Validation:
     """The losses of held-out samples that were measured during a run. `config` holds the settings of the validation. If
-    it is None, nothing is measured. `count` is the number of held-out samples per measurement. `steps` is the number of
-    steps of the run without early stopping. The attribute `last_step` is the last step of the run, which is below
-    `steps` after early stopping. The attribute `best_step` is the step with the lowest mean loss, or None if there is
-    none.
+    `config` is None, nothing is measured. `count` is the number of held-out samples per measurement. `steps` is the
+    number of steps of the run if it does not stop early.
 
-    A measurement counts once the losses of all `count` samples are known.
+    The attribute `last_step` is the last step of the run. It is below `steps` if the run stops early. The attribute
+    `best_step` is the step with the lowest mean loss, or None if there is none. A measurement counts once the losses of
+    all `count` samples are known.
     """
 
     def __init__(self, config: ValidationConfig | None, count: int, steps: int) -> None:
@@ -86,8 +86,9 @@ def measured_steps(every: int, last: int) -> range:
 
 
 def mean_losses(losses: Iterable[tuple[int, float]], count: int) -> dict[int, float]:
-    """Return the mean loss of each step, as step -> mean. `losses` are (step, loss) pairs in any order, one per sample. If a step
-    does not have exactly `count` losses, it is left out. If one of its losses is not finite, the mean is infinite.
+    """Return the mean loss of each step, as a dict from step to mean. `losses` holds (step, loss) pairs in any order,
+    one per sample. A step is left out if it does not have exactly `count` losses. If a loss of a step is not finite,
+    the mean of this step is infinite.
     """
     by_step: dict[int, list[float]] = {}
     for step, loss in losses:

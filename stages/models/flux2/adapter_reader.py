@@ -36,11 +36,14 @@ from stages.models.flux2.adapter_writer import block_diagonal, swap_halves
 
 
 def read_adapter(path: Path) -> tuple[Arrays, Scales]:
-    """Read the LoRA, DoRA or LoKr file at `path` and return (arrays, scales). Files of this program, diffusers, ComfyUI, kohya
-    and LyCORIS are understood. `arrays` maps keys such as "proj_out.lora_A.weight" to float32 arrays. A key is the diffusers name
-    of a Linear and an ending. `scales` maps the name of each Linear to the factor of its update. The adapter of a fused q, k, v
-    Linear is split into three. Raises ValueError if the file is missing or damaged. Raises it too if the file has other arrays,
-    such as a text encoder's. Raises it too if a fused adapter cannot be split exactly.
+    """Read the LoRA, DoRA or LoKr file at `path` and return (arrays, scales). `arrays` maps keys such as
+    "proj_out.lora_A.weight" to float32 arrays. Such a key is a Linear's name in diffusers and an ending. `scales` maps
+    each Linear's name to the factor of its update. Raises ValueError if the file is missing, damaged or cannot be read
+    as an adapter.
+
+    Files of this program, diffusers, ComfyUI, kohya and LyCORIS are understood. A file with other arrays, such as a
+    text encoder's, cannot be read. Some files have one adapter for the Linear that fuses q, k and v. This adapter is
+    split into three. A LoKr that cannot be split exactly gives a ValueError.
     """
     if not path.is_file():
         raise ValueError(f"no adapter at {path}")

@@ -42,11 +42,13 @@ def to_comfyui(arrays: Arrays, scales: Scales) -> Arrays:
 
 
 def _fuse(fused: str, arrays: Arrays, scales: Scales) -> Arrays:
-    """Return the LoRA or DoRA of one Linear under the keys that ComfyUI loads: key -> array. `fused` is the name of the
-    Linear in Black Forest Labs' code. This Linear may combine several Linears of diffusers, such as q, k and v. Their
-    adapters are then joined into one. `arrays` holds the diffusers adapters, with keys such as
-    "proj_out.lora_A.weight". `scales` maps each diffusers Linear to the scale of its update. The scale is multiplied
-    into the result. Raises ValueError if the adapters cannot be joined.
+    """Return the adapter (LoRA or DoRA) of one Linear of Black Forest Labs' code, as a dict from ComfyUI's keys to
+    arrays. `fused` is the name of this Linear. `arrays` holds the diffusers adapters, with keys such as
+    "proj_out.lora_A.weight". `scales` maps each diffusers Linear to the scale of its update. Raises ValueError if
+    adapters cannot be joined.
+
+    The Linear may combine several Linears of diffusers, such as q, k and v. Their adapters are then joined into one.
+    The scales are multiplied into the result.
     """
     parts = names.diffusers_names(fused)
     scaled = {part: _scaled(arrays, scales, part) for part in parts if part + B in arrays}

@@ -58,8 +58,9 @@ class Autoencoder:
     """
 
     def __init__(self, config: AutoencoderConfig, weights: dict[str, mx.array]) -> None:
-        """Build the autoencoder from its sizes and weights. `weights` maps every name in `config.shapes()` to its array. Each
-        array has the layout that `arrange` returns.
+        """Build the autoencoder from its sizes and weights. `weights` maps every name in `config.shapes()` to an array.
+        The weight of a convolution must have the layout (out, height, width, in). Files have another layout. `arrange`
+        converts it.
         """
         self.config = config
         self.weights = weights
@@ -122,12 +123,12 @@ class Autoencoder:
         return mx.addmm(self.weights[f"{name}.bias"], x_BPC, self.weights[f"{name}.weight"].T)
 
     def _conv(self, name: str, x: Rows, *, pad: int = 1, norm: str = "", keep: bool = False, add: Rows | None = None) -> Rows:
-        """Return the convolution of the activation `x` with stride 1, computed in strips of rows. `name` is the prefix
-        of the names of its weights. `pad` is the number of rows and columns of zeros on each side. If `norm` is not
-        empty, that group normalisation and a SiLU are applied first. If `add` is given, it is added to the result. If
-        `keep` is True, the strips of `x` stay in memory; otherwise they are freed.
+        """Return the convolution of the activation `x` with stride 1. `name` is the prefix of the convolution's weight
+        names. `pad` is the width of the border of zeros. `norm` is the name of a group normalisation, or "". A named
+        normalisation and a SiLU are applied to `x` first. `add` is an activation that is added to the result.
 
-        Strips of `add` are freed after their last use.
+        The convolution is computed in strips of rows. Strips of `x` are freed after their last use, unless `keep` is
+        True. Strips of `add` are always freed after their last use.
         """
         weight, bias = self._kernel(name)
         H, outputs = x.height, weight.shape[0]
@@ -191,8 +192,9 @@ class Autoencoder:
         return self._resnet(f"{name}.resnets.1", x)
 
     def _downsample(self, name: str, x: Rows) -> Rows:
-        """Halve the height and width of the activation `x` by a convolution with stride 2. `name` is the prefix of the
-        names of its weights. Before that, one row is padded at the bottom and one column at the right.
+        """Return the activation `x` with half the height and width. One row of zeros is added at the bottom and one
+        column at the right. Then a convolution with stride 2 is computed. `name` is the prefix of the convolution's
+        weight names. The strips of `x` are freed.
         """
         weight, bias = self._kernel(name)
         H, W = x.height // 2, x.width // 2
@@ -237,9 +239,10 @@ def normalised_silu(
 
 
 def query_rows(positions: int, channels: int) -> int:
-    """Return the number of rows of queries that attention computes in one kernel. `positions` is the number of keys.
-    `channels` is the width of a query. The number is from 1 to `QUERIES`. Unless it is 1, a kernel takes at most
-    `kernels.LIMIT` floating-point operations.
+    """Return how many queries the autoencoder's attention computes in one kernel. `positions` is the number of keys in
+    the whole batch. `channels` is the number of values in a query. The result is the largest number up to `QUERIES` for
+    which a kernel stays within `kernels.LIMIT` floating-point operations. If even one query exceeds this limit, the
+    result is 1.
     """
     return min(QUERIES, max(1, int(kernels.LIMIT // (2 * kernels.product_flop(1, channels, positions)))))
 

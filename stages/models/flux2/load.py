@@ -27,12 +27,12 @@ def transformer_config(path: Path | None, family: Family) -> Flux2Config:
 
 def load_flux2(path: Path, family: Family, dtype: Any = None, arrange: Callable[[str, mx.array], Any] | None = None) -> Flux2:
     """Load the FLUX.2 transformer and return it. `path` is a folder in the diffusers layout, or a single weights file.
-    The sizes come from the config.json in that folder, or beside that file. Without a config.json, they come from the
-    record `family`. Each weight is cast to `dtype`. None keeps the stored dtype. Then `arrange(name, weight)` is
-    called, and its result replaces the weight, for example by a packed (quantised) weight. If `arrange` is None, the
-    weight stays as it is. Raises ValueError if a weight is missing, unknown, damaged or of another shape.
+    Each weight is cast to `dtype`; None keeps the stored dtype. Then `arrange(name, weight)` may replace the weight,
+    for example by a packed (quantised) one. Raises ValueError if a weight is missing, unknown, damaged or of another
+    shape.
 
-    Only one weight at a time is in memory before `arrange`.
+    The sizes come from the config.json in the folder, or beside the file. Without a config.json, they come from the
+    record `family`. Only one weight at a time is in memory before `arrange`.
     """
     config = transformer_config(path, family)
     foreign = key_maps.is_single_file(weights.read_keys(path))

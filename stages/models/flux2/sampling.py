@@ -38,12 +38,14 @@ def draw(
     negative_1TJ: mx.array | None = None,
     predict: Predict | None = None,
 ) -> Iterator[mx.array]:
-    """Draw one image, and yield its latent after every denoising step. Each latent is float32,
-    `(1, channels, height / 16, width / 16)`. The last one is the finished image. `text_1TJ` is the embedding of the
-    prompt, `(1, text rows, features)`. `negative_1TJ` is the embedding of the empty prompt. If it is given, `guidance`
-    is the factor of classifier-free guidance. If it is None, `guidance` is an input of the model. If `predict` is
-    given, it is called in place of `model`, with the keyword arguments of `Flux2.enter`. Raises ValueError if `height`
-    or `width` is not a positive multiple of 16 pixels. Raises ValueError if `steps` is less than 1.
+    """Draw one image, and yield its latent after every denoising step. Each latent is float32, `(1, channels, height /
+    16, width / 16)`. The last latent is the finished image. `height` and `width` are in pixels. Raises ValueError if
+    they are not positive multiples of 16, or if `steps` is less than 1.
+
+    `text_1TJ` is the embedding of the prompt, `(1, text rows, features)`. `negative_1TJ` is the embedding of the empty
+    prompt, or None. With this embedding, `guidance` is the factor of classifier-free guidance. Without it, `guidance`
+    is an input of the model. If `predict` is given, it is called in place of `model`, with the keyword arguments of
+    `Flux2.enter`.
     """
     for name, pixels in (("width", width), ("height", height)):
         if pixels < PIXELS or pixels % PIXELS:
@@ -62,12 +64,14 @@ def velocity_function(
     guidance: float,
     predict: Predict | None = None,
 ) -> Velocity:
-    """Return a function `velocity(x_1Chw, sigma)` that runs `model` on one prompt. `x_1Chw` is a noisy latent,
-    `(1, channels, height, width)`. `sigma` is its noise level, from 0 (clean) to 1 (noise). The velocity is float32 and
-    has the shape of `x_1Chw`. `size` is the latent's `(height, width)`. `text_1TJ` is the embedding of the prompt,
-    `(1, text rows, features)`. `negative_1TJ` is the embedding of the empty prompt. If it is given, `guidance` is the
-    factor of classifier-free guidance. If it is None, `guidance` is an input of the model. If `predict` is given, it is
-    called in place of `model`, with the keyword arguments of `Flux2.enter`.
+    """Return a function `velocity(x_1Chw, sigma)` that runs `model` on one prompt. `x_1Chw` is a noisy latent, `(1,
+    channels, height, width)`. `sigma` is the noise level of the latent, from 0 (clean) to 1 (noise). The velocity is a
+    float32 array of the same shape as the latent. `size` is the latent's `(height, width)`.
+
+    `text_1TJ` is the embedding of the prompt, `(1, text rows, features)`. `negative_1TJ` is the embedding of the empty
+    prompt, or None. With this embedding, `guidance` is the factor of classifier-free guidance. Without it, `guidance`
+    is an input of the model. If `predict` is given, it is called in place of `model`, with the keyword arguments of
+    `Flux2.enter`.
     """
     ids_L4 = image_ids(*size)
     run = predict or model

@@ -78,11 +78,11 @@ class Flux2:
     @staticmethod
     def block(kind: str) -> Callable[..., mx.array]:
         """Return the function that computes a block of this `kind`, "double" or "single". Call it as
-        `function(weights, h_BSD, shared, linear)`. It returns the output of the block, in the shape of `h_BSD`.
-        `weights` is the attribute `weights` of the block. `h_BSD` is the output of the previous block,
-        `(batch, rows, hidden)`. Text rows come first, then image rows. `enter` returns `h_BSD` for the first block, and
-        `shared` for all blocks. `linear` is optional.
+        `function(weights, h_BSD, shared, linear)`. It returns the output of the block, in the shape of `h_BSD`. `h_BSD`
+        is the output of the previous block, `(batch, text rows then image rows, hidden)`. `weights` is the attribute
+        `weights` of the block.
 
+        For the first block, `enter` returns `h_BSD`. It also returns `shared`, which is the same for all blocks.
         `linear(name, weight, x)` computes one Linear of the block. The default is `plain_linear`. Pass another function
         to apply an adapter.
         """
@@ -97,12 +97,14 @@ class Flux2:
         timesteps_B: mx.array,
         guidance_B: mx.array | None = None,
     ) -> tuple[mx.array, Shared]:
-        """Return the input of the first block and a dict of arrays for all blocks: (h_BSD, shared). h_BSD is (batch, text rows
-        then image rows, hidden). x_BLC is the noisy latents, (batch, image tokens, channels). x_ids_L4 is the positions of the
-        image tokens, (tokens, 4). ctx_BTJ is the text embeddings, (batch, text rows, features). ctx_ids_T4 is the positions of
-        the text rows, (text rows, 4). timesteps_B is the noise level of each sample, from 0 (clean) to 1 (noise). guidance_B is
-        the guidance of each sample, such as 4.0. Models without a guidance input ignore it. Raises ValueError if a model with a
-        guidance input gets None.
+        """Return `(h_BSD, shared)`: the input of the first block, and a dict of arrays for all blocks. `h_BSD` is
+        (batch, text rows then image rows, hidden). `x_BLC` is the noisy latents, (batch, image tokens, channels).
+        `ctx_BTJ` is the text embeddings, (batch, text rows, features). Raises ValueError if a model with a guidance
+        input gets no guidance.
+
+        `x_ids_L4` is the positions of the image tokens, (image tokens, 4). `ctx_ids_T4` is the positions of the text
+        rows, (text rows, 4). `timesteps_B` is the noise level of each sample, from 0 (clean) to 1 (noise). `guidance_B`
+        is the guidance of each sample, such as 4.0. Models without a guidance input ignore `guidance_B`.
         """
         temb_BD = self._embed("timestep", timesteps_B)
         if self.config.guidance_embeds:
@@ -141,12 +143,14 @@ class Flux2:
         linear_for: Callable[[str], Linear] | None = None,
     ) -> mx.array:
         """Return the predicted velocity (noise minus clean latent), `(batch, image tokens, channels)`. `x_BLC` is the
-        noisy latents, `(batch, image tokens, channels)`. `x_ids_L4` is the positions of the image tokens,
-        `(image tokens, 4)`. `ctx_BTJ` is the text embeddings, `(batch, text rows, features)`. `ctx_ids_T4` is the
-        positions of the text rows, `(text rows, 4)`. `timesteps_B` is the noise level of each sample, from 0 (clean) to
-        1 (noise). `guidance_B` is the guidance of each sample. Models without a guidance input ignore it. Raises
-        ValueError if a model with a guidance input gets None. `linear_for` runs the model with an adapter. It takes a
-        block's name and returns the `linear(name, weight, x)` of that block. None means no adapter.
+        noisy latents, in the same shape. `ctx_BTJ` is the text embeddings, `(batch, text rows, features)`.
+        `timesteps_B` is the noise level of each sample, from 0 (clean) to 1 (noise). Raises ValueError if a model with
+        a guidance input gets no guidance.
+
+        `x_ids_L4` is the positions of the image tokens, `(image tokens, 4)`. `ctx_ids_T4` is the positions of the text
+        rows, `(text rows, 4)`. `guidance_B` is the guidance of each sample. Models without a guidance input ignore it.
+        To run the model with an adapter, pass `linear_for`. It takes a block's name and returns the function
+        `linear(name, weight, x)` of that block.
         """
         h_BSD, shared = self.enter(x_BLC, x_ids_L4, ctx_BTJ, ctx_ids_T4, timesteps_B, guidance_B)
         for block in self.blocks:

@@ -97,12 +97,15 @@ class T5:
         return self._buckets[length]
 
     def block(self, kind: str) -> Callable[..., mx.array]:
-        """Return the function that computes blocks of this `kind`: "gated", "relu" or "head". Call it as
-        `function(weights, h_TD, shared, linear)`. `weights` is the attribute `weights` of the `Block`. `h_TD` is the
-        output of the previous block, (tokens of all parts, width). For the first block, `enter` returns it. `shared` is
-        the second result of `enter`. `linear(name, weight, x)` computes one Linear layer. Without it, `x @ weight.T` is
-        used. "gated" and "relu" return an array of the shape of `h_TD`. "head" returns token vectors that are not
-        normalised, (tokens of all parts, width of a token vector).
+        """Return the function that computes blocks of one kind. `kind` is "gated", "relu" or "head". Call the function
+        as `function(weights, h_TD, shared, linear)`. `weights` is the attribute `weights` of the `Block`. `h_TD` is the
+        output of the previous block, `(tokens, width)`. For the first block, `enter` returns `h_TD`. `enter` also
+        returns `shared`.
+
+        `h_TD` holds the tokens of all arrays that were passed to `enter`. `linear(name, weight, x)` computes one Linear
+        layer. By default, it computes `x @ weight.T`. The kinds "gated" and "relu" return an array of the shape of
+        `h_TD`. The kind "head" returns the token vectors, `(tokens, width of a token vector)`. They are not normalised
+        yet.
         """
         eps, heads = self.config.layer_norm_epsilon, self.config.num_heads
         if kind == "head":
@@ -134,8 +137,12 @@ class T5:
     def __call__(
         self, ids: Sequence[mx.array], real: Sequence[mx.array], linear_for: Callable[[str], Linear] | None = None
     ) -> list[mx.array]:
-        """Return the token vectors of every part, as `leave` does. `ids` and `real` are the arguments of `enter`. `linear_for`
-        runs the encoder with an adapter: it takes a block's name and returns the `linear` of that block.
+        """Return the vectors of all tokens: one float32 array `(texts, tokens, width)` per array of `ids`. `ids` lists
+        int32 arrays of token ids, `(texts, tokens)`. `real` lists boolean arrays of the same shapes, False for padding.
+        Vectors of real tokens have length 1. Vectors of padding are zero.
+
+        `linear_for` is for an encoder with an adapter. `linear_for(block name)` returns the function `linear(name,
+        weight, x)` that computes the Linears of this block. `name` is the Linear's name within the block.
         """
         h_TD, shared = self.enter(ids, real)
         for block in self.blocks:

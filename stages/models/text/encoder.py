@@ -58,11 +58,13 @@ class TextEncoder:
         arrange: Callable[[str, mx.array], Any] | None = None,
         by_layer: bool = False,
     ) -> None:
-        """Load the text encoder and its tokenizer. `weights` is the folder or file of the weights. `tokenizer` is the
-        tokenizer's folder. `family` is the record of the model family. `precision` is the dtype to compute in,
-        "bfloat16" or "float32". `arrange(name, weight)` may pack (quantise) a weight of a layer. With `by_layer`, no
-        weight stays in memory: every call of `encode` reads the layers one after another. Raises ValueError if files
-        are missing, damaged or of another model. Raises it too if the tokenizer does not belong to the weights.
+        """Load the text encoder from `weights`, a folder or a file, and its tokenizer from the folder `tokenizer`.
+        `family` is the record of the model family. `precision` is the dtype to compute in, "bfloat16" or "float32".
+        Raises ValueError if files are missing, damaged or of another model, or if the tokenizer does not belong to the
+        weights.
+
+        `arrange(name, weight)` may pack (quantise) a weight of a layer. With `by_layer`, no weight stays in memory:
+        every call of `encode` reads the layers one after another.
         """
         self.prompts = PromptTokenizer(tokenizer, family)
         self.layers = family.text_layers
@@ -138,8 +140,12 @@ class TextEncoder:
 
 
 def rows(prompt: TokenizedPrompt) -> tuple[mx.array, mx.array]:
-    """Return the token ids that the decoder reads, (1, tokens), and a boolean array of the same shape, False for padding. Of
-    padding at the start only one row is read: nothing attends to it and it attends to nothing, so all its rows are equal.
+    """Return `(ids, real)` for one prompt, as the decoder reads it. `ids` holds the token ids, shape (1, tokens).
+    `real` is a boolean array of the same shape, False for padding. Of several padding tokens at the start, only the
+    last is kept.
+
+    The hidden states of all padding tokens at the start are equal, so one of them is enough. No real token attends to
+    them, and they attend to no real token.
     """
     start = max(prompt.first - 1, 0)
     place_T = mx.arange(start, prompt.ids.size)

@@ -35,8 +35,10 @@ class Mistral3Config(DecoderConfig):
 
     @staticmethod
     def weight_name(key: str) -> str | None:
-        """Return the name of a weight of the text part without its prefix, in any of the three spellings. `key` is the name in
-        the file. Return None for a weight of the vision tower.
+        """Return the name of a weight of the text part without the prefix of its file. `key` is the name in the file.
+        For example, "language_model.model.norm.weight" and "model.norm.weight" give "norm.weight". Names of the output
+        head begin with "lm_head.". A name without a known prefix is returned unchanged. Return None for a weight of the
+        vision tower or its projector.
         """
         if key.startswith(VISION):
             return None

@@ -141,10 +141,11 @@ def finish_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 def mark_duplicates(rows: list[Row], units: dict[str, Row]) -> list[Row]:
     """Return copies of `rows` in the same order, with duplicate groups and duplicates marked. `rows` are rows of the
-    table `pairs`. Two pairs belong to the same group if their queries have the same words, or if their bodies have the
-    same text apart from whitespace. Pairs that are linked through other pairs belong to the same group too. In each
-    group, the first pair that no rule has rejected is used, and the others are rejected as duplicates. `units` maps
-    unit_ids to rows of the table `units`.
+    table `pairs`. `units` maps unit_ids to rows of the table `units`. In each group of duplicates, the first pair that
+    no other rule has rejected is used. The others get "duplicate" in the column `rejected`.
+
+    Two pairs belong to the same group if their queries have the same words, or if their bodies have the same text apart
+    from whitespace. Pairs that are linked through other pairs belong to the same group too.
     """
     keys = [(("query", *texts.words(row["query"])), ("body", *units[row["unit_id"]]["body"].split())) for row in rows]
     taken: set[int] = set()

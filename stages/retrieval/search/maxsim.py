@@ -42,7 +42,7 @@ class TokenMatrix:
 
     @property
     def width(self) -> int:
-        """The width of a vector."""
+        """The number of values in the vector of a token, as an int. All vectors of the matrix have this width."""
         return int(self.vectors_TD.shape[1])
 
     def scores(self, queries: Sequence[np.ndarray]) -> np.ndarray:

@@ -58,8 +58,11 @@ class PartitionedIndex:
             raise ValueError(f"{folder} holds no vector index ({type(error).__name__}); delete it and run make index") from None
 
     def scores(self, queries: list[np.ndarray]) -> np.ndarray:
-        """Return the score of every document for every query, float32, (queries, documents). Each query is an array (tokens,
-        width). Documents that are not found have the lowest score of those that are.
+        """Return the score of every document for every query, as a float32 array (queries, documents). Each query is an
+        array of token vectors (tokens, width). The index finds only the best documents of a query. Each document that
+        the index does not find gets the lowest score of the found documents.
+
+        If the index finds no document, all scores of the query are 0.
         """
         found = np.empty((len(queries), self.count), np.float32)
         for row, query in zip(found, queries, strict=True):

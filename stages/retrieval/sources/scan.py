@@ -41,10 +41,12 @@ def _walk(
     root: Root, folder: str, fixed: GitIgnoreSpec, layers: list[Layer], seen: set[tuple[int, int]]
 ) -> Iterator[tuple[str, os.stat_result]]:
     """Yield `(name, status)` of every file in a folder and its subfolders. `name` is the file's path relative to the
-    root. `folder` is the folder's path relative to the root: "" for the root itself, else with a final slash. `fixed`
-    holds patterns of files to leave out everywhere. `layers` holds the rules of the .gitignore files in the folders
-    above. `seen` is the set of `(device, inode)` of the folders visited so far. It prevents endless loops through
-    links. Raises ValueError if a folder cannot be read.
+    root, and `status` is the result of `stat`. `folder` is the folder's path relative to the root: "" for the root
+    itself, else with a final slash. Raises ValueError if a folder cannot be read.
+
+    `fixed` holds patterns of files to leave out everywhere. `layers` holds the rules of the .gitignore files in the
+    folders above. `seen` is the set of `(device, inode)` of the folders visited so far. It prevents endless loops
+    through links. Hidden files are left out.
     """
     place = root.path / folder
     try:
@@ -84,9 +86,10 @@ def _ignored(name: str, layers: list[Layer]) -> bool:
 
 def _below(name: str, prefix: str) -> str:
     """Return a file's path relative to the folder of a .gitignore file. `name` is the file's path relative to the root
-    folder of a search. `prefix` says where the .gitignore file lies. If it lies in or below the root, `prefix` is its
-    folder relative to the root, with a final slash.
+    folder of a search. `prefix` says where the .gitignore file lies. For the prefix "a/" and the name "a/b.py", the
+    result is "b.py". For the prefix "../src/", the result is "src/a/b.py".
 
+    If the .gitignore file lies in or below the root, `prefix` is its folder relative to the root, with a final slash.
     If it lies above the root, `prefix` is "../", then the path from its folder to the root, with a final slash.
     """
     return f"{prefix.removeprefix('../')}{name}" if prefix.startswith("../") else name.removeprefix(prefix)

@@ -102,9 +102,10 @@ def _own_first(document_NKE: mx.array, pairs: int) -> mx.array:
 def training_loss(kind: str, mean: bool, symmetric: bool, top_k: int, with_margin: bool) -> Callable[..., dict[str, mx.array]]:
     """Return the loss function for the given settings of [train.loss]. The function returns a dict of arrays with one
     value per query: "loss", and statistics such as "rank". `kind` is "info_nce" (documents are scored by MaxSim) or
-    "xtr". If `mean` is True, MaxSim is the mean over the query tokens, otherwise the sum. If `symmetric` is True,
-    documents are also compared with all queries. `top_k` is the number of tokens that a query token retrieves with
     "xtr". If `with_margin` is True, a margin loss is added.
+
+    If `mean` is True, MaxSim is the mean over the query tokens, otherwise the sum. If `symmetric` is True, documents
+    are also compared with all queries. `top_k` is the number of tokens that a query token retrieves with "xtr".
 
     The function takes the query and document vectors, the masks of `_arrays`, and the scalars `temperature`, `margin`
     and `margin_weight`. Equal arguments return the same function object, so that it is compiled only once.
@@ -133,11 +134,13 @@ def training_loss(kind: str, mean: bool, symmetric: bool, top_k: int, with_margi
 
 
 def ranking_loss(vectors: Vectors, query_real: mx.array, document_real: mx.array, same: mx.array) -> dict[str, mx.array]:
-    """Return the validation loss and statistics of each query, as a dict from name to array. "loss" is 1 minus the
-    reciprocal rank of the query's own document. Documents are ranked by MaxSim: the mean over query tokens of the
-    largest similarity. `vectors` is a list: query vectors `(queries, tokens, width)`, then document vectors
-    `(documents, tokens, width)`. `query_real` and `document_real` are False for padding. `same`, of shape
-    `(queries, documents)`, is True if the document is left out of the query's ranking.
+    """Return the validation loss ("loss") and statistics of each query, as a dict from name to array. `vectors` is a
+    list: query vectors `(queries, tokens, width)`, then document vectors `(documents, tokens, width)`. `query_real` and
+    `document_real` are False for padding. `same`, of shape `(queries, documents)`, is True if the document is left out
+    of the query's ranking.
+
+    The loss is 1 minus the reciprocal rank of the query's own document. Documents are ranked by MaxSim: the mean over
+    query tokens of the largest similarity. The statistics are those of `late_interaction.in_batch_rows`.
     """
     scores_BN = late.maxsim(vectors[0], query_real, _own_first(vectors[1], len(vectors[0])), document_real)
     rows = late.in_batch_rows(scores_BN, same)

@@ -58,8 +58,9 @@ class PairBatch:
 
 
 class PairReader:
-    """Read batches of token ids from the table `tokens` into host memory. `read(step, samples)` returns one
-    `PairBatch`. `prefetch(samples)` starts reading from disk ahead of it.
+    """Read batches of token ids from the table `tokens` into host memory. `read(step, samples)` returns the token ids
+    of some samples as one `PairBatch`. `prefetch(samples)` starts loading the token ids of these samples from disk, so
+    that a later `read` need not wait.
     """
 
     def __init__(self, ctx: StageContext, data: Dataset, negatives: int) -> None:

@@ -99,8 +99,9 @@ def _first_line(node: Function | ast.ClassDef) -> int:
 
 
 def _signature(node: Function | ast.ClassDef, lines: list[str]) -> tuple[str, int]:
-    """Return the signature of a function or class on one line, and the index of the character after its name. `lines`
-    are the lines of the file.
+    """Return `(signature, end)` of a function or class. `signature` is its first lines, up to the body, joined into one
+    line. An example is "def f(x: int) -> str:". `end` is the index in `signature` of the character after the name.
+    `node` is the syntax node. `lines` are the lines of the file.
     """
     first = node.body[0]
     last = max(node.lineno, _first_line(first) - 1 if isinstance(first, (Function, ast.ClassDef)) else first.lineno - 1)

@@ -72,8 +72,9 @@ def _used(ctx: StageContext) -> list[Row]:
 
 
 def parse_units(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Parse the source files that still lack rows, and yield their rows of the table `units` as record batches. Each
-    row is a unit: a function, a method, a class or a window of lines. One batch holds all missing units of its files.
+    """Parse the source files that still lack rows of the table `units`, and yield the missing rows as record batches.
+    Each row is a unit: a function, a method, a class or a window of lines. A batch has the missing rows of at most
+    [units] `batch_size` files. If the user asks to stop, end early.
     """
     pending = set(ctx.pending["unit_id"].to_pylist())
     paths = set(ctx.pending["path"].to_pylist())

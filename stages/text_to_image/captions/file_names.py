@@ -27,9 +27,12 @@ class FileNames:
         self._names = {PurePosixPath(path).name: path for path in inside if names[PurePosixPath(path).name] == 1}
 
     def find(self, name: str) -> str | None:
-        """Return the path of the image that `name` names, in Unicode form NFC, or None. `name` is relative to the folder of
-        the file of captions, may lack the suffix, and has forward slashes. An absolute name outside the image folder was
-        written on another machine: only its last part counts, if it names one image.
+        """Return the path of the image that `name` names, relative to the image folder and in Unicode form NFC. Return
+        None if no image fits, or if several do. `name` is a path with forward slashes. A relative path starts at the
+        folder of the file of captions. `name` may lack the suffix of the image.
+
+        An absolute path may come from another machine. If it lies outside the image folder, only its file name with
+        suffix counts. The image must then lie in or below the folder of the file of captions.
         """
         given = normalise(name)
         if posixpath.isabs(given) or given[1:3] == ":/":

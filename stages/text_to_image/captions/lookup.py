@@ -55,11 +55,13 @@ def from_file_name(path: str) -> list[Caption]:
 
 
 def _sidecars(folder: Path, config: CaptionsConfig, project: Path) -> Lookup:
-    """Return a function that reads the captions of an image from its sidecar (a text file). The function takes the
-    image's path relative to `folder`, the image folder, and returns a list of captions. For "a.png", it reads "a.png.txt".
-    If this file is missing or blank, it reads "a.txt". The suffixes of `config.extension` are tried in order, first
-    beside the image and then in folders of captions (see `caption_places`). A sidecar that is created after this call may
-    not be found, because a folder is listed only once.
+    """Return a function that reads the captions of an image from its sidecar: a text file such as "a.png.txt" or
+    "a.txt" for "a.png". The function takes the image's path relative to `folder`, the image folder. It returns a list
+    of captions, which is empty without a sidecar. A relative path in `config.folder` starts at `project`.
+
+    For each place and each suffix of `config.extensions`, "a.png.txt" comes before "a.txt". The first sidecar that is
+    not blank is used. The places are the folder `config.folder` if it is set, otherwise those of `caption_places`. A
+    sidecar that is created after this call may not be found, because a folder is listed only once.
     """
     separate = _separate(folder, config.folder, project)
 
@@ -95,8 +97,9 @@ def caption_places(path: str, folder: str) -> list[str]:
 
 
 def _separate(folder: Path, setting: str, project: Path) -> str:
-    """Return the path of the separate folder of sidecars that the user set, relative to the image folder `folder`, or ""
-    if `setting` is "". Raises ValueError if it does not exist.
+    """Return the user's folder of caption files as a path relative to `folder`, the image folder. `setting` is the
+    value of `captions.folder`: a path, absolute or relative to `project`. If `setting` is "", the result is "". Raises
+    ValueError if the folder of caption files does not exist.
     """
     if not setting:
         return ""

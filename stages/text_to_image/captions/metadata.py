@@ -148,9 +148,11 @@ def _check_columns(columns: list[str], where: str, delimiter: str) -> None:
 
 
 def _parse(where: str, row: Row, file_columns: tuple[str, ...], column: str) -> tuple[str, list[str]]:
-    """Return the image's file name and the list of captions of one row. `where` says where the row is from, for errors.
-    `file_columns` are the columns that may name the image, the preferred one first. `column` is the column of captions,
-    or "" for the usual ones. The list may be empty. Raises ValueError if the row lacks one of the two.
+    """Return the image's file name and the list of captions of one row. `file_columns` are the columns that may name
+    the image, the preferred one first. `column` is the column of captions, or "" for the usual ones. `where` says where
+    the row is from, for errors. Raises ValueError if the file name or the column of captions is missing.
+
+    A ValueError is also raised if a caption is no text. Blank captions are left out, so the list may be empty.
     """
     columns = f"{', '.join(map(str, row)):.300}"
     named = next((name for name in file_columns if name in row), file_columns[0])

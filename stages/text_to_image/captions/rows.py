@@ -56,10 +56,13 @@ def caption_rows(
 def _find_captions(
     subjects: Mapping[str, Subject], every_path: list[str], folder: Path, config: CaptionsConfig, project: Path
 ) -> tuple[dict[str, list[Caption]], list[str]]:
-    """Return a dict from image_id to the captions of every usable image, and a list of notes for the user. The template
-    is not applied to the captions. `subjects` maps an image_id to the facts about a usable image. The first of its paths
-    with a caption gives the captions. `every_path` lists the paths of all images, also of rejected ones. `folder` is the
-    image folder. An image without captions has an empty list, or raises ValueError if `config.missing` is "error".
+    """Return the captions of every usable image, and a list of notes for the user. The captions are a dict from
+    image_id to a list, before the template is applied. `subjects` maps an image_id to the facts about a usable image.
+    `folder` is the image folder. Raises ValueError if an image has no caption and `config.missing` is "error".
+
+    An image may have several paths, its duplicates. The first path with a caption gives the captions. If no path has
+    one, the caption is the subject in the folder's name, if there is any. Otherwise the list is empty. `every_path`
+    lists the paths of all images, also of rejected ones. A relative path in `config.folder` starts at `project`.
     """
     sources, notes = make_lookups(folder, every_path, config, project)
     found = {

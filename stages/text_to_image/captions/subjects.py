@@ -36,8 +36,9 @@ class Subject:
         return [Caption(self.concept, "folder", self.folder)] if self.concept else []
 
     def fill(self, config: CaptionsConfig, caption: Caption) -> Filled:
-        """Make the training text of one caption of the image. A trigger of the image's folder is put before the template
-        if the template has no {trigger}.
+        """Make the training text of one caption of this image from the template `config.template`, and return it as a
+        `Filled`. If the image's folder has a trigger setting and the template has no {trigger}, "{trigger}, " is put
+        before the template. If this trigger setting is "", the template is used without {trigger}.
         """
         template = config.template
         if self.own_trigger and not self.trigger:

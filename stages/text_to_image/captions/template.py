@@ -14,8 +14,9 @@ CLASS_ONLY = "a regularisation image has no trigger"
 
 @dataclass(frozen=True)
 class Filled:
-    """A training text. `template` is the template that it was made with, or None if there is none. `reason` says why this
-    is not the template of the settings; None if it is.
+    """A training text and the template that made it. `text` is the training text. `template` is the template that was
+    used, or None if none was used. `reason` says why the trigger was handled in a special way, such as "the caption has
+    the trigger". If the template of the settings was filled in as usual, `reason` is None.
     """
 
     text: str
@@ -42,9 +43,9 @@ def fill(template: str, caption: str, trigger: str, class_only: bool = False, cl
 
 
 def without_trigger(template: str) -> str:
-    """Return `template` without its part that has {trigger}. Parts are separated by commas. If the part with the caption
-    goes too, or there is none, the result is "{caption}". For example, "{trigger}, {caption}, film grain" gives "{caption},
-    film grain".
+    """Return `template` without the part that has {trigger}. Parts are separated by commas. For example, "{trigger},
+    {caption}, film grain" gives "{caption}, film grain". If {caption} is missing from the remaining parts, the result
+    is "{caption}".
     """
     kept = ", ".join(part.strip() for part in template.split(",") if "{trigger}" not in part)
     return kept if "{caption}" in kept else "{caption}"

@@ -25,8 +25,8 @@ Row = dict[str, Any]
 
 
 def wanted_embeddings(ctx: StageContext) -> pa.Table:
-    """Return a table with one row per distinct text of the table `captions`. Its only column is `caption_id`, the
-    sha256 of the text, by which it is sorted.
+    """Return a table with one row per distinct text of the table `captions`. The only column is `caption_id`, the
+    sha256 of the text. The rows are sorted by `caption_id`.
     """
     ids = pc.unique(ctx.rows(CAPTIONS)["caption_id"])
     return pa.table({"caption_id": ids.take(pc.sort_indices(ids))})

@@ -9,11 +9,12 @@ Row = dict[str, Any]
 
 
 def mark_duplicates(rows: Iterable[Row]) -> list[Row]:
-    """Return rows of the table `images` with duplicates marked, in the order given. Duplicates are rows with the same
-    `image_id` (sha256 of the file). The one whose path sorts first is usable; an image to train on comes before a
-    regularisation image. The others get "duplicate" in the column
-    `rejected`. Their column `detail` gets the path of the usable file. Rows that are rejected for another reason are
-    returned unchanged.
+    """Return rows of the table `images` with duplicates marked, in the given order. Rows with the same `image_id`
+    (sha256 of the file) are duplicates. One row of each group stays usable. The other rows get "duplicate" in the
+    column `rejected` and the path of the usable file in the column `detail`.
+
+    The usable row is the one with the first path in sorted order. Images to train on come before regularisation images.
+    Rows that are rejected for another reason are returned unchanged.
     """
     rows = list(rows)
     first: dict[str, str] = {}

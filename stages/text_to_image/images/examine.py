@@ -26,17 +26,20 @@ UNKNOWN = {"image_id": "", "format": "", "mode": "", "width": 0, "height": 0, "f
 
 
 def may_be_image(path: str) -> bool:
-    """Return True if the name of a file does not exclude that it is an image. `path` is its path or name."""
+    """Return True if a file may be an image, judged by its name alone. `path` is its path or name. This is so if the
+    suffix is that of a known image format, or if there is no suffix.
+    """
     suffix = Path(path).suffix.lower()
     return not suffix or suffix in IMAGE_SUFFIXES
 
 
 def examine(folder: Path, file: Row, *, min_side: int, max_pixels: int, max_bytes: int) -> Row:
     """Decode one file and return its complete row of the table `images`. `folder` is the image folder. `file` is a dict
-    of `path` (relative to `folder`), `bytes`, `mtime_ns`, `inode` and the columns that its folder decides. An image is
-    rejected if it is damaged, has a side below `min_side` pixels, or has more than `max_pixels` pixels. A file of more
-    than `max_bytes` bytes is rejected unread. This raises no error. The row has the reason in the columns `rejected` and
-    `detail`. Duplicates are not looked for.
+    of `path` (relative to `folder`), `bytes`, `mtime_ns`, `inode` and the columns that its folder decides. If the image
+    is rejected, the row has the reason in the columns `rejected` and `detail`. No error is raised.
+
+    An image is rejected if it is damaged, has a side below `min_side` pixels, or has more than `max_pixels` pixels. A
+    file of more than `max_bytes` bytes is rejected unread. Duplicates are not looked for.
     """
     row: Row = {**dict.fromkeys(IMAGES.batch.names), **file, **UNKNOWN}
     suffix = Path(row["path"]).suffix.lower()
@@ -60,10 +63,11 @@ def examine(folder: Path, file: Row, *, min_side: int, max_pixels: int, max_byte
 
 def _read(path: Path, max_pixels: int, max_bytes: int, row: Row) -> None:
     """Read the image file at `path` and add its facts to the dict `row`. The keys are `format`, `mode`, `width`,
-    `height`, `frames` and `image_id` (the file's sha256). Raises ImageError if the file cannot be read or decoded. Also
-    raises it if the file has more than `max_bytes` bytes or the image has more than `max_pixels` pixels. In that case,
-    `row` gets only `image_id`. If the file is empty or cannot be opened, or the error's reason is "unsupported" or
-    "too_large", it gets nothing.
+    `height`, `frames` and `image_id` (the file's sha256). Raises ImageError if the file cannot be read or decoded, has
+    more than `max_bytes` bytes, or has an image of more than `max_pixels` pixels.
+
+    If ImageError is raised, `row` gets only `image_id`. It gets nothing if the file is empty or cannot be opened, or if
+    the error's reason is "unsupported" or "too_large" (too many bytes).
 
     The file is opened once, so that all values describe the same bytes even if another file is renamed to this path.
     """

@@ -27,9 +27,10 @@ USE = "regularisation"
 
 
 def rules(paths: Iterable[str], folders: Sequence[Root], read_names: bool) -> dict[str, Row]:
-    """Return what its folder says about each image: path -> a dict with the columns `RULES` of the table `images`. `paths`
-    are relative to the image folder. `folders` are the folders that were searched. If `read_names` is False, the names
-    of folders mean nothing.
+    """Return the columns that an image's folder decides, such as `repeats` and `trigger`, for every image. The result
+    maps an image's path to a dict of the columns `RULES` of the table `images`. `paths` are relative to the image
+    folder. `folders` are the folders that were searched. If `read_names` is False, names such as "10_cat" set no
+    column.
     """
     paths = list(paths)
     names = {str(PurePosixPath(path).parent) for path in paths}
@@ -38,7 +39,10 @@ def rules(paths: Iterable[str], folders: Sequence[Root], read_names: bool) -> di
 
 
 def _rule(parent: PurePosixPath, folders: Sequence[Root], read_names: bool) -> Row:
-    """Return the columns `RULES` for the images in the folder `parent`. An entry [[images.folder]] comes before a name."""
+    """Return the columns `RULES` of the table `images` for all images in one folder, as a dict. `parent` is this
+    folder's path relative to the image folder. `folders` are the folders that were searched. If `read_names` is True,
+    names of folders such as "10_cat" set columns. Settings of an entry [[images.folder]] replace values from names.
+    """
     root = next(each for each in folders if parent.is_relative_to(each.path))
     found = dict(NOTHING)
     if read_names:
@@ -54,7 +58,12 @@ def _rule(parent: PurePosixPath, folders: Sequence[Root], read_names: bool) -> R
 
 
 def _named(above: tuple[str, ...], parts: tuple[str, ...]) -> Row:
-    """Return the columns that the folder names `parts` decide. `above` are the folders above them."""
+    """Return the columns that kohya's folder names set, as a dict. The name "10_cat" sets 10 repeats and the concept
+    "cat". A name such as "reg" marks regularisation images. `parts` are the names to read, the outermost folder first.
+    `above` are the names of the folders above, which are only used to form the column `folder`.
+
+    If two names set the same column, the inner one counts.
+    """
     found: Row = {}
     for number, part in enumerate(parts, 1):
         where = str(PurePosixPath(*above, *parts[:number]))

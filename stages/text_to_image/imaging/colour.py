@@ -60,8 +60,11 @@ def check_range(image: Image.Image) -> None:
 
 def _white(image: Image.Image) -> float:
     """Return the pixel value that stands for white in a grey image of 16 bits, 32 bits or floats. It is 65535 for
-    unsigned 16 bits. Otherwise it is the smallest usual white, such as 1 or 255 for floats, that fits the largest
-    value. Raises RangeError if no usual white fits the pixel values.
+    unsigned 16 bits. Otherwise, the pixel values decide between a few usual whites, such as 1, 255 and 65535 for
+    floats. Raises RangeError if the pixel values do not tell which white is meant.
+
+    Of the usual whites, the smallest is taken that is not below the largest pixel value. Floats may exceed white a
+    little.
     """
     if image.mode not in ("I", "F") or (image.mode == "I" and image.format == "PPM"):  # Pillow scales a PPM to 16 bits
         return 65535.0

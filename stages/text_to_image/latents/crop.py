@@ -63,9 +63,11 @@ def decode_ahead(jobs: list[ImageJob], background: str, workers: int) -> Iterato
 
 def decode_crops(job: ImageJob, background: str) -> list[Crop]:
     """Decode the image of a job and return its crops, one pair (pixels, mask) per row of `job.rows`. `pixels` is a
-    uint8 array `(height, width, 3)`. `mask` is None if the image has no mask. Otherwise it has one byte (0 to 255) per
-    16 x 16 pixels, row by row. Transparent pixels are blended with the colour `background`, such as "#ffffff". Raises
-    ImageError if the image or its mask cannot be used. Raises FileChanged if one of the files has changed.
+    uint8 array `(height, width, 3)`. `mask` is None if the image has no mask. Transparent pixels are blended with the
+    colour `background`, such as "#ffffff". Raises ImageError if the image or its mask cannot be used.
+
+    Also raises FileChanged if the image or mask file has changed. A mask has one byte (0 to 255) per 16 x 16 pixels,
+    row by row.
     """
     data = _read_unchanged(job.path, job.image_id)
     with ROOM.taken(pixel_count(io.BytesIO(data))):

@@ -58,8 +58,8 @@ def rejected_row(row: Row, reason: str) -> Row:
 
 
 def record_batch(rows: list[Row]) -> pa.RecordBatch:
-    """Return rows of the table `latents` as one record batch. `rows` must not be empty, and each row must have all
-    columns. Its value of "tensor" is a flat uint16 array.
+    """Return rows of the table `latents` as one record batch. `rows` must not be empty. Each row is a dict with all
+    columns of the table. The value under "tensor" must be a flat uint16 array.
     """
     schema = LATENTS.batch
     lengths = [len(row["tensor"]) for row in rows]

@@ -20,10 +20,11 @@ DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
 @dataclass(frozen=True)
 class LatentSampler:
     """Draw images with a diffusion transformer at fixed settings. The method `draw` returns the latent of one image.
-    `label` names the sampler in error messages, such as "step 500". `predict` is the forward pass of `model`, with its
-    adapter if there is one. It returns the velocity. `steps` is the number of denoising steps. `guidance` is the
-    guidance scale. `negative` is the embedding of the empty prompt, (1, text tokens, features). If it is None, each
-    step takes one forward pass instead of two.
+    `label` names the sampler in error messages, such as "step 500". `predict` computes the velocity with `model` and
+    its adapter, if there is one. `steps` is the number of denoising steps. `guidance` is the guidance scale.
+
+    `negative` is the embedding of the empty prompt, (1, text tokens, features). If `negative` is None, each step takes
+    one forward pass instead of two.
     """
 
     label: str
@@ -75,13 +76,15 @@ def load_sampler(
     guidance: float | None = None,
     live_bytes: int | None = None,
 ) -> LatentSampler:
-    """Return a sampler that draws images with a transformer and an adapter. `label` names the sampler in errors.
-    `transformer` is the path of the weights. `family` is the record of the model family. `read_negative` returns the
-    embedding of the empty prompt, (1, text tokens, features). It is only called if a denoising step takes two forward
-    passes. `adapters` has (file, strength) pairs; the changes of all files are added. `precision` is "bfloat16" or
-    "float32". `packed` says how weights are quantised; None leaves them as they are. `steps` is the number of denoising
-    steps, and `guidance` is the guidance scale. If they are None, the family's values are used. `live_bytes` is the
-    memory limit in bytes; None means no limit. Raises ValueError if an adapter does not fit the transformer.
+    """Load a transformer with adapters, and return a sampler that draws images. `transformer` is the path of its
+    weights. `adapters` has (file, strength) pairs; the changes of all files are added. `label` names the sampler in
+    errors. `read_negative()` returns the embedding of the empty prompt, (1, text tokens, features). Raises ValueError
+    if an adapter does not fit the transformer.
+
+    `family` is the record of the model family. `read_negative` is only called if a denoising step takes two forward
+    passes. `precision` is "bfloat16" or "float32". `packed` says how weights are quantised; None leaves them as they
+    are. `steps` is the number of denoising steps, and `guidance` is the guidance scale. If they are None, the family's
+    values are used. `live_bytes` is the memory limit in bytes; None means no limit.
     """
     architecture = family.architecture
     pack = packing(architecture, packed) if packed else None

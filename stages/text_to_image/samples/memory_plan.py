@@ -109,8 +109,9 @@ def forecast(outlook: Outlook) -> Forecast:
 
 
 def remedy(config: SamplesConfig, outlook: Outlook) -> str:
-    """Return settings of the section [samples] with which the stage fits into the memory budget. The result is text
-    such as "[samples] base_bits = 4". It is "" if no settings fit. `outlook.budget` is the budget in bytes.
+    """Return settings of the section [samples] with which the stage `samples` fits into the memory budget. The result
+    is text such as "[samples] base_bits = 4". It is "" if no settings fit. `config` holds the present settings, and
+    `outlook.budget` is the budget in bytes. Smaller images are only proposed if fewer bits do not suffice.
     """
     fewer = [bits for bits in BITS if bits < (config.base_bits or 16)]
     for bits in fewer:

@@ -13,11 +13,13 @@ ARRAYS = ("mean", "scale", "weight", "text")
 
 @dataclass(frozen=True)
 class AgreementMap:
-    """A linear map from the features of an image to the sentence embedding of its caption. It is fitted by ridge
-    regression. `mean` and `scale` have shape `(features,)`. They normalise the features by `(feature - mean) / scale`.
-    `weight` is the matrix of the map, shape `(features, embedding)`. `text` is the mean sentence embedding, shape
-    `(embedding,)`. Sentence embeddings are compared after `text` is subtracted. `images_sha256` and `texts_sha256`
-    identify the weights of the image encoder and the text encoder. The map is valid only for these encoders.
+    """A linear map from the features of an image to the sentence embedding of its caption, fitted by ridge regression.
+    A prediction is `((features - mean) / scale) @ weight`. It is compared with a sentence embedding from which `text`,
+    the mean sentence embedding, is subtracted. The map is valid only for the encoders with which it was fitted.
+
+    `mean` and `scale` have the shape `(features,)`, `weight` has the shape `(features, embedding)`, and `text` has the
+    shape `(embedding,)`. `images_sha256` and `texts_sha256` identify the weights of the image encoder and the text
+    encoder.
     """
 
     mean: np.ndarray

@@ -25,11 +25,12 @@ class Reference:
 
 
 def read_references(folder: Path) -> list[Reference]:
-    """Return the pictures in `folder` and its subfolders, sorted by path. If there is no such folder, the list is
-    empty. Of files with equal content, only the first is returned. The caption of a picture is taken from
-    `metadata.jsonl` in `folder`. If that file has no caption for it, a text file of the same name is read, such as
-    `a.txt` for `a.png`. Without both, the caption is empty. Raises ValueError if `metadata.jsonl` is malformed or names
-    a missing picture.
+    """Return the pictures in `folder` and its subfolders as a list of `Reference`, sorted by path. The list is empty if
+    there is no such folder. Of files with equal content, only the first is returned. Raises ValueError if
+    `metadata.jsonl` is malformed or names a missing picture.
+
+    The caption of a picture is read from `metadata.jsonl` in `folder`. Otherwise it is read from the text file of the
+    same name, such as `a.txt` for `a.png`. Without both, the caption is empty.
     """
     captions = _read_metadata(folder / METADATA)
     found: dict[str, Reference] = {}

@@ -92,7 +92,10 @@ class Scorer:
     def score(self, row: Row) -> Row:
         """Score one picture and return its complete row of the table `scores`. `row` holds the columns `picture_id`,
         `kind`, `adapter_id`, `step`, `prompt`, `seed` and `path`. The scores `style`, `real`, `agreement` and
-        `agreement_rank` are added, and `texts`, the number of texts. A score that cannot be computed is None.
+        `agreement_rank` are added. A score that cannot be computed is None.
+
+        The column `texts` is added too. It holds the number of texts among which `agreement_rank` ranks the picture's
+        own text.
         """
         folder = self._references if row["kind"] == "real" else self.ctx.files(SAMPLES)
         feature_D = self.encoder.encode_file(folder / row["path"])

@@ -29,10 +29,12 @@ WANTED = ("picture_id", "kind", "adapter_id", "step", "prompt", "seed", "path")
 
 @dataclass(frozen=True)
 class ScoresConfig:
-    """The settings [scores] of project.toml: the inputs that previews are compared with. `references` is a folder of
-    real pictures of the style. `map` is a safetensors file with the agreement map, a linear map from image features to
-    sentence embeddings. If a setting is empty, the scores that need it are None. The content of these files is part of
-    the recipe, which names the folder of the table `scores`. Their paths are not part of it.
+    """The settings [scores] of project.toml: the files that previews are compared with. `references` is a folder of
+    real pictures of the style. If it is empty, the score `real` is None. `map` is a safetensors file with the agreement
+    map, a linear map from image features to sentence embeddings. If it is empty, the scores of agreement are None.
+
+    If the content of these files changes, the scores are computed anew in another table folder. Another path to the
+    same content changes nothing.
     """
 
     references: str = selects(

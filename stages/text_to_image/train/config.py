@@ -15,10 +15,13 @@ from stages.tuner.diffusion.weighting import WeightName
 @dataclass(frozen=True)
 class NoiseConfig:
     """The settings [train.noise]: the distribution of the noise levels in training. A noise level (sigma) is a number
-    from 0 (clean) to 1 (pure noise). Levels are drawn from the distribution `base` and then shifted towards 1. `mean`
-    and `std` belong to the base "logit_normal". `scale` belongs to the base "mode". With the shift "resolution", larger
-    images get a larger shift. `shift_factor` is the strength of the shift "static". `strata` is the number of
-    successive steps that together cover the levels evenly.
+    from 0 (clean) to 1 (pure noise). A level is drawn from the distribution `base`, and then `shift` moves it. `strata`
+    is the number of successive steps that together cover the levels evenly. Raises ValueError if a setting is out of
+    range.
+
+    `mean` and `std` belong to the base "logit_normal". `scale` belongs to the base "mode"; with another base, it raises
+    ValueError. With the shift "resolution", larger images get levels nearer to 1. `shift_factor` is the strength of the
+    shift "static".
     """
 
     base: Base = setting(  # noqa: RUF009

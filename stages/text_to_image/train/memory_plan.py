@@ -81,9 +81,11 @@ class BatchShape:
 
 
 def largest_batch(sampler: TrainingSampler, pixels_per_token: int, ranks: int = 1) -> BatchShape:
-    """Return the batch with the most tokens that can occur in any epoch of a run. Its `held` is the largest batch of held-out
-    images. `pixels_per_token` is the side of an image token in pixels. With several `ranks` (processes), the result is
-    the largest share of one of them.
+    """Return the batch with the most tokens that can occur in any epoch of a run. `sampler` draws the batches of the
+    run. `pixels_per_token` is the side of an image token in pixels. With several `ranks` (processes), a batch has only
+    the samples that one rank computes.
+
+    The field `held` of the result is the largest batch of held-out images. This batch is not divided among the ranks.
     """
     text_rows, order = max(sampler.data.text_rows.values()), sampler.order
     shapes = {crop.grid: (crop.width, crop.height) for crop in sampler.data.crops}
@@ -163,11 +165,12 @@ class MemoryEstimator:
         return {"scores": min(whole, attention.CHUNK_BYTES), "saved_scores": 0 if chunked else whole}
 
     def best(self, batch: BatchShape, limit: int, begun: Plan | None = None) -> Candidate:
-        """Choose how to compute the largest batch of a run, `batch`, with at most `limit` bytes. The result says how
-        many samples are computed at once (`samples`) and how many blocks keep their activations (`plan`). Values that
-        [train] fixes are kept. For the others, the fastest ones that fit are chosen. `begun` is the plan of a resumed
-        run, or None. It is kept if it fits and [train] `memory` is "auto". If nothing fits, the result needs more than
-        `limit` bytes.
+        """Choose how to compute `batch`, the largest batch of a run, with at most `limit` bytes. The result says how
+        many samples are computed at once (`samples`), and how many blocks keep their activations (`plan`). If nothing
+        fits, the result needs more than `limit` bytes.
+
+        Values that [train] fixes are kept. For the others, the fastest ones that fit are chosen. `begun` is the plan of
+        a resumed run, or None. It is kept if it fits and [train] `memory` is "auto".
         """
         return best_candidate(self.config, batch.samples, lambda samples: self.estimate(batch, samples), limit, begun)
 

@@ -26,9 +26,9 @@ from stages.tuner.step import TrainingStep, choose_targets, starting_adapter
 
 
 def profile_settings(method: Any = "adamw", **others: Any) -> TrainConfig:
-    """Return [train] settings for measuring the time and memory of training. `method` is the optimizer, a value of
-    [train.optimizer] `kind`. The learning rate is the usual one of this optimizer. The precision is "float32" on a CPU
-    and "bfloat16" elsewhere. `others` are further [train] settings by name. They take precedence.
+    """Return [train] settings for measuring the time and memory of training. `method` is the kind of the optimizer,
+    such as "adamw". The learning rate is the usual one of this optimizer. The precision is "float32" on a CPU and
+    "bfloat16" elsewhere. Further keyword arguments are [train] settings. They replace the settings above.
     """
     precision = "bfloat16" if compiles() else "float32"
     usual: Any = {"optimizer": OptimizerConfig(kind=method), "lr": make_optimizer(method).usual_lr, "precision": precision}
@@ -69,8 +69,9 @@ def random_batch(family: Family, batch: BatchShape) -> MicroBatch:
     draw = np.random.default_rng(0)
 
     def words(*shape: int) -> np.ndarray:
-        """Return random bfloat16 values as a uint16 array of their bits, (samples of `batch`, *shape). `shape` is the
-        shape of one sample. The values are drawn from the standard normal distribution and truncated to bfloat16.
+        """Return random bfloat16 values as a uint16 array of their bits. The array holds all samples of the
+        micro-batch, `(samples, *shape)`. `shape` is the shape of one sample. The values are drawn from the standard
+        normal distribution and truncated to bfloat16.
         """
         values = draw.standard_normal((batch.samples, *shape), dtype=np.float32)
         return (values.view(np.uint32) >> 16).astype(np.uint16)

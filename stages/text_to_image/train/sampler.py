@@ -16,10 +16,12 @@ from stages.tuner.order import Order
 @dataclass(frozen=True)
 class Sample:
     """One sample of a training step, before its data are read from disk. `number` is its index in the step, from 0.
-    `crop` is the latent to read. `caption_id` is the caption to read. `dropped` is True if the image's own caption was
-    left out at random; `caption_id` is then the empty caption or the trigger word alone. `sigma` is the noise level,
-    from 0 (clean) to 1 (noise). `class_id` is the class caption to read, or "" for none. A class caption has the class
-    word in place of the trigger word.
+    `crop` is the latent to read. `caption_id` is the caption to read. `sigma` is the noise level, from 0 (clean) to 1
+    (noise).
+
+    `epoch` is the epoch of the sample's batch, from 0. `dropped` is True if the image's own caption was left out at
+    random; `caption_id` is then the empty caption or the trigger word alone. `class_id` is the class caption to read,
+    or "" for none. A class caption has the class word in place of the trigger word.
     """
 
     number: int  # 0-based place in the step

@@ -22,9 +22,10 @@ LEAST, MOST = 1e-3, 1e3  # of a rate in a setting: an epoch is a list in memory,
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The settings [train.data]. `resolutions` and `repeats` set how often crops are drawn, by resolution and by
-    folder. `regularisation` sets how often images of the class are drawn. `dropped` is what replaces a dropped caption:
-    "empty" or "trigger".
+    """The settings [train.data]: how often images are drawn. `resolutions` maps a resolution to a relative frequency.
+    `repeats` maps a folder to occurrences per epoch. `regularisation` is the number of draws of regularisation images
+    (images of the class, from the folder reg) per draw of another image. `dropped` is what replaces a dropped caption:
+    "empty", or "trigger" for the trigger word.
     """
 
     resolutions: Mapping[str, float] | None = setting(
@@ -118,9 +119,10 @@ def rates(config: DataConfig, crops: Sequence[tuple[int, str]]) -> list[float]:
 
 
 def _weights(config: DataConfig, present: Iterable[int]) -> dict[int, float]:
-    """Return a dict from each resolution in `present` to its relative frequency. The frequencies come from the setting
-    [train.data] `resolutions`, divided by the largest. Without this setting, all are 1. Raises ValueError if the
-    setting does not name exactly the resolutions in `present`.
+    """Return how often a crop of each resolution in `present` is drawn, as a dict from resolution to relative
+    frequency. The most frequent resolution has 1. The frequencies come from the setting [train.data] `resolutions`. If
+    the setting is None, every frequency is 1. Raises ValueError if the setting does not name exactly the resolutions in
+    `present`.
     """
     resolutions = sorted(present)
     if config.resolutions is None:

@@ -124,9 +124,9 @@ class ImageTask:
         return line
 
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
-        """Choose and return the memory plan of the run. The plan sets how many samples are computed at once, and how
-        many blocks are computed twice. `start` is the checkpoint to continue from, or None. If `recorded` is True, the
-        setting [train] `memory` counts as "auto". Raises ValueError if no allowed plan fits into memory.
+        """Choose and return the memory plan of the run: how many samples are computed at once, and how many blocks keep
+        their activations. `start` is the checkpoint to continue from, or None. If `recorded` is True, the setting
+        [train] `memory` is replaced by "auto". Raises ValueError if no allowed plan fits into memory.
 
         With "auto", the plan stored in `start` is kept if it fits into memory. Otherwise the fastest plan that fits is
         chosen.

@@ -24,8 +24,10 @@ NEGLIGIBLE = 1e-6  # singular values below this share of a Linear's largest are 
 
 @dataclass(frozen=True)
 class Cut:
-    """A LoRA of limited rank that approximates another change. `arrays` maps "<linear><suffix>" to float32 arrays. Its
-    scales are all 1. `errors` maps each Linear to (squared norm of what was cut off, squared norm of the whole change).
+    """A LoRA of limited rank that approximates a given change of weights. `arrays` maps "<linear><suffix>", such as
+    "proj_out.lora_A.weight", to a float32 array. `errors` maps each Linear to (lost, whole), two squared Frobenius
+    norms. `whole` is the norm of the given change. `lost` is the norm of the part that the LoRA leaves out. All scales
+    are 1.
     """
 
     arrays: Arrays
@@ -33,13 +35,14 @@ class Cut:
 
     @property
     def scales(self) -> Scales:
-        """The factor of each Linear's change: 1."""
+        """The scale of each Linear's LoRA, as a dict from the Linear's name to 1.0."""
         return dict.fromkeys(self.errors, 1.0)
 
     @property
     def error(self) -> float:
-        """The relative error of the whole adapter: the Frobenius norm of what was cut off over that of the whole
-        change.
+        """The relative error of the whole adapter, from 0 to 1. It is the ratio of two Frobenius norms over all
+        Linears. The first is the norm of the part of the change that the LoRA leaves out. The second is the norm of the
+        whole change. If nothing changed, the error is 0.
         """
         lost, whole = (sum(pair[side] for pair in self.errors.values()) for side in (0, 1))
         return math.sqrt(lost / whole) if whole else 0.0
@@ -51,7 +54,9 @@ class Cut:
         return max(relative.items(), key=lambda item: item[1])
 
     def __or__(self, other: Cut) -> Cut:
-        """Return a LoRA with the Linears of both."""
+        """Return a LoRA with the Linears of this LoRA and of `other`. If a Linear is in both, its arrays and errors are
+        those of `other`.
+        """
         return Cut(self.arrays | other.arrays, {**self.errors, **other.errors})
 
 
@@ -101,8 +106,9 @@ def resize(arrays: Mapping[str, mx.array], scales: Mapping[str, float], rank: in
 
 
 def extract(name: str, difference_OI: mx.array, rank: int) -> Cut:
-    """Return a LoRA of one Linear, of at most `rank`, that approximates a change of its weight. `difference_OI` is the
-    tuned weight less the base's. The result is empty if nothing changed.
+    """Return a LoRA that approximates the change of one weight matrix. `name` is the name of the Linear.
+    `difference_OI` is the changed matrix minus the original one, `(outputs, inputs)`. The LoRA has at most the rank
+    `rank`. If all differences are 0, the result has no arrays.
     """
     change_OI = np.asarray(difference_OI.astype(mx.float32), dtype=np.float64)
     whole = float((change_OI**2).sum())
@@ -114,8 +120,9 @@ def extract(name: str, difference_OI: mx.array, rank: int) -> Cut:
 
 
 def _largest(matrix_OI: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the singular vectors and values (left, values, right) of at most `rank` largest values that are not
-    rounding.
+    """Return the largest singular values of a matrix with their vectors, as (left, values, right). At most `rank`
+    values are returned, the largest first. Values so small that they are only rounding errors are left out. For R
+    values, `left` has the shape `(outputs, R)` and `right` has the shape `(R, inputs)`.
 
     The eigenvectors of the smaller Gram matrix take a fraction of the time of a whole decomposition.
     """
@@ -130,7 +137,10 @@ def _largest(matrix_OI: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, 
 
 
 def _pair(name: str, left_OR: np.ndarray, values_R: np.ndarray, right_RI: np.ndarray) -> Arrays:
-    """Return A and B of a Linear, with the roots of the singular values in both, so that both have values of one size."""
+    """Return the LoRA of the Linear `name` as a dict with its two arrays, A and B in float32. The product B A is
+    `left_OR diag(values_R) right_RI`, a singular value decomposition. Both A and B are multiplied by the square roots
+    of the singular values. A and B then have values of similar size.
+    """
     roots = np.sqrt(values_R)
     down, up = roots[:, None] * right_RI, left_OR * roots
     return {name + lora.A: mx.array(down.astype(np.float32)), name + lora.B: mx.array(up.astype(np.float32))}

@@ -131,11 +131,11 @@ def _check_array(target: Target, suffix: str, shape: tuple[int, ...]) -> None:
 def _resized(target: Target, arrays: Arrays, scale: float, fresh: Arrays) -> Arrays:
     """Return the arrays of one Linear's adapter, converted to the scale and rank of `target`. The adapter's change of
     the Linear stays the same. `arrays` maps suffixes, such as ".lora_A.weight", to the adapter's arrays. `scale` is the
-    factor of its change. `fresh` maps suffixes to the arrays of a new adapter for `target`. If its rank is larger, its
-    additional rows or columns are appended. The result maps suffixes to float32 arrays.
+    factor of the adapter's change. The result maps suffixes to float32 arrays.
 
-    To keep the change the same, the arrays in `lora.ZERO_AT_START`, such as B of a LoRA, are multiplied by `scale /
-    target.scale`.
+    `fresh` maps suffixes to the arrays of a new adapter for `target`. If the rank of the new adapter is larger, its
+    additional rows or columns are appended. To keep the change the same, the arrays in `lora.ZERO_AT_START`, such as B
+    of a LoRA, are multiplied by `scale / target.scale`.
     """
     resized = {}
     for suffix, value in arrays.items():

@@ -21,12 +21,12 @@ Pair = tuple[mx.array, mx.array]  # A (rank, inputs) and B (outputs, rank), in t
 
 
 def product(x: mx.array, weight: quantize.Weight, pair: Pair | None = None, scale: float = 1.0) -> mx.array:
-    """Compute a Linear with an optional low-rank change of its weight. The result is `x W^T + scale (x A^T) B^T`, or
-    `x W^T` if `pair` is None. `x` has the shape `(..., inputs)`, and the result has the shape `(..., outputs)`.
-    `weight` is the frozen `W`, with the shape `(outputs, inputs)`. It is an array, or a quantised weight packed in 8 or
-    4 bits. `pair` is `(A, B)`, two arrays in the dtype of `x`. `A` has the shape `(rank, inputs)`, and `B` has the
-    shape `(outputs, rank)`. `scale` multiplies the low-rank change. Gradients are computed for `x`, `A` and `B`, but
-    not for `W`.
+    """Compute a Linear with an optional low-rank change of its weight. Return `x W^T + scale (x A^T) B^T`, of shape
+    `(..., outputs)`. `x` has the shape `(..., inputs)`. `weight` is the frozen `W`. `pair` is `(A, B)`. If `pair` is
+    None, the result is `x W^T`. Gradients are computed for `x`, `A` and `B`, but not for `W`.
+
+    `weight` is an array of shape `(outputs, inputs)`, or a quantised weight packed in 8 or 4 bits. `A` has the shape
+    `(rank, inputs)`, and `B` has the shape `(outputs, rank)`. Both have the dtype of `x`.
     """
     chunks = quantize.row_chunks(weight, x.size // x.shape[-1])
 

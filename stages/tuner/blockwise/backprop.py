@@ -124,8 +124,10 @@ def main_losses(found: mx.array | Values) -> mx.array:
 
 
 def predict(chain: Chain, adapters: Arrays, scales: Mapping[str, float], inputs: Mapping[str, Any]) -> Tree:
-    """Return the prediction of `chain` with an adapter, without a gradient. The arguments are those of `loss_and_grads`. The
-    function does not wait for the device: the prediction may still be in computation.
+    """Return the prediction of `chain` with an adapter, without a gradient. `adapters` maps names such as
+    "<block>.<linear>.lora_A.weight" to arrays. `scales` maps "<block>.<linear>" to the factor of the adapter's change.
+    `inputs` are the keyword arguments of `chain.enter`. The function does not wait for the device: the prediction may
+    still be in computation.
     """
     blocks = BlockwiseBackprop(chain, adapters, scales)
     h, shared = chain.enter(**inputs)

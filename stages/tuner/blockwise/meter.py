@@ -35,8 +35,9 @@ class Meter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the code inside a `with` statement as one phase called `name`, and append a row. This resets MLX's own peak.
-        `Meter.peak` is the largest peak of all phases.
+        """Return a context manager that measures the memory of the code inside its `with` block. At the end of the
+        block, one dict is appended to `Meter.rows`. `name` is the name of the phase in this dict. At the start of the
+        block, MLX's own peak is reset. The peak over all phases is `Meter.peak`.
         """
         mx.reset_peak_memory()
         before = mx.get_active_memory()

@@ -56,9 +56,9 @@ class Estimate:
         return self.held + int(max(backward, self.optimizer_work, self.validation))
 
     def _kept_activations(self, plan: Plan) -> float:
-        """Return the memory for block inputs, kept activations and gradients, in bytes. These change during the
-        backward pass. The result is their largest sum. Memory for computing the current block is not counted. `plan`
-        says how many of the last blocks keep their activations: "whole" (all), "blocks" (one) or a number.
+        """Return the largest memory for block inputs, kept activations and gradients together during the backward pass,
+        in bytes. Memory for computing the current block is not counted. `plan` says how many of the last blocks keep
+        their activations: "whole" (all), "blocks" (one) or a number.
         """
         tail = kept_blocks(plan, self.blocks)
         head = self.blocks - tail

@@ -30,14 +30,17 @@ def loss_and_grads_in_parts(
     plan: Plan = "whole",
     ranks: Ranks | None = None,
 ) -> tuple[mx.array | Values, Arrays]:
-    """Compute the losses and gradients of a batch in parts, and return them as (losses, gradients). The gradients map
-    adapter names to arrays. `parts` holds the keyword arguments of `chain.enter` for each part. `join` combines the
-    predictions of all parts into one. The other arguments are those of `loss_and_grads`.
+    """Compute a batch in parts to save memory, and return (losses, gradients). `parts` holds the keyword arguments of
+    `chain.enter` for each part. `join` combines the predictions of all parts into one, and `loss` maps this to losses.
+    The gradients are those of the mean loss, by adapter name. With several `ranks` (processes), they are this rank's
+    share.
 
-    The result equals that of `loss_and_grads` for the whole batch, up to rounding.
+    `adapters` maps names such as "<block>.<linear>.lora_A.weight" to arrays. `scales` maps "<block>.<linear>" to the
+    factor of the adapter's change. `plan` says how many of the last blocks keep their activations. The result equals
+    that of `loss_and_grads` for the whole batch, up to rounding.
 
-    Only one part at a time has activations in memory. With several `ranks` (processes), each encodes its share of the
-    parts, and the gradients are this share's. Their sum over all ranks is the gradient of the batch.
+    Only one part at a time has activations in memory. With several `ranks`, each encodes its share of the parts. The
+    sum of the gradients over all ranks is the gradient of the batch.
     """
     ranks = ranks or Ranks()
     own = ranks.part(len(parts))
@@ -91,9 +94,9 @@ def _loss_and_pulls(predictions: list[Tree], join: Join, loss: Loss) -> tuple[mx
 
 
 def _inner_product(prediction: Tree, **pulls: mx.array) -> mx.array:
-    """Return the inner product of the arrays in `prediction` and the constant arrays `pulls`, as an array of shape
-    `(1,)`. Each keyword argument is "pull_" and the path of one array in `prediction`. The gradient with respect to
-    `prediction` equals the constant arrays.
+    """Return the inner product of the arrays in `prediction` and constant arrays of the same shapes, as an array of
+    shape `(1,)`. Its gradient with respect to `prediction` equals the constant arrays. Pass each constant array as a
+    keyword argument (`**pulls`). The name of the argument is "pull_" and the path of the array in `prediction`.
     """
     found = dict(tree_flatten(prediction))
     return mx.stack([(value.astype(mx.float32) * pulls[f"pull_{name}"]).sum() for name, value in found.items()]).sum()[None]

@@ -64,12 +64,11 @@ def xtr_scores(
 ) -> mx.array:
     """Return the XTR training score of every query with every document, shape `(B, N)`. `query_BQE` holds B queries of
     Q token vectors. `document_NKE` holds N documents of K token vectors. `query_real_BQ` and `document_real_NK` are
-    False for padding. Each query token retrieves the `k` most similar document tokens of the batch. A query token
-    counts for a document if it retrieved a token of this document. It then gives its largest similarity with the
-    document. The score is the mean of these similarities, or 0 if there are none.
+    False for padding. Each query token retrieves the `k` most similar document tokens of the batch.
 
-    Ties with the last of the `k` tokens are retrieved too. The choice of the retrieved tokens is constant for the
-    gradient.
+    For one document, each query token that retrieved a token of this document gives its largest similarity with the
+    document. The score is the mean of these similarities, or 0 if there are none. Ties with the last of the `k` tokens
+    are retrieved too. The choice of the retrieved tokens is constant for the gradient.
     """
     similarity_BQNK = token_similarities(query_BQE, document_NKE, document_real_NK)
     B, Q, N, K = similarity_BQNK.shape
@@ -125,11 +124,13 @@ def margin_loss(scores_BN: mx.array, margin: mx.array, same_BN: mx.array) -> mx.
 
 
 def in_batch_rows(scores_BN: mx.array, same_BN: mx.array) -> dict[str, mx.array]:
-    """Return statistics of each query in a batch, as a dict of arrays `(B,)`. Document `b` is the positive of query
-    `b`. The others are negatives, except pairs that are True in `same_BN`. "rank" is the rank of the positive, counted
-    from 1; a tie counts against it. "score" is its score. "candidates" is the number of documents compared, including
-    the positive. "hardest_id" is the index of the negative with the highest score, or -1 if there is none.
-    "hardest_score" is the score of this negative, or NaN.
+    """Return statistics of each query in a batch, as a dict of arrays `(B,)`. `scores_BN` holds the score of each query
+    with each document. Document `b` is the positive of query `b`. The others are negatives, except pairs that are True
+    in `same_BN`.
+
+    "rank" is the rank of the positive, counted from 1; a tie counts against the positive. "score" is the score of the
+    positive. "candidates" is the number of documents compared, including the positive. "hardest_id" is the index of the
+    negative with the highest score, or -1 if there is none. "hardest_score" is the score of this negative, or NaN.
     """
     scores_BN = mx.stop_gradient(scores_BN)
     own_B = mx.diag(scores_BN[:, : len(scores_BN)])

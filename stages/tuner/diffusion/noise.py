@@ -39,13 +39,15 @@ MODE_SCALES = (-1.0, 2 / (math.pi - 2))  # the paper's bounds; outside them the 
 
 @dataclass(frozen=True)
 class SigmaDistribution:
-    """A distribution of noise levels, from 0 (clean image) to 1 (pure noise). A level is drawn from the distribution
-    `base` and then shifted towards more noise. `base` is "uniform", "logit_normal", "mode", "cosmap", "high_noise",
-    "low_noise" or "both_ends". `mean` and `std` are used only by "logit_normal". They are the mean and the standard
-    deviation of the level's logit. `scale` is used only by "mode". It is above -1 and below 1.75, and a larger value
-    draws more levels near 0.5. `shift` is "none", "static" or "resolution". With "static", `factor` is the strength of
-    the shift, and the strength 1 changes nothing. With "resolution", larger images get more noise. Raises
-    AssertionError if a value is out of range.
+    """A distribution of noise levels, from 0 (clean image) to 1 (pure noise). A level is first drawn from the
+    distribution `base`, and is then shifted towards more noise. `base` is "uniform", "logit_normal", "mode", "cosmap",
+    "high_noise", "low_noise" or "both_ends". `shift` is "none", "static" or "resolution". Raises AssertionError if a
+    value is out of range.
+
+    With the base "logit_normal", the logit of a level has the mean `mean` and the standard deviation `std`. With the
+    base "mode", a larger `scale` draws more levels near 0.5. `scale` must be above -1 and below 1.75. With the shift
+    "static", `factor` is the strength of the shift. The strength 1 changes nothing. With the shift "resolution", larger
+    images get more noise.
     """
 
     base: Base = "uniform"
@@ -112,9 +114,9 @@ class SigmaDistribution:
         return {"uniform": np.ones_like(s), "high_noise": high, "low_noise": low, "both_ends": (high + low) / 2}[self.base]
 
     def _inverse_mode(self, s: Floats) -> Floats:
-        """Return, for each noise level in `s`, the number `u` from which the base "mode" draws it. `s` is an array of
-        levels before the shift. The result is an array of the same shape, with values from 0 to 1. It is found by
-        bisection, because the inverse has no closed form.
+        """Invert the formula of the base "mode". The formula turns a uniform random number `u` into a noise level.
+        Return the number `u`, 0 to 1, for each level in `s`, as an array of the same shape. `s` holds levels before the
+        shift. `u` is found by bisection, because the inverse has no closed form.
         """
         low, high = np.zeros_like(s), np.ones_like(s)
         for _ in range(53):

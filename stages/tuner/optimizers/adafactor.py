@@ -88,10 +88,10 @@ class Adafactor:
         return new_params, new_state
 
     def _normalized(self, name: str, grad: mx.array, state: Arrays, old: mx.array, new: mx.array) -> tuple[mx.array, Arrays]:
-        """Normalise the gradient of the array `name` by its second moment. Return (normalised gradient, new second
-        moments). The moments are a dict with keys as in `state`, such as "<name>.row". `state` is the optimizer's state
-        before the step. `old` and `new` are the weights of the old moment and of the squared gradient in the new
-        moment.
+        """Divide a gradient by the root of its second moment. Return (normalised gradient, new second moments). `grad`
+        is the gradient of the array `name`. `state` is the optimizer's state before the step. A new moment is `old`
+        times the stored moment, plus `new` times the squared gradient. The moments are a dict with keys as in `state`,
+        such as "<name>.row".
         """
         square = mx.square(grad) + self.eps
         if grad.ndim < 2:

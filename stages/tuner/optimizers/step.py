@@ -47,9 +47,11 @@ class OptimizerStep:
         """Take one step and return `(new params, new state, norm, updated)`. `params` holds the adapter's arrays as
         stacks: arrays of equal shape joined into one. `grads` maps the names of the single arrays to gradients. `state`
         is the optimizer's state, a dict of arrays. `lr` is the learning rate. `losses_finite` is a boolean scalar: true
-        if all losses are finite. `reduce(gradients)` may combine the stacked gradients with those of other processes.
-        `norm` is the global norm of the gradients before clipping. `updated` is true if the
-        losses and `norm` are finite. If it is false, params and state keep their values.
+        if all losses are finite.
+
+        `reduce(gradients)` may combine the stacked gradients with those of other processes. `norm` is the global norm
+        of the gradients before clipping. `updated` is true if the losses and `norm` are finite. If `updated` is false,
+        params and state keep their values.
 
         The dicts `params.arrays`, `grads` and `state` must not be used after the call. Most of their entries are
         removed to save memory.
