@@ -38,7 +38,7 @@ PROMPTS = 4  # previews that the card names as examples
 def command(
     out: Path | None, which: str, step: int | None, dtype: str, licence: str | None, data_licence: str, project: Project
 ) -> None:
-    """Prepare a folder for the Hugging Face hub: the LoRA in diffusers' format, a model card with previews and
+    """Prepare a folder for the Hugging Face hub. It gets the LoRA in diffusers' format and a model card with previews and
     settings. OUT is a new folder; without OUT, it is made in exports/ of the project. Nothing is uploaded.
     """
 
