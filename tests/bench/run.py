@@ -103,18 +103,19 @@ def measure_encoder(case: Case) -> dict[str, Any]:
     if case.kind == "text_encoder":
         encoder: Any = Captions(record, dtype, case.bits)
         plan = estimate(EmbeddingsConfig(precision=case.dtype, bits=case.bits), record, None, False)  # type: ignore[arg-type]
-        held, work = plan.held, plan.work
+        peak, live = plan.peak, plan.live_bytes
     else:
         encodes = case.kind == "autoencoder"
         encoder = (Images if encodes else Latents)(record, (case.width, case.height), dtype)
         given = (None, record, case.height, case.width, dtype.size, encodes)
         held, work = record.architecture.autoencoder_bytes(*given)
+        peak, live = held + work, int(held + 1.5 * work)
     weights_gb = mx.get_active_memory() / 1e9
     mx.clear_cache()
     mx.reset_peak_memory()
-    with live_memory_limit(int(held + 1.5 * work) if case.memory_limited else None):
+    with live_memory_limit(live if case.memory_limited else None):
         times = time_steps(encoder.step, case.steps)
-    sizes = {"peak_gb": mx.get_peak_memory(), "cache_gb": mx.get_cache_memory(), "estimated_gb": held + work}
+    sizes = {"peak_gb": mx.get_peak_memory(), "cache_gb": mx.get_cache_memory(), "estimated_gb": peak}
     return times | {name: size / 1e9 for name, size in sizes.items()} | {"held_gb": weights_gb}
 
 

@@ -18,8 +18,10 @@ from stages.models.flux2.rows import strip_rows
 from stages.models.folders import component_config
 
 COLUMNS = 9.0  # on a CPU, a convolution copies each 3 x 3 neighbourhood of its input
-SCRATCH = 4.0  # elsewhere: bytes of scratch per byte of a convolution's input strip; a limit, not a measurement
-EXTRA = 4.0  # strips beside it: the input, its normalised form, the sum with the bias, and one more
+EXTRA = 4.0  # on a CPU, strips beside these copies: the input, its normalised form, the sum with the bias, and one more
+INPUTS = 3.0  # on a GPU, copies of the input strip: with the rows beside it, normalised, padded
+OUTPUTS = 2.0  # on a GPU, copies of the output strip: the convolution's result, its sum with another activation
+WINOGRAD = 64 / 36  # on Metal: bytes of scratch per byte of input and output; tiles of 8 x 8 values stand for 6 x 6
 
 
 def autoencoder_bytes(
@@ -97,5 +99,7 @@ def conv_work(H: int, W: int, inputs: int, outputs: int) -> float:
     `inputs` and `outputs` are numbers of channels.
     """
     strip = min(strip_rows(H, W, inputs, outputs), H) * W
-    copies = COLUMNS if mx.default_device() == mx.cpu else SCRATCH
-    return strip * (inputs * copies + EXTRA * max(inputs, outputs))
+    if mx.default_device() == mx.cpu:
+        return strip * (COLUMNS * inputs + EXTRA * max(inputs, outputs))
+    scratch = WINOGRAD if mx.metal.is_available() else 0.0
+    return strip * ((INPUTS + scratch) * inputs + (OUTPUTS + scratch) * outputs)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
 
 from stages.forecast import Forecast, Outlook
 from stages.models.family import Family
@@ -12,22 +15,23 @@ from stages.models.protocols import TextEncoder
 from stages.text_to_image.embeddings.config import EmbeddingsConfig
 from stages.tuner import quantize
 from stages.tuner.blockwise import planner
+from stages.tuner.blockwise.device import blocks_in_flight
 from stages.tuner.quantize import BITS
 
 ITEMSIZES = {"bfloat16": 2, "float32": 4}
-AHEAD = 0.5  # share of the working memory that work started ahead may use beyond the estimate
 
 
 @dataclass(frozen=True)
 class EncoderPlan:
     """A way of encoding texts, with the memory that it takes. `by_layer` is True if the layers are read from disk for
     every batch of texts. Otherwise all layers stay in memory. `held` is the memory in use all the time, in bytes.
-    `work` is the largest additional memory at any time, in bytes.
+    `work` is the largest additional memory at any time, in bytes. `layer_work` is the part of it that one layer takes.
     """
 
     by_layer: bool
     held: int
     work: int
+    layer_work: int
 
     @property
     def peak(self) -> int:
@@ -36,10 +40,11 @@ class EncoderPlan:
 
     @property
     def live_bytes(self) -> int:
-        """The memory use, in bytes, at which MLX must wait before it starts more work. It is larger than the estimated
-        peak.
+        """The memory use, in bytes, at which MLX must wait before it starts more work. If layers stay in memory, it is
+        below the estimated peak on a GPU, because the work that MLX has started comes on top.
         """
-        return self.peak + int(AHEAD * self.work)
+        ahead = self.by_layer or blocks_in_flight() == 1
+        return self.peak + (self.layer_work if ahead else -self.layer_work) // 2
 
     @property
     def words(self) -> str:
@@ -61,17 +66,29 @@ def estimate(config: EmbeddingsConfig, family: Family, weights: Path | None, by_
         layers.setdefault(name.split(".")[1] if name.startswith("layers.") else "", []).append((shape, config.bits))
     outside = planner.weight_bytes(((shape, 16) for shape, _ in layers.pop("")), item)
     per_layer = [planner.weight_bytes(layer, item) for layer in layers.values()]
-    tokens = family.text_tokens
-    scores = sizes.num_attention_heads * tokens * tokens * item
-    feed_forward = 4 * tokens * sizes.intermediate_size * item
+    first, tokens = next(iter(layers.values())), family.text_tokens
     states = (len(family.text_layers) + 2) * tokens * sizes.hidden_size * item
-    unpacked = sum(unpacked_layer(next(iter(layers.values())), item)) if config.bits < 16 else 0
-    work = states + max(2 * scores, feed_forward) + unpacked
+    layer = layer_values(sizes, tokens) * item + (sum(unpacked_layer(first, item)) if config.bits < 16 else 0)
     if not by_layer:
-        return EncoderPlan(False, outside + sum(per_layer), work)
+        return EncoderPlan(False, outside + sum(per_layer), states + blocks_in_flight() * layer, layer)
     texts = config.batch_size * 2 * tokens * sizes.hidden_size * item
-    reading = max(per_layer) + item * max(shape[0] * shape[-1] for shape, _ in next(iter(layers.values())))
-    return EncoderPlan(True, texts, max(outside, reading + work))
+    reading = max(per_layer) + item * max(shape[0] * shape[-1] for shape, _ in first)
+    return EncoderPlan(True, texts, max(outside, reading + states + layer), layer)
+
+
+def layer_values(sizes: Any, tokens: int) -> int:
+    """Return how many values the arrays of one decoder layer have, for one text of `tokens` tokens. `sizes` holds the
+    sizes of the decoder. Attention with a mask has scores and their softmax. A GPU holds all arrays of a layer until it
+    is done. A CPU frees each after its last use, and the result is the largest sum at any time.
+    """
+    scores = 2 * sizes.num_attention_heads * tokens * tokens
+    if mx.default_device() == mx.cpu:
+        return int(max(scores, 4 * tokens * sizes.intermediate_size))
+    hidden = 6 * sizes.hidden_size  # two norms, two outputs, two sums
+    queries = 6 * sizes.num_attention_heads * sizes.head_dim  # projected, normalised, rotated; the result, masked, copied
+    keys = 4 * sizes.num_key_value_heads * sizes.head_dim  # three of the keys, one of the values
+    feed_forward = 4 * sizes.intermediate_size  # gate, its activation, the other factor, the product
+    return int(tokens * (hidden + queries + keys + feed_forward) + scores)
 
 
 def unpacked_layer(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> list[int]:

@@ -14,10 +14,11 @@ from stages.models.family import Family
 from stages.text_to_image.packing import Packed, weight_bits
 from stages.text_to_image.samples.config import SamplesConfig
 from stages.tuner.blockwise import planner
+from stages.tuner.blockwise.device import blocks_in_flight
 from stages.tuner.quantize import BITS
 from stages.tuner.step import choose_targets
 
-AHEAD = 0.5  # share of the working memory that work started ahead may use beyond the estimate
+AHEAD = 1.5  # on a GPU, blocks whose working memory may be in use before MLX waits; the work that it has started comes on top
 LOWEST_SIDE = 256  # pixels: no smaller preview is advised
 PNG = 1.5  # bytes per pixel of a preview on disk, about
 
@@ -25,21 +26,21 @@ PNG = 1.5  # bytes per pixel of a preview on disk, about
 @dataclass(frozen=True)
 class DrawingMemory:
     """The estimated memory of drawing previews, in bytes. `held` is the memory of the weights and the adapter. It stays
-    in use all the time. `work` is the largest additional memory during the forward pass.
+    in use all the time. `block_work` is the largest additional memory while one block is computed.
     """
 
     held: int
-    work: int
+    block_work: int
 
     @property
     def peak(self) -> int:
-        """The estimated peak memory of drawing previews, in bytes."""
-        return self.held + self.work
+        """The estimated peak memory of drawing previews, in bytes. All blocks in flight are counted."""
+        return self.held + blocks_in_flight() * self.block_work
 
     @property
     def live_bytes(self) -> int:
         """A limit of memory in bytes. While this much or more is in use, MLX starts no further work."""
-        return self.peak + int(AHEAD * self.work)
+        return self.held + int((AHEAD if blocks_in_flight() > 1 else 0.5) * self.block_work)
 
 
 def drawing_memory(

@@ -24,6 +24,8 @@ BUFFER_VARIABLE = "MLX_MAX_MB_PER_BUFFER"  # MLX: MB that operations read before
 BUFFER_MB = "200"
 LARGE_BUFFERS = ((8, 0), (9, 0), (10, 0), (12, 0))  # CUDA compute capabilities for which MLX's own limit is 400 or 1000 MB
 
+IN_FLIGHT = 2  # blocks whose arrays a GPU holds at once: one is computed while the next is handed over
+
 dispatch: Callable[..., None] = mx.async_eval  # start computing these arrays without waiting; MLX leaves it untyped
 
 
@@ -93,6 +95,14 @@ def live_memory_limit(limit: int | None) -> Iterator[None]:
     finally:
         mx.set_memory_limit(before)
         mx.set_cache_limit(cache)
+
+
+def blocks_in_flight() -> int:
+    """Return how many blocks of a model hold their arrays at the same time, if each block is handed to the device while
+    the previous one is computed. A GPU frees arrays only when a batch of operations ends, so the result is 2 there. A
+    CPU frees each array after its last use, so the result is 1.
+    """
+    return 1 if mx.default_device() == mx.cpu else IN_FLIGHT
 
 
 def gathers_large_command_buffers() -> bool:

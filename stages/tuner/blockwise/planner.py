@@ -20,7 +20,7 @@ from stages.tuner.blockwise.backprop import Chain, Plan, Tree, kept_blocks
 from stages.tuner.quantize import CHUNK, GROUP, is_packable
 
 # Bytes per byte of a block's Linear inputs and outputs. Measured on a CPU, and on a GPU at full size (data/bench.jsonl).
-SAVED = {4: 1.3, 2: 1.65}  # kept for the gradient, by itemsize: in half precision some of it is float32
+SAVED = {4: 1.3, 2: 1.5}  # kept for the gradient, by itemsize: in half precision some of it is float32
 BLOCK_WORK = 2.0  # in use while a block is computed and differentiated
 FORWARD_WORK = 1.05  # in use while a block is computed without a gradient; also per byte of attention scores
 SCORES_WORK = 2.5  # in use while a block is differentiated, per byte of its attention scores

@@ -53,7 +53,7 @@ def test_the_estimate_of_drawing_is_near_its_measured_peak(bits: Any, side: int,
     text = mx.zeros((1, TINY.text_tokens, 256))
     negative = text if passes == 2 else None
     predict = model_forward(model, None)
-    predict.live_bytes = 1
+    predict.live_bytes = expected.live_bytes
     drawing = {"seed": 0, "steps": 2, "guidance": 3.0, "negative_1TJ": negative, "predict": predict}
     before = start()
     list(WIDE.architecture.draw(model, text, side, side, **drawing))

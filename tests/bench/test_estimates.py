@@ -1,0 +1,73 @@
+"""The estimates of memory beside the peaks that data/bench.jsonl holds, computed again from shapes for the same device."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from stages.text_to_image.embeddings import memory_plan as embeddings
+from stages.text_to_image.embeddings.config import EmbeddingsConfig
+from stages.text_to_image.families import family
+from stages.text_to_image.samples.config import SamplesConfig
+from stages.text_to_image.samples.memory_plan import drawing_memory
+from stages.text_to_image.train.memory_plan import BatchShape, MemoryEstimator
+from stages.text_to_image.train.profile import profile_settings
+from tests.bench.labels import configuration, name, size
+
+ROWS = [json.loads(line) for line in (Path(__file__).parents[2] / "data" / "bench.jsonl").read_text().splitlines()]
+CLOSE = 0.1  # share of the measured peak
+STAGES = ("draw", "autoencoder", "decode", "text_encoder")
+
+
+def as_the_stage_runs(row: dict) -> bool:
+    """Whether a row was measured with the limits on memory and on command buffers that the stages set, on one GPU."""
+    usual = row.get("buffer_mb") == ("200" if row["kind"] in ("train", "draw") else "")
+    return row["backend"] == "mlx" and "error" not in row and row["memory_limited"] and usual and row.get("ranks", 1) == 1
+
+
+def words(row: dict) -> str:
+    return f"{row['family']} {row['kind']} {size(row)} {configuration(row) if row['kind'] == 'train' else name(row)}"
+
+
+MEASURED = {words(row): row for row in ROWS if row["kind"] in ("train", *STAGES) and as_the_stage_runs(row)}
+
+
+def estimate(row: dict) -> int:
+    """The estimated peak of the configuration of a row, in bytes."""
+    record, pixels = family(row["family"]), (row["width"], row["height"])
+    if row["kind"] == "draw":
+        return drawing_memory(record, None, SamplesConfig(base_bits=row["bits"]), row["dtype"], pixels, 1).peak
+    if row["kind"] == "text_encoder":
+        return embeddings.estimate(EmbeddingsConfig(precision=row["dtype"], bits=row["bits"]), record, None, False).peak
+    if row["kind"] != "train":
+        return sum(record.architecture.autoencoder_bytes(None, record, *pixels[::-1], 4, row["kind"] == "autoencoder"))
+    config = profile_settings(row["optimizer"], base_bits=row["bits"], rank=row["rank"])
+    shape = BatchShape(1, *pixels, record.text_tokens, record.architecture.pixels_per_token)
+    sizes = record.architecture.transformer_config(None, record)
+    plan = int(row["plan"]) if row["plan"].isdigit() else row["plan"]
+    return MemoryEstimator(config, record.architecture, sizes).estimate(shape, 1).peak(plan)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """The facts of a GPU with CUDA, on which shapes are traced but nothing is computed."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("MLX_CUDA_USE_CUDNN_SDPA", "1")
+
+
+@pytest.mark.parametrize("which", MEASURED)
+def test_the_estimate_of_every_measured_configuration_is_within_a_tenth_of_its_peak(which, cuda, monkeypatch):
+    row = MEASURED[which]
+    if row["unfused"]:
+        monkeypatch.setenv("MLX_CUDA_USE_CUDNN_SDPA", "0")
+    assert estimate(row) / 1e9 == pytest.approx(row["peak_gb"], rel=CLOSE)
+
+
+def test_the_rows_cover_every_stage_at_several_sizes_families_and_bits():
+    rows = MEASURED.values()
+    assert len(rows) >= 12 and {row["family"] for row in rows} >= {"klein-base-4b", "klein-base-9b", "dev"}
+    assert {row["bits"] for row in rows} == {16, 8, 4}
+    assert min(Counter(row["kind"] for row in rows if row["kind"] in STAGES).values()) >= 2
