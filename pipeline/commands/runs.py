@@ -153,11 +153,11 @@ def runs_table(project: Project) -> pa.Table:
 
 
 def rows_of_runs(project: Project) -> dict[str, pa.Table]:
-    """Return Arrow tables with the rows of all training runs, as a dict from table name to table. A stage that trains
-    has the name "all_" and the stage's name, such as "all_train". Its first columns are `run` (the id of the run's
-    settings) and `run_name`. The tables of `rows_of_results` are included too.
+    """Return tables with the rows of all training runs, as a dict from table name to Arrow table. The rows of all runs of
+    the stage "train" are in the table "all_train". The columns `run` and `run_name` say which run a row belongs to.
+    `run` is the id of the run's settings. A run without a name has this id as `run_name`.
 
-    A run without a name has its id as `run_name`.
+    The tables of `rows_of_results`, such as previews, are included.
     """
     import pyarrow as pa
 

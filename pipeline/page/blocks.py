@@ -102,9 +102,9 @@ def training_page(project: Project) -> Page | None:
 
 
 def pages_of(project: Project) -> dict[str, Page]:
-    """Return the pages of `project` that consist of blocks, as a dict from page name to page. If the pipeline trains,
-    the dict has the page of `training_page` as "training". This page takes the place of the pipeline's own page
-    "training". Without such a page, it comes last.
+    """Return the pages of `project` that consist of blocks, as a dict from page name to page, in the order of the menu. If
+    the pipeline trains, the page "training" is the one that `training_page` makes. It replaces the pipeline's own page
+    of that name. If the pipeline has none, the page comes last.
     """
     found = {page.name: page for page in project.pipeline.pages}
     training = training_page(project)

@@ -119,9 +119,9 @@ def _apply(raw: dict[str, Any], overrides: Overrides) -> dict[str, str]:
 
 
 def _whole_name(raw: Mapping[str, Any], names: list[str]) -> str:
-    """Return a hint such as "; did you mean train.lr?" for an error message. The error is an override without a
-    section, such as "lr". `raw` is the parsed project file. `names` are the parts of the override's key between dots,
-    such as ["lr"]. Return "" if no section has such a setting.
+    """Return a hint for the error message about a setting whose section is missing. For "lr" it is
+    "; did you mean train.lr?". If no section has such a setting, it is "". `raw` is the parsed project file. `names` is
+    the setting's key, split at the dots.
     """
     try:
         pipeline = stages.pipeline(pipeline_name(raw))

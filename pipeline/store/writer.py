@@ -295,9 +295,10 @@ class Writer:
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
-        """Return a context manager that turns system errors in the `with` block, such as a full disk, into a
-        `DiskError`. A `DiskError` also sets `_failed`. If `_failed` is set, the writer does not commit its buffered
-        rows when an error ends its own `with` block.
+        """Return a context manager for work on the disk. A system error in its block, such as a full disk, is raised as a
+        `DiskError` with one line for the user. The flag `_failed` is then set.
+
+        A writer whose flag is set commits no buffered rows when it is closed.
         """
 
         def saved() -> str:

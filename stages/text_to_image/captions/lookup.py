@@ -82,9 +82,12 @@ def _sidecars(folder: Path, config: CaptionsConfig, project: Path) -> Lookup:
 
 
 def caption_places(path: str, folder: str) -> list[str]:
-    """Return the places at which the sidecar of the image at `path` may lie, the preferred one first, with the image's own
-    suffix. `path` is relative to the image folder, whose name is `folder`. For example, "a/images/cat.png" gives itself,
-    "a/images/captions/cat.png", "a/captions/cat.png", "a/captions/images/cat.png" and "captions/a/images/cat.png".
+    """Return the paths at which the caption file of an image may lie, the preferred path first. A path still has the suffix
+    of the image, in place of ".txt". `path` is the image's path relative to the image folder. `folder` is the name of
+    the image folder.
+
+    "a/images/cat.png" gives the place beside the image, "a/images/cat.png", then "a/images/captions/cat.png",
+    "a/captions/cat.png", "a/captions/images/cat.png" and "captions/a/images/cat.png".
     """
     image = PurePosixPath(path)
     places = [path]

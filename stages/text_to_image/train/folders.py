@@ -13,9 +13,9 @@ Row = Mapping[str, Any]
 
 
 def folder_rates(base: Sequence[float], images: Sequence[Row], regularisation: float) -> list[float]:
-    """Return the average number of occurrences per epoch of each crop. `base` holds the occurrences that the settings
-    [train.data] ask for, one per crop. `images` holds the row of the table `images` of each crop. `regularisation` is the
-    number of draws of regularisation images per draw of another image.
+    """Return how often each crop is drawn per epoch, on average. `base` holds the numbers that the settings [train.data]
+    ask for, one per crop. `images` holds the row of the table `images` for each crop. `regularisation` is the number of
+    regularisation images that are drawn for each image of the subject.
 
     An image occurs as often as its folder's `repeats` says. Folders with a `weight` are drawn in proportion to their
     weights. An image of the folder that is drawn most rarely, for its number of images, occurs once per epoch.
