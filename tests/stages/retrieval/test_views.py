@@ -1,0 +1,77 @@
+"""The stored questions of the pipeline, asked about the rows of a real training run."""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import Project
+from tests.stages.retrieval.project import rows, run
+
+TRAINING = {
+    "train.steps": 6,
+    "train.lr": 0.02,
+    "train.batch_size": 4,
+    "train.validation": {"every": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def trained(indexed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "project"
+    shutil.copytree(indexed, folder, symlinks=True)
+    run(folder, "negatives", "train", overrides=TRAINING)
+    return folder
+
+
+def panel(folder: Path, name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = Project(folder, TRAINING).panel(name).to_pylist()
+    return found
+
+
+def draws(folder: Path) -> list[dict[str, Any]]:
+    found = [row for row in rows(folder, "train", TRAINING) if row["split"] == "train"]
+    assert len(found) == 24
+    return found
+
+
+def test_pairs_that_never_reached_rank_1_are_named_with_their_best_rank(trained):
+    best: dict[str, int] = {}
+    for row in draws(trained):
+        best[row["pair_id"]] = min(row["rank"], best.get(row["pair_id"], row["rank"]))
+    expected = {pair: rank for pair, rank in best.items() if rank > 1}
+    assert {row["pair_id"]: row["best_rank"] for row in panel(trained, "never_first")} == expected
+    assert 0 < len(expected) < len(best)
+
+
+def test_the_mean_loss_of_a_package_is_that_of_its_draws(trained):
+    package = {row["pair_id"]: row["package"] for row in rows(trained, "pairs", TRAINING)}
+    losses = defaultdict(list)
+    for row in draws(trained):
+        losses[package[row["pair_id"]]].append(row["loss"])
+    found = panel(trained, "packages")
+    assert {row["package"]: row["draws"] for row in found} == {name: len(each) for name, each in losses.items()}
+    for row in found:
+        assert row["loss"] == pytest.approx(sum(losses[row["package"]]) / row["draws"], rel=1e-5)
+    assert [row["loss"] for row in found] == sorted((row["loss"] for row in found), reverse=True)
+
+
+def test_the_validation_panel_is_the_mean_reciprocal_rank_by_step(trained):
+    ranks = defaultdict(list)
+    for row in rows(trained, "train", TRAINING):
+        if row["split"] == "validation":
+            ranks[row["step"]].append(row["rank"])
+    found = panel(trained, "validation")
+    assert [row["step"] for row in found] == sorted(ranks) and len(found) >= 2
+    for row in found:
+        each = ranks[row["step"]]
+        assert row["mrr"] == pytest.approx(sum(1 / rank for rank in each) / len(each)) and row["pairs"] == len(each)
+
+
+def test_queries_that_lexical_search_wins_are_those_that_the_model_does_not_rank_first(trained):
+    found = panel(trained, "lexical_wins")
+    assert found and all(row["lexical"] == 1 < row["semantic"] for row in found)
