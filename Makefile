@@ -128,7 +128,7 @@ pairs: units
 tokens: pairs
 	@$(RUN) tokens
 
-negatives: pairs units
+negatives: pairs units tokens
 	@$(RUN) negatives
 
 # The encoder is tuned first if the project says how.

@@ -13,8 +13,8 @@ NEGATIVES = TableSchema(
         column("position", pa.int32(), "place among the negatives of the pair, from 0; the hardest first"),
         column("unit_id", pa.string(), "the negative, a key of the table units"),
         column("text_id", pa.string(), "the document of the negative, a key of the table tokens"),
-        column("score", pa.float32(), "score of the negative for the query: BM25"),
+        column("score", pa.float32(), "score of the negative for the query: BM25, or MaxSim of an encoder"),
         column("positive_score", pa.float32(), "score of the pair's own document for the query; 0 if search does not find it"),
-        column("source", pa.string(), "the search that found the negative: lexical"),
+        column("source", pa.string(), "the search that found the negative: lexical, or the setting negatives.encoder"),
     ),
 )

@@ -1,10 +1,15 @@
-"""The stage `negatives`: for every training query the documents that lexical search ranks high although they do not answer it."""
+"""The stage `negatives`: for every training query the documents that a search ranks high although they do not answer it.
+
+The search is full-text search, or MaxSim with the encoder before this training: the base, or an adapter of an earlier run.
+"""
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +19,17 @@ import pyarrow as pa
 
 from schemas.retrieval.negatives import NEGATIVES
 from schemas.retrieval.pairs import PAIRS
+from schemas.retrieval.tokens import TOKENS
 from schemas.retrieval.units import UNITS
+from stages.hashing import file_sha256
 from stages.retrieval.search import lexical
+from stages.retrieval.search.maxsim import TokenMatrix
+from stages.retrieval.texts import BASE
 from stages.settings import require, runtime, setting
 from stages.stage import Stage, StageContext
 
 Row = dict[str, Any]
+Search = Callable[[Row], np.ndarray]  # pair -> the score of every unit for its query, in the order of `_units`
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,11 @@ class NegativesConfig:
     wrong answer.
     """
 
+    encoder: str = setting(
+        "",
+        'what ranks the documents: empty for full-text search, "base" for the untuned encoder, or the adapter file of an earlier '
+        "run, relative to the project; an encoder reads every document again, which takes as long as the stage vectors",
+    )
     count: int = setting(4, "hard negatives per pair; fewer if search finds fewer; 0: none")
     skip: int = setting(0, "best documents that are passed over, since some of them may answer the query too")
     max_ratio: float = setting(
@@ -65,11 +80,27 @@ def wanted_negatives(ctx: StageContext) -> pa.Table:
 def snapshot(ctx: StageContext) -> pa.Table:
     """Return a table of everything that can change any row of this stage. It has the text columns `key` and `value`. There
     is one row per unit (a function, class or window of lines) and one per pair (a query and the unit that answers it).
-    The key is the id of the unit or pair. The value identifies its content.
+    The key is the id of the unit or pair. The value identifies its content. One more row identifies the adapter file of
+    the setting `encoder`, if it names one.
     """
     units = {unit_id: _digest(row["words"]) for unit_id, row in _units(ctx).items()}
     pairs = {row["pair_id"]: f"{row['unit_id']} {row['duplicate_group']} {_is_trained(row)}" for row in _pairs(ctx)}
-    return pa.table({"key": [*units, *pairs], "value": [*units.values(), *pairs.values()]})
+    file = _adapter(ctx)
+    adapter = {"adapter": file_sha256(file)} if file else {}
+    found = {**units, **pairs, **adapter}
+    return pa.table({"key": list(found), "value": list(found.values())})
+
+
+def _adapter(ctx: StageContext) -> Path | None:
+    """Return the adapter file that the setting [negatives] `encoder` names, or None if it names none. Raises ValueError if
+    there is no such file.
+    """
+    name = ctx.config.encoder
+    if name in ("", BASE):
+        return None
+    if not (file := ctx.root / name).is_file():
+        raise ValueError(f'negatives.encoder must be "", "base" or an adapter file, got {name}: there is no file {file}')
+    return Path(file)
 
 
 def _digest(text: str) -> str:
@@ -85,7 +116,9 @@ def _units(ctx: StageContext) -> dict[str, Row]:
 
 
 def _pairs(ctx: StageContext) -> list[Row]:
-    return list(ctx.rows(PAIRS).select(["pair_id", "unit_id", "query", "split", "rejected", "duplicate_group"]).to_pylist())
+    return list(
+        ctx.rows(PAIRS).select(["pair_id", "unit_id", "query", "query_id", "split", "rejected", "duplicate_group"]).to_pylist()
+    )
 
 
 def _is_trained(pair: Row) -> bool:
@@ -105,8 +138,8 @@ def _groups(ctx: StageContext) -> dict[str, set[str]]:
 
 def find_negatives(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     """Find hard negatives for the pending training pairs, and yield record batches of the table `negatives`. A hard
-    negative is a document that ranks high for a query but does not answer it. Documents are ranked by a word search. If
-    the user asks to stop, end early.
+    negative is a document that ranks high for a query but does not answer it. The setting [negatives] `encoder` says
+    which search ranks the documents. If the user asks to stop, end early.
     """
     pending = sorted(set(ctx.pending["pair_id"].to_pylist()))
     if not pending:
@@ -115,9 +148,7 @@ def find_negatives(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     pairs = {row["pair_id"]: row for row in _pairs(ctx)}
     ids = list(units)
     places = {unit_id: place for place, unit_id in enumerate(ids)}
-    with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
-        lexical.build(Path(folder), [row["words"] for row in units.values()])
-        index = lexical.LexicalIndex(Path(folder), len(units))
+    with _semantic(ctx, units) if ctx.config.encoder else _lexical(units) as search:
         for start in range(0, len(pending), ctx.config.batch_size):
             if ctx.stop():
                 return
@@ -125,9 +156,49 @@ def find_negatives(ctx: StageContext) -> Iterator[pa.RecordBatch]:
             rows = []
             for pair in (pairs[pair_id] for pair_id in some):
                 excluded = [places[unit_id] for unit_id in groups[pair["duplicate_group"]] if unit_id in places]
-                rows += _rows(pair, index.scores(pair["query"]), places, excluded, ids, units, ctx.config)
+                rows += _rows(pair, search(pair), places, excluded, ids, units, ctx.config)
             yield NEGATIVES.table(rows).combine_chunks().to_batches()[0]
             ctx.progress(start + len(some), len(pending), "queries")
+
+
+@contextmanager
+def _lexical(units: dict[str, Row]) -> Iterator[Search]:
+    """Return a context manager for full-text search over the words of `units`. Its value takes a row of the table `pairs`, and
+    returns the BM25 score of every unit, as an array (units,).
+    """
+    with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
+        lexical.build(Path(folder), [row["words"] for row in units.values()])
+        index = lexical.LexicalIndex(Path(folder), len(units))
+        yield lambda pair: index.scores(pair["query"])
+
+
+@contextmanager
+def _semantic(ctx: StageContext, units: dict[str, Row]) -> Iterator[Search]:
+    """Return a context manager for search with the encoder of the setting [negatives] `encoder`. All documents are encoded
+    first. The value takes a row of the table `pairs`, and returns the MaxSim score of every unit, as an array (units,).
+    """
+    import mlx.core as mx
+
+    from stages.retrieval.encoder import load_encoder
+
+    tokens = ctx.tensors(TOKENS)
+    held = [load_encoder(ctx.need("encoder"), None, ctx.need("family"), _adapter(ctx))]
+
+    def encode(text_id: str) -> np.ndarray:
+        return held[0].encode_ids([tokens.read(text_id)])[0]  # one at a time, so that no row depends on another
+
+    try:
+        documents = []
+        for number, row in enumerate(units.values(), 1):
+            documents.append(encode(row["text_id"]).astype(np.float16))
+            if number % 64 == 0:
+                ctx.progress(number, len(units), "documents encoded")
+        matrix = TokenMatrix(np.concatenate(documents), [len(each) for each in documents])
+        yield lambda pair: matrix.scores([encode(pair["query_id"])])[0]
+    finally:
+        held.clear()  # the search may outlive this, the weights may not
+        gc.collect()
+        mx.clear_cache()
 
 
 def _rows(
@@ -149,7 +220,7 @@ def _rows(
             "text_id": units[ids[place]]["text_id"],
             "score": float(scores[place]),
             "positive_score": own,
-            "source": "lexical",
+            "source": config.encoder or "lexical",
         }
         for position, place in enumerate(chosen)
     ]
@@ -175,9 +246,10 @@ def choose(scores: np.ndarray, own: float, excluded: list[int], config: Negative
 
 
 STAGE = Stage(
-    reads=(PAIRS, UNITS),
+    reads=(PAIRS, UNITS, TOKENS),
     writes=NEGATIVES,
     config=NegativesConfig,
+    needs=("family", "encoder"),
     wants=wanted_negatives,
     run=find_negatives,
     snapshot=snapshot,

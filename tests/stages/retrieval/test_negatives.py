@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import defaultdict
 
 import numpy as np
+import pytest
 
+from pipeline import Project
+from stages.retrieval.encoder import load_encoder
 from stages.retrieval.negatives import NegativesConfig, choose
 from tests.stages.retrieval.project import make, rows, run
 
@@ -20,7 +24,7 @@ def test_the_hardest_come_first_and_the_own_document_never():
 
 def test_every_training_pair_has_negatives_that_are_no_duplicates_of_its_document(tmp_path):
     folder = make(tmp_path / "project", '[pairs]\nsplit = "unit"\n[negatives]\ncount = 3\n', verbs=6, things=4)
-    run(folder, "sources", "units", "pairs", "negatives")
+    run(folder, "sources", "units", "pairs", "tokens", "negatives")
     pairs = {row["pair_id"]: row for row in rows(folder, "pairs")}
     found = defaultdict(list)
     for row in rows(folder, "negatives"):
@@ -36,18 +40,48 @@ def test_every_training_pair_has_negatives_that_are_no_duplicates_of_its_documen
 
 def test_another_document_makes_the_negatives_anew(tmp_path):
     folder = make(tmp_path / "project", '[pairs]\nsplit = "unit"\n', verbs=5, things=3)
-    run(folder, "sources", "units", "pairs", "negatives")
+    run(folder, "sources", "units", "pairs", "tokens", "negatives")
     before = rows(folder, "negatives")
     file = folder / "code" / "new.py"
     file.write_text((folder / "code" / "flat" / "words.py").read_text().replace("values", "items"))
-    run(folder, "sources", "units", "pairs", "negatives")
+    run(folder, "sources", "units", "pairs", "tokens", "negatives")
     assert rows(folder, "negatives") != before
     file.unlink()
-    run(folder, "sources", "units", "pairs", "negatives")
+    run(folder, "sources", "units", "pairs", "tokens", "negatives")
     assert rows(folder, "negatives") == before
 
 
 def test_no_negatives_are_wanted_with_a_count_of_zero(tmp_path):
     folder = make(tmp_path / "project", '[pairs]\nsplit = "unit"\n[negatives]\ncount = 0\n')
-    run(folder, "sources", "units", "pairs", "negatives")
+    run(folder, "sources", "units", "pairs", "tokens", "negatives")
     assert not rows(folder, "negatives")
+
+
+def test_negatives_of_an_encoder_are_the_documents_that_its_vectors_rank_high(indexed, tmp_path):
+    folder = tmp_path / "project"
+    shutil.copytree(indexed, folder, symlinks=True)
+    run(folder, "negatives", "train", overrides={"train.lr": 0.05})
+    adapter = next(folder.glob("tables/train/*/artifacts/adapter.safetensors"))
+    shutil.copy(adapter, folder / "earlier.safetensors")
+    found = {}
+    for name in ("base", "earlier.safetensors"):
+        overrides = {"negatives.encoder": name, "negatives.count": 2}
+        run(folder, "negatives", overrides=overrides)
+        found[name] = sorted(rows(folder, "negatives", overrides), key=lambda row: (row["pair_id"], row["position"]))
+        assert {row["source"] for row in found[name]} == {name}
+    assert [row["score"] for row in found["base"]] != [row["score"] for row in found["earlier.safetensors"]]
+
+    project = Project(folder)
+    tokens, vectors = project["tokens"], project["vectors"]
+    encoder = load_encoder(project.component("encoder"), None, project.family)
+    stored = {row["text_id"]: row["vector_id"] for row in rows(folder, "vectors") if row["encoder"] == "base"}
+    queries = {row["pair_id"]: row["query_id"] for row in rows(folder, "pairs")}
+    for row in found["base"][:6]:
+        (query,) = encoder.encode_ids([np.asarray(tokens[queries[row["pair_id"]]], np.int32)])
+        products = query @ np.asarray(vectors[stored[row["text_id"]]], np.float32).T
+        assert row["score"] == pytest.approx(products.max(axis=1).mean(), abs=1e-4)
+
+
+def test_a_file_that_is_not_there_is_one_line(indexed, tmp_path):
+    with pytest.raises(ValueError, match=r'negatives.encoder must be "", "base" or an adapter file, got none: there is no file'):
+        run(indexed, "negatives", overrides={"negatives.encoder": "none"})
