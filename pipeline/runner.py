@@ -30,6 +30,7 @@ from pipeline.project.recipe import recipe_id
 from pipeline.store.catalog import link_table
 from pipeline.store.rows import matches, missing
 from pipeline.store.writer import Writer
+from pipeline.tracking.tracker import tracked
 from stages.stage import Artifact, Stage, StageContext
 
 if TYPE_CHECKING:
@@ -119,7 +120,8 @@ def run(
         if ctx.pending.num_rows and (line := announcement(project, name, ctx.pending.num_rows)):
             console.say(line)
         published = folder.rows().select(wanted.column_names) if folder.exists else wanted.slice(0, 0)
-        commit((compute or stage.run)(ctx), stage, writer, meter)
+        with tracked(project, name, writer, console.say) as follow:
+            commit(follow((compute or stage.run)(ctx)), stage, writer, meter)
         ctx.stored = writer.stored
         if stage.finish:
             commit(stage.finish(ctx), stage, writer)

@@ -99,6 +99,11 @@ class Writer:
         """The number of rows that this writer has committed. Rows with the same key count as one."""
         return int(newest_per_key(pa.concat_tables(self._written_keys), self.schema.key).num_rows)
 
+    @property
+    def version(self) -> int:
+        """The version of the index of committed rows. It rises with every commit; 0 if no row was committed yet."""
+        return self._version
+
     def append(self, batch: pa.RecordBatch) -> None:
         """Take a batch of rows from a stage, to be committed later together with others. The columns are those of
         `schema.batch`, tensors included. A row replaces an older row with the same key. Raises ValueError if the batch does not

@@ -186,6 +186,9 @@ class TrainingConfig:
     keep_states: int = runtime(
         2, "newest checkpoints whose optimizer state is kept, twice the adapter's size; adapters all stay", bounds=(1, 1_000_000)
     )
+    track: Literal["", "tensorboard", "trackio", "wandb", "mlflow"] = runtime(
+        "", "copy losses, learning rate and gradient norm to this experiment tracker; each is an extra to install"
+    )
     stop_after_steps: int | None = runtime(
         None, "end this command after so many steps; the same command goes on", bounds=(1, 1_000_000)
     )

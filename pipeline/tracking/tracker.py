@@ -1,0 +1,119 @@
+"""Choosing a tracker, and bringing it up to date with the table of a training run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from pipeline.project.project import Project
+from pipeline.project.run import flatten
+from pipeline.project.runs import present_settings
+from pipeline.store.writer import Writer
+from pipeline.tracking.points import Values, points
+
+FOLDER = "tracking"  # in the project
+PACKAGES = {"tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb", "mlflow": "mlflow"}
+Say = Callable[[str], None]
+Computed = Iterator[Any]  # batches and artifacts of a stage
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run that a tracker shows. `project` is the project's name, `id` the recipe of the run, 12 hex digits.
+    `settings` has dotted keys. `folder` is where local trackers keep their files.
+    """
+
+    project: str
+    id: str
+    settings: dict[str, Any]
+    folder: Path
+
+
+class Tracker(Protocol):
+    """A run in an experiment tracker. It is opened by `open_run(run)` of its module."""
+
+    where: str  # for the user: how to look at it
+
+    def last_step(self) -> int:
+        """Return the last step that the tracker has completely, or -1."""
+
+    def log(self, step: int, values: Values) -> None:
+        """Write the values of one step."""
+
+    def close(self) -> None:
+        """Write what is buffered, and end."""
+
+
+def open_tracker(kind: str, run: TrackedRun) -> Tracker:
+    """Open `run` in the tracker `kind`, a key of PACKAGES. Raises ValueError if its package is not installed."""
+    if find_spec(PACKAGES[kind]) is None:
+        raise ValueError(f'[train] track = "{kind}" needs the package {PACKAGES[kind]}: pip install "latentmill[{kind}]"')
+    tracker: Tracker = import_module(f"pipeline.tracking.in_{kind}").open_run(run)
+    return tracker
+
+
+def catch_up(tracker: Tracker, rows: pa.Table, last: int, *, unfinished: bool = False) -> int:
+    """Write the steps of `rows` after `last` to the tracker, and return the last one. If `unfinished`, the newest step
+    may lack rows and is left for later.
+    """
+    found = list(points(rows, last))
+    for step, values in found[:-1] if unfinished else found:
+        tracker.log(step, values)
+        last = step
+    return last
+
+
+class Following:
+    """A tracker that follows the table that `writer` writes. Call it with the batches of a stage; it passes them on."""
+
+    def __init__(self, tracker: Tracker, writer: Writer) -> None:
+        self.tracker, self.writer = tracker, writer
+        self.version = -1
+        self.last = tracker.last_step()
+
+    def update(self, *, unfinished: bool) -> None:
+        """Write the committed steps that the tracker lacks."""
+        if self.writer.version != self.version or not unfinished:
+            self.version = self.writer.version
+            self.last = catch_up(self.tracker, self.writer.stored, self.last, unfinished=unfinished)
+
+    def __call__(self, batches: Computed) -> Computed:
+        """Yield what `batches` yields. Rows are written to the tracker once they are committed."""
+        try:
+            for each in batches:
+                yield each
+                self.update(unfinished=True)
+        finally:
+            if hasattr(batches, "close"):
+                batches.close()
+
+
+@contextmanager
+def tracked(project: Project, stage: str, writer: Writer, say: Say) -> Iterator[Callable[[Computed], Computed]]:
+    """Return a context manager that copies the numbers of a training stage to the tracker that [train] `track` names.
+    It gives a function: pass the stage's batches through it. Without a tracker the function does nothing. At the end,
+    the tracker has every committed step, also after an error. `writer` writes the stage's table. `say` is called with a
+    line for the user. Raises ValueError if the tracker's package is not installed.
+    """
+    kind = getattr(project.config.sections[stage], "track", "")
+    if not kind:
+        yield lambda batches: batches
+        return
+    settings = flatten({name: each for name, each in present_settings(project, stage).items() if name == stage})
+    run = TrackedRun(project.name, writer.table.folder.name, settings, project.path / FOLDER)
+    tracker = open_tracker(kind, run)
+    say(f"tracked by {kind}: {tracker.where}")
+    follow = Following(tracker, writer)
+    try:
+        follow.update(unfinished=True)
+        yield follow
+    finally:
+        follow.update(unfinished=False)
+        tracker.close()
