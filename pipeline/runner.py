@@ -92,9 +92,7 @@ def run(
     Messages and progress go to `console`. If `meter` is given, it measures MLX's memory while each batch is computed. If
     `compute` is given, it replaces the stage's own `run`. `compute(ctx)` must yield record batches and artifacts for the rows
     in `ctx.pending`. `run_name` becomes the name of the run if the stage trains. Raises Stopped if the user interrupts. Raises
-    ValueError for mistakes that the user can correct.
-
-    `compute` can come from work units in other processes (`pipeline.work`). A rank other than 0 (`pipeline.ranks`) only computes.
+    ValueError for mistakes that the user can correct. A rank other than 0 (`pipeline.ranks`) only computes.
     """
     stage = project.stage(name)
     if ranks.following():
@@ -109,6 +107,7 @@ def run(
     with (
         interruptible(console.say) as stop,
         Writer(folder, project.recipe(name), flush_seconds=project.config.project.commit_seconds) as writer,
+        tracked(project, name, writer, console.say) as follow,
     ):
         ctx = _context(project, stage, writer, console, stop, reasons)
         wanted = stage.wants(ctx)
@@ -120,8 +119,7 @@ def run(
         if ctx.pending.num_rows and (line := announcement(project, name, ctx.pending.num_rows)):
             console.say(line)
         published = folder.rows().select(wanted.column_names) if folder.exists else wanted.slice(0, 0)
-        with tracked(project, name, writer, console.say) as follow:
-            commit(follow((compute or stage.run)(ctx)), stage, writer, meter)
+        commit(follow((compute or stage.run)(ctx)), stage, writer, meter)
         ctx.stored = writer.stored
         if stage.finish:
             commit(stage.finish(ctx), stage, writer)
