@@ -90,3 +90,34 @@ def write_dev(folder: Path) -> Path:
     """Write a small FLUX.2 dev of random weights into `folder`, as diffusers saves it, and return the folder."""
     dev_pipeline().save_pretrained(folder)
     return folder
+
+
+def as_single_file(arrays: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a transformer's weights under the names of Black Forest Labs' single files, with `prefix` before each. `arrays` are
+    torch tensors by diffusers name.
+    """
+    import torch
+
+    from stages.models.flux2 import key_maps
+
+    plain = {new: old for old, new in key_maps.TRANSFORMER.items()}
+    blocks = {
+        "transformer_blocks": ("double_blocks", key_maps.DOUBLE),
+        "single_transformer_blocks": ("single_blocks", key_maps.SINGLE),
+    }
+    found: dict[str, Any] = {}
+    for key, value in arrays.items():
+        name = key.removesuffix(".weight")
+        kind, _, rest = name.partition(".")
+        if kind not in blocks:
+            swapped = torch.cat(value.chunk(2)[::-1]) if name == "norm_out.linear" else value
+            found[f"{plain.get(name, 'final_layer.adaLN_modulation.1')}.weight"] = swapped
+            continue
+        number, _, inner = rest.partition(".")
+        at, names = blocks[kind][0] + f".{number}.", {new: old for old, new in blocks[kind][1].items()}
+        if fused := next((old for old, parts in key_maps.FUSED.items() if inner in parts), ""):
+            parts = [arrays[f"{kind}.{number}.{part}.weight"] for part in key_maps.FUSED[fused]]
+            found[f"{at}{fused}.weight"] = torch.cat(parts)
+        else:
+            found[at + names[inner] + (".scale" if "norm" in inner else ".weight")] = value
+    return {prefix + key: value for key, value in found.items()}

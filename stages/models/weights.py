@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
+from stages.models import gguf
+from stages.models.folders import read_config
+from stages.models.packed import FP8, is_packed, unpack
 from stages.untrusted import open_regular, parse_json, read_json
 
 Arrays = dict[str, mx.array]
@@ -22,7 +26,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 NAMED = 3  # keys that a message names; it counts the rest
 MAX_HEADER = 100_000_000  # bytes; the limit of the format
 STRETCH = 1 << 22  # values that are checked at once, so that the check takes little memory
-DTYPES = ("BF16", "F16", "F32", "I64", "I32", "U8", "BOOL")  # integers and U8 occur in buffers, never in weights
+# Integers and U8 occur in buffers, never in weights; U32 in layers that MLX has quantised.
+DTYPES = ("BF16", "F16", "F32", "I64", "I32", "U8", "BOOL", "U32", *FP8)
+NUMPY = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "I64": "<i8", "I32": "<i4", "BOOL": "?", "U32": "<u4"}  # others are bytes
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -38,6 +44,8 @@ def weight_files(path: Path) -> list[Path]:
     if indices:
         return _shards(_plainest(indices))
     found = _visible(path, "*.safetensors")
+    if not found and (packed := _visible(path, f"*{gguf.SUFFIX}")):
+        return packed
     if not found:
         raise ValueError(f"there are no weights in {path}: looked for *.safetensors")
     by_content: dict[str, list[Path]] = {}
@@ -123,7 +131,8 @@ def read_keys(path: Path) -> set[str]:
     """Return the names of all tensors in a component's files, without reading a tensor. `path` is a safetensors file or a
     folder with such files.
     """
-    return {key for file in weight_files(path) for key in read_header(file)}
+    files = weight_files(path)
+    return {key for file in files for key in (gguf.read_entries(file) if file.suffix == gguf.SUFFIX else read_header(file))}
 
 
 def read_file(path: Path) -> tuple[Arrays, dict[str, str]]:
@@ -139,20 +148,40 @@ def read_file(path: Path) -> tuple[Arrays, dict[str, str]]:
 
 
 def read_tensors(path: Path) -> Arrays:
-    """Return all tensors of a component by name. `path` is a safetensors file or a folder with such files. MLX reads a tensor
-    from disk when the tensor is first evaluated. Raises ValueError if a file is damaged or a tensor is quantised. Raises it too
-    if two files contain the same name.
+    """Return all tensors of a component by name. `path` is a safetensors or GGUF file, or a folder with such files. MLX
+    reads a tensor from disk when the tensor is first evaluated. Weights in fp8 and those that MLX has quantised are
+    unpacked at that time; their scales are left out. Raises ValueError if a file is damaged or its quantisation is of
+    another kind. Raises it too if two files contain the same name.
     """
     arrays: Arrays = {}
+    dtypes: dict[str, str] = {}
     for file in weight_files(path):
-        for key, tensor in read_header(file).items():
+        if file.suffix == gguf.SUFFIX:
+            arrays |= gguf.read_gguf(file)
+            continue
+        header = read_header(file)
+        for key, tensor in header.items():
             if key in arrays:
                 raise ValueError(f"{key} is in more than one file of {path}: remove the copies")
-            if str(tensor.get("dtype")) not in DTYPES:
-                raise ValueError(f"{file} is quantised: {key} is {tensor.get('dtype')}; fetch the bfloat16 weights instead")
-        loaded: Any = mx.load(str(file))
+            dtypes[key] = str(tensor.get("dtype"))
+            if dtypes[key] not in DTYPES:
+                raise ValueError(f"{file} is quantised: {key} is {dtypes[key]}; fetch the bfloat16 weights instead")
+        loaded: Any = _bytes_of(file, header) if "F8_E5M2" in dtypes.values() else mx.load(str(file))
         arrays.update(loaded)
-    return arrays
+    return unpack(arrays, dtypes, read_config(path), path) if is_packed(dtypes) else arrays
+
+
+def _bytes_of(file: Path, header: Mapping[str, Mapping[str, Any]]) -> Arrays:
+    """Return the tensors of a file that MLX cannot open, as it has a dtype that MLX does not know. They are read at
+    once. Values of an unknown dtype are uint8. `header` is what `read_header` returns.
+    """
+    data, found = np.memmap(file, np.uint8, "r"), {}
+    start = 8 + int(data[:8].view("<u8")[0])
+    for key, tensor in header.items():
+        begin, end = tensor["data_offsets"]
+        values = np.array(data[start + begin : start + end].view(NUMPY.get(tensor["dtype"], "u1"))).reshape(tensor["shape"])
+        found[key] = mx.array(values).view(mx.bfloat16) if tensor["dtype"] == "BF16" else mx.array(values)
+    return found
 
 
 def load_component(

@@ -89,13 +89,17 @@ MICRO_BEGIN: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def _single_files(tail: str) -> dict[str, tuple[str, ...]]:
-    """Return the file names under which a FLUX.2 component is published as a single file. The result is a dict with the
-    keys "transformer" and "autoencoder". Each value is a tuple of the usual names. `tail` is the end of the
-    transformer's file name without the suffix, such as "klein-4b".
+def _single_files(tail: str, text_encoder: str) -> dict[str, tuple[str, ...]]:
+    """Return the file names under which FLUX.2 components are published as single files. The result is a dict from component to a
+    tuple of the usual names. `tail` is the end of the transformer's file name without the suffix, such as "klein-4b".
+    `text_encoder` is the name of the text encoder's file without the suffix, as ComfyUI calls it.
     """
     transformer = (f"flux-2-{tail}.safetensors", f"flux2-{tail}.safetensors")
-    return {"transformer": transformer, "autoencoder": ("ae.safetensors", "flux2-vae.safetensors")}
+    return {
+        "transformer": transformer,
+        "autoencoder": ("ae.safetensors", "flux2-vae.safetensors"),
+        "text_encoder": (f"{text_encoder}.safetensors",),
+    }
 
 
 _ALL = (
@@ -108,7 +112,7 @@ _ALL = (
         text_encoder=QWEN3_4B,
         autoencoder=AUTOENCODER,
         hub="black-forest-labs/FLUX.2-klein-base-4B",
-        single_files=_single_files("klein-base-4b"),
+        single_files=_single_files("klein-base-4b", "qwen_3_4b"),
     ),
     Family(
         name="klein-base-9b",
@@ -120,7 +124,7 @@ _ALL = (
         autoencoder=AUTOENCODER,
         hub="black-forest-labs/FLUX.2-klein-base-9B",
         gated=True,
-        single_files=_single_files("klein-base-9b"),
+        single_files=_single_files("klein-base-9b", "qwen_3_8b"),
     ),
     Family(
         name="klein-4b",
@@ -131,7 +135,7 @@ _ALL = (
         text_encoder=QWEN3_4B,
         autoencoder=AUTOENCODER,
         hub="black-forest-labs/FLUX.2-klein-4B",
-        single_files=_single_files("klein-4b"),
+        single_files=_single_files("klein-4b", "qwen_3_4b"),
         real_cfg=False,
         distilled=True,
         guidance=1.0,
@@ -147,7 +151,7 @@ _ALL = (
         autoencoder=AUTOENCODER,
         hub="black-forest-labs/FLUX.2-klein-9B",
         gated=True,
-        single_files=_single_files("klein-9b"),
+        single_files=_single_files("klein-9b", "qwen_3_8b"),
         real_cfg=False,
         distilled=True,
         guidance=1.0,
@@ -163,7 +167,7 @@ _ALL = (
         autoencoder=AUTOENCODER,
         hub="black-forest-labs/FLUX.2-dev",
         gated=True,
-        single_files=_single_files("dev"),
+        single_files=_single_files("dev", "mistral_3_small_flux2"),
         text_kind="mistral3",
         text_layers=(10, 20, 30),
         guidance_embedded=True,

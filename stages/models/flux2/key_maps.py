@@ -51,6 +51,10 @@ FUSED = {  # one matrix in Black Forest Labs' files holds the rows of three in d
     "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
     "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
 }
+MFLUX = {  # names in models that mflux saves, where they differ
+    r"^time_guidance_embed\.(linear_\d)\.": r"time_guidance_embed.timestep_embedder.\1.",
+    r"^(transformer_blocks\.\d+\.attn\.to_out)\.(?!\d)": r"\1.0.",
+}
 ATTENTION = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "to_out.0"}
 
 
@@ -72,12 +76,12 @@ def is_single_file(keys: Iterable[str]) -> bool:
 def transformer_to_diffusers(arrays: dict[str, mx.array], path: Path) -> dict[str, mx.array]:
     """Rename the transformer's weights from the names of Black Forest Labs' single files to diffusers' names. `arrays` and the
     result map names to weights. A fused q, k, v weight is split into three. Unknown names stay as they are. `path` is the file,
-    for the message. Raises ValueError if the file holds scaled 8-bit weights, as they are not supported.
+    for the message. Raises ValueError if the file holds scales of weights that are not fp8.
     """
     converted: dict[str, mx.array] = {}
     for found, value in arrays.items():
         if found.endswith(QUANTISED):
-            raise ValueError(f"{path} holds scaled 8-bit weights ({found}), which are not supported: use the bfloat16 file")
+            raise ValueError(f"{path} holds {found}, the scale of a weight that is not fp8: use the bfloat16 or the fp8 file")
         key = strip_prefix(found)
         name, _, ending = key.rpartition(".")
         if key == "final_layer.adaLN_modulation.1.weight":  # its rows are shift, scale; in diffusers scale, shift
@@ -88,6 +92,13 @@ def transformer_to_diffusers(arrays: dict[str, mx.array], path: Path) -> dict[st
         else:
             converted |= _block(key, value)
     return converted
+
+
+def from_mflux(key: str) -> str:
+    """Return the diffusers name of a transformer's weight. `key` is its name in diffusers or in a model that mflux saved."""
+    for pattern, name in MFLUX.items():
+        key = re.sub(pattern, name, key)
+    return key
 
 
 def _block(key: str, value: mx.array) -> dict[str, mx.array]:

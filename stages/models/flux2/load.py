@@ -40,6 +40,7 @@ def load_flux2(path: Path, family: Family, dtype: Any = None, arrange: Callable[
         path,
         config.shapes(),
         convert=(lambda found: key_maps.transformer_to_diffusers(found, path)) if foreign else None,
+        rename=None if foreign else key_maps.from_mflux,
         dtype=dtype,
         arrange=arrange,
     )

@@ -1,0 +1,222 @@
+"""Read GGUF files: the header strictly, then the tensors, packed as they are stored until each is first evaluated.
+
+A file is read by this module, as MLX's own reader holds all tensors unpacked and trusts the header. Source of the layouts: the
+format's specification. Tests compare every kind with what MLX reads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from stages.untrusted import open_regular
+
+SUFFIX = ".gguf"
+HEADER_BYTES = 100_000_000
+COUNT = 1_000_000  # tensors or settings; also items of one list
+SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a setting's value, by its type
+STRING, LIST, ALIGNMENT = 8, 9, 32
+DIMENSIONS = 4
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a tensor is stored: in blocks of `values` numbers and `size` bytes. `unpack(raw)` returns the numbers as
+    float32, (blocks, values), from the bytes (blocks, size).
+    """
+
+    name: str
+    values: int
+    size: int
+    unpack: Callable[[mx.array], mx.array]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies in the file. `shape` is its shape and `start` its first byte."""
+
+    kind: Kind
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def size(self) -> int:
+        """The number of bytes."""
+        return math.prod(self.shape) // self.kind.values * self.kind.size
+
+
+def read_gguf(path: Path) -> dict[str, mx.array]:
+    """Return the tensors of a GGUF file by name, in float32. The packed bytes are read at once; a tensor is unpacked when it is
+    evaluated. Raises ValueError if the file is damaged or has a kind of quantisation that is not read.
+    """
+    entries = read_entries(path)
+    data, found = np.memmap(path, np.uint8, "r"), {}
+    for name, entry in entries.items():
+        raw = mx.array(np.array(data[entry.start : entry.start + entry.size])).reshape(-1, entry.kind.size)
+        found[name] = entry.kind.unpack(raw).reshape(entry.shape)
+    return found
+
+
+def read_entries(path: Path) -> dict[str, Entry]:
+    """Return where each tensor of a GGUF file lies, by name, without reading a tensor. Raises ValueError if the header
+    is damaged, if tensors overlap, or if the file is shorter or longer than its header says.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            entries, start = _header(file, size)
+        except (struct.error, UnicodeDecodeError, OverflowError, KeyError, IndexError):
+            raise ValueError(f"{path} is not a whole GGUF file: its header cannot be read; fetch it again") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    end = start
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].start):
+        if entry.start < end:
+            raise ValueError(f"{path} is not a GGUF file: {name} overlaps the tensor before it")
+        end = entry.start + entry.size
+    if not end <= size < end + 4096:
+        word = "cut short" if size < end else "too long"
+        raise ValueError(f"{path} is {word}: {size:,} bytes, its header says {end:,}; fetch it again")
+    return entries
+
+
+def _header(file: BufferedReader, size: int) -> tuple[dict[str, Entry], int]:
+    """Return (entries by name, first byte of the data). `size` is the size of the file in bytes."""
+    limit = min(size, HEADER_BYTES)
+
+    def take(count: int) -> bytes:
+        if not 0 <= count <= limit - file.tell():
+            raise IndexError
+        return file.read(count)
+
+    def number(form: str) -> int:
+        found: int = struct.unpack(f"<{form}", take(struct.calcsize(f"<{form}")))[0]
+        return found
+
+    def text() -> str:
+        return take(number("Q")).decode()
+
+    def skip(kind: int, depth: int = 0) -> None:
+        if kind == STRING:
+            take(number("Q"))
+        elif kind == LIST and depth < 2:
+            inner, count = number("I"), number("Q")
+            if count > COUNT:
+                raise IndexError
+            if inner in SIZES:
+                take(SIZES[inner] * count)
+            else:
+                for _ in range(count):
+                    skip(inner, depth + 1)
+        else:
+            take(SIZES[kind])
+
+    if take(4) != b"GGUF" or number("I") not in (2, 3):
+        raise ValueError("it must be a GGUF file of version 2 or 3")
+    tensors, settings = number("Q"), number("Q")
+    if max(tensors, settings) > COUNT:
+        raise IndexError
+    alignment = ALIGNMENT
+    for _ in range(settings):
+        key, kind = text(), number("I")
+        if key == "general.alignment" and kind == 4:
+            alignment = number("I")
+        else:
+            skip(kind)
+    if not 1 <= alignment <= 1 << 20:
+        raise ValueError(f"general.alignment must be from 1 to 1,048,576, got {alignment:,}")
+    found: dict[str, tuple[int, tuple[int, ...], int]] = {}
+    for _ in range(tensors):
+        name, dimensions = text(), number("I")
+        if name in found or not 1 <= dimensions <= DIMENSIONS:
+            raise IndexError
+        shape = tuple(number("Q") for _ in range(dimensions))[::-1]
+        found[name] = number("I"), shape, number("Q")
+    start = -(-file.tell() // alignment) * alignment
+    return {name: _entry(name, *each[:2], start + each[2], size) for name, each in found.items()}, start
+
+
+def _entry(name: str, kind: int, shape: tuple[int, ...], start: int, size: int) -> Entry:
+    if kind not in KINDS:
+        raise ValueError(f"{name} is {OTHERS.get(kind, f'of kind {kind}')}, which is not read; read are {', '.join(_names())}")
+    if min(shape) < 1 or shape[-1] % KINDS[kind].values or math.prod(shape) > 4 * size:
+        raise ValueError(f"{name} cannot have the shape {shape}")
+    return Entry(KINDS[kind], shape, start)
+
+
+def _names() -> list[str]:
+    return [kind.name for kind in KINDS.values()]
+
+
+def _halves(raw: mx.array, at: int) -> mx.array:
+    """Return the float16 number at byte `at` of every block, as float32, (blocks, 1)."""
+    return mx.contiguous(raw[:, at : at + 2]).view(mx.float16).astype(mx.float32)
+
+
+def _nibbles(raw: mx.array) -> mx.array:
+    """Return the lower four bits of all bytes, then the upper ones, (..., 2 x bytes)."""
+    return mx.concatenate([raw & 15, raw >> 4], axis=-1)
+
+
+def _q8_0(raw: mx.array) -> mx.array:
+    return _halves(raw, 0) * mx.contiguous(raw[:, 2:]).view(mx.int8).astype(mx.float32)
+
+
+def _q4_0(raw: mx.array) -> mx.array:
+    return _halves(raw, 0) * (_nibbles(raw[:, 2:]).astype(mx.float32) - 8)
+
+
+def _q4_1(raw: mx.array) -> mx.array:
+    return _halves(raw, 0) * _nibbles(raw[:, 4:]).astype(mx.float32) + _halves(raw, 2)
+
+
+def _scales_of_8(raw: mx.array) -> tuple[mx.array, mx.array]:
+    """Return the scales and the offsets of the 8 groups of a block of 256, (blocks, 8, 1), from 12 bytes of 6-bit numbers."""
+    first, second, third = raw[:, 4:8], raw[:, 8:12], raw[:, 12:16]
+    scales = mx.concatenate([first & 63, (third & 15) | ((first >> 6) << 4)], axis=-1).astype(mx.float32)
+    offsets = mx.concatenate([second & 63, (third >> 4) | ((second >> 6) << 4)], axis=-1).astype(mx.float32)
+    return (_halves(raw, 0) * scales)[..., None], (_halves(raw, 2) * offsets)[..., None]
+
+
+def _q4_k(raw: mx.array) -> mx.array:
+    scales, offsets = _scales_of_8(raw)
+    values = _nibbles(raw[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32).astype(mx.float32)
+    return (scales * values - offsets).reshape(-1, 256)
+
+
+def _q5_k(raw: mx.array) -> mx.array:
+    scales, offsets = _scales_of_8(raw)
+    low = _nibbles(raw[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    high = (raw[:, None, 16:48] >> mx.arange(8, dtype=mx.uint8)[:, None]) & 1
+    return (scales * (low + 16 * high).astype(mx.float32) - offsets).reshape(-1, 256)
+
+
+def _q6_k(raw: mx.array) -> mx.array:
+    low, high = raw[:, :128].reshape(-1, 2, 64), raw[:, 128:192].reshape(-1, 2, 1, 32)
+    scales = mx.contiguous(raw[:, 192:208]).view(mx.int8).astype(mx.float32)[..., None]
+    upper = (high >> mx.array([0, 2, 4, 6], mx.uint8)[:, None]) & 3
+    values = _nibbles(low).reshape(-1, 2, 4, 32) | (upper << 4)
+    return (_halves(raw, 208) * ((values.astype(mx.float32) - 32).reshape(-1, 16, 16) * scales).reshape(-1, 256)).reshape(-1, 256)
+
+
+KINDS = {
+    0: Kind("F32", 1, 4, lambda raw: raw.view(mx.float32)),
+    1: Kind("F16", 1, 2, lambda raw: raw.view(mx.float16)),
+    30: Kind("BF16", 1, 2, lambda raw: raw.view(mx.bfloat16)),
+    8: Kind("Q8_0", 32, 34, _q8_0),
+    2: Kind("Q4_0", 32, 18, _q4_0),
+    3: Kind("Q4_1", 32, 20, _q4_1),
+    12: Kind("Q4_K", 256, 144, _q4_k),
+    13: Kind("Q5_K", 256, 176, _q5_k),
+    14: Kind("Q6_K", 256, 210, _q6_k),
+}
+OTHERS = {6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS"}
+OTHERS |= {19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"}
