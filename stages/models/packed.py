@@ -67,14 +67,15 @@ def _from_fp8(value: mx.array, dtype: str) -> mx.array:
 def _scaled(name: str, value: mx.array, arrays: Arrays, path: Path) -> mx.array:
     """Return a weight times its scale, one for the tensor or one for each row; without a scale, the weight itself."""
     stem = name.removesuffix(".weight")
-    found = [scale for part in SCALES if (scale := f"{stem}.{part}") in arrays]
+    found = [name for part in SCALES if (name := f"{stem}.{part}") in arrays]
     if not found:
         return value
     scale, rows = arrays[found[0]], value.shape[0] if value.ndim else 1
     allowed = {(), (1,), (1, 1), (rows,), (rows, 1)}
     if tuple(scale.shape) not in allowed or not mx.issubdtype(scale.dtype, mx.floating):
         raise ValueError(f"{path}: {found[0]} must be one number or one for each of {rows} rows, got {tuple(scale.shape)}")
-    return value * scale.astype(mx.float32).reshape(-1, *[1] * (value.ndim - 1))
+    product: mx.array = value * scale.astype(mx.float32).reshape(-1, *[1] * (value.ndim - 1))
+    return product
 
 
 def _dequantized(stem: str, arrays: Arrays, config: Mapping[str, Any], path: Path) -> mx.array:

@@ -59,7 +59,8 @@ def value(name: str, shape: tuple[int, ...], number: int) -> mx.array:
     """Return a random bfloat16 array: norms of ones, variances of ones, matrices with standard deviation 1 / sqrt(inputs)."""
     if len(shape) == 1:
         return (mx.zeros if "bias" in name or "mean" in name else mx.ones)(shape, mx.bfloat16)
-    return mx.random.normal(shape, mx.bfloat16, key=mx.random.key(number)) * math.prod(shape[1:]) ** -0.5
+    drawn: mx.array = mx.random.normal(shape, mx.bfloat16, key=mx.random.key(number)) * math.prod(shape[1:]) ** -0.5
+    return drawn
 
 
 def entries(shapes: dict[str, tuple[int, ...]], fp8: bool) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
