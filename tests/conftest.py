@@ -75,7 +75,7 @@ def cases(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
     """A function (small, full) -> how many cases to try: `small`, or `full` under --prove. The number is recorded."""
 
     def choose(small: int, full: int) -> int:
-        count = full if request.config.getoption("--prove") else small
+        count = min(full, request.config.getoption("--most") or full) if request.config.getoption("--prove") else small
         request.node.user_properties.append(("cases", count))
         return count
 
@@ -83,8 +83,9 @@ def cases(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --prove."""
+    """Add --prove and --most."""
     parser.addoption("--prove", action="store_true", help="run proofs in their full form and record them in data/proofs.jsonl")
+    parser.addoption("--most", type=int, help="under --prove, the most cases that a proof tries; its row has their number")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

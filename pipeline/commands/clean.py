@@ -38,15 +38,14 @@ def command(runs: bool, dry_run: bool, project: Project) -> None:
 def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
     """Delete the rows and tables of `project` that its present settings do not use. Yield a line of text for each
     deletion, and for tables that are kept although they are not used. The last line gives the bytes freed. If `dry_run`
-    is True, nothing is deleted. Raises ValueError if a stage is running and `dry_run` is False.
+    is True, nothing is deleted. Raises ValueError if a stage is running.
 
     If `runs` is True, results of other settings, such as trained adapters, are deleted too. With `dry_run`, the lines
     tell what would be deleted.
     """
-    if not dry_run:
-        for lock in (project.path / "tables").glob("*/*/lock"):  # a running stage holds the lock of the table that it writes
-            if holder := lock_holder(lock):
-                raise ValueError(f"{lock.parent} is being written by {holder}; wait for it or stop it")
+    for lock in (project.path / "tables").glob("*/*/lock"):  # a running stage holds the lock of the table that it writes
+        if holder := lock_holder(lock):
+            raise ValueError(f"{lock.parent} is being written by {holder}; wait for it or stop it")
     freed = 0
     for line, count in _clean_leftovers(project, dry_run):
         freed += count

@@ -162,7 +162,10 @@ def write_answer(project: Project, sql: str, path: Path, kind: str, limits: Limi
     path.absolute().parent.mkdir(parents=True, exist_ok=True)
     with _catalog_for(project, sql, limits) as catalog, atomic_write(path.absolute()) as temporary:
         if kind == "parquet":
-            reader: Any = catalog.sql(sql).to_arrow_reader(CHUNK)
+            relation = catalog.sql(sql)
+            if relation is None:  # empty SQL, or a statement that has no rows
+                raise ValueError("the SQL gives no rows to write; for instance: select * from tables")
+            reader: Any = relation.to_arrow_reader(CHUNK)
             with pq.ParquetWriter(temporary, reader.schema) as writer:
                 for batch in reader:
                     writer.write_batch(batch)

@@ -305,6 +305,7 @@ def _without_panics() -> Iterator[None]:
 
 def _is_damage(error: BaseException) -> bool:
     """Return True if an error of Lance means that files of the table are lost or unreadable. Return False if the system
-    refused access to them.
+    refused access to them, if memory ran out, or if the error is a mistake of the program.
     """
-    return error_number(error) in (None, errno.ENOENT)
+    unrelated = (MemoryError, ImportError, TypeError, AttributeError, NameError, AssertionError, NotImplementedError)
+    return not isinstance(error, unrelated) and error_number(error) in (None, errno.ENOENT)

@@ -116,17 +116,20 @@ def _encoded(ctx: StageContext, pending: list[Row], adapter: Path | None) -> Ite
 def _row(row: Row, vectors: np.ndarray) -> Row:
     """Return one row of the table `vectors` as a dict. `row` holds the columns that identify the text and its encoder.
     `vectors` has one vector per token, `(tokens, width)`, and is stored as float16. Raises ValueError if a value is not
-    finite.
+    finite, or too large for float16.
     """
-    if not np.isfinite(vectors).all():
+    with np.errstate(over="ignore"):  # a value beyond 65504 becomes infinite and is refused
+        stored = np.ascontiguousarray(vectors, np.float16)
+    if not np.isfinite(stored).all():
         raise ValueError(
-            f"the encoder gave values that are not finite for text {row['text_id'][:12]}: set vectors.precision to float32"
+            f"the encoder gave values that are not finite in float16 for text {row['text_id'][:12]}: "
+            "set vectors.precision to float32"
         )
     return {
         **row,
         "count": len(vectors),
         "vectors_shape": list(vectors.shape),
-        "vectors": np.ascontiguousarray(vectors, np.float16).view(np.uint16).ravel(),
+        "vectors": stored.view(np.uint16).ravel(),
     }
 
 

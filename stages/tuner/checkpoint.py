@@ -211,11 +211,13 @@ def file_damage(path: Path, record: Mapping[str, Any]) -> str:
 def damaged_checkpoints(artifacts: Path) -> dict[int, str]:
     """Return the damaged checkpoints of a run, as a dict from training step to a description. A checkpoint is damaged
     if a file is missing or has the wrong size, or if its `state.json` cannot be read. A folder without `state.json`
-    counts only if a later checkpoint is readable. File contents are not compared.
+    counts only if a later checkpoint is readable, or if the run's own adapter is of this step or a later one. File
+    contents are not compared.
 
-    Without a later one, an interrupted write left the folder. Optimizer states and empty folders are not checked.
+    Otherwise an interrupted write left the folder. Optimizer states and empty folders are not checked.
     """
     saved = {one.step: one for one in find_checkpoints(artifacts)}
+    written = max(published_step(artifacts) or 0, *saved, 0)
     problems: dict[int, str] = {}
     for folder in artifacts.glob(f"{FOLDER}/step-*"):
         digits = folder.name.removeprefix("step-")
@@ -226,7 +228,7 @@ def damaged_checkpoints(artifacts: Path) -> dict[int, str]:
             names = [name for name in saved[step].state["files"] if name != OPTIMIZER]  # old optimizer states are deleted
             bad = [name for name in names if not _has_size(folder / name, saved[step].state["files"][name])]
             problems |= {step: f"{folder / bad[0]} is missing or cut short"} if bad else {}
-        elif path.exists() or step < max(saved, default=0):
+        elif path.exists() or step <= written:
             problems[step] = f"{path} {'is damaged' if path.exists() else 'is missing'}"
     return problems
 

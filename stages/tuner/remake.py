@@ -81,13 +81,15 @@ def _recorded_metadata(checkpoints: list[Checkpoint]) -> dict[str, str]:
 def _recorded_adapter(artifacts: Path, step: int) -> str:
     """Return the sha256 that the adapter of the checkpoint at `step` should have. `artifacts` is the folder of the
     run's files. The sha256 is read from the checkpoint's record. If the record is missing, it is computed from the
-    adapter file. The result is "" if that file is missing too or belongs to another step.
+    adapter file, or from the adapter of the run. The result is "" if no such file belongs to this step.
     """
     for saved in checkpoint.find_checkpoints(artifacts):
         if saved.step == step:
             return str(saved.state["files"][ADAPTER]["sha256"])
-    path = artifacts / checkpoint.FOLDER / f"step-{step:06d}" / ADAPTER
-    return file_sha256(path) if path.is_file() and checkpoint.header_step(path) == step else ""
+    for path in (artifacts / checkpoint.FOLDER / f"step-{step:06d}" / ADAPTER, artifacts / ADAPTER):
+        if path.is_file() and checkpoint.header_step(path) == step:
+            return file_sha256(path)
+    return ""
 
 
 def _write_below(folder: Path, name: str, write: Callable[[Path], None]) -> Path:

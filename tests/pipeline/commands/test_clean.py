@@ -9,6 +9,7 @@ import pytest
 
 from pipeline.commands.clean import clean
 from pipeline.project.project import Project
+from pipeline.store.lock import Lock
 from pipeline.store.writer import Writer
 from tests import projects
 
@@ -87,6 +88,15 @@ def test_a_dry_run_predicts_what_is_freed_and_changes_nothing(project):
     assert amount(predicted[-1]) == pytest.approx(amount(said[-1]), rel=0.2)
     assert cleaned(project)[-1] == "freed 0 B"
     assert projects.content(project, "latents").num_rows == 2
+
+
+def test_a_dry_run_is_refused_while_a_stage_writes_as_a_real_one_is(project):
+    projects.build(project, "images")
+    (table,) = (project / "tables" / "images").iterdir()
+    with Lock(table / "lock"):
+        for dry_run in (True, False):
+            with pytest.raises(ValueError, match="is being written by"):
+                cleaned(project, dry_run=dry_run)
 
 
 def amount(line: str) -> float:

@@ -306,6 +306,14 @@ def test_an_answer_is_written_whole_to_csv_json_and_parquet(project: FakeProject
     assert pq.read_table(tmp_path / "new" / "a.parquet")["n"].to_pylist() == list(range(count))
 
 
+@pytest.mark.parametrize("kind", ["csv", "json", "parquet"])
+@pytest.mark.parametrize("sql", ["", "-- nothing"])
+def test_an_answer_to_sql_without_rows_is_refused_in_one_line(project: FakeProject, tmp_path: Path, sql: str, kind: str) -> None:
+    with pytest.raises(ValueError, match="for instance: select") as caught:
+        write_answer(project, sql, tmp_path / "a", kind)
+    assert "\n" not in str(caught.value) and not list(tmp_path.glob("*a*"))
+
+
 def test_a_failed_answer_leaves_no_file(project: FakeProject, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Conversion Error"):
         write_answer(

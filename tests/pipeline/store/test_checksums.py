@@ -186,3 +186,17 @@ def test_vectors_written_before_and_after_a_repair_are_equal(tmp_path: Path):
         writer.finish(None, {})
     assert sorted(numbers(table.rows())) == list(range(10))
     check_tensors(table)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), TypeError("a mistake"), AssertionError()])
+def test_an_error_of_the_program_is_not_taken_for_damage(tmp_path: Path, monkeypatch, error: Exception):
+    import lance
+
+    table = written(tmp_path, 1, schema=NOTES)
+
+    def fail(*given, **named):
+        raise error
+
+    monkeypatch.setattr(lance, "dataset", fail)
+    with pytest.raises(type(error)):
+        table.rows()

@@ -10,6 +10,7 @@ import pytest
 from pipeline import Project
 from stages.hashing import file_sha256
 from stages.retrieval.texts import BASE, vector_id
+from stages.retrieval.vectors import _row
 from tests.stages.retrieval.project import rows, run
 
 
@@ -78,3 +79,10 @@ def test_a_trained_adapter_adds_its_own_vectors_and_leaves_those_of_the_base(ind
 def test_without_an_adapter_the_base_cannot_be_left_out(indexed):
     with pytest.raises(ValueError, match=r"vectors.base must be true: no adapter is trained; run make train"):
         run(indexed, "vectors", overrides={"vectors.base": False})
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 7e4])
+def test_vectors_that_float16_cannot_hold_are_refused(value):
+    with pytest.raises(ValueError, match="not finite in float16 for text abc"):
+        _row({"text_id": "abc"}, np.full((2, 4), value, np.float32))
+    assert _row({"text_id": "abc"}, np.ones((2, 4), np.float32))["count"] == 2
