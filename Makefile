@@ -36,7 +36,7 @@ override RUN = $(LATENTMILL) run
 # One stage at a time, also under `make -j`, so that no two models are in memory together.
 .NOTPARALLEL:
 .PHONY: init images captions ingest buckets latents embeddings train samples segments status query panel follow memory export verify clean
-.PHONY: plan doctor
+.PHONY: plan doctor checks lint
 .PHONY: scores evaluate
 .PHONY: sources units pairs tokens negatives vectors index ranks search
 .PHONY: help runs compare best view report generate
@@ -63,8 +63,16 @@ captions: images
 
 ingest: images captions
 
+## Look for near-duplicates, blur, bad exposure and mistakes in captions
+checks: images captions
+	@$(RUN) checks
+
+## Show the images with warnings
+lint: checks
+	@$(LATENTMILL) lint
+
 ## Decide the size and the crop of each image at each resolution
-buckets: images
+buckets: images checks
 	@$(RUN) buckets
 
 ## Encode the crops with the autoencoder
@@ -82,7 +90,7 @@ train: negatives tokens
 	@$(RUN) train
 else
 ## Train, then draw previews (the default), after earlier stages
-train: images captions buckets latents embeddings
+train: images captions checks buckets latents embeddings
 	@$(RUN) train
 	@$(RUN) samples
 endif
@@ -111,7 +119,7 @@ endif
 endif
 
 ## Train in parts of EVERY=250 steps, with previews after each
-segments: images captions buckets latents embeddings
+segments: images captions checks buckets latents embeddings
 	@$(LATENTMILL) segments --every $(EVERY)
 
 # Stages of the pipeline retrieval

@@ -23,7 +23,7 @@ BUCKETS = TableSchema(
         column(
             "rejected",
             pa.string(),
-            "reason why this resolution is not trained: too_small, or same_crop as a lower resolution; null if it is trained",
+            "reason why this resolution is not trained: too_small, same_crop as a lower resolution, where; null if it is",
             null=True,
         ),
     ),

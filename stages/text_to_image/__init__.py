@@ -12,7 +12,7 @@ PIPELINE = Pipeline(
     doc="a folder of images becomes a FLUX.2 LoRA",
     stages={
         name: f"stages.text_to_image.{name}"
-        for name in ("images", "captions", "buckets", "latents", "embeddings", "train", "samples", "scores")
+        for name in ("images", "captions", "checks", "buckets", "latents", "embeddings", "train", "samples", "scores")
     },
     resources={
         "image_folder": Folder("images", "paths"),
@@ -26,7 +26,8 @@ PIPELINE = Pipeline(
     results=("train", "samples"),
     template="stages.text_to_image.template:TEMPLATE",
     commands={
-        name: f"pipeline.commands.{name}:command" for name in ("export", "publish", "replay", "segments", "memory", "evaluate")
+        name: f"pipeline.commands.{name}:command"
+        for name in ("export", "publish", "replay", "segments", "memory", "evaluate", "lint")
     }
     | {"generate": "pipeline.commands.generated:command"}
     | {name: f"pipeline.commands.combine:{name}_command" for name in ("merge", "resize", "extract")},

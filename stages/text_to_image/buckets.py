@@ -15,10 +15,12 @@ import numpy as np
 import pyarrow as pa
 
 from schemas.text_to_image.buckets import BUCKETS
+from schemas.text_to_image.checks import CHECKS
 from schemas.text_to_image.images import IMAGES
 from stages.settings import check_bounds, selects, setting
 from stages.stage import Stage, StageContext
 from stages.text_to_image.imaging.usable import usable_rows
+from stages.text_to_image.selecting import select_images
 
 STEP = 16  # pixels along one side of a cell
 LONGEST = 8.0  # largest aspect ratio, long side over short side; a longer image is cropped to it
@@ -29,7 +31,8 @@ BATCH = 4096  # rows per record batch
 class BucketsConfig:
     """The section [buckets] of project.toml: the sizes at which images are trained. `resolutions` are in pixels,
     multiples of 16. Every image is trained once per resolution R, at an area of at most R x R. `upscale` allows images
-    to be enlarged. `max_shapes` limits the number of shapes (width and height) per resolution. Raises ValueError if a
+    to be enlarged. `max_shapes` limits the number of shapes (width and height) per resolution. `where` is an SQL
+    condition that chooses images. Raises ValueError if a
     setting is out of range, or if a resolution occurs twice.
     """
 
@@ -41,6 +44,11 @@ class BucketsConfig:
         256,
         "shapes of full area per R, spread evenly over the aspect ratios; 256: all, up to R = 1024; 1: squares only",
         bounds=(1, 10_000),
+    )
+    where: str = selects(
+        "",
+        'SQL condition on columns of checks and images that an image must meet: "blur < 0.5 and duplicate_of is null"; '
+        "empty: all",
     )
 
     def __post_init__(self) -> None:
@@ -171,13 +179,17 @@ def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 
 def wanted_buckets(ctx: StageContext) -> pa.Table:
     """Return all rows that the table `buckets` should have, with all columns. There is one row per usable image and
-    resolution. Rows that are stored already are included. Raises ValueError if no image is usable.
+    resolution. Rows that are stored already are included. Raises ValueError if no image is usable, or if the setting
+    `where` is wrong or chooses no image.
 
     All rows are computed again, because this is cheap.
     """
     images = usable_rows(ctx.rows(IMAGES).select(["image_id", "path", "width", "height", "rejected"]))
     sizes = {row["image_id"]: (row["width"], row["height"]) for row in images}
     rows = [row for image_id in sorted(sizes) for row in _rows(image_id, *sizes[image_id], ctx.config)]
+    if ctx.config.where.strip():
+        chosen = select_images(ctx.config.where, ctx.rows(IMAGES), ctx.rows(CHECKS))
+        rows = [row if row["image_id"] in chosen else row | {"rejected": "where"} for row in rows]
     return pa.Table.from_pylist(rows, schema=BUCKETS.batch)
 
 
@@ -212,6 +224,8 @@ def finish_buckets(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     if ctx.stop():
         return
     used = [row for row in ctx.pending.to_pylist() if row["rejected"] is None]
+    if left_out := {row["image_id"] for row in ctx.pending.to_pylist() if row["rejected"] == "where"}:
+        ctx.say(f"{len(left_out)} images are left out by buckets.where: {ctx.config.where}")
     for resolution in sorted({row["resolution"] for row in used}):
         ctx.say(_summary(resolution, [row for row in used if row["resolution"] == resolution]))
     yield from ()
@@ -233,6 +247,7 @@ def _summary(resolution: int, rows: list[dict[str, Any]]) -> str:
 
 STAGE = Stage(
     reads=(IMAGES,),
+    optional=(CHECKS,),
     writes=BUCKETS,
     config=BucketsConfig,
     wants=wanted_buckets,

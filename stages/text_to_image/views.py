@@ -127,6 +127,13 @@ PANELS = (
         "from held join first using (level, latent_id) group by level, step order by level, step",
     ),
     Panel(
+        "checks",
+        "Images with warnings, and the image that a near-duplicate repeats",
+        "select checks.path, warnings, checks.detail, original.path as duplicate_of, round(blur, 2) as blur "
+        "from checks left join images as original on original.image_id = duplicate_of and original.rejected is null "
+        "where warnings <> '' order by warnings, checks.path",
+    ),
+    Panel(
         "unused",
         "Images that are not trained on, by the table where they drop out and the reason",
         "select stage, reason, count(*) as images, min(path) as example from unused "

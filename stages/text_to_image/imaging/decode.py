@@ -104,13 +104,16 @@ def pixel_count(file: BinaryIO) -> int:
         file.seek(0)
 
 
-def open_image(file: Path | BinaryIO, background: str = "#ffffff", max_pixels: int = CEILING) -> Image.Image:
+def open_image(
+    file: Path | BinaryIO, background: str = "#ffffff", max_pixels: int = CEILING, at_least: int | None = None
+) -> Image.Image:
     """Return the first frame of an image file, upright, in mode "RGB" (8-bit sRGB). Transparent pixels are blended with
-    the colour `background`. Raises ImageError if the file cannot be decoded or has more than `max_pixels` pixels. Raises
-    ValueError if `background` is not a colour.
+    the colour `background`. If `at_least` is given, a JPEG file may be decoded at a half, a quarter or an eighth of its
+    size, with no side below `at_least` pixels, which is faster. Raises ImageError if the file cannot be decoded or has more
+    than `max_pixels` pixels. Raises ValueError if `background` is not a colour.
     """
     colour = parse_colour(background)
-    with _decoded(file, max_pixels) as (image, _, _):
+    with _decoded(file, max_pixels, at_least) as (image, _, _):
         return _upright(composite(to_srgb(eight_bit(image)), colour), _orientation(image))
 
 
@@ -127,9 +130,10 @@ def open_alpha(file: Path | BinaryIO, max_pixels: int = CEILING) -> Image.Image 
 
 
 @contextmanager
-def _decoded(file: Path | BinaryIO, max_pixels: int) -> Iterator[tuple[Image.Image, str, int]]:
+def _decoded(file: Path | BinaryIO, max_pixels: int, at_least: int | None = None) -> Iterator[tuple[Image.Image, str, int]]:
     """Decode the first frame of an image file, as a context manager. Its value is (image, mode, frames). `mode` is the
-    mode before decoding, and `frames` is the number of frames. Raises ImageError if the file cannot be opened or
+    mode before decoding, and `frames` is the number of frames. `at_least` is the shortest side at which a JPEG file may be
+    decoded instead, or None. Raises ImageError if the file cannot be opened or
     decoded, or has more than `max_pixels` pixels. Every exception that is raised inside the `with` block becomes an
     ImageError too.
     """
@@ -140,6 +144,8 @@ def _decoded(file: Path | BinaryIO, max_pixels: int) -> Iterator[tuple[Image.Ima
                 if pixels > max_pixels:  # between its two limits, Pillow would only warn
                     raise ImageError("bomb", f"{image.width} x {image.height} is {pixels} pixels, more than {max_pixels}")
                 mode, frames = image.mode, int(getattr(image, "n_frames", 1))
+                if at_least:
+                    image.draft(image.mode, (at_least, at_least))
                 image.load()
                 yield image, mode, frames
         except ImageError:

@@ -1,0 +1,103 @@
+"""The stage `checks`: measure every usable picture once, then compare all pictures and captions with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pyarrow as pa
+
+from schemas.text_to_image.captions import CAPTIONS
+from schemas.text_to_image.checks import CHECKS
+from schemas.text_to_image.images import IMAGES
+from stages.stage import Stage, StageContext
+from stages.text_to_image.checks.config import ChecksConfig
+from stages.text_to_image.checks.findings import lines, mark_near_duplicates, picture_warnings
+from stages.text_to_image.checks.measures import measure
+from stages.text_to_image.checks.texts import imbalance, repeated_phrase, text_warnings
+from stages.text_to_image.imaging.usable import usable_rows
+
+Row = dict[str, Any]
+
+BATCH = 64  # images per record batch
+WANTED = ("image_id", "path", "short_side", "aspect")
+
+
+def wanted_checks(ctx: StageContext) -> pa.Table:
+    """Return one row per usable image, with the columns `image_id`, `path`, `short_side` and `aspect`. A picture is decoded
+    again only if one of them has changed. Raises ValueError if no image is usable.
+    """
+    found = []
+    for row in usable_rows(ctx.rows(IMAGES)):
+        short, long = sorted((row["width"], row["height"]))
+        found.append({"image_id": row["image_id"], "path": row["path"], "short_side": short, "aspect": long / short})
+    return pa.Table.from_pylist(found, schema=pa.schema([CHECKS.batch.field(name) for name in WANTED]))
+
+
+def measure_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+    """Measure the pending pictures and yield their rows of the table `checks` as record batches. The columns that depend on
+    other images are empty; `finish_checks` fills them in.
+    """
+    folder = ctx.need("image_folder")
+    pending = sorted(ctx.pending.to_pylist(), key=lambda row: str(row["path"]))
+    with ThreadPoolExecutor(ctx.config.workers) as pool:
+        for start in range(0, len(pending), BATCH):
+            batch = pending[start : start + BATCH]
+            measured = pool.map(lambda row: measure(folder / row["path"]), batch)
+            empty = {"duplicate_of": None, "similarity": None, "warnings": "", "detail": ""}
+            rows = [row | values | empty for row, values in zip(batch, measured, strict=True)]
+            yield pa.RecordBatch.from_pylist(rows, schema=CHECKS.batch)
+            ctx.progress(start + len(batch), len(pending), "images")
+            if ctx.stop():
+                return
+
+
+def finish_checks(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+    """Compare all pictures and all captions, and yield the rows whose warnings changed as record batches. Tell the user about
+    the warnings. Do nothing if the user stopped the run before all pictures were measured.
+    """
+    wanted = {row["image_id"]: row for row in wanted_checks(ctx).to_pylist()}
+    rows = [row for row in ctx.stored.select(CHECKS.batch.names).to_pylist() if row["image_id"] in wanted]
+    if len(rows) < len(wanted):
+        return
+    images = {row["image_id"]: row for row in usable_rows(ctx.rows(IMAGES))}
+    captions, trigger = _captions(ctx, images)
+    of_texts: dict[str, dict[str, str]] = {}
+    for image_id, name, sentence in text_warnings(captions, trigger, ctx.config.words):
+        of_texts.setdefault(image_id, {})[name] = sentence
+    marked = []
+    for row in mark_near_duplicates(rows, ctx.config.similarity):
+        found = picture_warnings(row, ctx.config) | of_texts.get(row["image_id"], {})
+        marked.append(row | {"warnings": ", ".join(found), "detail": "; ".join(found.values())})
+    changed = [new for new, old in zip(marked, rows, strict=True) if new != old]
+    for start in range(0, len(changed), BATCH):
+        yield pa.RecordBatch.from_pylist(changed[start : start + BATCH], schema=CHECKS.batch)
+    if changed or ctx.pending.num_rows:
+        whole = (repeated_phrase(captions, trigger, ctx.config.repeated), imbalance(list(images.values()), ctx.config.imbalance))
+        for line in (*lines(marked), *filter(None, whole)):
+            ctx.say(line)
+
+
+def _captions(ctx: StageContext, images: dict[str, Row]) -> tuple[list[Row], str]:
+    """Return the captions of images that are not for regularisation, as rows of the table `captions` in a fixed order, and the
+    trigger word, or "". Images of folders with a trigger of their own count as if there were none.
+    """
+    rows = ctx.rows(CAPTIONS).to_pylist()
+    own = any(row["trigger"] is not None for row in images.values())
+    trigger = next((str(row["text"]) for row in rows if row["role"] == "trigger"), "")
+    used = [row for row in rows if row["role"] == "caption" and row["image_id"] in images]
+    kept = [row for row in used if images[row["image_id"]]["use"] is None]
+    ordered = sorted(kept, key=lambda row: (images[row["image_id"]]["path"], row["position"]))
+    return ordered, "" if own else trigger
+
+
+STAGE = Stage(
+    reads=(IMAGES, CAPTIONS),
+    writes=CHECKS,
+    config=ChecksConfig,
+    needs=("image_folder",),
+    wants=wanted_checks,
+    run=measure_images,
+    finish=finish_checks,
+)
