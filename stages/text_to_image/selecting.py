@@ -13,7 +13,11 @@ def select_images(condition: str, images: pa.Table, checks: pa.Table) -> set[str
     """
     import duckdb
 
-    settings = {"enable_external_access": "false", "autoinstall_known_extensions": "false", "lock_configuration": "true"}
+    settings: dict[str, str | bool | int | float | list[str]] = {
+        "enable_external_access": "false",
+        "autoinstall_known_extensions": "false",
+        "lock_configuration": "true",
+    }
     shared = [name for name in checks.column_names if name in images.column_names and name != "image_id"]
     usable = {row["image_id"] for row in usable_rows(images)}
     with duckdb.connect(":memory:", config=settings) as connection:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -74,12 +74,12 @@ def imbalance(images: Sequence[Row], most: float) -> str:
     """Return a line about folders of very different size, or "". `images` are the usable rows of the table `images`. Folders
     with repeats or weights count by their number of occurrences. `most` is the largest usual ratio.
     """
-    counts: dict[str, float] = defaultdict(float)
+    counts: dict[str, float] = {}
     for row in images:
         folder = row["folder"] or row["path"].rpartition("/")[0]
         if row["use"] is None and row["weight"] is None:
-            counts[folder] += 1.0 if row["repeats"] is None else row["repeats"]
-    counts = {name: count for name, count in counts.items() if count}  # type: ignore[assignment]
+            counts[folder] = counts.get(folder, 0.0) + (1.0 if row["repeats"] is None else row["repeats"])
+    counts = {name: count for name, count in counts.items() if count}
     if len(counts) < 2:
         return ""
     small, large = min(counts, key=lambda name: (counts[name], name)), max(counts, key=lambda name: (counts[name], name))

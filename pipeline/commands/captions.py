@@ -1,0 +1,117 @@
+"""`latentmill captions`: brings the captions up to date, writes them into a CSV file, and reads an edited file back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.commands.run import summary
+from pipeline.options import with_project
+from pipeline.terminal import Terminal
+
+if TYPE_CHECKING:
+    from pipeline.project.project import Project
+
+STAGE = "captions"
+
+
+@click.command("captions")
+@click.option(
+    "--edit", type=click.Path(path_type=Path, dir_okay=False), help="Write all captions into this CSV file, to edit them."
+)
+@click.option("--apply", type=click.Path(path_type=Path, dir_okay=False), help="Read the edited CSV file back into the project.")
+@with_project
+def command(edit: Path | None, apply: Path | None, project: Project) -> None:
+    """Find the captions of the images. With --edit, all captions are also written into a CSV file with the columns path,
+    image_id, position and text. Change the column text in a spreadsheet or an editor, then read the file back with
+    --apply. Edited captions are stored in the project; the image folder is never written.
+    """
+    if edit and apply:
+        raise ValueError("--edit writes a file and --apply reads one: give one of the two")
+    if apply:
+        count = read_captions(project, apply)
+        click.echo(f"{count} captions changed")
+    run(project)
+    if edit:
+        count = write_captions(project, edit)
+        click.echo(f"wrote {count} captions to {edit}; edit the column text, then run: latentmill captions --apply {edit}")
+
+
+def run(project: Project) -> None:
+    """Bring the table `captions` of `project` up to date, and print what was done."""
+    from pipeline import runner
+
+    with Terminal(STAGE) as terminal:
+        outcome = runner.run(project.allow_downloads(), STAGE, terminal)
+    click.echo(summary(outcome))
+    project.refresh()
+
+
+def caption_rows(project: Project) -> list[dict[str, Any]]:
+    """Return the captions of the images of `project`, as dicts with the keys `path`, `image_id`, `position` and `text`,
+    sorted by path and position. Raises NotBuilt if the table `captions` is not built.
+    """
+    from pipeline.commands.query import answer
+
+    return list(
+        answer(
+            project,
+            "select path, captions.image_id, position, text from captions join images on images.image_id = captions.image_id "
+            "and images.rejected is null where role = 'caption' order by path, position",
+        ).to_pylist()
+    )
+
+
+def write_captions(project: Project, file: Path) -> int:
+    """Write all captions of the images of `project` into the CSV file `file`, and return their number. Raises ValueError if
+    `file` exists already.
+    """
+    import csv
+
+    if file.exists():
+        raise ValueError(f"{file} exists already; choose another name, or read it back with --apply")
+    rows = caption_rows(project)
+    with file.open("w", encoding="utf-8", newline="") as opened:
+        writer = csv.DictWriter(opened, ["path", "image_id", "position", "text"])
+        writer.writeheader()
+        writer.writerows(rows)
+    return len(rows)
+
+
+def read_captions(project: Project, file: Path) -> int:
+    """Read a CSV file that `write_captions` wrote and the user edited. Store each changed text as an edit of the project, and
+    return the number of changes. Raises ValueError, with the line, if a column is missing or a row names no caption. Then
+    nothing is stored.
+    """
+    import csv
+    import io
+
+    from stages.text_to_image.captions.edits import write_edits
+    from stages.untrusted import read_utf8
+
+    present = {f"{row['image_id']}:{row['position']}": row["text"] for row in caption_rows(project)}
+    reader = csv.DictReader(io.StringIO(read_utf8(file, 256_000_000), newline=""), strict=True)
+    edits: dict[str, str | None] = {}
+    try:
+        missing = {"image_id", "position", "text"} - set(reader.fieldnames or ())
+        if missing:
+            raise ValueError(
+                f"{file}: must have the columns image_id, position and text, got {', '.join(reader.fieldnames or ())}"
+            )
+        for row in reader:
+            where, key = f"{file}, line {reader.line_num}", f"{row['image_id']}:{row['position']}"
+            if key not in present or None in row or row["text"] is None:
+                raise ValueError(
+                    f"{where}: names no caption of this project; keep the columns image_id and position as they were"
+                )
+            if not row["text"].strip():
+                raise ValueError(f"{where}: a caption must have a letter; delete the line to keep the caption")
+            if row["text"].strip() != present[key].strip():
+                edits[key] = row["text"]
+    except csv.Error as error:
+        raise ValueError(f"{file}, line {reader.line_num}: not valid CSV: {error}") from None
+    if edits:
+        write_edits(project.path, edits)
+    return len(edits)
