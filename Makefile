@@ -63,7 +63,7 @@ captions: images
 
 ingest: images captions
 
-## Look for near-duplicates, blur, bad exposure and mistakes in captions
+## Look for near-duplicates, blur and mistakes in captions
 checks: images captions
 	@$(RUN) checks
 

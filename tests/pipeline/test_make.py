@@ -46,7 +46,7 @@ def test_quotes_dollars_and_spaces_survive_make(target, variable, value):
 def test_make_train_checks_captions_before_weights_are_needed():
     words = ["make", "-n", "-o", ".venv/ready", "train"]
     said = run(words).stdout
-    assert re.findall(r"run (\w+)", said)[:4] == ["images", "captions", "buckets", "latents"]
+    assert re.findall(r"run (\w+)", said)[:5] == ["images", "captions", "checks", "buckets", "latents"]
 
 
 @pytest.mark.parametrize(("more", "trained"), [("[train]\nsteps = 2\n", True), ("[train.ema]\n", True), ("", False)])

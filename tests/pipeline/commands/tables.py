@@ -120,6 +120,15 @@ def _captions() -> tuple[list[dict[str, Any]], ...]:
     return (rows,)
 
 
+def _checks() -> tuple[list[dict[str, Any]], ...]:
+    return (
+        [
+            {"image_id": digest(name), "path": name, "thumbnail": b"", "warnings": "blurred", "detail": "blur 0.7"}
+            for name in TRAINED
+        ],
+    )
+
+
 def _buckets() -> tuple[list[dict[str, Any]], ...]:
     rows = []
     for name in (*TRAINED, "mute.png", "thin.png", "late.png"):
@@ -184,6 +193,7 @@ def _scores() -> tuple[list[dict[str, Any]], ...]:
 ROWS = {
     "images": _images,
     "captions": _captions,
+    "checks": _checks,
     "buckets": _buckets,
     "latents": _latents,
     "embeddings": _embeddings,
