@@ -24,9 +24,9 @@ STAGE = "captions"
 @click.option("--apply", type=click.Path(path_type=Path, dir_okay=False), help="Read the edited CSV file back into the project.")
 @with_project
 def command(edit: Path | None, apply: Path | None, project: Project) -> None:
-    """Run the stage captions: find the captions of the images. With --edit, all captions are also written into a CSV file with the columns path,
-    image_id, position and text. Change the column text in a spreadsheet or an editor, then read the file back with
-    --apply. Edited captions are stored in the project; the image folder is never written.
+    """Run the stage captions: find the captions of the images. With --edit, all captions are also written into a CSV
+    file with the columns path, image_id, position and text. Change the column text in a spreadsheet or an editor, then
+    read the file back with --apply. Edited captions are stored in the project; the image folder is never written.
     """
     if edit and apply:
         raise ValueError("--edit writes a file and --apply reads one: give one of the two")
