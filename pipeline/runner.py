@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline import ranks
+from pipeline import ranks, workers
 from pipeline.errors import Stopped
 from pipeline.project import runs
 from pipeline.project.outlook import announcement
@@ -119,7 +119,7 @@ def run(
         if ctx.pending.num_rows and (line := announcement(project, name, ctx.pending.num_rows)):
             console.say(line)
         published = folder.rows().select(wanted.column_names) if folder.exists else wanted.slice(0, 0)
-        commit(follow((compute or stage.run)(ctx)), stage, writer, meter)
+        commit(follow((compute or workers.computation(project, name))(ctx)), stage, writer, meter)
         ctx.stored = writer.stored
         if stage.finish:
             commit(stage.finish(ctx), stage, writer)

@@ -7,9 +7,11 @@ runner.run(project, name, console, compute=...)     yields the results to be com
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -38,18 +40,46 @@ def divide(module: str, stage: Stage, ctx: StageContext, inputs: Mapping[str, In
         yield WorkUnit(module, ctx.config, pending, stored, inputs, needs, ctx.artifacts, ctx.root, ctx.provenance)
 
 
+class Kept:
+    """What a process keeps from one work unit to the next: the rows of input tables, and one model. All units must be of
+    one stage, with one config.
+    """
+
+    def __init__(self) -> None:
+        self.tables: dict[tuple[Path, int], pa.Table] = {}
+        self.name, self.value = "", None
+
+    def rows(self, table: TableFolder, version: int) -> pa.Table:
+        """Return the rows of an input table. They are read from disk at the first call."""
+        key = table.folder, version
+        if key not in self.tables:
+            self.tables[key] = table.rows(version)
+        return self.tables[key]
+
+    def model(self, name: str, load: Callable[[], Any]) -> Any:
+        """Return the model called `name`. If it is not the one in memory, the other is released before `load()` is called."""
+        if self.name != name:
+            self.name, self.value = "", None
+            gc.collect()
+            self.value, self.name = load(), name
+        return self.value
+
+
 def perform(
     unit: WorkUnit,
     say: Callable[[str], None] = lambda line: None,
     progress: Callable[[int, int, str], None] = lambda done, total, unit: None,
     stop: Callable[[], bool] = lambda: False,
+    kept: Kept | None = None,
 ) -> Iterator[pa.RecordBatch | Artifact]:
     """Compute the pending rows of a work unit, and yield them as record batches. Files that the rows name are yielded
     as `Artifact` before their batch. `say(line)` and `progress(done, total, unit)` receive reports for the user. If
     `stop()` returns True, the stage ends early and some rows are missing.
 
-    Only a temporary folder is written to.
+    Only a temporary folder is written to. A process that performs many units of one stage passes the same `kept` to all
+    of them, so that weights and tables are read once.
     """
+    once = kept or Kept()
     stage: Stage = load(f"{unit.stage}:STAGE")
     artifacts: list[Artifact] = []
 
@@ -74,7 +104,7 @@ def perform(
             artifacts=unit.artifacts,
             stored=unit.stored,
             pending=unit.pending,
-            rows=lambda schema: table(schema).rows(unit.inputs[schema.name].version),
+            rows=lambda schema: once.rows(table(schema), unit.inputs[schema.name].version),
             tensors=lambda schema: table(schema).tensors(unit.inputs[schema.name].version),
             files=lambda schema: _artifacts(unit, schema, stage),
             need=unit.needs.__getitem__,
@@ -85,6 +115,7 @@ def perform(
             root=unit.root,
             provenance=dict(unit.provenance),
             intact=intact,
+            keep=kept.model if kept else lambda name, load: load(),
         )
         for batch in stage.run(ctx):
             yield from artifacts

@@ -22,7 +22,8 @@ Overrides = Mapping[str, Any] | Iterable[str]
 class ProjectConfig:
     """The section [project] of project.toml. `family` is the model family; if empty, it is the pipeline's first.
     `weights` is a folder or a hub id; if empty, it is the family's own. `pipeline` is the name of the pipeline, or the
-    name of a module that defines one. Rows are committed every `commit_seconds` seconds. Raises ValueError if a number
+    name of a module that defines one. Rows are committed every `commit_seconds` seconds. `workers` says where rows are
+    computed. Raises ValueError if a number
     is out of range.
     """
 
@@ -33,8 +34,20 @@ class ProjectConfig:
         30.0, "rows are committed this often, seconds: a kill loses no more than that", bounds=(0.0, 86400.0)
     )
 
+    workers: str = runtime(
+        "local",
+        "where pending rows are computed: local; ray: a Ray cluster of this machine, started if there is none; "
+        "ray://HOST:10001: another one",
+    )
+    worker_count: int = runtime(0, "processes on the Ray cluster; 0: one for each GPU, or for each CPU", bounds=(0, 4096))
+    unit_rows: int = runtime(
+        32, "rows that a worker on the Ray cluster computes at a time: what its death can cost", bounds=(1, 100_000)
+    )
+
     def __post_init__(self) -> None:
         check_bounds(self)
+        if self.workers not in ("local", "ray") and not self.workers.startswith("ray://"):
+            raise ValueError(f'workers must be "local", "ray" or "ray://HOST:PORT", got "{self.workers}"')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 
 UNFUSED = {"MLX_CUDA_USE_CUDNN_SDPA": "0"}  # attention without cuDNN's fused kernel, as Metal trains
 TORCH_PLANS = ("eager", "eager+checkpoint", "compiled", "compiled+checkpoint")
-KINDS = ("train", "autoencoder", "text_encoder", "loader", "draw", "decode", "checksums")
+KINDS = ("train", "autoencoder", "text_encoder", "loader", "draw", "decode", "checksums", "commit", "workers")
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Case:
     kind: str = "train"  # one of KINDS
     dtype: str = "bfloat16"  # of the encoders; training uses bfloat16, and float32 on a CPU
     ranks: int = 1  # processes that train together, one for each GPU, each with a batch of one image
+    workers: int = 1  # processes of a Ray cluster that compute units which only wait
     steps: int = 6  # measured ones, after two to warm up
 
     @property

@@ -33,6 +33,11 @@ def size(row: Row) -> str:
 def name(row: Row) -> str:
     """What a row measures: the configuration of a training step, "loader", "checksums", or an encoder with its dtype."""
     kind = row["kind"].replace("_", " ")
+    if kind == "commit":
+        return f"commit, {row['rows_s']:.0f} rows/s, {row['mb_s']:.0f} MB/s" if "rows_s" in row else kind
+    if kind == "workers":
+        told = f", {row['speed']:.2f} x one, {row['overhead_ms']:.1f} ms a unit" if "speed" in row else ""
+        return f"{row['workers']} Ray workers{told}"
     if kind in ("train", "loader", "checksums"):
         return configuration(row) if kind == "train" else kind
     words = [kind, row["dtype"], *([f"{row['bits']}-bit"] if row["bits"] < 16 else [])]

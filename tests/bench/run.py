@@ -167,6 +167,20 @@ def measure_checksums(case: Case) -> dict[str, Any]:
     return check_samples(4 * case.steps, case.width, record.text_tokens, record.transformer["joint_attention_dim"])
 
 
+def measure_commit(case: Case) -> dict[str, Any]:
+    """Rows and megabytes per second that one process commits: latents of the case's size, 64 rows for each step."""
+    from tests.bench.cluster import measure_commits
+
+    return measure_commits(64 * case.steps, case.width)
+
+
+def measure_waiting(case: Case) -> dict[str, Any]:
+    """Overhead of a unit on Ray workers: 20 units of 0.1 s, which use no CPU, for each step of the case."""
+    from tests.bench.cluster import measure_workers
+
+    return measure_workers(case.workers, 20 * case.steps, 0.1)
+
+
 def run(case: Case) -> dict[str, Any]:
     """Measure a case and return its row: the fields of the case, the measurements, and where they were made.
 
@@ -183,6 +197,7 @@ def run(case: Case) -> dict[str, Any]:
         measured = (measure_torch if case.kind == "train" else measure_torch_stage)(case, time_steps)
     else:
         kinds = {"train": measure_training, "loader": measure_loader, "draw": measure_drawing, "checksums": measure_checksums}
+        kinds |= {"commit": measure_commit, "workers": measure_waiting}
         measured = kinds.get(case.kind, measure_encoder)(case)
     return asdict(case) | measured | describe(case.backend)
 

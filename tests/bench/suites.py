@@ -19,6 +19,9 @@ def quick() -> Iterator[Case]:
     for plan in ("plain", "whole", "blocks"):
         yield Case("tiny", 256, 256, plan, steps=3)
     yield from (Case("tiny", 256, 256, "blocks", bits, memory_limited=True, steps=3) for bits in (8, 4))
+    yield from (Case("tiny", px, px, kind="commit", steps=steps) for px, steps in ((1024, 16), (512, 32), (32, 400)))
+    if importlib.util.find_spec("ray"):
+        yield from (Case("tiny", kind="workers", workers=count, steps=6 * count) for count in (1, 3))
 
 
 def training(family: str) -> Iterator[Case]:

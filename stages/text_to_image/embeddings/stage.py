@@ -45,7 +45,8 @@ def encode_embeddings(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     captions = _rows_by_text(ctx.rows(CAPTIONS))
     path = ctx.need("text_encoder")
     plan = choose_plan(ctx.config, family, path, memory_budget())
-    encoder = load_encoder(family, path, ctx.need("tokenizer"), ctx.config, plan.by_layer)
+    tokenizer = ctx.need("tokenizer")
+    encoder = ctx.keep("text encoder", lambda: load_encoder(family, path, tokenizer, ctx.config, plan.by_layer))
     try:
         with live_memory_limit(plan.live_bytes):
             for start in range(0, len(pending), ctx.config.batch_size):

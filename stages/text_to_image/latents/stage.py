@@ -73,7 +73,8 @@ def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     from stages.tuner.blockwise.device import live_memory_limit
 
     family = ctx.need("family")
-    model = family.architecture.load_autoencoder(ctx.need("autoencoder"), family, getattr(mx, ctx.config.precision))
+    path, dtype = ctx.need("autoencoder"), getattr(mx, ctx.config.precision)
+    model = ctx.keep("autoencoder", lambda: family.architecture.load_autoencoder(path, family, dtype))
     limit = live_bytes(ctx)
     changed: list[str] = []
     rows = _encoded_rows(ctx, model, changed)

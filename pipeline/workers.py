@@ -1,0 +1,36 @@
+"""Where the pending rows of a stage are computed: in this process, or as work units on a Ray cluster."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+
+import pyarrow as pa
+
+from pipeline.project.project import Project
+from stages.stage import Artifact, StageContext
+
+Compute = Callable[[StageContext], Iterator[pa.RecordBatch | Artifact]]
+
+
+def computation(project: Project, name: str) -> Compute:
+    """Return the function that computes the pending rows of the stage `name`, as [project] `workers` says. It takes the
+    context of the run, and yields record batches and artifacts. Raises ValueError if Ray is wanted but not installed.
+
+    A stage whose rows cannot be divided, or that has few of them, is computed in this process.
+    """
+    stage, settings = project.stage(name), project.config.project
+    if settings.workers == "local" or not stage.divisible:
+        return stage.run
+    if importlib.util.find_spec("ray") is None:
+        raise ValueError(f'project.workers = "{settings.workers}" needs Ray; pip install "latentmill[ray]"')
+
+    def compute(ctx: StageContext) -> Iterator[pa.RecordBatch | Artifact]:
+        if ctx.pending.num_rows <= settings.unit_rows:
+            yield from stage.run(ctx)
+            return
+        from pipeline import ray_workers
+
+        yield from ray_workers.compute(project, name, ctx)
+
+    return compute

@@ -1,0 +1,97 @@
+"""Measure the committer alone, and Ray workers on a stand-in of known cost. Both need no model."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline import ray_workers, runner
+from pipeline.project.project import Project
+from pipeline.store.table import TableFolder
+from pipeline.store.writer import Writer
+from pipeline.terminal import Quiet
+from schemas.text_to_image.latents import LATENTS
+from stages.stage import Artifact, StageContext
+from tests.bench.reading import empty_row
+
+ROWS_PER_BATCH = 64
+STAND_IN = """
+[project]
+pipeline = "tests.bench.waiting"
+workers = "ray"
+worker_count = {workers}
+unit_rows = 1
+
+[waits]
+count = {count}
+seconds = {seconds}
+"""
+
+
+def measure_commits(rows: int, pixels: int) -> dict[str, Any]:
+    """Commit `rows` random latents of square images of `pixels` to a new table, and publish it. Returns rows and megabytes of
+    tensors per second, and the seconds of publishing. The table lies below LATENTMILL_BENCH_FOLDER, or the temporary folder.
+    """
+    shape = (128, pixels // 16, pixels // 16)
+    size = int(np.prod(shape))
+    values = np.random.default_rng(0).integers(0, 1 << 14, ROWS_PER_BATCH * size, dtype=np.uint16)
+    tensor = LATENTS.batch.field("tensor")
+    offsets = pa.array(np.arange(ROWS_PER_BATCH + 1, dtype=np.int32) * size)
+    lists = pa.ListArray.from_arrays(offsets, pa.array(values), type=tensor.type)
+    template = [empty_row(LATENTS) | {"shape": list(shape), "dtype": "bfloat16"} for _ in range(ROWS_PER_BATCH)]
+    columns = (
+        pa.Table.from_pylist(template, schema=pa.schema(LATENTS.columns)).append_column(tensor, lists).select(LATENTS.batch.names)
+    )
+    at = columns.schema.get_field_index("latent_id")
+    with tempfile.TemporaryDirectory(dir=os.environ.get("LATENTMILL_BENCH_FOLDER")) as folder:
+        began = time.perf_counter()
+        with Writer(TableFolder(Path(folder) / "latents", LATENTS), {"stage": "latents"}) as writer:
+            for start in range(0, rows, ROWS_PER_BATCH):
+                keys = pa.array([f"{start + n:064x}" for n in range(ROWS_PER_BATCH)])
+                (batch,) = columns.set_column(at, columns.schema.field(at), keys).combine_chunks().to_batches()
+                writer.append(batch)
+            writer.flush()
+            committed = time.perf_counter() - began
+            writer.finish(None, {})
+            published = time.perf_counter() - began - committed
+        count = -(-rows // ROWS_PER_BATCH) * ROWS_PER_BATCH
+    return {
+        "rows": count,
+        "rows_s": count / committed,
+        "mb_s": 2 * size * count / committed / 1e6,
+        "publish_s": published,
+        "s": committed / count,
+    }
+
+
+def measure_workers(workers: int, count: int, seconds: float) -> dict[str, Any]:
+    """Compute `count` units that only wait `seconds` each, on Ray workers of this machine. Returns units per second between the
+    first and the last result, the speed relative to one worker without overhead, and the overhead of a unit in milliseconds.
+    """
+    arrived: list[float] = []
+
+    def compute(ctx: StageContext) -> Iterator[pa.RecordBatch | Artifact]:
+        for item in ray_workers.compute(project, "waits", ctx):
+            arrived.append(time.perf_counter())
+            yield item
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "project.toml").write_text(STAND_IN.format(workers=workers, count=count, seconds=seconds), encoding="utf-8")
+        project = Project(folder)
+        runner.run(project, "waits", Quiet("waits"), compute=compute)
+    # The first results of all workers arrive together, so the time begins with the last of them.
+    elapsed, units = arrived[-1] - arrived[workers - 1], count - workers
+    return {
+        "workers": workers,
+        "unit_s": seconds,
+        "s": elapsed / units,
+        "speed": units * seconds / elapsed,
+        "overhead_ms": 1000 * (elapsed * workers / units - seconds),
+    }

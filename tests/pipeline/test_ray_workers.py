@@ -1,0 +1,122 @@
+"""Stages computed by actors of a Ray cluster: the tables of a local run, whatever dies."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.project.project import Project
+from tests import projects
+from tests.pipeline.test_work import artifacts, without
+
+ray = pytest.importorskip("ray", reason='needs Ray: pip install "latentmill[ray]"')
+STAGES = ("images", "latents", "embeddings", "samples", "scores")
+WORKERS = 3
+DIVIDED = ("--set", "project.workers=ray", "--set", f"project.worker_count={WORKERS}", "--set", "project.unit_rows=1")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Path:
+    """A finished project of five images. Tests copy it."""
+    folder = projects.make(tmp_path_factory.mktemp("finished") / "project", tiny_weights, images=5)
+    (folder / "references").mkdir()
+    projects.draw(folder / "references" / "one.png", seed=90, size=(96, 96))
+    projects.build(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """A Ray cluster of this machine with a CPU for each worker. `latentmill` finds it by RAY_ADDRESS."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": WORKERS, "include_dashboard": False})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", made.address)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("MKL_NUM_THREADS", "1")
+        yield made.address
+    made.shutdown()
+
+
+def assert_same_table(found: Path, expected: Path, name: str) -> None:
+    clocks = [column for column in ("inode", "mtime_ns", "seconds") if column in projects.content(found, name).column_names]
+    tables = [projects.content(folder, name).drop_columns(clocks) for folder in (found, expected)]
+    assert tables[0] == tables[1]
+    assert artifacts(found, name) == artifacts(expected, name)
+
+
+def workers() -> list[int]:
+    """The process ids of the actors that compute units."""
+    import psutil
+
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [""])[0].startswith("ray::Worker")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STAGES)
+def test_three_workers_write_the_table_of_a_local_run_bit_for_bit(name, finished, cluster, tmp_path):
+    folder = without(finished, tmp_path / "project", name)
+    said = projects.latentmill(folder, "run", name, *DIVIDED)
+    assert f"{WORKERS} workers on Ray, 1 rows at a time" in said
+    assert_same_table(folder, finished, name)
+    assert "up to date" in projects.latentmill(folder, "run", name)
+
+
+@pytest.mark.slow
+@pytest.mark.proof("workers of a Ray cluster that are killed lose and double nothing")
+def test_workers_that_are_killed_lose_and_double_nothing(finished, cluster, tmp_path, cases):
+    left, generator = cases(2, 30), random.Random(3)
+    while left > 0:
+        folder = without(finished, tmp_path / f"{left}" / "project", "latents")
+        process = projects.command(folder, "run", "latents", *DIVIDED)
+        for _ in range(min(left, 3)):
+            projects.wait_until(lambda: bool(workers()), process)
+            if process.poll() is None:
+                os.kill(generator.choice(workers()), signal.SIGKILL)
+                left -= 1
+        out, err = process.communicate(timeout=projects.HANG)
+        assert process.returncode == 0, (out, err)
+        assert_same_table(folder, finished, "latents")
+        shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_killed_is_continued_by_the_next_run(finished, cluster, tmp_path):
+    folder = without(finished, tmp_path / "project", "latents")
+    process = projects.command(folder, "run", "latents", *DIVIDED)
+    rows = Project(folder).current("latents").folder / "rows"
+    projects.wait_until(rows.exists, process)
+    process.kill()
+    process.communicate(timeout=projects.HANG)
+    projects.latentmill(folder, "run", "latents", *DIVIDED)
+    assert_same_table(folder, finished, "latents")
+
+
+@pytest.mark.slow
+def test_an_error_of_a_unit_is_the_error_of_the_run_and_the_other_rows_are_kept(finished, cluster, tmp_path):
+    folder = without(finished, tmp_path / "project", "latents")
+    projects.draw(folder / "images" / "picture3.png", seed=77, size=(200, 90))
+    said = projects.latentmill(folder, "run", "latents", *DIVIDED, code=2)
+    assert "1 image files changed since the table images was written (picture3.png): run images again" in said
+
+
+def test_ray_is_not_imported_unless_it_is_wanted(finished, tmp_path):
+    code = "import sys; from pipeline import Project; Project(sys.argv[1]).run('latents'); print('ray' in sys.modules)"
+    words = [sys.executable, "-c", code, str(finished)]
+    done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("False")
+
+
+@pytest.mark.parametrize("value", ["rya", "ray:10001", "dask"])
+def test_an_unknown_kind_of_workers_is_refused(value, finished):
+    with pytest.raises(ValueError, match=f'project.workers must be "local", "ray" or "ray://HOST:PORT", got "{value}"'):
+        Project(finished, {"project.workers": value})
