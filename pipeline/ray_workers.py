@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import ray
@@ -32,7 +32,7 @@ RETRIES = 10  # deaths of its worker that one unit may meet
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 DEVICES = ("GPU", "metal")  # resources of a cluster that hold one model each; a Mac is given the second by `ray start`
 ERRORS = (ValueError, OSError, MemoryError, RuntimeError)  # of a stage; what was computed before is kept
-Item = pa.RecordBatch | Artifact
+Item: TypeAlias = pa.RecordBatch | Artifact
 
 
 @dataclass
