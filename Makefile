@@ -40,7 +40,7 @@ override RUN = $(LATENTMILL) run
 .PHONY: scores evaluate
 .PHONY: sources units pairs tokens negatives vectors index ranks search
 .PHONY: help runs compare best view report generate
-.PHONY: test prove check format bench pages dictionary recipe figures experiments recipes
+.PHONY: test prove check format bench pages dictionary recipe machines figures experiments recipes
 .DEFAULT_GOAL := train
 
 ## Show this list
@@ -252,13 +252,16 @@ format: .venv/check
 	.venv/bin/ruff format .
 
 ## Write the generated pages and figures again
-pages: dictionary recipe figures
+pages: dictionary recipe figures machines
 
 dictionary: .venv/ready
 	.venv/bin/python -m data.pages.dictionary
 
 recipe: .venv/ready
 	.venv/bin/python -m data.pages.recipe
+
+machines: .venv/ready
+	.venv/bin/python -m data.pages.machines
 
 figures: .venv/plots
 	.venv/bin/python -m data.pages.figures

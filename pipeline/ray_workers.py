@@ -62,10 +62,6 @@ class Worker:
         missing = next((path for path in paths if not path.exists()), None)
         return f"does not see {missing}" if missing else ""
 
-    def process(self) -> int:
-        """Return the id of this worker's process."""
-        return os.getpid()
-
     def compute(self, unit: WorkUnit) -> Result:
         """Compute a work unit, and return its rows and artifacts. A unit that the user stops returns the rows so far."""
         result = Result()

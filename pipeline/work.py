@@ -7,9 +7,11 @@ runner.run(project, name, console, compute=...)     yields the results to be com
 
 from __future__ import annotations
 
+import functools
 import gc
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +78,19 @@ def perform(
     as `Artifact` before their batch. `say(line)` and `progress(done, total, unit)` receive reports for the user. If
     `stop()` returns True, the stage ends early and some rows are missing.
 
-    Only a temporary folder is written to. A process that performs many units of one stage passes the same `kept` to all
-    of them, so that weights and tables are read once.
+    Only a temporary folder is written to, if the stage writes artifacts. A process that performs many units of one
+    stage passes the same `kept` to all of them, so that weights and tables are read once.
     """
     once = kept or Kept()
     stage: Stage = load(f"{unit.stage}:STAGE")
     artifacts: list[Artifact] = []
 
+    @functools.cache
+    def temporary() -> Path:  # few stages write artifacts, and a folder costs milliseconds
+        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="latentmill-")))
+
     def write_artifact(name: str, write: Callable[[Path], None]) -> Path:
-        path = Path(folder) / name
+        path = temporary() / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
         artifacts.append(Artifact(name, path.read_bytes()))
@@ -98,7 +104,7 @@ def perform(
         folder = unit.artifacts.parent if own else unit.inputs[schema.name].folder
         return not Checksums(folder).damage(f"artifacts/{name}")
 
-    with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
+    with ExitStack() as stack:
         ctx = StageContext(
             config=unit.config,
             artifacts=unit.artifacts,

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from pipeline import ray_workers, runner
 from pipeline.project.project import Project
+from pipeline.store.disk import size_of
 from pipeline.store.table import TableFolder
 from pipeline.store.writer import Writer
 from pipeline.terminal import Quiet
@@ -37,7 +38,8 @@ seconds = {seconds}
 
 def measure_commits(rows: int, pixels: int) -> dict[str, Any]:
     """Commit `rows` random latents of square images of `pixels` to a new table, and publish it. Returns rows and megabytes of
-    tensors per second, and the seconds of publishing. The table lies below LATENTMILL_BENCH_FOLDER, or the temporary folder.
+    tensors per second, the seconds of publishing, and the bytes of a row in the index. The table lies below the folder
+    LATENTMILL_BENCH_FOLDER, or the system's temporary folder.
     """
     shape = (128, pixels // 16, pixels // 16)
     size = int(np.prod(shape))
@@ -61,12 +63,14 @@ def measure_commits(rows: int, pixels: int) -> dict[str, Any]:
             committed = time.perf_counter() - began
             writer.finish(None, {})
             published = time.perf_counter() - began - committed
+            index = size_of(writer.table.index.path)
         count = -(-rows // ROWS_PER_BATCH) * ROWS_PER_BATCH
     return {
         "rows": count,
         "rows_s": count / committed,
         "mb_s": 2 * size * count / committed / 1e6,
         "publish_s": published,
+        "index_bytes_row": index / count,
         "s": committed / count,
     }
 

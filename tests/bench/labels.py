@@ -17,7 +17,14 @@ def terminal_line(row: Row | None) -> str:
     if "error" in row:
         return f"{head} failed: {row['error']}"
     seconds, peak, first = (row.get(column) for column in ("s", "peak_gb", "first_s"))
-    return f"{head} {number(seconds, '.4f'):>8} {number(peak, '.2f'):>7} {number(first, '.1f'):>8}"
+    return f"{head} {number(seconds, '.4f'):>8} {number(peak, '.2f'):>7} {number(first, '.1f'):>8}{rates(row)}"
+
+
+def rates(row: Row) -> str:
+    """Format what a row of the kind "commit" or "workers" says beside seconds and memory; empty for other kinds."""
+    if "rows_s" in row:
+        return f"  {row['rows_s']:.0f} rows/s, {row['mb_s']:.0f} MB/s"
+    return f"  {row['speed']:.2f} x one worker, {row['overhead_ms']:.1f} ms a unit" if "overhead_ms" in row else ""
 
 
 def number(value: float | None, form: str) -> str:
@@ -33,12 +40,9 @@ def size(row: Row) -> str:
 def name(row: Row) -> str:
     """What a row measures: the configuration of a training step, "loader", "checksums", or an encoder with its dtype."""
     kind = row["kind"].replace("_", " ")
-    if kind == "commit":
-        return f"commit, {row['rows_s']:.0f} rows/s, {row['mb_s']:.0f} MB/s" if "rows_s" in row else kind
     if kind == "workers":
-        told = f", {row['speed']:.2f} x one, {row['overhead_ms']:.1f} ms a unit" if "speed" in row else ""
-        return f"{row['workers']} Ray workers{told}"
-    if kind in ("train", "loader", "checksums"):
+        return f"{row['workers']} Ray workers"
+    if kind in ("train", "loader", "checksums", "commit"):
         return configuration(row) if kind == "train" else kind
     words = [kind, row["dtype"], *([f"{row['bits']}-bit"] if row["bits"] < 16 else [])]
     return ", ".join([*words, *([f"PyTorch {row['plan']}"] if row["backend"] == "torch" else [])])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -20,6 +21,7 @@ from tests.pipeline.test_work import artifacts, without
 ray = pytest.importorskip("ray", reason='needs Ray: pip install "latentmill[ray]"')
 STAGES = ("images", "latents", "embeddings", "samples", "scores")
 WORKERS = 3
+MARK = "LATENTMILL_TEST_CLUSTER"
 DIVIDED = ("--set", "project.workers=ray", "--set", f"project.worker_count={WORKERS}", "--set", "project.unit_rows=1")
 
 
@@ -38,8 +40,9 @@ def cluster() -> Iterator[str]:
     """A Ray cluster of this machine with a CPU for each worker. `latentmill` finds it by RAY_ADDRESS."""
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": WORKERS, "include_dashboard": False})
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MARK, str(os.getpid()))  # its workers inherit the variable
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": WORKERS, "include_dashboard": False})
         patch.setenv("RAY_ADDRESS", made.address)
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("MKL_NUM_THREADS", "1")
@@ -55,10 +58,15 @@ def assert_same_table(found: Path, expected: Path, name: str) -> None:
 
 
 def workers() -> list[int]:
-    """The process ids of the actors that compute units."""
+    """The process ids of the actors that compute units on the cluster of this test."""
     import psutil
 
-    return [p.pid for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [""])[0].startswith("ray::Worker")]
+    actors = [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [""])[0].startswith("ray::Worker")]
+    found = []
+    for process in actors:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [process.pid] if process.environ().get(MARK) == str(os.getpid()) else []
+    return found
 
 
 @pytest.mark.slow
@@ -80,9 +88,10 @@ def test_workers_that_are_killed_lose_and_double_nothing(finished, cluster, tmp_
         process = projects.command(folder, "run", "latents", *DIVIDED)
         for _ in range(min(left, 3)):
             projects.wait_until(lambda: bool(workers()), process)
-            if process.poll() is None:
-                os.kill(generator.choice(workers()), signal.SIGKILL)
-                left -= 1
+            if alive := workers():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(generator.choice(alive), signal.SIGKILL)
+                    left -= 1
         out, err = process.communicate(timeout=projects.HANG)
         assert process.returncode == 0, (out, err)
         assert_same_table(folder, finished, "latents")

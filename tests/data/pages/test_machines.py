@@ -1,0 +1,25 @@
+"""The page on several machines says what the code computes, from constants that the code has."""
+
+from __future__ import annotations
+
+import pytest
+
+from data.pages import machines
+from data.pages.machines import Ceiling, Plan
+from pipeline.store import shards, writer
+
+
+def test_the_page_on_disk_is_what_the_code_computes() -> None:
+    assert machines.FILE.read_text(encoding="utf-8") == machines.render(), "run: make machines"
+
+
+def test_the_page_computes_with_the_constants_of_the_store() -> None:
+    assert (machines.COMMITS, machines.SHARD_BYTES) == (writer.COMMITS, shards.SHARD_BYTES)
+
+
+def test_rows_in_several_tables_rewrite_less_and_commit_in_less_time() -> None:
+    limit = Ceiling(100.0, 100.0, 1e-6, 300.0)
+    one, many = Plan(10**7, 2**20, 0.05, 64), Plan(10**7, 2**20, 0.05, 64, 16)
+    assert one.commits == 156_250 and many.commits == -(-156_250 // 16)
+    assert many.rewritten() == pytest.approx(one.rewritten() / 256, rel=1e-3)
+    assert many.saturates_at(limit) > 16 * one.saturates_at(limit)
