@@ -79,13 +79,15 @@ The stand-in below waits 0.1 s a unit and uses no CPU (`make bench`):
 @dataclass(frozen=True)
 class Ceiling:
     """What one committing process can do. `rows_s` and `mb_s` are rows and megabytes per second into a small table.
-    `row_rewrite_s` is the time to rewrite one row of the index. `index_bytes` is the size of a row in the index.
+    `row_rewrite_s` is the time to rewrite one row of the index. `index_bytes` is the size of a row in the index, on disk, and
+    `memory_bytes` in memory.
     """
 
     rows_s: float
     mb_s: float
     row_rewrite_s: float
     index_bytes: float
+    memory_bytes: float
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,9 @@ def measured(kind: str, **where: Any) -> dict[str, Any]:
 def ceiling() -> Ceiling:
     """Return the measured ceiling of one committing process."""
     large, many = measured("commit", width=PIXELS), measured("commit", width=32)
-    return Ceiling(large["rows_s"], large["mb_s"], many["publish_s"] / many["rows"], many["index_bytes_row"])
+    return Ceiling(
+        large["rows_s"], large["mb_s"], many["publish_s"] / many["rows"], many["index_bytes_row"], many["memory_bytes_row"]
+    )
 
 
 def render() -> str:
@@ -204,8 +208,7 @@ from": the number of workers at which the committing processes are the limit. Wh
 - Lance and Arrow open tables and shards by URI (`s3://`, `gs://`). The commit protocol here needs a file system: a lock, a
   rename and an fsync. A store without them needs conditional writes instead. Until then the tables lie on a shared file
   system.
-- The committing process holds the rows of its index in memory: about {IMAGES * limit.index_bytes / 1e9:.0f} GB for a table of
-  {IMAGES:,} rows, if a row takes as much memory as disk.
+- The committing process holds the rows of its index in memory: {IMAGES * limit.memory_bytes / 1e9:.1f} GB for {IMAGES:,} rows.
 """
     return head + "\n".join(lines) + "\n" + tail
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 import time
@@ -38,8 +39,8 @@ seconds = {seconds}
 
 def measure_commits(rows: int, pixels: int) -> dict[str, Any]:
     """Commit `rows` random latents of square images of `pixels` to a new table, and publish it. Returns rows and megabytes of
-    tensors per second, the seconds of publishing, and the bytes of a row in the index. The table lies below the folder
-    LATENTMILL_BENCH_FOLDER, or the system's temporary folder.
+    tensors per second, the seconds of publishing, and the bytes of a row in the index and in memory. The table lies below the
+    folder LATENTMILL_BENCH_FOLDER, or the system's temporary folder.
     """
     shape = (128, pixels // 16, pixels // 16)
     size = int(np.prod(shape))
@@ -51,18 +52,23 @@ def measure_commits(rows: int, pixels: int) -> dict[str, Any]:
     columns = (
         pa.Table.from_pylist(template, schema=pa.schema(LATENTS.columns)).append_column(tensor, lists).select(LATENTS.batch.names)
     )
-    at = columns.schema.get_field_index("latent_id")
     with tempfile.TemporaryDirectory(dir=os.environ.get("LATENTMILL_BENCH_FOLDER")) as folder:
         began = time.perf_counter()
         with Writer(TableFolder(Path(folder) / "latents", LATENTS), {"stage": "latents"}) as writer:
             for start in range(0, rows, ROWS_PER_BATCH):
-                keys = pa.array([f"{start + n:064x}" for n in range(ROWS_PER_BATCH)])
-                (batch,) = columns.set_column(at, columns.schema.field(at), keys).combine_chunks().to_batches()
-                writer.append(batch)
+                ids = [hashlib.sha256(str(start + n).encode()).hexdigest() for n in range(ROWS_PER_BATCH)]
+                means = pa.array(np.random.default_rng(start).standard_normal(ROWS_PER_BATCH, np.float32))
+                batch = columns
+                for name, values in {"latent_id": pa.array(ids), "image_id": pa.array(ids), "mean": means, "std": means}.items():
+                    at = batch.schema.get_field_index(name)
+                    batch = batch.set_column(at, batch.schema.field(at), values)
+                writer.append(batch.combine_chunks().to_batches()[0])
             writer.flush()
             committed = time.perf_counter() - began
+            memory = writer.stored.nbytes
+            flushed = time.perf_counter()
             writer.finish(None, {})
-            published = time.perf_counter() - began - committed
+            published = time.perf_counter() - flushed
             index = size_of(writer.table.index.path)
         count = -(-rows // ROWS_PER_BATCH) * ROWS_PER_BATCH
     return {
@@ -71,6 +77,7 @@ def measure_commits(rows: int, pixels: int) -> dict[str, Any]:
         "mb_s": 2 * size * count / committed / 1e6,
         "publish_s": published,
         "index_bytes_row": index / count,
+        "memory_bytes_row": memory / count,
         "s": committed / count,
     }
 

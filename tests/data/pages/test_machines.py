@@ -18,7 +18,7 @@ def test_the_page_computes_with_the_constants_of_the_store() -> None:
 
 
 def test_rows_in_several_tables_rewrite_less_and_commit_in_less_time() -> None:
-    limit = Ceiling(100.0, 100.0, 1e-6, 300.0)
+    limit = Ceiling(100.0, 100.0, 1e-6, 200.0, 300.0)
     one, many = Plan(10**7, 2**20, 0.05, 64), Plan(10**7, 2**20, 0.05, 64, 16)
     assert one.commits == 156_250 and many.commits == -(-156_250 // 16)
     assert many.rewritten() == pytest.approx(one.rewritten() / 256, rel=1e-3)
