@@ -121,7 +121,7 @@ def perform(
             root=unit.root,
             provenance=dict(unit.provenance),
             intact=intact,
-            keep=kept.model if kept else lambda name, load: load(),
+            reuse=kept.model if kept else lambda name, load: load(),
         )
         for batch in stage.run(ctx):
             yield from artifacts

@@ -56,7 +56,7 @@ class StageContext:
     say: Callable[[str], None]  # one line for the user
     progress: Callable[[int, int, str], None]  # (done, total, unit)
     stop: Callable[[], bool]  # True once the user asked to stop: finish the current batch and return
-    keep: Callable[[str, Callable[[], Any]], Any] = lambda name, load: load()  # a model, which may stay in memory
+    reuse: Callable[[str, Callable[[], Any]], Any] = lambda name, load: load()  # a model, which may stay in memory
     note: Callable[[str], None] = lambda text: None  # facts beside the progress, such as the loss; each replaces the one before
     pause: Callable[[str], None] = lambda reason: None  # say why `run` returns before all rows are made
     root: Path = Path()  # the project's folder: what a relative path in a setting starts from

@@ -43,7 +43,7 @@ def wanted_waits(ctx: StageContext) -> pa.Table:
 
 def wait(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     """Wait once for each pending row."""
-    loads = ctx.keep("model", lambda: next(_loads))
+    loads = ctx.reuse("model", lambda: next(_loads))
     for number in ctx.pending["number"].to_pylist():
         time.sleep(ctx.config.seconds)
         yield from WAITS.table([{"number": number, "process": os.getpid(), "loads": loads}]).to_batches()

@@ -46,7 +46,7 @@ def encode_embeddings(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     path = ctx.need("text_encoder")
     plan = choose_plan(ctx.config, family, path, memory_budget())
     tokenizer = ctx.need("tokenizer")
-    encoder = ctx.keep("text encoder", lambda: load_encoder(family, path, tokenizer, ctx.config, plan.by_layer))
+    encoder = ctx.reuse("text encoder", lambda: load_encoder(family, path, tokenizer, ctx.config, plan.by_layer))
     try:
         with live_memory_limit(plan.live_bytes):
             for start in range(0, len(pending), ctx.config.batch_size):

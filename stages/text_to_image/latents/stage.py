@@ -74,7 +74,7 @@ def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
     family = ctx.need("family")
     path, dtype = ctx.need("autoencoder"), getattr(mx, ctx.config.precision)
-    model = ctx.keep("autoencoder", lambda: family.architecture.load_autoencoder(path, family, dtype))
+    model = ctx.reuse("autoencoder", lambda: family.architecture.load_autoencoder(path, family, dtype))
     limit = live_bytes(ctx)
     changed: list[str] = []
     rows = _encoded_rows(ctx, model, changed)

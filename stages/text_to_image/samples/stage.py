@@ -116,7 +116,7 @@ def draw_latents(ctx: StageContext, source: SampleSource, rows: list[Row], progr
     """
     if not rows:
         return
-    sampler = ctx.keep(f"sampler {source.adapter_id}", lambda: sampler_for(ctx, source))
+    sampler = ctx.reuse(f"sampler {source.adapter_id}", lambda: sampler_for(ctx, source))
     for row in rows:
         started = time.perf_counter()
         text_1TJ = read_embedding(ctx, row["caption_id"])
@@ -166,7 +166,7 @@ def decode_latents(ctx: StageContext, source: SampleSource, rows: list[Row], lat
         return
     family = ctx.need("family")
     path, size = ctx.need("autoencoder"), (ctx.config.height, ctx.config.width)
-    autoencoder = ctx.keep("autoencoder", lambda: family.architecture.load_autoencoder(path, family, mx.float32))
+    autoencoder = ctx.reuse("autoencoder", lambda: family.architecture.load_autoencoder(path, family, mx.float32))
     held, work = family.architecture.autoencoder_bytes(path, family, *size, 4, False)
     for row in drawn:
         if ctx.stop():

@@ -83,7 +83,7 @@ def score_pictures(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     pending = ctx.pending.to_pylist()
     if not pending:
         return
-    scorer = Scorer(ctx, ctx.keep("image encoder", ImageEncoder.load))
+    scorer = Scorer(ctx, ctx.reuse("image encoder", ImageEncoder.load))
     for line in scorer.missing_inputs():
         ctx.say(line)
     for number, row in enumerate(pending, 1):
