@@ -30,10 +30,13 @@ order by stage, path
 
 # A sample's raw loss says mostly which noise level was drawn: the loss at one level is several times that at another. The mean of
 # its neighbours by noise level is what such a sample costs; what is left is corrected by its neighbours in time in the same way.
+# Samples count by the square of their noise level: at high levels the loss says whether picture and caption belong to the set, at
+# low levels how much detail the picture has.
 HURTING = View(
     """
 with drawn as (
-    select image_id, step, sigma, loss, ln(loss) as log_loss from train where split = 'train' and loss > 0 and isfinite(loss)
+    select image_id, step, sigma::double as sigma, loss, ln(loss) as log_loss from train
+    where split = 'train' and loss > 0 and isfinite(loss)
 ),
 level as (
     select *, log_loss - avg(log_loss) over (
@@ -46,17 +49,19 @@ time as (
     from level
 ),
 per_image as (
-    select image_id, count(*) as draws, exp(avg(above)) as times_expected, avg(above) as excess,
-        stddev_samp(above) / sqrt(count(*)) as excess_error, avg(loss) as raw_loss
+    select image_id, count(*) as draws, sum(sigma * sigma * above) / nullif(sum(sigma * sigma), 0) as excess,
+        sqrt(greatest(sum(pow(sigma, 4) * above * above) - 2 * excess * sum(pow(sigma, 4) * above)
+            + excess * excess * sum(pow(sigma, 4)), 0)) / nullif(sum(sigma * sigma), 0) as excess_error,
+        avg(loss) as raw_loss
     from time group by image_id
 )
-select path, image_id, draws, times_expected, excess, excess_error, raw_loss
+select path, image_id, draws, exp(excess) as times_expected, excess, excess_error, raw_loss
 from per_image join (select image_id, min(path) as path from images where rejected is null group by image_id) using (image_id)
 order by excess desc
 """,
     "images by their loss, corrected for noise level and step. times_expected = exp(excess); excess is the mean over the "
-    "image's samples of a - (mean of a over the 200 samples nearest in step), where a = ln(loss) - (mean of ln(loss) over "
-    "the 100 samples nearest in noise level)",
+    "image's samples, weighted by sigma^2, of a - (mean of a over the 200 samples nearest in step), where a = ln(loss) - "
+    "(mean of ln(loss) over the 100 samples nearest in noise level)",
     needs=("images", "train"),
 )
 TRAINED = View(
