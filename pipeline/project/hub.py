@@ -8,12 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.store.disk import CHECKOUT, atomic_folder, delete_abandoned, from_home
+from stages.hashing import file_sha256
 from stages.models.family import ModelFamily
 from stages.models.weights import read_header, weight_files
 from stages.untrusted import read_json
 
 TOKENIZER = "tokenizer"  # the component without weights
 SHARD = re.compile(r"-\d+-of-(\d+)\.")  # in model-00001-of-00002.safetensors
+SHA256 = re.compile(r"[0-9a-f]{64}")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -111,7 +113,7 @@ def _downloaded(hub: str, components: list[str], family: ModelFamily, fetch: boo
     NotFetched if a part is missing in the cache and `fetch` is False. Raises ValueError if the download fails. The
     message says what the user can do.
     """
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import constants, errors, snapshot_download
 
     patterns = [pattern for component in components for pattern in family.patterns(component)] + ["*.json"]
     with suppress(errors.LocalEntryNotFoundError):
@@ -121,13 +123,41 @@ def _downloaded(hub: str, components: list[str], family: ModelFamily, fetch: boo
     if not fetch:
         names = ", ".join(family.folders[each] or each for each in components)
         raise NotFetched(f"{names} of {hub} is not downloaded yet; the first stage that needs it downloads it")
+    before = _blobs(Path(constants.HF_HUB_CACHE), hub)
     try:
         copy = Path(snapshot_download(hub, allow_patterns=patterns))
     except (errors.HTTPError, OSError, ValueError) as error:
         raise ValueError(_explain(hub, family, error)) from None
+    _check_digests(copy, before)
     if missing := _incomplete(copy, components, family):  # without a network the client returns an incomplete cache
         raise ValueError(f"the download of {hub} lacks {', '.join(missing)}: {_manual_download(hub, family)}")
     return copy
+
+
+def _blobs(cache: Path, hub: str) -> set[Path]:
+    """Return the files of a hub repository that the cache holds under their digests. `hub` is its id, "org/name"."""
+    folder = cache / f"models--{hub.replace('/', '--')}" / "blobs"
+    return set(folder.iterdir()) if folder.is_dir() else set()
+
+
+def _check_digests(copy: Path, before: set[Path]) -> None:
+    """Raise ValueError if a file that was just downloaded has another sha256 than the hub says, and remove that file. `copy` is
+    the model's folder in the hub cache. `before` are files that were there before the download, which are not read again.
+
+    The hub client compares sizes only. It names a large file by its sha256.
+    """
+    for path in sorted(copy.rglob("*")):
+        blob = path.resolve()
+        if not path.is_file() or blob in before or not SHA256.fullmatch(blob.name):
+            continue
+        found = file_sha256(blob)
+        if found != blob.name:
+            path.unlink()
+            blob.unlink(missing_ok=True)
+            raise ValueError(
+                f"{path.relative_to(copy)} arrived damaged: its sha256 is {found[:12]}..., the hub says {blob.name[:12]}...; "
+                "it is removed, run the command again to fetch it"
+            )
 
 
 def _incomplete(copy: Path, components: list[str], family: ModelFamily) -> list[str]:

@@ -1,0 +1,196 @@
+"""Downloads with the real hub client from a local server that speaks the hub's protocol."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.projects import HANG, ROOT
+
+REPOSITORY = "someone/tiny"
+COMMIT = "b" * 40
+CODE = """
+import sys
+from pathlib import Path
+from pipeline.project import hub
+from stages.text_to_image.families import family
+try:
+    print("found", hub.resolve(sys.argv[1], Path(sys.argv[2]), family(sys.argv[3]), ["transformer", "tokenizer"]))
+except ValueError as error:
+    print("refused", error)
+"""
+
+
+class Hub(ThreadingHTTPServer):
+    """A hub with one repository. `files` maps names to bytes. `served` lists (method, file, first byte) of every request.
+    `status` maps a file, or "" for the repository, to the status of its answers. `cut` ends the next answer with this file after
+    so many bytes. `damaged` names a file of which other bytes are sent.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files = files
+        self.served: list[tuple[str, str, int]] = []
+        self.status: dict[str, int] = {}
+        self.cut: dict[str, int] = {}
+        self.damaged = ""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers the requests of the hub client: what a repository holds, and its files."""
+
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def log_message(self, *_: Any) -> None:
+        """Stay silent."""
+
+    def do_HEAD(self) -> None:
+        self._answer(False)
+
+    def do_GET(self) -> None:
+        self._answer(True)
+
+    def _answer(self, body: bool) -> None:
+        if f"/api/models/{REPOSITORY}" in self.path and "/resolve/" not in self.path:
+            self._listing()
+            return
+        match = re.fullmatch(rf"/{REPOSITORY}/resolve/[^/]+/(.+?)(\?.*)?", self.path)
+        name = match[1] if match else ""
+        if name not in self.server.files:
+            self._status(self.server.status.get("", 404), "RepoNotFound" if not match else "EntryNotFound")
+            return
+        first = int((self.headers.get("Range") or "bytes=0-").split("=")[1].split("-")[0])
+        self.server.served.append((self.command, name, first))
+        if status := self.server.status.get(name):
+            self._status(status, "GatedRepo" if status in (401, 403) else "")
+            return
+        data = self.server.files[name]
+        sent = bytes(byte ^ 1 for byte in data) if name == self.server.damaged else data
+        self.send_response(206 if first else 200)
+        for key, value in {
+            "X-Repo-Commit": COMMIT,
+            "X-Linked-Etag": f'"{hashlib.sha256(data).hexdigest()}"',
+            "X-Linked-Size": str(len(data)),
+            "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
+            "Accept-Ranges": "bytes",
+            "Content-Length": str(len(data) - first),
+        }.items():
+            self.send_header(key, value)
+        if first:
+            self.send_header("Content-Range", f"bytes {first}-{len(data) - 1}/{len(data)}")
+        self.end_headers()
+        if body:
+            until = self.server.cut.pop(name, len(data))
+            self.wfile.write(sent[first:until])
+            if until < len(data):
+                self.wfile.flush()
+                self.connection.close()
+                self.close_connection = True
+
+    def _listing(self) -> None:
+        if status := self.server.status.get(""):
+            self._status(status, {404: "RepoNotFound", 401: "RepoNotFound", 403: "GatedRepo"}[status])
+            return
+        files = self.server.files
+        if "/tree/" in self.path:
+            rows: Any = [{"type": "file", "path": n, "size": len(d), "oid": "c" * 40} for n, d in files.items()]
+        else:
+            rows = {"id": REPOSITORY, "sha": COMMIT, "siblings": [{"rfilename": n} for n in files]}
+        content = json.dumps(rows).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _status(self, status: int, code: str) -> None:
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+@pytest.fixture
+def server(tiny_weights: Path) -> Iterator[Hub]:
+    names = [p for p in tiny_weights.rglob("*") if p.is_file()]
+    made = Hub({p.relative_to(tiny_weights).as_posix(): p.read_bytes() for p in names})
+    thread = threading.Thread(target=made.serve_forever, daemon=True)
+    thread.start()
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+def fetch(server: Hub, folder: Path, repository: str = REPOSITORY, family: str = "klein-4b") -> str:
+    """Ask for the transformer and the tokenizer in a process of its own, and return the line that it prints."""
+    place = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "0"}
+    place |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    words = [sys.executable, "-c", CODE, repository, str(folder), family]
+    done = subprocess.run(words, cwd=ROOT, env=os.environ | place, capture_output=True, text=True, timeout=HANG, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1]
+
+
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+
+
+def test_only_the_components_asked_for_are_fetched_and_nothing_twice(server: Hub, tmp_path: Path) -> None:
+    line = fetch(server, tmp_path)
+    assert line.startswith("found ")
+    copy = Path(line.removeprefix("found "))
+    assert (copy / WEIGHTS).read_bytes() == server.files[WEIGHTS]
+    assert [path.relative_to(copy).as_posix() for path in copy.rglob("*.safetensors")] == [WEIGHTS]
+    got = [name for method, name, _ in server.served if method == "GET"]
+    assert len(got) == len(set(got))
+    server.served.clear()
+    assert fetch(server, tmp_path) == line and not server.served
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_download_that_is_cut_is_completed_and_has_the_right_bytes(server: Hub, tmp_path: Path, share: float) -> None:
+    server.cut[WEIGHTS] = int(share * len(server.files[WEIGHTS]))
+    line = fetch(server, tmp_path)
+    if line.startswith("refused"):
+        assert "cannot be reached" in line
+        line = fetch(server, tmp_path)
+    assert Path(line.removeprefix("found ")).joinpath(WEIGHTS).read_bytes() == server.files[WEIGHTS]
+
+
+def test_a_file_with_another_hash_is_refused_and_fetched_again(server: Hub, tmp_path: Path) -> None:
+    server.damaged = WEIGHTS
+    assert f"refused {WEIGHTS} arrived damaged: its sha256 is" in fetch(server, tmp_path)
+    server.damaged = ""
+    line = fetch(server, tmp_path)
+    assert Path(line.removeprefix("found ")).joinpath(WEIGHTS).read_bytes() == server.files[WEIGHTS]
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_gated_file_names_the_licence_page_and_the_token(server: Hub, tmp_path: Path, status: int) -> None:
+    server.status = dict.fromkeys(server.files, status)
+    line = fetch(server, tmp_path, family="klein-9b")
+    assert re.search(r"is gated .*accept the licence at .*/someone/tiny, then run `hf auth login`", line), line
+
+
+def test_a_repository_that_is_not_there_is_said_so(server: Hub, tmp_path: Path) -> None:
+    server.status[""] = 404
+    assert f"the hub has no repository {REPOSITORY}" in fetch(server, tmp_path)
+
+
+def test_a_server_that_fails_is_reported_with_the_way_around(server: Hub, tmp_path: Path) -> None:
+    server.status[WEIGHTS] = 404
+    line = fetch(server, tmp_path)
+    assert line.startswith("refused") and "hf download" in line
