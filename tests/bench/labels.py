@@ -41,7 +41,7 @@ def name(row: Row) -> str:
     """What a row measures: the configuration of a training step, "loader", "checksums", or an encoder with its dtype."""
     kind = row["kind"].replace("_", " ")
     if kind == "workers":
-        return f"{row['workers']} Ray workers"
+        return f"{row['workers']} Ray worker{'s' if row['workers'] > 1 else ''}"
     if kind in ("train", "loader", "checksums", "commit"):
         return configuration(row) if kind == "train" else kind
     words = [kind, row["dtype"], *([f"{row['bits']}-bit"] if row["bits"] < 16 else [])]
