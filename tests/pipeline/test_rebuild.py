@@ -9,7 +9,17 @@ from PIL import Image
 from stages.text_to_image.families import family
 from tests import projects
 
-NO_ROWS = {"images": 0, "captions": 0, "buckets": 0, "latents": 0, "embeddings": 0, "train": 0, "samples": 0, "scores": 0}
+NO_ROWS = {
+    "images": 0,
+    "captions": 0,
+    "checks": 0,
+    "buckets": 0,
+    "latents": 0,
+    "embeddings": 0,
+    "train": 0,
+    "samples": 0,
+    "scores": 0,
+}
 pytestmark = pytest.mark.slow
 STEPS = 6
 RESOLUTIONS = 2
@@ -33,7 +43,8 @@ def project(built, tmp_path) -> Path:
 
 def rows(folder: Path, **changed: int) -> None:
     """All stages write exactly these numbers of rows, by table, and none when they run again."""
-    assert projects.written(projects.build(folder)) == NO_ROWS | changed
+    found = projects.written(projects.build(folder))  # one new image may change the warnings of others
+    assert found == NO_ROWS | {"checks": found["checks"]} | changed
     assert projects.written(projects.build(folder)) == NO_ROWS
 
 

@@ -85,7 +85,7 @@ def _coarse(pictures: np.ndarray) -> np.ndarray:
 
 def _standardised(pictures: np.ndarray) -> np.ndarray:
     """Return pictures (n, side, side) as rows (n, side * side) of mean 0 and length 1. A picture of one colour becomes zeros."""
-    flat = pictures.reshape(len(pictures), -1)
+    flat = pictures.reshape(len(pictures), pictures.shape[1] * pictures.shape[2])
     flat = flat - flat.mean(axis=1, keepdims=True)
     norm = np.linalg.norm(flat, axis=1, keepdims=True)
     return np.asarray(np.where(norm > 1e-3, flat / np.maximum(norm, 1e-3), 0.0), np.float32)

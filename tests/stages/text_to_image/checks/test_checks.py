@@ -42,6 +42,15 @@ def test_near_duplicates_are_found_and_different_pictures_are_not(cases):
     assert len(found) >= 0.95 * copies * len(planted.CHANGES)
 
 
+def test_pictures_without_a_near_duplicate_give_no_pair():
+    generator = np.random.default_rng(1)
+    for count in (0, 1, 60):
+        assert near_pairs(generator.integers(0, 256, (count, SIDE, SIDE), dtype=np.uint8), USUAL.similarity) == []
+    stripes = np.zeros((2, SIDE, SIDE), np.uint8)
+    stripes[0, ::4] = stripes[1, 1::4] = 255  # equal hashes of their coarse parts, and no correlation
+    assert near_pairs(stripes, USUAL.similarity) == []
+
+
 def test_a_threshold_separates_sharp_pictures_from_blurred_ones():
     sharp = [measure_picture(image.convert("L"))["blur"] for image in planted.real()]
     for radius in (2, 3, 4, 6):
