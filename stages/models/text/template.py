@@ -29,7 +29,8 @@ def check_template(template: Any, folder: Path) -> None:
     try:
         tree = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(template)
         kinds = tuple(getattr(nodes, name) for name in GROWING)
-        growing = [type(node).__name__ for node in tree.find_all(kinds)]
+        named_loop = any(name.name == "loop" and name.ctx != "load" for name in tree.find_all(nodes.Name))
+        growing = [type(node).__name__ for node in tree.find_all(kinds) if named_loop or not _of_a_loop(node)]
         growing += [node.name for node in tree.find_all(nodes.Filter) if node.name in GROWING_NAMES]
         growing += [node.attr for node in tree.find_all(nodes.Getattr) if node.attr in GROWING_NAMES]
     except (TemplateError, RecursionError) as error:
@@ -37,6 +38,15 @@ def check_template(template: Any, folder: Path) -> None:
         raise ValueError(f"{where} cannot be read: {first:.200}") from None
     if growing:
         raise ValueError(f"{where} must not use {growing[0]}, which could make a text of any length")
+
+
+def _of_a_loop(node: Any) -> bool:
+    """Return True for an operation on the index of a loop, such as `loop.index0 % 2`, which is a number."""
+    from jinja2 import nodes
+
+    left = getattr(node, "left", None)
+    named = isinstance(left, nodes.Getattr) and isinstance(left.node, nodes.Name) and left.node.name == "loop"
+    return isinstance(node, nodes.Mod) and named and left is not None and left.attr in ("index", "index0")
 
 
 def within(seconds: float, function: Callable[[], Result], what: str) -> Result:

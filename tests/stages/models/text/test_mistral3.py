@@ -158,3 +158,11 @@ def test_the_older_form_of_a_chat_template_is_read(folder: Path, tmp_path: Path)
     template.unlink()
     old, new = (PromptTokenizer(where / "tokenizer", DEV)("a cat") for where in (tmp_path, folder))
     np.testing.assert_array_equal(old.ids, new.ids)
+
+
+def test_a_template_may_ask_whether_a_message_is_at_an_even_place(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "tokenizer", tmp_path / "tokenizer")
+    file = tmp_path / "tokenizer" / "chat_template.jinja"
+    file.write_text(file.read_text().replace("{% set said %}", "{% if loop.index0 % 2 > 1 %}never{% endif %}{% set said %}"))
+    alternating, plain = (PromptTokenizer(where / "tokenizer", DEV)("a cat") for where in (tmp_path, folder))
+    np.testing.assert_array_equal(alternating.ids, plain.ids)

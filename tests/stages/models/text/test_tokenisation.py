@@ -94,6 +94,7 @@ def test_an_incomplete_tokenizer_folder_is_refused_with_what_it_lacks(tiny_weigh
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "did not end within 0.2 s"),
         ("{{ 'x' * 10000000000 }}", "must not use Mul"),
         ("{{ '%9999999999d' % 1 }}", "must not use Mod"),
+        ("{% set loop = namespace(index='%9999999999d') %}{{ loop.index % 1 }}", "must not use Mod"),
         ("{{ 'x' | center(9999999999) }}", "must not use center"),
         ("{{ 'x'.ljust(9999999999) }}", "must not use ljust"),
         ("{{ messages[7].content.nothing.at.all }}", "the chat template failed"),
