@@ -23,6 +23,11 @@ class LatentsConfig:
     precision: Literal["float32", "bfloat16"] = setting(
         "float32", "dtype that the autoencoder computes in; bfloat16 needs half the memory and is less exact"
     )
+    exact: bool = setting(
+        True,
+        "compute in full float32: no TF32 products and no Winograd convolutions, which some GPUs use by default",
+        unrecorded=(True,),
+    )
     batch_size: int = runtime(8, "rows per record batch, which a kill can lose; images are encoded one by one", bounds=(1, 1024))
     workers: int = runtime(4, "threads that decode and resize images ahead of the autoencoder", bounds=(1, 64))
 

@@ -70,8 +70,10 @@ def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     import mlx.core as mx
 
     from stages.text_to_image.latents.encode import record_batch
-    from stages.tuner.blockwise.device import live_memory_limit
+    from stages.tuner.blockwise.device import compute_exactly, live_memory_limit
 
+    if ctx.config.exact:
+        compute_exactly()  # before the first product
     family = ctx.need("family")
     path, dtype = ctx.need("autoencoder"), getattr(mx, ctx.config.precision)
     model = ctx.reuse("autoencoder", lambda: family.architecture.load_autoencoder(path, family, dtype))

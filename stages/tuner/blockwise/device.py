@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from stages.kernels import compiles as compiles
+from stages.kernels import limited
 
 GB = 1e9
 HEADROOM = 0.15  # share of the device's memory left for the system, MLX's cache and copies
@@ -22,6 +23,7 @@ LEAST = 1_000_000_000  # bytes: the budget never falls below
 FREE_PAGES = r"^Pages (?:free|inactive|speculative|purgeable):\s+(\d+)"  # lines of `vm_stat`
 BUFFER_VARIABLE = "MLX_MAX_MB_PER_BUFFER"  # MLX: MB that operations read before MLX submits them to the device
 BUFFER_MB = "200"
+EXACT = {"MLX_ENABLE_TF32": "0", "MLX_CONV_WINOGRAD": "0"}  # MLX: float32 products in full, convolutions without Winograd
 LARGE_BUFFERS = ((8, 0), (9, 0), (10, 0), (12, 0))  # CUDA compute capabilities for which MLX's own limit is 400 or 1000 MB
 
 IN_FLIGHT = 2  # blocks whose arrays a GPU holds at once: one is computed while the next is handed over
@@ -80,8 +82,9 @@ def free_bytes() -> int | None:
 @contextmanager
 def live_memory_limit(limit: int | None) -> Iterator[None]:
     """Return a context manager that sets the memory limit of MLX to `limit` bytes. At this limit, MLX waits for running
-    work before it starts more. MLX's cache of freed memory gets the same limit. If `limit` is None, no limit is
-    changed. On exit, the previous limits are restored.
+    work before it starts more. MLX's cache of freed memory gets the same limit. On Metal, as much memory is wired,
+    which means that macOS does not page it to disk. If `limit` is None, no limit is changed. On exit, the previous
+    limits are restored, except that memory stays wired: to wire it again in every step would take time.
 
     MLX starts operations before earlier ones have finished. The limit bounds the memory of this work. Results do not
     change.
@@ -90,6 +93,8 @@ def live_memory_limit(limit: int | None) -> Iterator[None]:
         yield
         return
     before, cache = mx.set_memory_limit(limit), mx.set_cache_limit(limit)
+    if limited():
+        mx.set_wired_limit(min(limit, device_bytes()))
     try:
         yield
     finally:
@@ -127,3 +132,14 @@ def limit_command_buffers() -> None:
     """
     if gathers_large_command_buffers():
         os.environ.setdefault(BUFFER_VARIABLE, BUFFER_MB)
+
+
+def compute_exactly() -> None:
+    """Make MLX compute float32 products and convolutions in full float32. Call it before the first product of the
+    process. MLX's defaults round the inputs of products to TF32 on some GPUs. On Metal, they also compute convolutions
+    with Winograd's method, which loses digits.
+
+    It sets the environment variables of `EXACT`, unless the user has set them. MLX reads each of them only once.
+    """
+    for name, value in EXACT.items():
+        os.environ.setdefault(name, value)

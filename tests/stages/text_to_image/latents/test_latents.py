@@ -14,6 +14,7 @@ from diffusers import AutoencoderKLFlux2
 from PIL import Image
 
 from pipeline.project.parse import Parser
+from pipeline.project.recipe import significant_settings
 from schemas.text_to_image.buckets import BUCKETS
 from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
@@ -253,3 +254,11 @@ def test_batches_have_the_columns_of_the_table_in_order(pictures, tmp_path, weig
         assert batch.schema == LATENTS.batch
         assert batch.num_rows in (4, 2)
         assert isinstance(batch, pa.RecordBatch)
+
+
+def test_only_latents_that_are_not_exact_have_another_recipe():
+    assert significant_settings(LatentsConfig()) == significant_settings(LatentsConfig(exact=True))
+    assert (
+        "exact" not in significant_settings(LatentsConfig())
+        and significant_settings(LatentsConfig(exact=False))["exact"] is False
+    )

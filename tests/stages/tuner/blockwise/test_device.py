@@ -4,7 +4,15 @@ import mlx.core as mx
 import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
-from stages.tuner.blockwise.device import BUFFER_VARIABLE, device_bytes, limit_command_buffers, live_memory_limit, memory_budget
+from stages.tuner.blockwise.device import (
+    BUFFER_VARIABLE,
+    EXACT,
+    compute_exactly,
+    device_bytes,
+    limit_command_buffers,
+    live_memory_limit,
+    memory_budget,
+)
 
 H200 = {"compute_capability_major": 9, "compute_capability_minor": 0}
 SPARK = {"compute_capability_major": 12, "compute_capability_minor": 1}
@@ -25,6 +33,29 @@ def test_a_live_memory_limit_is_mlxs_limit_inside_and_the_old_one_afterwards():
     assert mx.get_memory_limit() == before
     with live_memory_limit(None):
         assert mx.get_memory_limit() == before
+
+
+def test_on_metal_the_memory_that_is_needed_is_wired_and_never_more_than_the_working_set(monkeypatch):
+    wired = []
+    monkeypatch.setattr(mx, "set_wired_limit", lambda limit: wired.append(limit) or 0)
+    with live_memory_limit(12345):
+        assert wired == []
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 20_000})
+    for limit in (12345, 30_000):
+        with live_memory_limit(limit):
+            pass
+    assert wired == [12345, 20_000]
+
+
+def test_exact_computation_switches_tf32_and_winograd_off_unless_the_user_has_chosen(monkeypatch):
+    for name in EXACT:
+        monkeypatch.setenv(name, "")  # so that it is restored afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MLX_ENABLE_TF32", "1")
+    compute_exactly()
+    assert (os.environ["MLX_ENABLE_TF32"], os.environ["MLX_CONV_WINOGRAD"]) == ("1", "0")
 
 
 def pretend_device(monkeypatch: pytest.MonkeyPatch, info: dict, device=mx.gpu, cuda: bool = True) -> None:
