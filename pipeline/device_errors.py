@@ -45,9 +45,8 @@ def explain(message: str) -> str | None:
 
 
 def may_restart(message: str) -> bool:
-    """Return True if a GPU error is one after which a new process can continue the work. This is so if macOS ended the
-    GPU work. `message` is the text of the exception. Return False for any other error, such as too little memory or the
-    end of another rank.
+    """Return True if a new process can continue the work after a GPU error. This is possible if macOS ended the GPU
+    work. For all other errors, such as too little memory, the result is False. `message` is the text of the exception.
     """
     found = [again for pattern, _, _, again in KINDS if re.search(pattern, message, re.IGNORECASE)]
     return bool(found) and found[0]

@@ -137,7 +137,9 @@ class Quiet:
         """Discard `text`."""
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        """Call `report`, if there is one, with the stage's name and the arguments. `done` of `total` units are finished."""
+        """Report that `done` of `total` units are finished. `unit` is the name of the units. The callback `self.report`
+        is called with the stage's name and these three values. If there is no callback, nothing happens.
+        """
         if self.report:
             self.report(self.stage_name, done, total, unit)
 

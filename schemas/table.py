@@ -22,10 +22,13 @@ SHARD = pa.field("shard", pa.string(), nullable=False, metadata={"doc": "file un
 
 @dataclass(frozen=True)
 class TensorColumn:
-    """A column that holds one tensor per row of a table. `dtype` is the type of its values, a key of `STORED_AS`. A
-    stage yields the values as a flat list in the column `name`. The store writes them into a shard (an Arrow file with
-    tensors). `shape`, `offset`, `nbytes` and `checksum` are the names of four more columns. The stage fills the column
-    `shape`. The store fills the others: the position in the shard and the size, in bytes, and the xxh3 of these bytes.
+    """A column that holds one tensor per row of a table. `dtype` is the type of the tensor's values, a key of
+    `STORED_AS`. A stage yields the values as a flat list in the column `name`. `shape`, `offset`, `nbytes` and
+    `checksum` are the names of four more columns.
+
+    The stage fills the column `shape`. The store writes the values into a shard (an Arrow file with tensors). It fills
+    the columns `offset`, `nbytes` and `checksum`: the position in the shard, the size, and the xxh3 of the bytes.
+    Position and size are in bytes.
     """
 
     name: str
@@ -85,14 +88,14 @@ def tensor(name: str = "tensor", dtype: str = "bfloat16", doc: str = "the values
 def column(
     name: str, kind: pa.DataType, doc: str, *, null: bool = False, measured: bool = False, default: str = "", later: bool = False
 ) -> pa.Field:
-    """Return the Arrow field of one column. `name` is the column's name and `kind` its Arrow type. `doc` says what the
-    column holds, and in which unit. If `null` is True, nulls are allowed. `measured` marks clock times and memory,
-    which may differ between equal runs.
+    """Return the Arrow field of one column. `kind` is the Arrow type. `doc` says what the column holds, and in which
+    unit. If `null` is True, nulls are allowed. `measured` marks clock times and memory, which differ between equal
+    runs. `default` is the value for rows without the column. `later` marks a column that was added to an existing
+    table.
 
-    `default` is the value that `TableSchema.table` fills in for rows without this column. Only columns of strings can
-    have one. If `default` is empty, every row must have the column. `later` marks a column that was added to an
-    existing table. Such a column allows nulls, `TableSchema.table` fills in null, and it is not part of the recipe. So
-    tables without the column are kept.
+    `TableSchema.table` fills in `default`. Only columns of strings can have a default. If `default` is empty, every row
+    must have the column. A column with `later` allows nulls, `TableSchema.table` fills in null, and the column is not
+    part of the recipe. So tables without the column are kept.
     """
     marks = {"measured": "yes" if measured else "", "default": default, "later": "yes" if later else ""}
     return pa.field(name, kind, nullable=null or later, metadata={"doc": doc, **marks})

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What is known about a project before a stage runs. The needs of the stage are forecast from it. `sections` maps
-    the name of a section of project.toml to its settings. `family` is the record of the model family, or None. `budget`
-    is the memory that the stage may take, in bytes.
+    """The facts from which the needs of a stage are forecast before the stage runs. `sections` maps the name of a
+    section of project.toml to its settings. `family` is the record of the model family, or None. `budget` is the memory
+    that the stage may take, in bytes.
 
     `weights(name)` returns the path of a component's weights, or None if the weights are not on this machine.
     `rows(schema)` returns the rows of a table as an Arrow table, or None if the table is not built.

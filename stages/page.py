@@ -48,8 +48,11 @@ class Cards:
 class Sheet:
     """A table of pictures with a slider that chooses a training step. `sql` returns one row per picture, with the
     columns `row`, `column`, `step`, `picture` and `text`. `row` and `column` are the headings of the picture's cell. A
-    cell shows the picture of its last step up to the chosen one. If all its steps are later, it shows its first
-    picture.
+    cell has one picture per step and shows one of them.
+
+    The picture shown is the newest one that is not later than the chosen step. With pictures of the steps 100 and 200,
+    the slider at 150 shows the picture of step 100. If all pictures are later, as with the slider at 50, the first
+    picture is shown.
     """
 
     title: str

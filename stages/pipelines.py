@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Folder:
-    """A resource of a pipeline: a folder that the user names in project.toml. `section` and `key` say which setting or
-    property of the section holds the folder's path. A relative path starts at the project's folder. A stage that needs
-    the resource gets the full path. If the value is a tuple of paths, it gets the deepest folder that contains them all.
+    """A resource of a pipeline: a folder that the user names in project.toml. A stage that needs the resource gets the
+    folder's full path. `section` is a section of project.toml. `key` is the setting, or the property of the section's
+    config class, that holds the path.
+
+    A relative path starts at the project's folder. The setting or property may also hold a tuple of several paths. The
+    stage then gets the deepest folder that contains all of them.
     """
 
     section: str
@@ -31,13 +34,13 @@ class Folder:
 
 @dataclass(frozen=True)
 class Weights:
-    """A resource of a pipeline: the weights of one component of the project's model family. A component is, for
-    example, the autoencoder. A stage that needs the resource gets the path of the weights, a file or a folder. Missing
-    weights are downloaded or generated first. `fields` names fields of the family's record `Family`. List every field
-    that changes what the component computes.
+    """A resource of a pipeline: the weights of one component, such as the autoencoder. The component belongs to the
+    project's model family. A stage that needs the resource gets the path of the weights, a file or a folder. Missing
+    weights are downloaded or generated first.
 
-    The values of `fields` and the sha256 of the weights are part of a stage's recipe (the hash that names its table's
-    folder).
+    `fields` lists fields of the family's record `Family`. It must contain every field that changes what the component
+    computes. The values of these fields and the sha256 of the weights are part of a stage's recipe (the hash that names
+    its table's folder).
     """
 
     fields: tuple[str, ...] = ()
@@ -85,13 +88,13 @@ class Panel:
 
 @dataclass(frozen=True)
 class Chain:
-    """The functions and texts with which the command `latentmill follow TEXT` traces one input through a pipeline's
-    tables. TEXT is looked up in `table`. `find(query, need, text)` returns the best matching rows of `table` as a list
-    of dicts. Several rows mean that TEXT is ambiguous. `describe` maps a table to a function that yields lines about
-    it.
+    """The functions and texts that the command `latentmill follow TEXT` needs for one pipeline. The command traces one
+    input, such as an image, through the tables. TEXT is looked up in `table`. `find(query, need, text)` returns the
+    best matching rows as a list of dicts. `describe` maps a table to a function that yields lines about the input.
 
-    `label` is the column of `table` that names a row to the user. `text` tells the user what TEXT may be. A function in
-    `describe` is called with `(query, row)`, where `row` is the row that was found.
+    If `find` returns several rows, TEXT is ambiguous. `label` is the column of `table` that names a row to the user.
+    `text` tells the user what TEXT may be. A function in `describe` is called with `(query, row)`, where `row` is the
+    row that was found.
 
     `query(sql, **values)` runs SQL and returns rows as dicts. `need(name)` returns a resource of the pipeline.
     """
@@ -105,10 +108,14 @@ class Chain:
 
 @dataclass(frozen=True)
 class Option:
-    """One option of `latentmill init` for a pipeline, such as `--images FOLDER`. `doc` is the help text. An option whose
-    `default` is None must be given. If `kind` is "folder", the value must be an existing folder. The template then gets
-    its path relative to the new project. If `kind` is "folder or file", it may also be an existing file, whose full path
-    the template gets. If `kind` is "folder or text", a value that is not a folder is passed on as text.
+    """One option of the command `latentmill init`, such as `--images FOLDER`. `doc` is the help text. If `default` is
+    None, the user must give the option. `kind` says which values are valid: "text", "folder", "folder or file" or
+    "folder or text".
+
+    With "folder", the value must be an existing folder. With "folder or file", the value may also be an existing file.
+    With "folder or text", the value may also be any text. The template gets a folder as a path relative to the new
+    project. It gets a file as a full path, and a text unchanged. If a folder lies far from the project, its path is
+    absolute (see `relative`).
     """
 
     name: str
@@ -165,8 +172,9 @@ class Pipeline:
         return found
 
     def upstream(self, name: str) -> list[str]:
-        """Return the names of all stages that must run before the stage called `name`. They write the tables that `name`
-        reads, directly or through other stages. The names are in the order of the chain. `name` itself is left out.
+        """Return the names of all stages that must run before the stage `name`. These stages write the tables that
+        `name` reads, directly or through further stages. The names are in the order in which the stages run. The stage
+        `name` itself is left out.
         """
         needed = {name}
         for other in reversed(list(self.stages)):

@@ -29,15 +29,16 @@ def setting(
     unless: str = "",
 ) -> Any:
     """Declare a config field whose value changes the content of rows, and return the field for a config dataclass. The
-    field is part of the recipe (the hash that names a table's folder), so another value starts a new table. `doc` names
-    the unit and the reason for `default`. Raises TypeError if `default` is mutable.
+    field is part of the recipe (the hash that names a table's folder), so a different value starts a new table. `doc`
+    names the unit and the reason for `default`. Raises TypeError if `default` is mutable.
 
-    `bounds` holds the smallest and the largest allowed number. In a tuple or mapping, they apply to each value.
-    `follows` names another setting, such as "train.base_bits". While the field is None, it takes the value of that
-    setting. `unless` names a field of the same section. If that field is set, this one stays None.
+    `bounds` is the pair of the smallest and the largest allowed number. For a tuple or a mapping, it applies to each
+    value. `follows` names a setting, such as "train.base_bits". While the declared field is None, it takes the value of
+    that setting. `unless` names a field of the same section. If the field named by `unless` is set, the declared field
+    stays None.
 
-    Values in `unrecorded` leave the field out of the recipe. Use `unrecorded` for a setting that is added later. The
-    value that means "as before" must not rename existing tables.
+    `unrecorded` lists values with which the field is left out of the recipe. Use it for a field that is added later.
+    With the value that means "as before", existing tables then keep their names.
     """
     return _field(default, doc, "setting", bounds, unrecorded=unrecorded, follows=follows, unless=unless)
 
@@ -47,8 +48,8 @@ def selects(default: Any, doc: str, *, bounds: Limits | None = None) -> Any:
     not change the content of a row. The field is therefore not part of the recipe (the hash that names a table's
     folder). `doc` names the unit and the reason for `default`. Raises TypeError if `default` is mutable.
 
-    `bounds` are the smallest and the largest allowed number. For a tuple or a mapping, they apply to each of its
-    values.
+    `bounds` is the pair of the smallest and the largest allowed number. For a tuple or a mapping, it applies to each
+    value.
     """
     return _field(default, doc, "selects", bounds)
 
@@ -58,8 +59,8 @@ def runtime(default: Any, doc: str, *, bounds: Limits | None = None) -> Any:
     dataclass. The field is not part of the recipe (the hash that names a table's folder). `doc` names the unit and the
     reason for `default`. Raises TypeError if `default` is mutable.
 
-    `bounds` are the smallest and the largest allowed number. For a tuple or a mapping, they apply to each of its
-    values.
+    `bounds` is the pair of the smallest and the largest allowed number. For a tuple or a mapping, it applies to each
+    value.
     """
     return _field(default, doc, "runtime", bounds)
 
@@ -81,10 +82,13 @@ def require(section: Any, name: str, low: float | None = None, high: float | Non
 
 
 def follow(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the config sections in which unset settings are filled from the settings that they follow. A
-    setting is unset if it is None. `sections` maps the name of a section to its config dataclass. A field declared with
-    `setting(..., follows="train.base_bits")` follows the setting `base_bits` of [train]. It stays None if that setting
-    does not exist. It also stays None if its declaration has `unless="other"` and the field `other` is set.
+    """Return a copy of the config sections in which unset settings (None) are filled in. Each takes the value of a
+    setting that its declaration names. For example, a field declared with `setting(..., follows="train.base_bits")`
+    takes the value of `base_bits` in [train]. The field stays None if there is no such setting. `sections` maps the
+    name of a section to its config dataclass.
+
+    A declaration can also have `unless="other"`. The field then stays None while the field `other` of its section is
+    set.
     """
     found = dict(sections)
     for name, section in sections.items():
@@ -110,7 +114,9 @@ def check_bounds(section: Any) -> None:
 def check_value(field: dataclasses.Field[Any], value: Any) -> None:
     """Raise ValueError if a config field may not have the value `value`. A number must lie within the bounds of
     `field`. Without bounds, an int must fit into 32 signed bits, and a float must lie between -1e9 and 1e9. A text must
-    not contain a zero byte. In a tuple or mapping, each value is checked. It may have at most 10,000 values.
+    not contain a zero byte.
+
+    A tuple or mapping must have at most 10,000 values, and each value is checked in the same way.
     """
     many = isinstance(value, tuple | Mapping)
     if many and len(value) > MOST_ITEMS:

@@ -85,8 +85,13 @@ def write_adapter(
 def write_arrays(
     adapter: Adapter, family: Family, target: Path, style: str, *, dtype: str, about: dict[str, str], say: Say = silent
 ) -> Path:
-    """Write the adapter (arrays, scales) as the file `target` for other programs, and return `target`. `about` holds
-    facts for the file's metadata: project, family, step. The other arguments and errors are those of `write_adapter`.
+    """Write an adapter as the safetensors file `target` for other programs, and return `target`. `adapter` is the pair
+    (arrays, scales). `style` is "diffusers" or "comfyui". `dtype` of the matrices is "float32", "bfloat16" or
+    "float16". `about` holds facts for the file's metadata, with keys such as "project" and "step".
+
+    Raises ValueError if `target` exists and is no earlier export, or if a value is too large for `dtype`. `family` is
+    the adapter's model family. `say` is called with notes for the user, one line each. An earlier export of the same
+    project, style and family is replaced.
     """
     from pipeline.commands.export_header import header
     from stages.models import adapters

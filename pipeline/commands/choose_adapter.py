@@ -13,9 +13,11 @@ STRONGEST = 10.0
 
 
 def find_adapter(project: Project, text: str, step: int | None = None) -> Path:
-    """Return the path of the adapter file that `text` names: "last", "best" or "average" of the chosen run, "best@RUN"
-    of another run by its name or recipe, or the path of a file. `step` chooses a checkpoint; None takes the end of the
-    run. Raises ValueError if there is no such adapter.
+    """Return the path of the adapter file that `text` names. The path of an existing file is returned as it is. "last",
+    "best" and "average" are adapters of the chosen run. "best@RUN" is the best adapter of the run with the name or
+    recipe RUN; @RUN can also follow the other two words.
+
+    `step` chooses a checkpoint; None takes the end of the run. Raises ValueError if there is no such adapter.
     """
     from pipeline.commands.export import WHICH, adapter_of
 

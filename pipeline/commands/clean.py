@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="List what would be deleted, and delete nothing.")
 @with_project
 def command(runs: bool, dry_run: bool, project: Project) -> None:
-    """Delete rows and tables that settings no longer use. A table of other settings is deleted only if the table of the
-    present settings is built. Results such as trained adapters are kept, unless --runs is given. With --dry-run,
-    nothing is deleted, and the lines show what would be.
+    """Delete rows and tables that the present settings do not use. A table of other settings is deleted only if the
+    table of the present settings is built. Results such as trained adapters are kept, unless --runs is given. With
+    --dry-run, the command lists what it would delete, and deletes nothing.
     """
     for line in clean(project, runs=runs, dry_run=dry_run):
         click.echo(line)
@@ -82,9 +82,11 @@ def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int
 
 
 def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """Delete the rows and tables of the stage `name` that the present settings do not use. Yield `(line for the user,
-    bytes freed)` for each deletion. Yield 0 bytes for tables that are kept although they are not used. If `delete` is
-    False, everything is kept. If `dry_run` is True, nothing is deleted either, but the pairs tell what would be.
+    """Delete the rows and tables of a stage that the present settings do not use. `name` is the name of the stage.
+    Yield `(line for the user, bytes freed)` for each deletion. If `delete` is False, nothing is deleted. With
+    `dry_run`, nothing is deleted, but the pairs of a real call are yielded.
+
+    For unused tables that are kept, one pair has a line with the reason, and 0 bytes.
     """
     try:
         current = project.current(name)
@@ -99,9 +101,12 @@ def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> It
 
 
 def _clean_others(name: str, current: TableFolder, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """Delete the tables of the stage `name` that were built with other settings than `current`. Yield `(line for the
-    user, bytes freed)` per table. If `delete` is False or `current` is not built, all of them are kept. Then yield one
-    line with the reason, and 0 bytes. If `dry_run` is True, nothing is deleted, but the same pairs are yielded.
+    """Delete the tables of a stage that were built with other settings. `name` is the name of the stage. `current` is
+    its table for the present settings. Yield `(line for the user, bytes freed)` for each deleted table. With `dry_run`,
+    the pairs are yielded, but nothing is deleted.
+
+    If `delete` is False or `current` is not built, nothing is deleted. If there are tables to delete, one line then
+    says why they are kept, with 0 bytes.
     """
     from pipeline.store.catalog import link_table
 

@@ -91,12 +91,13 @@ Make = Callable[[], tuple["Adapter", str]]  # computes (arrays, scales) and a li
 
 
 def merge(project: Project, chosen: Sequence[tuple[str, float]], rank: int | None = None) -> tuple[Recipe, Make]:
-    """Plan a LoRA that is the sum of several adapters, and return (recipe, make). `recipe` says what the LoRA is made
-    from. `make()` computes the LoRA, and returns it with a line about the error. `chosen` has (adapter, strength)
-    pairs, with names as in `find_adapter`. Raises ValueError if an adapter does not exist or `rank` is out of range.
+    """Plan a LoRA that is the sum of several adapters, and return (recipe, make). `recipe` is a dict that says what the
+    LoRA is made from. `make()` computes the LoRA. It returns the LoRA and a line of text about the error. `chosen`
+    holds pairs (adapter, strength).
 
-    If `rank` is given, it is the largest rank of a Linear in the result. If it is None, the ranks are added and nothing
-    is lost.
+    An adapter is "last", "best" or "average", one of these with "@RUN", or the path of a file. RUN is the name or the
+    recipe of a run. If `rank` is given, it is the largest rank of a Linear in the result. If `rank` is None, the ranks
+    are added and nothing is lost. Raises ValueError if an adapter does not exist or `rank` is out of range.
     """
     _check_rank(rank)
     files = [(find_adapter(project, text), strength) for text, strength in chosen]
@@ -113,11 +114,12 @@ def merge(project: Project, chosen: Sequence[tuple[str, float]], rank: int | Non
 
 
 def resize(project: Project, adapter: str, rank: int) -> tuple[Recipe, Make]:
-    """Plan a LoRA of a lower rank, and return (recipe, make). `recipe` is a dict that says what the LoRA is made from.
-    `make()` computes the LoRA, and returns it with a line about the error. `adapter` is named as in `find_adapter`.
-    Raises ValueError if the adapter does not exist or `rank` is out of range.
+    """Plan a LoRA of a lower rank and return (recipe, make). `recipe` is a dict that says what the LoRA is made from.
+    `make()` computes the LoRA. It returns the LoRA and a line of text about the error. `adapter` is "last", "best" or
+    "average", one of these with "@RUN", or the path of a file.
 
-    `make()` raises ValueError if the adapter has no larger rank.
+    RUN is the name or the recipe of a run. Raises ValueError if the adapter does not exist or `rank` is out of range.
+    `make()` raises ValueError unless `rank` is below the largest rank in the adapter.
     """
     _check_rank(rank)
     file = find_adapter(project, adapter)
@@ -193,7 +195,10 @@ def difference(base: Path, tuned: Path, family: Family, rank: int) -> tuple[Cut,
 
 
 def read(family: Family, file: Path) -> Adapter:
-    """Read an adapter file. Raises ValueError if a value is not finite."""
+    """Read the adapter file `file` and return (arrays, scales). `arrays` maps names such as "proj_out.lora_A.weight" to
+    arrays. `scales` maps the name of each Linear to the factor of its change. `family` is the model family of the
+    adapter. Raises ValueError if a value is not finite.
+    """
     from stages.models.adapters import first_not_finite
 
     arrays, scales = family.architecture.read_adapter(file)
@@ -205,9 +210,13 @@ def read(family: Family, file: Path) -> Adapter:
 def write(
     project: Project, recipe: Recipe, make: Make, *, out: Path | None, style: str, dtype: str, say: Say = click.echo
 ) -> Path:
-    """Write the LoRA that `make()` computes and return its path. The file holds `recipe`; a file that was made from the
-    same is not made again. `out` is a file ending in .safetensors or a folder; None means exports/ of the project.
-    `say` is called with lines for the user. Raises ValueError if the file exists and is another one.
+    """Write the LoRA that `make()` computes to a file, and return its path. `recipe` says what the LoRA is made from.
+    `out` is the path of a .safetensors file or of a folder. None means the project's folder exports/. `say` is called
+    with lines of text for the user.
+
+    The file records `recipe`, `style` and `dtype`. If the file exists with the same record, it is kept and `make` is
+    not called. Raises ValueError if the file exists with a different record. Raises ValueError too if `style` or
+    `dtype` is unknown.
     """
     check_choice("style", style, STYLES)
     check_choice("dtype", dtype, DTYPES)

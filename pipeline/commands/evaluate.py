@@ -87,12 +87,12 @@ def values(rows: list[Row], column: str) -> np.ndarray:
 
 def explanations(groups: Groups) -> Iterator[str]:
     """Yield lines of text that explain the columns of the report's table. `groups` maps each heading to its rows of the
-    table `scores`. The first line explains the scores "style" and "real". Further lines follow only if pictures have
-    text ranks.
+    table `scores`. The first line explains the scores "style" and "real". Up to two further lines explain text ranks,
+    if any picture has one.
 
-    A picture's text rank is the position of its own text when all texts are sorted by agreement with the picture. One
-    line gives the median rank and the recalls (R@k) to expect by chance. Another compares the recall of each adapter
-    and the base with that of real pictures.
+    A text rank is the position of a picture's own text when all texts are sorted by agreement with the picture. One
+    line gives the median rank and the recalls (R@k) to expect by chance. The next line compares the recall of each
+    adapter and the base with that of real pictures.
     """
     texts = max(row["texts"] for rows in groups.values() for row in rows)
     yield "style: 0 is the base, 1 the training images; real: 0 is the base, 1 the references"
@@ -155,8 +155,8 @@ def mean_difference(base: np.ndarray, adapter: np.ndarray) -> float:
 
 def bootstrap_interval(pairs: Pairs, measure: Callable[[np.ndarray, np.ndarray], float]) -> tuple[float, float, float]:
     """Return (value, low, high): a measure over all prompts and its 95 % bootstrap interval. `pairs` has one pair of
-    arrays per prompt: scores of the base model, scores of the adapter. `measure(base, adapter)` computes the value from
-    two such arrays, joined over prompts.
+    arrays per prompt: scores of the base model, scores of the adapter. The scores of all prompts are concatenated into
+    two arrays, `base` and `adapter`. `measure(base, adapter)` computes the value from these arrays.
 
     Prompts are resampled, not pictures, because the pictures of one prompt depend on each other. The random seed is 0.
     """

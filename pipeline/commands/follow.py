@@ -47,8 +47,8 @@ def follow(project: Project, text: str) -> Iterator[str]:
 
 
 def chain_of(project: Project) -> Chain:
-    """Return the object of the project's pipeline that says how an input is traced through the tables. It is a `Chain`,
-    with a function per table. Raises ValueError if the pipeline defines no `Chain`.
+    """Return the `Chain` of the project's pipeline. A `Chain` holds the functions that trace one input, such as an
+    image, through the tables. Raises ValueError if the pipeline has no `Chain`.
     """
     if not project.pipeline.follow:
         raise ValueError(f"the pipeline {project.pipeline.name} has no description of how to follow an input (Pipeline.follow)")

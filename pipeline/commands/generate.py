@@ -54,15 +54,14 @@ class Adapter:
     ) -> Image:
         """Draw one image with the adapter and return it as a PIL image. `prompt` is used unchanged, so it should
         contain the adapter's trigger word. `seed` chooses the starting noise. `strength` scales the adapter: 1 is as
-        trained, 0 is the base model. An argument that is None takes its value from the section `[samples]` of
-        project.toml.
+        trained, 0 is the base model. `others` holds pairs (further adapter or its file, strength).
 
         `width` and `height` are in pixels. `steps` is the number of denoising steps. `guidance` is the guidance scale:
-        how strongly the prompt is followed. `others` are further adapters, or their files, with their strengths. Their
-        changes are added. Raises ValueError if `width` or `height` is not a multiple of 16, or a value is out of the
-        bounds that `[samples]` has.
+        how strongly the prompt is followed. If one of these four is None, the section [samples] of project.toml gives
+        its value. The changes of all adapters are added. Raises ValueError if `width` or `height` is not a multiple of
+        16, or a value is out of the bounds that [samples] has.
 
-        With all values from `[samples]`, the image equals the preview of the stage `samples` for the same prompt and
+        With all values from [samples], the image equals the preview of the stage `samples` for the same prompt and
         seed. The text encoder, the transformer and the autoencoder are loaded one after another.
         """
         config: SamplesConfig = self.project.config.sections["samples"]

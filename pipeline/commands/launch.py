@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 @click.option("--name", "run_name", default="", envvar="LATENTMILL_NAME", help="Name the run.")
 @with_project
 def command(stage: str, ranks: int | None, hosts: str, hostfile: str, run_name: str, project: Project) -> int:
-    """Train on several processes, each with its share of every batch. With --ranks, they run on this machine, one for each
-    GPU. With --hosts or --hostfile, `mlx.launch` starts one on each machine by ssh. The project must lie in the same folder
-    on all of them. STAGE is the stage that trains. Rank 0 alone writes; the samples are those of an ordinary run.
+    """Train on several processes. Each process computes its share of every batch. STAGE is the stage that trains. With
+    --ranks, all processes run on this machine, one for each GPU. With --hosts or --hostfile, `mlx.launch` starts one
+    process on each machine by ssh. The project must then lie in the same folder on all machines.
+
+    The first process (rank 0) writes all files. The run draws the same samples as a run with one process.
     """
     from pipeline import launcher
     from pipeline.project import runs

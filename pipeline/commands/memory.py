@@ -233,9 +233,12 @@ def _curves(meter: Meter, phases: list[str], column: str, scale: float) -> list[
 
 
 def advice(profile: Profile) -> Iterator[str]:
-    """Yield lines about the memory of training on one image at a time. One line per number of bits per weight in `BITS`
-    gives the estimate for each image size in `SIDES` (pixels). Then one line per image size gives the [train] settings
-    that would fit, or says that nothing fits. `profile` holds the model, the settings and the memory limit.
+    """Yield lines about the memory for training on one image at a time. `profile` holds the model, the settings and the
+    memory limit. The first lines give the memory for each image size in `SIDES` (pixels), one line for each
+    quantisation in `BITS` (bits per weight). Then each image size has one line with the [train] settings that would
+    fit.
+
+    If no settings fit, the line says so.
     """
     train = replace(profile.train, memory="auto", micro_batch=1)
     estimators = [profile.estimator.with_config(replace(train, base_bits=bits)) for bits in BITS]

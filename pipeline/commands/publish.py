@@ -63,9 +63,12 @@ def publish(
 ) -> Path:
     """Write a folder that can be uploaded to the Hugging Face hub as it is, and return its path. It holds the LoRA, a
     model card, the run's settings, and the grid of previews if there is one. `out` is the new folder; None makes one in
-    exports/ of the project. `which`, `step` and `dtype` choose the adapter as in `export_run`. `licence` is that of the
-    LoRA; None takes the base model's. `data_licence` says who owns the training images. `say` is called with notes for
-    the user. Raises ValueError if `out` exists or there is no such adapter.
+    exports/ of the project. Raises ValueError if `out` exists or there is no such adapter.
+
+    `which` chooses the adapter: "last", "average" or "best". `step` chooses a checkpoint; None takes the end of the
+    run. `dtype` of the matrices is "float32", "bfloat16" or "float16". `licence` is that of the LoRA; None takes the
+    base model's. `data_licence` is that of the training images, as text for the card. `say` is called with notes for
+    the user.
 
     The folder appears complete or not at all. Names of files and folders of this machine are left out.
     """

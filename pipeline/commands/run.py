@@ -86,8 +86,9 @@ def summary(outcome: Outcome) -> str:
 
 def results(project: Project, stage_name: str) -> list[str]:
     """Return one line such as "adapter: PATH" for each result file that exists. A result file is what the user wants
-    from a stage, such as the trained adapter (`Stage.result`). The lines are for the tables that the stage `stage_name`
-    reads directly, then for the stage itself. If this stage has no `Stage.result`, the list is empty.
+    from a stage, such as the trained adapter. First come the result files of the tables that the stage `stage_name`
+    reads directly, then that of the stage itself. If the stage declares no result file (`Stage.result`), the list is
+    empty.
     """
     stage = project.stage(stage_name)
     lines = []

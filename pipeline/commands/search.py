@@ -95,8 +95,9 @@ class Session:
 
 
 def open_encoder(project: Project, name: str) -> Any:
-    """Load the encoder that made the vectors of the search index, and return it. `name` says which encoder that is:
-    "base", or the sha256 of an adapter file. Raises ValueError if the project's adapter is another one.
+    """Load the encoder that made the vectors of the search index, and return it. `name` is "base" for the untuned
+    encoder, or the sha256 of the encoder's adapter file. Raises ValueError if the project's present adapter is missing
+    or has a different sha256.
     """
     from stages.hashing import file_sha256
     from stages.retrieval.encoder import load_encoder

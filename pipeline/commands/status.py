@@ -66,9 +66,9 @@ def states(project: Project) -> list[TableState]:
 
 
 def state(project: Project, stage_name: str) -> TableState:
-    """Return the state of the table that the stage `stage_name` writes. Its field `stale_inputs` stays empty; `states`
-    fills it in. If the state cannot be determined, the field `note` tells why. No weights are loaded and nothing is
-    written.
+    """Return the state of the table that the stage `stage_name` writes. If the state cannot be determined, the field
+    `note` tells why. No weights are loaded and nothing is written. The field `stale_inputs` is left empty, because it
+    depends on the state of other tables. The function `states` fills in this field.
     """
     from pipeline.errors import NotBuilt
     from pipeline.project.hub import NotFetched

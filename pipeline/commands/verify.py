@@ -104,10 +104,12 @@ def _made_from(project: Project, name: str) -> Iterator[str]:
 
 
 def _damaged_results(project: Project, table: TableFolder, known: set[str], affects: tuple[str, ...]) -> Iterator[Finding]:
-    """Yield a `Finding` for each damaged checkpoint and adapter file in the run of `table`. A missing final adapter
-    counts as damaged. Adapters are compared with the sha256 in the run's state.json files. Checkpoints are checked for
-    missing files and wrong sizes. Files in `known` are left out, because they are known to be damaged already.
-    `affects` holds the names of the tables made from this one. Each finding repeats them.
+    """Yield a `Finding` for each damaged checkpoint and adapter file of a training run. `table` is the folder of the
+    run's table. An adapter is damaged if its sha256 differs from the one in a state.json of the run. A checkpoint is
+    damaged if a file of it is missing or has a wrong size.
+
+    A missing final adapter counts as damaged. Files in `known` are left out, because they are known to be damaged
+    already. `affects` holds the names of the tables that are made from `table`. Every finding contains these names.
     """
     from stages.tuner import checkpoint
 
@@ -159,12 +161,12 @@ def repair_project(
     say: Callable[[str], None] = lambda line: None,
     progress: ProgressCallback | bool = False,
 ) -> None:
-    """Remove damaged rows and files, and run the stages that make them again. `found` holds the findings of
-    `find_damage`. Only tables of the present settings are made again. Tables of other settings only lose their damaged
-    rows and files. Damaged weights stay as they are. `say` is called with one line for each table that was made again.
-    `progress` is True to show progress, or a function that receives it.
+    """Remove damaged rows and files, and compute those of the present settings again. `found` lists the damage, one
+    `Finding` per file. Tables of other settings only lose their damaged rows and files. Damaged weights stay as they
+    are. `say` is called with one line for each recomputed table. `progress` is True to show progress, or a function
+    that receives it.
 
-    The next run with the other settings makes their rows again.
+    A table of other settings gets its rows back in the next run with those settings.
     """
     from pipeline import runner
     from pipeline.store.table import TableFolder

@@ -102,9 +102,11 @@ def training_page(project: Project) -> Page | None:
 
 
 def pages_of(project: Project) -> dict[str, Page]:
-    """Return the pages of `project` that consist of blocks, as a dict from page name to page, in the order of the menu. If
-    the pipeline trains, the page "training" is the one that `training_page` makes. It replaces the pipeline's own page
-    of that name. If the pipeline has none, the page comes last.
+    """Return the pages of `project` that consist of blocks, as a dict from page name to page. The dict has the order of
+    the menu. If the pipeline trains, the page "training" shows the curves of all training runs.
+
+    If the pipeline declares a page "training" too, the page with the curves takes its place in the menu. Otherwise the
+    page with the curves comes last.
     """
     found = {page.name: page for page in project.pipeline.pages}
     training = training_page(project)
@@ -180,9 +182,11 @@ def chart_data(rows: list[Row], block: Chart) -> Row:
 
 
 def listing_data(rows: list[Row]) -> Row:
-    """Return the data of a table to show as a dict. `rows` are all rows of the table. "names" lists the columns. "rows"
-    lists the cells of the first 500 rows. "count" is the number of all rows. Cells are texts of at most 240 characters,
-    and longer ones are cut. Floats have 5 significant digits. None becomes "".
+    """Return the first rows of a table as texts, with its columns, as a dict for the web page. `rows` are all rows of
+    the table. In the result, "names" lists the columns. "rows" lists the cells of the first 500 rows. "count" is the
+    number of all rows.
+
+    A text of more than 240 characters is cut. Floats have 5 significant digits. None becomes "".
     """
     names = list(rows[0]) if rows else []
     return {"names": names, "rows": [[_cell(value) for value in row.values()] for row in rows[:ROWS_SHOWN]], "count": len(rows)}
@@ -230,12 +234,11 @@ def _page(chosen: Mapping[str, str], rows: int) -> tuple[int, int]:
 
 
 def sheet_data(rows: list[Row]) -> Row:
-    """Return the data of a sheet, which is a grid of pictures at several training steps. Each dict in `rows` is one
-    picture. `row` and `column` are the headings of its cell, `step` is its training step, and `picture` is the picture.
-    The result has the entries "columns", "table" and "steps".
+    """Return the data of a sheet as a dict. A sheet is a grid of pictures at several training steps. Each dict in
+    `rows` is one picture. `row` and `column` are the headings of its cell, `step` is its training step, and `picture`
+    is its name. In the result, "columns" lists the column headings, and "steps" lists all steps except 0.
 
-    "columns" is the list of column headings. "table" is a list of pairs (row heading, cells). Each cell is a list of
-    pairs (step, picture). "steps" is the sorted list of all steps except 0.
+    "table" lists pairs (row heading, cells). Each cell is a list of pairs (step, picture).
     """
     columns = list(dict.fromkeys(row["column"] for row in rows))
     heads = list(dict.fromkeys(row["row"] for row in rows))

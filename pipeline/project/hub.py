@@ -162,8 +162,8 @@ def _check_digests(copy: Path, before: set[Path]) -> None:
 
 def _incomplete(copy: Path, components: list[str], family: ModelFamily) -> list[str]:
     """Return the components that are not completely downloaded. `copy` is the model's folder in the hub cache.
-    `components` are the names to check, such as "transformer". For a component with a subfolder of its own, the result
-    holds the subfolder and a slash, such as "vae/". For any other, it holds the component's name.
+    `components` are the names to check, such as "transformer". A component that has a subfolder is returned as this
+    subfolder and a slash, such as "vae/". A component without a subfolder is returned by its name.
     """
     folders = {component: family.folders[component] for component in components}
     return [f"{name}/" if name else each for each, name in folders.items() if not _is_complete(copy / name, each)]

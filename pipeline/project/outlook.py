@@ -23,11 +23,12 @@ HALF, FULL = 2, 4  # bytes of a stored value: transformers and text encoders, au
 
 @dataclass(frozen=True)
 class Need:
-    """The rows, memory, disk and time that one stage needs. `wanted` is the number of rows of its table, or None if it
-    is not known yet. `missing` is the number of these rows that are not stored. `forecast` is None if the stage has no
-    forecast, since it needs little memory and disk. It is also None if the forecast failed; `note` then says why.
-    `seconds` is the time for the missing rows at the speed of the last run. It is None if no row is missing or no run
-    was measured.
+    """What one stage needs: rows, memory, disk and time. `wanted` is the number of rows of its table, or None if it is
+    not known yet. `missing` is the number of wanted rows that are not stored. `forecast` is the forecast of memory and
+    disk, or None. `seconds` is the time for the missing rows at the speed of the last run, or None.
+
+    `forecast` is None if the stage needs little memory and disk. It is also None if the forecast failed; `note` then
+    says why. `seconds` is None if no row is missing or no run was measured.
     """
 
     stage_name: str
@@ -71,9 +72,9 @@ def outlook(project: Project, budget: int | None = None) -> Outlook:
 
 
 def forecast(project: Project, name: str, seen: Outlook | None = None) -> Forecast | None:
-    """Return the forecast of memory and disk of the stage `name`. Return None if the stage has no forecast, since it
-    needs little. `seen` is the result of `outlook`; None means that it is computed. Raises ValueError if the model
-    family cannot be used for this stage.
+    """Return the forecast of memory and disk of the stage `name`. Return None if the stage needs too little for a
+    forecast. `seen` holds what the forecast is computed from, such as the settings and the memory budget. If `seen` is
+    None, it is made by `outlook(project)`. Raises ValueError if the model family cannot be used for this stage.
     """
     stage = project.stage(name)
     if stage.forecast is None:
@@ -86,8 +87,9 @@ def forecast(project: Project, name: str, seen: Outlook | None = None) -> Foreca
 
 
 def need(project: Project, name: str, seen: Outlook) -> Need:
-    """Return what the stage `name` needs: rows, memory, disk and time. `seen` is the result of `outlook`. If the
-    stage's inputs are built, the number of rows is counted. Otherwise it is forecast from the settings.
+    """Return what the stage `name` needs: rows, memory, disk and time. `seen` holds what forecasts are computed from,
+    such as the settings and the memory budget; `outlook(project)` makes it. If the stage's inputs are built, the number
+    of rows is counted. Otherwise it is forecast from the settings.
     """
     from pipeline.store.rows import missing
 

@@ -135,7 +135,9 @@ def _names(kind: Any) -> list[str]:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """Return the member types of the annotation `hint`: those of a union, or `hint` itself alone."""
+    """Return the member types of an annotation, such as `(int, str)` for the `hint` `int | str`. An annotation that is
+    no union is its only member: `int` gives `(int,)`.
+    """
     is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if is_union else (hint,)
 
@@ -179,8 +181,8 @@ def _describe(hint: Any) -> str:
 
 
 def _example(hint: Any, value: Any) -> str:
-    """Return the text ", such as [512]" if `value` is 512, for an error message. Return "" if the list `[value]` cannot
-    be converted to the annotated type `hint`.
+    """Return the end of an error message that suggests a list: ", such as [512]" for the `value` 512. If the setting,
+    of the annotated type `hint`, does not accept this list, return "".
     """
     try:
         return f", such as {[value]!r}" if _convert(hint, [value]) else ""

@@ -206,9 +206,9 @@ class Project:
         return self._recipes[name]
 
     def current(self, name: str) -> TableFolder:
-        """Return the folder of the table `name` for the present settings. The table itself may not exist yet. If `fix`
-        has set a table for the stage, the result is that table. Raises NotBuilt if an input table is missing. Raises
-        ValueError if weights cannot be found.
+        """Return the folder of the table `name` for the present settings. The table may not exist yet. If the project
+        was given a fixed table for this stage (method `fix`), the folder of the fixed table is returned. Raises
+        NotBuilt if an input table is missing. Raises ValueError if weights cannot be found.
         """
         from pipeline.store.table import TableFolder
 
@@ -288,8 +288,8 @@ class Project:
 
     def _files(self, schema: TableSchema, stage: Stage) -> Path:
         """Return the folder `artifacts` of a table, which holds the files that its rows name. `schema` describes the
-        table. `stage` is the stage that reads it. For an optional input of the stage, the folder may not exist. For any
-        other, raises NotBuilt if the table is missing.
+        table. `stage` is the stage that reads the table. If the table is an optional input of the stage, the folder may
+        not exist. If a required table is missing, NotBuilt is raised.
         """
         optional = schema in stage.optional
         return (self.folder(schema.name) if optional else self.built(schema, stage.name)).folder / "artifacts"
@@ -309,9 +309,9 @@ class Project:
         return ShardReader(self.built(schema, reader).folder, self._read(schema, reader), schema)
 
     def _intact(self, schema: TableSchema, name: str) -> bool:
-        """Return True if an artifact of a table exists and agrees with its checksum. An artifact is a file that a row
-        of the table names. `schema` describes the table; the one of the present settings is used. `name` is the file's
-        path below the table's folder `artifacts`.
+        """Return True if an artifact of a table exists and agrees with its checksum, if it has one. An artifact is a
+        file that a row of the table names. `schema` describes the table. The table for the present settings is checked.
+        `name` is the file's path below the table's folder `artifacts`.
         """
         return not self.current(schema.name).checksums.damage(f"artifacts/{name}")
 

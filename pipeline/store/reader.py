@@ -57,11 +57,13 @@ class ShardReader:
 
     def read(self, key: str, name: str = "") -> np.ndarray:
         """Return one tensor of the row with the key `key`, as a NumPy array in the tensor's shape. `name` is the name
-        of the tensor column. If it is empty, the table's first tensor column is read. The dtypes bfloat16 and float16
-        are returned as uint16, with the same bits. The array is a read-only view of the file. Do not use it after the
-        next call of the method `ahead`. Raises KeyError if there is no such row or tensor column. Raises ValueError if
-        the row has no tensor. The column `rejected` of such a row holds the reason. Raises ValueError if the values differ
-        from the row's checksum. A row of an earlier version has no checksum.
+        of the tensor column; "" means the table's first one. The dtypes bfloat16 and float16 are returned as uint16,
+        with the same bits. The array is a read-only view of the file.
+
+        Do not use the array after the next call of the method `ahead`. Raises KeyError if there is no such row or
+        tensor column. Raises ValueError if the row has no tensor; the column `rejected` of the row holds the reason.
+        Raises ValueError if the values differ from the row's checksum. A row that an earlier version of this program
+        wrote has no checksum, and is not checked.
         """
         row, tensor = self._row[key], self._tensors[name or self._first]
         count = int(tensor.nbytes[row]) // tensor.dtype.itemsize

@@ -212,9 +212,11 @@ def _copy(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _with_locators(rows: pa.Table, shard: str, locators: dict[str, np.ndarray], schema: TableSchema) -> pa.Table:
-    """Return `rows` with added columns that say where their tensors are stored. These columns are `shard`, and an
-    offset and a size in bytes for each tensor. The argument `shard` is the file name of the shard (an Arrow file with
-    tensors). `locators` is the result of `_locators`. The returned rows have the columns of `schema.stored`.
+    """Return `rows` with added columns that tell where the tensors are stored. The argument `shard` is the file name of
+    the shard (an Arrow file with tensors). `locators` maps the name of a tensor to an int64 array `(rows, 2)` of
+    offsets and sizes. The result has the columns of `schema.stored`.
+
+    The added columns are `shard`, and an offset and a size in bytes for each tensor.
     """
     rows = rows.append_column("shard", pa.array([shard] * rows.num_rows, pa.string()))
     for tensor in schema.tensors:

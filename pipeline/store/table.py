@@ -79,11 +79,14 @@ class TableFolder:
         return columns is None or columns == self.schema.recorded
 
     def manifest(self) -> dict[str, Any]:
-        """Return the manifest of the last finished run as a dict. `recipe` holds everything that decides what the stage
-        computes. `rows` is the number of rows that readers see. `dead` is the number of stored rows that the last
-        finished run did not want. Readers do not see them. `bytes` is the size of the index, the shards and the
-        artifacts, in bytes. `lance_version` is the version of the index that readers see. `facts` holds facts about the
-        run, such as its duration. Raises ValueError if no run has finished, or if the file is damaged.
+        """Return the manifest of the last finished run as a dict. The manifest describes the table that the run has
+        written. The main keys are `recipe`, `rows`, `dead`, `bytes`, `lance_version` and `facts`. Raises ValueError if
+        no run has finished, or if the file is damaged.
+
+        `recipe` holds everything that decides what the stage computes. `rows` is the number of rows that readers see.
+        `dead` is the number of stored rows that the last finished run did not want. Readers do not see these rows.
+        `bytes` is the size of the index, the shards and the artifacts, in bytes. `lance_version` is the version of the
+        index that readers see. `facts` holds facts about the run, such as its duration.
         """
         path = self.manifest_file
         try:
@@ -209,8 +212,8 @@ class TableFolder:
         return self.with_files(newest_per_key(self.index.read_newest(), self.schema.key))
 
     def reclaimable_bytes(self) -> int:
-        """Estimate how many bytes `Writer.collect` would free. It rewrites shards (Arrow files with tensors) without
-        unused rows. Return 0 if the table has no tensors or no run has finished.
+        """Estimate how many bytes of disk `Writer.collect` would free. `Writer.collect` removes unused rows from the
+        shards (Arrow files with tensors). Return 0 if the table has no tensors or no run has finished.
         """
         rows = self.with_files(self.index.read_newest())
         if not self.exists or not self.schema.tensors or not rows.num_rows:

@@ -57,9 +57,11 @@ def _examine_index(table: TableFolder) -> Iterator[Damage]:
 
 def _examine_shards(table: TableFolder, rows: pa.Table) -> Iterator[Damage]:
     """Yield a `Damage` for each damaged shard of a table. A shard is an Arrow file that holds the tensors of some rows.
-    `rows` holds the rows of the index. `keys` of a `Damage` lists the rows that are damaged. If only tensors differ
-    from their checksums, it lists the rows of these tensors. Otherwise it lists all rows of the shard. Shards that no
-    row names are examined too.
+    `rows` holds the rows of the table's index. All shards in the table's folder are examined, even if no row names
+    them.
+
+    `keys` of a `Damage` lists the damaged rows. If tensors differ from their checksums, only the rows of these tensors
+    are listed. If the damage is of another kind, such as a missing file, all rows of the shard are listed.
     """
     schema, key = table.schema, table.schema.key[0]
     names = dict.fromkeys([*rows["shard"].to_pylist(), *sorted(path.name for path in table.shards.glob("*.arrow"))])

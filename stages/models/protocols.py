@@ -58,8 +58,8 @@ class Transformer(Protocol):
     @property
     def enter(self) -> Callable[..., tuple[Any, Any]]:
         """The function `enter(**inputs)` that starts a forward pass. It returns the pair `(h, shared)`. `h` is the
-        input of the first block. `shared` holds values that every block uses. `inputs` is the dict that
-        `Architecture.inputs` returns.
+        input of the first block. `shared` holds values that every block uses. `inputs` holds the model's inputs by
+        name, such as the noisy latents. `Architecture.inputs` makes this dict.
         """
 
     @property
@@ -70,12 +70,13 @@ class Transformer(Protocol):
         """
 
     def block(self, kind: str) -> Callable[..., Any]:
-        """Return the function that computes every block of the given kind. Call it as
-        `function(weights, h, shared, linear)`, and it returns the new hidden state `h`. `weights` is the dict of the
-        block's weights. `h` and `shared` are the values that `enter` returned. `linear(name, weight, x)` must return
-        the output of one linear layer. `kind` is the attribute `kind` of a block.
+        """Return the function that computes every block of one kind. `kind` is the attribute `kind` of a block. Call
+        the function as `function(weights, h, shared, linear)`. It returns the new hidden state, the output of the
+        block.
 
-        The result depends on the arguments alone.
+        `weights` is the dict of the block's weights. `h` is the output of the previous block. For the first block, `h`
+        is the first value that `enter` returns. `shared` is the second value that `enter` returns. `linear(name,
+        weight, x)` must return the output of one linear layer. The result depends on the arguments alone.
         """
 
     def linears(self) -> dict[str, tuple[int, int]]:

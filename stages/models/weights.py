@@ -32,11 +32,12 @@ NUMPY = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "I64": "<i8", "I32": "<i4", 
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the paths of a component's safetensors files. `path` is one such file, or a folder. If the folder has an
-    index file, the files that the index names are returned. Otherwise all safetensors files in the folder are returned.
-    Of files that differ only in precision, such as "model.safetensors" and "model.fp16.safetensors", one is returned. It
-    is the file with the fewest dots in its name. Raises ValueError if there is no file or the index is damaged. Raises it
-    too if the index names a file that is missing.
+    """Return the paths of a component's safetensors files. `path` is such a file or a folder. If the folder has an
+    index file, the files that the index names are returned. Otherwise, all safetensors files in the folder are
+    returned. Raises ValueError if there is no file, the index is damaged, or a file in the index is missing.
+
+    Without an index, some files may differ only in precision, such as "model.safetensors" and "model.fp16.safetensors".
+    Of such files, only the file with the fewest dots in its name is returned.
     """
     if path.is_file():
         return [path]
@@ -194,14 +195,14 @@ def load_component(
     ignore: Callable[[str], bool] | None = None,
     arrange: Callable[[str, mx.array], mx.array] | None = None,
 ) -> Arrays:
-    """Load a component's weights into memory, and return exactly the tensors that `shapes` names, as a dict. `path` is
-    a folder or a safetensors file. `shapes` maps names to expected shapes. The optional functions change names and
-    tensors. Raises ValueError if a file is damaged, or a tensor is missing, unknown, not finite or of another shape.
+    """Load a component's weights into memory. Return a dict with exactly the tensors that `shapes` names. `path` is a
+    folder or a safetensors file. `shapes` maps names to expected shapes. Raises ValueError if a file is damaged, or a
+    tensor is missing, unknown, not finite or of another shape.
 
     The optional functions are applied in this order. `convert(arrays)` returns all tensors in the layout of the
-    architecture. `rename(name)` returns the new name of a tensor, or None to leave it out. `ignore(name)` returns True
-    if the tensor with this new name is left out. Then the shapes are checked and the tensors are cast to `dtype`: a
-    dtype, a function from name to dtype, or None for no cast. Only floating-point tensors are cast.
+    architecture. `rename(name)` returns the new name of a tensor, or None to leave the tensor out. `ignore(name)` gets
+    the new name. It returns True to leave the tensor out. Then the shapes are checked and the tensors are cast to
+    `dtype`: a dtype, a function from name to dtype, or None for no cast. Only floating-point tensors are cast. Last,
     `arrange(name, array)` returns the array that replaces a tensor.
 
     Casting goes tensor by tensor, so that only one is in memory twice.
@@ -218,9 +219,13 @@ def open_component(
     convert: Callable[[Arrays], Arrays] | None = None,
     ignore: Callable[[str], bool] | None = None,
 ) -> Arrays:
-    """Open the files of a component, and return its tensors as a dict from name to array. MLX reads an array from disk
-    when it is first evaluated. The arguments mean the same as in `load_component`. Raises ValueError if a file is
-    damaged, or a tensor is missing, unknown or of another shape.
+    """Open the files of a component and return its tensors by name. `path` is a folder or a safetensors file. `shapes`
+    maps the expected names to the expected shapes. MLX reads an array from disk when the array is first evaluated.
+    Raises ValueError if a file is damaged, or a tensor is missing, unknown or of another shape.
+
+    The optional functions are applied in this order. `convert(arrays)` returns all tensors in the layout of the
+    architecture. `rename(name)` returns the new name of a tensor, or None to leave the tensor out. `ignore(name)` gets
+    the new name. It returns True to leave the tensor out.
     """
     arrays = read_tensors(path)
     if convert:

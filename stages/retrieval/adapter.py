@@ -61,8 +61,10 @@ def _check_linears(metadata: Mapping[str, str], scales: Mapping[str, float]) -> 
 
 def merge_all(weights: Mapping[str, mx.array], arrays: Arrays, scales: Mapping[str, float]) -> Arrays:
     """Return all weights of an encoder with an adapter merged into them, in float32. `weights` maps the names of the
-    encoder's weights to arrays. `arrays` and `scales` are the adapter, in the form that `read_adapter` returns. Raises
-    AssertionError if the encoder lacks the weight of a Linear in `scales`.
+    encoder's weights to arrays. `arrays` maps names such as "<linear>.lora_A.weight" to the adapter's arrays. `scales`
+    maps the name of each Linear with an adapter to the factor of the adapter's change.
+
+    Raises AssertionError if the encoder lacks the weight of a Linear in `scales`.
     """
     merged: Arrays = {}
     done = set()

@@ -227,15 +227,15 @@ def _rows(
 
 
 def choose(scores: np.ndarray, own: float, excluded: list[int], config: NegativesConfig) -> list[int]:
-    """Return the positions of the hard negatives of one query, at most `config.count`. High scores come first, but
-    documents that may answer the query too come last. `scores` holds the score of every document by position. `own` is
-    the score of the query's own document. `excluded` holds positions that are never chosen: the query's own document
-    and its duplicates.
+    """Return the positions of the hard negatives of one query, at most `config.count`. A hard negative is a document
+    that scores high but does not answer the query. `scores` holds the score of every document by position. `own` is the
+    score of the query's own document. `excluded` holds positions that are never chosen: those of the query's own
+    document and of its duplicates.
 
     A document that scores more than `config.max_ratio` times `own` may answer the query too. If `own` is 0, no document
-    counts as such. The other documents come first, the highest score first. The best `config.skip` of these are moved
-    behind the rest of them, the lowest score first. The documents that may answer the query come last, the lowest score
-    first.
+    counts as such. All documents below this bound come first, the highest score first. But the best `config.skip` of
+    them are moved to the end of this group, the lowest score first. The documents that may answer the query come last,
+    the lowest score first.
     """
     order = np.lexsort((np.arange(len(scores)), -scores))
     allowed = order[~np.isin(order, excluded)]

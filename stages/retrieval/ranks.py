@@ -186,9 +186,10 @@ class Corpus:
         return np.array(self.tensors.read(row["vector_id"]).view(np.float16), np.float32)
 
     def best_weight(self, encoder: str, pairs: list[Row]) -> float | None:
-        """Return the weight of the semantic scores with which hybrid search ranks the right answers of `pairs` best. It
-        is one of `fusion.WEIGHTS`, from 0 to 1. The measure is MRR@10. On a tie, the smallest weight is returned. The
-        result is None if `pairs` is empty or if `semantic` returns None.
+        """Return the best weight of the semantic scores in hybrid search, one of `fusion.WEIGHTS`, from 0 to 1. The
+        best weight gives the right answers of `pairs` the highest MRR@10. On a tie, the smallest weight is returned.
+        Return None if `pairs` is empty. Also return None if a document has no vector and the corpus has the mode
+        "hard". In the mode "plain", a missing vector raises ValueError.
         """
         semantic = self.semantic(encoder, pairs) if pairs else None
         if semantic is None:

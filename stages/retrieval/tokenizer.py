@@ -24,7 +24,9 @@ class TextTokenizer:
         self.unknown = self.tokenizer.token_to_id(_content(named.get("unk_token")) or "<unk>")
 
     def encode(self, many: list[str]) -> list[list[int]]:
-        """Return the token ids of texts, the end token included, not cut."""
+        """Return the token ids of each text in `many`, as one list per text. Each list ends with the end token, if the
+        tokenizer has one. Long texts are not cut.
+        """
         found = self.tokenizer.encode_batch([text.lower() for text in many] if self.lower_case else many)
         ids = [each.ids for each in found]
         return [each if self.end is None or (each and each[-1] == self.end) else [*each, self.end] for each in ids]

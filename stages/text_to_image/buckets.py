@@ -141,13 +141,14 @@ def _make_bucket(width: int, height: int, i: int, j: int) -> Bucket:
 
 @functools.cache
 def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the shapes from which an image's size is chosen, as two int64 arrays. The first holds the widths, the
-    second the heights, in cells of 16 x 16 pixels. Only landscape and square shapes are returned, the one nearest to a
-    square first. They have at most `cells` * `cells` cells and an aspect ratio of at most 8. `max_shapes` limits the
-    number of shapes. The portrait form of a shape counts as another shape.
+    """Return the shapes from which an image's size is chosen, as two int64 arrays. The first array holds the widths and
+    the second the heights, in cells of 16 x 16 pixels. Only landscape and square shapes are returned, from the square
+    to the widest. `max_shapes` limits the number of shapes.
 
-    All shapes have full area: the height or the width cannot grow by a cell within the limit. If there are too many
-    shapes, some are left out. The others are spread evenly over the logarithm of the aspect ratio.
+    A shape has at most `cells` * `cells` cells and an aspect ratio of at most 8. For `max_shapes`, a shape that is not
+    square counts twice, as landscape and as portrait. All shapes have full area: the height or the width cannot grow by
+    a cell within the limit. If there are too many shapes, some are left out. The remaining shapes are spread evenly
+    over the logarithm of the aspect ratio.
     """
     full = {(i, cells * cells // i) for i in range(1, cells * cells + 1)}
     full = {(max(shape), min(shape)) for shape in full if max(shape) <= LONGEST * min(shape)}
@@ -162,12 +163,12 @@ def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the shapes to which an image can be cropped, as two int64 arrays. The first holds the widths, the second
-    the heights, in cells of 16 x 16 pixels. Only landscape and square shapes are returned, each once. They fit the
-    areas of squares with 1 to `cells` cells per side. `max_shapes` limits the shapes for each square.
+    """Return the shapes to which an image can be cropped, as two int64 arrays. The first array holds the widths and the
+    second the heights, in cells of 16 x 16 pixels. Only landscape and square shapes are returned, each once.
 
-    The shapes for one square are those of `_full_shapes(size, max_shapes)`, where `size` is its side. Their area is at
-    most that of the square. A shape that is not square counts twice towards `max_shapes`.
+    For each `size` from 1 to `cells`, the result contains the shapes of `_full_shapes(size, max_shapes)`. These shapes
+    have an area of at most `size` * `size` cells. `max_shapes` limits the number of shapes for each `size`. A shape
+    that is not square counts twice, as landscape and as portrait.
     """
     sizes = [np.stack(_full_shapes(size, max_shapes)) for size in range(1, cells + 1)]
     found = np.unique(np.concatenate(sizes, axis=1), axis=1)

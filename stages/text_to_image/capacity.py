@@ -58,10 +58,12 @@ def capacity(family: Family, side: int, budget: int) -> Capacity:
 
 
 def forecasts(family: Family, side: int, bits: int, budget: int) -> dict[str, Forecast]:
-    """Return the memory forecast of each stage with default settings, by stage name. `side` is the width and height of
-    the images in pixels. `bits` is the number of bits per weight of the base model. `budget` is the available memory in
-    bytes. Below 16 bits, the optimizer is 8-bit AdamW. Stages that need a component that the family does not support
-    are left out.
+    """Return the memory forecast of each stage, as a dict by stage name. `side` is the width and height of the images
+    in pixels. `bits` is the number of bits per weight of the base model. `budget` is the available memory in bytes. All
+    other settings have their defaults.
+
+    Below 16 bits, the optimizer is 8-bit AdamW. A stage is left out if the model family lacks a component that the
+    stage needs.
     """
     sections: dict[str, Any] = {name: PIPELINE.stage(name).config() for name in PIPELINE.stages}
     train = sections["train"]

@@ -12,13 +12,13 @@ FORM = 'must be OneTrainer\'s list of concepts, such as [{"name": "cat", "path":
 
 
 def concept_folders(file: Path) -> str:
-    """Convert the concepts in OneTrainer's file `file` to entries [[images.folder]] of project.toml, and return the
-    TOML text. A concept is a folder of images. Its `balancing` becomes `repeats`, or `weight` if all concepts balance
-    by samples. Raises ValueError if `file` is no list of concepts, if no concept is enabled, or if a concept cannot be
-    expressed.
+    """Convert OneTrainer's list of concepts to entries [[images.folder]] of project.toml, and return the TOML text.
+    `file` is the JSON file with the concepts. A concept is a folder of images. Its number `balancing` becomes the
+    setting `repeats`. If the concepts have the balancing_strategy "SAMPLES", it becomes the setting `weight` instead.
 
-    `repeats` or `weight` is multiplied by `loss_weight`. Disabled concepts and those for validation become comments.
-    Relative paths start at the folder of `file`.
+    Raises ValueError if `file` is no list of concepts, if no concept is enabled, or if a concept cannot be expressed in
+    project.toml. `repeats` or `weight` is multiplied by `loss_weight`. Disabled concepts and those for validation
+    become comments. Relative paths start at the folder of `file`.
     """
     concepts = read_json(file)
     if not isinstance(concepts, list) or not all(

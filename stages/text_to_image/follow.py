@@ -35,8 +35,8 @@ def find_image(query: Query, need: Callable[[str], Any], text: str) -> list[dict
 
 
 def _below(folder: Path, text: str) -> str:
-    """Return `text` relative to the image folder `folder`. If `text` is not the path of an existing file in the folder,
-    return it unchanged.
+    """Return the path of an existing file relative to the image folder `folder`. `text` is what the user typed, a path
+    or something else. If `text` is not the path of an existing file in the folder, `text` is returned unchanged.
     """
     try:
         return Path(text).resolve().relative_to(folder.resolve()).as_posix() if Path(text).exists() else text
@@ -143,9 +143,12 @@ def describe_training(query: Query, image: Row) -> Iterator[str]:
 
 
 def _describe_draws(query: Query, image: Row, drawn: Row) -> Iterator[str]:
-    """Yield lines about the use of an image in training: how often, at which steps, and with what loss. `query` runs
-    SQL on the tables. `image` is a row of the table `images`. `drawn` holds the image's steps, counts and mean losses,
-    which `describe_training` computed.
+    """Yield lines that say how training has used an image. They give the number of draws, the steps and the loss.
+    `query` runs SQL on the tables. `image` is a row of the table `images`. `drawn` holds statistics of the image.
+
+    The keys of `drawn` are `times` (number of draws), `dropped` (draws without the caption), `steps` (a list) and
+    `last` (the last step of the run so far). Three keys hold mean losses. `loss` is that of this image, `level` that of
+    all images at the same noise levels, and `every` that of all samples.
     """
     steps = drawn["steps"]
     named = ", ".join(map(str, steps[:STEPS_NAMED])) + (f", ... {steps[-1]}" if len(steps) > STEPS_NAMED else "")

@@ -53,9 +53,9 @@ class Checkpoint:
     state: Mapping[str, Any]
 
     def intact(self, *names: str) -> bool:
-        """Return True if every given file of the checkpoint is undamaged. Each positional argument is a file name, such
-        as "adapter.safetensors". Its size and sha256 are compared with `state.json`. A file that `state.json` does not
-        list counts as damaged.
+        """Return True if the files `names` of the checkpoint are undamaged. An example of a name is
+        "adapter.safetensors". The size and the sha256 of each file are compared with its record in `state.json`. A file
+        without a record counts as damaged.
         """
         return all(self._intact(name) for name in names)
 

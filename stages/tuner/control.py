@@ -89,8 +89,9 @@ class Control:
         return self.ending
 
     def wait_while_paused(self) -> None:
-        """Wait until the user deletes the file `pause` or the run must end. Return at once if this file did not exist
-        after the last step, or if the run must end already. While the run waits, a line tells the user how to continue.
+        """Wait until the user deletes the file `pause`. Stop waiting if the run must end. While the run waits, a line
+        tells the user how to continue. The method `after_step` looks for the file `pause`. If it found no such file
+        after the last step, the call returns at once.
         """
         if not self.pausing or self.ending:
             return

@@ -28,13 +28,13 @@ def checks_update(step: int) -> bool:
 def check_health(
     say: Callable[[str], None], config: TrainingConfig, training: TrainingStep, step: int, skipped: int, result: StepResult
 ) -> None:
-    """Check the result of one training step, and give warnings as calls of `say(text)`. `config` holds the settings
-    [train]. `skipped` is the number of steps in a row without a finite loss and gradient, up to this one. Raises
-    ValueError, with a remedy, if training cannot go on.
+    """Check the result of one training step, and warn the user with `say(text)`. `config` holds the settings [train].
+    `skipped` is the number of skipped steps in a row, this step included. A step is skipped if its loss or its gradient
+    is not finite. Raises ValueError, with a remedy, if training cannot go on.
 
-    It cannot go on if the adapter or the optimizer's state became infinite. Nor can it after 3 skipped steps in a row,
-    or if the adapter is unchanged after step 10. This last check is left out if the setting [train] `initial` is set. A
-    warning is given for a skipped step and for an update of unsound size.
+    Training cannot go on if the adapter or the optimizer's state became infinite. It cannot go on after 3 skipped steps
+    in a row. It cannot go on if the adapter is unchanged after step 10. This last check is left out if the setting
+    [train] `initial` is set. A warning is given for a skipped step and for an update of unsound size.
     """
     lr = config.lr
     if not result.bounded:
@@ -57,9 +57,9 @@ def check_health(
 
 
 def _check_moved(say: Callable[[str], None], lr: float, training: TrainingStep, step: int) -> None:
-    """Check that training has changed the adapter of every linear layer. Raises ValueError if no layer's adapter has
-    changed. If only some have not changed, call `say` with a warning. Call it after some steps. `lr` is the learning
-    rate. It and `step` are used in the messages only.
+    """Check that training has changed the adapter of every linear layer. Raises ValueError if training has changed no
+    adapter. If some adapters have not changed, call `say` with a warning. `step` and `lr` (the learning rate) appear
+    only in the messages. The check makes sense only after some training steps.
     """
     still = unmoved_linears(training)
     if not still:

@@ -193,9 +193,10 @@ class TrainingRun:
                 return
 
     def compute(self, batches: Sequence[MicroBatch], lr: float, ratio: bool) -> StepResult:
-        """Take one optimizer step. `batches` hold all samples of the step, and `lr` is the learning rate. If `ratio` is true,
-        the result also holds the length of the update relative to the adapter. With micro_batch = "auto", the step's peak
-        memory decides the size of the next step's micro-batches.
+        """Take one optimizer step and return its result. `batches` hold all samples of the step. `lr` is the learning
+        rate. If `ratio` is true, `update_ratio` of the result is the length of the update divided by the length of the
+        adapter. With micro_batch = "auto", the peak memory of this step decides the size of the next step's
+        micro-batches.
         """
         training = self.training
         if training.max_tokens is None:

@@ -26,11 +26,12 @@ AHEAD = 0.5  # share of one block's working memory that work started ahead may u
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a run computes its steps within its memory. `plan` says how many of the last blocks keep their activations
-    until the backward pass. It is "whole" (all blocks), "blocks" (one block) or a number. The other blocks are computed
-    twice. `max_tokens` is the largest number of tokens in a micro-batch (samples computed at once). None means no
-    limit. `limit` is the memory that training may take, in bytes. While `live_bytes` bytes or more are in use, MLX
-    starts no further operation.
+    """The way in which a run computes its steps within its memory. `plan` says how many of the last blocks keep their
+    activations until the backward pass: "whole" (all blocks), "blocks" (one block) or a number. `max_tokens` is the
+    largest number of tokens in a micro-batch (samples computed at once), or None for no limit.
+
+    Blocks that keep no activations are computed twice. `limit` is the memory that training may take, in bytes. While
+    `live_bytes` bytes or more are in use, MLX starts no further operation.
     """
 
     plan: Plan
@@ -63,14 +64,15 @@ def best_candidate(
     limit: int,
     begun: Plan | None = None,
 ) -> Candidate:
-    """Choose how to compute the largest batch of a run, as the settings `micro_batch` and `memory` of `config` say.
-    `batch_size` is the number of samples of this batch. `estimate(samples)` returns the memory estimate of a
-    micro-batch of that size. `limit` is the memory limit in bytes. The result may need more than `limit`.
+    """Choose how to compute the largest batch of a run. `batch_size` is the number of samples of this batch.
+    `estimate(samples)` returns the memory estimate for that many samples computed at once. `limit` is the memory limit
+    in bytes. `begun` is the plan of a resumed run, or None. The result may need more than `limit`.
 
-    `micro_batch` is the number of samples computed at once. None means the whole batch. "auto" halves the batch until
-    it fits with the plan "blocks". `memory` is the plan: how many of the last blocks keep their activations. "auto"
-    means the plan `begun` of a resumed run if it fits, otherwise the fastest plan that fits. If none fits, "auto"
-    chooses what needs least memory. Numbers and plans in the settings are always obeyed.
+    The settings `micro_batch` and `memory` of `config` decide. `micro_batch` is the number of samples computed at once.
+    None means the whole batch. "auto" halves the batch until it fits with the plan "blocks". `memory` is the plan: how
+    many of the last blocks keep their activations. "auto" means the plan `begun` if it fits, otherwise the fastest plan
+    that fits. If none fits, "auto" chooses what needs least memory. Numbers and plans in the settings are always
+    obeyed.
     """
     samples = min(config.micro_batch, batch_size) if isinstance(config.micro_batch, int) else batch_size
     if config.micro_batch == "auto":
@@ -84,11 +86,12 @@ def best_candidate(
 
 
 def fastest_plan(estimate: Estimate, limit: int) -> Plan:
-    """Return the fastest plan that needs at most `limit` bytes. `estimate` is the memory estimate of a micro-batch
-    (samples computed at once). A plan says how many of the last blocks keep their activations until the backward pass.
-    The other blocks are computed twice, which takes longer but needs less memory. The result is "whole" if all blocks
-    can keep their activations. Otherwise it is the largest number of blocks that fits. It is "blocks" if this number is
-    one, or if nothing fits.
+    """Return the fastest memory plan that needs at most `limit` bytes. A plan says how many of the last blocks keep
+    their activations until the backward pass. It is "whole" (all blocks), "blocks" (one block) or a number. `estimate`
+    is the memory estimate of a micro-batch (samples computed at once).
+
+    Blocks that keep no activations are computed twice. This takes longer but needs less memory. So the fastest plan is
+    the largest number of blocks that fits. If nothing fits, the result is "blocks".
     """
     blocks = estimate.blocks
     fits = [n for n in range(1, blocks + 1) if estimate.peak(n) <= limit]
@@ -192,10 +195,12 @@ def cheaper_settings(config: TrainingConfig, samples: int) -> Iterator[dict[str,
 
 
 def cheapest_remedy(config: C, samples: int, candidate: Callable[[C], Candidate], limit: int) -> Remedy:
-    """Return changes to the settings `config` with which the run needs at most `limit` bytes. The result contains no
-    change that can be left out. If all possible changes together do not suffice, it contains all of them. `samples` is
-    the number of samples of the largest batch. `candidate(settings)` returns the plan and the memory estimate of a run
-    with these settings.
+    """Return changes to the settings with which the run fits into memory. `config` holds the present settings. `limit`
+    is the available memory in bytes. `samples` is the number of samples of the largest batch. `candidate(settings)`
+    returns the plan and the memory estimate of a run with these settings.
+
+    The changes from `cheaper_settings` are made one after another until the run fits. Then every change that proves
+    unnecessary is undone. If all changes together do not suffice, the result contains all of them.
     """
 
     def remedy_with(settings: dict[str, Any]) -> Remedy:

@@ -161,8 +161,8 @@ class Order:
         return [Batch(epoch, batches[n]) for n in draws.permutation(len(batches), self.seed, "batches", epoch)]
 
     def most(self, shape: Hashable) -> int:
-        """Return the largest number of rows that a batch can have of one shape. `shape` is one of the shapes that the
-        constructor was given.
+        """Return the largest number of rows of one shape in a batch. `shape` is this shape. At least one row with a
+        rate above 0 must have it.
         """
         group = next(rows for rows in self.groups if any(self.shapes[row] == shape for row in rows))
         if all(self.shapes[row] == shape for row in group):
@@ -176,8 +176,12 @@ class Order:
 
     @property
     def sharing(self) -> list[Hashable]:
-        """Return the shapes whose rows may share a batch with rows of other shapes, as a list. A shape is one of those
-        that the constructor was given.
+        """Return the shapes whose rows share batches with rows of different shapes, as a list. Usually, all rows of a
+        batch have one shape. A shape with fewer rows than a batch is rare. All rare shapes form one group, and a batch
+        of this group may mix their rows.
+
+        If the group has fewer rows than a batch, the smallest of the remaining shapes are added to it. The list is
+        empty if the group has fewer than two shapes.
         """
         shapes = [list(dict.fromkeys(self.shapes[row] for row in rows)) for rows in self.groups]
         return [shape for found in shapes if len(found) > 1 for shape in found]
@@ -200,8 +204,9 @@ class Order:
         return sum(-(-count // self.batch_size) for count in self._drawn(epoch))
 
     def _pass_rows(self, group: int, number: int) -> list[int]:
-        """Return the rows of one pass through a group, in shuffled order. Each is an index into the training rows. A
-        group is a set of rows that share batches, given by its number. `number` is the number of the pass, from 0.
+        """Return the rows of one pass through a group of rows, in shuffled order. A pass is one round over the rows.
+        The rows of a group share batches. `group` is the number of the group. `number` is the number of the pass, from
+        0. A row is an index into the list of all training rows.
         """
         start, open_batch = number, self._open_batch(group, number)
         while open_batch is None:
@@ -224,12 +229,13 @@ class Order:
         return open_batch if known == number else None
 
     def _arranged(self, group: int, number: int, open_batch: Sequence[int]) -> list[int]:
-        """Return the rows of one pass through a group, in shuffled order. A row is an index into the training rows. A
-        group is a set of rows that share batches, given by its number. `number` is the number of the pass, from 0. The
-        pass begins by completing `open_batch`, the last batch so far.
+        """Return the rows of one pass through a group of rows, in shuffled order. A pass is one round over the rows.
+        The rows of a group share batches. `group` is the number of the group. `number` is the number of the pass, from
+        0. A row is an index into the list of all training rows.
 
-        `open_batch` holds the rows of this batch, or nothing if the batch is full. The rows that complete it avoid rows
-        that it already has, as far as possible.
+        `open_batch` holds the rows of the last batch of earlier passes, if this batch is not full. Otherwise, it is
+        empty. The first rows of the result complete this batch. As far as possible, they are rows that the batch does
+        not contain yet.
         """
         counts = self.rates.within(number)[self.groups[group]]
         rows = np.repeat(self.groups[group], counts)

@@ -18,8 +18,9 @@ from stages.tuner.task import HeldOut, MicroBatch, Task, TrainingContext
 
 
 def check_ranks(ctx: TrainingContext, config: TrainingConfig, ranks: Ranks) -> None:
-    """Check that the `ranks` can train together. Raises ValueError in every rank if their number does not divide the batch
-    size, if it is not the number of [train] `data_parallel`, or if their settings, tables or weights differ.
+    """Raise ValueError, in every rank, if the processes of `ranks` cannot train together. The number of ranks must
+    divide the batch size. If [train] `data_parallel` is set, it must be the number of ranks. All ranks must have the
+    same settings, tables and weights.
     """
     if config.data_parallel not in (None, ranks.size):
         raise ValueError(
@@ -84,8 +85,9 @@ def step_samples(task: Task[Any, Any], step: int, batches: Sequence[MicroBatch],
 
 
 def merge_results(result: StepResult, task: Task[Any, Any], step: int, ranks: Ranks) -> StepResult:
-    """Return the result of a step with the losses and values of all ranks, in the order of the step's samples. `result`
-    has those of this rank.
+    """Return the losses and values of a whole step, collected from all ranks. `result` holds the losses and values of
+    the samples that this rank computed. The result has those of every sample of the step, in the order of the samples.
+    With one rank, or with a loss that cannot be divided, `result` is returned unchanged.
     """
     if ranks.size == 1 or not task.objective.separable:
         return result

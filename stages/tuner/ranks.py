@@ -34,8 +34,9 @@ def launched_rank() -> int | None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that train together. `rank` is the number of this process, from 0. `size` is the number of processes.
-    `group` is the `mx.distributed.Group`, or None for a process alone. Alone, every method returns its argument.
+    """The processes that train together. `rank` is the number of this process, from 0. `size` is the number of
+    processes. `group` is the `mx.distributed.Group`, or None if this process trains alone. A process alone exchanges
+    nothing: the methods then use its values as those of all processes.
     """
 
     rank: int = 0
@@ -109,9 +110,12 @@ class Ranks:
         return [pickle.loads(content) for content in self._sent(pickle.dumps(value), self.rank, self.size)]
 
     def _sent(self, content: bytes, place: int, places: int) -> list[bytes]:
-        """Exchange byte strings between all ranks, and return them as a list of `places` entries. Every rank gets the
-        same list. This rank puts `content` at index `place`. If several ranks use the same index, only one of them may
-        give a `content` other than b"".
+        """Exchange byte strings between all ranks and return them as a list. The list has `places` entries and is the
+        same on every rank. This rank puts `content` at the index `place`. If several ranks use one index, all but one
+        of them must pass b"" as `content`.
+
+        For example, rank 0 sends a string to all ranks with `place` = 0 and `places` = 1. The other ranks pass b"" with
+        the same `place` and `places`.
         """
         import mlx.core as mx
         import numpy as np
@@ -125,7 +129,10 @@ class Ranks:
         return [found[n, :size].tobytes() for n, size in enumerate(summed)]
 
     def part(self, count: int) -> slice:
-        """Return the slice of `count` things that belongs to this rank. `count` is a multiple of `size`."""
+        """Return this rank's part of a list with `count` items, as a slice. The list is divided into `size` equal
+        parts, one for each rank. `count` must be a multiple of `size`, the number of ranks. For `count` = 6 and `size`
+        = 2, rank 1 gets `slice(3, 6)`.
+        """
         assert count % self.size == 0, (count, self.size)
         return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
@@ -136,9 +143,12 @@ class Ranks:
         return [place * self.size // size for size in sizes for place in range(size)]
 
     def share(self, batches: Sequence[Sequence[T]], sizes: Sequence[int]) -> list[list[T]]:
-        """Return the samples of a step that this rank computes, as lists. `batches` holds all samples of the step in
-        order, as one list for each batch. A batch with several shapes may be given as one list for each shape. `sizes`
-        has the number of samples of each whole batch. Empty lists are left out.
+        """Return the samples of a training step that this rank computes, as lists. `batches` holds all samples of the
+        step, in order. A list in `batches` is a whole batch, or the part of a batch with one shape. `sizes` holds the
+        number of samples of each whole batch. Empty lists are left out of the result.
+
+        For example, one batch of 4 samples has two shapes: `batches` = [["a", "b"], ["c", "d"]] and `sizes` = [4]. Of
+        two ranks, rank 0 gets [["a", "b"]] and rank 1 gets [["c", "d"]].
         """
         owners = iter(self.owners(sizes))
         shares = [[sample for sample in batch if next(owners) == self.rank] for batch in batches]

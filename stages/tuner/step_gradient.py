@@ -17,10 +17,13 @@ Found = tuple[mx.array, Sequence[bool] | None, Sequence[str] | None]  # values, 
 
 @dataclass
 class StepGradient:
-    """The gradient of one optimizer step, summed over its micro-batches (samples computed at once). `grads` maps the name of an
-    adapter array to its gradient. `terms` has one dict per micro-batch: table column -> (values, flags, texts). The values are
-    one per sample. The flags say which samples have the term, or are None if all have it. If there are texts, the values are
-    indices into them. All arrays are lazy: not evaluated yet.
+    """The gradient of one optimizer step, with the losses of its samples. The gradient is the sum over the
+    micro-batches (samples computed at once). `grads` maps the name of an adapter array to its gradient. `terms` holds
+    one dict per micro-batch. All arrays are lazy: not evaluated yet.
+
+    A dict in `terms` maps a table column to a tuple (values, flags, texts). `values` holds one number per sample.
+    `flags` says which samples have a value, or is None if all have one. If `texts` is not None, a value is an index
+    into it: for `texts` = ["easy", "hard"], the value 1 means "hard".
     """
 
     grads: Arrays = field(default_factory=dict)

@@ -210,10 +210,12 @@ class Task(Protocol[S, M]):
         """Return one line for the user that says which data the run trains on."""
 
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
-        """Return the plan that fits the run into memory. It says how many of the last blocks keep their activations,
-        and how many tokens a micro-batch may have. `start` is the checkpoint to continue from, or None for a new run.
-        If [train] `memory` is "auto" or `recorded` is True, the plan stored in `start` is kept if it fits. Raises
-        ValueError if no plan fits into memory. The message names settings that would fit.
+        """Return the plan that fits the run into memory. The plan says how many of the last blocks keep their
+        activations, and how many tokens a micro-batch may have. `start` is the checkpoint to continue from, or None for
+        a new run. If `recorded` is True, the setting [train] `memory` counts as "auto".
+
+        With "auto", the plan stored in `start` is kept if it fits. Raises ValueError if no plan fits into memory. The
+        message names settings that would fit.
         """
 
     def initial_adapter(self) -> InitialAdapter | None:

@@ -75,9 +75,9 @@ def _as_vector(key: str, magnitude: mx.array) -> mx.array:
 
 
 def _multiply_w1(arrays: Arrays) -> Arrays:
-    """Return `arrays` with each split first factor of a LoKr multiplied out. A LoKr adapter is a Kronecker product of
-    two factors. Keys are the name of a Linear and an ending. The arrays ".lokr_w1_a" and ".lokr_w1_b" are replaced by
-    their product, ".lokr_w1".
+    """Return `arrays` with one array ".lokr_w1" for each Linear with a LoKr adapter. Some files store this matrix as
+    two factors. The matrix product of ".lokr_w1_a" and ".lokr_w1_b" then replaces these two arrays. Keys are the name
+    of a Linear and an ending, such as "proj_out.lokr_w1".
     """
     pairs = [key.removesuffix(W1_A) for key in arrays if key.endswith(W1_A) and key.removesuffix(W1_A) + W1_B in arrays]
     products = {name + W1: arrays[name + W1_A] @ arrays[name + W1_B] for name in pairs}
@@ -159,9 +159,11 @@ def _unfuse(arrays: Arrays, scales: Scales) -> tuple[Arrays, Scales]:
 
 
 def _split_linear(name: str, own: Arrays, count: int) -> list[Arrays]:
-    """Split the adapter of one Linear into a list of adapters for `count` Linears. Each takes an equal share of the rows, in
-    order. `name` is the Linear's name, for the message. `own` and each returned dict map endings, such as ".lora_A.weight", to
-    arrays. Raises ValueError for a LoKr that cannot be split exactly.
+    """Split the adapter of one Linear into adapters for `count` smaller Linears. For example, an adapter of q, k and v
+    in one gives a list of three. The outputs of the Linear are divided equally, in order. `name` is the Linear's name,
+    for the error message. `own` and each returned dict map endings, such as ".lora_A.weight", to arrays.
+
+    Raises ValueError for a LoKr that cannot be split exactly.
     """
     if count == 1:
         return [own]

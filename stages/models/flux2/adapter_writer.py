@@ -24,13 +24,14 @@ def to_diffusers(arrays: Arrays, scales: Scales) -> Arrays:
 
 
 def to_comfyui(arrays: Arrays, scales: Scales) -> Arrays:
-    """Return the adapter under the keys that ComfyUI loads. In a LoRA or DoRA, Linears have the names of Black Forest Labs' code.
-    In a LoKr, they have LyCORIS' names. `arrays` maps keys such as "proj_out.lora_A.weight" to arrays. `scales` maps each Linear
-    to the factor of its update. The factor is multiplied into the arrays. Raises ValueError for a Linear that Black Forest Labs'
-    code does not have. Raises it too for a DoRA of only some of q, k and v.
+    """Return the adapter under the keys that ComfyUI loads. `arrays` maps keys such as "proj_out.lora_A.weight" to
+    arrays. `scales` maps each Linear to the factor of its update. The factor becomes part of the returned arrays.
+    Raises ValueError for a Linear that Black Forest Labs' code does not have, or for a DoRA of only some of q, k and v.
 
-    A LoRA of q, k and v becomes an exact LoRA of the fused Linear: the rows of A are stacked, B is block-diagonal. A DoRA's
-    magnitude becomes `.dora_scale` (outputs, 1). A LoKr of q, k and v cannot be fused, as the result is no Kronecker product.
+    In the keys of a LoRA or DoRA, Linears have the names of Black Forest Labs' code. In the keys of a LoKr, they have
+    LyCORIS' names. A LoRA of q, k and v becomes an exact LoRA of the fused Linear: the rows of A are stacked, B is
+    block-diagonal. A DoRA's magnitude becomes `.dora_scale` (outputs, 1). A LoKr of q, k and v cannot be fused, as the
+    result is no Kronecker product.
     """
     groups = dict.fromkeys(names.reference_name(name) for name in linears(arrays))
     if variant(arrays) == "lokr":

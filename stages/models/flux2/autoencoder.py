@@ -124,8 +124,9 @@ class Autoencoder:
 
     def _conv(self, name: str, x: Rows, *, pad: int = 1, norm: str = "", keep: bool = False, add: Rows | None = None) -> Rows:
         """Return the convolution of the activation `x` with stride 1. `name` is the prefix of the convolution's weight
-        names. `pad` is the width of the border of zeros. `norm` is the name of a group normalisation, or "". A named
-        normalisation and a SiLU are applied to `x` first. `add` is an activation that is added to the result.
+        names. `pad` is the width of the border of zeros. If `norm` names a group normalisation, this normalisation and
+        a SiLU are applied to `x` first. `add` is an activation that is added to the result. `x` can be used again only
+        if `keep` is True.
 
         The convolution is computed in strips of rows. Strips of `x` are freed after their last use, unless `keep` is
         True. Strips of `add` are always freed after their last use.

@@ -94,9 +94,9 @@ def middle(config: AutoencoderConfig, H: int, W: int, channels: int) -> Iterator
 
 
 def conv_work(H: int, W: int, inputs: int, outputs: int) -> float:
-    """Return how many temporary values a convolution needs in memory. A convolution is computed in strips of output
-    rows, one after another. The number is that of one strip. `H` and `W` are the height and width of the whole output.
-    `inputs` and `outputs` are numbers of channels.
+    """Return how many temporary values a convolution needs in memory. Only one strip of output rows is counted, because
+    the strips are computed one after another. `H` and `W` are the height and width of the whole output. `inputs` and
+    `outputs` are numbers of channels.
     """
     strip = min(strip_rows(H, W, inputs, outputs), H) * W
     if mx.default_device() == mx.cpu:

@@ -144,11 +144,11 @@ def _rotated_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array
 
 def _rotate_pairs(x_BSHK: mx.array, cos: mx.array, sin: mx.array, quarter: list[list[int]]) -> mx.array:
     """Return `cos * x_BSHK + sin * turned`, in the dtype of `x_BSHK`. `turned` is `x_BSHK` with every pair of
-    neighbouring features multiplied, as a row vector, by `quarter`. `quarter` is a 2 x 2 matrix that rotates by 90
-    degrees. `x_BSHK` and the result are `(batch, rows, heads, head width)`. `cos` and `sin` are
-    `(rows, 1, head width)`.
+    neighbouring features rotated by 90 degrees. The 2 x 2 matrix `quarter` gives the direction. For example, [[0, 1],
+    [-1, 0]] turns a pair (a, b) into (-b, a).
 
-    The turn is a product with a matrix of zeros and ones: exact, and much faster than splitting and joining the pairs.
+    `x_BSHK` and the result are `(batch, rows, heads, head width)`. `cos` and `sin` are `(rows, 1, head width)`. The
+    turn is a product with a matrix of zeros and ones: exact, and much faster than splitting and joining the pairs.
     """
     quarter_KK = mx.array(np.kron(np.eye(x_BSHK.shape[-1] // 2), quarter), x_BSHK.dtype)
     return (x_BSHK * cos + (x_BSHK @ quarter_KK) * sin).astype(x_BSHK.dtype)
@@ -162,9 +162,10 @@ def split_heads(x_BSD: mx.array, width: int) -> mx.array:
 
 
 def norm_and_rotate(x_BSHK: mx.array, norm_K: mx.array, rope: Sequence[mx.array]) -> mx.array:
-    """Prepare queries or keys for attention: apply RMSNorm to each head, then a rotary position embedding. `x_BSHK` and
-    the result are (batch, rows, heads, head width). `norm_K` is the norm's weight, (head width,). `rope` is (cosines,
-    sines) of the angles, each (rows, 1, head width). Each angle occurs twice, once for each feature of its pair.
+    """Apply RMSNorm to each head of queries or keys, then a rotary position embedding. `x_BSHK` and the result are
+    (batch, rows, heads, head width). `norm_K` is the norm's weight, (head width,). `rope` is the pair (cosines, sines)
+    of the angles, each (rows, 1, head width). Two neighbouring features form a pair and share one angle, so each angle
+    occurs twice.
     """
     return rotate(rms_norm_heads(x_BSHK, norm_K), rope)
 

@@ -89,10 +89,10 @@ def windows(height: int, rows: int) -> Iterator[tuple[int, int]]:
 
 
 def group_statistics(x: Rows, groups: int, eps: float) -> tuple[mx.array, mx.array]:
-    """Return the statistics of a group normalisation: the mean and `1 / standard deviation` for each channel. The
-    channels form `groups` groups of equal size. The statistics of a group cover all rows, all columns and all channels
-    of the group. Every channel gets those of its group. Both results are float32, `(batch, 1, 1, channels)`. `eps` is
-    added to the variance.
+    """Return (mean, scale) of a group normalisation for each channel. The scale is 1 / standard deviation. The channels
+    form `groups` groups of equal size. Mean and variance of a group are taken over all its rows, columns and channels.
+    All channels of a group get the same two values. Both results are float32, `(batch, 1, 1, channels)`. `eps` is added
+    to the variance.
 
     Sums go over columns first: one long sum of float32 values would lose digits.
     """

@@ -38,14 +38,16 @@ def draw(
     negative_1TJ: mx.array | None = None,
     predict: Predict | None = None,
 ) -> Iterator[mx.array]:
-    """Draw one image, and yield its latent after every denoising step. Each latent is float32, `(1, channels, height /
-    16, width / 16)`. The last latent is the finished image. `height` and `width` are in pixels. Raises ValueError if
-    they are not positive multiples of 16, or if `steps` is less than 1.
+    """Draw one image from a prompt, and yield its latent after every denoising step. `text_1TJ` is the embedding of the
+    prompt, `(1, text rows, features)`. `height` and `width` are in pixels. Each latent is float32, `(1, channels,
+    height / 16, width / 16)`.
 
-    `text_1TJ` is the embedding of the prompt, `(1, text rows, features)`. `negative_1TJ` is the embedding of the empty
-    prompt, or None. With this embedding, `guidance` is the factor of classifier-free guidance. Without it, `guidance`
-    is an input of the model. If `predict` is given, it is called in place of `model`, with the keyword arguments of
-    `Flux2.enter`.
+    The last latent is the finished image. Raises ValueError if `height` or `width` is not a positive multiple of 16, or
+    if `steps` is less than 1.
+
+    `negative_1TJ` is the embedding of the empty prompt, or None. With this embedding, `guidance` is the factor of
+    classifier-free guidance. Without it, `guidance` is an input of the model. If `predict` is given, it is called in
+    place of `model`, with the keyword arguments of `Flux2.enter`.
     """
     for name, pixels in (("width", width), ("height", height)):
         if pixels < PIXELS or pixels % PIXELS:
@@ -65,13 +67,13 @@ def velocity_function(
     predict: Predict | None = None,
 ) -> Velocity:
     """Return a function `velocity(x_1Chw, sigma)` that runs `model` on one prompt. `x_1Chw` is a noisy latent, `(1,
-    channels, height, width)`. `sigma` is the noise level of the latent, from 0 (clean) to 1 (noise). The velocity is a
-    float32 array of the same shape as the latent. `size` is the latent's `(height, width)`.
+    channels, height, width)`. `sigma` is the noise level of the latent, from 0 (clean) to 1 (noise). The function
+    returns a float32 array of the same shape as the latent. `size` is the latent's `(height, width)`. `text_1TJ` is the
+    embedding of the prompt, `(1, text rows, features)`.
 
-    `text_1TJ` is the embedding of the prompt, `(1, text rows, features)`. `negative_1TJ` is the embedding of the empty
-    prompt, or None. With this embedding, `guidance` is the factor of classifier-free guidance. Without it, `guidance`
-    is an input of the model. If `predict` is given, it is called in place of `model`, with the keyword arguments of
-    `Flux2.enter`.
+    `negative_1TJ` is the embedding of the empty prompt, or None. With this embedding, `guidance` is the factor of
+    classifier-free guidance. Without it, `guidance` is an input of the model. If `predict` is given, it is called in
+    place of `model`, with the keyword arguments of `Flux2.enter`.
     """
     ids_L4 = image_ids(*size)
     run = predict or model
@@ -96,10 +98,12 @@ def velocity_function(
 
 
 def empirical_mu(tokens: int, steps: int) -> float:
-    """Return `mu`, which controls how far `sigmas` shifts the noise levels towards 1. A larger `mu` means a larger
-    shift. `tokens` is the number of image tokens (16 x 16 pixels each). `steps` is the number of denoising steps.
+    """Return the number `mu` that sets how far the noise levels of FLUX.2 are shifted. A larger `mu` moves the levels
+    closer to 1 (pure noise). `tokens` is the number of image tokens (16 x 16 pixels each). `steps` is the number of
+    denoising steps.
 
-    The value is interpolated between FLUX.2's constants for 10 and for 200 steps.
+    The value is interpolated between FLUX.2's constants for 10 and for 200 steps. Above `LONG` tokens, only the
+    constants for 200 steps are used.
     """
     at_10, at_200 = (slope * tokens + offset for slope, offset in (AT_10_STEPS, AT_200_STEPS))
     if tokens > LONG:

@@ -97,14 +97,14 @@ class Flux2:
         timesteps_B: mx.array,
         guidance_B: mx.array | None = None,
     ) -> tuple[mx.array, Shared]:
-        """Return `(h_BSD, shared)`: the input of the first block, and a dict of arrays for all blocks. `h_BSD` is
-        (batch, text rows then image rows, hidden). `x_BLC` is the noisy latents, (batch, image tokens, channels).
-        `ctx_BTJ` is the text embeddings, (batch, text rows, features). Raises ValueError if a model with a guidance
-        input gets no guidance.
+        """Return `(h_BSD, shared)`. `h_BSD` is the input of the first block, (batch, text rows then image rows,
+        hidden). `shared` is a dict of arrays that all blocks use. `x_BLC` holds the noisy latents, (batch, image
+        tokens, channels). `ctx_BTJ` holds the text embeddings, (batch, text rows, features). `timesteps_B` holds the
+        noise levels, from 0 (clean) to 1 (noise).
 
-        `x_ids_L4` is the positions of the image tokens, (image tokens, 4). `ctx_ids_T4` is the positions of the text
-        rows, (text rows, 4). `timesteps_B` is the noise level of each sample, from 0 (clean) to 1 (noise). `guidance_B`
-        is the guidance of each sample, such as 4.0. Models without a guidance input ignore `guidance_B`.
+        `x_ids_L4` holds the positions of the image tokens, (image tokens, 4). `ctx_ids_T4` holds the positions of the
+        text rows, (text rows, 4). `guidance_B` holds the guidance of each sample, such as 4.0. A model without a
+        guidance input ignores it. Raises ValueError if a model with a guidance input gets None.
         """
         temb_BD = self._embed("timestep", timesteps_B)
         if self.config.guidance_embeds:
@@ -125,9 +125,9 @@ class Flux2:
         return mx.concatenate([h_BTD, h_BLD], axis=1), shared
 
     def leave(self, h_BSD: mx.array, shared: Shared) -> mx.array:
-        """Compute the velocity (noise minus clean latent) from the output of the last block. h_BSD is this output, (batch, text
-        rows then image rows, hidden). `shared` is the dict that `enter` returned. The velocity is (batch, image tokens,
-        channels).
+        """Compute the velocity (noise minus clean latent) from the output of the last block. `h_BSD` is this output,
+        (batch, text rows then image rows, hidden). `shared` holds arrays that all blocks use. It is the second value
+        that `enter` returns. The result has the shape (batch, image tokens, channels).
         """
         h_BLD = modulate(h_BSD[:, text_rows(shared) :], shared["out"])
         return self._linear("proj_out", h_BLD)
@@ -142,13 +142,14 @@ class Flux2:
         guidance_B: mx.array | None = None,
         linear_for: Callable[[str], Linear] | None = None,
     ) -> mx.array:
-        """Return the predicted velocity (noise minus clean latent), `(batch, image tokens, channels)`. `x_BLC` is the
-        noisy latents, in the same shape. `ctx_BTJ` is the text embeddings, `(batch, text rows, features)`.
-        `timesteps_B` is the noise level of each sample, from 0 (clean) to 1 (noise). Raises ValueError if a model with
-        a guidance input gets no guidance.
+        """Return the predicted velocity (noise minus clean latent), `(batch, image tokens, channels)`. `x_BLC` holds
+        the noisy latents, in the same shape. `ctx_BTJ` holds the text embeddings, `(batch, text rows, features)`.
+        `x_ids_L4` and `ctx_ids_T4` hold the positions of the image tokens and the text rows, four integers each.
+        `timesteps_B` holds the noise levels, from 0 (clean) to 1 (noise).
 
-        `x_ids_L4` is the positions of the image tokens, `(image tokens, 4)`. `ctx_ids_T4` is the positions of the text
-        rows, `(text rows, 4)`. `guidance_B` is the guidance of each sample. Models without a guidance input ignore it.
+        `guidance_B` holds the guidance of each sample, such as 4.0. A model without a guidance input ignores it. Raises
+        ValueError if a model with a guidance input gets None.
+
         To run the model with an adapter, pass `linear_for`. It takes a block's name and returns the function
         `linear(name, weight, x)` of that block.
         """

@@ -45,9 +45,10 @@ class T5:
     """
 
     def __init__(self, config: T5Config, weights: Mapping[str, Any]) -> None:
-        """Build the encoder from its sizes and weights. `weights` maps every name in `config.shapes()` to an array. A
-        matrix of a Linear layer may also be another object, such as a packed (quantised) weight. The argument `linear`
-        of each block must then accept this object.
+        """Build the encoder from its sizes and weights. `weights` maps every name in `config.shapes()` to an array. The
+        matrix of a Linear layer may also be a different object, such as a packed (quantised) weight. The default
+        function `plain_linear` cannot compute with such an object. `linear_for` of `__call__` must then give a function
+        that can.
         """
         self.config = config
         self.embedding, self.bias = weights[EMBEDDING], weights[BIAS]
@@ -99,13 +100,13 @@ class T5:
     def block(self, kind: str) -> Callable[..., mx.array]:
         """Return the function that computes blocks of one kind. `kind` is "gated", "relu" or "head". Call the function
         as `function(weights, h_TD, shared, linear)`. `weights` is the attribute `weights` of the `Block`. `h_TD` is the
-        output of the previous block, `(tokens, width)`. For the first block, `enter` returns `h_TD`. `enter` also
-        returns `shared`.
+        input of the block, `(tokens, width)`. `shared` is the data that all blocks read. The method `enter` returns
+        `(h_TD, shared)` for the first block.
 
-        `h_TD` holds the tokens of all arrays that were passed to `enter`. `linear(name, weight, x)` computes one Linear
-        layer. By default, it computes `x @ weight.T`. The kinds "gated" and "relu" return an array of the shape of
-        `h_TD`. The kind "head" returns the token vectors, `(tokens, width of a token vector)`. They are not normalised
-        yet.
+        The input of every later block is the output of the previous block. `h_TD` holds the tokens of all arrays that
+        were passed to `enter`. `linear(name, weight, x)` computes one Linear layer. By default, it computes `x @
+        weight.T`. The kinds "gated" and "relu" return an array of the shape of `h_TD`. The kind "head" returns the
+        token vectors, `(tokens, width of a token vector)`. They are not normalised yet.
         """
         eps, heads = self.config.layer_norm_epsilon, self.config.num_heads
         if kind == "head":
@@ -139,10 +140,11 @@ class T5:
     ) -> list[mx.array]:
         """Return the vectors of all tokens: one float32 array `(texts, tokens, width)` per array of `ids`. `ids` lists
         int32 arrays of token ids, `(texts, tokens)`. `real` lists boolean arrays of the same shapes, False for padding.
-        Vectors of real tokens have length 1. Vectors of padding are zero.
+        Vectors of real tokens have length 1. Vectors of padding are zero. `linear_for` applies an adapter; None means
+        no adapter.
 
-        `linear_for` is for an encoder with an adapter. `linear_for(block name)` returns the function `linear(name,
-        weight, x)` that computes the Linears of this block. `name` is the Linear's name within the block.
+        `linear_for(block name)` returns the function `linear(name, weight, x)` that computes the Linears of this block.
+        `name` is the Linear's name within the block.
         """
         h_TD, shared = self.enter(ids, real)
         for block in self.blocks:

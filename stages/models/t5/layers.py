@@ -53,8 +53,8 @@ def rms_norm(x: mx.array, weight_D: mx.array, eps: float) -> mx.array:
 
 
 def gelu_times(gate: mx.array, up: mx.array) -> mx.array:
-    """Return gelu(gate) * up, element by element, with the tanh form of GELU that T5 v1.1 uses. Both arrays have one shape. It
-    is computed in float32; the result has the dtype of `up`.
+    """Return gelu(gate) * up, element by element. `gate` and `up` must have the same shape. GELU has its tanh form, as
+    in T5 v1.1. The product is computed in float32 and returned in the dtype of `up`.
     """
     made: Any = _gelu_times(gate, up)
     y: mx.array = made

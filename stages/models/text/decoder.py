@@ -34,8 +34,8 @@ SIZES = (
 @dataclass(frozen=True)
 class DecoderConfig:
     """The sizes of a decoder. The fields have the names of the model's config.json. `title` names the architecture in
-    error messages. `head_norms` is True if queries and keys are normalised per head. `supported` maps fields of
-    config.json that change the computation to the one value that is supported.
+    error messages. `head_norms` is True if queries and keys are normalised per head. `supported` holds further fields
+    of config.json, each with its only supported value, such as {"hidden_act": "silu"}.
     """
 
     title: ClassVar[str]
@@ -176,8 +176,9 @@ class Decoder:
         return mx.concatenate([states[k] for k in layers], axis=-1)
 
     def state(self, k: int, h_BTD: mx.array) -> mx.array:
-        """Return hidden state `k` from `h_BTD`, the output of layer `k`. The state after the model's last layer is
-        normalised.
+        """Return the hidden state of a batch of texts after `k` layers. `h_BTD` is the output of the `k`-th layer,
+        (batch, tokens, hidden size). If the model has more than `k` layers, the result is `h_BTD`. After the last
+        layer, the result is `h_BTD` normalised.
         """
         return h_BTD if k < self.config.num_hidden_layers else self._norm("norm", h_BTD)
 

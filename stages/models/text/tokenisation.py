@@ -51,7 +51,9 @@ class PromptTokenizer:
         self.highest = max(self.tokenizer.get_vocab().values(), default=0)
 
     def apply_template(self, text: str) -> str:
-        """Return `text` in the form of a chat. It becomes the user's turn. `text` may be empty."""
+        """Return `text` as the user's turn of a chat. The chat template of the tokenizer gives the form of the chat.
+        `text` may be empty.
+        """
         messages, settings = self.chat.messages(text), {"chat_template": self.template, **self.chat.settings}
         form = functools.partial(self.tokenizer.apply_chat_template, tokenize=False, **settings)
         found: str = within(TEMPLATE_SECONDS, lambda: form(messages), "the chat template")
@@ -72,7 +74,9 @@ class PromptTokenizer:
 
 
 def _older_template(folder: Path) -> Any:
-    """Return the chat template in a tokenizer's folder in the older form, chat_template.json; None if there is none."""
+    """Return the chat template from the file chat_template.json in the folder of a tokenizer. Older tokenizers keep
+    their template in this file. Return None if the file or the template is missing.
+    """
     file = folder / "chat_template.json"
     found = read_json(file) if file.is_file() else None
     return found.get("chat_template") if isinstance(found, dict) else None

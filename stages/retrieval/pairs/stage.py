@@ -83,9 +83,11 @@ def _kept(unit: Row) -> Row:
 
 
 def judge_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Decide for each pending pair, by itself, whether it is used, and yield the rows as record batches. A pair is a
-    docstring's first sentence and the code of its unit. Comparing pairs is left to `finish_pairs`, because a row may
-    depend on its own unit alone.
+    """Judge each pending pair and yield the rows of the table `pairs` as record batches. A row says whether the pair is
+    used. A pair is a unit (a function, class or window of lines) and the first sentence of its docstring. If the user
+    asks to stop, no further batch is yielded.
+
+    Each pair is judged without looking at other pairs. The function `finish_pairs` compares the pairs later.
     """
     units = _units(ctx)
     pending = ctx.pending["unit_id"].to_pylist()

@@ -13,9 +13,12 @@ RESAMPLES = 2000  # bootstrap samples of the queries
 
 
 def rank_of(scores: np.ndarray, own: int, excluded: np.ndarray | None = None) -> int:
-    """Return the rank of one document among all documents of a query, from 1. `scores` has one score per document.
-    `own` is the index of the document. A document with an equal score is ranked before it. `excluded` holds the indices
-    of documents that are not counted.
+    """Return the rank of one document in the results of a query, counted from 1. `scores` holds the score of every
+    document. `own` is the index of the ranked document. `excluded` holds the indices of documents to leave out of the
+    count.
+
+    Documents with an equal score count as better. For `scores` = [3, 5, 3] and `own` = 0, the rank is 3. Scores that
+    differ by less than `TIE` are equal.
     """
     better = scores >= scores[own] - TIE
     better[own] = False

@@ -85,25 +85,26 @@ def _ignored(name: str, layers: list[Layer]) -> bool:
 
 
 def _below(name: str, prefix: str) -> str:
-    """Return a file's path relative to the folder of a .gitignore file. `name` is the file's path relative to the root
-    folder of a search. `prefix` says where the .gitignore file lies. For the prefix "a/" and the name "a/b.py", the
-    result is "b.py". For the prefix "../src/", the result is "src/a/b.py".
+    """Return a file's path relative to the folder of a .gitignore file. `name` is the file's path relative to the
+    searched folder (the root). `prefix` is the place of the .gitignore file, seen from the root.
 
-    If the .gitignore file lies in or below the root, `prefix` is its folder relative to the root, with a final slash.
-    If it lies above the root, `prefix` is "../", then the path from its folder to the root, with a final slash.
+    If the .gitignore file lies in the folder "a" of the root, `prefix` is "a/". The name "a/b.py" then becomes "b.py".
+    In the root itself, `prefix` is "".
+
+    If the .gitignore file lies above the root, `prefix` is "../", then the path from its folder to the root, with a
+    final slash. For a root with the name "src" just below the file's folder, `prefix` is "../src/". The name "a/b.py"
+    then becomes "src/a/b.py".
     """
     return f"{prefix.removeprefix('../')}{name}" if prefix.startswith("../") else name.removeprefix(prefix)
 
 
 def _layers_above(folder: Path) -> list[Layer]:
-    """Return the rules of the .gitignore files above `folder`, the outermost first. A rule set is a pair (prefix,
-    patterns). The prefix is "../", then the path from the .gitignore file's folder to `folder`, with a final slash. The
-    search ends at the top folder of the git repository. Return [] if `folder` is that top folder, or is in no
-    repository.
+    """Return the rules of the .gitignore files above `folder`, the outermost first. Only files within the same git
+    repository are read. Each entry of the list is a pair (prefix, patterns). The prefix is "../", then the path from
+    the .gitignore file's folder to `folder`, with a final slash.
 
-    Return [] too if the rules ignore `folder` itself.
-
-    In the last case, the user named the folder as a source, which takes precedence over the rules.
+    Return [] if `folder` is the top folder of a repository, or is in no repository. Return [] too if the rules ignore
+    `folder` itself. The user named `folder` as a source, and this takes precedence over the rules.
     """
     folder = folder.resolve()
     above = [folder, *folder.parents]

@@ -98,9 +98,9 @@ class PairReader:
         )
 
     def _group(self, text: str, numbers: dict[str, int]) -> int:
-        """Return the number of a document's duplicate group, counted from 0 within a batch. `text` is the key of the
-        document. `numbers` maps the groups seen so far to their numbers. If the group is new, it is added to `numbers`.
-        A document that belongs to no pair gets a group of its own.
+        """Return the number of a document's duplicate group within a batch, from 0. `text` is the document's key in the
+        table `tokens`. `numbers` maps the name of each group seen so far to its number. A new group gets the next
+        number and is added to `numbers`. A document that is no pair's own document forms a group alone.
         """
         name = self.data.groups.get(text, f"text {text}")
         return numbers.setdefault(name, len(numbers))

@@ -11,8 +11,9 @@ from stages.text_to_image.captions.text import normalise
 
 
 class FileNames:
-    """The names of all images, as a file of captions may write them. `folder` is the image folder, and `paths` are the
-    images in it. `base` is the folder of the file of captions, relative to `folder`.
+    """A lookup of images by the names in a file of captions. Such a name may be a relative path, an absolute path or a
+    path without a suffix. `find(name)` returns the image's path. `folder` is the image folder. `paths` are the paths of
+    all images. `base` is the caption file's folder, relative to `folder`.
     """
 
     def __init__(self, folder: Path, paths: Sequence[str], base: str) -> None:

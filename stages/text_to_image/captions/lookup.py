@@ -22,12 +22,13 @@ Lookup = Callable[[str], list[Caption]]  # an image's path, relative to the imag
 
 
 def make_lookups(folder: Path, paths: list[str], config: CaptionsConfig, project: Path) -> tuple[list[Lookup], list[str]]:
-    """Return (lookups, notes). A lookup is a function from an image's path to the list of the image's captions. There
-    is one lookup per entry of `config.sources`. The notes are texts for the user. `folder` is the image folder. `paths`
-    are the paths of all images in it, relative to it. `project` is the project's folder, where the path `config.folder`
-    starts. Raises ValueError if a metadata file is malformed, or `config.folder` does not exist.
+    """Return (lookups, notes): functions that find the captions of an image, and texts for the user. Each lookup takes
+    the path of an image and returns the list of its captions. There is one lookup per entry of `config.sources`.
+    `folder` is the image folder. `paths` are all images, relative to `folder`.
 
-    If the template has no {caption}, no file is read: the only function returns one empty caption for every image.
+    A relative path in `config.folder` starts at `project`, the project's folder. Raises ValueError if a metadata file
+    is malformed, or if `config.folder` does not exist. If the template has no {caption}, no file is read: the only
+    lookup returns one empty caption for every image.
     """
     if "{caption}" not in config.template:
         return [lambda path: [Caption("", "template", "captions.template")]], []
@@ -82,9 +83,9 @@ def _sidecars(folder: Path, config: CaptionsConfig, project: Path) -> Lookup:
 
 
 def caption_places(path: str, folder: str) -> list[str]:
-    """Return the paths at which the caption file of an image may lie, the preferred path first. A path still has the suffix
-    of the image, in place of ".txt". `path` is the image's path relative to the image folder. `folder` is the name of
-    the image folder.
+    """Return the paths at which the caption file of an image may lie, the preferred path first. Each path ends with the
+    image's own name, such as "cat.png". The caller makes the names "cat.png.txt" and "cat.txt" from it. `path` is the
+    image's path relative to the image folder. `folder` is the name of the image folder.
 
     "a/images/cat.png" gives the place beside the image, "a/images/cat.png", then "a/images/captions/cat.png",
     "a/captions/cat.png", "a/captions/images/cat.png" and "captions/a/images/cat.png".

@@ -28,11 +28,13 @@ METADATA_BYTES = 256_000_000  # largest metadata file that is read: about a mill
 
 
 def read_metadata(folder: Path, paths: Iterable[str], column: str = "") -> tuple[dict[str, list[Caption]], list[str]]:
-    """Read every file of captions in the folders of the images and in the folders above them. `folder` is the image
-    folder, where the search ends. `paths` are all images, relative to `folder`. `column` is the column that holds the
-    caption; "" means text, caption or prompt. Return a dict from path to captions, and a list of notes for the user. The
-    paths are in Unicode form NFC. The notes name rows whose image does not exist. Raises ValueError, with file and line,
-    if a file is malformed.
+    """Read the files of captions that belong to a folder of images, and return (captions, notes). The captions are a
+    dict from an image's path, in Unicode form NFC, to a list. The notes name rows whose image does not exist. `folder`
+    is the image folder. `paths` are all images, relative to `folder`. Raises ValueError, with file and line, if a file
+    is malformed.
+
+    Files are searched in the folders of the images and in the folders above them, up to `folder`. `column` is the
+    column that holds the caption; "" means text, caption or prompt.
     """
     paths = list(paths)
     captions: dict[str, list[Caption]] = {}
@@ -83,8 +85,12 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _json(path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield (place, row) for every entry of a captions.json. The file holds a map from an image's name to its caption, its
-    captions or an object with a caption, or a list of objects. Raises ValueError if it holds anything else.
+    """Yield (place, row) for every entry of a captions.json. The file is a map such as {"a.png": "a cat"}, or a list
+    such as [{"file_name": "a.png", "caption": "a cat"}]. A place is a text such as "entry 3". A row is a dict like
+    those of the list.
+
+    Raises ValueError if the file is no map or list, or if an entry of the list is no object. In a map, the value can
+    also be a list of captions, or an object such as {"caption": "a cat"}.
     """
     found = parse_json(read_text(path, METADATA_BYTES), str(path))
     wanted = 'must be a map such as {"a.png": "a cat"}, or a list such as [{"file_name": "a.png", "caption": "a cat"}]'

@@ -48,8 +48,10 @@ def describe_triggers(filled: list[tuple[Filled, Caption]], config: CaptionsConf
 
 
 def other_captions(folder: Path, paths: list[str], config: CaptionsConfig, notes: list[str]) -> str:
-    """Return the end of an error message that names files which may hold the missing captions, or "". `folder` is the image
-    folder, and `paths` are its images. `notes` says which rows of files of captions name no image.
+    """Return the end of an error message about missing captions, or "". It tells the user where the captions may be,
+    such as in text files that belong to no image. `folder` is the image folder. `paths` are all images, relative to
+    `folder`. `notes` are messages about caption rows whose image does not exist. If there are any, the text repeats the
+    first one.
     """
     if notes:
         return f"; {notes[0]}; names must be relative to the folder of the file"

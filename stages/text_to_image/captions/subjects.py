@@ -32,13 +32,19 @@ class Subject:
 
     @property
     def named(self) -> list[Caption]:
-        """The caption of an image without one: the name of its folder, in a list. The list is empty if that says nothing."""
+        """The captions of this image if it has no caption of its own. The list contains one caption, the subject
+        `concept`, such as "cat" for the folder "10_cat". The list is empty if `concept` is "".
+        """
         return [Caption(self.concept, "folder", self.folder)] if self.concept else []
 
     def fill(self, config: CaptionsConfig, caption: Caption) -> Filled:
-        """Make the training text of one caption of this image from the template `config.template`, and return it as a
-        `Filled`. If the image's folder has a trigger setting and the template has no {trigger}, "{trigger}, " is put
-        before the template. If this trigger setting is "", the template is used without {trigger}.
+        """Make the training text of one caption of this image, and return it as a `Filled`. `config.template` is the
+        template of the text. The caption, the trigger word and the class word are put into the template. The image's
+        folder may have a trigger setting, which changes the template.
+
+        There are three cases. Without a trigger setting, the template is used unchanged. With the setting "", the
+        template is used without {trigger}. With any other setting, {trigger} is needed: if the template lacks it,
+        "{trigger}, " is put before the template.
         """
         template = config.template
         if self.own_trigger and not self.trigger:

@@ -70,9 +70,9 @@ def fill_template(template: str, caption: str, trigger: str) -> str:
 
 
 def check_placeholders(setting: str, text: str, allowed: tuple[str, ...]) -> None:
-    """Raise ValueError if `text` contains a placeholder that is not in `allowed`, or another brace. A placeholder is a word
-    in braces, such as `{caption}`. Also raise it if `text` contains `[trigger]`. `allowed` holds the words without braces.
-    `setting` is the name of the setting that holds `text`. It is used in the message only.
+    """Raise ValueError if `text` contains a placeholder that is not in `allowed`. A placeholder is a word in braces,
+    such as `{caption}`. `allowed` holds the words without braces. A brace outside of a placeholder is an error too. So
+    is the text `[trigger]`. `setting` is the name of the setting that holds `text`. It is used in the message only.
     """
     known = " and ".join(f"{{{each}}}" for each in allowed)
     for name in re.findall(r"\{(\w+)\}", text):

@@ -40,8 +40,8 @@ class EncoderPlan:
 
     @property
     def live_bytes(self) -> int:
-        """The memory use, in bytes, at which MLX must wait before it starts more work. If layers stay in memory, it is
-        below the estimated peak on a GPU, because the work that MLX has started comes on top.
+        """The memory use in bytes at which MLX must wait before it starts more work. With layers in memory on a GPU,
+        the value is below the estimated peak. This leaves room for the work that MLX has already started.
         """
         ahead = self.by_layer or blocks_in_flight() == 1
         return self.peak + (self.layer_work if ahead else -self.layer_work) // 2
@@ -77,9 +77,11 @@ def estimate(config: EmbeddingsConfig, family: Family, weights: Path | None, by_
 
 
 def layer_values(sizes: Any, tokens: int) -> int:
-    """Return how many values the arrays of one decoder layer have, for one text of `tokens` tokens. `sizes` holds the
-    sizes of the decoder. Attention with a mask has scores and their softmax. A GPU holds all arrays of a layer until it
-    is done. A CPU frees each after its last use, and the result is the largest sum at any time.
+    """Return how many values the arrays of one decoder layer have at the same time. The number is for one text of
+    `tokens` tokens. `sizes` holds the sizes of the decoder. On a GPU, all arrays of the layer exist until the layer is
+    done. On a CPU, each array is freed after its last use.
+
+    The attention scores count twice, because the scores and their softmax are separate arrays.
     """
     scores = 2 * sizes.num_attention_heads * tokens * tokens
     if mx.default_device() == mx.cpu:

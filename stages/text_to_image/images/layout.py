@@ -88,9 +88,9 @@ def check_rules(found: Mapping[str, Row], folder: Path) -> None:
 
 
 def describe(rows: Iterable[Row]) -> Iterator[str]:
-    """Yield one line that says what was read from the folders, such as "kohya folder: 10 repeats of 'ohwx cat', 24 images;
-    reg/: 100 class images". Only usable images are counted. `rows` are rows of the table `images`. Yield nothing if no
-    folder has a rule.
+    """Yield one line that says what the names and settings of the image folders decide. An example is "kohya folder: 10
+    repeats of 'ohwx cat', 24 images; reg/: 100 class images". `rows` are rows of the table `images`. Only usable images
+    are counted. If no folder decides anything, nothing is yielded.
     """
     groups: dict[tuple[Any, ...], int] = {}
     for row in rows:

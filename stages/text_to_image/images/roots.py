@@ -21,9 +21,9 @@ class Root:
 
 
 def roots(config: ImagesConfig, folder: Path, project: Path) -> list[Root]:
-    """Return the folders to search. `folder` is the image folder, which contains all of them. `project` is the folder of
-    the project, where relative paths start. Raises ValueError if an entry [[images.folder]] does not exist, or lies in
-    another one.
+    """Return the folders that are searched for images. `folder` is the image folder, which contains all of them. A
+    relative path in an entry [[images.folder]] starts at `project`, the project's folder. Raises ValueError if the
+    folder of an entry does not exist, or if it lies in the folder of a different entry.
     """
     if not config.folders:
         return [Root("")]

@@ -39,10 +39,12 @@ class Listing:
 
 
 def scan(folder: Path, below: Sequence[str] = ("",)) -> Listing:
-    """List the files in the image folder `folder` and in all folders below it, without opening them. `below` names the
-    folders in it that are searched, relative to it; "" is the whole folder. Hidden files, captions, licences and masks
-    are left out. So is the output of a project in the folder. Links to folders are followed. Raises ValueError if
-    `folder` is not a folder or a folder in it cannot be read.
+    """List the image files in the image folder `folder`, without opening them. `below` lists the subfolders to search,
+    as paths relative to `folder`. The path "" is `folder` itself. All folders below these are searched too. Raises
+    ValueError if `folder` is not a folder, or if a folder to search cannot be read.
+
+    Hidden files, captions, licences and masks are left out. If `folder` also contains a project, the files that the
+    project writes are left out too. Links to folders are followed.
     """
     if not folder.is_dir():
         raise ValueError(_no_folder(folder))

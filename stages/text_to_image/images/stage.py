@@ -81,8 +81,11 @@ def examine_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _row_of(stored: dict[str, Row], read: Callable[[Row], Row], file: Row) -> Row:
-    """Return the row of the table `images` for `file`, a wanted row. `stored` maps paths to stored rows. If the stored row
-    is of the same file and could be read, its facts are copied. Otherwise `read` opens the file.
+    """Return the row of the table `images` for one file. `file` is the wanted row of the file, as `wanted_images`
+    returns it. `stored` maps paths to stored rows. If the file is unchanged and could be read before, its stored row is
+    reused. Otherwise, the result is `read(file)`, which opens the file.
+
+    In a reused row, the columns that the folder decides, such as `repeats`, are taken from `file`.
     """
     old = stored.get(file["path"])
     if old and old["image_id"] and _file(old) == _file(file):

@@ -79,8 +79,9 @@ def _boxes(file: BinaryIO, size: int) -> bool:
 
 
 def _tiff(file: BinaryIO, size: int) -> bool:
-    """Return True if the first directory of a TIFF file lies beyond the file's end. Also return True if a value that it
-    points to lies there. `size` is the file's size in bytes.
+    """Return True if a TIFF file is cut off. Only its first directory is checked, a list of fields with values. The
+    file is cut off if this directory or a value of one of its fields lies beyond the end of the file. `size` is the
+    file's size in bytes.
     """
     order = "<" if peek(file, 0, 1) == b"I" else ">"
     at = _number(order + "I", peek(file, 4, 4))

@@ -43,9 +43,10 @@ class ImageJob:
 
 
 def decode_ahead(jobs: list[ImageJob], background: str, workers: int) -> Iterator[tuple[ImageJob, Future[list[Crop]]]]:
-    """Decode images in `workers` threads. Yield each job of `jobs`, in order, with a future of its crops (see
-    `decode_crops`). Transparent pixels are blended with the colour `background`. At most `workers` + 1 images are decoded
-    ahead. Closing the iterator waits for the threads.
+    """Decode images in `workers` threads, and yield (job, future) for each job of `jobs`, in order. The future's result
+    is the list of the image's crops, one pair (pixels, mask) per row of the job. Transparent pixels are blended with
+    the colour `background`, such as "#ffffff". At most `workers` + 1 images are decoded ahead. Closing the iterator
+    waits for the threads.
     """
     waiting: deque[tuple[ImageJob, Future[list[Crop]]]] = deque()
     todo = iter(jobs)

@@ -18,11 +18,13 @@ MAY_HIDE_ALPHA = ("PNG", "GIF", "WEBP")  # formats with transparent pixels even 
 
 
 def mask_ids(images: pa.Table, folder: Path, mask: Literal["none", "alpha", "file"]) -> dict[str, str]:
-    """Return a dict from image_id to mask_id, with every usable image of the table `images`. `mask` says where masks
-    come from. With "none", no image has a mask. With "alpha", the mask_id is "alpha" for each image that may have
-    transparent pixels. With "file", the mask_id is the sha256 of the mask file. An image without a mask has the mask_id
-    "". `folder` is the image folder. Raises ValueError if no image is usable or if a mask file cannot be read. Also
-    raises ValueError if `mask` is "file" and no image has a mask file.
+    """Return a dict from image_id to mask_id, with every usable image of the table `images`. `folder` is the image
+    folder. `mask` says where masks come from. "none" means that no image has a mask. With "alpha", the mask_id is
+    "alpha" for images that may have transparent pixels. With "file", it is the sha256 of the mask file. An image
+    without a mask has the mask_id "".
+
+    Raises ValueError if no image is usable or if a mask file cannot be read. Also raises ValueError if `mask` is "file"
+    and no image has a mask file.
     """
     usable = usable_rows(images)
     if mask == "none":

@@ -77,13 +77,13 @@ def load_sampler(
     live_bytes: int | None = None,
 ) -> LatentSampler:
     """Load a transformer with adapters, and return a sampler that draws images. `transformer` is the path of its
-    weights. `adapters` has (file, strength) pairs; the changes of all files are added. `label` names the sampler in
-    errors. `read_negative()` returns the embedding of the empty prompt, (1, text tokens, features). Raises ValueError
-    if an adapter does not fit the transformer.
+    weights, and `family` is the record of the model family. `adapters` has (file, strength) pairs; the changes of all
+    files are added. `label` names the sampler in errors.
 
-    `family` is the record of the model family. `read_negative` is only called if a denoising step takes two forward
-    passes. `precision` is "bfloat16" or "float32". `packed` says how weights are quantised; None leaves them as they
-    are. `steps` is the number of denoising steps, and `guidance` is the guidance scale. If they are None, the family's
+    `read_negative()` returns the embedding of the empty prompt, (1, text tokens, features). Raises ValueError if an
+    adapter does not fit the transformer. `read_negative` is only called if a denoising step takes two forward passes.
+    `precision` is "bfloat16" or "float32". `packed` says how weights are quantised; None leaves them as they are.
+    `steps` is the number of denoising steps, and `guidance` is the guidance scale. If they are None, the family's
     values are used. `live_bytes` is the memory limit in bytes; None means no limit.
     """
     architecture = family.architecture
@@ -97,10 +97,12 @@ def load_sampler(
 
 
 def adapted_forward(model: Transformer, family: Family, adapters: Sequence[tuple[Path, float]]) -> BlockwiseForward:
-    """Return the blockwise prediction of `model` with adapters. `adapters` has (file, strength) pairs. A file has the
-    file format of `family`. Its strength multiplies its change: 1 is full, 0 is none. The changes of several files are
-    added. Raises ValueError if a shape in an adapter does not match the transformer, or if several adapters are not
-    plain LoRAs.
+    """Return the forward pass of `model` with adapters, computed block by block. `adapters` has (file, strength) pairs,
+    in the file format of `family`. The change that an adapter makes is multiplied by its strength: 1 is full, 0 is
+    none. The changes of several adapters are added.
+
+    Raises ValueError if an adapter does not match the transformer. If there are several adapters, each must be a plain
+    LoRA.
     """
     read = [(*family.architecture.read_adapter(file), strength) for file, strength in adapters]
     for (file, _), (arrays, scales, strength) in zip(adapters, read, strict=True):

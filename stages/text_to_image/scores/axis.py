@@ -13,10 +13,11 @@ MIN_SIGNAL = 0.1  # share of the squared distance between two means that must be
 
 @dataclass(frozen=True)
 class GroupMean:
-    """The mean feature vector of a group of images. `value` is the mean over the images of the group, shape
-    `(features,)`. `squared_length` estimates the squared length of the mean of the distribution that the images come
-    from. The squared length of `value` would be too large on average, because of sampling noise. The estimate is
-    unbiased for two or more images. For one image it is the squared length of `value`.
+    """The mean feature vector of a group of images, with an estimate of its true length. `value` is the mean over the
+    images of the group, shape `(features,)`. `squared_length` estimates the squared length of the mean that infinitely
+    many such images would have. The squared length of `value` would be too large on average, because of sampling noise.
+
+    The estimate is unbiased for two or more images. For one image it is the squared length of `value`.
     """
 
     value: np.ndarray

@@ -13,12 +13,13 @@ Row = Mapping[str, Any]
 
 
 def folder_rates(base: Sequence[float], images: Sequence[Row], regularisation: float) -> list[float]:
-    """Return how often each crop is drawn per epoch, on average. `base` holds the numbers that the settings [train.data]
-    ask for, one per crop. `images` holds the row of the table `images` for each crop. `regularisation` is the number of
+    """Return how often each crop is drawn per epoch, on average. `base` holds the rate of each crop before folders are
+    considered. `images` holds the row of the table `images` for each crop. `regularisation` is the number of
     regularisation images that are drawn for each image of the subject.
 
-    An image occurs as often as its folder's `repeats` says. Folders with a `weight` are drawn in proportion to their
-    weights. An image of the folder that is drawn most rarely, for its number of images, occurs once per epoch.
+    The rate of a crop is multiplied by the `repeats` of its folder. Folders with a `weight` are drawn in proportion to
+    their weights. For this, rates are raised. The folder with the largest sum of rates relative to its weight keeps its
+    rates.
     """
     found = [rate * (1.0 if row["repeats"] is None else row["repeats"]) for rate, row in zip(base, images, strict=True)]
     for use in {row["use"] for row in images}:
@@ -33,8 +34,12 @@ def folder_rates(base: Sequence[float], images: Sequence[Row], regularisation: f
 
 
 def _balance(rates: list[float], crops: Sequence[tuple[int, str, float]]) -> None:
-    """Change `rates` such that the sums over the folders are in proportion to the folders' weights, and no rate falls. Each
-    of `crops` is (index into `rates`, folder, weight of the folder).
+    """Raise rates until folders are drawn in proportion to their weights. `rates` is changed in place. Each of `crops`
+    is (index into `rates`, folder, weight of the folder). The sum of a folder's rates becomes proportional to the
+    folder's weight.
+
+    For example, two folders have the weight 1 and the sums 10 and 5. The rates of the second folder are doubled. The
+    rates of the first folder stay the same.
     """
     sums: dict[str, float] = defaultdict(float)
     weights = {folder: weight for _, folder, weight in crops}

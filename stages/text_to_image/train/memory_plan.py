@@ -64,8 +64,9 @@ class BatchShape:
 
     @property
     def resolution(self) -> int:
-        """The side, in pixels, of the smallest square with at least as many image tokens as every image. The images of
-        the batch and of its validation batch `held` are included. The side is a multiple of `pixels_per_token`.
+        """The side, in pixels, of the smallest square that has at least as many image tokens as the largest image. For
+        example, images of 1024 x 256 pixels with 16 pixels per token have the resolution 512. The images of the batch
+        and of its validation batch `held` are included. The side is a multiple of `pixels_per_token`.
         """
         own = self.pixels_per_token * (math.isqrt(math.prod(self.grid) - 1) + 1)
         return max(own, self.held.resolution if self.held else 0)
@@ -165,12 +166,13 @@ class MemoryEstimator:
         return {"scores": min(whole, attention.CHUNK_BYTES), "saved_scores": 0 if chunked else whole}
 
     def best(self, batch: BatchShape, limit: int, begun: Plan | None = None) -> Candidate:
-        """Choose how to compute `batch`, the largest batch of a run, with at most `limit` bytes. The result says how
-        many samples are computed at once (`samples`), and how many blocks keep their activations (`plan`). If nothing
-        fits, the result needs more than `limit` bytes.
+        """Choose how to compute the largest batch of a run with at most `limit` bytes. `batch` is the shape of this
+        batch. The result says how many samples are computed at once (`samples`), and how many blocks keep their
+        activations (`plan`). `begun` is the plan of a resumed run, or None. If nothing fits, the result needs more than
+        `limit` bytes.
 
-        Values that [train] fixes are kept. For the others, the fastest ones that fit are chosen. `begun` is the plan of
-        a resumed run, or None. It is kept if it fits and [train] `memory` is "auto".
+        Values that [train] fixes are kept. For the others, the fastest ones that fit are chosen. If [train] `memory` is
+        "auto", `begun` is kept if it fits.
         """
         return best_candidate(self.config, batch.samples, lambda samples: self.estimate(batch, samples), limit, begun)
 
@@ -239,10 +241,11 @@ def refusal(estimator: MemoryEstimator, batch: BatchShape, candidate: Candidate,
 
 
 def lower_resolution(estimator: MemoryEstimator, batch: BatchShape, limit: int) -> tuple[str, int]:
-    """Return settings with which training fits into `limit` bytes, as text, and the bytes that it then needs. `batch`
-    is the largest batch of the run. Settings of [train] are changed first. A lower resolution is added only if they do
-    not suffice. If nothing suffices, the text has all changes, and the bytes exceed `limit`. If nothing is changed, the
-    text is empty.
+    """Return (settings, bytes): new settings with which training fits into `limit` bytes, and the memory that training
+    then needs. The settings are text, or "" if none has to change. `batch` is the largest batch of the run. Settings of
+    [train] are changed first. If this does not suffice, the resolution is lowered too.
+
+    If even the lowest resolution does not suffice, the text still has all changes. The bytes then exceed `limit`.
     """
     remedy = cheapest_fit(estimator, batch, limit)
     resolutions = range(batch.resolution - batch.pixels_per_token, LOWEST_RESOLUTION - 1, -batch.pixels_per_token)

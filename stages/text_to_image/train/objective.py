@@ -28,12 +28,13 @@ Loss = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True)
 class FlowMatching:
-    """The training objective of flow matching: the model predicts the velocity `noise - clean`. `architecture` holds
-    the functions of the model's architecture. `loss` holds the settings of the section [train.loss]. `preservation`
-    holds those of [train.preservation], or is None. If given, a second loss keeps the base model's predictions for
-    class captions. `separable` is True if no sample's loss depends on other samples.
+    """The training objective of flow matching. The model learns to predict the velocity `noise - clean`. `architecture`
+    holds the functions of the model's architecture. `loss` holds the settings [train.loss]. `preservation` holds the
+    settings [train.preservation], or is None. `separable` is True if the loss of each sample depends on that sample
+    alone.
 
-    A batch may be divided into micro-batches only if `separable` is True.
+    With `preservation`, a second loss penalises changes of the base model's predictions for class captions. A batch may
+    be divided into micro-batches only if `separable` is True.
     """
 
     architecture: Architecture
@@ -94,9 +95,11 @@ def sigmas(batch: MicroBatch) -> mx.array:
 
 def velocity_loss(batch: MicroBatch, target_BLC: mx.array, config: LossConfig) -> Loss:
     """Return the loss function of a micro-batch. The function maps the predicted velocity to one loss per sample.
-    `target_BLC` is the true velocity, `noise - clean`, shape `(batch, tokens, channels)`. `config` holds the settings
-    [train.loss]. They choose the kind of loss and its weight at each noise level. If the micro-batch has a mask, it
-    weights the image tokens.
+    `target_BLC` is the true velocity, `noise - clean`, with the shape `(batch, tokens, channels)`. `config` holds the
+    settings [train.loss].
+
+    The settings choose the kind of loss and the weight of each noise level. The mask of the micro-batch gives the
+    weights of the image tokens. Without a mask, all tokens count equally.
 
     The arrays are keywords of a partial, so that MLX can compile the function with the model's last blocks.
     """

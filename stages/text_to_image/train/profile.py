@@ -69,9 +69,9 @@ def random_batch(family: Family, batch: BatchShape) -> MicroBatch:
     draw = np.random.default_rng(0)
 
     def words(*shape: int) -> np.ndarray:
-        """Return random bfloat16 values as a uint16 array of their bits. The array holds all samples of the
-        micro-batch, `(samples, *shape)`. `shape` is the shape of one sample. The values are drawn from the standard
-        normal distribution and truncated to bfloat16.
+        """Return random bfloat16 values as a uint16 array that holds their bits. `shape` is the shape of one sample.
+        The result has the shape `(samples, *shape)`, with all samples of the micro-batch. The values have the standard
+        normal distribution and are truncated to bfloat16.
         """
         values = draw.standard_normal((batch.samples, *shape), dtype=np.float32)
         return (values.view(np.uint32) >> 16).astype(np.uint16)

@@ -79,8 +79,9 @@ def read_batch(
     noise: Callable[[Sample, tuple[int, ...]], np.ndarray],
     mask_floor: float,
 ) -> MicroBatch:
-    """Read the latents and embeddings of `samples` and return them as one micro-batch. `noise(sample, shape)` returns the float32
-    noise of a sample. `mask_floor` is the least weight of an image token under a mask, from 0 to 1.
+    """Read the latents and embeddings of `samples` and return them as one micro-batch. `noise(sample, shape)` returns
+    the float32 noise of a sample. A mask gives each image token a weight, from 0 where the mask is black to 1 where it
+    is white. `mask_floor`, from 0 to 1, replaces every smaller weight.
     """
     x0_BCHW = np.stack([latents.read(s.crop.latent_id) for s in samples])
     noise_BCHW = np.stack([noise(s, x0_BCHW.shape[1:]) for s in samples])

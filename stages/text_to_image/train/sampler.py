@@ -35,14 +35,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class TrainingSampler:
-    """A sampler that draws the samples of every training step from the dataset `data`. Its attributes and the step's
-    number determine the samples. `order` gives the crops of each batch. `noise` is the distribution of noise levels.
-    `caption_dropout` is the probability that `data.empty` replaces a caption. `strata` is the number of successive
-    steps that together cover the noise levels evenly. Class captions are used in every `classes_every`-th step, or
-    never if it is 0.
+    """A sampler that draws the samples of every training step from the dataset `data`. `order` gives the crops of each
+    batch. `noise` is the distribution of noise levels. `caption_dropout` is the probability that `data.empty` replaces
+    a caption. `strata` is the number of successive steps that together cover the noise levels evenly.
 
-    If `strata` is 1, every level is drawn independently. A class caption has the class word in place of the trigger
-    word.
+    With `strata` = 1, every noise level is drawn independently. A class caption has the class word in place of the
+    trigger word. Class captions are used in every `classes_every`-th step. If `classes_every` is 0, they are never
+    used. Samplers with equal attributes draw the same samples in the same step.
     """
 
     data: Dataset

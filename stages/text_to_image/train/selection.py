@@ -23,9 +23,11 @@ LEAST, MOST = 1e-3, 1e3  # of a rate in a setting: an epoch is a list in memory,
 @dataclass(frozen=True)
 class DataConfig:
     """The settings [train.data]: how often images are drawn. `resolutions` maps a resolution to a relative frequency.
-    `repeats` maps a folder to occurrences per epoch. `regularisation` is the number of draws of regularisation images
-    (images of the class, from the folder reg) per draw of another image. `dropped` is what replaces a dropped caption:
-    "empty", or "trigger" for the trigger word.
+    `repeats` maps a folder to occurrences per epoch. `regularisation` is the number of regularisation images per
+    subject image. `dropped` is what replaces a dropped caption: "empty", or "trigger" for the trigger word.
+
+    Regularisation images show the class of the subject, and lie in the folder reg. With `regularisation` = 0.5, one of
+    them is drawn for every two images of the subject.
     """
 
     resolutions: Mapping[str, float] | None = setting(
@@ -101,9 +103,9 @@ class ValidationConfig(tuner.ValidationConfig):
 
 
 def rates(config: DataConfig, crops: Sequence[tuple[int, str]]) -> list[float]:
-    """Return the average number of occurrences per epoch of each crop, as floats in the order of `crops`. Each crop is
-    (resolution, path of its image). `config` sets frequencies by resolution and by folder. Raises ValueError if it
-    names one without crops, or leaves out a resolution.
+    """Return how often each crop occurs per epoch, on average. The result is a list in the order of `crops`. A crop is
+    a pair (resolution, path of its image). `config` sets the frequencies. Raises ValueError if it names a folder or a
+    resolution without crops. Raises it too if `config.resolutions` lacks the resolution of a crop.
     """
     weights = _weights(config, {resolution for resolution, _ in crops})
     folders = {folder.strip("/").removeprefix("./"): count for folder, count in (config.repeats or {}).items()}

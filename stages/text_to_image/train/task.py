@@ -124,12 +124,12 @@ class ImageTask:
         return line
 
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
-        """Choose and return the memory plan of the run: how many samples are computed at once, and how many blocks keep
-        their activations. `start` is the checkpoint to continue from, or None. If `recorded` is True, the setting
-        [train] `memory` is replaced by "auto". Raises ValueError if no allowed plan fits into memory.
+        """Choose the memory plan of the run and return it. A memory plan says how many samples are computed at once,
+        and how many blocks keep their activations. `start` is the checkpoint to continue from, or None. Raises
+        ValueError if no allowed plan fits into memory.
 
-        With "auto", the plan stored in `start` is kept if it fits into memory. Otherwise the fastest plan that fits is
-        chosen.
+        The setting [train] `memory` decides the plan. If `recorded` is True, the setting counts as "auto". With "auto",
+        the plan stored in `start` is kept if it fits into memory. Otherwise the fastest plan that fits is chosen.
         """
         config = dataclasses.replace(self.config, memory="auto") if recorded else self.config
         return memory_plan.choose(config, self.family, self.ctx.need("transformer"), self.sampler, start, self.ctx.say)

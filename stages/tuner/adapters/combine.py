@@ -61,9 +61,12 @@ class Cut:
 
 
 def join(parts: Sequence[Part]) -> tuple[Arrays, Scales]:
-    """Join several LoRAs into one whose change is the sum of their changes, each times its strength. Return (arrays,
-    scales) with scales of 1. The rank of a Linear is the sum of the parts' ranks. Raises ValueError if a part is not a
-    plain LoRA, or if the shapes of a Linear differ.
+    """Join several LoRAs into one LoRA, and return its (arrays, scales). `parts` lists (arrays, scales, strength), one
+    for each LoRA. The change of each LoRA is multiplied by its strength. The joined LoRA makes the sum of these
+    changes, with scales of 1.
+
+    The rank of a Linear is the sum of its ranks in `parts`. Raises ValueError if a part is not a plain LoRA, or if the
+    shapes of a Linear differ.
     """
     arrays: Arrays = {}
     for name in dict.fromkeys(name for _, scales, _ in parts for name in scales):
@@ -89,8 +92,11 @@ def plain_pair(arrays: Mapping[str, mx.array], name: str) -> tuple[mx.array, mx.
 
 
 def resize(arrays: Mapping[str, mx.array], scales: Mapping[str, float], rank: int) -> Cut:
-    """Return the best approximation of a LoRA whose Linears have a rank of at most `rank`: the largest singular values
-    of each change are kept. `arrays` and `scales` are those of the LoRA. Raises ValueError if it is not a plain LoRA.
+    """Approximate a LoRA by a LoRA of lower rank, as closely as possible. Each Linear of the new LoRA has at most the
+    rank `rank`, from the largest singular values of the given change. `arrays` maps names such as
+    "<linear>.lora_A.weight" to the arrays of the given LoRA.
+
+    `scales` maps the name of each Linear to its scale. Raises ValueError if the given adapter is not a plain LoRA.
     """
     found: Arrays = {}
     errors = {}

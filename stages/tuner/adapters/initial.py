@@ -66,14 +66,15 @@ def start_from_adapter(
     fresh: Mapping[str, mx.array],
     weights: Mapping[str, quantize.Weight] | None = None,
 ) -> Arrays:
-    """Return the float32 arrays of a new adapter that makes the same change as the adapter `source`. The result maps
-    "<linear><suffix>", such as "<linear>.lora_A.weight", to arrays. `source` has the same form. `scales` maps each
-    Linear of `source` to the factor of its change. `targets` are the Linears of the new adapter. `fresh` is the result
-    of `fresh_adapter(targets)`. It gives the arrays of Linears that `source` lacks, and the additional ranks. `weights`
-    maps target names to frozen weights. It is only needed to turn a LoRA into a DoRA. Raises ValueError if `source`
-    does not fit `targets`.
+    """Return a new adapter that makes the same change as the adapter `source`. The result maps keys such as
+    "<linear>.lora_A.weight" to float32 arrays. `source` has the same form. `scales` maps each Linear of `source` to the
+    factor of its change. `targets` are the Linears of the new adapter. Raises ValueError if `source` does not fit
+    `targets`.
 
-    The change is the same up to rounding.
+    `fresh` holds the arrays of an untrained adapter for `targets`, made by `fresh_adapter`. Linears that `source` lacks
+    get these arrays. If a target has a larger rank than `source`, the additional ranks are taken from these arrays.
+    `weights` maps target names to frozen weights. It is only needed to turn a LoRA into a DoRA. The change is the same
+    up to rounding.
     """
     chosen = list(targets)
     check_initial(source, scales, chosen)

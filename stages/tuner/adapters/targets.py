@@ -49,9 +49,13 @@ class Target:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the adapter's arrays, as a dict from key ending to shape. For LoRA, ".lora_A.weight" is `(rank,
-        inputs)` and ".lora_B.weight" is `(outputs, rank)`. DoRA adds a magnitude, `(outputs,)`. The variant "full" has
-        one array, `(outputs, inputs)`. The shapes of LoKr are those of `lokr.array_shapes`.
+        """The shapes of the adapter's arrays, as a dict from key ending to shape. LoRA has ".lora_A.weight", `(rank,
+        inputs)`, and ".lora_B.weight", `(outputs, rank)`. DoRA also has a magnitude, `(outputs,)`. LoKr has ".lokr_w1",
+        `(a, b)`, and ".lokr_w2", `(c, d)`, with `a * c = outputs` and `b * d = inputs`. The variant "full" has one
+        array, `(outputs, inputs)`.
+
+        If the rank of a LoKr is below `max(c, d) / 2`, two low-rank arrays replace ".lokr_w2". These are ".lokr_w2_a",
+        `(c, rank)`, and ".lokr_w2_b", `(rank, d)`.
         """
         if self.variant == "full":
             return {full.DIFF: (self.outputs, self.inputs)}
@@ -74,12 +78,14 @@ def select_targets(
     factor: int | None = None,
     whole: Sequence[str] = (),
 ) -> list[Target]:
-    """Return a Target for each Linear whose name matches one of `patterns`. `linears` maps names to (outputs, inputs); its
-    order is kept. A pattern is a name with wildcards, such as "attn.to_q" or "*". `rank` is the rank of the adapters. `alpha`
-    is their alpha; None means the rank. `ranks` and `alphas` map patterns to values that replace `rank` and `alpha`. The
-    first matching pattern counts. Rank 0 leaves a Linear out. `variant`, `rslora` and `factor` apply to all targets. `whole`
-    are patterns of Linears that are trained in full instead. Raises ValueError if a pattern matches nothing, a value is out
-    of range, or no target remains.
+    """Return a Target for each Linear whose name matches one of `patterns`, in the order of `linears`. `linears` maps
+    names to (outputs, inputs). A pattern is a name with wildcards, such as "attn.to_q" or "*". `rank` is the rank of
+    the adapters. `alpha` is their alpha; None means the rank.
+
+    Raises ValueError if a pattern matches nothing, a value is out of range, or no target remains. `ranks` and `alphas`
+    map patterns to values that replace `rank` and `alpha`. The first matching pattern counts. Rank 0 leaves a Linear
+    out. `variant`, `rslora` and `factor` apply to all these targets. `whole` are patterns of Linears that are trained
+    in full instead. Their targets come last.
     """
     trained_whole = _matching_linears(linears, whole, "full") if whole else {}
     rest = {name: shape for name, shape in linears.items() if name not in trained_whole}

@@ -85,15 +85,18 @@ def loss_and_grads(
     loss: Loss,
     plan: Plan = "whole",
 ) -> tuple[mx.array | Values, Arrays]:
-    """Compute (losses, gradients): the result of `loss`, and the gradients of the mean loss by adapter name. `chain` is the
-    model. `adapters` maps names such as "<block>.<linear>.lora_A.weight" to arrays. `scales` maps "<block>.<linear>" to the
-    factor that multiplies the adapter's change. `inputs` are the keyword arguments of `chain.enter`. `loss` maps the
-    prediction to one loss per sample, or to a dict of values per sample with the key "loss". `plan` says how many of the last
-    blocks keep their activations: "whole" (all), "blocks" (one) or a number. All plans give the same gradients up to
-    rounding. Raises ValueError if `plan` is anything else, if there are no adapters, or if an adapter belongs to no block.
+    """Compute the losses of a batch and the gradients of their mean. Return (losses, gradients by adapter name). The
+    losses are the result of `loss`: one per sample, or a dict of values per sample with the key "loss". `chain` is the
+    model. `inputs` are the keyword arguments of `chain.enter`. `adapters` maps names such as
+    "<block>.<linear>.lora_A.weight" to arrays. `scales` maps "<block>.<linear>" to the factor of the adapter's change.
 
-    The results may not be computed yet on return. Only a loss that is a `functools.partial(function, name=array, ...)` is
-    compiled. Its arrays become arguments of the graph. An array captured by a closure would be frozen into the graph.
+    `loss` is a function of the prediction. `plan` says how many of the last blocks keep their activations: "whole"
+    (all), "blocks" (one) or a number. All plans give the same gradients up to rounding. Raises ValueError if `plan` is
+    anything else, if there are no adapters, or if an adapter belongs to no block.
+
+    The results may not be computed yet on return. Only a loss that is a `functools.partial(function, name=array, ...)`
+    is compiled. Its arrays become arguments of the graph. An array captured by a closure would be frozen into the
+    graph.
     """
     backprop = BlockwiseBackprop(chain, adapters, scales)
     head = len(chain.blocks) - kept_blocks(plan, len(chain.blocks))

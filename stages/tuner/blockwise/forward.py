@@ -18,8 +18,7 @@ class AdapterMismatch(ValueError):  # noqa: N818  (a mistake of the user, descri
 
 class BlockwiseForward:
     """The forward pass of a model, with or without an adapter, computed block by block. Call the object with the
-    model's inputs as keyword arguments. They are those of `chain.enter`. The call returns the model's prediction as an
-    array.
+    model's inputs, the keyword arguments that `chain.enter` takes. The call returns the model's prediction as an array.
 
     The function of each kind of block is compiled once, where compilation is on. Each block is handed to the device
     before the next one is built. While `live_bytes` bytes or more are in use, MLX starts no further operation; None
@@ -58,7 +57,8 @@ class BlockwiseForward:
 
     def block(self, n: int, h: Tree, shared: Tree) -> Tree:
         """Return the output of one block of the model. `n` is the index of the block, from 0. `h` is the input of the
-        block. `shared` is the second value that `chain.enter` returned.
+        block. `shared` is the data that all blocks read, such as tables of rotary position embeddings. `chain.enter`
+        returns `(h, shared)` for the first block.
         """
         block = self.chain.blocks[n]
         run: Callable[..., Tree] = self.compiled(forward_function, block.kind)

@@ -107,11 +107,13 @@ def estimate(
     chain: Chain, inputs: Mapping[str, Any], weights: int, targets: Sequence[Target], optimizer_state: int, **parts: int
 ) -> Estimate:
     """Return an estimate of the memory for training adapters on the largest batch. `chain` is the model. `inputs` are
-    its inputs for this batch, as keyword arguments of `chain.enter`. `weights` and `optimizer_state` are sizes in
-    bytes. `targets` are the Linears with an adapter. Further keyword arguments set fields of the result, in bytes:
-    `optimizer_work`, `scores`, `saved_scores`, `unpacked` and `validation`. A field that is not given is 0.
+    the model's inputs for this batch, as keyword arguments of `chain.enter`. `weights` and `optimizer_state` are sizes
+    in bytes. `targets` are the Linears with an adapter.
 
-    Nothing is computed. The arrays in `chain` and `inputs` need not be computed either.
+    `parts` sets further fields of the `Estimate` in bytes, such as `scores`, the attention scores of a block. A field
+    that is not given is 0. The fields in `parts` are `optimizer_work`, `scores`, `saved_scores`, `unpacked` and
+    `validation`; comments in `Estimate` explain them. Nothing is computed. The arrays in `chain` and `inputs` need not
+    be computed either.
     """
     h, shared = chain.enter(**inputs)
     by_kind = {block.kind: block for block in chain.blocks}

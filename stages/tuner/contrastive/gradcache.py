@@ -30,17 +30,18 @@ def loss_and_grads_in_parts(
     plan: Plan = "whole",
     ranks: Ranks | None = None,
 ) -> tuple[mx.array | Values, Arrays]:
-    """Compute a batch in parts to save memory, and return (losses, gradients). `parts` holds the keyword arguments of
-    `chain.enter` for each part. `join` combines the predictions of all parts into one, and `loss` maps this to losses.
-    The gradients are those of the mean loss, by adapter name. With several `ranks` (processes), they are this rank's
-    share.
+    """Compute a batch in parts to save memory, and return (losses, gradients). `parts` holds the model's inputs for
+    each part, as keyword arguments of `chain.enter`. `join` combines the list of all predictions into one prediction.
+    `loss` maps the combined prediction to the losses. The gradients are those of the mean loss, as a dict by name of an
+    adapter array.
 
     `adapters` maps names such as "<block>.<linear>.lora_A.weight" to arrays. `scales` maps "<block>.<linear>" to the
     factor of the adapter's change. `plan` says how many of the last blocks keep their activations. The result equals
     that of `loss_and_grads` for the whole batch, up to rounding.
 
-    Only one part at a time has activations in memory. With several `ranks`, each encodes its share of the parts. The
-    sum of the gradients over all ranks is the gradient of the batch.
+    Only one part at a time has activations in memory. With several `ranks` (processes), each process computes some of
+    the parts. It returns the gradients of these parts only. The sum of the gradients over all ranks is the gradient of
+    the batch.
     """
     ranks = ranks or Ranks()
     own = ranks.part(len(parts))
@@ -66,7 +67,9 @@ def _computed(prediction: Tree) -> Tree:
 
 
 def _gathered(predictions: list[Tree], ranks: Ranks) -> list[Tree]:
-    """Return the predictions of all parts of a batch, in order. `predictions` holds those of the parts of this rank."""
+    """Return the predictions of all parts of a batch, in order. The batch is divided into parts, and each rank has
+    computed some of them. `predictions` holds the predictions that this rank has computed.
+    """
     if ranks.size == 1:
         return predictions
     by_rank: list[list[Tree]] = [[] for _ in range(ranks.size)]
@@ -80,9 +83,9 @@ def _gathered(predictions: list[Tree], ranks: Ranks) -> list[Tree]:
 
 
 def _loss_and_pulls(predictions: list[Tree], join: Join, loss: Loss) -> tuple[mx.array | Values, list[Tree]]:
-    """Return (losses, gradients) of a whole batch that was predicted in parts. `predictions` holds one prediction per
-    part. `join` combines them into that of the whole batch, and `loss` is called with it. The losses are what `loss`
-    returns. The gradients, one per part, are those of the mean loss with respect to `predictions`.
+    """Return (losses, gradients) of a batch that was predicted in parts. `predictions` holds one prediction per part.
+    `join(predictions)` combines them into the prediction of the whole batch. `loss` maps the combined prediction to the
+    losses. The gradients are those of the mean loss with respect to the predictions, one per part.
     """
 
     def run(predictions: list[Tree]) -> tuple[mx.array, mx.array | Values]:
@@ -94,9 +97,11 @@ def _loss_and_pulls(predictions: list[Tree], join: Join, loss: Loss) -> tuple[mx
 
 
 def _inner_product(prediction: Tree, **pulls: mx.array) -> mx.array:
-    """Return the inner product of the arrays in `prediction` and constant arrays of the same shapes, as an array of
-    shape `(1,)`. Its gradient with respect to `prediction` equals the constant arrays. Pass each constant array as a
-    keyword argument (`**pulls`). The name of the argument is "pull_" and the path of the array in `prediction`.
+    """Return the inner product of `prediction` with constant arrays, as an array of shape `(1,)`. `prediction` is a
+    tree of arrays. `pulls` holds one constant array of the same shape for each array in the tree. The gradient with
+    respect to `prediction` then equals the constant arrays.
+
+    A key of `pulls` is "pull_" and the path of an array in the tree. For the path "query", the key is "pull_query".
     """
     found = dict(tree_flatten(prediction))
     return mx.stack([(value.astype(mx.float32) * pulls[f"pull_{name}"]).sum() for name, value in found.items()]).sum()[None]

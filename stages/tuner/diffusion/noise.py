@@ -114,9 +114,9 @@ class SigmaDistribution:
         return {"uniform": np.ones_like(s), "high_noise": high, "low_noise": low, "both_ends": (high + low) / 2}[self.base]
 
     def _inverse_mode(self, s: Floats) -> Floats:
-        """Invert the formula of the base "mode". The formula turns a uniform random number `u` into a noise level.
-        Return the number `u`, 0 to 1, for each level in `s`, as an array of the same shape. `s` holds levels before the
-        shift. `u` is found by bisection, because the inverse has no closed form.
+        """Return the uniform number `u`, 0 to 1, from which each noise level in `s` is made. The levels in `s` follow
+        the base distribution "mode", before the shift. Its formula is `u + scale (cos(pi u / 2)^2 - 1 + u)`. The result
+        has the shape of `s`. `u` is found by bisection, because the inverse has no closed form.
         """
         low, high = np.zeros_like(s), np.ones_like(s)
         for _ in range(53):

@@ -60,8 +60,9 @@ def quantize(x_KS: mx.array, signed: bool) -> tuple[mx.array, mx.array]:
 
 
 def dequantize(codes_KS: mx.array, scale_K1: mx.array) -> mx.array:
-    """Return the float32 values, shape (blocks, 256), that `quantize` stored. `codes_KS` are its codes, of the same shape.
-    `scale_K1` are its scales, of shape (blocks, 1).
+    """Return the float32 values of an array that is stored in 8 bits per value. `codes_KS` holds the stored values,
+    int8 or uint8, of shape (blocks, 256). `scale_K1` holds one float32 scale per block, of shape (blocks, 1). The
+    result has the shape of `codes_KS`. The function `quantize` makes codes and scales.
     """
     root_KS = codes_KS.astype(mx.float32) / (127 if codes_KS.dtype == mx.int8 else 255)
     return root_KS * mx.abs(root_KS) * mx.square(root_KS) * scale_K1
