@@ -14,7 +14,8 @@ import pyarrow as pa
 from PIL import Image
 
 from pipeline import runner
-from pipeline.project.project import Overrides, Project
+from pipeline.project.config import Overrides
+from pipeline.project.project import Project
 from pipeline.runner import Outcome
 
 ROOT = Path(__file__).parents[1]
