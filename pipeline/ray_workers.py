@@ -75,7 +75,7 @@ class Worker:
         return result
 
     def stop(self) -> None:
-        """End the current unit after its current batch, and all later units at once."""
+        """Stop computing. The current unit ends after its current batch. Later units end before their first batch."""
         self.stopping = True
 
 

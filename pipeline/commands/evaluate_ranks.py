@@ -144,9 +144,9 @@ def difference(name: str, one: np.ndarray, other: np.ndarray) -> str:
 
 
 def quartiles(encoders: dict[str, list[Row]]) -> Iterator[str]:
-    """Yield a heading, then one line with the MRR@10 of each search per group of queries. There are four groups of
-    about equal size. They are formed by the share of a query's words that occur in the code, lowest first. `encoders`
-    maps each encoder to its rows of the table `ranks`. Only the last encoder is used.
+    """Yield lines of text: a heading, then one line for each quarter of the queries. The queries are sorted by the share of
+    their words that occur in the code, the lowest first. A line has the MRR@10 of every way to search. `encoders` maps
+    each encoder to its rows of the table `ranks`. Only the last encoder is used.
     """
     from stages.retrieval.search.measures import reciprocal
 

@@ -79,8 +79,8 @@ class Run:
 
     @functools.cached_property
     def adapters(self) -> dict[str, int]:
-        """Return a dict from the sha256 of each adapter file in the run's checkpoints to the step of its checkpoint.
-        Damaged checkpoints are left out.
+        """The adapter files in the run's checkpoints, as a dict: sha256 of the file -> step of the checkpoint. Damaged
+        checkpoints are left out.
         """
         found = {}
         for step, folder in self.checkpoints.items():

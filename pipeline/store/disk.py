@@ -232,8 +232,8 @@ def explain_disk_errors(table: str, folder: Path, saved: Callable[[], str], need
 
 
 def shell_path(folder: Path) -> str:
-    """Return the path of a project's folder as text for a `make` command, quoted for the shell. `make` runs in the
-    source checkout. If a relative path leads to another folder from there, it is made absolute.
+    """Return a project's folder as text that a user can paste after `make PROJECT=`, quoted for the shell. The path is
+    relative if it is valid in the source checkout, where `make` runs. Otherwise it is absolute.
     """
     usable = folder.is_absolute() or (CHECKOUT / folder).resolve() == folder.resolve()
     return shlex.quote(str(folder if usable else folder.resolve()))

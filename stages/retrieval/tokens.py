@@ -50,9 +50,11 @@ def wanted_tokens(ctx: StageContext) -> pa.Table:
 
 
 def _texts(ctx: StageContext) -> dict[str, Row]:
-    """Return all texts that need token ids, as a dict from text_id to a dict of `role` and `text`. A text_id is a hash
-    of role and text. The texts are the documents of all units (functions, classes or windows of lines) and the queries
-    of the pairs that are used. With the setting `hard`, documents of pairs are added without their names.
+    """Return all texts that need token ids. The result maps each text_id, a hash, to a dict with `role` ("query" or
+    "document") and `text`. Documents are the texts of all functions, classes or windows of lines. Queries are those of
+    all usable pairs.
+
+    With the setting `hard`, each document that answers a query is added once more, with the function's name removed.
     """
     units = ctx.rows(UNITS).select(["unit_id", "name", "text", "text_id"]).to_pylist()
     pairs = [row for row in ctx.rows(PAIRS).to_pylist() if row["rejected"] is None]

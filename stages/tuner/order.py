@@ -141,11 +141,10 @@ class Order:
         return self._epoch(epoch)[number - self._batches_before(epoch)]
 
     def epoch(self, epoch: int) -> list[Batch]:
-        """Return the batches of one epoch in shuffled order, as a list. Epochs are counted from 0. The list is empty if
-        earlier batches already took all rows of this epoch.
+        """Return the batches of one epoch in shuffled order, as a list. `epoch` is the epoch's number, from 0.
 
-        The last batch of a group of rows is filled with the first rows of the next epoch. These are then not drawn
-        again.
+        The last batch of an epoch is filled up with the first rows of the next epoch. The next epoch does not draw these
+        rows again. So the list of a small epoch may be empty.
         """
         batches: list[tuple[int, ...]] = []
         for group in range(len(self.groups)):

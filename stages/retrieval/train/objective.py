@@ -89,11 +89,9 @@ def _arrays(batch: PairBatch) -> dict[str, Any]:
 
 
 def _own_first(document_NKE: mx.array, pairs: int) -> mx.array:
-    """Sort the documents of a batch: the own document of each pair, then the first negative of each pair, and so on. In
-    `document_NKE`, `(documents, tokens, width)`, all documents of a pair lie together. For example, two pairs (own 1,
-    negative 1, own 2, negative 2) become (own 1, own 2, negative 1, negative 2).
-
-    `pairs` is the number of pairs. The result has the shape of `document_NKE`.
+    """Return the documents of a batch in another order. The order of two pairs, (own 1, negative 1, own 2, negative 2),
+    becomes (own 1, own 2, negative 1, negative 2). `document_NKE` and the result have the shape `(documents, tokens,
+    width)`. `pairs` is the number of pairs.
     """
     N, K, E = document_NKE.shape
     return document_NKE.reshape(pairs, N // pairs, K, E).swapaxes(0, 1).reshape(N, K, E)

@@ -46,8 +46,8 @@ def wanted_images(ctx: StageContext) -> pa.Table:
 
 
 def unread_images(ctx: StageContext) -> pa.Table:
-    """Return the wanted rows of unchanged files that could not be read. The columns are those of `wanted_images`. The
-    runner tries these files again, because a decoder or a permission may have been added.
+    """Return the rows of files that an earlier run could not read, so that the runner tries them again. Since then, a
+    decoder may have been installed, or a permission given. The columns are those of `wanted_images`.
     """
     unread = {_file(row) for row in _rows(ctx.stored) if not row["image_id"]}
     wanted = wanted_images(ctx) if unread else IMAGES.batch.empty_table().select([*FILE_COLUMNS, *RULES])
