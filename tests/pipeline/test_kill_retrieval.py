@@ -19,7 +19,7 @@ from tests.stages.retrieval import project as small
 
 STAGE_NAMES = tuple(PIPELINE.stages)
 BATCHES = "".join(
-    f"\n[{name}]\nbatch_size = 16\n" for name in ("sources", "units", "negatives", "vectors", "index", "ranks")
+    f"\n[{name}]\nbatch_size = 16\n" for name in ("units", "negatives", "vectors", "index", "ranks")
 )  # several commits for each stage
 
 

@@ -243,7 +243,7 @@ def refusal(estimator: MemoryEstimator, batch: BatchShape, candidate: Candidate,
 def lower_resolution(estimator: MemoryEstimator, batch: BatchShape, limit: int) -> tuple[str, int]:
     """Return (settings, bytes): new settings with which training fits into `limit` bytes, and the memory that training
     then needs. The settings are text, or "" if none has to change. `batch` is the largest batch of the run. Settings of
-    [train] are changed first. If this does not suffice, the resolution is lowered too.
+    [train] are changed first. If this does not suffice, the resolution is reduced too.
 
     If even the lowest resolution does not suffice, the text still has all changes. The bytes then exceed `limit`.
     """

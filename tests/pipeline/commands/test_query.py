@@ -76,7 +76,8 @@ def test_answers_are_arrow_tables_too(project: FakeProject, tmp_path: Path) -> N
 
 def test_every_table_has_its_name_and_shows_live_rows_only(project: FakeProject) -> None:
     counts = {stage_name: ask(project, f"select count(*) from {stage_name}")[0][0] for stage_name in STAGE_NAMES}
-    expected = {"images": 7, "captions": 7, "buckets": 10, "latents": 3, "embeddings": 4, "train": 46, "samples": 2, "scores": 3}
+    expected = {"images": 7, "captions": 7, "checks": 2, "buckets": 10, "latents": 3, "embeddings": 4}
+    expected |= {"train": 46, "samples": 2, "scores": 3}
     assert counts == expected
 
 
@@ -85,7 +86,7 @@ def test_a_table_that_is_not_built_has_its_columns_and_no_rows(tmp_path: Path) -
     assert ask(early, "select * from train join buckets using (image_id)") == []
     names = [row[0] for row in ask(early, "describe train")]
     assert names == TRAIN.stored.names
-    assert ask(early, "select stage, recipe, rows, bytes from tables where not built limit 1") == [("buckets", None, 0, 0)]
+    assert ask(early, "select stage, recipe, rows, bytes from tables where not built limit 1") == [("checks", None, 0, 0)]
 
 
 def test_losses_join_with_paths_and_captions(project: FakeProject) -> None:
@@ -231,7 +232,7 @@ def test_a_table_of_an_earlier_version_with_other_columns_counts_as_not_built(tm
     project = tables.make(tmp_path, STAGE_NAMES[:2])
     file = project.folder("captions").folder / "manifest.json"
     manifest = {name: value for name, value in json.loads(file.read_text()).items() if name != "checksum"}
-    columns = {f.name: str(f.type) for f in project.stage("captions").writes.batch}
+    columns = project.stage("captions").writes.recorded
     for said, rows in ((columns, 7), (columns | {"more": "int32"}, 0)):
         file.write_text(json.dumps(manifest | {"recipe": {"columns": said}}))
         assert ask(project, "select count(*) from captions") == [(rows,)]
