@@ -4,7 +4,8 @@
 
 Fits a ridge regression from the image features of pictures (EfficientNet-Lite0) to the sentence embeddings (all-MiniLM-L6-v2)
 of their captions: sprites of the split "base" in both styles and all other 3D emoji of that split, in many sizes on many
-backgrounds, so that the map predicts the background too. Takes 5 to 10 minutes on a CPU. Then it ranks the captions of the
+backgrounds, so that the map predicts the background too. Half of the 3D pictures have the studio light of data/example, so that
+its pictures are read as well as flat ones. Takes 5 to 10 minutes on a CPU. Then it ranks the captions of the
 held-out concepts, which the fit never used, by their real pictures, and prints how often each caption comes first. Needs what
 data/judges/texts.py needs.
 """
@@ -29,6 +30,7 @@ PENALTY = 2000.0  # 600 to 4000 do as well on concepts of the base's split that 
 EACH = 5  # pictures of a concept in a style
 MORE = 2  # pictures of each other 3D emoji, since the features separate flat pictures better
 STYLES = ("flat", "3d")
+LIT = 0.5  # share of the 3D pictures with the light of data/example
 AT = (1, 5, 10)
 
 
@@ -42,7 +44,8 @@ def pictures(work: Path, encoder: ImageEncoder) -> tuple[np.ndarray, list[str]]:
         chosen = [(concept, EACH) for concept in concepts("base") if concept["name"] in sprites.names]
         for concept, count in [*chosen, *((concept, MORE) for concept in other_emoji(work) if style == "3d")]:
             for colour in draw.sample(list(COLOURS), count):
-                image = sprites.picture(concept["name"], colour, draw.choice(shapes), draw.uniform(*SCALE))
+                compose = sprites.render if style == "3d" and draw.random() < LIT else sprites.picture
+                image = compose(concept["name"], colour, draw.choice(shapes), draw.uniform(*SCALE))
                 rows.append(encoder.encode(image))
                 captions.append(caption_of(concept, colour))
     return np.stack(rows), captions
@@ -70,11 +73,10 @@ def report(work: Path, file: Path, encoder: ImageEncoder) -> list[str]:
     lines = [f"{'':8}" + "".join(f"   R@{k:<3}" for k in AT) + "mean rank  cosine"]
     solid = held_out(Sprites.load(work, "3d"))
     colours = {concept["name"]: colour for concept, colour, _ in solid}
-    for style in STYLES:
-        sprites = Sprites.load(work, style)
-        shown = [
-            (c, colours[c["name"]], sprites.picture(c["name"], colours[c["name"]], i.size, sum(SCALE) / 2)) for c, _, i in solid
-        ]
+    for style in (*STYLES, "lit 3d"):
+        sprites = Sprites.load(work, style.removeprefix("lit "))
+        compose = sprites.render if style.startswith("lit") else sprites.picture
+        shown = [(c, colours[c["name"]], compose(c["name"], colours[c["name"]], i.size, sum(SCALE) / 2)) for c, _, i in solid]
         texts_NE = sentences.encode([caption_of(concept, colour) for concept, colour, _ in shown])
         cosines_NN = np.stack([agreement.cosines(encoder.encode(image), texts_NE) for *_, image in shown])
         own_N = np.diag(cosines_NN)
