@@ -26,7 +26,7 @@ KINDS = (
         False,
     ),
     (
-        r"insufficient memory|outofmemory|out of memory|alloc",
+        r"insufficient memory|outofmemory|out of memory|\b(malloc|alloc\w*)\b.*\b(fail|bytes|unable|memory)|unable to allocate",
         "not enough memory",
         "`latentmill plan` shows what each stage needs and which settings need less",
         False,

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import os
 import platform
 import resource
-import signal
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +20,7 @@ import pyarrow.compute as pc
 
 from pipeline import ranks, workers
 from pipeline.errors import Stopped
+from pipeline.interrupts import interruptible
 from pipeline.project import runs
 from pipeline.project.outlook import announcement
 from pipeline.project.project import Project
@@ -36,7 +34,6 @@ from stages.stage import Artifact, Stage, StageContext
 if TYPE_CHECKING:
     from stages.tuner.blockwise.meter import Meter
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 VERSIONS = ("latentmill", "mlx", "numpy", "pyarrow", "pylance", "pillow", "transformers")
 
 
@@ -112,20 +109,10 @@ def run(
         ctx = _context(project, stage, writer, console, stop, reasons)
         wanted = stage.wants(ctx)
         ctx.pending = pending_rows(stage, ctx, wanted)
-        if runs.trains(stage.writes) and (ctx.pending.num_rows or run_name):
-            runs.begin(project, name, software(), run_name)
-        for note in notes:
-            console.say(note)
-        if ctx.pending.num_rows and (line := announcement(project, name, ctx.pending.num_rows)):
-            console.say(line)
+        _begin(project, stage, ctx, run_name, notes)
         published = folder.rows().select(wanted.column_names) if folder.exists else wanted.slice(0, 0)
         commit(follow((compute or workers.computation(project, name))(ctx)), stage, writer, meter)
-        ctx.stored = writer.stored
-        if stage.finish:
-            commit(stage.finish(ctx), stage, writer)
-        if missing(wanted, writer.stored).num_rows:  # a stage may want fewer rows now: training can end early
-            ctx.stored = writer.stored
-            wanted = stage.wants(ctx)
+        wanted = _finish(stage, ctx, writer, wanted)
         written, left = writer.rows_written, missing(wanted, writer.stored).num_rows
         if left and stop.is_set():
             raise Stopped(f"{name}: stopped; {written} new rows are kept, {left} are still to do. Run the same command to go on.")
@@ -138,6 +125,29 @@ def run(
         writer.finish(wanted, facts_of(outcome) if written or left or not folder.exists else {})
         link_table(folder)
     return outcome
+
+
+def _begin(project: Project, stage: Stage, ctx: StageContext, run_name: str, notes: Iterable[str]) -> None:
+    """Record that a run of `stage` begins, if the stage trains. Then say the `notes` and what the run will need."""
+    if runs.trains(stage.writes) and (ctx.pending.num_rows or run_name):
+        runs.begin(project, stage.name, software(), run_name)
+    for note in notes:
+        ctx.say(note)
+    if ctx.pending.num_rows and (line := announcement(project, stage.name, ctx.pending.num_rows)):
+        ctx.say(line)
+
+
+def _finish(stage: Stage, ctx: StageContext, writer: Writer, wanted: pa.Table) -> pa.Table:
+    """Commit what `stage.finish` yields, and return the rows that the stage wants at the end. They are `wanted`, or fewer if
+    training ended early.
+    """
+    ctx.stored = writer.stored
+    if stage.finish:
+        commit(stage.finish(ctx), stage, writer)
+    if not missing(wanted, writer.stored).num_rows:
+        return wanted
+    ctx.stored = writer.stored
+    return stage.wants(ctx)
 
 
 def repair(project: Project, name: str, console: Console) -> None:
@@ -208,62 +218,6 @@ def commit(batches: Iterable[pa.RecordBatch | Artifact], stage: Stage, writer: W
 
 def _write_bytes(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-
-
-@contextmanager
-def interruptible(say: Callable[[str], None] = lambda line: None) -> Iterator[threading.Event]:
-    """Return a context manager that gives a `threading.Event`. The first Ctrl-C or SIGTERM sets the event, so that the
-    block can stop after its current batch. It also calls `say` with one line at once. A second signal raises
-    KeyboardInterrupt. Outside the main thread, the event is never set.
-
-    `say` is called even while the main thread computes. Outside the main thread, the handling of signals is unchanged.
-    """
-    stop = threading.Event()
-
-    def handle(number: int, frame: Any) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {number: signal.signal(number, handle) for number in SIGNALS}
-    try:
-        with _acknowledged(say):
-            yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _acknowledged(say: Callable[[str], None]) -> Iterator[None]:
-    """Call `say` with one line as soon as the first signal of SIGNALS arrives during the `with` block. The call happens
-    in another thread. The block must run in the main thread, and the signals must have Python handlers.
-
-    Python runs a handler only when the main thread returns from native code. This may take minutes. The number of the
-    signal is therefore written to a pipe at once, and the other thread reads the pipe.
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-
-    def listen() -> None:
-        while number := os.read(reader, 1):
-            if number[0] in SIGNALS:
-                say("stopping after the current item; a second signal ends at once")
-                return
-
-    thread = threading.Thread(target=listen, name="signals", daemon=True)
-    thread.start()
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(writer)
-        thread.join()
-        os.close(reader)
 
 
 def provenance(project: Project, stage_name: str) -> dict[str, str]:

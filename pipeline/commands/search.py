@@ -86,8 +86,8 @@ class Session:
     def explain(self, query: str, answer: Answer) -> list[tuple[str, str, float]]:
         """Return the best match in the code of `answer` for each token of `query`, in the order of the tokens. A match
         is `(query token, code token, product)`. The product is the dot product of the two token vectors. `query` must
-        be the last query that was searched, and `answer` one of its results. Raises AssertionError if the session was
-        opened without `explain`.
+        be the last query that was searched, and `answer` one of its results. Raises AssertionError if this object was
+        made without `explain`.
         """
         assert self.pieces is not None
         document = self.texts[answer.row["unit_id"]]

@@ -63,8 +63,8 @@ def relative(path: Path, folder: Path) -> str:
     """Return `path` as text for a setting in project.toml. `folder` is the folder of the project. The text is relative
     to `folder` if `path` lies in `folder` or in its parent, at any depth. Otherwise, the text is an absolute path.
 
-    For the project /work/cats, the path /work/images/a becomes "../images/a". The path /data/images becomes
-    "/data/images". With a relative path, the project and the files can be moved together.
+    For the project `pets/cats`, the folder `pets/images` becomes "../images". A folder outside `pets` becomes an absolute
+    path. With a relative path, the project and the files can be moved together.
     """
     found = Path(os.path.relpath(path.resolve(), folder.resolve()))
     return str(path.resolve()) if found.parts[:2] == ("..", "..") else found.as_posix()

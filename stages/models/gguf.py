@@ -23,7 +23,8 @@ SUFFIX = ".gguf"
 HEADER_BYTES = 100_000_000
 COUNT = 1_000_000  # tensors or settings; also items of one list
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a setting's value, by its type
-STRING, LIST, ALIGNMENT = 8, 9, 32
+UINT32, STRING, LIST = 4, 8, 9  # types of a setting's value
+ALIGNMENT = 32  # bytes, if no setting states it
 DIMENSIONS = 4
 
 
@@ -88,60 +89,85 @@ def read_entries(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def _header(file: BufferedReader, size: int) -> tuple[dict[str, Entry], int]:
-    """Return (entries by name, first byte of the data). `size` is the size of the file in bytes."""
-    limit = min(size, HEADER_BYTES)
+class _Header:
+    """A reader of the values of a GGUF header, in the order of the file. Every method raises IndexError if the value
+    would lie beyond the first `limit` bytes of `file`.
+    """
 
-    def take(count: int) -> bytes:
-        if not 0 <= count <= limit - file.tell():
+    def __init__(self, file: BufferedReader, limit: int) -> None:
+        self.file, self.limit = file, limit
+
+    def take(self, count: int) -> bytes:
+        """Return the next `count` bytes."""
+        if not 0 <= count <= self.limit - self.file.tell():
             raise IndexError
-        return file.read(count)
+        return self.file.read(count)
 
-    def number(form: str) -> int:
-        found: int = struct.unpack(f"<{form}", take(struct.calcsize(f"<{form}")))[0]
+    def number(self, form: str) -> int:
+        """Return the next number. `form` is its type as a letter of the module `struct`, such as "I" (32 bits)."""
+        found: int = struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
         return found
 
-    def text() -> str:
-        return take(number("Q")).decode()
+    def count(self, most: int) -> int:
+        """Return the next 64-bit number. Raises IndexError if it exceeds `most`."""
+        found = self.number("Q")
+        if found > most:
+            raise IndexError
+        return found
 
-    def skip(kind: int, depth: int = 0) -> None:
+    def text(self) -> str:
+        """Return the next text."""
+        return self.take(self.number("Q")).decode()
+
+    def skip(self, kind: int, depth: int = 0) -> None:
+        """Read over the value of a setting. `kind` is its type in the file. `depth` is the number of lists around it."""
         if kind == STRING:
-            take(number("Q"))
+            self.take(self.number("Q"))
         elif kind == LIST and depth < 2:
-            inner, count = number("I"), number("Q")
-            if count > COUNT:
-                raise IndexError
+            inner, count = self.number("I"), self.count(COUNT)
             if inner in SIZES:
-                take(SIZES[inner] * count)
+                self.take(SIZES[inner] * count)
             else:
                 for _ in range(count):
-                    skip(inner, depth + 1)
+                    self.skip(inner, depth + 1)
         else:
-            take(SIZES[kind])
+            self.take(SIZES[kind])
 
-    if take(4) != b"GGUF" or number("I") not in (2, 3):
-        raise ValueError("it must be a GGUF file of version 2 or 3")
-    tensors, settings = number("Q"), number("Q")
-    if max(tensors, settings) > COUNT:
-        raise IndexError
-    alignment = ALIGNMENT
-    for _ in range(settings):
-        key, kind = text(), number("I")
-        if key == "general.alignment" and kind == 4:
-            alignment = number("I")
-        else:
-            skip(kind)
-    if not 1 <= alignment <= 1 << 20:
-        raise ValueError(f"general.alignment must be from 1 to 1,048,576, got {alignment:,}")
-    found: dict[str, tuple[int, tuple[int, ...], int]] = {}
-    for _ in range(tensors):
-        name, dimensions = text(), number("I")
-        if name in found or not 1 <= dimensions <= DIMENSIONS:
+    def alignment(self, settings: int) -> int:
+        """Read all `settings` and return the alignment of the data in bytes, which one of them may state."""
+        found = ALIGNMENT
+        for _ in range(settings):
+            key, kind = self.text(), self.number("I")
+            if key == "general.alignment" and kind == UINT32:
+                found = self.number("I")
+            else:
+                self.skip(kind)
+        if not 1 <= found <= 1 << 20:
+            raise ValueError(f"general.alignment must be from 1 to 1,048,576, got {found:,}")
+        return found
+
+    def tensor(self) -> tuple[str, int, tuple[int, ...], int]:
+        """Return (name, kind, shape, first byte after the start of the data) of the next tensor."""
+        name, dimensions = self.text(), self.number("I")
+        if not 1 <= dimensions <= DIMENSIONS:
             raise IndexError
-        shape = tuple(number("Q") for _ in range(dimensions))[::-1]
-        found[name] = number("I"), shape, number("Q")
+        shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
+        return name, self.number("I"), shape, self.number("Q")
+
+
+def _header(file: BufferedReader, size: int) -> tuple[dict[str, Entry], int]:
+    """Return (entries by name, first byte of the data). `size` is the size of the file in bytes."""
+    header = _Header(file, min(size, HEADER_BYTES))
+    if header.take(4) != b"GGUF" or header.number("I") not in (2, 3):
+        raise ValueError("it must be a GGUF file of version 2 or 3")
+    tensors, settings = header.count(COUNT), header.count(COUNT)
+    alignment = header.alignment(settings)
+    found = [header.tensor() for _ in range(tensors)]
     start = -(-file.tell() // alignment) * alignment
-    return {name: _entry(name, *each[:2], start + each[2], size) for name, each in found.items()}, start
+    entries = {name: _entry(name, kind, shape, start + offset, size) for name, kind, shape, offset in found}
+    if len(entries) < len(found):
+        raise IndexError  # two tensors of one name
+    return entries, start
 
 
 def _entry(name: str, kind: int, shape: tuple[int, ...], start: int, size: int) -> Entry:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
@@ -111,8 +112,8 @@ def measure_together(
     """
     coming: list[Any] = []
     batches = held_out.micro_batches()
-    while coming := [batch for _, batch in zip(range(ranks.size), batches, strict=False)]:
+    while coming := list(islice(batches, ranks.size)):
         if stopped():
             return
         own = training.measure(coming[ranks.rank]) if ranks.rank < len(coming) else {}
-        yield from zip(coming, ranks.each(own), strict=False)
+        yield from zip(coming, ranks.each(own)[: len(coming)], strict=True)  # the last round may leave ranks without a batch

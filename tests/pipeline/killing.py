@@ -26,7 +26,7 @@ def run_and_kill(number: int, module: str, *arguments: str) -> tuple[int, str]:
     Returns its exit code and what it wrote to standard output and error.
     """
     words = [sys.executable, "-m", "tests.pipeline.killing", str(number), module, *arguments]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=3000, check=False)
     assert done.returncode in (0, KILLED), f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.returncode, done.stdout + done.stderr
 

@@ -2,7 +2,6 @@
 
 import email
 import json
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +12,8 @@ from pipeline.project.project import Project
 from stages.retrieval import PIPELINE
 from stages.retrieval.search.lexical import LexicalIndex
 from tests import projects
-from tests.pipeline.killing import KILLED, count_syncs, run_and_kill
-from tests.pipeline.test_kill import CLI, use_between_kills
+from tests.pipeline.kill_loop import CLI, rebuild_under_kills
+from tests.pipeline.killing import count_syncs
 from tests.stages.retrieval import project as small
 
 STAGE_NAMES = tuple(PIPELINE.stages)
@@ -49,18 +48,9 @@ def test_a_stage_of_retrieval_killed_before_any_fsync_ends_where_an_unbroken_run
     assert bool(artifacts(reference, stage_name)) == (stage_name in ("train", "index"))
     folder = tmp_path / "project"
     shutil.copytree(reference, folder, copy_function=shutil.copy2, symlinks=True)
-    shutil.rmtree(folder / "tables" / stage_name)
-    generator, left = random.Random(stage_name), cases(1, 10)
-    while left:
-        code, _ = run_and_kill(generator.randint(1, syncs[stage_name]), CLI, "run", stage_name, "--project", str(folder))
-        left -= code == KILLED
-        use_between_kills(folder, generator)
-        if Project(folder).current(stage_name).exists:  # nothing is left to kill: begin again
-            shutil.rmtree(folder / "tables" / stage_name)
-    projects.latentmill(folder, "run", stage_name)
+    rebuild_under_kills(folder, stage_name, syncs[stage_name], cases(1, 10))
     assert projects.content(folder, stage_name) == projects.content(reference, stage_name)
     assert artifacts(folder, stage_name) == artifacts(reference, stage_name)
-    assert not list((folder / "tables" / stage_name).rglob(".tmp-*"))
 
 
 def artifacts(folder: Path, stage_name: str) -> dict[str, object]:

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from pipeline.runner import interruptible
+from pipeline.interrupts import interruptible
 from tests import projects
 
 

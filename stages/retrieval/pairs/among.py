@@ -59,4 +59,4 @@ def leaks(documents: Sequence[str], held_out: Sequence[str]) -> tuple[np.ndarray
 
 def _grams(text: str) -> set[tuple[str, ...]]:
     words = texts.words(text)
-    return set(zip(*(words[start:] for start in range(GRAM)), strict=False))
+    return {tuple(words[start : start + GRAM]) for start in range(len(words) - GRAM + 1)}

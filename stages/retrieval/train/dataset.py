@@ -76,16 +76,16 @@ def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
         raise ValueError(f"train: there are no pairs to train on: of {len(rows)} usable pairs none is in the split train")
     if len(training) < config.batch_size:
         raise ValueError(f"train.batch_size must be <= {len(training)}, the number of training pairs, got {config.batch_size}")
-    negatives = _negatives(ctx, config, groups) if config.hard_negatives else {}
+    negatives = _negatives(ctx, config) if config.hard_negatives else {}
     trained = tuple(_pair(row, counts, negatives.get(row["pair_id"], ())) for row in training)
     held = _held(config.validation, config.seed, by_split.get("valid", []), counts) if config.validation else ()
     return Dataset(trained, held, counts, groups)
 
 
-def _negatives(ctx: StageContext, config: TrainConfig, groups: dict[str, str]) -> dict[str, tuple[str, ...]]:
+def _negatives(ctx: StageContext, config: TrainConfig) -> dict[str, tuple[str, ...]]:
     """Return the text ids of the hard negatives of each pair, as a dict by `pair_id`. The hardest comes first. A pair
     has at most [train] `hard_negatives` of them. Pairs without hard negatives are left out. Raises ValueError if the
-    table `negatives` is empty. `groups` is not used.
+    table `negatives` is empty.
     """
     found: dict[str, list[str]] = {}
     for row in sorted(ctx.rows(NEGATIVES).to_pylist(), key=lambda row: (row["pair_id"], row["position"])):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 MOST = 10_000  # files that are looked at
@@ -20,7 +21,7 @@ def no_images(folder: Path) -> str:
     """Return the error message for an image folder without images. It names the most frequent kind of file that lies in
     `folder` instead, and what to do with it.
     """
-    files = [path for path, _ in zip(folder.rglob("*"), range(MOST), strict=False) if path.is_file()]
+    files = [path for path in islice(folder.rglob("*"), MOST) if path.is_file()]
     counts = Counter(path.suffix.lower() for path in files if not path.name.startswith("."))
     plain = f"image folder {folder} holds no images"
     for suffix in sorted((each for each in counts if each in KINDS), key=list(KINDS).index):

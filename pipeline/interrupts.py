@@ -1,0 +1,68 @@
+"""Lets Ctrl-C and SIGTERM end a stage after its current batch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def interruptible(say: Callable[[str], None] = lambda line: None) -> Iterator[threading.Event]:
+    """Return a context manager that gives a `threading.Event`. The first Ctrl-C or SIGTERM sets the event, so that the
+    block can stop after its current batch. It also calls `say` with one line at once. A second signal raises
+    KeyboardInterrupt. Outside the main thread, the event is never set.
+
+    `say` is called even while the main thread computes. Outside the main thread, the handling of signals is unchanged.
+    """
+    stop = threading.Event()
+
+    def handle(number: int, frame: Any) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    try:
+        with _acknowledged(say):
+            yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _acknowledged(say: Callable[[str], None]) -> Iterator[None]:
+    """Call `say` with one line as soon as the first signal of SIGNALS arrives during the `with` block. The call happens
+    in another thread. The block must run in the main thread, and the signals must have Python handlers.
+
+    Python runs a handler only when the main thread returns from native code. This may take minutes. The number of the
+    signal is therefore written to a pipe at once, and the other thread reads the pipe.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def listen() -> None:
+        while number := os.read(reader, 1):
+            if number[0] in SIGNALS:
+                say("stopping after the current item; a second signal ends at once")
+                return
+
+    thread = threading.Thread(target=listen, name="signals", daemon=True)
+    thread.start()
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+        thread.join()
+        os.close(reader)
