@@ -35,13 +35,15 @@ class Listing:
 class Cards:
     """Cards on a web page, one for each row of `sql`. `sql` returns at least the columns `picture`, `name` and `text`.
     `filters` maps a filter's name to an SQL condition over the columns. `orders` maps an order's name to an SQL `order
-    by` clause. The first order is the default.
+    by` clause. The first order is the default. `searched` is an SQL expression over the columns: the text in which the
+    user may search. An empty `searched` offers no search.
     """
 
     title: str
     sql: str
     filters: Mapping[str, str] = field(default_factory=dict)
     orders: Mapping[str, str] = field(default_factory=dict)
+    searched: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ edit needs the token that the page itself holds.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +90,22 @@ def refused(headers: dict[str, str]) -> tuple[int, str] | None:
 
 def templates() -> Environment:
     """Return the environment of the page's templates. Every value is escaped."""
-    return Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    made = Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    made.globals["addresses"] = addresses
+    return made
+
+
+def addresses(cell: list[tuple[int, str]], picture: Callable[[str], str]) -> str:
+    """Return the addresses of the pictures of one cell of a sheet, as JSON: the beginning that all have in common, then
+    pairs of a training step and the rest of an address. `cell` lists pairs of a step and a picture's name. `picture`
+    makes an address from a name.
+    """
+    import json
+
+    found = [(step, picture(name)) for step, name in cell]
+    folder = found[0][1].rpartition("/")[0]
+    common = folder if all(address.startswith(folder) for _, address in found) else ""
+    return json.dumps([common, *((step, address[len(common) :]) for step, address in found)], separators=(",", ":"))
 
 
 def make_app(site: Site, token: str = "") -> Starlette:
@@ -122,18 +138,23 @@ def make_app(site: Site, token: str = "") -> Starlette:
             )
         if name not in site.titles():
             return PlainTextResponse("there is no such page", 404)
-        return render("fragment.html", page=name, single=False, picture=picture_address, **site.data(name, chosen))
+        shown = render("fragment.html", page=name, single=False, picture=picture_address, **site.data(name, chosen))
+        shown.headers["X-Seen"] = site.seen  # the page asks for changes since then
+        return shown
 
-    async def edit(request: Request) -> Response:
-        if not secrets.compare_digest(request.headers.get("x-token", "").encode(), key.encode()):
-            return PlainTextResponse("an edit needs the token of this page: load it again", 403)
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > MOST_BYTES:
-                return PlainTextResponse(f"at most {MOST_BYTES} bytes", 413)
-        site.refresh()
-        return _edited(site, request.path_params["page"], body)
+    def changing(change: Callable[[Site, str, bytes], Response]) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            if not secrets.compare_digest(request.headers.get("x-token", "").encode(), key.encode()):
+                return PlainTextResponse("an edit needs the token of this page: load it again", 403)
+            body = b""
+            async for part in request.stream():
+                body += part
+                if len(body) > MOST_BYTES:
+                    return PlainTextResponse(f"at most {MOST_BYTES} bytes", 413)
+            site.refresh()
+            return change(site, request.path_params["page"], body)
+
+        return answer
 
     def picture(request: Request) -> Response:
         size = request.query_params.get("size", "")
@@ -161,7 +182,7 @@ def make_app(site: Site, token: str = "") -> Starlette:
         Route("/changes", changes),
         Route("/picture/{name:path}", picture),
         Route("/fragment/{page}", fragment),
-        Route("/edit/{page}", edit, methods=["POST"]),
+        *(Route(f"/{name}/{{page}}", changing(change), methods=["POST"]) for name, change in CHANGES.items()),
         Route("/{page}", shell),
     ]
     return Starlette(routes=routes, middleware=[Middleware(Guard)])
@@ -170,8 +191,8 @@ def make_app(site: Site, token: str = "") -> Starlette:
 def _edited(site: Site, page: str, body: bytes) -> Response:
     """Write the user's edits and return the response to the browser. `page` is the name of the page with the texts.
     `body` is a JSON object of the form that `Site.edit` takes. The response has the entry "conflicts": the keys of the
-    texts that were not written, since another browser tab had changed them. Its status is 409 if there are such keys,
-    else 200. Invalid edits get status 400.
+    texts that were not written, since another browser tab had changed them, with their present texts. Its status is 409 if
+    there are such keys, else 200. Invalid edits get status 400.
     """
     import json
 
@@ -183,6 +204,26 @@ def _edited(site: Site, page: str, body: bytes) -> Response:
     except ValueError as error:
         return PlainTextResponse(" ".join(str(error).split())[:300], 400)
     return JSONResponse({"conflicts": conflicts}, 409 if conflicts else 200)
+
+
+def _replaced(site: Site, page: str, body: bytes) -> Response:
+    """Replace a text in all texts of a page, and return the response to the browser. `page` is the name of the page.
+    `body` is a JSON object with the entries "find" and "by". The response has the edits that were written, as the entry
+    "edits". An invalid request gets status 400.
+    """
+    import json
+
+    try:
+        asked = json.loads(body)
+        if not isinstance(asked, dict) or not isinstance(asked.get("find"), str) or not isinstance(asked.get("by"), str):
+            raise ValueError('a replacement must be {"find": text, "by": text}')
+        edits = site.replace(page, asked["find"], asked["by"])
+    except ValueError as error:
+        return PlainTextResponse(" ".join(str(error).split())[:300], 400)
+    return JSONResponse({"edits": edits})
+
+
+CHANGES = {"edit": _edited, "replace": _replaced}  # what a POST may do, by the first part of its path
 
 
 def picture_address(name: str, size: int | str = 384) -> str:

@@ -4,119 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.commands.query import open_catalog
 from pipeline.commands.status import states
-from pipeline.project.runs import trains
+from pipeline.page.catalog import PER_PAGE, Catalog, Row, errors_as_text, page_number
+from pipeline.page.texts import editor_data
 from pipeline.terminal import format_bytes
-from stages.page import Block, Cards, Chart, Editor, Listing, Page, Sheet
-from stages.pipelines import load
+from stages.page import Block, Cards, Chart, Editor, Listing, Sheet
 
 if TYPE_CHECKING:
-    import duckdb
-
     from pipeline.project.project import Project
 
-PER_PAGE = 60  # cards and texts on one page
 CELL = 240  # letters of a cell
-ROWS_SHOWN = 500  # rows of a table
-POINTS = 400  # points of a curve, about
-
-Row = dict[str, Any]
-
-
-class Catalog:
-    """A database of the tables and views of `project`. Call `rows(sql)` to run a query. The tables are read when the
-    object is created. Use the object in a `with` statement, which closes the database at the end.
-    """
-
-    def __init__(self, project: Project) -> None:
-        self.connection: duckdb.DuckDBPyConnection = open_catalog(project)
-
-    def __enter__(self) -> Catalog:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.connection.close()
-
-    def rows(self, sql: str, **values: Any) -> list[Row]:
-        """Run the query `sql` and return its rows as dicts. Further keyword arguments are the parameters of the query:
-        `step=5` sets `$step`.
-        """
-        result = self.connection.execute(sql, values or None)
-        names = [column[0] for column in result.description]
-        return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
-
-
-@contextmanager
-def errors_as_text(into: Row) -> Iterator[None]:
-    """Catch an error in the body of a `with` statement and store its message as `into["error"]`. The message is one
-    line. Only `ValueError` and errors of DuckDB are caught.
-    """
-    import duckdb
-
-    try:
-        yield
-    except (duckdb.Error, ValueError) as error:
-        into["error"] = " ".join(str(error).split())
-
-
-def training_page(project: Project) -> Page | None:
-    """Return the page with the curves of all training runs, or None if no stage of the pipeline trains."""
-    names = [name for name in project.stage_names if trains(project.stage(name).writes)]
-    if not names:
-        return None
-    table = f"all_{names[0]}"
-    last = f"(select greatest(1, max(step) // {POINTS}) from {table})"
-    curve = (
-        f"select run_name as series, step // {last} * {last} as x, {{}} as y from {table} where split = '{{}}' "
-        "group by all having y is not null order by series, x"
-    )
-    smooth = (
-        f"select run_name as series, step // (5 * {last}) * (5 * {last}) as x, avg(loss) as y from {table} "
-        "where split = 'train' and isfinite(loss) group by all order by series, x"
-    )
-    own = [block for page in project.pipeline.pages if page.name == "training" for block in page.blocks]
-    return Page(
-        "training",
-        "Training",
-        (
-            Listing(
-                "Runs",
-                "select coalesce(name, run) as run, state, steps, wanted_steps as of, loss, held_out_loss, best_step, "
-                "round(seconds / 60, 1) as minutes, differs as settings_that_differ from runs",
-            ),
-            Chart("Loss, mean of neighbouring steps", smooth, "step", "loss"),
-            Chart("Loss of held-out samples", curve.format("avg(loss)", "validation"), "step", "loss"),
-            *own,
-            Chart("Learning rate", curve.format("max(lr)", "train"), "step", "learning rate"),
-            Chart("Norm of the gradient", curve.format("avg(grad_norm)", "train"), "step", "norm", log=True),
-            Chart("Time of a step", curve.format("avg(seconds)", "train"), "step", "seconds"),
-            Chart("Peak memory of MLX", curve.format("max(peak_bytes) / 1e9", "train"), "step", "GB"),
-        ),
-    )
-
-
-def pages_of(project: Project) -> dict[str, Page]:
-    """Return the pages of `project` that consist of blocks, as a dict from page name to page. The dict has the order of
-    the menu. If the pipeline trains, the page "training" shows the curves of all training runs.
-
-    If the pipeline declares a page "training" too, the page with the curves takes its place in the menu. Otherwise the
-    page with the curves comes last.
-    """
-    found = {page.name: page for page in project.pipeline.pages}
-    training = training_page(project)
-    if training:
-        found = {name: page for name, page in found.items() if name != "training"} | {"training": training}
-        order = (
-            [page.name for page in project.pipeline.pages] if "training" in {p.name for p in project.pipeline.pages} else [*found]
-        )
-        found = {name: found[name] for name in order}
-    return found
+ROWS_SHOWN = 200  # rows of a table
 
 
 def overview(project: Project) -> Row:
@@ -155,13 +57,14 @@ def block_data(catalog: Catalog, block: Block, chosen: Mapping[str, str], folder
         if isinstance(block, Chart):
             data["chart"] = json.dumps(chart_data(catalog.rows(block.sql), block)).replace("<", "\\u003c")
         elif isinstance(block, Listing):
-            data |= listing_data(catalog.rows(block.sql))
+            (total,) = catalog.rows(f"select count(*) as rows from ({block.sql})")
+            data |= listing_data(catalog.rows(block.sql, most=ROWS_SHOWN), total["rows"])
         elif isinstance(block, Cards):
             data |= cards_data(catalog, block, chosen)
         elif isinstance(block, Sheet):
             data |= sheet_data(catalog.rows(block.sql))
         elif isinstance(block, Editor):
-            data |= editor_data(catalog, block, chosen, load(block.read)(folder))
+            data |= editor_data(catalog, block, chosen, folder)
     return data
 
 
@@ -172,7 +75,7 @@ def chart_data(rows: list[Row], block: Chart) -> Row:
     """
     curves: dict[str, tuple[list[Any], list[Any]]] = {}
     for row in rows:
-        y = row["y"] if row["y"] is None or math.isfinite(row["y"]) else None
+        y = float(f"{row['y']:.6g}") if row["y"] is not None and math.isfinite(row["y"]) else None
         xs, ys = curves.setdefault(str(row["series"]), ([], []))
         xs.append(row["x"])
         ys.append(y)
@@ -181,15 +84,18 @@ def chart_data(rows: list[Row], block: Chart) -> Row:
     return {"traces": traces, "x": block.x_title, "y": block.y_title, "log": block.log}
 
 
-def listing_data(rows: list[Row]) -> Row:
-    """Return the first rows of a table as texts, with its columns, as a dict for the web page. `rows` are all rows of
-    the table. In the result, "names" lists the columns. "rows" lists the cells of the first 500 rows. "count" is the
-    number of all rows.
+def listing_data(rows: list[Row], count: int) -> Row:
+    """Return rows of a table as texts, with its columns, as a dict for the web page. `rows` are the rows to show. `count`
+    is the number of all rows of the table. In the result, "names" lists the columns, "rows" the cells, and "count" is
+    `count`.
 
     A text of more than 240 characters is cut. Floats have 5 significant digits. None becomes "".
     """
-    names = list(rows[0]) if rows else []
-    return {"names": names, "rows": [[_cell(value) for value in row.values()] for row in rows[:ROWS_SHOWN]], "count": len(rows)}
+    return {
+        "names": list(rows[0]) if rows else [],
+        "rows": [[_cell(value) for value in row.values()] for row in rows],
+        "count": count,
+    }
 
 
 def _cell(value: Any) -> Any:
@@ -201,36 +107,34 @@ def _cell(value: Any) -> Any:
 
 def cards_data(catalog: Catalog, block: Cards, chosen: Mapping[str, str]) -> Row:
     """Return the data of one page of cards as a dict. `block` gives the SQL, the filters and the orders. `chosen` holds
-    the user's choices "filter", "order" and "page" as texts. In the result, "cards" lists the rows of the page as
-    dicts. "filters" lists pairs (filter, number of rows). "orders" lists the names of the orders. "filter", "order" and
-    "page" (from 0) are the choices in use. "pages" is the number of pages.
+    the user's choices "filter", "order", "page" and "find" as texts. In the result, "cards" lists the rows of the page as
+    dicts. "filters" lists pairs (filter, number of rows). "orders" lists the names of the orders. "filter", "order",
+    "page" (from 0) and "find" are the choices in use. "pages" is the number of pages.
+
+    If `block.searched` is set, only rows whose text contains "find" are counted and shown, in any case of letters.
     """
     counts = {"all": "true", **block.filters}
     name = chosen.get("filter", "all") if chosen.get("filter", "all") in counts else "all"
     order = chosen.get("order", "") if chosen.get("order") in block.orders else next(iter(block.orders), "")
-    sums = ", ".join(f"count(*) filter ({condition})" for condition in counts.values())
-    numbers = catalog.connection.execute(f"select {sums} from ({block.sql})").fetchall()[0]
-    page, pages = _page(chosen, numbers[list(counts).index(name)])
+    find = chosen.get("find", "") if block.searched else ""
+    source = f"select * from ({block.sql}) where contains(lower({block.searched}), lower($find))" if find else block.sql
+    values = {"find": find} if find else {}
+    sums = ", ".join(f"count(*) filter ({condition}) as n{number}" for number, condition in enumerate(counts.values()))
+    numbers = list(catalog.rows(f"select {sums} from ({source})", **values)[0].values())
+    page, pages = page_number(chosen, numbers[list(counts).index(name)])
     ordered = f" order by {block.orders[order]}" if order else ""
-    found = f"select * from ({block.sql}) where {counts[name]}{ordered} limit {PER_PAGE} offset {page * PER_PAGE}"
+    shown = f"select * from ({source}) where {counts[name]}{ordered} limit {PER_PAGE} offset {page * PER_PAGE}"
     return {
-        "cards": catalog.rows(found),
+        "cards": catalog.rows(shown, **values),
         "filters": list(zip(counts, numbers, strict=True)),
         "filter": name,
         "orders": list(block.orders),
         "order": order,
+        "searched": bool(block.searched),
+        "find": find,
         "page": page,
         "pages": pages,
     }
-
-
-def _page(chosen: Mapping[str, str], rows: int) -> tuple[int, int]:
-    """Return the number of the page to show, and the number of pages. Pages are counted from 0. `chosen` is what the
-    user chose; its entry "page" is the wanted page. `rows` is the number of rows to show on all pages.
-    """
-    pages = max(1, -(-rows // PER_PAGE))
-    wanted = chosen.get("page", "0")
-    return min(int(wanted) if wanted.isdecimal() and len(wanted) < 9 else 0, pages - 1), pages
 
 
 def sheet_data(rows: list[Row]) -> Row:
@@ -248,40 +152,3 @@ def sheet_data(rows: list[Row]) -> Row:
     steps = sorted({step for by_step in cells.values() for step in by_step if step})
     table = [[sorted(cells.get((head, column), {}).items()) for column in columns] for head in heads]
     return {"columns": columns, "table": list(zip(heads, table, strict=True)), "steps": steps}
-
-
-def editor_data(catalog: Catalog, block: Editor, chosen: Mapping[str, str], edits: Mapping[str, str]) -> Row:
-    """Return the data of one page of a text editor as a dict. `block` is the editor. `chosen` holds the user's "page"
-    and "find"; only texts that contain "find" are shown. `edits` maps a text's key to its edited text, which replaces
-    the stored one. The result has the rows of the page in "texts".
-
-    "count" is the number of texts found. "page" (from 0) and "pages" number the pages. "find" is the user's. "phrases"
-    lists the most frequent phrases of all texts. "note" tells the user what an edit does.
-    """
-    find = chosen.get("find", "")
-    everything = [
-        row | {"text": edits.get(row["key"], row["text"]), "edited": row["key"] in edits} for row in catalog.rows(block.sql)
-    ]
-    texts = [row for row in everything if find.lower() in row["text"].lower()] if find else everything
-    page, pages = _page(chosen, len(texts))
-    return {
-        "texts": texts[page * PER_PAGE : (page + 1) * PER_PAGE],
-        "find": find,
-        "count": len(texts),
-        "page": page,
-        "pages": pages,
-        "phrases": repeated_phrases([row["text"] for row in everything]),
-        "note": block.note,
-    }
-
-
-def repeated_phrases(texts: list[str], most: int = 12) -> list[tuple[str, int]]:
-    """Return the phrases that occur in at least two of `texts`, the most frequent first. Phrases are the parts of a
-    text between commas. Each result is a pair (phrase, number of texts). At most `most` pairs are returned.
-    """
-    from collections import Counter
-
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update({part.strip() for part in text.split(",") if part.strip()})
-    return [(part, count) for part, count in counts.most_common(most) if count > 1]

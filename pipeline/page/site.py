@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.page.blocks import Catalog, block_data, overview, pages_of
+from pipeline.page.blocks import block_data, overview
+from pipeline.page.catalog import Catalog
+from pipeline.page.pages import pages_of
+from pipeline.page.texts import Texts
 from pipeline.project.config import Overrides
 from pipeline.project.project import Project
 from stages.page import Editor
@@ -28,6 +31,11 @@ class Site:
         self._seen = ""
         self._project = Project(self.path, overrides)
         self._catalog: Catalog | None = None
+
+    @property
+    def seen(self) -> str:
+        """The value of `changes()` at the last `refresh`."""
+        return self._seen
 
     def changes(self) -> str:
         """Return a hash of the project's state, 16 hex digits. It changes if a stage writes rows, starts or ends, or if
@@ -86,13 +94,15 @@ class Site:
         queried. If `sql` is blank, no query is run.
         """
         from pipeline.commands.query import answer
-        from pipeline.page.blocks import errors_as_text, listing_data
+        from pipeline.page.blocks import ROWS_SHOWN, listing_data
+        from pipeline.page.catalog import errors_as_text
 
         found: dict[str, Any] = {"text": sql}
         if sql.strip():
             with errors_as_text(found):
                 self.refuse_writing(sql)
-                found |= listing_data(answer(self.project, sql).to_pylist())
+                rows = answer(self.project, sql)
+                found |= listing_data(rows.slice(0, ROWS_SHOWN).to_pylist(), rows.num_rows)
         found["tables"] = self.catalog.rows("select stage, doc from tables")
         found["columns"] = self.catalog.rows("select stage, name, type, doc from columns")
         found["views"] = [{"name": name, "doc": view.doc} for name, view in self.project.pipeline.views.items()]
@@ -160,34 +170,50 @@ class Site:
         path = self.file(name)
         return _thumbnail(self.project.pipeline.thumbnail, path, path.stat().st_mtime_ns, longest)
 
-    def edit(self, page: str, edits: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Write edits of texts on the page `page`. Return the keys of the texts that another browser tab has changed
-        since they were shown. These texts are not written. `edits` maps a text's key to a dict with two entries.
-        "before" is the text that was shown. "text" is the new text, or None to undo earlier edits. Raises ValueError if
-        the page has no texts to edit, or an edit is invalid.
-        """
+    def texts(self, page: str) -> Texts:
+        """Return the texts of the page `page` that the user may edit. Raises ValueError if the page has none."""
         found = pages_of(self.project).get(page)
         editors = [block for block in found.blocks if isinstance(block, Editor)] if found else []
         if not editors:
             raise ValueError(f"there is nothing to edit on the page {page!r}")
-        shown = {row["key"]: self.pending(editors[0]).get(row["key"], row["text"]) for row in self.catalog.rows(editors[0].sql)}
+        return Texts(self.catalog, editors[0], self.path)
+
+    def edit(self, page: str, edits: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        """Write edits of texts on the page `page`. Return the texts that another browser tab has changed since they were
+        shown, as a dict from key to present text. These are not written. `edits` maps a text's key to a dict with two entries.
+        "before" is the text that was shown. "text" is the new text, or None to undo earlier edits. Raises ValueError if
+        the page has no texts to edit, or an edit is invalid.
+        """
+        texts = self.texts(page)
+        shown = texts.of_keys(list(edits))
         for key, change in edits.items():
             if key not in shown:
                 raise ValueError(f"there is no text {key[:80]!r}")
             if not isinstance(change, dict) or not isinstance(change.get("text"), str | None) or "before" not in change:
                 raise ValueError('an edit must be {"before": text, "text": text or null}')
-        conflicts = [key for key, change in edits.items() if change["before"] != shown[key]]
+        conflicts = {key: shown[key] for key, change in edits.items() if _plain(change["before"]) != _plain(shown[key])}
         good = {key: change["text"] for key, change in edits.items() if key not in conflicts}
         if good:
-            load(editors[0].write)(self.path, good)
+            load(texts.block.write)(self.path, good)
         return conflicts
 
-    def pending(self, editor: Editor) -> dict[str, str]:
-        """Return all edits of texts that are stored in the project, as a dict from key to new text. `editor` is the
-        block of the page that declares how its edits are read.
+    def replace(self, page: str, find: str, by: str) -> dict[str, dict[str, Any]]:
+        """Replace the text `find` by `by` in all texts of the page `page`. Return the edits that were written, as a dict
+        from key to "before", "text" and "edited" (whether there was an edit before). Raises ValueError if the page has no
+        texts to edit, if `find` is empty, or if a text would have no letter left. Then nothing is written.
         """
-        read: dict[str, str] = load(editor.read)(self.path)
-        return read
+        if not find:
+            raise ValueError("write the text to replace into the field Find")
+        texts = self.texts(page)
+        edits = texts.replaced(find, by)
+        if edits:
+            load(texts.block.write)(self.path, {key: change["text"] for key, change in edits.items()})
+        return edits
+
+
+def _plain(text: Any) -> Any:
+    """Return a text as a browser's text field and the file of edits keep it. Any other value is returned unchanged."""
+    return text.replace("\r\n", "\n").replace("\r", "\n").strip() if isinstance(text, str) else text
 
 
 @functools.lru_cache(maxsize=4096)

@@ -17,18 +17,26 @@ IMAGES = Page(
         Cards(
             "Images",
             f"""
-select 'image_folder/' || path as picture, path as name, path as key, rejected, detail, draws, times_expected, crop_loss, scale,
-    words.text as caption,
-    case when rejected is not null then rejected || case when detail = '' then '' else ': ' || detail end
+select 'image_folder/' || images.path as picture, images.path as name, images.path as key, rejected, draws, times_expected,
+    drawn.loss, crop_loss, scale, words.text as caption, warnings, duplicate_of, original.path as original,
+    concat_ws('; ', nullif(checks.detail, ''), 'like ' || original.path) as warned,
+    case when rejected is not null then rejected || case when images.detail = '' then '' else ': ' || images.detail end
         else width || ' x ' || height || coalesce(', ' || words.text, ', no caption') end as text
 from images left join ({FIRST_CAPTION}) as words on rejected is null and images.image_id = words.image_id
 left join ({DRAWN}) as drawn on rejected is null and images.image_id = drawn.image_id
 left join ({CROPPED}) as cropped on rejected is null and images.image_id = cropped.image_id
 left join hurting using (path, draws)
+left join checks on rejected is null and images.image_id = checks.image_id
+left join (select image_id, min(path) as path from images where rejected is null group by image_id) as original
+    on original.image_id = duplicate_of
 """,
             {
                 "rejected": "rejected is not null",
                 "duplicates": "rejected = 'duplicate'",
+                "near-duplicates": "duplicate_of is not null",
+                "blurred": "list_contains(string_split(warnings, ', '), 'blurred')",
+                "small": "list_contains(string_split(warnings, ', '), 'small')",
+                "any warning": "warnings <> ''",
                 "without caption": "rejected is null and caption is null",
                 "enlarged": "scale > 1",
                 "much cropped": "crop_loss > 0.2",
@@ -37,11 +45,14 @@ left join hurting using (path, draws)
             },
             {
                 "path": "name",
+                "highest loss": "loss desc nulls last",
                 "highest corrected loss": "times_expected desc nulls last",
                 "most cropped": "crop_loss desc nulls last",
                 "most enlarged": "scale desc nulls last",
                 "most drawn": "draws desc nulls last",
+                "near-duplicates together": "coalesce(original, name), name",
             },
+            "concat_ws(' ', name, caption)",
         ),
         Listing("Images that are not trained on", "select path, stage, reason from unused"),
     ),

@@ -10,12 +10,20 @@ function draw(box) {
   const style = getComputedStyle(document.body), ink = style.color, line = style.getPropertyValue("--line").trim();
   const axis = (title) => ({title: {text: title}, gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true});
   if (!data.traces.length) { box.textContent = "Nothing to show yet."; box.style.height = "auto"; return; }
-  if (typeof Plotly === "undefined") { addEventListener("load", () => draw(box), {once: true}); return; }
+  if (typeof Plotly === "undefined") { library().then(() => draw(box)); return; }
   Plotly.react(box, data.traces, {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: {color: ink, size: 12}, uirevision: "same", height: 340,
     margin: {l: 50, r: 10, t: 10, b: 40}, xaxis: axis(data.x), yaxis: {...axis(data.y), type: data.log ? "log" : "linear"},
     showlegend: data.traces.length > 1, legend: {orientation: "h", y: -0.25},
   }, {displaylogo: false, responsive: true, displayModeBar: false});
+}
+
+let loading = null;
+function library() {  // of charts: loaded by the first page that has one
+  loading = loading || new Promise((resolve, reject) => {
+    document.head.append(Object.assign(document.createElement("script"), {src: "/static/plotly.js", onload: resolve, onerror: reject}));
+  });
+  return loading;
 }
 
 function charts(root) { root.querySelectorAll("[data-chart]").forEach(draw); }
@@ -24,10 +32,11 @@ function step(slider) {
   const steps = slider.dataset.steps.split(",").map(Number), now = steps[Number(slider.value)];
   const block = slider.closest(".block");
   block.querySelector("output").textContent = now;
-  block.querySelectorAll(".sheet td").forEach((cell) => {
-    const images = [...cell.querySelectorAll("img.result")];
-    const best = images.filter((image) => Number(image.dataset.step) <= now).pop() || images[0];
-    images.forEach((image) => { image.hidden = image !== best; });
+  block.querySelectorAll("img[data-pictures]").forEach((image) => {
+    const [common, ...pictures] = JSON.parse(image.dataset.pictures);
+    const [at, rest] = pictures.filter(([made]) => made <= now).pop() || pictures[0];
+    if (image.getAttribute("src") !== common + rest) image.src = common + rest;
+    image.alt = `${image.dataset.about}, step ${at}`;
   });
 }
 
@@ -36,6 +45,7 @@ function sliders(root) { root.querySelectorAll("input[data-steps]").forEach(step
 async function show(update) {
   const answer = await fetch(`/fragment/${page}?${chosen}`);
   const text = await answer.text();
+  seen = answer.headers.get("X-Seen") || seen;
   if (!answer.ok) { main.replaceChildren(Object.assign(document.createElement("p"), {className: "error", textContent: text})); return; }
   const fresh = new DOMParser().parseFromString(text, "text/html");
   const blocks = [...fresh.querySelectorAll(".block")], old = [...main.querySelectorAll(".block")];
@@ -63,18 +73,21 @@ function replace(old, block) {
   sliders(block);
 }
 
-function dirty() { return main.querySelector(".changed") !== null || main.contains(document.activeElement) && /TEXTAREA|INPUT/.test(document.activeElement.tagName); }
+function dirty() { return unsaved() || main.contains(document.activeElement) && /TEXTAREA|INPUT/.test(document.activeElement.tagName); }
 
 async function poll() {
   try {
     const now = await (await fetch("/changes")).text();
-    if (seen && now !== seen && !dirty()) { await show(true); seen = now; } else if (!seen) { seen = now; }
+    if (now !== seen && !dirty()) { seen = now; await show(true); }
     live.textContent = "";
   } catch { live.textContent = "the page's program has ended"; }
   setTimeout(poll, 2000);
 }
 
+function unsaved() { return main.querySelector(".changed") !== null; }
+
 function choose(name, value) {
+  if (unsaved() && !confirm("Leave without saving the changed texts?")) return;
   chosen.set(name, value);
   if (name !== "page") chosen.delete("page");
   history.replaceState(null, "", `?${chosen}`);
@@ -83,44 +96,102 @@ function choose(name, value) {
 
 function said(text) { const place = main.querySelector("[data-said]"); if (place) place.textContent = text; }
 
-async function post(edits) {
-  const answer = await fetch(`/edit/${page}`, {method: "POST", headers: {"X-Token": token, "Content-Type": "application/json"}, body: JSON.stringify(edits)});
+async function send(what, body) {
+  const headers = {"X-Token": token, "Content-Type": "application/json"};
+  const answer = await fetch(`/${what}/${page}`, {method: "POST", headers, body: JSON.stringify(body)});
   if (answer.status !== 200 && answer.status !== 409) throw new Error(await answer.text());
-  return (await answer.json()).conflicts;
+  return answer.json();
+}
+
+async function post(edits) { return (await send("edit", edits)).conflicts; }
+
+function remember(edits) {  // a text without an earlier edit is undone by taking the edit back
+  const back = ([key, {before, text, edited}]) => [key, {before: text, text: edited ? before : null}];
+  history_.push(Object.fromEntries(Object.entries(edits).map(back)));
+}
+
+function undoable() { main.querySelectorAll("[data-undo]").forEach((button) => { button.disabled = !history_.length; }); }
+
+async function replaceAll(form) {
+  if (unsaved()) { said("save your changes first"); return; }
+  try {
+    const {edits} = await send("replace", {find: form.elements.find.value, by: form.elements.replace.value});
+    const count = Object.keys(edits).length;
+    if (count) remember(edits);
+    await show(false);
+    said(`${count} saved`);
+    undoable();
+  } catch (error) { said(error.message); }
+}
+
+async function undo() {
+  if (unsaved()) { said("save your changes first"); return; }
+  const last = history_.pop();
+  if (!last) return;
+  try {
+    const conflicts = Object.keys(await post(last));
+    await show(false);
+    said(conflicts.length ? `${conflicts.length} texts were changed elsewhere and stay; the others are undone` : "undone");
+    undoable();
+  } catch (error) { history_.push(last); said(error.message); }
 }
 
 async function save(edits) {
   try {
-    const conflicts = await post(edits);
-    const done = Object.entries(edits).filter(([key]) => !conflicts.includes(key));
-    if (done.length) history_.push(Object.fromEntries(done.map(([key, edit]) => [key, {before: edit.text, text: edit.before}])));
-    main.querySelectorAll("textarea[data-key]").forEach((area) => {
-      if (conflicts.includes(area.dataset.key)) area.closest("li").classList.add("conflict");
-      else if (area.dataset.key in edits) area.closest("li").classList.remove("changed");
-    });
-    if (conflicts.length) { said(`${conflicts.length} texts were changed elsewhere and are not saved: copy yours, then load the page again`); return; }
-    await show(false);
-    said(`${done.length} saved`);
-    main.querySelectorAll("[data-undo]").forEach((button) => { button.disabled = !history_.length; });
+    const conflicts = await post(edits), count = Object.keys(conflicts).length;
+    const done = Object.entries(edits).filter(([key]) => !(key in conflicts));
+    if (done.length) remember(Object.fromEntries(done));
+    if (!count) await show(false); else done.forEach(([key, edit]) => saved(area(key), edit.text));
+    Object.entries(conflicts).forEach(([key, text]) => conflict(area(key), text));
+    said(`${done.length} saved${count ? `, ${count} not: they were changed elsewhere meanwhile` : ""}`);
+    undoable();
   } catch (error) { said(error.message); }
 }
 
+function area(key) { return main.querySelector(`textarea[data-key="${CSS.escape(key)}"]`); }
+
+function saved(box, text) {
+  box.dataset.before = text;
+  box.closest("li").classList.add("edited");
+  mark(box);
+}
+
+function conflict(box, theirs) {  // both texts stay on the page until the user has chosen
+  const item = box.closest("li"), note = document.createElement("div"), mine = document.createElement("button");
+  item.querySelectorAll(".theirs").forEach((old) => old.remove());
+  item.classList.add("conflict");
+  note.className = "theirs";
+  note.append("Changed elsewhere to: ", Object.assign(document.createElement("q"), {textContent: theirs}), " ", mine);
+  Object.assign(mine, {type: "button", textContent: "Save mine over it"});
+  mine.addEventListener("click", () => { box.dataset.before = theirs; save(edited()); });
+  box.closest("div").append(note);
+}
+
 function edited() {
-  const areas = [...main.querySelectorAll("textarea[data-key]")].filter((area) => area.value !== area.dataset.before);
-  return Object.fromEntries(areas.map((area) => [area.dataset.key, {before: area.dataset.before, text: area.value}]));
+  const areas = [...main.querySelectorAll("textarea[data-key]")].filter((box) => box.value.trim() !== box.dataset.before.trim());
+  const change = (box) => ({before: box.dataset.before, text: box.value.trim(), edited: box.closest("li").classList.contains("edited")});
+  return Object.fromEntries(areas.map((box) => [box.dataset.key, change(box)]));
+}
+
+async function revert(box) {
+  if (unsaved()) { said("save your changes first"); return; }
+  try {
+    const conflicts = await post({[box.dataset.key]: {before: box.dataset.before, text: null}});
+    await show(false);
+    said(box.dataset.key in conflicts ? "changed elsewhere meanwhile: not taken back" : "taken back");
+  } catch (error) { said(error.message); }
 }
 
 main.addEventListener("click", (event) => {
   const target = event.target;
   if (target.matches("button[data-choose]")) choose(target.dataset.choose, target.value);
   else if (target.matches("[data-save]")) save(edited());
-  else if (target.matches("[data-undo]")) { const last = history_.pop(); if (last) post(last).then(() => show(false)).then(() => said("undone")).catch((error) => said(error.message)); }
-  else if (target.matches("[data-revert]")) {
-    const area = target.closest("li").querySelector("textarea");
-    post({[target.dataset.revert]: {before: area.dataset.before, text: null}}).then(() => show(false)).catch((error) => said(error.message));
-  } else if (target.matches("[data-replace]")) {
+  else if (target.matches("[data-undo]")) undo();
+  else if (target.matches("[data-replace-all]")) replaceAll(target.closest("form"));
+  else if (target.matches("[data-revert]")) revert(target.closest("li").querySelector("textarea"));
+  else if (target.matches("[data-replace]")) {
     const form = target.closest("form"), find = form.elements.find.value, by = form.elements.replace.value;
-    if (find) main.querySelectorAll("textarea[data-key]").forEach((area) => { area.value = area.value.split(find).join(by); mark(area); });
+    if (find) main.querySelectorAll("textarea[data-key]").forEach((box) => { box.value = box.value.split(find).join(by); mark(box); });
   } else if (target.matches("img.result")) enlarge(target);
 });
 main.addEventListener("keydown", (event) => {
@@ -141,21 +212,22 @@ main.addEventListener("input", (event) => {
   if (event.target.matches("textarea[data-key]")) mark(event.target);
 });
 
-function mark(area) {
-  area.closest("li").classList.toggle("changed", area.value !== area.dataset.before);
-  main.querySelectorAll("[data-save]").forEach((button) => { button.disabled = !main.querySelector(".changed"); });
+function mark(box) {
+  box.closest("li").classList.toggle("changed", box.value.trim() !== box.dataset.before.trim());
+  main.querySelectorAll("[data-save]").forEach((button) => { button.disabled = !unsaved(); });
 }
 
 function enlarge(image) {
   const dialog = document.getElementById("large"), link = dialog.querySelector("a");
-  dialog.querySelector("img").src = single ? image.src : image.dataset.full;
+  const full = single ? image.src : image.src.replace(/size=\d+$/, "size=file");
+  dialog.querySelector("img").src = full;
   dialog.querySelector("img").alt = image.alt;
   dialog.querySelector("p").textContent = image.alt;
-  link.href = single ? image.src : image.dataset.full;
+  link.href = full;
   link.hidden = single;
   dialog.showModal();
 }
 
-addEventListener("beforeunload", (event) => { if (main.querySelector(".changed")) event.preventDefault(); });
+addEventListener("beforeunload", (event) => { if (unsaved()) event.preventDefault(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts(main));
 if (single) { charts(main); sliders(main); } else { show(false).then(poll); }

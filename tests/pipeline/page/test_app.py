@@ -173,7 +173,7 @@ def test_of_two_tabs_the_second_is_told_and_nothing_is_lost(page):
     other = next(other for other in texts(page) if other != key)
     edits = {key: {"before": text, "text": "second tab"}, other: {"before": texts(page)[other], "text": "another"}}
     answered = page.post("/edit/captions", json=edits, headers=TOKEN)
-    assert answered.status_code == 409 and answered.json() == {"conflicts": [key]}
+    assert answered.status_code == 409 and answered.json() == {"conflicts": {key: "first tab"}}
     assert texts(page)[key] == "first tab" and texts(page)[other] == "another"
 
 

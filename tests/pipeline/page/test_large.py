@@ -1,11 +1,11 @@
-"""The page of a large project: 5,000 images and 20,000 steps are shown in parts that a browser can hold."""
+"""The page of a large project: 5,000 images and 20,000 steps are queried and sent in parts that a browser can hold."""
 
 from __future__ import annotations
 
 import html
 import json
-import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,44 +16,47 @@ pytest.importorskip("httpx2")
 from starlette.testclient import TestClient
 
 from pipeline.page.app import make_app
+from pipeline.page.catalog import Catalog
 from pipeline.page.site import Site
-from tests.pipeline.commands import tables
-from tests.pipeline.commands.tables import FakeProject, digest
+from tests.pipeline.page.large import IMAGES, PROMPTS, STEPS, fill
 
-IMAGES, STEPS = 5000, 20_000
+PAGES = ("overview", "images", "captions", "training", "samples", "scores", "sql")
+MOST_BYTES, MOST_ROWS, MOST_PICTURES = 350_000, 5_000, 200  # of one page
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> TestClient:
     folder = tmp_path_factory.mktemp("large")
-    (folder / "images").mkdir()
-    (folder / "project.toml").write_text('[project]\nfamily = "tiny"\n')
     fill(folder)
     return TestClient(make_app(Site(folder), "secret"), base_url="http://127.0.0.1:8765")
 
 
-def fill(folder: Path) -> None:
-    """Write the tables of a large project."""
-    project, draw = FakeProject(folder), random.Random(0)
-    ids = [digest(str(n)) for n in range(IMAGES)]
-    tables.write(project, "images", [{"path": f"{n:05}.png", "image_id": each} for n, each in enumerate(ids)])
-    captions = [
-        {"image_id": each, "caption_id": each, "role": "caption", "text": f"a thing, number {n}"} for n, each in enumerate(ids)
-    ]
-    tables.write(project, "captions", captions)
-    common = {"split": "train", "seconds": 1.0, "peak_bytes": 1_000_000, "lr": 1e-4, "grad_norm": 0.5}
-    rows = [
-        common | {"step": step, "image_id": ids[step % IMAGES], "sigma": draw.random(), "loss": 0.2 + draw.random()}
-        for step in range(1, STEPS + 1)
-    ]
-    tables.write(project, "train", rows)
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The numbers of rows that queries of the page bring from the database."""
+    counts: list[int] = []
+    rows = Catalog.rows
+
+    def counted(self, *arguments, **values):
+        counts.append(len(found := rows(self, *arguments, **values)))
+        return found
+
+    monkeypatch.setattr(Catalog, "rows", counted)
+    yield counts
 
 
-@pytest.mark.parametrize("name", ["overview", "images", "captions", "training", "samples", "scores"])
-def test_every_page_of_a_large_project_is_small_and_has_no_error(page, name):
+@pytest.mark.parametrize("name", PAGES)
+def test_the_first_load_of_every_page_sends_few_bytes_and_fetches_few_rows(page, fetched, name):
+    shell = page.get("/" if name == "overview" else f"/{name}").text
+    assert fetched == [], "the first paint waits for no query"
+    before = [page.get(address).content for address in re.findall(r'(?:src|href)="(/static/[^"]+)"', shell)]
+    assert len(before) == 2 and len(shell) + sum(map(len, before)) < 30_000, "nor for the library of charts"
     text = page.get(f"/fragment/{name}").text
     assert 'class="error"' not in text
-    assert len(text) < 400_000 and text.count("<img") <= 200
+    assert (
+        len(text) < MOST_BYTES and text.count("<img") <= MOST_PICTURES and text.count("<img") == text.count('<img loading="lazy"')
+    )
+    assert sum(fetched) < MOST_ROWS
 
 
 def test_curves_of_many_steps_have_few_points(page):
@@ -70,3 +73,39 @@ def test_images_and_captions_are_shown_page_by_page(page):
     assert "all 5000" in first and first.count('<li class="') == 60 and "00059.png" in first and "00060.png" not in first
     assert last.count('<li class="') == 20 and "04999.png" in last
     assert page.get("/fragment/captions", params={"find": "number 4999"}).text.count("<textarea") == 1
+
+
+def test_a_cell_of_previews_is_one_picture_that_knows_those_of_all_steps(page):
+    text = page.get("/fragment/samples").text
+    cells = [json.loads(html.unescape(each)) for each in re.findall(r'data-pictures="([^"]*)"', text)]
+    assert len(cells) == 2 * PROMPTS and {len(cell) for cell in cells} == {2, 1 + STEPS // 250}
+    common, *pictures = max(cells, key=len)
+    assert [step for step, _ in pictures] == list(range(250, STEPS + 1, 250))
+    assert page.get(common + pictures[-1][1]).status_code == 200
+
+
+def test_a_text_is_replaced_in_captions_of_all_pages_and_the_answer_undoes_it(page):
+    sent = {"headers": {"x-token": "secret"}}
+    edits = page.post("/replace/captions", json={"find": "a thing", "by": "an object"}, **sent).json()["edits"]
+    assert len(edits) == IMAGES - 1
+    assert "4999 captions, 4999 edited" in page.get("/fragment/captions", params={"find": "AN OBJECT"}).text
+    back = {key: {"before": edit["text"], "text": None} for key, edit in edits.items()}
+    assert page.post("/edit/captions", json=back, **sent).json() == {"conflicts": {}}
+    assert "4999 captions, 0 edited" in page.get("/fragment/captions").text
+
+
+def test_one_picture_is_found_by_a_word_of_its_caption_and_by_each_filter(page):
+    def found(**chosen: str) -> list[str]:
+        return re.findall(r"<strong>([^<]+)</strong>", page.get("/fragment/images", params=chosen).text)
+
+    assert found(find="NUMBER 4999") == ["04999.png"]
+    assert found(filter="blurred") == ["00001.png"] and found(filter="small") == ["00002.png"]
+    assert found(filter="near-duplicates") == ["00003.png"] and found(filter="without caption") == ["00004.png"]
+    assert found(filter="blurred", find="number 2") == []
+    assert "like 00000.png" in page.get("/fragment/images", params={"filter": "near-duplicates"}).text
+
+
+def test_filters_and_searches_are_never_sql(page, tmp_path: Path):
+    for wrong in ("'", "%", "'; drop table images; --", "\\", "�", "a" * 10_000):
+        answered = page.get("/fragment/images", params={"filter": wrong, "order": wrong, "find": wrong, "page": wrong})
+        assert answered.status_code == 200 and 'class="error"' not in answered.text

@@ -1,0 +1,67 @@
+"""The pages of a project that consist of blocks: those of its pipeline, and the curves of all training runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.project.runs import trains
+from stages.page import Chart, Listing, Page
+
+if TYPE_CHECKING:
+    from pipeline.project.project import Project
+
+POINTS = 400  # points of a curve, about
+
+
+def training_page(project: Project) -> Page | None:
+    """Return the page with the curves of all training runs, or None if no stage of the pipeline trains."""
+    names = [name for name in project.stage_names if trains(project.stage(name).writes)]
+    if not names:
+        return None
+    table = f"all_{names[0]}"
+    last = f"(select greatest(1, max(step) // {POINTS}) from {table})"
+    curve = (
+        f"select run_name as series, step // {last} * {last} as x, {{}} as y from {table} where split = '{{}}' "
+        "group by all having y is not null order by series, x"
+    )
+    smooth = (
+        f"select run_name as series, step // (5 * {last}) * (5 * {last}) as x, avg(loss) as y from {table} "
+        "where split = 'train' and isfinite(loss) group by all order by series, x"
+    )
+    own = [block for page in project.pipeline.pages if page.name == "training" for block in page.blocks]
+    return Page(
+        "training",
+        "Training",
+        (
+            Listing(
+                "Runs",
+                "select coalesce(name, run) as run, state, steps, wanted_steps as of, loss, held_out_loss, best_step, "
+                "round(seconds / 60, 1) as minutes, differs as settings_that_differ from runs",
+            ),
+            Chart("Loss, mean of neighbouring steps", smooth, "step", "loss"),
+            Chart("Loss of held-out samples", curve.format("avg(loss)", "validation"), "step", "loss"),
+            *own,
+            Chart("Learning rate", curve.format("max(lr)", "train"), "step", "learning rate"),
+            Chart("Norm of the gradient", curve.format("avg(grad_norm)", "train"), "step", "norm", log=True),
+            Chart("Time of a step", curve.format("avg(seconds)", "train"), "step", "seconds"),
+            Chart("Peak memory of MLX", curve.format("max(peak_bytes) / 1e9", "train"), "step", "GB"),
+        ),
+    )
+
+
+def pages_of(project: Project) -> dict[str, Page]:
+    """Return the pages of `project` that consist of blocks, as a dict from page name to page. The dict has the order of
+    the menu. If the pipeline trains, the page "training" shows the curves of all training runs.
+
+    If the pipeline declares a page "training" too, the page with the curves takes its place in the menu. Otherwise the
+    page with the curves comes last.
+    """
+    found = {page.name: page for page in project.pipeline.pages}
+    training = training_page(project)
+    if training:
+        found = {name: page for name, page in found.items() if name != "training"} | {"training": training}
+        order = (
+            [page.name for page in project.pipeline.pages] if "training" in {p.name for p in project.pipeline.pages} else [*found]
+        )
+        found = {name: found[name] for name in order}
+    return found

@@ -1,0 +1,88 @@
+"""The texts of a page that the user may edit: which of them a page shows, and what edits have made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.page.catalog import PER_PAGE, Catalog, Row, page_number
+from stages.page import Editor
+from stages.pipelines import load
+
+# The texts of an editor with the edits that the table does not have yet.
+SHOWN = """
+with edits as (select unnest($keys::varchar[]) as key, unnest($texts::varchar[]) as text),
+shown as (
+    select stored.* replace (coalesce(edits.text, stored.text) as text, edits.text is not null as edited),
+        stored.edited and edits.text is null as taken_back
+    from ({sql}) as stored left join edits using (key)
+)
+"""
+REPEATED = """
+select phrase, count(*) as texts from (select distinct key, trim(unnest(string_split(text, ','))) as phrase from shown)
+where phrase <> '' group by phrase having count(*) > 1 order by texts desc, phrase limit 12
+"""
+
+
+class Texts:
+    """The texts of the block `block` on a page, with the user's edits. `catalog` holds the tables of the project, and
+    `folder` is the project's folder.
+    """
+
+    def __init__(self, catalog: Catalog, block: Editor, folder: Path) -> None:
+        self.catalog, self.block, self.folder = catalog, block, folder
+        edits: dict[str, str] = load(block.read)(folder)
+        self.values: Row = {"keys": list(edits), "texts": list(edits.values())}
+
+    def rows(self, sql: str, **values: Any) -> list[Row]:
+        """Run the query `sql` and return its rows as dicts. The query may read the table `shown`: the columns of the
+        block, where `text` is the edited text and `edited` says whether there is one. `taken_back` is true
+        if the table still has the text of an edit that the user took back. Further keyword arguments are the
+        parameters of the query.
+        """
+        return self.catalog.rows(SHOWN.format(sql=self.block.sql) + sql, **self.values, **values)
+
+    def of_keys(self, keys: list[str]) -> dict[str, str]:
+        """Return the texts with these keys as a dict from key to text. Unknown keys are left out."""
+        found = self.rows("select key, text from shown where list_contains($wanted::varchar[], key)", wanted=keys)
+        return {row["key"]: row["text"] for row in found}
+
+    def replaced(self, find: str, by: str) -> dict[str, dict[str, Any]]:
+        """Return the edits that replace the text `find` by the text `by` in all texts. The result is a dict from key to
+        "before", "text", and "edited": whether the text had an edit before. Large and small letters differ.
+        """
+        found = self.rows("select key, text as before, edited from shown where contains(text, $find) order by key", find=find)
+        return {row.pop("key"): row | {"text": row["before"].replace(find, by)} for row in found}
+
+
+def editor_data(catalog: Catalog, block: Editor, chosen: Mapping[str, str], folder: Path) -> Row:
+    """Return the data of one page of a text editor as a dict. `block` is the editor. `chosen` holds the user's "page"
+    and "find"; only texts that contain "find" are shown, in any case of letters. `folder` is the project's folder, where
+    the edits lie. The result has the rows of the page in "texts".
+
+    "count" is the number of texts found, "edits" the number of edited texts. "page" (from 0) and "pages" number the
+    pages. "find" is the user's. "phrases" lists pairs of a phrase and the number of texts that have it, for the most
+    frequent phrases; phrases are the parts of a text between commas. "note" tells the user what an edit does.
+    """
+    texts, find = Texts(catalog, block, folder), chosen.get("find", "")
+    (counted,) = texts.rows(
+        "select count(*) filter (contains(lower(text), lower($find))) as texts, count(*) filter (edited) as edits from shown",
+        find=find,
+    )
+    page, pages = page_number(chosen, counted["texts"])
+    found = texts.rows(
+        "select * from shown where contains(lower(text), lower($find)) order by name, length(key), key "
+        f"limit {PER_PAGE} offset {page * PER_PAGE}",
+        find=find,
+    )
+    return {
+        "texts": found,
+        "find": find,
+        "count": counted["texts"],
+        "edits": counted["edits"],
+        "page": page,
+        "pages": pages,
+        "phrases": [(row["phrase"], row["texts"]) for row in texts.rows(REPEATED)],
+        "note": block.note,
+    }
