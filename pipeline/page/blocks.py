@@ -118,7 +118,7 @@ def cards_data(catalog: Catalog, block: Cards, chosen: Mapping[str, str]) -> Row
     order = chosen.get("order", "") if chosen.get("order") in block.orders else next(iter(block.orders), "")
     find = chosen.get("find", "") if block.searched else ""
     source = f"select * from ({block.sql}) where contains(lower({block.searched}), lower($find))" if find else block.sql
-    values = {"find": find} if find else {}
+    values: Row = {"find": find} if find else {}
     sums = ", ".join(f"count(*) filter ({condition}) as n{number}" for number, condition in enumerate(counts.values()))
     numbers = list(catalog.rows(f"select {sums} from ({source})", **values)[0].values())
     page, pages = page_number(chosen, numbers[list(counts).index(name)])
