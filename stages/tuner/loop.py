@@ -183,13 +183,14 @@ class TrainingRun:
             rows += self.measure(shared)
             began = time.perf_counter()
             self.control.after_step()
-            if self.ranks.agreed(self.saves_after(step)):
+            saves, pauses, ends = self.ranks.first((self.saves_after(step), self.control.pausing, self.control.ending))
+            if saves:
                 self.save(step)
             yield from record_batches(self.task.schema, rows)
             self.ctx.note(self.summary.after(rows, self.validation))
             self.ctx.progress(step, self.validation.last_step, "step")
             self.control.wait_while_paused()
-            if self.ranks.agreed(self.control.ending) or step >= self.validation.last_step:
+            if (self.ranks.agreed(self.control.ending) if pauses else ends) or step >= self.validation.last_step:
                 return
 
     def compute(self, batches: Sequence[MicroBatch], lr: float, ratio: bool) -> StepResult:

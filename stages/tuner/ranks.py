@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 RANK, SIZE = "MLX_RANK", "MLX_WORLD_SIZE"  # set by mlx.launch
 HOSTS, DEVICES = "MLX_HOSTFILE", "MLX_IBV_DEVICES"  # files that list the ranks, for the backends ring and jaccl
+LENGTH, SHORT = 8, 4096  # bytes of a message's length, and of a message that one exchange carries
 
 
 def launched_rank() -> int | None:
@@ -48,8 +49,10 @@ class Ranks:
         """True for the one process that decides, writes and talks."""
         return self.rank == 0
 
-    def sum(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        """Return the sum of each array over all ranks, by name. All ranks get the same bits."""
+    def sum(self, arrays: dict[str, Any], share: float = 1.0) -> dict[str, Any]:
+        """Return the sum of each array over all ranks, by name, as float32. Each rank's array is multiplied by `share`
+        first; 1 / `size` gives the mean. All ranks get the same bits. The dict `arrays` is consumed.
+        """
         import mlx.core as mx
 
         from stages.tuner.blockwise.device import dispatch
@@ -58,7 +61,8 @@ class Ranks:
             return arrays
         summed = {}
         for name in sorted(arrays):  # the same order in every process
-            summed[name] = mx.distributed.all_sum(arrays.pop(name), group=self.group)
+            value = arrays.pop(name).astype(mx.float32)
+            summed[name] = mx.distributed.all_sum(value if share == 1 else share * value, group=self.group)
             dispatch(summed[name])
         return summed
 
@@ -120,13 +124,16 @@ class Ranks:
         import mlx.core as mx
         import numpy as np
 
-        sizes = np.zeros(places, np.int64)
-        sizes[place] = len(content)
-        summed: Any = mx.distributed.all_sum(mx.array(sizes), group=self.group).tolist()
-        values = np.zeros((places, max(summed)), np.uint8)
-        values[place, : len(content)] = np.frombuffer(content, np.uint8)
-        found = np.array(mx.distributed.all_sum(mx.array(values), group=self.group))
-        return [found[n, :size].tobytes() for n, size in enumerate(summed)]
+        heads = np.zeros((places, LENGTH + SHORT), np.uint8)
+        heads[place, :LENGTH] = np.frombuffer(np.int64(len(content)).tobytes(), np.uint8)
+        heads[place, LENGTH : LENGTH + len(content[:SHORT])] = np.frombuffer(content[:SHORT], np.uint8)
+        found = np.array(mx.distributed.all_sum(mx.array(heads), group=self.group))
+        sizes: list[int] = found[:, :LENGTH].copy().view(np.int64)[:, 0].tolist()
+        if max(sizes) > SHORT:
+            rest = np.zeros((places, max(sizes) - SHORT), np.uint8)
+            rest[place, : max(len(content) - SHORT, 0)] = np.frombuffer(content[SHORT:], np.uint8)
+            found = np.concatenate([found, np.array(mx.distributed.all_sum(mx.array(rest), group=self.group))], axis=1)
+        return [found[n, LENGTH : LENGTH + size].tobytes() for n, size in enumerate(sizes)]
 
     def part(self, count: int) -> slice:
         """Return this rank's part of a list with `count` items, as a slice. The list is divided into `size` equal

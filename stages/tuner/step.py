@@ -154,7 +154,7 @@ class TrainingStep:
                 before = dict(self.masters.arrays) if ratio else None  # the update consumes the arrays
                 finite = self.ranks.everywhere(mx.all(mx.isfinite(losses)))
                 self.masters, self.state, norm, done = self.optimizer(
-                    self.masters, found.grads, self.state, lr, finite, self.ranks.sum
+                    self.masters, found.grads, self.state, lr, finite, self._over_ranks
                 )
                 length = None if before is None else update_ratio(before, self.masters.arrays)
                 bounded = is_finite(self.masters.arrays, self.state)
@@ -179,11 +179,10 @@ class TrainingStep:
         all arrays are computed on return.
 
         The batches are divided into micro-batches (samples computed at once). Their size changes the gradient only by
-        rounding. With several ranks (processes), the result is this rank's part: the gradient is the sum over all ranks.
+        rounding. With several ranks (processes) and a loss that can be divided, `batches` is this rank's share of the step,
+        and the gradient of the step is the mean over all ranks. For other losses, it is the sum over all ranks.
         """
         count = sum(len(batch.samples) for batch in batches)
-        if self.objective.separable:
-            count *= self.ranks.size  # `batches` are this rank's share of the step
         adapter = cast_adapter(self.masters, self.model.dtype, self.config)
         found = StepGradient()
         for batch in self.split(batches):
@@ -198,6 +197,10 @@ class TrainingStep:
                         mx.eval(losses_B, found.grads)
                 del grads, term  # frees memory before the next term is built
         return found
+
+    def _over_ranks(self, gradients: Arrays) -> Arrays:
+        """Return the gradients of the whole step, by name. `gradients` are those of this rank's part, and are consumed."""
+        return self.ranks.sum(gradients, 1 / self.ranks.size if self.objective.separable else 1.0)
 
     def _loss_and_grads(self, batch: MicroBatch, term: Term, adapter: Arrays) -> tuple[mx.array | Values, Arrays]:
         """Return (losses, gradients) of one term of the loss for a micro-batch (samples computed at once). The

@@ -66,7 +66,8 @@ class StepGradient:
         """
         if share < 1 or self.grads:
             for name in grads:
-                grads[name] = share * grads[name].astype(mx.float32) + self.grads.pop(name, 0.0)
+                part = share * grads[name].astype(mx.float32)
+                grads[name] = part + self.grads.pop(name) if name in self.grads else part
             dispatch(grads)  # else the gradient of every micro-batch would wait for the last one
         self.grads = grads
 

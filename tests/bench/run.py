@@ -44,8 +44,7 @@ def take_step(training: TrainingStep, batch: MicroBatch, meter: Meter | None = N
     """
     result = training.step([batch], training.config.lr, meter=meter)
     training.ranks.each(result.losses)
-    training.ranks.agreed(False)
-    training.ranks.agreed(False)
+    training.ranks.first((False, False, False))
     if not result.finite:
         raise ValueError("the gradient is not finite")
 
