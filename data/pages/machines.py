@@ -162,8 +162,8 @@ def ranks() -> str:
         how = "the whole graph" if plan == "whole" else "by blocks"
         lines.append(f"| {pixels} px, {how} | {one['s']:.4f} | {two['s']:.4f} | {one['s'] / two['s']:.3f} |")
     head = f"""\
-Measured on {two["date"]} at commit {two["commit"]} ({two["chip"]}, MLX {two["version"]}; `python -m tests.bench.measure --ranks`):
-klein 4B, rank 32, one image a rank, medians of {two["steps"]} steps.
+Measured on {two["date"]} at commit {two["commit"]} ({two["chip"]}, MLX {two["version"]}): klein 4B, rank 32, one image a rank,
+medians of {two["steps"]} steps; `python -m tests.bench.measure --ranks`.
 
 | | 1 rank, s a step | 2 ranks, s a step | efficiency |
 |---|---|---|---|
