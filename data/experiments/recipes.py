@@ -86,19 +86,30 @@ class Bench:
         the mean loss of the last fifth of the samples, and seconds.
         """
         began = time.monotonic()
-        drawing = {key: value for key, value in settings.items() if key.startswith("samples.")} | {"samples.first_prompts": 0}
-        folder = Path(tempfile.mkdtemp(dir=self.folder))
-        tables = self.tables.branch(folder)
-        losses = tables.run(Project(EXAMPLE, settings), "train")["loss"].to_numpy()
+        tables = self.train(settings)
+        losses = tables.rows["train"]["loss"].to_numpy()
         trained = time.monotonic()
+        found = self.score(tables, settings)
+        shutil.rmtree(tables.folder)
+        seconds = {"train_seconds": round(trained - began, 1), "seconds": round(time.monotonic() - began, 1)}
+        return found | {"loss": round(float(losses[-len(losses) // 5 :].mean()), 4), "samples": len(losses)} | seconds
+
+    def train(self, settings: Settings) -> MemoryTables:
+        """Train with `settings`, and return the tables with the table `train`. Their folder holds the checkpoints."""
+        tables = self.tables.branch(Path(tempfile.mkdtemp(dir=self.folder)))
+        tables.run(Project(EXAMPLE, settings), "train")
+        return tables
+
+    def score(self, tables: MemoryTables, settings: Settings) -> dict[str, Any]:
+        """Draw all prompts with a trained adapter of `tables`, score the pictures, and return the measurements (see `measure`).
+        [samples] `checkpoints` in `settings` chooses the adapter, by default the last.
+        """
+        drawing = {key: value for key, value in settings.items() if key.startswith("samples.")} | {"samples.first_prompts": 0}
         drawn = tables.run(Project(EXAMPLE, settings | drawing | {"samples.base": False}), "samples")
-        base = self._base(drawing)
+        base = self._base({key: value for key, value in drawing.items() if key != "samples.checkpoints"})
         shutil.copytree(base.files["samples"], tables.files["samples"], dirs_exist_ok=True)
         tables.rows["samples"] = pa.concat_tables([base.rows["samples"], drawn])
-        rows = tables.run(Project(EXAMPLE, settings | drawing), "scores").to_pylist()
-        shutil.rmtree(folder)
-        seconds = {"train_seconds": round(trained - began, 1), "seconds": round(time.monotonic() - began, 1)}
-        return measure(rows) | {"loss": round(float(losses[-len(losses) // 5 :].mean()), 4), "samples": len(losses)} | seconds
+        return measure(tables.run(Project(EXAMPLE, settings | drawing), "scores").to_pylist())
 
     def _base(self, drawing: Settings) -> MemoryTables:
         """Return tables with the base's pictures of all prompts, drawn with the settings `drawing` of [samples]."""

@@ -120,7 +120,9 @@ class _Header:
         return self.take(self.number("Q")).decode()
 
     def skip(self, kind: int, depth: int = 0) -> None:
-        """Read over the value of a setting. `kind` is its type in the file. `depth` is the number of lists around it."""
+        """Read over the value of a setting. `kind` is its type in the file. `depth` is the
+        number of lists that contain the value.
+        """
         if kind == STRING:
             self.take(self.number("Q"))
         elif kind == LIST and depth < 2:
@@ -147,7 +149,9 @@ class _Header:
         return found
 
     def tensor(self) -> tuple[str, int, tuple[int, ...], int]:
-        """Return (name, kind, shape, first byte after the start of the data) of the next tensor."""
+        """Return (name, kind, shape, offset) of the next tensor. `kind` is the file's number for its way of packing. `offset`
+        is the place of its first byte, counted in bytes from the start of the data.
+        """
         name, dimensions = self.text(), self.number("I")
         if not 1 <= dimensions <= DIMENSIONS:
             raise IndexError
@@ -205,7 +209,9 @@ def _q4_1(raw: mx.array) -> mx.array:
 
 
 def _scales_of_8(raw: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the scales and the offsets of the 8 groups of a block of 256, (blocks, 8, 1), from 12 bytes of 6-bit numbers."""
+    """Return (scales, offsets) of the groups of each block. A block has 8 groups of 32 values. Both arrays have the shape
+    (blocks, 8, 1). `raw` holds the bytes of the blocks, one row per block.
+    """
     first, second, third = raw[:, 4:8], raw[:, 8:12], raw[:, 12:16]
     scales = mx.concatenate([first & 63, (third & 15) | ((first >> 6) << 4)], axis=-1).astype(mx.float32)
     offsets = mx.concatenate([second & 63, (third >> 4) | ((second >> 6) << 4)], axis=-1).astype(mx.float32)

@@ -25,7 +25,7 @@ def largest_image(outlook: Outlook) -> tuple[int, int]:
 
 
 def latent_bytes(outlook: Outlook, channels: int) -> int:
-    """Return the mean size of the latents of all crops on disk, in bytes. `outlook` gives the sizes of the crops and
+    """Return the mean size on disk of the latent of a crop, in bytes. `outlook` gives the sizes of the crops and
     the model family. `channels` is the number of channels of a latent.
     """
     side: int = outlook.family.architecture.pixels_per_token

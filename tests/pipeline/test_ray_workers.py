@@ -42,6 +42,7 @@ def cluster() -> Iterator[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(MARK, str(os.getpid()))  # its workers inherit the variable
+        patch.setenv("RAY_worker_niceness", "0")  # else workers starve beside other programs
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": WORKERS, "include_dashboard": False})
         patch.setenv("RAY_ADDRESS", made.address)
         patch.setenv("OMP_NUM_THREADS", "1")

@@ -83,12 +83,12 @@ def _sidecars(folder: Path, config: CaptionsConfig, project: Path) -> Lookup:
 
 
 def caption_places(path: str, folder: str) -> list[str]:
-    """Return the paths at which the caption file of an image may lie, the preferred path first. Each path ends with the
-    image's own name, such as "cat.png". The caller makes the names "cat.png.txt" and "cat.txt" from it. `path` is the
+    """Return where caption files of an image may lie, the preferred place first. A place is a path without the ending of the
+    caption file: beside "cat.png" it is "cat.png", and the caller looks for "cat.png.txt" and "cat.txt". `path` is the
     image's path relative to the image folder. `folder` is the name of the image folder.
 
-    "a/images/cat.png" gives the place beside the image, "a/images/cat.png", then "a/images/captions/cat.png",
-    "a/captions/cat.png", "a/captions/images/cat.png" and "captions/a/images/cat.png".
+    The places of "a/images/cat.png" are "a/images/cat.png", "a/images/captions/cat.png", "a/captions/cat.png",
+    "a/captions/images/cat.png" and "captions/a/images/cat.png".
     """
     image = PurePosixPath(path)
     places = [path]

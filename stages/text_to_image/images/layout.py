@@ -39,9 +39,10 @@ def rules(paths: Iterable[str], folders: Sequence[Root], read_names: bool) -> di
 
 
 def _rule(parent: PurePosixPath, folders: Sequence[Root], read_names: bool) -> Row:
-    """Return the columns `RULES` of the table `images` for all images in one folder, as a dict. `parent` is this
-    folder's path relative to the image folder. `folders` are the folders that were searched. If `read_names` is True,
-    names of folders such as "10_cat" set columns. Settings of an entry [[images.folder]] replace values from names.
+    """Return what one folder says about its images: a dict column -> value, with the columns `RULES` of the table `images`,
+    such as repeats and trigger. It holds for every image of the folder. `parent` is this folder's path relative to the image
+    folder. `folders` are the folders that were searched. If `read_names` is True, names of folders such as "10_cat" set
+    columns. Settings of an entry [[images.folder]] replace values from names.
     """
     root = next(each for each in folders if parent.is_relative_to(each.path))
     found = dict(NOTHING)

@@ -132,10 +132,10 @@ def open_alpha(file: Path | BinaryIO, max_pixels: int = CEILING) -> Image.Image 
 @contextmanager
 def _decoded(file: Path | BinaryIO, max_pixels: int, at_least: int | None = None) -> Iterator[tuple[Image.Image, str, int]]:
     """Decode the first frame of an image file, as a context manager. Its value is (image, mode, frames). `mode` is the
-    mode before decoding, and `frames` is the number of frames. `at_least` is the shortest side at which a JPEG file may be
-    decoded instead, or None. Raises ImageError if the file cannot be opened or
-    decoded, or has more than `max_pixels` pixels. Every exception that is raised inside the `with` block becomes an
-    ImageError too.
+    mode before decoding, and `frames` is the number of frames. With `at_least`, a JPEG file is decoded at a reduced size,
+    which is faster. Both sides of the result then have at least `at_least` pixels. Raises ImageError if the file cannot be
+    opened or decoded, or has more than `max_pixels` pixels. Every exception that is raised inside the `with` block becomes
+    an ImageError too.
     """
     with _opened(file) as opened:
         try:

@@ -180,11 +180,10 @@ def _crop(row: Row, rate: float, texts: Texts, masked: bool) -> Crop:
 
 @dataclass(frozen=True)
 class Texts:
-    """The captions that a run may use, as caption_ids. `captions` maps each image_id to the captions of the image, in
-    order. `classes` maps each image_id to the class captions, one per caption; "" means none. `empty` replaces a
-    dropped caption. `empty_class` is the class caption of `empty`. Both may be "".
-
-    A class caption has the class word in place of the trigger word. If captions are never dropped, `empty` is "".
+    """The captions that a run may use, as caption_ids. A class caption is a caption with the class word in place of the
+    trigger word. `captions` maps each image_id to the captions of the image, in order. `classes` maps each image_id to the
+    class captions, one for each caption, "" if it has none. `empty` is used instead of a dropped caption, and
+    `empty_class` instead of its class caption. Both are "" if captions are never dropped.
     """
 
     captions: dict[str, tuple[str, ...]]  # by image_id, in their order
