@@ -236,8 +236,10 @@ def test_fewer_bits_give_nearly_the_embeddings_of_all_and_only_they_rename_the_t
     assert significant_settings(replace(FLOAT32, bits=4)) == {"precision": "float32", "bits": 4}
 
 
-@pytest.mark.parametrize(("bits", "by_layer"), [(16, False), (4, False), (16, True)])
-def test_the_estimate_of_the_text_encoder_is_near_its_measured_peak(bits: Any, by_layer: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("bits", "by_layer", "most"), [(16, False, 1.35), (4, False, 1.35), (16, True, 1.6)])
+def test_the_estimate_of_the_text_encoder_is_near_its_measured_peak(
+    bits: Any, by_layer: bool, most: float, tmp_path: Path
+) -> None:
     wide = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 1024, "head_dim": 64}
     larger = replace(TINY, text_encoder=TINY.text_encoder | wide, text_layers=(2, 3, 5))
     larger.architecture.write_random_weights(tmp_path / "weights", larger, 0)
@@ -250,4 +252,5 @@ def test_the_estimate_of_the_text_encoder_is_near_its_measured_peak(bits: Any, b
     encoder = memory_plan.load_encoder(larger, *paths, config, by_layer)
     list(encoder.encode(["a cat", "a dog"]))
     measured = mx.get_peak_memory() - before
-    assert 0.75 < expected / measured < 1.35, (expected, measured)
+    # Layer by layer, the estimate counts the layer that is read ahead. On a busy machine it may come late, which lowers the peak.
+    assert 0.75 < expected / measured < most, (expected, measured)
