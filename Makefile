@@ -11,7 +11,7 @@ SEEDS ?=
 QUERY ?= parse a date from text
 LATENTMILL = .venv/bin/python -m pipeline
 # A misspelt variable, such as PROJET=x, would otherwise run the example.
-VARIABLES = PROJECT PYTHON EVERY WORK WORKERS FAST QUERY SET SQL WHAT NAME RUN RUNS IMAGES FAMILY TRIGGER LATENTMILL SEEDS
+VARIABLES = PROJECT PYTHON EVERY WORK WORKERS FAST QUERY SET SQL WHAT NAME RUN RUNS IMAGES FAMILY TRIGGER LATENTMILL SEEDS REPAIR
 UNKNOWN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(filter-out $(VARIABLES) -%,$(name))))
 $(if $(strip $(UNKNOWN)),$(error make has no variable $(firstword $(UNKNOWN)); there are $(VARIABLES)))
 # Passed in the environment under other names, so that spaces, quotes and dollars reach the command as they were typed.

@@ -70,6 +70,9 @@ class Editor:
     The function `write(project_folder, edits)` stores edits in the project. `edits` maps a key to its new text, or to
     None to undo an edit. It raises ValueError if a text cannot be used. The function `read(project_folder)` returns a
     dict of all edits, from key to text.
+
+    `write_files` and `undo_files` name functions that write all edits into files of the user, and take that back. They take
+    the `StageContext` of the stage `stage` and return a sentence for the user. If they are empty, the page offers neither.
     """
 
     title: str
@@ -77,6 +80,9 @@ class Editor:
     write: str
     read: str
     note: str = ""
+    stage: str = ""
+    write_files: str = ""
+    undo_files: str = ""
 
 
 Block = Chart | Listing | Cards | Sheet | Editor

@@ -22,14 +22,19 @@ STAGE = "captions"
     "--edit", type=click.Path(path_type=Path, dir_okay=False), help="Write all captions into this CSV file, to edit them."
 )
 @click.option("--apply", type=click.Path(path_type=Path, dir_okay=False), help="Read the edited CSV file back into the project.")
+@click.option("--sidecars", is_flag=True, help="Write the edited captions into the caption files beside the images.")
+@click.option("--undo-sidecars", is_flag=True, help="Give the caption files of the last --sidecars their old content.")
 @with_project
-def command(edit: Path | None, apply: Path | None, project: Project) -> None:
+def command(edit: Path | None, apply: Path | None, sidecars: bool, undo_sidecars: bool, project: Project) -> None:
     """Run the stage captions: find the captions of the images. With --edit, all captions are also written into a CSV
     file with the columns path, image_id, position and text. Change the column text in a spreadsheet or an editor, then
-    read the file back with --apply. Edited captions are stored in the project; the image folder is never written.
+    read the file back with --apply. Edited captions are stored in the project; the image folder is written by --sidecars
+    alone.
     """
-    if edit and apply:
-        raise ValueError("--edit writes a file and --apply reads one: give one of the two")
+    if sum(map(bool, (edit, apply, sidecars, undo_sidecars))) > 1:
+        raise ValueError("give one of --edit, --apply, --sidecars and --undo-sidecars")
+    if sidecars or undo_sidecars:
+        click.echo(write_files(project, undo_sidecars))
     if apply:
         count = read_captions(project, apply)
         click.echo(f"{count} captions changed")
@@ -47,6 +52,17 @@ def run(project: Project) -> None:
         outcome = runner.run(project.allow_downloads(), STAGE, terminal)
     click.echo(summary(outcome))
     project.refresh()
+
+
+def write_files(project: Project, undo: bool) -> str:
+    """Write the edited captions of `project` into the caption files beside the images. If `undo` is True, give the files of
+    the last time their old content instead. Return a sentence that says what was done. Raises ValueError if there is nothing
+    to do. The table `captions` is not brought up to date.
+    """
+    from stages.text_to_image.captions.sidecars import undo_sidecars, write_sidecars
+
+    ctx = project.context(project.stage(STAGE))
+    return undo_sidecars(ctx) if undo else write_sidecars(ctx)
 
 
 def caption_rows(project: Project) -> list[dict[str, Any]]:

@@ -223,7 +223,23 @@ def _replaced(site: Site, page: str, body: bytes) -> Response:
     return JSONResponse({"edits": edits})
 
 
-CHANGES = {"edit": _edited, "replace": _replaced}  # what a POST may do, by the first part of its path
+def _written(site: Site, page: str, body: bytes) -> Response:
+    """Write the edits of a page into the user's files, or take that back. Return the response to the browser. `page` is the
+    name of the page. `body` is a JSON object with the entry "undo", true or false. The response has the entry "said", a
+    sentence for the user. Status 400 means that nothing could be written.
+    """
+    import json
+
+    try:
+        asked = json.loads(body)
+        if not isinstance(asked, dict) or not isinstance(asked.get("undo"), bool):
+            raise ValueError('what to write must be {"undo": true or false}')
+        return JSONResponse({"said": site.write_files(page, asked["undo"])})
+    except (ValueError, OSError) as error:
+        return PlainTextResponse(" ".join(str(error).split())[:300], 400)
+
+
+CHANGES = {"edit": _edited, "replace": _replaced, "files": _written}  # what a POST may do, by the first part of its path
 
 
 def picture_address(name: str, size: int | str = 384) -> str:

@@ -210,6 +210,22 @@ class Site:
             load(texts.block.write)(self.path, {key: change["text"] for key, change in edits.items()})
         return edits
 
+    def write_files(self, page: str, undo: bool) -> str:
+        """Write all edits of the page `page` into the user's files, or take the last time back if `undo` is True. Then bring
+        the table of the texts up to date. Return a sentence that says what was done. Raises ValueError if the page has no such
+        files, if there is nothing to do, or if a process writes the table.
+        """
+        from pipeline import runner
+        from pipeline.terminal import Quiet
+
+        block = self.texts(page).block
+        if not block.write_files:
+            raise ValueError(f"the edits of the page {page!r} have no files")
+        stage = self.project.stage(block.stage)
+        said: str = load(block.undo_files if undo else block.write_files)(self.project.context(stage))
+        runner.run(self.project, block.stage, Quiet(block.stage))
+        return said
+
 
 def _plain(text: Any) -> Any:
     """Return a text as a browser's text field and the file of edits keep it. Any other value is returned unchanged."""

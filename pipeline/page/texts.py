@@ -63,7 +63,8 @@ def editor_data(catalog: Catalog, block: Editor, chosen: Mapping[str, str], fold
 
     "count" is the number of texts found, "edits" the number of edited texts. "page" (from 0) and "pages" number the
     pages. "find" is the user's. "phrases" lists pairs of a phrase and the number of texts that have it, for the most
-    frequent phrases; phrases are the parts of a text between commas. "note" tells the user what an edit does.
+    frequent phrases; phrases are the parts of a text between commas. "note" tells the user what an edit does. "files" is
+    True if the edits can be written into files of the user.
     """
     texts, find = Texts(catalog, block, folder), chosen.get("find", "")
     (counted,) = texts.rows(
@@ -85,4 +86,5 @@ def editor_data(catalog: Catalog, block: Editor, chosen: Mapping[str, str], fold
         "pages": pages,
         "phrases": [(row["phrase"], row["texts"]) for row in texts.rows(REPEATED)],
         "note": block.note,
+        "files": bool(block.write_files),
     }

@@ -94,6 +94,13 @@ def test_a_misspelt_variable_is_refused_and_nothing_runs(wrong):
     assert f"make has no variable {wrong.partition('=')[0]}; there are PROJECT" in done.stderr
 
 
+def test_make_knows_every_variable_that_its_file_reads():
+    text = (projects.ROOT / "Makefile").read_text()
+    known = re.findall(r"^VARIABLES = (.*)$", text, re.MULTILINE)[0].split()
+    read = set(re.findall(r"\$\((?:value )?([A-Z]+)\)", text)) | set(re.findall(r"\$\(if \$\(([A-Z]+)\)", text))
+    assert read - {"VARIABLES", "UNKNOWN", "RUN", "PIPELINE", "TRAINS", "PYTEST", "MAKEFILE"} <= set(known)
+
+
 def test_make_runs_no_command_inside_a_query(tmp_path):
     text = f"$(shell touch {tmp_path}/done)"
     assert through_make("query", "LATENTMILL_SQL", "SQL", text) == text

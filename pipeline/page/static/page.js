@@ -55,6 +55,7 @@ async function show(update) {
   } else {
     blocks.forEach((block, n) => replace(old[n], block));
   }
+  performance.mark("shown");
   document.body.dataset.shown = String(Number(document.body.dataset.shown || 0) + 1);
 }
 
@@ -124,6 +125,17 @@ async function replaceAll(form) {
   } catch (error) { said(error.message); }
 }
 
+async function files(undo) {
+  if (unsaved()) { said("save your changes first"); return; }
+  if (!undo && !confirm("Write the edited captions into the caption files beside your images? Their old content is kept in the project.")) return;
+  try {
+    const answer = await send("files", {undo});
+    history_.length = 0;
+    await show(false);
+    said(answer.said);
+  } catch (error) { said(error.message); }
+}
+
 async function undo() {
   if (unsaved()) { said("save your changes first"); return; }
   const last = history_.pop();
@@ -163,7 +175,7 @@ function conflict(box, theirs) {  // both texts stay on the page until the user 
   note.className = "theirs";
   note.append("Changed elsewhere to: ", Object.assign(document.createElement("q"), {textContent: theirs}), " ", mine);
   Object.assign(mine, {type: "button", textContent: "Save mine over it"});
-  mine.addEventListener("click", () => { box.dataset.before = theirs; save(edited()); });
+  mine.addEventListener("click", () => { box.dataset.before = theirs; item.classList.add("edited"); save(edited()); });
   box.closest("div").append(note);
 }
 
@@ -187,6 +199,7 @@ main.addEventListener("click", (event) => {
   if (target.matches("button[data-choose]")) choose(target.dataset.choose, target.value);
   else if (target.matches("[data-save]")) save(edited());
   else if (target.matches("[data-undo]")) undo();
+  else if (target.matches("[data-files]")) files(target.dataset.files === "undo");
   else if (target.matches("[data-replace-all]")) replaceAll(target.closest("form"));
   else if (target.matches("[data-revert]")) revert(target.closest("li").querySelector("textarea"));
   else if (target.matches("[data-replace]")) {

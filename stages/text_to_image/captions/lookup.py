@@ -100,6 +100,20 @@ def caption_places(path: str, folder: str) -> list[str]:
     return [*places, f"../{CAPTIONS}/{path}"] if folder.lower() in PICTURES else places
 
 
+def caption_file(path: str, paths: list[str], folder: Path, config: CaptionsConfig, project: Path) -> str:
+    """Return the path of a new caption file for the image at `path`: "a.txt" for "a.png", or "a.png.txt" if another of the
+    images at `paths` would share "a.txt". All paths are relative to `folder`, the image folder. A relative path in
+    `config.folder` starts at `project`. Return "" if `config.sources` has no sidecars.
+    """
+    if "sidecar" not in config.sources:
+        return ""
+    stem = posixpath.splitext(path)[0]
+    shared = sum(posixpath.splitext(other)[0] == stem for other in paths) > 1
+    name = (path if shared else stem) + config.extensions[0]
+    separate = _separate(folder, config.folder, project)
+    return posixpath.normpath(posixpath.join(separate, name)) if separate else name
+
+
 def _separate(folder: Path, setting: str, project: Path) -> str:
     """Return the user's folder of caption files as a path relative to `folder`, the image folder. `setting` is the
     value of `captions.folder`: a path, absolute or relative to `project`. If `setting` is "", the result is "". Raises

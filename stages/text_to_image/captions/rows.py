@@ -32,7 +32,7 @@ def caption_rows(
     `config.missing` is "error", so does an image without a caption.
     """
     subjects = subjects_of(images, config)
-    found, notes = _find_captions(subjects, images["path"].to_pylist(), folder, config, project)
+    found, notes = find_captions(subjects, images["path"].to_pylist(), folder, config, project)
     rows, filled = [], []
     for image_id, captions in found.items():
         subject = subjects[image_id]
@@ -53,7 +53,7 @@ def caption_rows(
     return rows, notes
 
 
-def _find_captions(
+def find_captions(
     subjects: Mapping[str, Subject], every_path: list[str], folder: Path, config: CaptionsConfig, project: Path
 ) -> tuple[dict[str, list[Caption]], list[str]]:
     """Return the captions of every usable image, and a list of notes for the user. The captions are a dict from

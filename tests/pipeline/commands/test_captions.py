@@ -8,7 +8,9 @@ import json
 import pytest
 
 from pipeline.project.project import Project
-from tests.projects import latentmill, make
+from stages.text_to_image.captions.edits import write_edits
+from tests import projects
+from tests.projects import draw, latentmill, make
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +63,74 @@ def test_lint_brings_the_checks_up_to_date_and_prints_the_images_with_warnings(p
     rows = json.loads(printed[printed.index("[") : printed.rindex("]") + 1])
     assert {row["path"]: row["warnings"] for row in rows}.keys() == {"picture0.png", "picture1.png"}
     assert all("small" in row["warnings"] for row in rows)
+
+
+def edit(folder, edits):
+    """Store edits: image path -> new text, None to take it back."""
+    ids = {row["path"]: row["image_id"] for row in Project(folder).current("images").rows().to_pylist()}
+    write_edits(folder, {f"{ids[path]}:0": text for path, text in edits.items()})
+
+
+@pytest.fixture
+def mixed(tmp_path, tiny_weights):
+    """A project with a template, whose captions lie in a sidecar, in a folder of captions, in metadata, and in a file name."""
+    folder = make(tmp_path / "project", tiny_weights, images=3)
+    projects.edit(
+        folder, "[captions]", '[captions]\ntrigger = "ohwx"\ntemplate = "{trigger}, {caption}, film"\nmissing = "filename"'
+    )
+    images = folder / "images"
+    (images / "picture1.txt").rename((images / "captions").mkdir() or images / "captions" / "picture1.txt")
+    (images / "picture2.txt").unlink()
+    (images / "picture2.png").rename(images / "fox.png")
+    draw(images / "fox.webp", 9, (128, 96))
+    (images / "metadata.jsonl").write_text('{"file_name": "fox.png", "text": "a fox"}\n')
+    projects.build(folder, "images", "captions")
+    return folder
+
+
+def test_edited_captions_are_written_into_the_files_that_the_stage_reads_and_undo_brings_every_byte_back(mixed):
+    images = mixed / "images"
+    before = {path: path.read_bytes() for path in images.rglob("*") if path.is_file()}
+    edit(mixed, {"picture0.png": "ohwx, one, film", "picture1.png": "ohwx two, film", "fox.png": "ohwx, three, film"})
+    said = latentmill(mixed, "captions", "--sidecars")
+    assert "3 captions written into 3 files\n" in said
+    assert (images / "picture0.txt").read_text() == "one\n"
+    assert (images / "captions" / "picture1.txt").read_text() == "ohwx two\n"
+    assert (images / "fox.png.txt").read_text() == "three\n"  # fox.txt would be the caption of fox.webp too
+    expected = {
+        "ohwx, one, film": "sidecar",
+        "ohwx two, film": "sidecar",
+        "ohwx, three, film": "sidecar",
+        "ohwx, fox, film": "filename",
+    }
+    assert texts(mixed) == expected
+    assert "there is nothing to write" in latentmill(mixed, "captions", "--sidecars", code=2)
+    (images / "picture0.txt").write_text("by hand\n")
+    said = latentmill(mixed, "captions", "--undo-sidecars")
+    assert "2 files have their old content again" in said and "1 were changed since and stay: picture0.txt" in said
+    after = {path: path.read_bytes() for path in images.rglob("*") if path.is_file()}
+    assert after == before | {images / "picture0.txt": b"by hand\n"}
+    assert texts(mixed)["ohwx, three, film"] == texts(mixed)["ohwx two, film"] == "edit"
+    assert "there is nothing to undo" in latentmill(mixed, "captions", "--undo-sidecars", code=2)
+
+
+def test_a_caption_that_a_file_cannot_give_stays_an_edit_of_the_project(mixed):
+    projects.edit(mixed, "[captions]", '[captions]\nsources = ["metadata", "sidecar"]')
+    edit(
+        mixed,
+        {"picture0.png": "without the words of the template", "fox.png": "ohwx, three, film", "picture1.png": "ohwx, a, film"},
+    )
+    said = latentmill(mixed, "captions", "--sidecars")
+    assert "1 captions written into 1 files; 2 stay edits of the project" in said and "picture0.png, fox.png" in said
+    assert not (mixed / "images" / "fox.png.txt").exists()
+    assert texts(mixed)["without the words of the template"] == texts(mixed)["ohwx, three, film"] == "edit"
+
+
+def test_one_line_of_a_sidecar_with_many_captions_is_written(mixed):
+    projects.edit(mixed, "[captions]", '[captions]\nlines = "many"')
+    (mixed / "images" / "picture0.txt").write_text("first\n\nsecond\n")
+    projects.build(mixed, "captions")
+    ids = {row["path"]: row["image_id"] for row in Project(mixed).current("images").rows().to_pylist()}
+    write_edits(mixed, {f"{ids['picture0.png']}:1": "ohwx, other, film"})
+    latentmill(mixed, "captions", "--sidecars")
+    assert (mixed / "images" / "picture0.txt").read_text() == "first\n\nother\n"

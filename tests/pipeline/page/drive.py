@@ -1,7 +1,7 @@
 """Drives Chromium over the pages of a project, in a process of its own: selenium need not be installed beside the tests.
 
-It is called with the page's address, a folder for screenshots, and the widths. It prints one JSON object: what was seen on each
-page.
+It is called with one JSON object: the page's address, what to do there, a folder for screenshots. It prints one JSON object:
+what was seen.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
-PAGES = ("overview", "images", "captions", "training", "samples", "scores", "sql", "one?key=picture0.png")
+PAGES = ("overview", "images", "captions", "training", "samples", "scores", "sql")
 SECONDS = 600  # until a page counts as hanging, on a busy machine too
 
 
@@ -20,8 +20,8 @@ def browser(chromium, driver):
     """A headless Chromium that logs its console and its requests."""
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
-    for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(word)
+    for word in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "disable-background-networking"):
+        options.add_argument(f"--{word}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     return webdriver.Chrome(options=options, service=Service(driver))
 
@@ -57,6 +57,7 @@ def look(window, address, name, width, folder):
         "width": width,
         "scroll": window.execute_script("return document.documentElement.scrollWidth"),
         "paint_ms": window.execute_script("return performance.getEntriesByName('first-contentful-paint')[0]?.startTime"),
+        "shown_ms": window.execute_script("return performance.getEntriesByName('shown')[0]?.startTime"),
         "console": [entry["message"] for entry in window.get_log("browser")],
         "requests": sorted(
             {m["params"]["request"]["url"].split("?")[0][:120] for m in sent if m["method"] == "Network.requestWillBeSent"}
@@ -66,36 +67,96 @@ def look(window, address, name, width, folder):
     }
 
 
+def write(window, text):
+    """Write a text over the first caption of the open tab and save it."""
+    window.execute_script(
+        "const a = document.querySelector('textarea[data-key]'); a.value = arguments[0];"
+        "a.dispatchEvent(new Event('input', {bubbles: true})); document.querySelector('[data-save]').click()",
+        text,
+    )
+    return wait(window, "document.querySelector('[data-said]').textContent")
+
+
+FIRST = "document.querySelector('textarea[data-key]').value"
+
+
 def edit(window, address):
-    """Edit the first caption on the page, and return what the page says."""
+    """Edit the first caption in two tabs, undo it, and return what the page says and shows."""
+    tabs = [window.current_window_handle]
     window.get(f"{address}/captions")
     wait(window, "document.querySelector('textarea[data-key]') !== null")
+    original = window.execute_script(f"return {FIRST}")
+    window.switch_to.new_window("tab")
+    tabs.append(window.current_window_handle)
+    window.get(f"{address}/captions")
+    wait(window, "document.querySelector('textarea[data-key]') !== null")
+    window.execute_script("document.querySelector('textarea[data-key]').closest('li').classList.add('changed')")  # as if typed in
+    window.switch_to.window(tabs[0])
+    seen = {"said": write(window, "edited <b>here</b>"), "text": window.execute_script(f"return {FIRST}")}
+    window.switch_to.window(tabs[1])
+    seen |= {"second": write(window, "edited there"), "mine": window.execute_script(f"return {FIRST}")}
+    seen["theirs"] = window.execute_script("return document.querySelector('.theirs q').textContent")
+    window.execute_script("document.querySelector('.theirs button').click()")
+    wait(window, "document.querySelector('[data-said]').textContent === '1 saved'")
+    window.execute_script("document.querySelector('[data-undo]').click()")
+    wait(window, "document.querySelector('[data-said]').textContent === 'undone'")
+    seen["undone"] = window.execute_script(f"return {FIRST}")
+    window.close()
+    window.switch_to.window(tabs[0])
+    wait(window, f"{FIRST} === 'edited <b>here</b>'")
+    window.execute_script("document.querySelector('[data-undo]').click()")
+    wait(window, "document.querySelector('[data-said]').textContent === 'undone'")
+    return seen | {"back": window.execute_script(f"return {FIRST}") == original}
+
+
+LAST_X = "Math.max(...document.querySelector('[data-chart]').data.map((curve) => curve.x.at(-1)))"
+
+
+def follow_run(window, address, signal):
+    """Open the page of curves, start the run that waits for the file `signal`, and return the last step before and after."""
+    window.get(f"{address}/training")
+    wait(window, "document.querySelector('[data-chart] svg') !== null")
+    window.execute_script("window.sameDocument = true")
+    before = window.execute_script(f"return {LAST_X}")
+    Path(signal).touch()
+    wait(window, f"{LAST_X} > {before}")
+    return {
+        "before": before,
+        "after": window.execute_script(f"return {LAST_X}"),
+        "same": window.execute_script("return sameDocument"),
+    }
+
+
+def search(window, address, text):
+    """Search among the images, and return the names of those that are shown."""
+    window.get(f"{address}/images")
+    wait(window, "document.querySelector('input[name=find]') !== null")
     window.execute_script(
-        "const a = document.querySelector('textarea[data-key]'); a.value = 'edited <b>here</b>';"
-        "a.dispatchEvent(new Event('input', {bubbles: true})); document.querySelector('[data-save]').click()"
+        "const f = document.querySelector('form[data-find]'); f.elements.find.value = arguments[0]; f.requestSubmit()", text
     )
-    said = wait(window, "document.querySelector('[data-said]').textContent")
-    return {"said": said, "text": window.execute_script("return document.querySelector('textarea[data-key]').value")}
+    wait(window, "Number(document.body.dataset.shown) > 1")
+    return window.execute_script("return [...document.querySelectorAll('.cards strong')].map(e => e.textContent)")
 
 
 def main():
-    address, folder, chromium, driver, widths, changing = sys.argv[1:7]
-    window = browser(chromium, driver)
+    asked = json.loads(sys.argv[1])
+    address, folder = asked["address"], Path(asked["folder"])
+    window = browser(asked["chromium"], asked["driver"])
     try:
         if address.startswith("file:"):
             window.get(address)
             charts = wait(window, "document.querySelectorAll('[data-chart] svg').length")
             print(json.dumps({"charts": charts, "console": [entry["message"] for entry in window.get_log("browser")]}))
             return
-        looks = [look(window, address, name, int(width), Path(folder)) for width in widths.split(",") for name in PAGES]
-        edited = edit(window, address)
-        moved = ""
-        if changing:
-            window.get(f"{address}/images")
-            wait(window, "document.body.dataset.shown")
-            Path(changing).touch()
-            moved = wait(window, "Number(document.body.dataset.shown) > 1 && document.body.textContent.includes('late.png')")
-        print(json.dumps({"looks": looks, "edited": edited, "moved": moved}))
+        pages = (*PAGES, f"one?key={asked['one']}")
+        seen = {"looks": [look(window, address, name, width, folder) for width in asked["widths"] for name in pages]}
+        if asked["edit"]:
+            seen["edited"] = edit(window, address)
+        if asked["signal"]:
+            seen["moved"] = follow_run(window, address, asked["signal"])
+        if asked["search"]:
+            seen["found"] = search(window, address, asked["search"])
+        print(json.dumps(seen))
     finally:
         window.quit()
 

@@ -177,6 +177,21 @@ def test_of_two_tabs_the_second_is_told_and_nothing_is_lost(page):
     assert texts(page)[key] == "first tab" and texts(page)[other] == "another"
 
 
+def test_the_button_writes_edits_into_caption_files_and_its_undo_takes_them_back(page, folder):
+    key, text = next((key, text) for key, text in texts(page).items() if text == "a fox, on snow")
+    files = {path: path.read_bytes() for path in (folder / "images").iterdir()}
+    for undo, headers, status in ((False, {}, 403), (False, TOKEN, 400), (True, TOKEN, 400), (3, TOKEN, 400)):
+        assert page.post("/files/captions", json={"undo": undo}, headers=headers).status_code == status
+    page.post("/edit/captions", json={key: {"before": text, "text": "a wolf"}}, headers=TOKEN)
+    said = page.post("/files/captions", json={"undo": False}, headers=TOKEN)
+    assert said.json() == {"said": "1 captions written into 1 files"}
+    assert (folder / "images" / "more.txt").read_text() == "a wolf\n"
+    assert texts(page)[key] == "a wolf" and ", 0 edited" in page.get("/fragment/captions").text
+    assert page.post("/files/captions", json={"undo": True}, headers=TOKEN).status_code == 200
+    assert files == {path: path.read_bytes() for path in (folder / "images").iterdir()}
+    assert texts(page)[key] == "a wolf" and ", 1 edited" in page.get("/fragment/captions").text
+
+
 @pytest.mark.parametrize(
     "text", ["x" * 1_000_000, "", "   ", "\ud800", 3, ["a"]], ids=["1 MB", "empty", "blank", "surrogate", "number", "list"]
 )

@@ -1,16 +1,20 @@
 """The pages in a real browser: Chromium from the system's packages, driven by selenium. Without them, these tests are skipped.
 
-LATENTMILL_BROWSER names a Python that has selenium (the extra `browser`), if the one that runs the tests has none.
+They see the example after a short run, and a project of 5,000 images and 20,000 steps. LATENTMILL_BROWSER names a Python that
+has selenium (the extra `browser`), if the one that runs the tests has none. LATENTMILL_SHOTS names a folder for screenshots.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,71 +22,137 @@ import pytest
 from pipeline.page.report import write_report
 from pipeline.page.site import Site
 from tests import projects
+from tests.pipeline.page.large import fill
 
 CHROMIUM, DRIVER = (shutil.which(name) or "" for name in ("chromium", "chromedriver"))
 PYTHON = os.environ.get("LATENTMILL_BROWSER", sys.executable)
 FOUND = CHROMIUM and DRIVER and not subprocess.run([PYTHON, "-c", "import selenium"], capture_output=True, check=False).returncode
 pytestmark = pytest.mark.skipif(not FOUND, reason="needs chromium, chromedriver and selenium (the extra `browser`)")
-WIDTHS = (1280, 400)
+STEPS = 12
+LONGER = """
+import sys, time, pathlib
+from tests import projects
+folder = pathlib.Path(sys.argv[1])
+while not (folder / "now").exists():
+    time.sleep(0.1)
+projects.edit(folder, "steps = 12", "steps = 24")
+projects.build(folder, "train")
+"""
 
 
-def drive(address: str, folder: Path, changing: str = "") -> dict:
-    words = [PYTHON, str(Path(__file__).with_name("drive.py")), address, str(folder), CHROMIUM, DRIVER]
-    done = subprocess.run([*words, ",".join(map(str, WIDTHS)), changing], capture_output=True, text=True, timeout=projects.HANG)
+def drive(address: str, folder: Path, **asked: object) -> dict:
+    usual = {"address": address, "folder": str(folder), "chromium": CHROMIUM, "driver": DRIVER, "widths": [1280, 400]}
+    usual |= {"one": "", "edit": False, "signal": "", "search": ""}
+    words = [PYTHON, str(Path(__file__).with_name("drive.py")), json.dumps(usual | asked)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=projects.HANG)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of the page of the project in `folder`, served by a process of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = projects.command(folder, "view", "--no-open", "--port", str(port))
+    try:
+        projects.wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, server)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, tiny_weights) -> Path:
-    folder = projects.make(tmp_path_factory.mktemp("browser") / "project", tiny_weights, images=3)
-    projects.edit(folder, "[train]\n", "[train.validation]\nshare = 0.34\nevery = 2\n\n[train]\n")
-    projects.build(folder, "images", "captions", "buckets", "latents", "embeddings", "train", "samples")
+def folder(tmp_path_factory) -> Path:
+    """The example after a short run with held-out images."""
+    folder = projects.copied(projects.ROOT / "data" / "example", tmp_path_factory.mktemp("browser") / "example")
+    text = (folder / "project.toml").read_text()
+    for old, new in {"steps = 600": f"steps = {STEPS}", "checkpoint_every = 200": "checkpoint_every = 6"}.items():
+        assert old in text
+        text = text.replace(old, new)
+    text = re.sub(r"\n\[scores\].*", "", text, flags=re.DOTALL).replace("first_prompts = 8", "first_prompts = 2\nsteps = 2")
+    more = "\n[train.validation]\nshare = 0.2\nevery = 6\n"
+    (folder / "project.toml").write_text(
+        text.replace('[project]\nfamily = "micro"', '[project]\nfamily = "micro"\ncommit_seconds = 0.0') + more
+    )
+    projects.build(folder, "images", "captions", "checks", "buckets", "latents", "embeddings", "train", "samples")
     return folder
 
 
 @pytest.fixture(scope="module")
-def seen(folder, tmp_path_factory) -> dict:
-    """What the browser saw while the page ran, and a stage ran in another process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shots, signal = Path(os.environ.get("LATENTMILL_SHOTS") or tmp_path_factory.mktemp("shots")), folder / "now"
-    server = projects.command(folder, "view", "--no-open", "--port", str(port))
-    script = (
-        "import sys, time, pathlib; from tests import projects; f = pathlib.Path(sys.argv[1])\n"
-        "while not (f / 'now').exists(): time.sleep(0.1)\n"
-        "projects.add_image(f, 'late.png', seed=9); projects.build(f, 'images')"
-    )
-    stage = subprocess.Popen([sys.executable, "-c", script, str(folder)], cwd=projects.ROOT)
+def shots(tmp_path_factory) -> Path:
+    made = Path(os.environ.get("LATENTMILL_SHOTS") or tmp_path_factory.mktemp("shots"))
+    for name in ("example", "large"):
+        (made / name).mkdir(parents=True, exist_ok=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def seen(folder, shots) -> dict:
+    """What the browser saw of the example's page, while a stage ran in another process."""
+    stage = subprocess.Popen([sys.executable, "-c", LONGER, str(folder)], cwd=projects.ROOT)
     try:
-        projects.wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, server)
-        return drive(f"http://127.0.0.1:{port}", shots, str(signal)) | {"port": port}
+        with served(folder) as address:
+            return drive(address, shots / "example", one="fox.webp", edit=True, signal=str(folder / "now")) | {"address": address}
     finally:
-        for process in (server, stage):
-            process.kill()
-            process.wait()
+        stage.kill()
+        stage.wait()
 
 
-def test_every_page_loads_without_an_error_and_asks_nothing_of_another_machine(seen):
-    for look in seen["looks"]:
+@pytest.fixture(scope="module")
+def large(tmp_path_factory, shots) -> dict:
+    """What the browser saw of the page of a large project."""
+    folder = tmp_path_factory.mktemp("large")
+    fill(folder)
+    with served(folder) as address:
+        return drive(address, shots / "large", one="00007.png", search="NUMBER 4999") | {"address": address}
+
+
+@pytest.fixture(params=["example", "large"])
+def looks(request) -> list[dict]:
+    found = request.getfixturevalue("seen" if request.param == "example" else "large")
+    return [look | {"address": found["address"]} for look in found["looks"]]
+
+
+def test_every_page_loads_without_an_error_and_asks_nothing_of_another_machine(looks):
+    assert len(looks) == 16
+    for look in looks:
         assert look["console"] == [] and look["errors"] == [], look
-        own = (f"http://127.0.0.1:{seen['port']}/", "data:")
-        assert all(address.startswith(own) for address in look["requests"]), look
+        assert all(address.startswith((look["address"] + "/", "data:")) for address in look["requests"]), look
 
 
-def test_every_page_fits_its_width_and_every_picture_has_a_text(seen):
-    for look in seen["looks"]:
+def test_every_page_fits_its_width_and_every_picture_has_a_text(looks):
+    for look in looks:
         assert look["scroll"] <= look["width"] and look["nameless"] == 0, look
 
 
-def test_a_caption_edited_in_the_browser_is_kept_in_the_project(seen, folder):
-    assert seen["edited"] == {"said": "1 saved", "text": "edited <b>here</b>"}
-    assert "edited <b>here</b>" in (folder / "captions.edits.jsonl").read_text()
+def test_the_first_paint_comes_before_the_tables_and_the_library_of_charts(looks):
+    for look in looks:
+        assert look["paint_ms"] is not None and look["shown_ms"] is not None, look
+        has_chart = look["page"] in ("training", "scores")
+        assert has_chart or not any("plotly" in address for address in look["requests"]), look
 
 
-def test_a_stage_in_another_process_moves_the_page_without_a_reload(seen):
-    assert seen["moved"]
+def test_a_caption_edited_in_two_tabs_keeps_both_texts_and_each_undo_goes_one_step_back(seen, folder):
+    edited = seen["edited"]
+    assert (edited["said"], edited["text"]) == ("1 saved", "edited <b>here</b>")
+    assert "changed elsewhere" in edited["second"] and (edited["mine"], edited["theirs"]) == (
+        "edited there",
+        "edited <b>here</b>",
+    )
+    assert edited["undone"] == "edited <b>here</b>" and edited["back"]
+    lines = (folder / "captions.edits.jsonl").read_text().splitlines()
+    assert [json.loads(line)["text"] for line in lines] == ["edited <b>here</b>", "edited there", "edited <b>here</b>", None]
+
+
+def test_a_run_in_another_process_moves_the_charts_without_a_reload(seen):
+    assert seen["moved"]["same"] and seen["moved"]["before"] <= STEPS < seen["moved"]["after"]
+
+
+def test_a_word_finds_one_image_of_five_thousand(large):
+    assert large["found"] == ["04999.png"]
 
 
 def test_the_report_works_from_the_disk(folder, tmp_path):
