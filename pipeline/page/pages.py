@@ -40,11 +40,12 @@ def training_page(project: Project) -> Page | None:
             ),
             Chart("Loss, mean of neighbouring steps", smooth, "step", "loss"),
             Chart("Loss of held-out samples", curve.format("avg(loss)", "validation"), "step", "loss"),
-            *own,
+            *(block for block in own if isinstance(block, Chart)),
             Chart("Learning rate", curve.format("max(lr)", "train"), "step", "learning rate"),
             Chart("Norm of the gradient", curve.format("avg(grad_norm)", "train"), "step", "norm", log=True),
             Chart("Time of a step", curve.format("avg(seconds)", "train"), "step", "seconds"),
             Chart("Peak memory of MLX", curve.format("max(peak_bytes) / 1e9", "train"), "step", "GB"),
+            *(block for block in own if not isinstance(block, Chart)),
         ),
     )
 

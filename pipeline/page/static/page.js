@@ -14,7 +14,7 @@ function draw(box) {
   Plotly.react(box, data.traces, {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: {color: ink, size: 12}, uirevision: "same", height: 340,
     margin: {l: 50, r: 10, t: 10, b: 40}, xaxis: axis(data.x), yaxis: {...axis(data.y), type: data.log ? "log" : "linear"},
-    showlegend: data.traces.length > 1, legend: {orientation: "h", y: -0.25},
+    showlegend: data.traces.length > 1, legend: {orientation: "h", y: 1.02, yanchor: "bottom"},
   }, {displaylogo: false, responsive: true, displayModeBar: false});
 }
 
@@ -55,6 +55,7 @@ async function show(update) {
   } else {
     blocks.forEach((block, n) => replace(old[n], block));
   }
+  undoable();
   performance.mark("shown");
   document.body.dataset.shown = String(Number(document.body.dataset.shown || 0) + 1);
 }
@@ -121,7 +122,6 @@ async function replaceAll(form) {
     if (count) remember(edits);
     await show(false);
     said(`${count} saved`);
-    undoable();
   } catch (error) { said(error.message); }
 }
 
@@ -144,7 +144,6 @@ async function undo() {
     const conflicts = Object.keys(await post(last));
     await show(false);
     said(conflicts.length ? `${conflicts.length} texts were changed elsewhere and stay; the others are undone` : "undone");
-    undoable();
   } catch (error) { history_.push(last); said(error.message); }
 }
 
