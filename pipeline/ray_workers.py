@@ -7,32 +7,38 @@ the unit that it had. Here is only what it cannot know: how many units are under
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import os
 import resource
-import signal
+import shutil
+import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import pyarrow as pa
 import ray
 
-from pipeline.project.config import ProjectConfig
+from pipeline.project.outlook import forecast, outlook
 from pipeline.project.project import Project
+from pipeline.ray_cluster import Host, actor_options, answers, check_hosts, connected, worker_count, worker_needs
+from pipeline.shipping import Mirror, Packer, ShippedFile, lasting_files
 from pipeline.work import Kept, divide, perform
 from stages.pipelines import Weights
 from stages.stage import Artifact, StageContext, WorkUnit
 
 AHEAD = 2  # units under way for each worker: one is computed, one waits
 RETRIES = 10  # deaths of its worker that one unit may meet
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-DEVICES = ("GPU", "metal")  # resources of a cluster that hold one model each; a Mac is given the second by `ray start`
+GOODBYE_SECONDS = 10.0  # in which the workers remove their files at the end
 ERRORS = (ValueError, OSError, MemoryError, RuntimeError)  # of a stage; what was computed before is kept
 Item: TypeAlias = pa.RecordBatch | Artifact
+Method = TypeVar("Method", bound=Callable[..., Any])
+Files = Callable[[WorkUnit], list[ShippedFile]]  # the files that travel with a unit
 
 
 @dataclass
@@ -47,26 +53,51 @@ class Result:
     peak: int = 0
 
 
-class Worker:
-    """An actor that computes work units of one stage, one after another. Weights and input tables stay in memory."""
+def _group(name: str) -> Callable[[Method], Method]:
+    """Mark a method of an actor: Ray calls methods of the group "control" while one of the group "work" runs."""
+    mark: Callable[[Method], Method] = ray.method(concurrency_group=name)
+    return mark
 
-    def __init__(self) -> None:
+
+class Worker:
+    """An actor that computes work units of one stage, one after another. Weights and input tables stay in memory. `lasting` are
+    files that every unit needs, which the worker unpacks into a temporary folder called `name`. It is None if the worker
+    sees the files of the project.
+    """
+
+    def __init__(self, name: str, lasting: list[ShippedFile] | None) -> None:
         import stages  # noqa: F401  a fast BLAS, before MLX
 
-        self.kept, self.stopping = Kept(), False
+        self.kept, self.stopping, self.lasting = Kept(), False, lasting
+        self.mirror = Mirror(Path(tempfile.gettempdir(), name))
 
-    def check(self, paths: list[Path]) -> str:
-        """Return what is wrong with this worker's machine, or "". `paths` must exist on it."""
+    @_group("control")
+    def check(self, paths: list[Path], peak: int | None) -> Host:
+        """Return what this worker says about its machine. `paths` must exist on it. A model needs `peak` bytes, or is None."""
         if version() != importlib.metadata.version("latentmill"):
-            return f"has latentmill {version()}"
+            return Host(f"has latentmill {version()}; install the same version on every host")
         missing = next((path for path in paths if not path.exists()), None)
-        return f"does not see {missing}" if missing else ""
+        if missing:
+            how = 'share the folders by a network file system at the same path, or set project.worker_inputs = "shipped"'
+            return Host(f"does not see {missing}; {how}")
+        host = Host("", socket.gethostname(), free_bytes=shutil.disk_usage(tempfile.gettempdir()).free)
+        if peak is None:
+            return host
+        from stages.tuner.blockwise.device import memory_budget
 
-    def compute(self, unit: WorkUnit) -> Result:
-        """Compute a work unit, and return its rows and artifacts. A unit that the user stops returns the rows so far."""
+        budget = memory_budget()
+        if peak > budget:
+            return Host(f"on {host.name} may take {budget / 1e9:.3g} GB of memory, and a model needs about {peak / 1e9:.3g} GB")
+        return dataclasses.replace(host, device=device())
+
+    @_group("work")
+    def compute(self, unit: WorkUnit, files: list[ShippedFile]) -> Result:
+        """Compute a work unit, and return its rows and artifacts. `files` travel with it. A unit that the user stops returns the
+        rows so far.
+        """
         result = Result()
         try:
-            for item in perform(unit, say=result.lines.append, stop=lambda: self.stopping, kept=self.kept):
+            for item in perform(self._placed(unit, files), result.lines.append, stop=lambda: self.stopping, kept=self.kept):
                 result.items.append(item)
         except ERRORS as error:
             result.error = error
@@ -74,14 +105,38 @@ class Worker:
         result.peak = peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
         return result
 
+    def _placed(self, unit: WorkUnit, files: list[ShippedFile]) -> WorkUnit:
+        """Return the unit with paths of this machine. Files that travelled with it are unpacked, those of other units removed."""
+        if self.lasting is None:
+            return unit
+        present = [*self.lasting, *files]
+        self.mirror.remove_others(present)
+        self.mirror.unpack(present, ray.get)
+        return self.mirror.unit(unit)
+
+    @_group("control")
     def stop(self) -> None:
         """Stop computing. The current unit ends after its current batch. Later units end before their first batch."""
         self.stopping = True
+
+    @_group("control")
+    def leave(self) -> None:
+        """Remove the files that this worker has unpacked."""
+        self.mirror.remove()
 
 
 def version() -> str:
     """Return the installed version of latentmill."""
     return importlib.metadata.version("latentmill")
+
+
+def device() -> str:
+    """Return what identifies the GPU that MLX uses on this machine, such as "metal". It is "" on a CPU."""
+    import mlx.core as mx
+
+    if mx.metal.is_available():
+        return "metal"
+    return os.environ.get("CUDA_VISIBLE_DEVICES") or "0" if mx.cuda.is_available() else ""
 
 
 def compute(project: Project, name: str, ctx: StageContext) -> Iterator[Item]:
@@ -93,88 +148,80 @@ def compute(project: Project, name: str, ctx: StageContext) -> Iterator[Item]:
     stage, inputs = project.stage(name), project.inputs(name)
     units = divide(project.pipeline.stages[name], stage, ctx, inputs, settings.unit_rows)
     weighs = any(isinstance(project.pipeline.resources[need], Weights) for need in stage.needs)
-    paths = [project.path, *(found.folder for found in inputs.values()), *map(ctx.need, stage.needs)]
-    with connected(settings) as count:
-        workers = start_workers(min(count, -(-ctx.pending.num_rows // settings.unit_rows)), weighs)
-        check_workers(workers, [path for path in paths if isinstance(path, Path)])
-        ctx.say(f"{len(workers)} workers on Ray, {settings.unit_rows} rows at a time")
+    folders = [found.folder for found in inputs.values()]
+    paths = [project.path, *folders, *(path for path in map(ctx.need, stage.needs) if isinstance(path, Path))]
+    with connected(settings):
+        needs = worker_needs(model_bytes(project, name) if weighs else None)
+        most = -(-ctx.pending.num_rows // settings.unit_rows)
+        count = worker_count(name, settings.worker_count, most, needs, ctx.say)
+        lasting: list[ShippedFile] | None = None
+        files: Files = nothing
+        if settings.worker_inputs == "shipped":
+            lasting = Packer(ray.put).pack(lasting_files(stage, project.pipeline.resources, folders, ctx))
+            paths, files = [], unit_files(ctx, stage.opens)
+        workers = start_workers(count, needs, lasting)
         try:
-            yield from results(workers, units, ctx)
+            least = model_bytes(project, name, 0) if weighs else None
+            hosts = answers([worker.check.remote(paths, least) for worker in workers], ctx.stop, ctx.say)
+            if hosts is None:
+                return
+            check_hosts(hosts, sum(file.size for file in lasting or ()))
+            ctx.say(f"{len(workers)} workers on Ray, {settings.unit_rows} rows at a time")
+            yield from results(workers, units, ctx, files)
         except ray.exceptions.RayActorError as error:
             raise ValueError(
                 f"{name}: a unit of {settings.unit_rows} rows ended its worker {RETRIES + 1} times, perhaps for lack of memory; "
                 f"lower [project] unit_rows or worker_count ({' '.join(str(error).split())[:200]})"
             ) from None
         finally:
-            for worker in workers:
-                ray.kill(worker)
+            end_workers(workers, lasting is not None)
 
 
-@contextmanager
-def connected(settings: ProjectConfig) -> Iterator[int]:
-    """Return a context manager that connects to the cluster of [project] `workers`, and gives the number of workers to start.
-    A cluster of this machine is started if there is none. Raises ValueError if the cluster cannot be reached.
-    """
-    count = settings.worker_count
-    address = settings.workers if settings.workers != "ray" else None
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    threads = {variable: os.environ.get(variable, str(os.cpu_count())) for variable in THREADS}
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "runtime_env": {"env_vars": threads}}
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        try:
-            ray.init(address or "auto", **quiet)
-        except ConnectionError:
-            if address:
-                raise
-            ray.init("local", num_cpus=max(count, os.cpu_count() or 1), include_dashboard=False, **quiet)
-    except (ConnectionError, TimeoutError, RuntimeError, ImportError) as error:
-        why = " ".join(str(error).split())[:300]
-        raise ValueError(f"project.workers: cannot reach the Ray cluster {address or ''}: {why}") from None
-    finally:
-        for number, handler in handlers.items():
-            with contextlib.suppress(ValueError):  # outside the main thread
-                signal.signal(number, handler)
-    try:
-        held = ray.cluster_resources()
-        yield count or int(max(held.get(device, 0) for device in DEVICES)) or int(held.get("CPU", 1))
-    finally:
-        ray.shutdown()
+def model_bytes(project: Project, name: str, budget: int | None = None) -> int:
+    """Return the memory in bytes that the stage `name` needs if it may take `budget` bytes (None: what this machine has)."""
+    found = forecast(project, name, outlook(project, budget))
+    return found.peak if found else 0
 
 
-def start_workers(count: int, weighs: bool) -> list[Any]:
-    """Start `count` workers and return their handles. If `weighs` is True, each loads a model, and takes a GPU of its own
-    where the cluster has any.
-    """
-    held = ray.cluster_resources()
-    device = next((name for name in DEVICES if held.get(name)), None) if weighs else None
-    needs: dict[str, Any] = {"num_cpus": 1}
-    needs |= {"num_gpus": 1} if device == "GPU" else {"resources": {device: 1}} if device else {}
+def nothing(unit: WorkUnit) -> list[ShippedFile]:
+    """Return no files."""
+    return []
+
+
+def unit_files(ctx: StageContext, opens: Callable[[StageContext], Iterator[Path]] | None) -> Files:
+    """Return a function that packs the files that a unit opens, as `Stage.opens` lists them."""
+    packer = Packer(ray.put)
+    return lambda unit: packer.pack(opens(dataclasses.replace(ctx, pending=unit.pending))) if opens else []
+
+
+def start_workers(count: int, needs: dict[str, float], lasting: list[ShippedFile] | None = None) -> list[Any]:
+    """Start `count` workers and return their handles. Each takes the resources `needs`, by Ray's names, and `lasting` files."""
     actor = ray.remote(concurrency_groups={"work": 1, "control": 1})(Worker)
-    actor = actor.options(max_restarts=-1, max_task_retries=RETRIES, **needs)
-    return [actor.remote() for _ in range(count)]
+    actor = actor.options(max_restarts=-1, max_task_retries=RETRIES, **actor_options(needs))
+    run = uuid.uuid4().hex[:12]
+    return [actor.remote(f"latentmill-{run}-{number}", lasting) for number in range(count)]
 
 
-def check_workers(workers: list[Any], paths: list[Path]) -> None:
-    """Check that every worker sees `paths` and runs this version of the program. Raises ValueError if one does not."""
-    for problem in ray.get([worker.check.remote(paths) for worker in workers]):
-        if problem:
-            raise ValueError(
-                f"project.workers: a worker {problem}; share the folders by a network file system at the same path, and install "
-                f"latentmill {version()} on every host"
-            )
+def end_workers(workers: Sequence[Any], shipped: bool) -> None:
+    """End the workers. If their files were `shipped`, they remove them first."""
+    if shipped:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.wait([worker.leave.remote() for worker in workers], num_returns=len(workers), timeout=GOODBYE_SECONDS)
+    for worker in workers:
+        ray.kill(worker)
 
 
-def results(workers: list[Any], units: Iterator[WorkUnit], ctx: StageContext) -> Iterator[Item]:
-    """Give the units to the workers, at most AHEAD for each at a time, and yield the items of every finished unit. If the
-    user asks to stop, no further unit begins. The first error of a unit is raised after the items that were computed.
+def results(workers: list[Any], units: Iterator[WorkUnit], ctx: StageContext, files: Files = nothing) -> Iterator[Item]:
+    """Give the units to the workers, at most AHEAD for each at a time, and yield the items of every finished unit. `files`
+    returns what travels with a unit. If the user asks to stop, no further unit begins. The first error of a unit is raised
+    after the items that were computed.
     """
     under_way: dict[Any, tuple[Any, int]] = {}
     total, done, peak, stopped = ctx.pending.num_rows, 0, 0, False
 
     def give(worker: Any) -> None:
         if not ctx.stop() and (unit := next(units, None)):
-            under_way[worker.compute.options(concurrency_group="work").remote(unit)] = worker, unit.pending.num_rows
+            under_way[worker.compute.remote(unit, files(unit))] = worker, unit.pending.num_rows
 
     for _ in range(AHEAD):
         for worker in workers:
@@ -184,7 +231,7 @@ def results(workers: list[Any], units: Iterator[WorkUnit], ctx: StageContext) ->
         if ctx.stop() and not stopped:
             stopped = True
             for worker in workers:
-                worker.stop.options(concurrency_group="control").remote()
+                worker.stop.remote()
         for reference in ready:
             worker, rows = under_way.pop(reference)
             result: Result = ray.get(reference)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pyarrow as pa
 
@@ -26,9 +28,12 @@ def computation(project: Project, name: str) -> Compute:
         raise ValueError(f'project.workers = "{settings.workers}" needs Ray; pip install "latentmill[ray]"')
 
     def compute(ctx: StageContext) -> Iterator[pa.RecordBatch | Artifact]:
-        if ctx.pending.num_rows <= settings.unit_rows:
+        if not settings.divides(stage.divisible, ctx.pending.num_rows):
             yield from stage.run(ctx)
             return
+        if settings.workers != "ray" and (Path.home() / ".ray" / "auth_token").exists():
+            # The cluster asks for the token, but Ray's client does not look for it unless told. Elsewhere Ray decides itself.
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
         from pipeline import ray_workers
 
         yield from ray_workers.compute(project, name, ctx)

@@ -92,6 +92,9 @@ class Stage:
 
     `forecast(outlook)` returns a `stages.forecast.Forecast`: what the stage needs, computed from shapes. None: it needs little.
 
+    `opens(ctx)` yields the paths of the files, other than tables and weights, that computing `ctx.pending` opens. With None, the
+    stage may open every file of the folders that it needs.
+
     `divisible` is True if the pending rows may be divided among work units that run in different processes.
     """
 
@@ -107,6 +110,7 @@ class Stage:
     repair: Callable[[StageContext], Iterator[str]] | None = None
     snapshot: Callable[[StageContext], pa.Table] | None = None
     forecast: Callable[[Any], Any] | None = None  # stages.forecast: Outlook -> Forecast
+    opens: Callable[[StageContext], Iterator[Path]] | None = None
     divisible: bool = True
     version: int = 1
     result: str = ""  # the artifact that a user came for, if there is one

@@ -74,10 +74,25 @@ latentmill run latents --project cats --set project.workers=ray --set project.un
 ```
 
 `project.workers = "ray"` uses the cluster of this machine, and starts one that ends with the command if there is none;
-`"ray://first.local:10001"` is a cluster elsewhere. Every machine must see the project and the weights at the same path; each
-worker is asked before the run. A worker is an actor that loads the weights once and has a GPU to itself where the cluster has
-GPUs. A unit is `unit_rows` rows. Two units are under way for each worker. If a worker dies, Ray starts it again with its
-unit. The tables equal those of a local run bit for bit if the number of BLAS threads (`OMP_NUM_THREADS`) is the same.
+`"ray://first.local:10001"` is a cluster elsewhere; it may ask for the token that `ray get-auth-token` prints there, which this
+machine needs in `~/.ray/auth_token`. A unit is `unit_rows` rows. Two units are under way for each worker. If a worker dies,
+Ray starts it again with its unit. The tables equal those of a local run bit for bit if the number of BLAS threads
+(`OMP_NUM_THREADS`) is the same.
+
+A worker is an actor that loads the weights once. It takes one CPU, and a whole GPU (or a Mac's `metal`) if its stage has a
+model and the cluster has GPUs. Without GPUs it takes the memory that its model needs. There are as many workers as the cluster
+has room for, at most `worker_count`. Two workers that would share a GPU, and a model that does not fit, are refused before the
+run.
+
+Usually, every machine must see the project and the weights at the same path, and a worker that does not see them ends the run
+with one line. With `worker_inputs = "shipped"` the bytes travel instead: weights and input tables once to each worker, images
+with the unit that needs them. They lie in a temporary folder of the worker, which is removed at the end. A test runs
+this on a cluster in a mount namespace that hides the project:
+
+```
+ray start --head --port 6379 --ray-client-server-port 10001
+latentmill run latents --project cats --set project.workers=ray://first.local:10001 --set project.worker_inputs=shipped
+```
 
 The stand-in below waits 0.1 s a unit and uses no CPU (`make bench`):
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import stages
 from pipeline.project.parse import Parser, nearest
@@ -23,8 +23,7 @@ class ProjectConfig:
     """The section [project] of project.toml. `family` is the model family; if empty, it is the pipeline's first.
     `weights` is a folder or a hub id; if empty, it is the family's own. `pipeline` is the name of the pipeline, or the
     name of a module that defines one. Rows are committed every `commit_seconds` seconds. `workers` says where rows are
-    computed. Raises ValueError if a number
-    is out of range.
+    computed. Raises ValueError if a number is out of range.
     """
 
     family: str = selects("", "the model family; `latentmill families` lists them; empty: the pipeline's first")
@@ -39,7 +38,14 @@ class ProjectConfig:
         "where pending rows are computed: local; ray: a Ray cluster of this machine, started if there is none; "
         "ray://HOST:10001: another one",
     )
-    worker_count: int = runtime(0, "processes on the Ray cluster; 0: one for each GPU, or for each CPU", bounds=(0, 4096))
+    worker_count: int = runtime(
+        0, "most processes on the Ray cluster; 0: as many as it has room for, one for each GPU or CPU", bounds=(0, 4096)
+    )
+    worker_inputs: Literal["shared", "shipped"] = runtime(
+        "shared",
+        "how the workers on the Ray cluster read images, tables and weights; shared: at the same path on every machine; "
+        "shipped: sent to them, into a temporary folder of each worker",
+    )
     unit_rows: int = runtime(
         32, "rows that a worker on the Ray cluster computes at a time: what its death can cost", bounds=(1, 100_000)
     )
@@ -48,6 +54,10 @@ class ProjectConfig:
         check_bounds(self)
         if self.workers not in ("local", "ray") and not self.workers.startswith("ray://"):
             raise ValueError(f'workers must be "local", "ray" or "ray://HOST:PORT", got "{self.workers}"')
+
+    def divides(self, divisible: bool, rows: int) -> bool:
+        """Return True if workers on a Ray cluster compute so many `rows` of a stage. Few rows are computed in this process."""
+        return self.workers != "local" and divisible and rows > self.unit_rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -132,13 +132,14 @@ def announcement(project: Project, name: str, rows: int) -> str:
         return ""
     if found is None:
         return ""
-    if found.peak > seen.budget and project.stage(name).snapshot is None:
+    stage = project.stage(name)
+    divided = project.config.project.divides(stage.divisible, rows)  # the workers have memory of their own
+    if found.peak > seen.budget and stage.snapshot is None and not divided:
         raise ValueError(refusal(name, found.peak, found.remedy, seen.budget))
     disk = found.row_bytes * rows + found.file_bytes
     size = f", about {disk / 1e6:.3g} MB on disk" if disk else ""
-    return (
-        f"{rows} rows to make{size}; estimated peak memory {found.peak / GB:.2g} GB of {seen.budget / GB:.3g} GB ({found.plan})"
-    )
+    memory = "a worker" if divided else f"of {seen.budget / GB:.3g} GB"
+    return f"{rows} rows to make{size}; estimated peak memory {found.peak / GB:.2g} GB {memory} ({found.plan})"
 
 
 def seconds_for(project: Project, name: str, rows: int | None) -> float | None:

@@ -7,8 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,13 +115,6 @@ def test_an_error_of_a_unit_is_the_error_of_the_run_and_the_other_rows_are_kept(
     projects.draw(folder / "images" / "picture3.png", seed=77, size=(200, 90))
     said = projects.latentmill(folder, "run", "latents", *DIVIDED, code=2)
     assert "1 image files changed since the table images was written (picture3.png): run images again" in said
-
-
-def test_ray_is_not_imported_unless_it_is_wanted(finished, tmp_path):
-    code = "import sys; from pipeline import Project; Project(sys.argv[1]).run('latents'); print('ray' in sys.modules)"
-    words = [sys.executable, "-c", code, str(finished)]
-    done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip().endswith("False")
 
 
 @pytest.mark.parametrize("value", ["rya", "ray:10001", "dask"])

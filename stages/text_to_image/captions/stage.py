@@ -57,4 +57,5 @@ STAGE = Stage(
     wants=wanted_captions,
     run=write_captions,
     finish=finish_captions,
+    opens=lambda ctx: iter(()),  # the pending rows hold all texts
 )

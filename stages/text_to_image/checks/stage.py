@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -53,6 +54,12 @@ def measure_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
                 return
 
 
+def opened_files(ctx: StageContext) -> Iterator[Path]:
+    """Yield the paths of the pending pictures."""
+    folder: Path = ctx.need("image_folder")
+    yield from (folder / path for path in ctx.pending["path"].to_pylist())
+
+
 def finish_checks(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     """Compare all pictures and all captions, and yield the rows whose warnings changed as record batches. Tell the user about
     the warnings. Do nothing if the user stopped the run before all pictures were measured.
@@ -100,4 +107,5 @@ STAGE = Stage(
     wants=wanted_checks,
     run=measure_images,
     finish=finish_checks,
+    opens=opened_files,
 )

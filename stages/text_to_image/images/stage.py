@@ -109,6 +109,12 @@ def _until_stop(ctx: StageContext, pool: ThreadPoolExecutor, read: Callable[[Row
             yield future.result()
 
 
+def opened_files(ctx: StageContext) -> Iterator[Path]:
+    """Yield the paths of the pending image files."""
+    folder: Path = ctx.need("image_folder")
+    yield from (folder / path for path in ctx.pending["path"].to_pylist())
+
+
 def finish_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     """Mark duplicates among all files of the image folder, and yield the changed rows as record batches. Duplicates are
     files with the same bytes. Tell the user how many files can be used. Do nothing if the user stopped the run before
@@ -171,4 +177,5 @@ STAGE = Stage(
     version=2,
     finish=finish_images,
     redo=unread_images,
+    opens=opened_files,
 )

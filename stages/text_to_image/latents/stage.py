@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -153,6 +154,14 @@ def _jobs(ctx: StageContext) -> list[ImageJob]:
     return [ImageJob(image_id, folder / paths[image_id][0], rows, masks.get(image_id)) for image_id, rows in by_image.items()]
 
 
+def opened_files(ctx: StageContext) -> Iterator[Path]:
+    """Yield the paths of the images and masks whose crops are pending."""
+    for job in _jobs(ctx):
+        yield job.path
+        if job.mask:
+            yield job.mask
+
+
 STAGE = Stage(
     reads=(BUCKETS, IMAGES),
     writes=LATENTS,
@@ -161,4 +170,5 @@ STAGE = Stage(
     wants=wanted_latents,
     run=encode_latents,
     forecast=forecast,
+    opens=opened_files,
 )

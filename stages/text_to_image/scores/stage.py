@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
 
@@ -93,6 +94,16 @@ def score_pictures(ctx: StageContext) -> Iterator[pa.RecordBatch]:
         ctx.progress(number, len(pending), "pictures")
 
 
+def opened_files(ctx: StageContext) -> Iterator[Path]:
+    """Yield the paths of the training images, the references and the agreement map, with which every picture is compared."""
+    folder: Path = ctx.need("image_folder")
+    yield from (folder / row["path"] for row in usable_images(ctx))
+    if ctx.config.references:
+        yield from sorted(path for path in (ctx.root / ctx.config.references).rglob("*") if path.is_file())
+    if ctx.config.map:
+        yield map_file(ctx)
+
+
 STAGE = Stage(
     reads=(SAMPLES, IMAGES, CAPTIONS),
     writes=SCORES,
@@ -101,4 +112,5 @@ STAGE = Stage(
     wants=wanted_scores,
     run=score_pictures,
     snapshot=snapshot,
+    opens=opened_files,
 )

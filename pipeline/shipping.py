@@ -1,0 +1,147 @@
+"""Input files of work units as bytes: packed where they lie, and unpacked below a folder of a worker on another machine.
+
+A worker's folder repeats the full paths: /data/cats/a.png becomes <folder>/data/cats/a.png, so that relative paths still hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.pipelines import Folder, Resource, Weights
+from stages.stage import Stage, StageContext, WorkUnit
+
+CHUNK_BYTES = 64 << 20  # of a file: the most that is in memory at once while it is packed
+Put = Callable[[bytes], Any]  # stores bytes, and returns a reference that travels
+Get = Callable[[Any], bytes]  # returns the bytes of a reference
+
+
+@dataclass(frozen=True)
+class ShippedFile:
+    """A file on its way to a worker. `path` is its full path where it was packed. `size` is in bytes. `mtime_ns` is the time of
+    its last change. `chunks` are references to its bytes, in order.
+    """
+
+    path: Path
+    size: int
+    mtime_ns: int
+    chunks: tuple[Any, ...]
+
+
+class Packer:
+    """Packs files. `put` stores bytes and returns a reference. A file that the call before has packed too is not read again."""
+
+    def __init__(self, put: Put) -> None:
+        self.put = put
+        self.packed: dict[Path, ShippedFile] = {}
+
+    def pack(self, paths: Iterable[Path]) -> list[ShippedFile]:
+        """Return the files at `paths`, packed. Missing files are left out. Raises ValueError if a file cannot be read."""
+        found: dict[Path, ShippedFile] = {}
+        for path in map(full, paths):
+            with contextlib.suppress(FileNotFoundError):
+                about = path.stat()
+                known = self.packed.get(path)
+                if known and (known.size, known.mtime_ns) == (about.st_size, about.st_mtime_ns):
+                    found[path] = known
+                else:
+                    found[path] = ShippedFile(path, about.st_size, about.st_mtime_ns, tuple(map(self.put, chunks(path))))
+        self.packed = found
+        return list(found.values())
+
+
+def chunks(path: Path) -> Iterator[bytes]:
+    """Yield the bytes of a file in pieces of at most CHUNK_BYTES. Raises ValueError, with the path, if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            yield from iter(functools.partial(file.read, CHUNK_BYTES), b"")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read for the workers: {error.strerror or error}") from None
+
+
+def full(path: Path) -> Path:
+    """Return `path` as a full path. Links stay links."""
+    return Path(os.path.abspath(path))  # noqa: PTH100  resolve() follows links
+
+
+def files_below(path: Path) -> Iterator[Path]:
+    """Yield the path of every file in the folder `path`, or `path` itself if it is a file. Links are followed."""
+    if path.is_file():
+        yield path
+    for folder, _, names in os.walk(path, followlinks=True):
+        yield from (Path(folder, name) for name in sorted(names))
+
+
+def lasting_files(stage: Stage, resources: Mapping[str, Resource], inputs: Iterable[Path], ctx: StageContext) -> Iterator[Path]:
+    """Yield the files that every unit of a stage needs: weights, and input tables, whose folders are `inputs`. If the stage
+    does not say which files it opens, those of the folders that it needs follow. `resources` are those of the pipeline.
+    """
+    for folder in inputs:
+        yield from files_below(folder)
+    for need in stage.needs:
+        kind = resources[need]
+        if isinstance(kind, Weights) or (isinstance(kind, Folder) and stage.opens is None):
+            yield from files_below(ctx.need(need))
+
+
+class Mirror:
+    """The files that a worker has unpacked below `folder`. Weights and tables stay, the files of a unit go with the next unit
+    that does not need them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.present: dict[Path, tuple[int, int]] = {}  # path where it was packed -> size, time of its last change
+
+    def place(self, path: Path) -> Path:
+        """Return where the file or folder `path` of the other machine lies on this one."""
+        found = full(path)
+        return self.folder / found.relative_to(found.anchor)
+
+    def unpack(self, files: Iterable[ShippedFile], get: Get) -> None:
+        """Write the files that are not there yet. `get` returns the bytes of a reference."""
+        for file in files:
+            stamp = file.size, file.mtime_ns
+            if self.present.get(file.path) == stamp:
+                continue
+            place = self.place(file.path)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with place.open("wb") as out:
+                for chunk in file.chunks:
+                    out.write(get(chunk))
+            self.present[file.path] = stamp
+
+    def remove_others(self, files: Iterable[ShippedFile]) -> None:
+        """Remove all files but these."""
+        for path in self.present.keys() - {file.path for file in files}:
+            self.place(path).unlink(missing_ok=True)
+            del self.present[path]
+
+    def unit(self, unit: WorkUnit) -> WorkUnit:
+        """Return a work unit whose paths lie below this folder: tables, weights, folders, and settings that are full paths."""
+        inputs = {name: dataclasses.replace(one, folder=self.place(one.folder)) for name, one in unit.inputs.items()}
+        needs = {name: self.place(value) if isinstance(value, Path) else value for name, value in unit.needs.items()}
+        artifacts, root = self.place(unit.artifacts), self.place(unit.root)
+        for folder in (root, *(value for value in needs.values() if isinstance(value, Path))):
+            if not folder.exists():  # no file of it was needed
+                folder.mkdir(parents=True)
+        config = unit.config
+        for field in dataclasses.fields(config):
+            value = getattr(config, field.name)
+            if isinstance(value, str) and Path(value).is_absolute():
+                config = dataclasses.replace(config, **{field.name: str(self.place(Path(value)))})
+        return dataclasses.replace(unit, inputs=inputs, needs=needs, config=config, artifacts=artifacts, root=root)
+
+    def remove(self) -> None:
+        """Remove all files and the folder."""
+        self.present.clear()
+        shutil.rmtree(self.folder, ignore_errors=True)

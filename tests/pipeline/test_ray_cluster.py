@@ -1,0 +1,88 @@
+"""What a worker takes of a Ray cluster: two models never share a device, and the user is told when there is no room."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+ray = pytest.importorskip("ray", reason='needs Ray: pip install "latentmill[ray]"')
+from pipeline import ray_cluster  # noqa: E402
+from pipeline.ray_cluster import Host, check_hosts, room, worker_count, worker_needs  # noqa: E402
+from pipeline.ray_workers import end_workers, start_workers  # noqa: E402
+
+GPUS = {"CPU": 4, "GPU": 2, "memory": 3e9}
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    """A Ray cluster of this machine that claims two GPUs and 3 GB of memory."""
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 4, "num_gpus": 2, "memory": 3_000_000_000, "include_dashboard": False}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    ray.init(made.address, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+    made.shutdown()
+
+
+@pytest.mark.slow
+def test_two_models_never_meet_on_one_device(cluster):
+    lines: list[str] = []
+    needs = worker_needs(2_000_000_000)
+    assert needs == {"CPU": 1, "GPU": 1} and worker_needs(None) == {"CPU": 1}
+    assert worker_count("latents", 0, 100, needs, lines.append) == 2 and not lines
+    assert worker_count("latents", 3, 100, needs, lines.append) == 2
+    assert lines == ["the Ray cluster has room for 2 workers, not for 3: each takes 1 CPU and 1 GPU"]
+    workers = start_workers(3, needs)
+    seen = [worker.__ray_call__.remote(lambda worker: os.environ["CUDA_VISIBLE_DEVICES"]) for worker in workers]
+    ready, waiting = ray.wait(seen, num_returns=3, timeout=10)
+    assert len(ready) == 2 and sorted(ray.get(ready)) == ["0", "1"], "the third waits"
+    ray.kill(workers[seen.index(ready[0])])
+    assert ray.get(waiting) == ray.get(ready[:1]), "until a device is free"
+    end_workers(workers, shipped=False)
+    assert room(ray.nodes(), {"CPU": 1, "memory": 2_000_000_000}) == 1, "a machine without GPUs holds what its memory holds"
+
+
+def test_as_many_workers_fit_as_the_scarcest_resource_of_each_machine_allows():
+    nodes = [{"Alive": alive, "Resources": GPUS} for alive in (True, True, False)]
+    assert [room(nodes, needs) for needs in ({"CPU": 1}, {"CPU": 1, "GPU": 1}, {"CPU": 1, "memory": 2e9}, {"metal": 1})] == [
+        8,
+        4,
+        2,
+        0,
+    ]
+
+
+def test_a_cluster_without_room_for_one_worker_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(ray_cluster.ray, "nodes", lambda: [{"Alive": True, "Resources": GPUS}])
+    with pytest.raises(ValueError) as raised:
+        worker_count("latents", 0, 9, {"CPU": 1, "memory": 9_100_000_000}, print)
+    assert str(raised.value) == (
+        "latents: a worker needs 1 CPU and 9.1 GB of memory of one machine of the Ray cluster; "
+        "its machines have 4 CPU and 3 GB of memory"
+    )
+
+
+@pytest.mark.parametrize(
+    ("hosts", "shipped", "message"),
+    [
+        ([Host("", "a", "metal", 9), Host("", "b", "metal", 9)], 9, ""),
+        ([Host("", "a", "", 9), Host("", "a", "", 9)], 4, ""),
+        ([Host("", "a", "metal"), Host("", "a", "metal")], 0, "2 workers share the GPU metal of a; start Ray there with"),
+        (
+            [Host("", "a", "", 9), Host("", "a", "", 9)],
+            5,
+            "a has 9e-09 GB free for temporary files, and",
+        ),
+        ([Host("", "a"), Host("does not see /data; share it")], 0, "a worker does not see /data; share it"),
+    ],
+)
+def test_the_machines_of_the_workers_are_checked_before_the_run(hosts, shipped, message):
+    if not message:
+        check_hosts(hosts, shipped)
+        return
+    with pytest.raises(ValueError, match=message):
+        check_hosts(hosts, shipped)
