@@ -12,6 +12,8 @@ ROWS = Path(__file__).parents[1] / "bench.jsonl"
 
 COMMITS = 64  # commits after which the index is rewritten: pipeline.store.writer.COMMITS
 SHARD_BYTES = 64 << 20  # pipeline.store.shards.SHARD_BYTES
+HEADINGS = ("table", "bytes", "shards", "index", "commits a table", "rows rewritten a table", "workers compute", "one commits")
+HEADINGS += ("busy from", "simulated", "workers wait from")
 WORKERS, IMAGES, PIXELS = 64, 10_000_000, 1024
 TEXT_BYTES = 512 * 7680 * 2  # a klein 4B embedding: 512 rows of 7680 bfloat16 values
 
@@ -37,9 +39,10 @@ made before each run. The copy needs the tables that training reads. Then, on th
 Every rank computes its share of each batch, so `batch_size` must be a multiple of the number of ranks. The samples are those
 of one process with that batch size; the gradient is the same up to rounding. Rank 0 alone writes. If a rank ends, the run
 ends at its last checkpoint, and the next command continues it, on as many ranks as it has. Nobody has run this on Macs yet;
-the same code ran on two CPU processes:
+the same code ran on two CPU processes, started by `mlx.launch` and without it:
 
 ```
+.venv/bin/latentmill launch --hosts 127.0.0.1,127.0.0.1 --project cats --set train.batch_size=2
 .venv/bin/latentmill launch --ranks 2 --project cats --set train.batch_size=2
 ```
 
@@ -148,6 +151,34 @@ class Plan:
         return self.rows * self.row_s / self.commit_s(ceiling)
 
 
+@dataclass(frozen=True)
+class Simulation:
+    """The course of a plan, commit by commit. `seconds` is the time to the last commit. `waits_from` is the number of rows at
+    which the workers first wait for a committing process, or None if they never do.
+    """
+
+    seconds: float
+    waits_from: int | None
+
+
+def simulate(plan: Plan, ceiling: Ceiling) -> Simulation:
+    """Play a plan in steps of COMMITS commits, after which an index is rewritten. The workers fill all tables evenly, and are at
+    most one step ahead of the committing processes.
+    """
+    group = COMMITS * SHARD_BYTES // plan.row_bytes  # rows of one table in a step
+    computing = group * plan.tables * plan.row_s / plan.workers
+    writing = group * plan.row_bytes / 1e6 / ceiling.mb_s
+    rows, computed, committed, waits_from = 0, 0.0, 0.0, None
+    while rows < plan.rows // plan.tables:
+        ready = computed + computing
+        if committed > ready and waits_from is None:
+            waits_from = rows * plan.tables
+        computed = max(ready, committed)
+        rows += group
+        committed = computed + writing + rows * ceiling.row_rewrite_s
+    return Simulation(committed, waits_from)
+
+
 def measured(kind: str, **where: Any) -> dict[str, Any]:
     """Return the newest row of data/bench.jsonl of this kind whose columns equal `where`."""
     rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
@@ -227,18 +258,20 @@ def large() -> str:
     }
     lines = [_line(name, plan, limit) for name, plan in plans.items()]
     head = f"""
-## {IMAGES:,} images on {WORKERS} workers: the arithmetic
+## {IMAGES:,} images on {WORKERS} workers: arithmetic and simulation
 
-Computed, not run. Klein 4B at {PIXELS} px, one caption an image. A worker is a GPU as in `data/bench.md`
+Computed and simulated, not run. Klein 4B at {PIXELS} px, one caption an image. A worker is a GPU as in `data/bench.md`
 ({encoder["chip"]}): {encoder["s"]:.3f} s for an image in float32, {text_encoder["s"]:.3f} s for a caption. The committing
 process is the one above. `data/pages/machines.py` has the formulas.
 
-| table | bytes | shards | index | commits a table | rows rewritten a table | workers compute | one commits | busy from |
-|---|---|---|---|---|---|---|---|---|
+| {" | ".join(HEADINGS)} |
+|{"---|" * len(HEADINGS)}
 """
     tail = f"""
 "rows rewritten": the index is written again after every {COMMITS} commits, which grows with the square of the rows. "busy
-from": the number of workers at which the committing processes are the limit. What follows:
+from": the number of workers at which the committing processes are the limit on average. "simulated": the time to the last
+commit when the plan is played commit by commit, with the workers at most {COMMITS} commits ahead. "workers wait from": the
+number of rows in all tables from which the committing processes are the limit, as the indexes grow. What follows:
 
 - One committing process is the limit from a few GPUs on. A faster disk moves the limit until rewriting the index decides.
 - Then several tables by the first digits of the key, each with a committing process and a disk of its own, and a manifest
@@ -255,6 +288,7 @@ from": the number of workers at which the committing processes are the limit. Wh
 
 
 def _line(name: str, plan: Plan, limit: Ceiling) -> str:
+    played = simulate(plan, limit)
     size = plan.rows * plan.row_bytes
     cells = [
         name,
@@ -266,6 +300,8 @@ def _line(name: str, plan: Plan, limit: Ceiling) -> str:
         f"{plan.compute_s() / 3600:.1f} h",
         f"{plan.commit_s(limit) / 3600:.1f} h",
         f"{plan.saturates_at(limit):.1f} workers",
+        f"{played.seconds / 3600:.1f} h",
+        "never" if played.waits_from is None else f"{played.waits_from / 1e6:.2f} M rows",
     ]
     return "| " + " | ".join(cells) + " |"
 

@@ -23,3 +23,13 @@ def test_rows_in_several_tables_rewrite_less_and_commit_in_less_time() -> None:
     assert one.commits == 156_250 and many.commits == -(-156_250 // 16)
     assert many.rewritten() == pytest.approx(one.rewritten() / 256, rel=1e-3)
     assert many.saturates_at(limit) > 16 * one.saturates_at(limit)
+
+
+def test_the_simulation_ends_when_the_slower_side_has_ended_and_names_the_row_from_which_workers_wait() -> None:
+    limit = Ceiling(100.0, 100.0, 1e-6, 200.0, 300.0)
+    for plan, waits in ((Plan(10**7, 2**20, 0.05, 64), True), (Plan(10**7, 2**20, 0.05, 64, 64), False)):
+        found = machines.simulate(plan, limit)
+        assert found.seconds == pytest.approx(max(plan.compute_s(), plan.commit_s(limit)), rel=0.05)
+        assert (found.waits_from is not None) == waits
+    growing = machines.simulate(Plan(10**7, 2**20, 0.05, 2), limit)
+    assert growing.waits_from and 0 < growing.waits_from < 10**7, "the index grows until rewriting it decides"
