@@ -91,6 +91,7 @@ def our_settings(steps: int, seed: int, prompts: int) -> list[str]:
         f"train.validation.every={steps}",
         'train.noise.shift="none"',  # the script's levels: logit-normal, without a shift
         "train.caption_dropout=0.05",
+        "samples.first_prompts=0",  # all of them
     ]
 
 
