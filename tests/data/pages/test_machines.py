@@ -31,5 +31,5 @@ def test_the_simulation_ends_when_the_slower_side_has_ended_and_names_the_row_fr
         found = machines.simulate(plan, limit)
         assert found.seconds == pytest.approx(max(plan.compute_s(), plan.commit_s(limit)), rel=0.05)
         assert (found.waits_from is not None) == waits
-    growing = machines.simulate(Plan(10**7, 2**20, 0.05, 2), limit)
+    growing = machines.simulate(Plan(10**7, 2**20, 0.05, 4), limit)
     assert growing.waits_from and 0 < growing.waits_from < 10**7, "the index grows until rewriting it decides"
