@@ -30,8 +30,8 @@ def ours(path: Path) -> np.ndarray | str:
 
 
 def theirs(path: Path) -> tuple[np.ndarray | str, str]:
-    """Return (pixels, conversion) of a file as libvips decodes it. If it is refused, an error message takes the place of the pixels.
-    The conversion is "ICC", "CMYK" or "range" if libvips would have to convert colours, else "".
+    """Return (pixels, conversion) of a file as libvips decodes it, or (error message, conversion). The
+    conversion is "ICC", "CMYK" or "range" if libvips would have to convert colours, else "".
     """
     pyvips = importlib.import_module("pyvips")
     conversion = ""
