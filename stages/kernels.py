@@ -6,10 +6,14 @@ macOS ends a program whose GPU kernel runs too long while the display is on. No 
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 
+dispatch: Callable[..., None] = mx.async_eval  # start computing these arrays without waiting; MLX leaves it untyped
 LIMIT = 0.25e12  # floating-point operations of one kernel: an estimated 0.1 s on the slowest Mac that MLX supports
 
 
@@ -18,6 +22,16 @@ def compiles() -> bool:
     compilation takes minutes there.
     """
     return mx.default_device() != mx.cpu
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` compiled with mx.compile, or `function` itself if the default device is a CPU. `function` must
+    be defined at the top level of a module, because it is kept for later calls.
+    """
+    return _compile(function) if compiles() else function
+
+
+_compile = functools.cache(mx.compile)
 
 
 def limited() -> bool:

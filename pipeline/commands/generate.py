@@ -84,6 +84,7 @@ class Adapter:
         guidance: float | None,
         adapters: Sequence[tuple[Path, float]],
     ) -> mx.array:
+        from stages.text_to_image.packing import STREAMED
         from stages.text_to_image.samples.drawing import load_sampler
 
         sampler = load_sampler(
@@ -94,6 +95,7 @@ class Adapter:
             adapters,
             precision=self.project.config.sections["samples"].precision,
             packed=self.project.config.sections["samples"],
+            folder=self.project.path / STREAMED,
             steps=steps,
             guidance=guidance,
         )

@@ -223,6 +223,7 @@ def _draw(
     import mlx.core as mx
 
     from pipeline.commands.generate import encode, release
+    from stages.text_to_image.packing import STREAMED
     from stages.text_to_image.samples.decoding import decode
     from stages.text_to_image.samples.drawing import load_sampler
 
@@ -239,6 +240,7 @@ def _draw(
         adapters,
         precision=settings.precision,
         packed=settings,
+        folder=project.path / STREAMED,
         steps=rows[0]["steps"],
         guidance=rows[0]["guidance"],
     )

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from stages.models.family import Architecture
+from stages.models.family import Architecture, Family
+from stages.models.protocols import Transformer
 from stages.tuner import quantize
 from stages.tuner.adapters.targets import matches_pattern
 from stages.tuner.config import longest_first
+from stages.tuner.stored import WeightFolder
 
 if TYPE_CHECKING:
     import mlx.core as mx
+
+
+STREAMED = "streamed"  # folder of a table with the weights of blocks that stay on disk while a stage runs
 
 
 class Packed(Protocol):
@@ -29,6 +35,32 @@ class Packed(Protocol):
         pattern such as "attn.to_q" matches, this number replaces `base_bits`. If several patterns match a layer, the
         longest applies. None means that all layers use `base_bits`.
         """
+
+    @property
+    def stream_blocks(self) -> bool:
+        """True if the weights of the blocks stay on disk and are read when they are needed."""
+
+
+def load_packed(path: Path, family: Family, dtype: Any, config: Packed, folder: Path | None = None) -> Transformer:
+    """Load the transformer of `family` from `path`, a folder or a file. Weights are cast to `dtype` and packed
+    (quantised) as `config` says, each right after it is read. If `config` has `stream_blocks`, the matrices of the
+    blocks are written into a new folder in `folder` instead of staying in memory. This folder is deleted with the
+    transformer. Raises ValueError if `stream_blocks` is set without `folder`.
+    """
+    architecture, pack = family.architecture, packing(family.architecture, config)
+    if not config.stream_blocks:
+        return architecture.load_transformer(path, family, dtype, pack)
+    if folder is None:
+        raise ValueError("stream_blocks must be false here: there is no folder for the weights of the blocks")
+    stored = WeightFolder(folder)
+
+    def arrange(name: str, weight: mx.array) -> Any:
+        arranged = pack(name, weight) if pack else weight
+        return stored.store(name, arranged) if architecture.in_block(name) and weight.ndim == 2 else arranged
+
+    model = architecture.load_transformer(path, family, dtype, arrange)
+    stored.belongs_to(model)
+    return model
 
 
 def packing(architecture: Architecture, config: Packed) -> Callable[[str, mx.array], Any] | None:

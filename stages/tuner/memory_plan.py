@@ -7,8 +7,9 @@ resumed run keeps it in order to end with the same bits. Only a changed setting 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from stages.tuner.blockwise.backprop import Plan
@@ -194,10 +195,13 @@ def cheaper_settings(config: TrainingConfig, samples: int) -> Iterator[dict[str,
         yield {"optimizer": replace(config.optimizer, kind="adamw8bit")}
 
 
-def cheapest_remedy(config: C, samples: int, candidate: Callable[[C], Candidate], limit: int) -> Remedy:
+def cheapest_remedy(
+    config: C, samples: int, candidate: Callable[[C], Candidate], limit: int, last: Mapping[str, Any] = MappingProxyType({})
+) -> Remedy:
     """Return changes to the settings with which the run fits into memory. `config` holds the present settings. `limit`
     is the available memory in bytes. `samples` is the number of samples of the largest batch. `candidate(settings)`
-    returns the plan and the memory estimate of a run with these settings.
+    returns the plan and the memory estimate of a run with these settings. `last` holds changes that are tried after all
+    others.
 
     The changes from `cheaper_settings` are made one after another until the run fits. Then every change that proves
     unnecessary is undone. If all changes together do not suffice, the result contains all of them.
@@ -208,7 +212,7 @@ def cheapest_remedy(config: C, samples: int, candidate: Callable[[C], Candidate]
         return Remedy(settings, chosen.plan, chosen.needs)
 
     remedy = remedy_with({})
-    for change in cheaper_settings(config, samples):
+    for change in (*cheaper_settings(config, samples), *({name: value} for name, value in last.items())):
         if remedy.needs > limit:
             remedy = remedy_with(remedy.settings | change)
     if remedy.needs > limit:

@@ -11,14 +11,12 @@ L latent channels (32),
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import mlx.core as mx
 
 from stages import kernels
 from stages.models.elementwise import silu
 from stages.models.flux2.autoencoder_config import AutoencoderConfig
-from stages.models.flux2.rows import Rows, group_statistics, strip_rows, windows
+from stages.models.flux2.rows import Rows, StripQueue, group_statistics, strip_rows, windows
 
 NORM_EPS = 1e-6  # of every group normalisation; it is not in the config
 QUERIES = 4096  # rows of attention at once: four passes at 1024 px, with 0.27 GB of scores each instead of 1.07 GB
@@ -53,8 +51,8 @@ class Autoencoder:
     """FLUX.2's autoencoder. `encode` turns images into normalised latents. `decode` turns latents into images. It computes in the
     dtype of its weights.
 
-    Every strip of a convolution is evaluated before the next one is built, so that memory peaks at two or three activations of
-    one level. At 1024 px one activation of the top level takes half a GB in float32.
+    Only a few strips of a convolution are computed at once, so that memory peaks at two or three activations of one level. At
+    1024 px one activation of the top level takes half a GB in float32.
     """
 
     def __init__(self, config: AutoencoderConfig, weights: dict[str, mx.array]) -> None:
@@ -65,7 +63,8 @@ class Autoencoder:
         self.config = config
         self.weights = weights
         self.dtype = weights["encoder.conv_in.weight"].dtype
-        self._activate: Callable[..., mx.array] = mx.compile(normalised_silu) if kernels.compiles() else normalised_silu
+        self._activate, self._finish = kernels.compiled(normalised_silu), kernels.compiled(finished)
+        self._queue = StripQueue()
 
     def encode(self, images_BHWC: mx.array) -> mx.array:
         """Encode images to normalised latents. images_BHWC is (batch, height, width, 3) with values from -1 to 1. The result is
@@ -87,6 +86,7 @@ class Autoencoder:
         if self.config.use_quant_conv:
             x = self._conv("quant_conv", x, pad=0)
         mean_BHWL = x.take(0, x.height)[..., : self.config.latent_channels].astype(mx.float32)
+        self._queue.clear()
         center_C, spread_C = self._statistics()
         return (patchify(mean_BHWL) - center_C) / spread_C
 
@@ -106,6 +106,7 @@ class Autoencoder:
             if i < levels - 1:
                 x = self._upsample(f"decoder.up_blocks.{i}.upsamplers.0.conv", x)
         x = self._conv("decoder.conv_out", x, norm="decoder.conv_norm_out")
+        self._queue.clear()
         return x.take(0, x.height).astype(mx.float32)
 
     def _statistics(self) -> tuple[mx.array, mx.array]:
@@ -142,9 +143,9 @@ class Autoencoder:
             if above != below:  # one strip of several: zeros on one side only
                 part = mx.pad(part, [(0, 0), (above, below), (0, 0), (0, 0)])
                 above = 0
-            y = mx.conv2d(part, weight, padding=(above, pad)) + bias
-            y = y if add is None else add.take(first, last) + y
-            strips.append(_evaluated(y))
+            y = mx.conv2d(part, weight, padding=(above, pad))
+            y = self._finish(y, bias, *(() if add is None else (add.take(first, last),)))
+            strips.append(self._queue.start(y))
             del part, y
             if not keep:
                 x.free_before(last - pad)
@@ -157,7 +158,7 @@ class Autoencoder:
         the prefix of the names of its weights. `scale` is 1 / standard deviation. The mean and the scale are taken over
         the positions of each group of channels.
         """
-        mean_B11C, scale_B11C = group_statistics(x, self.config.norm_num_groups, NORM_EPS)
+        mean_B11C, scale_B11C = group_statistics(x, self.config.norm_num_groups, NORM_EPS, self._queue.start)
         return mean_B11C, scale_B11C, *(self.weights[f"{name}.{part}"].astype(mx.float32) for part in ("weight", "bias"))
 
     def _resnet(self, name: str, x: Rows) -> Rows:
@@ -182,9 +183,9 @@ class Autoencoder:
         Q = query_rows(B * H * W, C)
         for start in range(0, H * W, Q):
             some_B1QC = q_B1PC[:, :, start : start + Q]
-            parts.append(_evaluated(mx.fast.scaled_dot_product_attention(some_B1QC, k_B1PC, v_B1PC, scale=C**-0.5)))
+            parts.append(self._queue.start(mx.fast.scaled_dot_product_attention(some_B1QC, k_B1PC, v_B1PC, scale=C**-0.5)))
         out_BPC = mx.concatenate(parts, axis=2)[:, 0]
-        return Rows([_evaluated(x_BHWC + self._linear(f"{name}.to_out.0", out_BPC).reshape(B, H, W, C))])
+        return Rows([self._queue.start(x_BHWC + self._linear(f"{name}.to_out.0", out_BPC).reshape(B, H, W, C))])
 
     def _middle(self, name: str, x: Rows) -> Rows:
         x = self._resnet(f"{name}.resnets.0", x)
@@ -204,7 +205,7 @@ class Autoencoder:
             part = x.take(2 * first, 2 * last + 1)
             below = 2 * last + 1 - x.height if last == H else 0
             part = mx.pad(part, [(0, 0), (0, below), (0, 1), (0, 0)])
-            strips.append(_evaluated(mx.conv2d(part, weight, stride=2) + bias))
+            strips.append(self._queue.start(mx.conv2d(part, weight, stride=2) + bias))
             del part
             x.free_before(2 * last)
         return Rows(strips)
@@ -223,7 +224,7 @@ class Autoencoder:
             twice = mx.broadcast_to(some_BRWC[:, :, None, :, None], (B, R, 2, W // 2, 2, C)).reshape(B, 2 * R, W, C)
             twice = twice[:, top % 2 : 2 * R - bottom % 2]
             twice = mx.pad(twice, [(0, 0), (int(first == 0), int(last == H)), (0, 0), (0, 0)])
-            strips.append(_evaluated(mx.conv2d(twice, weight, padding=(0, 1)) + bias))
+            strips.append(self._queue.start(mx.conv2d(twice, weight, padding=(0, 1)) + bias))
             del some_BRWC, twice
             x.free_before((last - 1) // 2)
         return Rows(strips)
@@ -239,6 +240,14 @@ def normalised_silu(
     return silu((x_BRWC.astype(mx.float32) - mean_B11C) * (scale_B11C * weight_C) + bias_C).astype(x_BRWC.dtype)
 
 
+def finished(y_BRWC: mx.array, bias_C: mx.array, add_BRWC: mx.array | None = None) -> mx.array:
+    """Return the result of a convolution with its bias, and with another activation added. All arguments have the same
+    dtype. If `add_BRWC` is None, only the bias is added.
+    """
+    y_BRWC = y_BRWC + bias_C
+    return y_BRWC if add_BRWC is None else add_BRWC + y_BRWC
+
+
 def query_rows(positions: int, channels: int) -> int:
     """Return how many queries the autoencoder's attention computes in one kernel. `positions` is the number of keys in
     the whole batch. `channels` is the number of values in a query. The result is the largest number up to `QUERIES` for
@@ -246,9 +255,3 @@ def query_rows(positions: int, channels: int) -> int:
     result is 1.
     """
     return min(QUERIES, max(1, int(kernels.LIMIT // (2 * kernels.product_flop(1, channels, positions)))))
-
-
-def _evaluated(x: mx.array) -> mx.array:
-    """Evaluate the lazy array `x` and return it. MLX can then free the arrays from which `x` was computed."""
-    mx.eval(x)
-    return x

@@ -9,7 +9,8 @@ B batch, R rows of a strip, W width, C channels, G groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 
@@ -17,6 +18,32 @@ from stages import kernels
 
 STRIP_BYTES = 32 << 20  # of one strip of float32 values: 256 x 256 positions of 128 channels
 ITEM = 4  # bytes: strips have the same rows in every dtype
+IN_FLIGHT = 2  # strips that a GPU has started and not finished: one is computed while the next is prepared
+
+
+class StripQueue:
+    """A queue of strips that the device computes. `start(x)` starts the computation of the array `x` and returns `x`.
+    On a GPU, at most two strips are in flight: a further call waits for the oldest one. On a CPU, every call waits
+    until its strip is computed.
+
+    Without a limit, all strips of an image would be in memory at once. If every strip was waited for, a GPU would be
+    idle between two strips.
+    """
+
+    def __init__(self) -> None:
+        self.started: deque[mx.array] = deque()
+
+    def start(self, x: mx.array) -> mx.array:
+        """Start the computation of the lazy array `x`, and return `x`. It may not be computed yet."""
+        kernels.dispatch(x)
+        self.started.append(x)
+        while len(self.started) > (IN_FLIGHT if kernels.compiles() else 0):
+            mx.eval(self.started.popleft())
+        return x
+
+    def clear(self) -> None:
+        """Forget the strips in flight, so that the queue does not keep their memory."""
+        self.started.clear()
 
 
 class Rows:
@@ -88,19 +115,20 @@ def windows(height: int, rows: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + rows, height)
 
 
-def group_statistics(x: Rows, groups: int, eps: float) -> tuple[mx.array, mx.array]:
+def group_statistics(x: Rows, groups: int, eps: float, start: Callable[[mx.array], mx.array]) -> tuple[mx.array, mx.array]:
     """Return (mean, scale) of a group normalisation for each channel. The scale is 1 / standard deviation. The channels
     form `groups` groups of equal size. Mean and variance of a group are taken over all its rows, columns and channels.
     All channels of a group get the same two values. Both results are float32, `(batch, 1, 1, channels)`. `eps` is added
-    to the variance.
+    to the variance. `start(array)` starts the computation of a lazy array and returns the array.
 
     Sums go over columns first: one long sum of float32 values would lose digits.
     """
     count = x.height * x.width * x.channels // groups
-    total_BC = sum((_evaluated(_sum(strip)) for strip in x.present()), start=mx.array(0.0))
+    squares = kernels.compiled(_squares)
+    total_BC = sum((start(_sum(strip)) for strip in x.present()), start=mx.array(0.0))
     mean_BG = total_BC.reshape(total_BC.shape[0], groups, -1).sum(-1) / count
     mean_B11C = mx.repeat(mean_BG, x.channels // groups, axis=-1)[:, None, None]
-    square_BC = sum((_evaluated(_squares(strip, mean_B11C)) for strip in x.present()), start=mx.array(0.0))
+    square_BC = sum((start(squares(strip, mean_B11C)) for strip in x.present()), start=mx.array(0.0))
     var_BG = square_BC.reshape(square_BC.shape[0], groups, -1).sum(-1) / count
     scale_BG = mx.rsqrt(var_BG + eps)
     return mean_B11C, mx.repeat(scale_BG, x.channels // groups, axis=-1)[:, None, None]
@@ -112,8 +140,3 @@ def _sum(x_BRWC: mx.array) -> mx.array:
 
 def _squares(x_BRWC: mx.array, mean_B11C: mx.array) -> mx.array:
     return mx.square(x_BRWC.astype(mx.float32) - mean_B11C).sum(2).sum(1)
-
-
-def _evaluated(x: mx.array) -> mx.array:
-    mx.eval(x)
-    return x

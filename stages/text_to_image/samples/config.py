@@ -51,6 +51,9 @@ class SamplesConfig:
         follows="train.base_bits_for",
         unless="base_bits",
     )
+    stream_blocks: bool = runtime(
+        False, "keep the weights of the base's blocks on disk and read each block when it is needed; the same pictures"
+    )
     grid: int = runtime(8, "number of prompts that the grid shows, from the first", bounds=(1, 1000))
 
     def __post_init__(self) -> None:

@@ -55,20 +55,23 @@ def drawing_memory(
     sizes: Any = architecture.transformer_config(weights, family)
     shapes = {name: (shape, weight_bits(name, architecture, packed)) for name, shape in sizes.shapes().items()}
     inside = [shapes[name] for name in shapes if architecture.in_block(name)]
+    meta_model = architecture.meta_transformer(sizes, dtype)
+    stored = planner.stored_bytes(meta_model.blocks, shapes, dtype.size) if packed.stream_blocks else ()
     grid = size[1] // architecture.pixels_per_token, size[0] // architecture.pixels_per_token
     together = passes if grid[0] * grid[1] <= architecture.guided_together else 1
     rows = grid[0] * grid[1] + family.text_tokens
     q_BHSK = mx.zeros((together, sizes.num_attention_heads, rows, sizes.attention_head_dim), dtype)
     found = planner.estimate(
-        architecture.meta_transformer(sizes, dtype),
+        meta_model,
         architecture.zero_inputs(sizes, together, grid, family.text_tokens),
-        planner.weight_bytes(shapes.values(), dtype.size),
+        planner.weight_bytes(shapes.values(), dtype.size) - sum(stored),
         [],
         0,
         unpacked=planner.unpacked_bytes(inside, dtype.size),
         scores=attention.forward_score_bytes(q_BHSK),
+        stored=stored,
     )
-    return DrawingMemory(found.weights + adapter, found.forward_peak)
+    return DrawingMemory(found.weights + found.stored_work("blocks") + adapter, found.forward_peak)
 
 
 def passes(config: SamplesConfig, family: Family) -> int:
@@ -112,16 +115,20 @@ def forecast(outlook: Outlook) -> Forecast:
 def remedy(config: SamplesConfig, outlook: Outlook) -> str:
     """Return settings of the section [samples] with which the stage `samples` fits into the memory budget. The result
     is text such as "[samples] base_bits = 4". It is "" if no settings fit. `config` holds the present settings, and
-    `outlook.budget` is the budget in bytes. Smaller images are only proposed if fewer bits do not suffice.
+    `outlook.budget` is the budget in bytes. Weights on disk are only proposed if fewer bits do not suffice, and
+    smaller images only if neither suffices.
     """
     fewer = [bits for bits in BITS if bits < (config.base_bits or 16)]
     for bits in fewer:
         if stage_peak(replace(config, base_bits=bits), outlook)[0] <= outlook.budget:
             return f"[samples] base_bits = {bits}"
+    packed = f"base_bits = {fewer[-1]}, " if fewer else ""
     least = replace(config, base_bits=fewer[-1]) if fewer else config
+    if stage_peak(replace(least, stream_blocks=True), outlook)[0] <= outlook.budget:
+        return f"[samples] {packed}stream_blocks = true"
+    streamed = replace(least, stream_blocks=True)
     step = outlook.family.architecture.pixels_per_token
     for side in range(min(config.width, config.height) // step * step - step, LOWEST_SIDE - 1, -step):
-        if stage_peak(replace(least, width=side, height=side), outlook)[0] <= outlook.budget:
-            packed = f"base_bits = {least.base_bits}, " if fewer else ""
-            return f"[samples] {packed}width = {side}, height = {side}"
+        if stage_peak(replace(streamed, width=side, height=side), outlook)[0] <= outlook.budget:
+            return f"[samples] {packed}stream_blocks = true, width = {side}, height = {side}"
     return ""

@@ -18,6 +18,7 @@ from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.samples import SAMPLES
 from schemas.text_to_image.train import TRAIN
 from stages.stage import Stage, StageContext
+from stages.text_to_image.packing import STREAMED
 from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.samples.decoding import decode, save_png
 from stages.text_to_image.samples.drawing import DTYPES, LatentSampler, load_sampler
@@ -151,6 +152,7 @@ def sampler_for(ctx: StageContext, source: SampleSource) -> LatentSampler:
         steps=config.steps,
         guidance=config.guidance,
         live_bytes=memory.live_bytes,
+        folder=ctx.artifacts.parent / STREAMED,
     )
 
 

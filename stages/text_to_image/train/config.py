@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from stages.settings import check_bounds, setting
+from stages.settings import check_bounds, runtime, setting
 from stages.text_to_image.train.selection import DataConfig, MaskConfig, ValidationConfig
 from stages.tuner.config import TrainingConfig
 from stages.tuner.diffusion.noise import Base, Shift
@@ -79,6 +79,11 @@ class TrainConfig(TrainingConfig):
     `validation` are off if they are None. Raises ValueError if a setting is out of range.
     """
 
+    stream_blocks: bool = runtime(
+        False,
+        "keep the weights of the base's blocks on disk and read each block when it is needed, for a base larger than memory; "
+        "every step reads them twice. The same bits",
+    )
     caption_dropout: float = setting(
         0.05, "share of samples trained with the empty caption, which keeps guidance working", bounds=(0.0, 1.0)
     )

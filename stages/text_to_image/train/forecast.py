@@ -29,7 +29,7 @@ def forecast(outlook: Outlook) -> Forecast:
         )
         advice = advice if needs <= budget else ""
     checkpoints = -(-config.steps // config.checkpoint_every)
-    files = checkpoints * estimator.adapter + min(checkpoints, config.keep_states) * estimator.state
+    files = checkpoints * estimator.adapter + min(checkpoints, config.keep_states) * estimator.state + sum(estimator.stored)
     plan = f"plan {found.plan}, {config.base_bits} bits, {width} x {height} px"
     rows = config.steps * config.batch_size * config.accumulate
     return Forecast(found.needs, 0, rows, files, plan, advice)

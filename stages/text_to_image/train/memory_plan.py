@@ -121,6 +121,8 @@ class MemoryEstimator:
         inside = [packed[name] for name in packed if architecture.in_block(name)]
         self.unpacked = planner.unpacked_bytes(inside, self.dtype.size)
         self.meta_model = architecture.meta_transformer(sizes, self.dtype)
+        self.stored = planner.stored_bytes(self.meta_model.blocks, packed, self.dtype.size) if config.stream_blocks else ()
+        self.weights -= sum(self.stored)
         self.targets = choose_targets(self.meta_model.linears(), config)
         adapter = {t.name + end: mx.zeros(shape) for t in self.targets for end, shape in t.shapes.items()}
         self.adapter = sum(value.nbytes for value in adapter.values())
@@ -133,7 +135,8 @@ class MemoryEstimator:
         `samples` is the number of samples computed at once. Call `peak(plan)` of the result for the peak of the run.
         """
         inputs = self.architecture.zero_inputs(self.sizes, samples, batch.grid, batch.text_rows)
-        more = {"unpacked": self.unpacked, **self.attention_scores(samples, batch.tokens)}
+        more: dict[str, Any] = {"unpacked": self.unpacked, "stored": self.stored}
+        more |= self.attention_scores(samples, batch.tokens)
         if batch.held:
             more["validation"] = self.estimate(batch.held, min(batch.held.samples, self.config.measured_at_once)).forward_peak
         # The sum of earlier gradients is live beside a micro-batch's own, until the optimizer takes it over.
@@ -223,7 +226,8 @@ def cheapest_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int) -> R
     def candidate(config: TrainConfig) -> Candidate:
         return estimator.with_config(config).best(batch, limit)
 
-    return cheapest_remedy(estimator.config, samples, candidate, limit)
+    last = {} if estimator.config.stream_blocks else {"stream_blocks": True}
+    return cheapest_remedy(estimator.config, samples, candidate, limit, last)
 
 
 def refusal(estimator: MemoryEstimator, batch: BatchShape, candidate: Candidate, limit: int) -> str:

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from stages.models.family import Family
 from stages.models.protocols import Transformer
-from stages.text_to_image.packing import packing
+from stages.text_to_image.packing import load_packed
 from stages.text_to_image.train.config import TrainConfig
 from stages.tuner.adapters.initial import check_initial
 from stages.tuner.checkpoint import adapter_damage
@@ -16,12 +16,11 @@ from stages.tuner.step import choose_targets
 from stages.tuner.task import InitialAdapter
 
 
-def load_transformer(path: Path, family: Family, config: TrainConfig) -> Transformer:
+def load_transformer(path: Path, family: Family, config: TrainConfig, folder: Path | None = None) -> Transformer:
     """Load the transformer of `family` from the folder `path`. If the [train] settings `config` ask for it, each weight is packed
-    (quantised) right after it is read.
+    (quantised) right after it is read. With `stream_blocks`, the weights of the blocks are kept in files in `folder`.
     """
-    arrange = packing(family.architecture, config)
-    return family.architecture.load_transformer(path, family, getattr(mx, config.precision), arrange)
+    return load_packed(path, family, getattr(mx, config.precision), config, folder)
 
 
 def read_initial_adapter(file: Path, weights: Path, family: Family, config: TrainConfig) -> InitialAdapter:

@@ -13,6 +13,7 @@ from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.train import TRAIN
 from stages.models.protocols import Transformer
 from stages.stage import StageContext
+from stages.text_to_image.packing import STREAMED
 from stages.text_to_image.train import memory_plan, model
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.dataset import Dataset, load_dataset
@@ -146,6 +147,8 @@ class ImageTask:
 
     def load_model(self) -> Transformer:
         """Return the frozen transformer with its weights loaded. The setting [train] `base_bits` gives the bits of a
-        weight: 16, 8 or 4. Weights with fewer than 16 bits are quantised.
+        weight: 16, 8 or 4. Weights with fewer than 16 bits are quantised. With [train] `stream_blocks`, the weights of
+        the blocks are kept in files beside the folder of the run's artifacts.
         """
-        return model.load_transformer(self.ctx.need("transformer"), self.family, self.config)
+        folder = self.ctx.artifacts.parent / STREAMED
+        return model.load_transformer(self.ctx.need("transformer"), self.family, self.config, folder)

@@ -18,6 +18,7 @@ from stages.tuner import draws, quantize
 from stages.tuner.adapters import dora, full, lokr, lora
 from stages.tuner.adapters.lora import Arrays
 from stages.tuner.adapters.targets import Target
+from stages.tuner.stored import read
 
 RANK_AXIS = {lora.A: 0, lora.B: 1, lokr.W2_A: 1, lokr.W2_B: 0}  # the axis of length rank, by suffix
 
@@ -44,7 +45,7 @@ def fresh_adapter(targets: Iterable[Target], seed: int, weights: Mapping[str, qu
         for suffix, shape in target.shapes.items():
             if suffix == dora.MAGNITUDE:
                 assert weights is not None, "DoRA's magnitudes start as the norms of the weights' rows"
-                arrays[target.name + suffix] = dora.initial_magnitude(weights[target.name], target.outputs, target.inputs)
+                arrays[target.name + suffix] = dora.initial_magnitude(read(weights[target.name]), target.outputs, target.inputs)
                 mx.eval(arrays[target.name + suffix])  # one weight in float32 at a time
             elif suffix in lora.ZERO_AT_START:
                 arrays[target.name + suffix] = mx.zeros(shape, mx.float32)
@@ -85,7 +86,7 @@ def start_from_adapter(
             own |= _resized(target, lora.arrays_of_linear(source, name), scales[name], own)
             if target.variant == "dora" and name + dora.MAGNITUDE not in source:
                 assert weights is not None, "the magnitudes of a LoRA are the row norms of its adapted weights"
-                own[dora.MAGNITUDE] = dora.row_norms(weights[name], own[lora.A], own[lora.B], target.scale)
+                own[dora.MAGNITUDE] = dora.row_norms(read(weights[name]), own[lora.A], own[lora.B], target.scale)
                 mx.eval(own[dora.MAGNITUDE])
         arrays |= {name + suffix: value.astype(mx.float32) for suffix, value in own.items()}
     return arrays

@@ -21,6 +21,8 @@ from mlx.utils import tree_flatten, tree_map
 
 from stages.tuner.adapters import lora
 from stages.tuner.blockwise.device import compiles, dispatch
+from stages.tuner.blockwise.walk import Walk
+from stages.tuner.stored import read_all
 
 Tree = Any  # an array, or tuples, lists and dicts of arrays
 Arrays = dict[str, mx.array]
@@ -103,18 +105,20 @@ def loss_and_grads(
     h, shared = chain.enter(**inputs)
     dispatch(h, shared)
     block_inputs = []
-    for n in range(head):
+    walk = Walk(chain.blocks, range(head))
+    for n in walk:
         block_inputs.append(h)
-        h = backprop.forward(n, h, shared)
-        dispatch(h)
+        h = backprop.forward(n, walk.weights, h, shared)
+        walk.dispatch(h)
     losses_B, cotangent, grads = backprop.tail(head, h, shared, loss)
     # Blocks before the first adapter need no gradient: a dropped cotangent is never computed.
     h, cotangent = (), cotangent if head > backprop.first_trained else ()
-    dispatch(losses_B, cotangent, grads)
-    for n in reversed(range(backprop.first_trained, head)):
-        cotangent, block_grads = backprop.backward(n, block_inputs.pop(), shared, cotangent)
+    walk.dispatch(losses_B, cotangent, grads)
+    walk = Walk(chain.blocks, reversed(range(backprop.first_trained, head)), after=(losses_B, cotangent, grads))
+    for n in walk:
+        cotangent, block_grads = backprop.backward(n, walk.weights, block_inputs.pop(), shared, cotangent)
         cotangent = cotangent if n > backprop.first_trained else ()
-        dispatch(cotangent, block_grads)
+        walk.dispatch(cotangent, block_grads)
         grads |= block_grads
     return losses_B, grads
 
@@ -134,9 +138,10 @@ def predict(chain: Chain, adapters: Arrays, scales: Mapping[str, float], inputs:
     """
     blocks = BlockwiseBackprop(chain, adapters, scales)
     h, shared = chain.enter(**inputs)
-    for n in range(len(chain.blocks)):
-        h = blocks.forward(n, h, shared)
-        dispatch(h)
+    walk = Walk(chain.blocks, range(len(chain.blocks)))
+    for n in walk:
+        h = blocks.forward(n, walk.weights, h, shared)
+        walk.dispatch(h)
     prediction = chain.leave(h, shared)
     dispatch(prediction)
     return prediction
@@ -175,21 +180,21 @@ class BlockwiseBackprop:
             raise ValueError(f"no block of the model holds the adapter {min(unknown)}")
         self.first_trained = min(n for n, own in enumerate(self.adapters) if own)
 
-    def forward(self, n: int, h: Tree, shared: Tree) -> Tree:
-        """Return the output of the block with index `n` for its input `h`. `shared` is the value that `chain.enter` returned
-        for all blocks.
+    def forward(self, n: int, weights: Tree, h: Tree, shared: Tree) -> Tree:
+        """Return the output of the block with index `n` for its input `h`. `weights` holds the block's weights by name.
+        `shared` is the value that `chain.enter` returned for all blocks.
         """
         block = self.chain.blocks[n]
-        return self.compiled(forward_function, block.kind)(self.adapters[n], block.weights, h, shared, self.scales[n])
+        return self.compiled(forward_function, block.kind)(self.adapters[n], weights, h, shared, self.scales[n])
 
-    def backward(self, n: int, h: Tree, shared: Tree, cotangent: Tree) -> tuple[Tree, Arrays]:
-        """Compute the block with index `n` again from its input `h`, and differentiate it. `shared` is what all blocks read.
-        `cotangent` is the gradient of the loss with respect to the block's output. Returns (gradient with respect to h,
-        gradients by adapter name).
+    def backward(self, n: int, weights: Tree, h: Tree, shared: Tree, cotangent: Tree) -> tuple[Tree, Arrays]:
+        """Compute the block with index `n` again from its input `h`, and differentiate it. `weights` holds the block's
+        weights by name. `shared` is what all blocks read. `cotangent` is the gradient of the loss with respect to the
+        block's output. Returns (gradient with respect to h, gradients by adapter name).
         """
         block = self.chain.blocks[n]
         run = self.compiled(_backward, block.kind)
-        by_input, grads = run(self.adapters[n], block.weights, h, shared, self.scales[n], cotangent)
+        by_input, grads = run(self.adapters[n], weights, h, shared, self.scales[n], cotangent)
         return by_input, {f"{block.name}.{key}": grad for key, grad in grads.items()}
 
     def tail(self, head: int, h: Tree, shared: Tree, loss: Loss) -> tuple[mx.array | Values, Tree, Arrays]:
@@ -204,7 +209,7 @@ class BlockwiseBackprop:
             run, given = self.compiled(_tail, kinds, loss.func), loss.keywords
         else:
             run, given = _tail(self.chain, kinds, loss), {}
-        weights = [b.weights for b in blocks]
+        weights = [read_all(b.weights) for b in blocks]
         losses_B, by_input, grads = run(self.adapters[head:], weights, h, shared, self.scales[head:], given)
         named = {f"{b.name}.{key}": grad for b, own in zip(blocks, grads, strict=True) for key, grad in own.items()}
         return losses_B, by_input, named

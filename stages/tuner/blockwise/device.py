@@ -7,13 +7,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 
 from stages.kernels import compiles as compiles
+from stages.kernels import dispatch as dispatch
 from stages.kernels import limited
 
 GB = 1e9
@@ -27,8 +28,6 @@ EXACT = {"MLX_ENABLE_TF32": "0", "MLX_CONV_WINOGRAD": "0"}  # MLX: float32 produ
 LARGE_BUFFERS = ((8, 0), (9, 0), (10, 0), (12, 0))  # CUDA compute capabilities for which MLX's own limit is 400 or 1000 MB
 
 IN_FLIGHT = 2  # blocks whose arrays a GPU holds at once: one is computed while the next is handed over
-
-dispatch: Callable[..., None] = mx.async_eval  # start computing these arrays without waiting; MLX leaves it untyped
 
 
 def device_bytes() -> int:

@@ -10,6 +10,7 @@ import mlx.core as mx
 from stages.tuner.adapters import lora
 from stages.tuner.blockwise.backprop import Arrays, Chain, Tree, compiled_functions, forward_function, within_block
 from stages.tuner.blockwise.device import dispatch, live_memory_limit
+from stages.tuner.blockwise.walk import Walk
 
 
 class AdapterMismatch(ValueError):  # noqa: N818  (a mistake of the user, described in one line)
@@ -48,21 +49,21 @@ class BlockwiseForward:
         with live_memory_limit(self.live_bytes):
             h, shared = self.chain.enter(**inputs)
             dispatch(h, shared)
-            for n in range(len(self.chain.blocks)):
-                h = self.block(n, h, shared)
-                dispatch(h)
+            walk = Walk(self.chain.blocks, range(len(self.chain.blocks)))
+            for n in walk:
+                h = self.block(n, walk.weights, h, shared)
+                walk.dispatch(h)
             prediction: mx.array = self.chain.leave(h, shared)
             mx.eval(prediction)
         return prediction
 
-    def block(self, n: int, h: Tree, shared: Tree) -> Tree:
-        """Return the output of one block of the model. `n` is the index of the block, from 0. `h` is the input of the
-        block. `shared` is the data that all blocks read, such as tables of rotary position embeddings. `chain.enter`
-        returns `(h, shared)` for the first block.
+    def block(self, n: int, weights: Tree, h: Tree, shared: Tree) -> Tree:
+        """Return the output of one block of the model. `n` is the index of the block, from 0. `weights` holds the
+        block's weights by name. `h` is the input of the block. `shared` is the data that all blocks read, such as
+        tables of rotary position embeddings. `chain.enter` returns `(h, shared)` for the first block.
         """
-        block = self.chain.blocks[n]
-        run: Callable[..., Tree] = self.compiled(forward_function, block.kind)
-        return run(self.adapters[n], block.weights, h, shared, self.scales[n])
+        run: Callable[..., Tree] = self.compiled(forward_function, self.chain.blocks[n].kind)
+        return run(self.adapters[n], weights, h, shared, self.scales[n])
 
 
 def cast_matrix(array: mx.array, dtype: Any) -> mx.array:

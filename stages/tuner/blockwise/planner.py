@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -46,14 +47,25 @@ class Estimate:
     saved_scores: int = 0  # scores kept per block until the backward pass; 0 if they are built in chunks
     unpacked: int = 0  # the largest packed weight of a block in unpacked form, or the largest chunk of it
     validation: int = 0  # in use while held-out images are measured, besides weights, adapter and state
+    stored: tuple[int, ...] = ()  # per block: weights that are read from disk when they are needed, besides `weights`
 
     def peak(self, plan: Plan) -> int:
         """Return the estimated peak memory of training in bytes. It is the largest of backward pass, optimizer step and
         validation. `plan` is "whole", "blocks" or a number. It says how many of the last blocks keep their activations until
         the backward pass.
         """
-        backward = self._kept_activations(plan) + self.block_work + self.unpacked_work
-        return self.held + int(max(backward, self.optimizer_work, self.validation))
+        backward = self._kept_activations(plan) + self.block_work + self.unpacked_work + self.stored_work(plan)
+        validation = self.validation and self.validation + self.stored_work("blocks")
+        return self.held + int(max(backward, self.optimizer_work, validation))
+
+    def stored_work(self, plan: Plan) -> int:
+        """Return the most bytes that weights read from disk take at the same time. `plan` says how many of the last
+        blocks keep their activations: "whole" (all), "blocks" (one) or a number. The weights of these blocks are needed
+        together, while those of the block before them are in use. Otherwise, two blocks in a row have their weights in
+        memory.
+        """
+        head = self.blocks - kept_blocks(plan, self.blocks)
+        return max(sum(self.stored[max(head - 1, 0) :]), *(sum(pair) for pair in pairwise(self.stored)), 0)
 
     def _kept_activations(self, plan: Plan) -> float:
         """Return the largest memory for block inputs, kept activations and gradients together during the backward pass,
@@ -104,16 +116,16 @@ class Estimate:
 
 
 def estimate(
-    chain: Chain, inputs: Mapping[str, Any], weights: int, targets: Sequence[Target], optimizer_state: int, **parts: int
+    chain: Chain, inputs: Mapping[str, Any], weights: int, targets: Sequence[Target], optimizer_state: int, **parts: Any
 ) -> Estimate:
     """Return an estimate of the memory for training adapters on the largest batch. `chain` is the model. `inputs` are
     the model's inputs for this batch, as keyword arguments of `chain.enter`. `weights` and `optimizer_state` are sizes
     in bytes. `targets` are the Linears with an adapter.
 
     `parts` sets further fields of the `Estimate` in bytes, such as `scores`, the attention scores of a block. A field
-    that is not given is 0. The fields in `parts` are `optimizer_work`, `scores`, `saved_scores`, `unpacked` and
-    `validation`; comments in `Estimate` explain them. Nothing is computed. The arrays in `chain` and `inputs` need not
-    be computed either.
+    that is not given is 0. The fields in `parts` are `optimizer_work`, `scores`, `saved_scores`, `unpacked`,
+    `validation` and `stored`; comments in `Estimate` explain them. Nothing is computed. The arrays in `chain` and
+    `inputs` need not be computed either.
     """
     h, shared = chain.enter(**inputs)
     by_kind = {block.kind: block for block in chain.blocks}
@@ -172,6 +184,15 @@ def weight_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -
         count = math.prod(shape)
         total += count * bits // 8 + 2 * itemsize * count // GROUP if _is_packed(shape, bits) else count * itemsize
     return total
+
+
+def stored_bytes(blocks: Iterable[Any], shapes: Mapping[str, tuple[tuple[int, ...], int]], itemsize: int) -> tuple[int, ...]:
+    """Return the bytes of the matrices of each block, which can be read from disk when they are needed. `shapes` maps
+    the full name of a weight to (shape, bits). bits is 8 or 4 for a packed (quantised) weight, and 16 for any other.
+    `itemsize` is the bytes of one unpacked value.
+    """
+    matrices = ([shapes[f"{block.name}.{name}"] for name in block.weights] for block in blocks)
+    return tuple(weight_bytes((each for each in block if len(each[0]) == 2), itemsize) for block in matrices)
 
 
 def unpacked_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> int:

@@ -57,11 +57,11 @@ def test_what_cannot_fit_is_refused_before_a_weight_is_loaded_with_the_setting_t
     run.config = replace(run.config, memory_gb=1e-6)
     with pytest.raises(
         ValueError,
-        match=r'base_bits = 4; \[train.optimizer\] kind = "adamw8bit" would need .* GB, too much as well; '
+        match=r'base_bits = 4, stream_blocks = true; \[train.optimizer\] kind = "adamw8bit" would need .* GB, too much as well; '
         r"choose a smaller family, or train on a device with more memory$",
     ):
         run.go()
-    run.config = replace(run.config, base_bits=4, optimizer=OptimizerConfig(kind="lion"))
+    run.config = replace(run.config, base_bits=4, stream_blocks=True, optimizer=OptimizerConfig(kind="lion"))
     with pytest.raises(
         ValueError, match=r"no setting would need less; choose a smaller family, or train on a device with more memory$"
     ):
@@ -109,7 +109,8 @@ def test_a_refusal_names_no_setting_that_is_not_needed_beside_the_others(deep, t
 @pytest.mark.parametrize("aside", [None, ValidationConfig(paths=("image3",))], ids=["trained", "held out"])
 def test_where_no_settings_fit_the_highest_resolution_that_does_is_named_and_it_is_accepted(aside, deep, tmp_path):
     run = Run(tmp_path, deep, replace(BASE, batch_size=1, validation=aside), tables(((64, 64),) * 3 + ((640, 480),)))
-    least = with_settings(run.config, {"base_bits": 4, "optimizer": ALL["optimizer"]})
+    every = {"base_bits": 4, "optimizer": ALL["optimizer"], "stream_blocks": True}
+    least = with_settings(run.config, every)
 
     def at(side: int) -> float:
         return needs(Run(tmp_path, deep, least, tables(((64, 64),) * 3 + ((side, side),))), "blocks", 1)
@@ -117,7 +118,7 @@ def test_where_no_settings_fit_the_highest_resolution_that_does_is_named_and_it_
     run.config = replace(run.config, memory_gb=at(352) * 1.0001)
     assert at(368) > run.config.memory_gb
     settings, said = refused(run)
-    assert settings == {"train": {"base_bits": 4, "optimizer": ALL["optimizer"]}, "buckets": {"resolutions": [352]}}
+    assert settings == {"train": every, "buckets": {"resolutions": [352]}}
     assert said == pytest.approx(at(352), rel=0.01)
     run.config = with_settings(run.config, settings["train"])
     run.tables = tables(((64, 64),) * 3 + ((352, 352),))

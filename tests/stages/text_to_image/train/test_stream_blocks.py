@@ -1,0 +1,55 @@
+"""[train] stream_blocks: a run whose base stays on disk gives the bits of one whose base is in memory, in less memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from stages.text_to_image.train import memory_plan
+from stages.text_to_image.train.model import load_transformer
+from stages.tuner.blockwise.backprop import Plan
+from tests.stages.text_to_image.train.runs import BASE, EVERYTHING, TINY, Run, rich_tables, weights
+
+DEEP = {"num_single_layers": 24, "num_attention_heads": 8, "attention_head_dim": 32, "axes_dims_rope": (8, 8, 8, 8)}
+
+
+@pytest.mark.parametrize("config", [EVERYTHING, replace(BASE, variant="dora", memory="blocks")], ids=["everything", "dora"])
+def test_a_run_with_its_base_on_disk_writes_the_same_rows_and_the_same_adapter(config, transformer, tmp_path):
+    kept = Run(tmp_path / "kept", transformer, config, rich_tables()).go()
+    read = Run(tmp_path / "read", transformer, replace(config, stream_blocks=True), rich_tables()).go()
+    assert read.rows == kept.rows
+    assert read.adapter == kept.adapter
+    assert not (tmp_path / "read" / "streamed").exists()
+
+
+@pytest.mark.parametrize("plan", ["blocks", 6])
+def test_the_peak_is_lower_by_the_streamed_weights_and_as_estimated(plan: Plan, tmp_path: Path):
+    folder, peaks, estimates = weights(tmp_path / "transformer", **DEEP), [], []
+    for on_disk in (False, True):
+        run = Run(tmp_path / str(on_disk), folder, replace(BASE, batch_size=1, steps=1, memory=plan, stream_blocks=on_disk))
+        training = run.training()
+        training.plan = plan
+        batches = run.micro_batches()
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        training.step(batches, 1e-3)
+        peaks.append(mx.get_peak_memory())
+        sizes = TINY.architecture.transformer_config(folder, TINY)
+        estimator = memory_plan.MemoryEstimator(run.config, TINY.architecture, sizes)
+        size = memory_plan.largest_batch(run.task().sampler, TINY.architecture.pixels_per_token)
+        estimates.append(estimator.estimate(size, 1).peak(plan))
+        stored, needed = estimator.stored, estimator.estimate(size, 1).stored_work(plan)
+        del training
+    assert needed == sum(stored[-2:] if plan == "blocks" else stored[-7:]) or plan == "blocks"
+    saved = sum(stored) - needed
+    assert saved <= peaks[0] - peaks[1] <= saved + max(stored), "at the peak, the next block may not be read yet"
+    assert estimates[0] - estimates[1] == pytest.approx(saved, rel=0.05)
+    assert saved > 0.7 * sum(stored)
+
+
+def test_a_model_whose_blocks_stay_on_disk_needs_a_folder(transformer):
+    with pytest.raises(ValueError, match="stream_blocks must be false here"):
+        load_transformer(transformer, TINY, replace(BASE, stream_blocks=True))
