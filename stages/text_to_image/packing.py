@@ -47,20 +47,30 @@ def load_packed(path: Path, family: Family, dtype: Any, config: Packed, folder: 
     blocks are written into a new folder in `folder` instead of staying in memory. This folder is deleted with the
     transformer. Raises ValueError if `stream_blocks` is set without `folder`.
     """
-    architecture, pack = family.architecture, packing(family.architecture, config)
-    if not config.stream_blocks:
-        return architecture.load_transformer(path, family, dtype, pack)
-    if folder is None:
+    if config.stream_blocks and folder is None:
         raise ValueError("stream_blocks must be false here: there is no folder for the weights of the blocks")
-    stored = WeightFolder(folder)
+    stored = WeightFolder(folder) if config.stream_blocks and folder else None
+    architecture = family.architecture
+    model = architecture.load_transformer(path, family, dtype, arranged(architecture, config, stored))
+    if stored:
+        stored.belongs_to(model)
+    return model
+
+
+def arranged(architecture: Architecture, config: Packed, stored: WeightFolder | None) -> Callable[[str, mx.array], Any] | None:
+    """Return a function that prepares a weight, or None if weights stay as they are. Call the function as
+    `function(name, weight)`. It packs (quantises) the weight as `config` says. If `stored` is a folder and the weight is
+    a matrix of a block, it writes the weight there and returns the stored weight.
+    """
+    pack = packing(architecture, config)
+    if stored is None:
+        return pack
 
     def arrange(name: str, weight: mx.array) -> Any:
-        arranged = pack(name, weight) if pack else weight
-        return stored.store(name, arranged) if architecture.in_block(name) and weight.ndim == 2 else arranged
+        packed = pack(name, weight) if pack else weight
+        return stored.store(name, packed) if architecture.in_block(name) and weight.ndim == 2 else packed
 
-    model = architecture.load_transformer(path, family, dtype, arrange)
-    stored.belongs_to(model)
-    return model
+    return arrange
 
 
 def packing(architecture: Architecture, config: Packed) -> Callable[[str, mx.array], Any] | None:

@@ -27,6 +27,7 @@ class Case:
     optimizer: str = "adamw"
     memory_limited: bool = False  # live memory is held near the plan's estimate, and command buffers are limited, as in training
     unfused: bool = False
+    stream: bool = False  # the blocks' weights stay on disk and are read when they are needed, in training and drawing
     backend: str = "mlx"  # or "torch"
     kind: str = "train"  # one of KINDS
     dtype: str = "bfloat16"  # of the encoders; training uses bfloat16, and float32 on a CPU

@@ -45,6 +45,7 @@ def name(row: Row) -> str:
     if kind in ("train", "loader", "checksums", "commit"):
         return configuration(row) if kind == "train" else kind
     words = [kind, row["dtype"], *([f"{row['bits']}-bit"] if row["bits"] < 16 else [])]
+    words += ["streamed"] if row.get("stream") else []
     return ", ".join([*words, *([f"PyTorch {row['plan']}"] if row["backend"] == "torch" else [])])
 
 
@@ -60,6 +61,7 @@ def configuration(row: Row) -> str:
     words += [row["optimizer"]] if row["optimizer"] != "adamw" else []
     words += ["memory-limited"] if row["memory_limited"] else []
     words += ["unfused"] if row["unfused"] else []
+    words += ["streamed"] if row.get("stream") else []
     words += [f"{ranks} ranks"] if (ranks := row.get("ranks", 1)) > 1 else []
     return ", ".join([*words, *_command_buffers(row)])
 

@@ -65,7 +65,8 @@ def measure_training(case: Case) -> dict[str, Any]:
     if case.memory_limited:
         limit_command_buffers()  # before MLX's first operation
     ranks = connect()
-    record, config = family(case.family), profile_settings(case.optimizer, base_bits=case.bits, rank=case.rank)
+    record = family(case.family)
+    config = profile_settings(case.optimizer, base_bits=case.bits, rank=case.rank, stream_blocks=case.stream)
     architecture = record.architecture
     shape = BatchShape(1, case.width, case.height, record.text_tokens, architecture.pixels_per_token)
     estimate = MemoryEstimator(config, architecture, architecture.transformer_config(None, record)).estimate(shape, 1)
@@ -131,8 +132,8 @@ def measure_drawing(case: Case) -> dict[str, Any]:
 
     if case.memory_limited:
         limit_command_buffers()  # before MLX's first operation
-    record, config = family(case.family), profile_settings(base_bits=case.bits)
-    packed = SamplesConfig(base_bits=case.bits)  # type: ignore[arg-type]
+    record, config = family(case.family), profile_settings(base_bits=case.bits, stream_blocks=case.stream)
+    packed = SamplesConfig(base_bits=case.bits, stream_blocks=case.stream)  # type: ignore[arg-type]
     memory = drawing_memory(record, None, packed, config.precision, (case.width, case.height), 1)
     model = random_transformer(record, config)
     predict = model_forward(model, None)

@@ -5,6 +5,8 @@ The step is the one that training takes (`stages.tuner.step`); memory and time d
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +14,7 @@ import numpy as np
 
 from stages.models.family import Family
 from stages.models.protocols import Transformer
-from stages.text_to_image.packing import packing
+from stages.text_to_image.packing import STREAMED, arranged
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.dataset import Crop
 from stages.text_to_image.train.memory_plan import BatchShape
@@ -23,6 +25,7 @@ from stages.tuner.blockwise.device import compiles
 from stages.tuner.config import OptimizerConfig
 from stages.tuner.optimizers.methods import make_optimizer
 from stages.tuner.step import TrainingStep, choose_targets, starting_adapter
+from stages.tuner.stored import WeightFolder
 
 
 def profile_settings(method: Any = "adamw", **others: Any) -> TrainConfig:
@@ -37,17 +40,22 @@ def profile_settings(method: Any = "adamw", **others: Any) -> TrainConfig:
 
 def random_transformer(family: Family, config: TrainConfig) -> Transformer:
     """Build the transformer of `family` with random weights of the true shapes. Each weight is packed (quantised) as training
-    would pack it.
+    would pack it. With [train] `stream_blocks`, the weights of the blocks are written to the system's folder for
+    temporary files, and deleted with the transformer.
     """
     architecture = family.architecture
     sizes = architecture.transformer_config(None, family)
-    pack, dtype = packing(architecture, config), getattr(mx, config.precision)
+    dtype, stored = getattr(mx, config.precision), WeightFolder(Path(gettempdir(), STREAMED)) if config.stream_blocks else None
+    arrange = arranged(architecture, config, stored)
     weights: dict[str, Any] = {}
     for number, (name, shape) in enumerate(sizes.shapes().items()):
         value = mx.random.normal(shape, dtype, key=mx.random.key(number)) * shape[-1] ** -0.5
-        weights[name] = pack(name, value) if pack else value
+        weights[name] = arrange(name, value) if arrange else value
         mx.eval(weights[name])
-    return architecture.build_transformer(sizes, weights)
+    model = architecture.build_transformer(sizes, weights)
+    if stored:
+        stored.belongs_to(model)
+    return model
 
 
 def random_training(family: Family, config: TrainConfig) -> TrainingStep:
