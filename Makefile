@@ -40,7 +40,7 @@ override RUN = $(LATENTMILL) run
 .PHONY: scores evaluate
 .PHONY: sources units pairs tokens negatives vectors index ranks search
 .PHONY: help runs compare best view report generate
-.PHONY: test prove check format bench pages dictionary recipe machines figures experiments recipes
+.PHONY: test prove check format bench pages dictionary recipe machines macs figures experiments recipes
 .DEFAULT_GOAL := train
 
 ## Show this list
@@ -252,7 +252,7 @@ format: .venv/check
 	.venv/bin/ruff format .
 
 ## Write the generated pages and figures again
-pages: dictionary recipe figures machines
+pages: dictionary recipe figures machines macs
 
 dictionary: .venv/ready
 	.venv/bin/python -m data.pages.dictionary
@@ -262,6 +262,9 @@ recipe: .venv/ready
 
 machines: .venv/ready
 	.venv/bin/python -m data.pages.machines
+
+macs: .venv/ready
+	.venv/bin/python -m data.pages.macs
 
 figures: .venv/plots
 	.venv/bin/python -m data.pages.figures

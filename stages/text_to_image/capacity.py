@@ -18,7 +18,8 @@ SIDES = (512, 768, 1024)  # pixels
 @dataclass(frozen=True)
 class Capacity:
     """The most bits per weight with which every stage fits for images of `side` x `side` pixels. `bits` is None if nothing fits.
-    `plan` is the memory plan of training. `peak` is the bytes of the largest stage.
+    `plan` is the memory plan of training. `peak` is the bytes of the largest stage. `streamed` is True if every stage only fits
+    with the settings `stream_blocks`, which leave the base's blocks on disk.
     """
 
     family: str
@@ -26,12 +27,14 @@ class Capacity:
     bits: int | None = None
     plan: str = ""
     peak: int = 0
+    streamed: bool = False
 
     def __str__(self) -> str:
-        """Return the result as text, such as "16 bits, whole, 17.7 GB". The parts are the bits per weight, the memory
-        plan and the peak memory. The text is "does not fit" if `bits` is None.
+        """Return the result as text, such as "16 bits, whole, 17.7 GB". The parts are the bits per weight, "streamed" if
+        the blocks stay on disk, the memory plan and the peak memory. The text is "does not fit" if `bits` is None.
         """
-        return f"{self.bits} bits, {self.plan}, {self.peak / 1e9:.3g} GB" if self.bits else "does not fit"
+        streamed = " streamed" if self.streamed else ""
+        return f"{self.bits} bits{streamed}, {self.plan}, {self.peak / 1e9:.3g} GB" if self.bits else "does not fit"
 
 
 def capacities(budget: int) -> Iterator[Capacity]:
@@ -47,20 +50,23 @@ def capacities(budget: int) -> Iterator[Capacity]:
 def capacity(family: Family, side: int, budget: int) -> Capacity:
     """Return the most bits per weight with which every stage fits into memory. `side` is the width and height of the
     images in pixels. `budget` is the available memory in bytes. In the result, `bits` is None if nothing fits.
+
+    Blocks stay on disk only if the fewest bits do not suffice otherwise.
     """
-    for bits in BITS:
-        found = forecasts(family, side, bits, budget)
+    for bits, streamed in (*((bits, False) for bits in BITS), (BITS[-1], True)):
+        found = forecasts(family, side, bits, budget, streamed)
         peak = max(forecast.peak for forecast in found.values())
         if peak <= budget:
             plan = found["train"].plan.split(",")[0].removeprefix("plan ")
-            return Capacity(family.name, side, bits, plan if plan in ("whole", "blocks") else f"{plan} blocks kept", peak)
+            plan = plan if plan in ("whole", "blocks") else f"{plan} blocks kept"
+            return Capacity(family.name, side, bits, plan, peak, streamed)
     return Capacity(family.name, side)
 
 
-def forecasts(family: Family, side: int, bits: int, budget: int) -> dict[str, Forecast]:
+def forecasts(family: Family, side: int, bits: int, budget: int, streamed: bool = False) -> dict[str, Forecast]:
     """Return the memory forecast of each stage, as a dict by stage name. `side` is the width and height of the images
-    in pixels. `bits` is the number of bits per weight of the base model. `budget` is the available memory in bytes. All
-    other settings have their defaults.
+    in pixels. `bits` is the number of bits per weight of the base model. `budget` is the available memory in bytes. If
+    `streamed` is True, the base's blocks stay on disk. All other settings have their defaults.
 
     Below 16 bits, the optimizer is 8-bit AdamW. A stage is left out if the model family lacks a component that the
     stage needs.
@@ -69,8 +75,8 @@ def forecasts(family: Family, side: int, bits: int, budget: int) -> dict[str, Fo
     train = sections["train"]
     method = replace(train.optimizer, kind="adamw8bit") if bits < 16 else train.optimizer
     sections["buckets"] = replace(sections["buckets"], resolutions=(side,))
-    sections["samples"] = replace(sections["samples"], width=side, height=side, base_bits=bits)
-    sections["train"] = replace(train, base_bits=bits, optimizer=method)
+    sections["samples"] = replace(sections["samples"], width=side, height=side, base_bits=bits, stream_blocks=streamed)
+    sections["train"] = replace(train, base_bits=bits, optimizer=method, stream_blocks=streamed)
     outlook = Outlook(sections, family, budget)
     found = {}
     for name in PIPELINE.stages:

@@ -19,7 +19,7 @@ from stages.tuner.adapters.targets import Target, matches_pattern, select_target
 from stages.tuner.blockwise.backprop import Arrays, Plan, Values, loss_and_grads, predict
 from stages.tuner.blockwise.device import dispatch, live_memory_limit
 from stages.tuner.blockwise.meter import Meter
-from stages.tuner.blockwise.walk import Walk
+from stages.tuner.blockwise.visit import Visit
 from stages.tuner.config import TrainingConfig, longest_first
 from stages.tuner.contrastive.gradcache import loss_and_grads_in_parts
 from stages.tuner.optimizers import ema
@@ -287,10 +287,10 @@ def predict_base(model: Model, inputs: Mapping[str, Any]) -> mx.array:
     first part of the model. The returned array may not be computed yet.
     """
     h, shared = model.enter(**inputs)
-    walk = Walk(model.blocks, range(len(model.blocks)))
-    for n in walk:
-        h = model.block(model.blocks[n].kind)(walk.weights, h, shared, lora.adapted_linear({}, {}))
-        walk.dispatch(h)
+    visit = Visit(model.blocks, range(len(model.blocks)))
+    for n in visit:
+        h = model.block(model.blocks[n].kind)(visit.weights, h, shared, lora.adapted_linear({}, {}))
+        visit.dispatch(h)
     prediction: mx.array = model.leave(h, shared)
     dispatch(prediction)  # else its graph would become part of the gradient's
     return prediction

@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from stages.tuner.adapters import lora
 from stages.tuner.blockwise.device import compiles, dispatch
-from stages.tuner.blockwise.walk import Walk
+from stages.tuner.blockwise.visit import Visit
 from stages.tuner.stored import read_all
 
 Tree = Any  # an array, or tuples, lists and dicts of arrays
@@ -105,20 +105,20 @@ def loss_and_grads(
     h, shared = chain.enter(**inputs)
     dispatch(h, shared)
     block_inputs = []
-    walk = Walk(chain.blocks, range(head))
-    for n in walk:
+    visit = Visit(chain.blocks, range(head))
+    for n in visit:
         block_inputs.append(h)
-        h = backprop.forward(n, walk.weights, h, shared)
-        walk.dispatch(h)
+        h = backprop.forward(n, visit.weights, h, shared)
+        visit.dispatch(h)
     losses_B, cotangent, grads = backprop.tail(head, h, shared, loss)
     # Blocks before the first adapter need no gradient: a dropped cotangent is never computed.
     h, cotangent = (), cotangent if head > backprop.first_trained else ()
-    walk.dispatch(losses_B, cotangent, grads)
-    walk = Walk(chain.blocks, reversed(range(backprop.first_trained, head)), after=(losses_B, cotangent, grads))
-    for n in walk:
-        cotangent, block_grads = backprop.backward(n, walk.weights, block_inputs.pop(), shared, cotangent)
+    visit.dispatch(losses_B, cotangent, grads)
+    visit = Visit(chain.blocks, reversed(range(backprop.first_trained, head)), after=(losses_B, cotangent, grads))
+    for n in visit:
+        cotangent, block_grads = backprop.backward(n, visit.weights, block_inputs.pop(), shared, cotangent)
         cotangent = cotangent if n > backprop.first_trained else ()
-        walk.dispatch(cotangent, block_grads)
+        visit.dispatch(cotangent, block_grads)
         grads |= block_grads
     return losses_B, grads
 
@@ -138,10 +138,10 @@ def predict(chain: Chain, adapters: Arrays, scales: Mapping[str, float], inputs:
     """
     blocks = BlockwiseBackprop(chain, adapters, scales)
     h, shared = chain.enter(**inputs)
-    walk = Walk(chain.blocks, range(len(chain.blocks)))
-    for n in walk:
-        h = blocks.forward(n, walk.weights, h, shared)
-        walk.dispatch(h)
+    visit = Visit(chain.blocks, range(len(chain.blocks)))
+    for n in visit:
+        h = blocks.forward(n, visit.weights, h, shared)
+        visit.dispatch(h)
     prediction = chain.leave(h, shared)
     dispatch(prediction)
     return prediction

@@ -10,7 +10,7 @@ import mlx.core as mx
 from stages.tuner.adapters import lora
 from stages.tuner.blockwise.backprop import Arrays, Chain, Tree, compiled_functions, forward_function, within_block
 from stages.tuner.blockwise.device import dispatch, live_memory_limit
-from stages.tuner.blockwise.walk import Walk
+from stages.tuner.blockwise.visit import Visit
 
 
 class AdapterMismatch(ValueError):  # noqa: N818  (a mistake of the user, described in one line)
@@ -49,10 +49,10 @@ class BlockwiseForward:
         with live_memory_limit(self.live_bytes):
             h, shared = self.chain.enter(**inputs)
             dispatch(h, shared)
-            walk = Walk(self.chain.blocks, range(len(self.chain.blocks)))
-            for n in walk:
-                h = self.block(n, walk.weights, h, shared)
-                walk.dispatch(h)
+            visit = Visit(self.chain.blocks, range(len(self.chain.blocks)))
+            for n in visit:
+                h = self.block(n, visit.weights, h, shared)
+                visit.dispatch(h)
             prediction: mx.array = self.chain.leave(h, shared)
             mx.eval(prediction)
         return prediction

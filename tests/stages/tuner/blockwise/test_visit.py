@@ -13,7 +13,7 @@ from stages.tuner import quantize, stored
 from stages.tuner.blockwise.backprop import loss_and_grads
 from stages.tuner.blockwise.forward import model_forward
 from stages.tuner.blockwise.planner import Estimate
-from stages.tuner.blockwise.walk import Walk
+from stages.tuner.blockwise.visit import Visit
 from stages.tuner.step import predict_base
 from stages.tuner.stored import StoredWeight, WeightFolder
 from tests.stages.tuner.blockwise.test_backprop import Stream, assert_same, batch, loss_of, tiny, trained
@@ -114,15 +114,15 @@ def test_a_file_that_the_disk_has_no_room_for_is_an_error(tmp_path, monkeypatch)
         WeightFolder(tmp_path).store("toys.0", mx.ones((8, 64)))
 
 
-def test_a_walk_reads_one_block_ahead_and_waits_for_the_block_before(tmp_path, monkeypatch):
+def test_a_visit_reads_one_block_ahead_and_waits_for_the_block_before(tmp_path, monkeypatch):
     chain = streamed(Heavy(), tmp_path)
     seen: list[str] = []
     whole = StoredWeight.read
     monkeypatch.setattr(StoredWeight, "read", lambda self: (seen.append(self.file.stem), whole(self))[1])
-    walk = Walk(chain.blocks, (3, 2, 1))
-    for n in walk:
+    visit = Visit(chain.blocks, (3, 2, 1))
+    for n in visit:
         seen.append(f"compute {n}")
-        walk.dispatch(walk.weights["fc.weight"].sum())
+        visit.dispatch(visit.weights["fc.weight"].sum())
     assert seen == [
         *("streams.3.fc.weight", "compute 3", "streams.2.fc.weight", "compute 2"),
         *("streams.1.fc.weight", "compute 1"),

@@ -11,7 +11,7 @@ from stages.tuner.blockwise.device import dispatch
 from stages.tuner.stored import StoredWeight, read_all
 
 
-class Walk:
+class Visit:
     """A visit of some blocks of a model, in a given order. Iterating yields the index of each block. During its visit,
     the attribute `weights` holds the block's weights by name. The caller computes the block and passes the results to
     `dispatch`.
