@@ -69,11 +69,12 @@ def test_an_m5_on_a_new_enough_macos_and_an_older_chip_on_26_0_have_no_problem()
 
 
 def test_more_memory_never_fits_less():
-    def fits(budget: float) -> dict[tuple[str, int], int]:
-        return {(each.family, each.side): each.bits or 0 for each in capacities(int(budget))}
+    def fits(budget: float) -> dict[tuple[str, int], tuple[int, bool]]:
+        return {(each.family, each.side): (each.bits or 0, not each.streamed) for each in capacities(int(budget))}
 
     small, large = fits(11e9), fits(98e9)
-    assert small["klein-base-4b", 512] and not small["dev", 512] and large["dev", 1024]
+    assert small["klein-base-4b", 512] == (16, True) and small["dev", 512] == (4, False) and large["dev", 1024] == (16, True)
+    assert fits(3e9)["dev", 512] == (0, True), "not even streamed"
     assert all(large[key] >= bits for key, bits in small.items())
 
 
