@@ -63,7 +63,7 @@ def address(finished: Path) -> Iterator[str]:
 def test_workers_that_see_no_file_write_the_table_of_a_local_run(finished, address, tmp_path, cases):
     before = set(Path(tempfile.gettempdir()).glob("latentmill-*"))
     for name in ("latents", *(each for each in STAGES if each != "latents"))[: cases(1, len(STAGES))]:
-        folder = without(finished, finished.parent / name, name)
+        folder = without(finished, finished.parent / name / "project", name)
         words = ("--set", f"project.workers={address}", "--set", "project.unit_rows=1")
         if name == "latents":
             said = projects.latentmill(folder, "run", name, *words, code=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 
 from pipeline.project.project import Project
 from tests import projects
+from tests.bench.cluster import STAND_IN
 from tests.pipeline.test_work import artifacts, without
 
 ray = pytest.importorskip("ray", reason='needs Ray: pip install "latentmill[ray]"')
@@ -98,15 +100,22 @@ def test_workers_that_are_killed_lose_and_double_nothing(finished, cluster, tmp_
 
 
 @pytest.mark.slow
-def test_a_driver_that_is_killed_is_continued_by_the_next_run(finished, cluster, tmp_path):
-    folder = without(finished, tmp_path / "project", "latents")
-    process = projects.command(folder, "run", "latents", *DIVIDED)
-    rows = Project(folder).current("latents").folder / "rows"
-    projects.wait_until(rows.exists, process)
-    process.kill()
-    process.communicate(timeout=projects.HANG)
-    projects.latentmill(folder, "run", "latents", *DIVIDED)
-    assert_same_table(folder, finished, "latents")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
+def test_a_driver_that_is_killed_or_interrupted_is_continued_by_the_next_run(number, code, cluster, tmp_path):
+    (tmp_path / "project.toml").write_text(STAND_IN.format(workers=WORKERS, count=120, seconds=0.1))
+    projects.edit(tmp_path, "unit_rows = 1", "unit_rows = 1\ncommit_seconds = 0.0")
+    process = projects.command(tmp_path, "run", "waits")
+    rows = Project(tmp_path).current("waits").folder / "rows.lance"
+    projects.wait_until(lambda: len(list(rows.glob("_versions/*"))) > 3, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=projects.HANG)
+    assert process.returncode == code and "Traceback" not in err, (out, err)
+    if number == signal.SIGINT:
+        assert "new rows are kept" in err and not workers(), "its workers have ended"
+    said = projects.latentmill(tmp_path, "run", "waits")
+    written = int(re.findall(r"(\d+) rows written, 120 in all", said)[0])
+    assert 0 < written < 120
+    assert projects.content(tmp_path, "waits")["number"].to_pylist() == list(range(120))
 
 
 @pytest.mark.slow
