@@ -34,7 +34,7 @@ def attention(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float
     if mask is None and fused_gradient(q_BHLK):
         q_BHLK = mx.pad(q_BHLK, [(0, 0), (0, 0), (0, -L % FUSED_ROWS), (0, 0)]) if L % FUSED_ROWS else q_BHLK
         y_BHLK = mx.fast.scaled_dot_product_attention(q_BHLK, k_BHSK, v_BHSK, scale=scale)
-        return _one_layout(y_BHLK[:, :, :L])
+        return one_layout(y_BHLK[:, :, :L])
     if mask is None and chunk_rows(q_BHLK, k_BHSK) < L:
         return chunked(q_BHLK, k_BHSK, v_BHSK, scale)
     if mask is None and slow_exp(q_BHLK):
@@ -72,7 +72,7 @@ def _kept_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx
     return ds_BHLS @ k_BHSK, ds_BHLS.swapaxes(-1, -2) @ q_BHLK, p_BHLS.swapaxes(-1, -2) @ dy_BHLK
 
 
-def _one_layout(y_BHLK: mx.array) -> mx.array:
+def one_layout(y_BHLK: mx.array) -> mx.array:
     """Return `y_BHLK` unchanged, and fix the memory layout of its gradient. `y_BHLK` is `(batch, heads, query rows,
     width)`. In the backward pass, its gradient is copied to contiguous memory, in the order batch, query rows, heads,
     width.

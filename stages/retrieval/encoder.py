@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -13,8 +12,7 @@ from stages.models.retriever import RetrieverFamily
 from stages.models.t5.encoder import T5
 from stages.retrieval.adapter import read_adapter
 from stages.retrieval.tokenizer import TextTokenizer
-from stages.tuner.adapters.lora import adapted_linear
-from stages.tuner.blockwise.device import dispatch
+from stages.tuner.blockwise.forward import BlockwiseForward
 
 MULTIPLE = 16  # texts are padded to a multiple of so many tokens: a GPU compiles one kernel per length
 
@@ -34,9 +32,7 @@ class Encoder:
         query_tokens: int,
     ) -> None:
         self.model, self.tokenizer, self.query_tokens = model, tokenizer, query_tokens
-        self.linears = {
-            block.name: adapted_linear(_within(block.name, adapter), _within(block.name, scales)) for block in model.blocks
-        }
+        self.forward = BlockwiseForward(model, adapter, scales, model.dtype)
 
     @property
     def width(self) -> int:
@@ -57,11 +53,7 @@ class Encoder:
         for row, ids in enumerate(many):
             ids_BL[row, : len(ids)] = ids
             real_BL[row, : len(ids)] = True
-        h_TD, shared = self.model.enter([mx.array(ids_BL)], [mx.array(real_BL)])
-        for block in self.model.blocks:
-            h_TD = self.model.block(block.kind)(block.weights, h_TD, shared, self.linears[block.name])
-            dispatch(h_TD)
-        [vectors_BLE] = self.model.leave(h_TD, shared)
+        [vectors_BLE] = self.forward(ids=[mx.array(ids_BL)], real=[mx.array(real_BL)])
         found = np.array(vectors_BLE)
         return [found[row, : len(ids)] for row, ids in enumerate(many)]
 
@@ -105,8 +97,3 @@ def load_encoder(
     arrays, scales = read_adapter(adapter, model.linears()) if adapter else ({}, {})
     found = TextTokenizer(tokenizer, lower_case=family.lower_case) if tokenizer else None
     return Encoder(model, arrays, scales, found, query_tokens)
-
-
-def _within(block: str, values: dict[str, Any]) -> dict[str, Any]:
-    prefix = block + "."
-    return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}

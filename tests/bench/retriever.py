@@ -37,12 +37,16 @@ def time_calls(call: Callable[[], Any], count: int) -> dict[str, float]:
 
 def measure_mlx(case: RetrieverCase) -> dict[str, float]:
     """Return time and peak memory of a case in MLX, by the trainer's own step."""
+    from stages.tuner.blockwise.device import limit_command_buffers
+
+    limit_command_buffers()  # as in training, before the first MLX array
     import mlx.core as mx
 
     from stages.models.t5.config import T5Config
     from stages.models.t5.encoder import T5
     from stages.retrieval.train.config import LossConfig, TrainConfig
     from stages.retrieval.train.objective import Contrast
+    from stages.tuner.blockwise.forward import BlockwiseForward
     from stages.tuner.step import TrainingStep, choose_targets, starting_adapter
 
     sizes = T5Config.from_dict(case.config, DIMENSIONS)
@@ -53,37 +57,23 @@ def measure_mlx(case: RetrieverCase) -> dict[str, float]:
     config = TrainConfig(batch_size=case.batch, rank=case.rank, targets=TARGETS, micro_batch=case.micro_batch or None)
     targets = choose_targets(model.linears(), config)
     training = TrainingStep(model, Contrast(LossConfig()), targets, config, starting_adapter(model, targets, config))
-    training.plan = case.plan
-    batch = random_batch(case)
+    encoder = BlockwiseForward(model)
+    training.plan, batch = case.plan, random_batch(case)
+    training.live_bytes = encoder.live_bytes = int(1e9 * case.memory_gb) or None
+    ids = mx.array(batch.document_BMK[:, 0])
+    real = mx.ones(ids.shape, mx.bool_)
+
+    losses: list[float] = []
 
     def step() -> None:
-        if not training.step([batch], 1e-4).finite:
+        done = training.step([batch], 1e-4)
+        losses.append(statistics.fmean(done.losses))
+        if not done.finite:
             raise ValueError("the gradient is not finite")
 
-    encoder = compiled_encoder(model) if case.kind == "encode" else None
-    ids = mx.array(batch.document_BMK[:, 0])
-
-    def encode() -> None:
-        assert encoder
-        mx.eval(encoder(ids))
-
     mx.reset_peak_memory()
-    times = time_calls(encode if case.kind == "encode" else step, case.steps)
-    return times | {"peak_gb": mx.get_peak_memory() / 1e9}
-
-
-def compiled_encoder(model: Any) -> Callable[..., Any]:
-    """Return a function from token ids without padding to token vectors, block by block as the pipeline encodes."""
-    import mlx.core as mx
-
-    from stages.tuner.blockwise.backprop import predict
-
-    adapter = {"head.linear.diff": mx.zeros((model.config.dimensions, model.config.d_model))}
-
-    def encode(ids: Any) -> Any:
-        return predict(model, adapter, {"head.linear": 1.0}, {"ids": [ids], "real": [mx.ones(ids.shape, mx.bool_)]})
-
-    return encode
+    times = time_calls((lambda: encoder(ids=[ids], real=[real])) if case.kind == "encode" else step, case.steps)
+    return times | {"peak_gb": mx.get_peak_memory() / 1e9} | ({"loss": losses[-1]} if losses else {})
 
 
 def random_batch(case: RetrieverCase) -> Any:

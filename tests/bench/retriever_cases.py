@@ -15,6 +15,7 @@ SIZES = {
 }
 DIMENSIONS, TARGETS, TEMPERATURE = 128, ("q", "k", "v", "o"), 0.05
 TORCH_PLANS = ("eager", "compiled", "transformers", "transformers-compiled")
+LIMITS_GB = {"train": 7.5, "encode": 1.5}  # of MLX at base size and 64 pairs: below the memory of compiled PyTorch in training
 LIMIT_S = 150  # a case that takes longer is a row with an error, and the next begins
 
 
@@ -35,6 +36,7 @@ class RetrieverCase:
     rank: int = 16
     dtype: str = "bfloat16"
     steps: int = 20
+    memory_gb: float = 0.0  # MLX starts no further operation while this much is in use; 0: no limit
 
     @property
     def config(self) -> dict[str, Any]:
@@ -51,10 +53,12 @@ class RetrieverCase:
 def comparison(size: str, batch: int, dtype: str, torch_plans: tuple[str, ...]) -> Iterator[RetrieverCase]:
     """Yield the cases of one comparison: MLX and PyTorch in turn, training and encoding."""
     common = RetrieverCase(size=size, batch=batch, dtype=dtype)
-    yield common
+    yield replace(common, memory_gb=LIMITS_GB["train"])
     yield from (replace(common, backend="torch", plan=plan) for plan in torch_plans)
-    yield replace(common, kind="encode")
+    yield replace(common, kind="encode", memory_gb=LIMITS_GB["encode"])
     yield from (replace(common, kind="encode", backend="torch", plan=plan) for plan in torch_plans)
+    yield common
+    yield replace(common, kind="encode")
     yield replace(common, plan="blocks")
     yield replace(common, micro_batch=batch // 4)
     yield replace(common, batch=4 * batch, micro_batch=batch // 2, steps=5)

@@ -18,7 +18,7 @@ from stages.models.t5.config import BIAS, EMBEDDING, FINAL_NORM, HEAD, T5Config,
 from stages.models.t5.layers import HIDDEN, attend, buckets, gelu_times, rms_norm
 
 Linear = Callable[[str, Any, mx.array], mx.array]  # (name within the block, weight, x) -> y
-Shared = list[dict[str, mx.array]]  # per part: bias_1HLL, hidden_B11L, real_BL
+Shared = list[dict[str, mx.array]]  # per part: mask_BHLL, added to the scores of every block, and real_BL
 
 TABLES_KEPT = 16  # tables of buckets in memory, one per length
 EPS = 1e-12  # the least norm that a vector is divided by, as in PyTorch's normalize
@@ -76,7 +76,7 @@ class T5:
         """Return `(h_TD, shared)`: the input of the first block, and the data that every block reads. `ids` lists int32
         arrays of token ids, `(texts, tokens)`. Each array is called a part, and each may have its own shape. `real`
         lists one boolean array for each part, of the same shape. It is False for padding. `h_TD` has the shape `(tokens
-        of all parts, width)`. `shared` holds the attention bias and the padding masks of each part.
+        of all parts, width)`. `shared` holds the attention mask of each part, with the position biases, and its padding mask.
         """
         h_TD = mx.concatenate([self.embedding[part_BL.reshape(-1)] for part_BL in ids])
         return h_TD, [self._part(part_BL) for part_BL in real]
@@ -85,8 +85,8 @@ class T5:
         length = real_BL.shape[1]
         bias_1HLL = self.bias[self._bucket_table(length)].transpose(2, 0, 1)[None]
         hidden_B11L = mx.where(real_BL, 0.0, HIDDEN)[:, None, None, :]
-        bias, hidden = mx.contiguous(bias_1HLL).astype(self.dtype), hidden_B11L.astype(self.dtype)
-        return {"bias_1HLL": bias, "hidden_B11L": hidden, "real_BL": real_BL}
+        mask_BHLL = mx.contiguous(bias_1HLL).astype(self.dtype) + hidden_B11L.astype(self.dtype)
+        return {"mask_BHLL": mask_BHLL, "real_BL": real_BL}
 
     def _bucket_table(self, length: int) -> mx.array:
         if length not in self._buckets:
@@ -176,7 +176,7 @@ def _attention(weights: Mapping[str, Any], x_TD: mx.array, shared: Shared, linea
     for q, k, v, part in zip(project("q"), project("k"), project("v"), shared, strict=True):
         B, L = part["real_BL"].shape
         q_BHLK, k_BHLK, v_BHLK = (x.reshape(B, L, heads, -1).swapaxes(1, 2) for x in (q, k, v))
-        y_BHLK = attend(q_BHLK, k_BHLK, v_BHLK, part["bias_1HLL"], part["hidden_B11L"])
+        y_BHLK = attend(q_BHLK, k_BHLK, v_BHLK, part["mask_BHLL"])
         done.append(y_BHLK.swapaxes(1, 2).reshape(B * L, -1))
     y_TD = mx.concatenate(done) if len(done) > 1 else done[0]
     return linear("layer.0.SelfAttention.o", weights["layer.0.SelfAttention.o.weight"], y_TD)

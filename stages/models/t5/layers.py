@@ -12,8 +12,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from stages.kernels import compiles
+from stages.models.attention import FUSED_ROWS, fused_forward, fused_gradient, one_layout
+from stages.models.elementwise import sigmoid, softmax
+
 HIDDEN = -1e9  # added to the scores of padding
-GELU = math.sqrt(2 / math.pi)
+STEEP, CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715  # gelu(x) = x sigmoid(STEEP (x + CUBIC x^3))
 
 
 def buckets(length: int, count: int, furthest: int) -> np.ndarray:
@@ -63,41 +67,50 @@ def gelu_times(gate: mx.array, up: mx.array) -> mx.array:
 
 @mx.custom_function
 def _gelu_times(gate: mx.array, up: mx.array) -> mx.array:
-    wide, tanh = _wide_and_tanh(gate)
-    return (0.5 * wide * (1 + tanh) * up.astype(mx.float32)).astype(up.dtype)
+    wide, share = _wide_and_share(gate)
+    return (wide * share * up.astype(mx.float32)).astype(up.dtype)
 
 
 @_gelu_times.vjp  # type: ignore[untyped-decorator, unused-ignore]
 def _gelu_times_vjp(primals: Any, dy: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
-    # The dependency keeps the compiler from reusing, and so keeping, the tanh of the forward pass.
+    # Each dependency keeps the compiler from reusing, and so keeping, float32 values of an earlier product: every product
+    # is then one kernel that reads and writes half precision. Without a compiler, each value is computed once.
     gate, up = mx.depends(list(primals), [dy])
-    wide, tanh = _wide_and_tanh(gate)
-    slope = 0.5 * (1 + tanh) + 0.5 * wide * (1 - tanh * tanh) * GELU * (1 + 3 * 0.044715 * wide * wide)
+    wide, share = _wide_and_share(gate)
     by_up = dy.astype(mx.float32)
-    dgate = by_up * up.astype(mx.float32) * slope
-    return dgate.astype(gate.dtype), (by_up * 0.5 * wide * (1 + tanh)).astype(up.dtype)
+    slope = share + (share - share * share) * (wide * (STEEP + 3 * STEEP * CUBIC * (wide * wide)))
+    dgate = (by_up * up.astype(mx.float32) * slope).astype(gate.dtype)
+    if compiles():
+        gate, dy = mx.depends([gate, dy], [dgate])
+        wide, share = _wide_and_share(gate)
+        by_up = dy.astype(mx.float32)
+    return dgate, (by_up * (wide * share)).astype(up.dtype)
 
 
-def _wide_and_tanh(gate: mx.array) -> tuple[mx.array, mx.array]:
+def _wide_and_share(gate: mx.array) -> tuple[mx.array, mx.array]:
+    """Return `gate` in float32, and the share of it that GELU passes on, `(1 + tanh) / 2`, from 0 to 1."""
     wide = gate.astype(mx.float32)
-    return wide, mx.tanh(GELU * (wide + 0.044715 * wide * wide * wide))
+    return wide, sigmoid(wide * (STEEP + STEEP * CUBIC * (wide * wide)))
 
 
-def attend(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, bias_1HLL: mx.array, hidden_B11L: mx.array) -> mx.array:
-    """Return `softmax(q @ k.T + bias + hidden) @ v`, `(batch, heads, tokens, width)`. Queries, keys and values have the
-    same shape as the result. `bias_1HLL` is added to the scores, `(1, heads, tokens, tokens)`. `hidden_B11L` is 0 for
-    real keys and -1e9 for padding, `(batch, 1, 1, tokens)`. Neither of these two gets a gradient. The scores are not
-    scaled, because T5's weights contain that factor.
+def attend(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, mask_BHLL: mx.array) -> mx.array:
+    """Return `softmax(q @ k.T + mask) @ v`, `(batch, heads, tokens, width)`. Queries, keys and values have the same shape
+    as the result. `mask_BHLL` is added to the scores, `(batch, heads, tokens, tokens)`, and gets no gradient. The scores
+    are not scaled, because T5's weights contain that factor.
 
-    The gradient computes the probabilities again instead of keeping them.
+    The gradient keeps no probabilities. A device with a fused gradient uses it; elsewhere, they are computed again.
     """
+    # cuDNN's gradient with a mask is wrong for some lengths that are no multiple of 128: NaN for an odd multiple of 64.
+    if fused_gradient(q_BHLK) and q_BHLK.shape[2] % FUSED_ROWS == 0:
+        return one_layout(mx.fast.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, scale=1.0, mask=mask_BHLL))
 
     def probabilities(q_BHLK: mx.array, k_BHLK: mx.array) -> mx.array:
-        scores_BHLL = q_BHLK @ k_BHLK.swapaxes(-1, -2)
-        return mx.softmax(scores_BHLL + bias_1HLL + hidden_B11L, axis=-1, precise=True)
+        return softmax(q_BHLK @ k_BHLK.swapaxes(-1, -2) + mask_BHLL)
 
     @mx.custom_function
     def forward(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array) -> mx.array:
+        if fused_forward(q_BHLK):
+            return mx.fast.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, scale=1.0, mask=mask_BHLL)
         return probabilities(q_BHLK, k_BHLK) @ v_BHLK
 
     @forward.vjp

@@ -71,7 +71,7 @@ class MemoryEstimator:
         scores = samples * documents * self.sizes.num_heads * self.document**2 * self.dtype.size
         work = LOSS_WORK * (vectors + similarities)
         whole = samples >= c.batch_size
-        kept = self.state + (work if whole else 2 * vectors)
+        kept = self.state + (work if whole else 2 * vectors) + scores  # the mask of all blocks is as large as one's scores
         more = {"unpacked": self.unpacked, "scores": scores, "validation": 0 if whole else work}
         return planner.estimate(self.meta_model, inputs, self.weights, self.targets, kept, optimizer_work=self.update, **more)
 

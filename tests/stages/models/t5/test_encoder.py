@@ -126,10 +126,13 @@ def test_the_vectors_of_a_text_do_not_depend_on_its_padding_or_its_neighbours() 
     assert np.allclose(np.linalg.norm(np.array(whole)[real], axis=-1), 1, atol=1e-6)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_gradient_of_a_block_is_that_of_automatic_differentiation(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("form", "fused"), [("gated", False), ("gated", True), ("relu", False)])
+def test_the_gradient_of_a_block_is_that_of_automatic_differentiation(
+    form: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = ours(*reference(form))
-    ids, real = texts(99, 3, 20)
+    ids, real = texts(99, 3, 128 if fused else 20)
+    monkeypatch.setattr(layers, "fused_gradient", lambda queries: fused)
     h_TD, shared = model.enter([mx.array(ids)], [mx.array(real)])
     block = model.blocks[0]
     out_TD = mx.random.normal(h_TD.shape, key=mx.random.key(1))
@@ -139,7 +142,7 @@ def test_the_gradient_of_a_block_is_that_of_automatic_differentiation(form: str,
 
     own = by_input()
     monkeypatch.setattr(encoder, "attend", plain_attend)
-    monkeypatch.setattr(encoder, "gelu_times", lambda gate, up: 0.5 * gate * (1 + mx.tanh(layers.GELU * cubic(gate))) * up)
+    monkeypatch.setattr(encoder, "gelu_times", lambda gate, up: 0.5 * gate * (1 + mx.tanh(layers.STEEP / 2 * cubic(gate))) * up)
     monkeypatch.setattr(encoder, "rms_norm", lambda x, w, eps: x * mx.rsqrt((x * x).mean(-1, keepdims=True) + eps) * w)
     plain = by_input()
     assert np.abs(own - plain).max() <= 1e-5 * np.abs(plain).max()
@@ -149,8 +152,8 @@ def cubic(x: mx.array) -> mx.array:
     return x + 0.044715 * x**3
 
 
-def plain_attend(q: mx.array, k: mx.array, v: mx.array, bias: mx.array, hidden: mx.array) -> mx.array:
-    return mx.softmax(q @ k.swapaxes(-1, -2) + bias + hidden, axis=-1) @ v
+def plain_attend(q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> mx.array:
+    return mx.softmax(q @ k.swapaxes(-1, -2) + mask, axis=-1) @ v
 
 
 def test_a_config_of_another_model_is_refused_in_one_line() -> None:

@@ -242,4 +242,4 @@ def test_two_ranks_compare_every_pair_with_the_whole_batch_as_one_process_does(s
     artifacts = [Project(folder, given).folder("train").folder / "artifacts" / "adapter.safetensors" for folder in (copy, other)]
     arrays = [dict(mx.load(str(file))) for file in artifacts]
     for name, value in arrays[0].items():
-        np.testing.assert_allclose(np.array(value), np.array(arrays[1][name]), atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(np.array(value), np.array(arrays[1][name]), atol=3e-5, err_msg=name)
