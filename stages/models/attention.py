@@ -148,7 +148,7 @@ def chunked(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float, 
     def forward(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array) -> mx.array:
         parts: list[mx.array] = []
         for start in starts:
-            q_BHCK = _after(q_BHLK[:, :, start : start + C], parts[-1:])
+            q_BHCK = after(q_BHLK[:, :, start : start + C], parts[-1:])
             parts.append(_attended(q_BHCK, k_BHSK, v_BHSK, scale))
         return mx.concatenate(parts, axis=2)
 
@@ -159,7 +159,7 @@ def chunked(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float, 
         dk_BHSK = dv_BHSK = mx.zeros(k_BHSK.shape, mx.float32)
         for start in starts:
             q, dy, y = (x[:, :, start : start + C] for x in (q_BHLK, dy_BHLK, y_BHLK))
-            q = _after(scale * q, [dk_BHSK, dv_BHSK, *dq_parts[-1:]])
+            q = after(scale * q, [dk_BHSK, dv_BHSK, *dq_parts[-1:]])
             p_BHCS = softmax(q @ k_BHSK.swapaxes(-1, -2))
             dv_BHSK = dv_BHSK + (p_BHCS.swapaxes(-1, -2) @ dy).astype(mx.float32)
             pull_BHC1 = (dy.astype(mx.float32) * y).sum(-1, keepdims=True)
@@ -184,7 +184,7 @@ def _attended(q_BHCK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float
     return y_BHCK
 
 
-def _after(x: mx.array, done: list[mx.array]) -> mx.array:
+def after(x: mx.array, done: list[mx.array]) -> mx.array:
     """Return `x` as an array that MLX computes only after the arrays `done`. Its values are those of `x`. If `done` is
     empty, return `x` itself.
 

@@ -1,7 +1,8 @@
 """The operations within a T5 block: RMS norm, relative positions, attention, feed-forward.
 
 Some have a gradient of their own, because MLX's keeps more in memory or computes gradients of frozen weights.
-T tokens of all parts, B texts of a part, L tokens of a text, D model width, H heads, K head width, F feed-forward width.
+T tokens of all parts, B texts of a part, b texts of a chunk, L tokens of a text, D model width, H heads, K head width, F
+feed-forward width.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import mlx.core as mx
 import numpy as np
 
 from stages.kernels import compiles
-from stages.models.attention import FUSED_ROWS, fused_forward, fused_gradient, one_layout
-from stages.models.elementwise import sigmoid, softmax
+from stages.models.attention import FUSED_ROWS, after, fused_forward, fused_gradient, one_layout
+from stages.models.elementwise import sigmoid, slow_exp, softmax
 
 HIDDEN = -1e9  # added to the scores of padding
+# Bytes of a chunk's scores on a CPU: the C library asks the system for fresh pages at every array above 32 MiB, which takes
+# ten times as long as an addition.
+CHUNK_BYTES = 8 << 20
 STEEP, CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715  # gelu(x) = x sigmoid(STEEP (x + CUBIC x^3))
 
 
@@ -104,22 +108,34 @@ def attend(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, mask_BHLL: mx.a
     if fused_gradient(q_BHLK) and q_BHLK.shape[2] % FUSED_ROWS == 0:
         return one_layout(mx.fast.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, scale=1.0, mask=mask_BHLL))
 
-    def probabilities(q_BHLK: mx.array, k_BHLK: mx.array) -> mx.array:
-        return softmax(q_BHLK @ k_BHLK.swapaxes(-1, -2) + mask_BHLL)
+    B, H, L, _ = q_BHLK.shape
+    step = max(1, CHUNK_BYTES // (4 * H * L * L)) if slow_exp(q_BHLK) else B
+    parts = [slice(start, start + step) for start in range(0, B, step)]
+
+    def probabilities(q_bHLK: mx.array, k_bHLK: mx.array, part: slice) -> mx.array:
+        return softmax(q_bHLK @ k_bHLK.swapaxes(-1, -2) + mask_BHLL[part])
 
     @mx.custom_function
     def forward(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array) -> mx.array:
         if fused_forward(q_BHLK):
             return mx.fast.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, scale=1.0, mask=mask_BHLL)
-        return probabilities(q_BHLK, k_BHLK) @ v_BHLK
+        done: list[mx.array] = []
+        for part in parts:
+            q_bHLK = after(q_BHLK[part], done[-1:])
+            done.append(probabilities(q_bHLK, k_BHLK[part], part) @ v_BHLK[part])
+        return mx.concatenate(done)
 
     @forward.vjp
-    def backward(primals: Any, dy_BHLK: mx.array, y_BHLK: mx.array) -> tuple[mx.array, ...]:
-        q_BHLK, k_BHLK, v_BHLK = mx.depends(list(primals), [dy_BHLK])
-        p_BHLL = probabilities(q_BHLK, k_BHLK)
-        pull_BHL1 = (dy_BHLK.astype(mx.float32) * y_BHLK).sum(-1, keepdims=True)
-        ds_BHLL = (p_BHLL * ((dy_BHLK @ v_BHLK.swapaxes(-1, -2)) - pull_BHL1)).astype(q_BHLK.dtype)
-        return ds_BHLL @ k_BHLK, ds_BHLL.swapaxes(-1, -2) @ q_BHLK, p_BHLL.swapaxes(-1, -2) @ dy_BHLK
+    def backward(primals: Any, dy_BHLK: mx.array, y_BHLK: mx.array) -> list[mx.array]:
+        done: list[tuple[mx.array, ...]] = []
+        for part in parts:
+            before = list(done[-1]) if done else [dy_BHLK]
+            q, k, v, dy, y = mx.depends([x[part] for x in (*primals, dy_BHLK, y_BHLK)], before)
+            p_bHLL = probabilities(q, k, part)
+            pull_bHL1 = (dy.astype(mx.float32) * y).sum(-1, keepdims=True)
+            ds_bHLL = (p_bHLL * (dy @ v.swapaxes(-1, -2) - pull_bHL1)).astype(q.dtype)
+            done.append((ds_bHLL @ k, ds_bHLL.swapaxes(-1, -2) @ q, p_bHLL.swapaxes(-1, -2) @ dy))
+        return [mx.concatenate(list(each)) for each in zip(*done, strict=True)]
 
     made: Any = forward(q_BHLK, k_BHLK, v_BHLK)
     y_BHLK: mx.array = made
