@@ -23,6 +23,7 @@ import numpy as np
 import stages  # noqa: F401  (before mlx.core)
 from tests.bench.environment import describe
 from tests.bench.retriever_cases import DIMENSIONS, LIMIT_S, SIZES, TARGETS, TORCH_PLANS, RetrieverCase, comparison
+from tests.bench.retriever_page import page
 
 
 def time_calls(call: Callable[[], Any], count: int) -> dict[str, float]:
@@ -107,9 +108,13 @@ def run(case: RetrieverCase) -> dict[str, Any]:
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
 @click.option("--case", "only", help="Measure this one case in this process, a JSON object.")
 @click.option("--steps", type=int, help="Steps to measure, instead of those of each case.")
+@click.option("--table", type=click.Path(path_type=Path), help="Measure nothing; print the rows of this file as a page.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("build/retriever.jsonl"), show_default=True)
-def main(size: str, batch: int, dtype: str, only: str | None, steps: int | None, out: Path) -> None:
+def main(size: str, batch: int, dtype: str, only: str | None, steps: int | None, table: Path | None, out: Path) -> None:
     """Measure training and encoding of a retriever in MLX, and in PyTorch if it is installed. Rows are added to --out."""
+    if table:
+        click.echo("\n".join(page([json.loads(text) for text in table.read_text().splitlines()])))
+        return
     if only:
         click.echo(json.dumps(run(RetrieverCase(**json.loads(only)))))
         return

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tests.bench.cases import Case
 from tests.bench.page import page
+from tests.bench.retriever_page import page as retriever_page
 
 DATA = Path(__file__).parents[2] / "data"
 GPU = {"chip": "NVIDIA X", "version": "1", "date": "2026-01-01", "commit": "abc1234"}
@@ -14,6 +15,11 @@ GPU = {"chip": "NVIDIA X", "version": "1", "date": "2026-01-01", "commit": "abc1
 def test_the_page_on_disk_is_made_from_its_rows():
     rows = [json.loads(text) for text in (DATA / "bench.jsonl").read_text().splitlines()]
     assert (DATA / "bench.md").read_text() == "\n".join(page(rows)) + "\n"
+
+
+def test_the_page_of_the_retriever_is_made_from_its_rows():
+    rows = [json.loads(text) for text in (DATA / "bench-retriever.jsonl").read_text().splitlines()]
+    assert (DATA / "bench-retriever.md").read_text() == "\n".join(retriever_page(rows)) + "\n"
 
 
 def test_rows_become_a_page_with_a_line_per_configuration_and_a_column_per_size():
