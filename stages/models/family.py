@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -105,6 +105,9 @@ class Family(ModelFamily):
     text_kind: str = "qwen3"  # architecture and prompt form of the text encoder
     text_layers: tuple[int, ...] = (9, 18, 27)  # hidden states that are concatenated; k is that after k layers
     text_tokens: int = 512  # rows of an embedding, padding included
+    text_padding: Literal["end", "start"] = "end"  # where a short prompt is padded
+    first_row: tuple[float, ...] = ()  # root mean square of each hidden state of the first token; empty if nobody measured it
+    start_loss: tuple[float, float] = (0.0, 1.0)  # loss before training, divided by that of a model that knows nothing
 
     # Guidance and drawing.
     guidance_embedded: bool = False  # the transformer reads the guidance value as an input
@@ -188,3 +191,5 @@ class Architecture:
 
     # write_random_weights(folder, family, seed): write a complete model of the family's sizes, in the diffusers layout.
     write_random_weights: Callable[[Path, Family, int], None]
+    # recognise(shapes, family): the component of the family that weights with these names and shapes are, or "".
+    recognise: Callable[[Mapping[str, tuple[int, ...]], Family], str]

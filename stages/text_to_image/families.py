@@ -89,16 +89,16 @@ MICRO_BEGIN: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def _single_files(tail: str, text_encoder: str) -> dict[str, tuple[str, ...]]:
+def _single_files(tail: str, *text_encoders: str) -> dict[str, tuple[str, ...]]:
     """Return the file names under which FLUX.2 components are published as single files. The result is a dict from component to a
     tuple of the usual names. `tail` is the end of the transformer's file name without the suffix, such as "klein-4b".
-    `text_encoder` is the name of the text encoder's file without the suffix, as ComfyUI calls it.
+    `text_encoders` are names of the text encoder's file without the suffix: ComfyUI's, and that of GGUF files.
     """
     transformer = (f"flux-2-{tail}.safetensors", f"flux2-{tail}.safetensors")
     return {
         "transformer": transformer,
         "autoencoder": ("ae.safetensors", "flux2-vae.safetensors"),
-        "text_encoder": (f"{text_encoder}.safetensors",),
+        "text_encoder": tuple(f"{name}.safetensors" for name in text_encoders),
     }
 
 
@@ -112,7 +112,7 @@ _ALL = (
         text_encoder=QWEN3_4B,
         autoencoder=AUTOENCODER,
         hub="black-forest-labs/FLUX.2-klein-base-4B",
-        single_files=_single_files("klein-base-4b", "qwen_3_4b"),
+        single_files=_single_files("klein-base-4b", "qwen_3_4b", "qwen3-4b"),
     ),
     Family(
         name="klein-base-9b",
@@ -124,7 +124,7 @@ _ALL = (
         autoencoder=AUTOENCODER,
         hub="black-forest-labs/FLUX.2-klein-base-9B",
         gated=True,
-        single_files=_single_files("klein-base-9b", "qwen_3_8b"),
+        single_files=_single_files("klein-base-9b", "qwen_3_8b", "qwen3-8b"),
     ),
     Family(
         name="klein-4b",
@@ -135,7 +135,7 @@ _ALL = (
         text_encoder=QWEN3_4B,
         autoencoder=AUTOENCODER,
         hub="black-forest-labs/FLUX.2-klein-4B",
-        single_files=_single_files("klein-4b", "qwen_3_4b"),
+        single_files=_single_files("klein-4b", "qwen_3_4b", "qwen3-4b"),
         real_cfg=False,
         distilled=True,
         guidance=1.0,
@@ -151,7 +151,7 @@ _ALL = (
         autoencoder=AUTOENCODER,
         hub="black-forest-labs/FLUX.2-klein-9B",
         gated=True,
-        single_files=_single_files("klein-9b", "qwen_3_8b"),
+        single_files=_single_files("klein-9b", "qwen_3_8b", "qwen3-8b"),
         real_cfg=False,
         distilled=True,
         guidance=1.0,
@@ -167,9 +167,10 @@ _ALL = (
         autoencoder=AUTOENCODER,
         hub="black-forest-labs/FLUX.2-dev",
         gated=True,
-        single_files=_single_files("dev", "mistral_3_small_flux2"),
+        single_files=_single_files("dev", "mistral_3_small_flux2", "mistral-small-3.2-24b-instruct-2506"),
         text_kind="mistral3",
         text_layers=(10, 20, 30),
+        text_padding="start",
         guidance_embedded=True,
         real_cfg=False,
     ),
@@ -183,6 +184,7 @@ _ALL = (
         autoencoder=MICRO_AUTOENCODER,
         text_layers=(2, 4, 6),
         text_tokens=48,
+        first_row=(1.449, 1.972, 4.167),
         guidance=3.0,
         sampling_steps=24,
         bundled="data/micro",

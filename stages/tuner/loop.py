@@ -26,6 +26,7 @@ from stages.tuner.control import Control
 from stages.tuner.health import check_health, checks_update
 from stages.tuner.loader import Loader
 from stages.tuner.log import Summary, announce, warn
+from stages.tuner.loss_check import LossCheck
 from stages.tuner.memory_plan import MemoryPlan, adjust_max_tokens
 from stages.tuner.parallel import announce_ranks, check_ranks, measure_together, merge_results, same_state, step_samples
 from stages.tuner.ranks import Ranks, connect
@@ -118,6 +119,7 @@ class TrainingRun:
         # The measurement after the start's step may have been interrupted; then it is repeated.
         self.unmeasured = bool(start.checkpoint) and self.validation.discard_incomplete(start.step)
         self.summary = Summary(task.config, self.past)
+        self.loss_check = LossCheck(ctx.say, task.expected_loss, self.past)
         self.skipped: int = start.checkpoint.state["skipped"] if start.checkpoint else 0  # steps in a row that were not finite
         self.unsaved: list[Row] = []  # rows that no checkpoint holds yet
         self.timed = False  # the last checkpoint was written only because of its time
@@ -180,6 +182,7 @@ class TrainingRun:
             rows = self.step_rows(samples, result, shared | {"seconds": seconds, "read_seconds": waited})
             self.skipped = 0 if result.finite else self.skipped + 1
             check_health(self.ctx.say, self.task.config, self.training, step, self.skipped, result)
+            self.loss_check.after(step, rows)
             rows += self.measure(shared)
             began = time.perf_counter()
             self.control.after_step()
@@ -286,20 +289,19 @@ class TrainingRun:
         if not self.ranks.leads:
             self.unsaved = []
             return
-        ctx, training = self.ctx, self.training
-        metadata = {**ctx.provenance, **self.task.metadata, **adapter_metadata(training.targets)}
+        training = self.training
+        metadata = {**self.ctx.provenance, **self.task.metadata, **adapter_metadata(training.targets)}
         facts = {"skipped": self.skipped, "plan": training.plan, "max_tokens": training.max_tokens}
         facts |= {"timed": True} if self.timed else {}
         facts |= {"ranks": self.ranks.size} if self.ranks.size > 1 else {}
         rows = rows_table(self.task.schema, self.unsaved)
-        saved = checkpoint.save(
-            ctx.write_artifact, step, training.adapter, training.state, rows, metadata, facts, training.average
-        )
+        write = self.ctx.write_artifact
+        saved = checkpoint.save(write, step, training.adapter, training.state, rows, metadata, facts, training.average)
         self.unsaved = []
         self.control.saved()
         if self.timed:
-            checkpoint.prune_timed(ctx.artifacts, step)
-        checkpoint.prune(ctx.artifacts, step, self.task.config.keep_states)
+            checkpoint.prune_timed(self.ctx.artifacts, step)
+        checkpoint.prune(self.ctx.artifacts, step, self.task.config.keep_states)
         if step >= self.validation.last_step and not self.unmeasured:
             self.publish(saved)
 

@@ -96,6 +96,22 @@ class Term:
     division: Division | None = None
 
 
+@dataclass(frozen=True)
+class ExpectedLoss:
+    """What is known about the loss of a run before its first step. `uninformed(row)` returns the loss of a model without any
+    knowledge for the sample of a table row, or None if the row tells nothing. `nobody` describes that model in a message.
+
+    `start` is the smallest and the largest mean of the untrained model's loss divided by `uninformed`. `source` says where
+    these two numbers are from. `remedy` says what to look at if the mean is outside.
+    """
+
+    uninformed: Callable[[Row], float | None]
+    nobody: str
+    start: tuple[float, float]
+    source: str
+    remedy: str
+
+
 class Objective(Protocol[M_contra]):
     """The interface of a loss that training minimises. `terms` yields the loss terms of a micro-batch (samples computed
     at once). `validation_term` returns the one term for a micro-batch of held-out samples. `separable` says whether a
@@ -205,6 +221,10 @@ class Task(Protocol[S, M]):
 
     def warnings(self) -> Iterator[str]:
         """Yield one line for each setting that is valid but rarely intended. The lines are shown to the user."""
+
+    @property
+    def expected_loss(self) -> ExpectedLoss | None:
+        """What is known about the loss before the first step. It is None if nothing is known, and nothing is checked then."""
 
     def description(self) -> str:
         """Return one line for the user that says which data the run trains on."""

@@ -116,6 +116,10 @@ class PairTask:
         if self.config.loss.form == "sum" and self.config.loss.temperature < 0.2:
             yield f'form = "sum" wants a temperature of about 1, got {self.config.loss.temperature:g}'
 
+    @property
+    def expected_loss(self) -> None:
+        """None: the loss at the start depends on the pairs of a batch, so nothing is known of it."""
+
     def description(self) -> str:
         """Return one line of text that tells the user which data the run trains on. It gives the number of training
         pairs and of batches per epoch. It also gives the number of hard negatives and held-out pairs, if there are any.

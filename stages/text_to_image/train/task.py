@@ -10,11 +10,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.text_to_image.captions import CAPTIONS
+from schemas.text_to_image.embeddings import EMBEDDINGS
+from schemas.text_to_image.latents import LATENTS
 from schemas.text_to_image.train import TRAIN
 from stages.models.protocols import Transformer
 from stages.stage import StageContext
 from stages.text_to_image.packing import STREAMED
-from stages.text_to_image.train import memory_plan, model
+from stages.text_to_image.train import memory_plan, model, sound_start
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.dataset import Dataset, load_dataset
 from stages.text_to_image.train.objective import FlowMatching
@@ -23,7 +25,7 @@ from stages.text_to_image.train.sampler import Sample, build_sampler
 from stages.text_to_image.train.validation import HeldOutImages
 from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.memory_plan import MemoryPlan
-from stages.tuner.task import InitialAdapter
+from stages.tuner.task import ExpectedLoss, InitialAdapter
 
 
 class ImageTask:
@@ -100,11 +102,30 @@ class ImageTask:
         }
 
     def warnings(self) -> Iterator[str]:
-        """Yield one line for the user if the model family is distilled. Training such a model may fail. Yield nothing
-        for other families.
+        """Yield one line for the user if the model family is distilled, and one for latents or embeddings that are not as the
+        transformer was trained on.
         """
         if self.family.distilled:
             yield (f"{self.family.title}: train LoRAs on the base model and use them on this one; training on this one may fail")
+        yield from self._input_warnings()
+
+    def _input_warnings(self) -> Iterator[str]:
+        """Yield one line for the user about latents, and one about embeddings, that are not as the transformer was trained on.
+        Only the first ones are read.
+        """
+        crops, latents, embeddings = self.data.crops, self.ctx.tensors(LATENTS), self.ctx.tensors(EMBEDDINGS)
+        yield from sound_start.check_latents(latents.read(crop.latent_id) for crop in crops[: sound_start.CROPS])
+        captions = [crop.captions[0] for crop in crops[: sound_start.CAPTIONS]]
+        rows = self.ctx.rows(EMBEDDINGS).select(["caption_id", "tokens"])
+        tokens = {
+            row["caption_id"]: row["tokens"] for row in rows.filter(pc.is_in(rows["caption_id"], pa.array(captions))).to_pylist()
+        }
+        yield from sound_start.check_embeddings(((embeddings.read(each), tokens[each]) for each in captions), self.family)
+
+    @property
+    def expected_loss(self) -> ExpectedLoss | None:
+        """What is known about the loss before the first step: that of a model that knows nothing about pictures."""
+        return sound_start.expected_loss(self.config.loss, self.family)
 
     def description(self) -> str:
         """Return one line with the number of crops, images and shapes that the run trains on, the size of its batches, and the

@@ -156,6 +156,7 @@ class ToyTask:
         self.held_out = HeldOutPairs() if config.validation else None
         self.schema = SCHEMA
         self.metadata = {"made_by": "toy"}
+        self.expected_loss = None
         self.order = Order([LENGTH] * (PAIRS - len(HELD)), config.batch_size, config.seed, config.accumulate)
         self.loaded = 0
 

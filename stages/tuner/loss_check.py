@@ -1,0 +1,89 @@
+"""Check the losses of a run against what is known before it begins: the untrained model's loss, and that of no model at all."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from stages.tuner.task import ExpectedLoss, Row
+from stages.tuner.validation import TRAIN
+
+FIRST_STEPS = 50  # steps whose losses are compared with the untrained model's; later, training has changed it
+LEAST = 12  # samples without which nothing is said
+SURE = 3.0  # standard errors between a mean and its limit
+LAST = 50  # samples whose mean shows that the loss has collapsed
+WORSE = 1.5  # a collapsed loss is so many times the loss at the start
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean of some numbers and its standard error."""
+
+    value: float
+    error: float
+
+    @classmethod
+    def of(cls, numbers: Iterable[float]) -> Mean:
+        """Return the mean of at least two numbers."""
+        found = list(numbers)
+        return cls(fmean(found), stdev(found) / math.sqrt(len(found)))
+
+
+class LossCheck:
+    """Checks on the losses of a training run. Call `after` once per step. `expected` holds what is known about the loss, or is
+    None if nothing is known. `say(text)` warns the user. `past` holds the rows of earlier steps, which are counted and
+    not warned of again.
+
+    A loss is divided by the loss that a model without any knowledge has for this sample. So losses of different noise
+    levels can be averaged, and 1 means that the model knows nothing.
+    """
+
+    def __init__(self, say: Callable[[str], None], expected: ExpectedLoss | None, past: Iterable[Row] = ()) -> None:
+        self.say: Callable[[str], None] = lambda line: None
+        self.expected = expected
+        self.first: list[float] = []
+        self.last: deque[float] = deque(maxlen=LAST)
+        self.warned = False
+        steps: dict[int, list[Row]] = {}
+        for row in past:
+            steps.setdefault(row["step"], []).append(row)
+        for step in sorted(steps):
+            self.after(step, steps[step])
+        self.say = say
+
+    def after(self, step: int, rows: Iterable[Row]) -> None:
+        """Count the rows of the step `step`, and warn once if the first losses are not those of the untrained model. Raises
+        ValueError if the loss has collapsed. This means that the model has forgotten what it knew before the training.
+        """
+        if self.expected is None:
+            return
+        for row in rows:
+            known_nothing = self.expected.uninformed(row) if row["split"] == TRAIN else None
+            if known_nothing and math.isfinite(row["loss"]):
+                self.last.append(row["loss"] / known_nothing)
+                if step <= FIRST_STEPS:
+                    self.first.append(self.last[-1])
+        if step <= FIRST_STEPS and not self.warned and len(self.first) >= LEAST:
+            self._check_start(step, self.expected, Mean.of(self.first))
+        if step > FIRST_STEPS and len(self.first) >= LEAST and len(self.last) == LAST:
+            self._check_collapse(step, Mean.of(self.first[:LEAST]), Mean.of(self.last))
+
+    def _check_start(self, step: int, expected: ExpectedLoss, found: Mean) -> None:
+        low, high = expected.start
+        if low <= found.value + SURE * found.error and found.value - SURE * found.error <= high:
+            return
+        self.warned = True
+        self.say(
+            f"step {step}: the loss is {found.value:.2f} times that of {expected.nobody}; it should begin at "
+            f"{low:g} to {high:g} ({expected.source}): {expected.remedy}"
+        )
+
+    def _check_collapse(self, step: int, first: Mean, last: Mean) -> None:
+        if last.value - SURE * last.error > max(1.0, WORSE * first.value):
+            raise ValueError(
+                f"train: stopped at step {step}: the loss has collapsed, from {first.value:.2f} to {last.value:.2f} times that "
+                "of a model that knows nothing; lower [train] lr"
+            )
