@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,48 @@ def as_single_file(arrays: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[at + names[inner] + (".scale" if "norm" in inner else ".weight")] = value
     return {prefix + key: value for key, value in found.items()}
+
+
+def autoencoder_as_single_file(state: dict[str, Any]) -> dict[str, Any]:
+    """Return an autoencoder's weights under the names of Black Forest Labs' ae.safetensors. `state` are torch tensors by
+    diffusers name. It is the reverse of what the loader does, written down independently.
+    """
+    found = {}
+    for key, value in state.items():
+        if key == "bn.num_batches_tracked":
+            continue
+        key = re.sub(r"up_blocks\.(\d)", lambda m: f"up.{3 - int(m[1])}", key)
+        key = re.sub(r"down_blocks\.(\d)", r"down.\1", key)
+        key = re.sub(r"(up|down)\.(\d)\.resnets\.(\d)", r"\1.\2.block.\3", key)
+        key = re.sub(r"(up|down)samplers\.0\.conv", r"\1sample.conv", key).replace("conv_shortcut", "nin_shortcut")
+        key = re.sub(r"mid_block\.resnets\.(\d)", lambda m: f"mid.block_{int(m[1]) + 1}", key)
+        key = key.replace("mid_block.attentions.0.group_norm", "mid.attn_1.norm").replace("conv_norm_out", "norm_out")
+        if "mid_block.attentions.0.to_" in key:
+            key = key.replace("mid_block.attentions.0.to_", "mid.attn_1.").replace("attn_1.out.0", "attn_1.proj_out")
+            value = value[:, :, None, None] if value.ndim == 2 else value
+        key = re.sub("^quant_conv", "encoder.quant_conv", key)
+        found[re.sub("^post_quant_conv", "decoder.post_quant_conv", key)] = value
+    return found
+
+
+def in_fp8(arrays: dict[str, Any], dtype: Any, scales: str, ending: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (tensors of a file with matrices in fp8, the values that they stand for). `scales` is "none", "tensor" or "row"."""
+    import torch
+
+    stored, values = {}, {}
+    for key, value in arrays.items():
+        if value.ndim < 2:
+            stored[key] = values[key] = value
+            continue
+        top = {"none": None, "tensor": value.abs().max(), "row": value.abs().amax(1, keepdim=True)}[scales]
+        scale = torch.tensor(1.0) if top is None else (top / torch.finfo(dtype).max).float()
+        stored[key] = (value / scale).to(dtype)
+        values[key] = stored[key].float() * scale
+        if top is not None:
+            stored[key.removesuffix("weight") + ending] = scale
+            stored[key.removesuffix("weight") + ("scale_input" if ending == "scale_weight" else "input_scale")] = torch.tensor(
+                0.5
+            )
+    if ending == "scale_weight":
+        stored["scaled_fp8"] = torch.zeros(2).to(dtype)
+    return stored, values

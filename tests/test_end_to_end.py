@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.project.project import Project
+from stages.models.text.encoder import widen
 from tests import checkpoints, projects
 
 GUIDANCE = 2.5  # of previews
@@ -88,6 +89,48 @@ def test_the_embeddings_table_holds_what_diffusers_encodes(project, reference):
                 text_encoder_out_layers=family.text_layers,
             )
         close(ours, theirs[0].float().numpy())
+
+
+def test_the_losses_and_gradients_of_the_first_step_are_those_of_diffusers(project, reference):
+    import torch
+
+    from stages.text_to_image.train.task import ImageTask
+    from stages.tuner.loop import load_training
+
+    opened = Project(project)
+    task = ImageTask(opened.context(opened.stage("train")))
+    (samples,) = task.draw(1)
+    batch = task.reader().read(1, samples)
+    made = load_training(task, None)
+    grads = made.gradient([batch]).grads
+
+    model = reference[0].transformer
+    theirs = {name: value.requires_grad_() for name, value in model.named_parameters()}
+    B, _, H, W = batch.x0_BCHW.shape
+    x0, eps = torch.tensor(widen(batch.x0_BCHW)), torch.tensor(batch.noise_BCHW)
+    sigma = torch.tensor([s.sigma for s in batch.samples])[:, None, None, None]
+    text = torch.tensor(widen(batch.ctx_BTJ))
+    v = model(
+        ((1 - sigma) * x0 + sigma * eps).flatten(2).permute(0, 2, 1),
+        encoder_hidden_states=text,
+        timestep=sigma.flatten(),
+        img_ids=torch.cartesian_prod(torch.arange(1), torch.arange(H), torch.arange(W), torch.arange(1)).float(),
+        txt_ids=torch.cartesian_prod(*[torch.arange(1)] * 3, torch.arange(text.shape[1])).float(),
+        guidance=torch.ones(B) if opened.family.guidance_embedded else None,
+        return_dict=False,
+    )[0]
+    losses = (v - (eps - x0).flatten(2).permute(0, 2, 1)).pow(2).mean(dim=(1, 2))
+    losses.mean().backward()
+    rows = [row for row in projects.content(project, "train").to_pylist() if (row["step"], row["split"]) == (1, "train")]
+    np.testing.assert_allclose([row["loss"] for row in rows], losses.detach().numpy(), rtol=1e-4)
+    for name in (target.name for target in made.targets):  # B is 0 at the start, so the gradient of A is 0
+        a = torch.tensor(np.array(made.adapter[f"{name}.lora_A.weight"]))
+        expected = (theirs[f"{name}.weight"].grad @ a.T).numpy()
+        ours = np.array(grads[f"{name}.lora_B.weight"])
+        assert np.linalg.norm(ours - expected) <= 1e-4 * np.linalg.norm(expected), name
+        assert not np.array(grads[f"{name}.lora_A.weight"]).any()
+    model.zero_grad(set_to_none=True)
+    model.requires_grad_(False)
 
 
 def test_a_preview_of_the_base_is_the_picture_that_diffusers_draws(project, reference):

@@ -1,14 +1,15 @@
-"""`latentmill families`: lists the model families."""
+"""`latentmill families`: lists the model families, and the weights on this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 import stages
-from pipeline.terminal import format_table
+from pipeline.terminal import format_bytes, format_table
 from stages.pipelines import load
 
 if TYPE_CHECKING:
@@ -16,15 +17,61 @@ if TYPE_CHECKING:
 
 
 @click.command("families")
-def command() -> None:
-    """List the model families, their licences and weights."""
-    click.echo(format_table(("family", "model", "licence", "weights"), family_rows()))
+@click.option("--found", is_flag=True, help="List the weights that lie on this machine instead.")
+@click.option(
+    "--in",
+    "folders",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    multiple=True,
+    help="With --found, search this folder instead of the usual ones; may be repeated.",
+)
+def command(found: bool, folders: tuple[Path, ...]) -> None:
+    """List the model families, their licences and weights. With --found, list the weights on this machine: those in the
+    hub's cache and in the model folders of ComfyUI and Draw Things.
+    """
+    if folders and not found:
+        raise click.UsageError("--in needs --found")
+    for line in found_lines(folders) if found else [format_table(("family", "model", "licence", "weights"), family_rows())]:
+        click.echo(line)
+
+
+def found_lines(folders: Sequence[Path] = ()) -> Iterator[str]:
+    """Yield lines of text about the weights below `folders`, or below the usual folders if none is given. The first lines
+    are a table of components. Then follow the folders that a project can use as they are.
+    """
+    from pipeline.project.found import complete_roots, places, search
+    from stages.models.family import Family
+
+    families = {name: record for name, record in all_families() if isinstance(record, Family) and record.hub}
+    searched = list(folders) or places()
+    found = [each for place in searched for each in search(place, families)]
+    if not found:
+        yield f"no weights of a family were found in {', '.join(map(str, searched)) or 'the usual folders'}"
+        return
+    names = ("component", "of", "GB", "form", "missing", "path")
+    yield format_table(
+        names,
+        [
+            (each.component, ", ".join(each.families), f"{each.size / 1e9:.3g}", each.form, each.missing or None, each.path)
+            for each in found
+        ],
+        right=("GB",),
+    )
+    total = sum(each.size for each in found)
+    yield f"{len(found)} components, {format_bytes(total)}"
+    for name, root in complete_roots(found, families):
+        yield f'{name} is complete: family = "{name}", weights = "{root}" in [project]'
+
+
+def all_families() -> Iterator[tuple[str, Family]]:
+    """Yield (name, record) of every model family of every built-in pipeline."""
+    for name in stages.PIPELINES:
+        pipeline = stages.pipeline(name)
+        families: Mapping[str, Family] = load(pipeline.families) if pipeline.families else {}
+        yield from families.items()
 
 
 def family_rows() -> Iterator[tuple[Any, ...]]:
     """Yield (name, title, licence, source of the weights) for every model family of every built-in pipeline."""
-    for name in stages.PIPELINES:
-        pipeline = stages.pipeline(name)
-        families: Mapping[str, Family] = load(pipeline.families) if pipeline.families else {}
-        for family in families.values():
-            yield family.name, family.title, family.licence, family.source
+    for _, family in all_families():
+        yield family.name, family.title, family.licence, family.source

@@ -209,6 +209,10 @@ def _explain(hub: str, family: ModelFamily, error: Exception) -> str:
         return f"{hub} is gated ({family.licence} licence): accept the licence at {page}, then run `hf auth login` and try again"
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"the hub has no repository {hub}, or it is private: check [project] weights, or give a folder that exists"
+    if "Timeout" in type(error).__name__:
+        waited = f"{constants.HF_HUB_DOWNLOAD_TIMEOUT} s (HF_HUB_DOWNLOAD_TIMEOUT)"
+        again = "run the command again, complete files are kept"
+        return f"{hub} sent nothing for {waited}: {again}, or {_manual_download(hub, family)}"
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
         return f"{hub} cannot be written to {constants.HF_HUB_CACHE}: {error.strerror}; free space there, or set HF_HOME"
     return f"{hub} cannot be reached: {_manual_download(hub, family)}"

@@ -20,6 +20,7 @@ from stages.stage import Stage
 WEIGHT_SUFFIXES = (
     ".safetensors",
     ".bin",
+    ".gguf",
     ".json",
     ".jinja",
     ".txt",

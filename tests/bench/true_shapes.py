@@ -40,14 +40,17 @@ preview_prompts = ["a red thing"]
 [buckets]
 resolutions = [{side}]
 [embeddings]
+precision = "{precision}"
 bits = {bits}
 [train]
+precision = "{precision}"
 steps = {steps}
 rank = 16
 base_bits = {bits}
 checkpoint_every = {steps}
 [samples]
 base = false
+precision = "{precision}"
 base_bits = {bits}
 width = {side}
 height = {side}
@@ -157,12 +160,21 @@ def main() -> None:
         stage(project, given.stage)
         return
     begun = time.perf_counter()
-    write(family(given.family), weights, given.components, given.fp8)
+    if not weights.is_dir():
+        write(family(given.family), weights, given.components, given.fp8)
     sys.stdout.write(json.dumps({"written_s": round(time.perf_counter() - begun, 1)}) + "\n")
     sys.stdout.flush()
     if not project.is_dir():
         projects.make(project, weights, images=2)
-    settings = {"family": given.family, "weights": weights, "side": given.side, "bits": given.bits, "steps": given.steps}
+    precision = "float32" if mx.default_device() == mx.cpu else "bfloat16"  # a CPU's fast matrix library has float32 only
+    settings = {
+        "precision": precision,
+        "family": given.family,
+        "weights": weights,
+        "side": given.side,
+        "bits": given.bits,
+        "steps": given.steps,
+    }
     (project / "project.toml").write_text(SETTINGS.format(**settings))
     for name in CHAIN:
         if NEEDS.get(name, given.components[0]) in given.components:

@@ -8,6 +8,7 @@ from stages.models.flux2 import (
     config,
     load,
     random_weights,
+    recognise,
     sampling,
     transformer,
 )
@@ -37,4 +38,5 @@ FLUX2 = Architecture(
     read_adapter=adapter_reader.read_adapter,
     adapter_styles={"diffusers": adapter_writer.to_diffusers, "comfyui": adapter_writer.to_comfyui},
     write_random_weights=random_weights.write_random_weights,
+    recognise=recognise.recognise,
 )

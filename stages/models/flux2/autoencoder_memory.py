@@ -14,8 +14,8 @@ import mlx.core as mx
 from stages.models.family import Family
 from stages.models.flux2.autoencoder import query_rows
 from stages.models.flux2.autoencoder_config import AutoencoderConfig
+from stages.models.flux2.load import autoencoder_config
 from stages.models.flux2.rows import strip_rows
-from stages.models.folders import component_config
 
 COLUMNS = 9.0  # on a CPU, a convolution copies each 3 x 3 neighbourhood of its input
 EXTRA = 4.0  # on a CPU, strips beside these copies: the input, its normalised form, the sum with the bias, and one more
@@ -32,7 +32,7 @@ def autoencoder_bytes(
     it is None, the sizes come from `family`. `height` and `width` are in pixels. `itemsize` is the bytes of one value.
     `encodes` chooses encoding (True) or decoding.
     """
-    config = AutoencoderConfig.from_dict(component_config(path, family.autoencoder) if path else family.autoencoder)
+    config = autoencoder_config(path, family)
     weights = sum(itemsize * math.prod(shape) for shape in config.shapes().values())
     half = (encoding if encodes else decoding)(config, height, width)
     image = 4 * height * width * 3  # float32 pixels, as input or output

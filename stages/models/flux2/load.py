@@ -14,7 +14,7 @@ from stages.models.flux2 import autoencoder, key_maps
 from stages.models.flux2.autoencoder_config import AutoencoderConfig
 from stages.models.flux2.config import Flux2Config
 from stages.models.flux2.transformer import Flux2
-from stages.models.folders import component_config
+from stages.models.folders import component_config, read_config
 
 
 def transformer_config(path: Path | None, family: Family) -> Flux2Config:
@@ -50,10 +50,11 @@ def load_flux2(path: Path, family: Family, dtype: Any = None, arrange: Callable[
 def load_autoencoder(path: Path, family: Family, dtype: Any = None) -> autoencoder.Autoencoder:
     """Load FLUX.2's autoencoder and return it. `path` is a folder in the diffusers layout, or a single weights file.
     The sizes come from the config.json in that folder, or beside that file. Without a config.json, they come from the
-    record `family`. Weights are cast to `dtype`. None keeps the stored dtype. The mean and variance of the latents are
-    always loaded as float32. Raises ValueError if a weight is missing, unknown, damaged or of another shape.
+    record `family`, and those of the decoder from the file: FLUX.2's small decoder is narrower. Weights are cast to
+    `dtype`. None keeps the stored dtype. The mean and variance of the latents are always loaded as float32. Raises
+    ValueError if a weight is missing, unknown, damaged or of another shape.
     """
-    config = AutoencoderConfig.from_dict(component_config(path, family.autoencoder))
+    config = autoencoder_config(path, family)
     arrays = weights.load_component(
         path,
         config.shapes(),
@@ -63,3 +64,21 @@ def load_autoencoder(path: Path, family: Family, dtype: Any = None) -> autoencod
         arrange=autoencoder.arrange,
     )
     return autoencoder.Autoencoder(config, arrays)
+
+
+def autoencoder_config(path: Path | None, family: Family) -> AutoencoderConfig:
+    """Return the sizes of the autoencoder at `path`, a folder or a single file. They are read from the config.json at `path`.
+    Without one, they come from `family`; the widths of the decoder come from the file. If `path` is None, all come from
+    `family`. Raises ValueError if the config is not that of FLUX.2's autoencoder.
+    """
+    if path is None or read_config(path):
+        return AutoencoderConfig.from_dict(component_config(path, family.autoencoder) if path else family.autoencoder)
+    levels = len(family.autoencoder["block_out_channels"])
+    shapes = {name: tensor["shape"] for file in weights.weight_files(path) for name, tensor in weights.read_header(file).items()}
+    named = [
+        (f"decoder.up.{i}.block.0.conv1.weight", f"decoder.up_blocks.{levels - 1 - i}.resnets.0.conv1.weight")
+        for i in range(levels)
+    ]
+    found = [shapes[name][0] for pair in named for name in pair if name in shapes]
+    widths = {"decoder_block_out_channels": tuple(found)} if len(found) == levels else {}
+    return AutoencoderConfig.from_dict({**family.autoencoder, **widths})

@@ -6,6 +6,7 @@ the number of hidden states taken.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,11 @@ import numpy as np
 from stages.models.family import Family
 from stages.models.folders import component_config
 from stages.models.text.decoder import Decoder, DecoderConfig, mask, unneeded_beyond
+from stages.models.text.gguf_names import from_gguf, is_gguf
 from stages.models.text.mistral3 import Mistral3Config
 from stages.models.text.qwen3 import Qwen3Config
 from stages.models.text.tokenisation import PromptTokenizer, TokenizedPrompt
-from stages.models.weights import evaluate_each, open_component
+from stages.models.weights import evaluate_each, open_component, read_keys
 
 PRECISIONS = {"bfloat16": mx.bfloat16, "float32": mx.float32}
 DECODERS: Mapping[str, type[DecoderConfig]] = {"qwen3": Qwen3Config, "mistral3": Mistral3Config}  # by the family's text_kind
@@ -86,7 +88,13 @@ class TextEncoder:
         """
         deepest = max(self.layers)
         unneeded = unneeded_beyond(deepest, self.config.num_hidden_layers)
-        return open_component(self.path, self.config.shapes(deepest), rename=self.config.weight_name, ignore=unneeded)
+        convert = None
+        if is_gguf(read_keys(self.path)):
+            convert = functools.partial(
+                from_gguf, head_dim=self.config.head_dim, interleaved=not self.config.head_norms, path=self.path
+            )
+        shapes = self.config.shapes(deepest)
+        return open_component(self.path, shapes, convert=convert, rename=self.config.weight_name, ignore=unneeded)
 
     def _read(self, opened: dict[str, mx.array], prefix: str) -> dict[str, Any]:
         """Remove the weights whose names start with `prefix` from `opened`, and return them as a dict by name. `opened`

@@ -93,6 +93,11 @@ class TrainConfig(TrainingConfig):
     mask: MaskConfig | None = setting(None, "train where the masks are white")  # noqa: RUF009
     preservation: PreservationConfig | None = setting(None, "keep the meaning of the class word")  # noqa: RUF009
     validation: ValidationConfig | None = setting(None, "images held out, to measure the run by")  # noqa: RUF009
+    keep_converted: bool = runtime(
+        False,
+        "keep the weights as they are computed with, cast and packed, in weights/converted of the project: later loads read "
+        "that file alone. It takes the packed size of the model on the disk",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

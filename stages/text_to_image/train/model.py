@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
 
 from stages.models.family import Family
 from stages.models.protocols import Transformer
+from stages.text_to_image import converted
 from stages.text_to_image.packing import load_packed
 from stages.text_to_image.train.config import TrainConfig
 from stages.tuner.adapters.initial import check_initial
@@ -16,11 +18,22 @@ from stages.tuner.step import choose_targets
 from stages.tuner.task import InitialAdapter
 
 
-def load_transformer(path: Path, family: Family, config: TrainConfig, folder: Path | None = None) -> Transformer:
+def load_transformer(
+    path: Path,
+    family: Family,
+    config: TrainConfig,
+    folder: Path | None = None,
+    copies: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Transformer:
     """Load the transformer of `family` from the folder `path`. If the [train] settings `config` ask for it, each weight is packed
     (quantised) right after it is read. With `stream_blocks`, the weights of the blocks are kept in files in `folder`.
+    Without it, a converted copy is kept in the folder `copies`, if that is given; `say(line)` receives lines about it.
     """
-    return load_packed(path, family, getattr(mx, config.precision), config, folder)
+    dtype = getattr(mx, config.precision)
+    if copies is not None and not config.stream_blocks:
+        return converted.load_transformer(family, path, dtype, config, copies, say)
+    return load_packed(path, family, dtype, config, folder)
 
 
 def read_initial_adapter(file: Path, weights: Path, family: Family, config: TrainConfig) -> InitialAdapter:

@@ -15,6 +15,7 @@ from schemas.text_to_image.latents import LATENTS
 from schemas.text_to_image.train import TRAIN
 from stages.models.protocols import Transformer
 from stages.stage import StageContext
+from stages.text_to_image import converted
 from stages.text_to_image.packing import STREAMED
 from stages.text_to_image.train import memory_plan, model, sound_start
 from stages.text_to_image.train.config import TrainConfig
@@ -172,4 +173,5 @@ class ImageTask:
         the blocks are kept in files beside the folder of the run's artifacts.
         """
         folder = self.ctx.artifacts.parent / STREAMED
-        return model.load_transformer(self.ctx.need("transformer"), self.family, self.config, folder)
+        copies = self.ctx.root / converted.FOLDER if self.config.keep_converted else None
+        return model.load_transformer(self.ctx.need("transformer"), self.family, self.config, folder, copies, self.ctx.say)

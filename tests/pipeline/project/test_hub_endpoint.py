@@ -35,7 +35,8 @@ except ValueError as error:
 class Hub(ThreadingHTTPServer):
     """A hub with one repository. `files` maps names to bytes. `served` lists (method, file, first byte) of every request.
     `status` maps a file, or "" for the repository, to the status of its answers. `cut` ends the next answer with this file after
-    so many bytes. `damaged` names a file of which other bytes are sent.
+    so many bytes. `damaged` names a file of which other bytes are sent. Of the file `stalled`, a thousand bytes are sent per
+    request, and then nothing until `released` is set.
     """
 
     daemon_threads = True
@@ -47,6 +48,8 @@ class Hub(ThreadingHTTPServer):
         self.status: dict[str, int] = {}
         self.cut: dict[str, int] = {}
         self.damaged = ""
+        self.stalled = ""
+        self.released = threading.Event()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -95,6 +98,12 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if body:
             until = self.server.cut.pop(name, len(data))
+            if name == self.server.stalled:
+                self.wfile.write(sent[first : first + 1000])
+                self.wfile.flush()
+                self.server.released.wait(HANG)
+                self.close_connection = True
+                return
             self.wfile.write(sent[first:until])
             if until < len(data):
                 self.wfile.flush()
@@ -131,6 +140,7 @@ def server(tiny_weights: Path) -> Iterator[Hub]:
     thread = threading.Thread(target=made.serve_forever, daemon=True)
     thread.start()
     yield made
+    made.released.set()
     made.shutdown()
     made.server_close()
 
@@ -139,6 +149,7 @@ def fetch(server: Hub, folder: Path, repository: str = REPOSITORY, family: str =
     """Ask for the transformer and the tokenizer in a process of its own, and return the line that it prints."""
     place = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "0"}
     place |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    place |= {"HF_HUB_DOWNLOAD_TIMEOUT": "1", "HF_HUB_ETAG_TIMEOUT": "1"} if server.stalled else {}
     words = [sys.executable, "-c", CODE, repository, str(folder), family]
     done = subprocess.run(words, cwd=ROOT, env=os.environ | place, capture_output=True, text=True, timeout=HANG, check=False)
     assert done.returncode == 0, done.stderr
@@ -194,3 +205,15 @@ def test_a_server_that_fails_is_reported_with_the_way_around(server: Hub, tmp_pa
     server.status[WEIGHTS] = 404
     line = fetch(server, tmp_path)
     assert line.startswith("refused") and "hf download" in line
+
+
+def test_a_server_that_stalls_is_one_line_and_the_next_command_keeps_complete_files(server: Hub, tmp_path: Path) -> None:
+    server.stalled = WEIGHTS
+    line = fetch(server, tmp_path)
+    assert "someone/tiny sent nothing for 1 s (HF_HUB_DOWNLOAD_TIMEOUT): run the command again, complete files are kept" in line
+    complete = {name for method, name, _ in server.served if method == "GET"} - {WEIGHTS}
+    server.stalled = ""
+    server.served.clear()
+    line = fetch(server, tmp_path)
+    assert Path(line.removeprefix("found ")).joinpath(WEIGHTS).read_bytes() == server.files[WEIGHTS]
+    assert complete and not complete & {name for method, name, _ in server.served if method == "GET"}

@@ -151,3 +151,65 @@ def test_overlapping_tensors_are_refused(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(data.replace(struct.pack("<IQ", 0, 32), struct.pack("<IQ", 0, 0)))
     with pytest.raises(ValueError, match="b overlaps the tensor before it"):
         weights.read_tensors(tmp_path)
+
+
+def packed(array: np.ndarray) -> tuple[bytes, np.ndarray]:
+    """Return a matrix in Q8_0, and the values that it then has."""
+    groups = array.reshape(-1, 32)
+    scale = (np.abs(groups).max(-1, keepdims=True) / 127).astype(np.float16)
+    rounded = np.round(groups / np.maximum(scale.astype(np.float32), 1e-12)).clip(-127, 127).astype(np.int8)
+    raw = np.concatenate([scale.view(np.uint8), rounded.view(np.uint8)], -1).tobytes()
+    return raw, (scale.astype(np.float32) * rounded).reshape(array.shape)
+
+
+def llama_cpp_name(name: str) -> str:
+    """Return the name that llama.cpp's converter gives to a weight of a decoder."""
+    from stages.models.text import gguf_names
+
+    for table, form in ((gguf_names.OUTSIDE, "{}"), (gguf_names.INSIDE, "blk.{}.{}")):
+        for new, old in table.items():
+            if name == f"{old}.weight":
+                return f"{new}.weight"
+            if name.startswith("layers.") and name.split(".", 2)[2] == f"{old}.weight":
+                return form.format(name.split(".")[1], new) + ".weight"
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral3"])
+def test_a_text_encoder_in_gguf_gives_the_embeddings_of_its_own_unpacked_values(
+    kind: str, tiny_weights: Path, tmp_path: Path
+) -> None:
+    import json
+
+    from stages.models.text.encoder import DECODERS, TextEncoder
+
+    if kind == "qwen3":
+        source, record = tiny_weights, family("tiny")
+    else:
+        source, record = tmp_path / "source", family("dev")
+        checkpoints.mistral_encoder().save_pretrained(source / "text_encoder")
+        checkpoints.mistral_tokenizer().save_pretrained(source / "tokenizer")
+    config = json.loads((source / "text_encoder" / "config.json").read_text())
+    sizes = DECODERS[kind].from_dict(config)
+    tensors: list[Tensor] = []
+    plain: dict[str, mx.array] = {}
+    for key, value in mx.load(str(source / "text_encoder" / "model.safetensors")).items():
+        name = sizes.weight_name(key)
+        if name is None or name.startswith("lm_head"):
+            continue
+        array = np.array(value.astype(mx.float32))
+        whole = array.ndim == 1 or array.shape[-1] % 32
+        plain[f"model.{name}"] = mx.array(array if whole else packed(array)[1])
+        if kind == "mistral3" and name.endswith(("q_proj.weight", "k_proj.weight")):  # as llama.cpp's converter does
+            array = array.reshape(-1, 2, sizes.head_dim // 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+        tensors.append((llama_cpp_name(name), array.shape, 0 if whole else 8, array.tobytes() if whole else packed(array)[0]))
+    for folder in ("gguf", "plain"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+    (tmp_path / "gguf" / "encoder-Q8_0.gguf").write_bytes(file_of([*tensors, ("rope_freqs.weight", (8,), 0, bytes(32))]))
+    mx.save_safetensors(str(tmp_path / "plain" / "model.safetensors"), plain)
+    ours, theirs = (
+        next(TextEncoder(tmp_path / name, source / "tokenizer", record, "float32").encode(["a cat"])).words
+        for name in ("gguf", "plain")
+    )
+    np.testing.assert_array_equal(ours, theirs)

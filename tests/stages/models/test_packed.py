@@ -44,29 +44,6 @@ def torch_dtype(name: str) -> Any:
     return {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
-def in_fp8(arrays: dict[str, Any], dtype: Any, scales: str, ending: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (tensors of a file with matrices in fp8, the values that they stand for). `scales` is "none", "tensor" or "row"."""
-    import torch
-
-    stored, values = {}, {}
-    for key, value in arrays.items():
-        if value.ndim < 2:
-            stored[key] = values[key] = value
-            continue
-        top = {"none": None, "tensor": value.abs().max(), "row": value.abs().amax(1, keepdim=True)}[scales]
-        scale = torch.tensor(1.0) if top is None else (top / torch.finfo(dtype).max).float()
-        stored[key] = (value / scale).to(dtype)
-        values[key] = stored[key].float() * scale
-        if top is not None:
-            stored[key.removesuffix("weight") + ending] = scale
-            stored[key.removesuffix("weight") + ("scale_input" if ending == "scale_weight" else "input_scale")] = torch.tensor(
-                0.5
-            )
-    if ending == "scale_weight":
-        stored["scaled_fp8"] = torch.zeros(2).to(dtype)
-    return stored, values
-
-
 @pytest.mark.parametrize("spelling", ["diffusers", "", "model.diffusion_model."], ids=["diffusers", "bfl", "comfyui"])
 @pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
 @pytest.mark.parametrize(
@@ -79,7 +56,7 @@ def test_fp8_weights_are_their_own_unpacked_values(
 
     plain = spelling == "diffusers"
     arrays = reference.state_dict() if plain else checkpoints.as_single_file(reference.state_dict(), spelling)
-    stored, values = in_fp8(arrays, torch_dtype(dtype), scales, ending)
+    stored, values = checkpoints.in_fp8(arrays, torch_dtype(dtype), scales, ending)
     save_file({key: value.contiguous() for key, value in stored.items()}, tmp_path / "model.safetensors")
     save_file({key: value.contiguous() for key, value in values.items()}, tmp_path / "plain.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(SIZES))
@@ -204,6 +181,9 @@ def test_a_single_file_is_found_with_its_precision_in_its_name(tmp_path: Path) -
     (tmp_path / "flux-2-klein-4b-fp8.safetensors").touch()
     assert locate(tmp_path, "transformer", klein).name == "flux-2-klein-4b-fp8.safetensors"
     assert locate(tmp_path, "text_encoder", klein).name == "qwen_3_4b_fp8_mixed.safetensors"
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "Qwen3-4B-Q4_K_M.gguf").touch()
+    assert locate(tmp_path / "gguf", "text_encoder", klein).name == "Qwen3-4B-Q4_K_M.gguf"
     (tmp_path / "flux-2-klein-4b_bf16.safetensors").touch()
     with pytest.raises(ValueError, match=r"has flux-2-klein-4b-fp8\.\w+ and flux-2-klein-4b_bf16\.\w+: remove one"):
         locate(tmp_path, "transformer", klein)

@@ -1,5 +1,4 @@
 import dataclasses
-import re
 
 import mlx.core as mx
 import numpy as np
@@ -13,9 +12,11 @@ from stages.models import weights
 from stages.models.flux2 import autoencoder
 from stages.models.flux2 import key_maps as convert
 from stages.models.flux2.autoencoder_config import AutoencoderConfig
+from stages.models.flux2.autoencoder_memory import autoencoder_bytes
 from stages.models.flux2.load import load_autoencoder, load_flux2
 from stages.models.flux2.sizes import AUTOENCODER
 from stages.text_to_image.families import FAMILIES, family
+from tests import checkpoints
 
 SIZES = {"block_out_channels": (32, 32, 64, 64), "norm_num_groups": 8}
 VARIANTS = {
@@ -91,23 +92,20 @@ def test_a_file_in_the_makers_layout_gives_the_same_model(released, tmp_path):
 
 
 def makers_layout(state):
-    """The reverse of what the loader does, written down independently: names of the makers' ae.safetensors."""
-    found = {}
-    for key, value in state.items():
-        if key == "bn.num_batches_tracked":
-            continue
-        key = re.sub(r"up_blocks\.(\d)", lambda m: f"up.{3 - int(m[1])}", key)
-        key = re.sub(r"down_blocks\.(\d)", r"down.\1", key)
-        key = re.sub(r"(up|down)\.(\d)\.resnets\.(\d)", r"\1.\2.block.\3", key)
-        key = re.sub(r"(up|down)samplers\.0\.conv", r"\1sample.conv", key).replace("conv_shortcut", "nin_shortcut")
-        key = re.sub(r"mid_block\.resnets\.(\d)", lambda m: f"mid.block_{int(m[1]) + 1}", key)
-        key = key.replace("mid_block.attentions.0.group_norm", "mid.attn_1.norm").replace("conv_norm_out", "norm_out")
-        if "mid_block.attentions.0.to_" in key:
-            key = key.replace("mid_block.attentions.0.to_", "mid.attn_1.").replace("attn_1.out.0", "attn_1.proj_out")
-            value = value[:, :, None, None] if value.ndim == 2 else value
-        key = re.sub("^quant_conv", "encoder.quant_conv", key)
-        found[re.sub("^post_quant_conv", "decoder.post_quant_conv", key)] = value.contiguous().numpy()
-    return found
+    return {key: value.contiguous().numpy() for key, value in checkpoints.autoencoder_as_single_file(state).items()}
+
+
+def test_the_small_decoder_is_recognised_by_the_shapes_of_its_single_file(tmp_path):
+    made = reference(**VARIANTS["another decoder"])
+    save_file(makers_layout(made.state_dict()), tmp_path / "ae.safetensors")
+    sized = dataclasses.replace(family("klein-4b"), autoencoder={**AUTOENCODER, **SIZES})
+    model = load_autoencoder(tmp_path / "ae.safetensors", sized)
+    assert model.config.decoder_channels == (16, 24, 32, 48)
+    latents = np.random.default_rng(0).standard_normal((1, 128, 2, 3)).astype(np.float32)
+    np.testing.assert_allclose(np.array(model.decode(mx.array(latents))), decoded(made, latents), atol=1e-4)
+    assert autoencoder_bytes(tmp_path / "ae.safetensors", sized, 64, 64, 4, False) != autoencoder_bytes(
+        None, sized, 64, 64, 4, False
+    )
 
 
 def test_attention_in_passes_gives_the_same_latents(released, tmp_path, monkeypatch):

@@ -1,0 +1,149 @@
+"""Find model weights that lie on this machine: in the cache of the Hugging Face hub, in folders of ComfyUI, and elsewhere.
+
+A component is recognised by the names and shapes in the headers of its files. No tensor is read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stages.models.family import Family
+
+SUFFIXES = (".safetensors", ".gguf")
+SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
+DEPTH = 6  # folders below a place that are searched
+MOST = 5000  # files of a place that are looked at
+COMFYUI = ("ComfyUI/models", "Documents/ComfyUI/models")  # below the home folder
+DRAW_THINGS = "Library/Containers/com.liuliu.draw-things/Data/Documents/Models"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model component on this machine. `families` are the names of the families that it fits. `path` is its file, or its
+    folder if it has several files. `size` is in bytes. `form` is the dtype of most of its values, such as "BF16". `missing`
+    says in words what is missing; it is "" if the component is complete.
+    """
+
+    families: tuple[str, ...]
+    component: str
+    path: Path
+    size: int
+    form: str
+    missing: str = ""
+
+
+def places(home: Path | None = None) -> list[Path]:
+    """Return the folders that are searched if the user names none: the hub's cache, and the model folders of ComfyUI and Draw
+    Things. Only folders that exist are returned. `home` replaces the user's home folder.
+    """
+    from huggingface_hub import constants
+
+    start = home or Path.home()
+    named = os.environ.get("COMFYUI_PATH")
+    comfyui = [Path(named) / "models"] if named else [start / each for each in COMFYUI]
+    return [path for path in (Path(constants.HF_HUB_CACHE), *comfyui, start / DRAW_THINGS) if path.is_dir()]
+
+
+def search(place: Path, families: Mapping[str, Family]) -> Iterator[Found]:
+    """Yield the components of `families` below the folder `place`. A file that cannot be read is yielded with the reason in
+    `missing` if its name is one of a family's; otherwise it is left out.
+    """
+    groups: dict[tuple[Path, str], list[Path]] = {}
+    for path in _files(place):
+        shard = SHARD.fullmatch(path.name)
+        groups.setdefault((path.parent, shard[1] if shard else path.name), []).append(path)
+    for paths in groups.values():
+        if found := _component(paths, families):
+            yield found
+    yield from _interrupted(place, families)
+
+
+def _files(place: Path) -> list[Path]:
+    """Return the weight files below `place`, sorted. Each file is returned once, though links may lead to it again."""
+    seen: dict[Path, Path] = {}
+    for folder, below, names in os.walk(place):
+        if len(Path(folder).relative_to(place).parts) >= DEPTH:
+            below.clear()
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        for name in names:
+            path = Path(folder) / name
+            if path.suffix in SUFFIXES and not name.startswith(".") and path.exists():
+                seen.setdefault(path.resolve(), path)
+        if len(seen) > MOST:
+            break
+    return sorted(seen.values())
+
+
+def _component(paths: Sequence[Path], families: Mapping[str, Family]) -> Found | None:
+    """Return the component that these files hold together, or None if no family has it."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    values: Counter[str] = Counter()
+    size, problem = sum(path.stat().st_size for path in paths), ""
+    for path in paths:
+        try:
+            for name, shape, dtype, count in _tensors(path):
+                shapes[name] = shape
+                values[dtype] += count
+        except ValueError as error:
+            problem = str(error).removeprefix(f"{path} ").removeprefix("is ").partition(":")[0]
+    by_component: dict[str, list[str]] = {}
+    for family in families.values():
+        if component := family.architecture.recognise(shapes, family):
+            by_component.setdefault(component, []).append(family.name)
+    path = paths[0] if len(paths) == 1 else paths[0].parent
+    if not by_component:
+        named = {f.name: part for f in families.values() for part, names in f.single_files.items() if paths[0].name in names}
+        if not problem or not named:
+            return None
+        return Found(tuple(named), next(iter(named.values())), path, size, "", problem)
+    component, names = next(iter(by_component.items()))
+    return Found(tuple(names), component, path, size, values.most_common(1)[0][0], problem or _lacking(paths))
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
+    """Yield (name, shape, dtype, bytes) of every tensor of a file. Raises ValueError if its header is damaged."""
+    from stages.models import gguf, weights
+
+    if path.suffix == gguf.SUFFIX:
+        for name, entry in gguf.read_entries(path).items():
+            yield name, entry.shape, entry.kind.name, entry.size
+        return
+    for name, tensor in weights.read_header(path).items():
+        begin, end = tensor["data_offsets"]
+        yield name, tuple(tensor["shape"]), str(tensor["dtype"]), end - begin
+
+
+def _lacking(paths: Sequence[Path]) -> str:
+    """Return in words which shards are missing, or "" if there are none or all are here."""
+    shards = [shard for path in paths if (shard := SHARD.fullmatch(path.name))]
+    return (
+        f"{int(shards[0][3]) - len(shards)} of {int(shards[0][3])} shards" if shards and len(shards) < int(shards[0][3]) else ""
+    )
+
+
+def _interrupted(place: Path, families: Mapping[str, Family]) -> Iterator[Found]:
+    """Yield the downloads of families in the hub's cache `place` that were interrupted."""
+    for family in families.values():
+        for blob in sorted(place.glob(f"models--{family.hub.replace('/', '--')}/blobs/*.incomplete")):
+            yield Found((family.name,), "download", blob, blob.stat().st_size, "", "interrupted: the stage fetches it again")
+
+
+def complete_roots(found: Iterable[Found], families: Mapping[str, Family]) -> Iterator[tuple[str, Path]]:
+    """Yield (family, folder) for every folder that holds all components of a family, to be set as [project] weights."""
+    from stages.models.folders import locate
+
+    roots = {root for each in found for root in (each.path.parent, each.path.parent.parent) if not each.missing}
+    for family in families.values():
+        for root in sorted(roots):
+            try:
+                places_found = [locate(root, component, family) for component in family.folders]
+            except ValueError:
+                continue
+            own = [each for each in found if family.name in each.families and not each.missing]
+            if all(any(each.path == path or path in each.path.parents for each in own) for path in places_found[:3]):
+                yield family.name, root

@@ -1,0 +1,123 @@
+"""A converted copy of a transformer: its weights as they are computed with, cast and packed, in one file of the project. A later
+load reads this file instead of the published ones, which may be many times as large.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stages.hashing import file_sha256
+from stages.models.family import Family
+from stages.models.folders import read_config
+from stages.models.protocols import Transformer
+from stages.text_to_image.packing import Packed, packing
+from stages.tuner.quantize import QuantizedWeight
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+FOLDER = "weights/converted"  # below the project; its files may be deleted at any time
+FORM = 1  # raised when a copy is written in another way
+ROOM = 1.1  # free space that a copy needs, relative to its size
+PARTS = QuantizedWeight._fields
+
+
+def load_transformer(
+    family: Family,
+    path: Path,
+    dtype: mx.Dtype,
+    packed: Packed | None,
+    folder: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Transformer:
+    """Load the transformer of `family` from `path`, a folder or a file, and return it. Weights are cast to `dtype`. `packed` says
+    how they are packed (quantised); None leaves them as they are. If `folder` is given, a converted copy is read from it,
+    or written there if it has none. Raises ValueError if weights are missing, damaged or of another model.
+
+    `say(line)` receives a line for the user if a copy is written, is damaged, or has no room on the disk.
+    """
+    architecture = family.architecture
+    pack = packing(architecture, packed) if packed else None
+    if folder is None:
+        return architecture.load_transformer(path, family, dtype, pack)
+    file = folder / f"{_key(path, family, dtype, packed)}.safetensors"
+    if weights := _read(file, say):
+        return architecture.build_transformer(architecture.transformer_config(path, family), weights)
+    kept: dict[str, Any] = {}
+
+    def keep(name: str, weight: mx.array) -> Any:
+        kept[name] = pack(name, weight) if pack else weight
+        return kept[name]
+
+    model = architecture.load_transformer(path, family, dtype, keep)
+    _write(file, kept, say)
+    return model
+
+
+def _key(path: Path, family: Family, dtype: mx.Dtype, packed: Packed | None) -> str:
+    """Return the name of a copy: 16 hex digits of a sha256 over what decides its content. A weight file counts by its path, size
+    and modification time.
+    """
+    from stages.models.weights import weight_files
+
+    files = [(str(each.resolve()), each.stat().st_size, each.stat().st_mtime_ns) for each in weight_files(path)]
+    bits = [packed.base_bits or 16, dict(packed.base_bits_for or {})] if packed else []
+    facts = [FORM, files, read_config(path), family.name, str(dtype), bits]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _digest_file(file: Path) -> Path:
+    return file.with_suffix(".sha256")
+
+
+def _read(file: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """Return the weights of a converted copy by name, or None if there is none. A damaged copy is deleted."""
+    if not file.is_file() or not _digest_file(file).is_file():
+        return None
+    if file_sha256(file) != _digest_file(file).read_text().strip():
+        say(f"the converted copy {file.name} is damaged; it is made again")
+        file.unlink()
+        return None
+    import mlx.core as mx
+
+    arrays: Any = mx.load(str(file))
+    packed = {name.rpartition(":")[0] for name in arrays if ":" in name}
+    found = {name: value for name, value in arrays.items() if ":" not in name}
+    return found | {name: QuantizedWeight(*(arrays[f"{name}:{part}"] for part in PARTS)) for name in packed}
+
+
+def _write(file: Path, weights: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Write a converted copy. It appears with all its bytes, or not at all. If the disk refuses it, the user is told and nothing
+    else happens.
+    """
+    import mlx.core as mx
+
+    arrays: dict[str, mx.array] = {}
+    for name, weight in weights.items():
+        if isinstance(weight, QuantizedWeight):
+            arrays |= {f"{name}:{part}": value for part, value in zip(PARTS, weight, strict=True)}
+        else:
+            arrays[name] = weight
+    size = sum(value.nbytes for value in arrays.values())
+    temporary = file.with_name(f".tmp-{os.getpid()}-{file.name}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(file.parent).free < ROOM * size:
+            say(f"no converted copy is kept: it needs {size / 1e9:.3g} GB, more than {file.parent} has free")
+            return
+        mx.save_safetensors(str(temporary), arrays)
+        with temporary.open("rb") as opened:
+            os.fsync(opened.fileno())
+        digest = file_sha256(temporary)
+        temporary.replace(file)
+        _digest_file(file).write_text(digest)
+        say(f"a converted copy of {size / 1e9:.3g} GB is kept in {file.parent}; later runs load it")
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        say(f"no converted copy is kept: {' '.join(str(error).split()):.200}")
