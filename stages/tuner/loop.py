@@ -289,13 +289,12 @@ class TrainingRun:
         if not self.ranks.leads:
             self.unsaved = []
             return
-        training = self.training
+        training, write = self.training, self.ctx.write_artifact
         metadata = {**self.ctx.provenance, **self.task.metadata, **adapter_metadata(training.targets)}
         facts = {"skipped": self.skipped, "plan": training.plan, "max_tokens": training.max_tokens}
         facts |= {"timed": True} if self.timed else {}
         facts |= {"ranks": self.ranks.size} if self.ranks.size > 1 else {}
         rows = rows_table(self.task.schema, self.unsaved)
-        write = self.ctx.write_artifact
         saved = checkpoint.save(write, step, training.adapter, training.state, rows, metadata, facts, training.average)
         self.unsaved = []
         self.control.saved()
