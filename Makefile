@@ -49,6 +49,8 @@ help:
 
 ## Make a project: make init PROJECT=cats IMAGES=~/Pictures/cats
 init: .venv/ready
+	$(if $(filter file,$(origin PROJECT)),$(error make init needs PROJECT and IMAGES, such as: make init PROJECT=cats IMAGES=~/Pictures/cats))
+	$(if $(value IMAGES),,$(error make init needs IMAGES, the folder of images, such as: make init PROJECT=$(value PROJECT) IMAGES=~/Pictures/cats))
 	@$(LATENTMILL) init
 
 # Stages
@@ -287,6 +289,7 @@ experiments: .venv/plots
 .venv/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "latentmill needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; make PYTHON=python3.12 names another")'
 	@$(PYTHON) -c 'import platform, sys; sys.exit(sys.platform == "darwin" and platform.machine() != "arm64" and "latentmill needs a Python for Apple Silicon (arm64), this one is built for Intel and runs under Rosetta; install the one of python.org, then make PYTHON=/usr/local/bin/python3")'
+	@echo "Installing Python packages into .venv, once: about a minute"
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --upgrade pip
 	.venv/bin/python -m pip install --quiet --editable .
@@ -302,6 +305,7 @@ experiments: .venv/plots
 
 # torch is installed first, in a command of its own: together with other packages a resolver may prefer its CUDA build.
 .venv/test: .venv/ready
+	@echo "Installing PyTorch, diffusers and what else the tests compare with, once: some minutes"
 	.venv/bin/python -m pip install --quiet torch==2.13.0
 	.venv/bin/python -m pip install --quiet --editable ".[test]"
 	@touch $@

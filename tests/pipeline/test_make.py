@@ -94,6 +94,14 @@ def test_a_misspelt_variable_is_refused_and_nothing_runs(wrong):
     assert f"make has no variable {wrong.partition('=')[0]}; there are PROJECT" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("given", "missing"), [((), "PROJECT and IMAGES"), (("PROJECT=/tmp/x",), "IMAGES, the folder of images")]
+)
+def test_make_init_asks_for_what_is_missing_by_the_names_that_make_has_for_it(given, missing):
+    done = run(["make", "-o", ".venv/ready", "init", *given])
+    assert done.returncode and f"make init needs {missing}, such as: make init PROJECT=" in done.stderr
+
+
 def test_make_knows_every_variable_that_its_file_reads():
     text = (projects.ROOT / "Makefile").read_text()
     known = re.findall(r"^VARIABLES = (.*)$", text, re.MULTILINE)[0].split()
