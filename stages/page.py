@@ -103,8 +103,12 @@ class Page:
 class Detail:
     """The web page about one input, such as an image. The query `sql` returns one row with `picture`, `width` and
     `height`. The query `boxes` returns rows `label`, `x`, `y`, `width` and `height`. They are drawn over the picture,
-    in its pixels. In both queries, `$text` is replaced by the input's key. An empty `boxes` draws nothing.
+    in its pixels. The query `masks` returns rows `label`, `columns` and `values`: grey values from 0 to 255, one byte each,
+    row by row, with so many columns. The function `draw_mask`, as "module:function", makes a WebP picture of (columns,
+    values). In all queries, `$text` is replaced by the input's key. An empty `boxes` or `masks` draws nothing.
     """
 
     sql: str
     boxes: str = ""
+    masks: str = ""
+    draw_mask: str = ""

@@ -25,8 +25,10 @@ def training_page(project: Project) -> Page | None:
         "group by all having y is not null order by series, x"
     )
     smooth = (
-        f"select run_name as series, step // (5 * {last}) * (5 * {last}) as x, avg(loss) as y from {table} "
-        "where split = 'train' and isfinite(loss) group by all order by series, x"
+        f"with points as (select run_name as series, (step - 1) // {last} * {last} + {last} as x, sum(loss) as loss, "
+        f"count(*) as rows from {table} where split = 'train' and isfinite(loss) group by all) "
+        "select series, x, sum(loss) over near / sum(rows) over near as y from points "
+        "window near as (partition by series order by x rows between 9 preceding and current row) order by series, x"
     )
     own = [block for page in project.pipeline.pages if page.name == "training" for block in page.blocks]
     return Page(
@@ -38,7 +40,7 @@ def training_page(project: Project) -> Page | None:
                 "select coalesce(name, run) as run, state, steps, wanted_steps as of, loss, held_out_loss, best_step, "
                 "round(seconds / 60, 1) as minutes, differs as settings_that_differ from runs",
             ),
-            Chart("Loss, mean of neighbouring steps", smooth, "step", "loss"),
+            Chart("Loss, mean of the last ten points", smooth, "step", "loss"),
             Chart("Loss of held-out samples", curve.format("avg(loss)", "validation"), "step", "loss"),
             *(block for block in own if isinstance(block, Chart)),
             Chart("Learning rate", curve.format("max(lr)", "train"), "step", "learning rate"),

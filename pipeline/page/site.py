@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pipeline.page.pages import pages_of
 from pipeline.page.texts import Texts
 from pipeline.project.config import Overrides
 from pipeline.project.project import Project
-from stages.page import Editor
+from stages.page import Detail, Editor
 from stages.pipelines import Folder, load
 
 LONGEST = (160, 384, 2048)  # pixels: sizes in which a picture is shown
@@ -136,7 +137,13 @@ class Site:
             lines = list(follow(self.project, key))
         except ValueError as error:
             lines = [str(error)]
-        return {"name": key, **found[0], "boxes": boxes, "lines": lines}
+        return {"name": key, **found[0], "boxes": boxes, "masks": list(self._masks(described, key)), "lines": lines}
+
+    def _masks(self, described: Detail, key: str) -> Iterator[tuple[str, str]]:
+        """Yield pairs of a label and a picture, as the text of a data address, for the masks of one input."""
+        for row in self.catalog.rows(described.masks, text=key) if described.masks else []:
+            picture: bytes = load(described.draw_mask)(row["columns"], row["values"])
+            yield row["label"], f"data:image/webp;base64,{base64.b64encode(picture).decode()}"
 
     def file(self, name: str) -> Path:
         """Return the path of a picture file of the project. `name` says which file: "RESOURCE/PATH" is a file in a

@@ -157,7 +157,27 @@ select resolution || ' px' as label,
     crop_x as x, crop_y as y, crop_w as width, crop_h as height
 from buckets join images using (image_id) where images.path = $text and buckets.rejected is null order by resolution
 """,
+    """
+select 'mask of the crop at ' || latents.width || ' x ' || latents.height as label, latents.width // 16 as columns, mask as values
+from latents join images using (image_id)
+where images.path = $text and latents.rejected is null and mask is not null and not flip order by latents.width, latents.height
+""",
+    "stages.text_to_image.pages:mask_picture",
 )
+
+
+def mask_picture(columns: int, values: bytes) -> bytes:
+    """Return a mask as a WebP picture of 8 x 8 pixels per value. `values` has one byte per value, row by row, with `columns` in
+    a row; 255 is white.
+    """
+    import io
+
+    from PIL import Image
+
+    small = Image.frombytes("L", (columns, len(values) // columns), values)
+    out = io.BytesIO()
+    small.resize((small.width * 8, small.height * 8), Image.Resampling.NEAREST).save(out, "WEBP", lossless=True)
+    return out.getvalue()
 
 
 def thumbnail(path: object, longest: int) -> bytes:

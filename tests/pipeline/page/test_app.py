@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import html
+import io
 import json
 import re
 import shutil
@@ -13,6 +15,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("httpx2")
 
+from PIL import Image
 from starlette.testclient import TestClient
 
 from pipeline.commands.query import answer
@@ -36,7 +39,10 @@ def built(tmp_path_factory, tiny_weights) -> Path:
     projects.add_image(folder, "more.png", seed=8, caption="a fox, on snow")
     (folder / "images" / "broken.png").write_text("no picture")
     (folder / "secret.txt").write_text("secret")
-    projects.build(folder, "images", "captions", "buckets")
+    (folder / "images" / "masks").mkdir()
+    Image.linear_gradient("L").resize(projects.SIZES[0]).save(folder / "images" / "masks" / "picture0.png")
+    projects.edit(folder, "[embeddings]", '[latents]\nmask = "file"\n\n[embeddings]')
+    projects.build(folder, "images", "captions", "buckets", "latents")
     return folder
 
 
@@ -84,6 +90,10 @@ def test_filters_show_the_images_that_they_name(page):
 def test_the_page_about_an_image_shows_its_crops_and_what_became_of_it(page):
     text = page.get("/fragment/one", params={"key": "picture0.png"}).text
     assert text.count("<rect") == 2 and "96 px" in text and "picture number 0" in text
+    masks = re.findall(r'src="data:image/webp;base64,([^"]+)" alt="mask of the crop at \d+ x \d+: white is trained on"', text)
+    assert len(masks) == 2
+    with Image.open(io.BytesIO(base64.b64decode(masks[0]))) as mask:
+        assert mask.convert("L").getpixel((0, 0)) < 50 and mask.convert("L").getpixel((0, mask.height - 1)) > 200
     assert page.get("/fragment/one", params={"key": "nothing"}).status_code == 404
 
 

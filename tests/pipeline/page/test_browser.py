@@ -46,6 +46,7 @@ def drive(address: str, folder: Path, **asked: object) -> dict:
     words = [PYTHON, str(Path(__file__).with_name("drive.py")), json.dumps(usual | asked)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=projects.HANG)
     assert done.returncode == 0, done.stderr
+    (folder / "seen.json").write_text(done.stdout)
     return json.loads(done.stdout)
 
 
