@@ -45,7 +45,7 @@ class Texts:
 
     def of_keys(self, keys: list[str]) -> dict[str, str]:
         """Return the texts with these keys as a dict from key to text. Unknown keys are left out."""
-        found = self.rows("select key, text from shown where list_contains($wanted::varchar[], key)", wanted=keys)
+        found = self.rows("select key, text from shown where key in (select unnest($wanted::varchar[]))", wanted=keys)
         return {row["key"]: row["text"] for row in found}
 
     def replaced(self, find: str, by: str) -> dict[str, dict[str, Any]]:

@@ -144,7 +144,8 @@ def test_no_path_escapes_from_its_folder(page, folder, name):
 def test_other_hosts_and_other_sites_are_refused(page, headers):
     for path in ("/", "/fragment/captions", "/picture/image_folder/picture0.png", "/changes"):
         assert page.get(path, headers=headers).status_code == 403
-    assert page.post("/edit/captions", json={}, headers=TOKEN | headers).status_code == 403
+    for change in ("edit", "replace", "files"):
+        assert page.post(f"/{change}/captions", json={}, headers=TOKEN | headers).status_code == 403
 
 
 def test_an_edit_without_the_token_of_the_page_changes_nothing(page, folder):
@@ -208,6 +209,26 @@ def test_the_button_writes_edits_into_caption_files_and_its_undo_takes_them_back
 def test_a_caption_that_cannot_be_used_is_refused_in_one_line(page, folder, text):
     key, before = next(iter(texts(page).items()))
     answered = page.post("/edit/captions", content=json.dumps({key: {"before": before, "text": text}}), headers=TOKEN)
+    assert answered.status_code == 400 and len(answered.text.splitlines()) == 1
+    assert not (folder / "captions.edits.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"find": "a", "by": "x" * 1_000_000},
+        {"find": "a fox, on snow", "by": " "},
+        {"find": "", "by": "x"},
+        {"find": "\ud800", "by": "x"},
+        {"find": "a", "by": "\ud800"},
+        {"find": ["a"], "by": "x"},
+        {"find": "a"},
+        ["a", "b"],
+    ],
+    ids=["1 MB", "nothing left", "nothing to find", "surrogate", "by a surrogate", "list", "half", "no object"],
+)
+def test_a_replacement_that_cannot_be_used_changes_no_caption(page, folder, asked):
+    answered = page.post("/replace/captions", content=json.dumps(asked), headers=TOKEN)
     assert answered.status_code == 400 and len(answered.text.splitlines()) == 1
     assert not (folder / "captions.edits.jsonl").exists()
 
