@@ -39,9 +39,14 @@ class Texts:
         """Run the query `sql` and return its rows as dicts. The query may read the table `shown`: the columns of the
         block, where `text` is the edited text and `edited` says whether there is one. `taken_back` is true
         if the table still has the text of an edit that the user took back. Further keyword arguments are the
-        parameters of the query.
+        parameters of the query. Raises ValueError if one of them is half of a surrogate pair.
         """
-        return self.catalog.rows(SHOWN.format(sql=self.block.sql) + sql, **self.values, **values)
+        import duckdb
+
+        try:
+            return self.catalog.rows(SHOWN.format(sql=self.block.sql) + sql, **self.values, **values)
+        except duckdb.InvalidInputException:
+            raise ValueError("the text must be valid Unicode, got half of a surrogate pair") from None
 
     def of_keys(self, keys: list[str]) -> dict[str, str]:
         """Return the texts with these keys as a dict from key to text. Unknown keys are left out."""
