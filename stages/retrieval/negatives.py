@@ -1,5 +1,7 @@
 """The stage `negatives`: for every training query the documents that a search ranks high although they do not answer it.
 
+Documents of held-out pairs are left out. Training would see them as wrong answers only, and learn to rank them low.
+
 The search is full-text search, or MaxSim with the encoder before this training: the base, or an adapter of an earlier run.
 """
 
@@ -79,7 +81,7 @@ def wanted_negatives(ctx: StageContext) -> pa.Table:
 
 def snapshot(ctx: StageContext) -> pa.Table:
     """Return a table of everything that can change any row of this stage. It has the text columns `key` and `value`. There
-    is one row per unit (a function, class or window of lines) and one per pair (a query and the unit that answers it).
+    is one row per unit that may be a negative, and one per pair (a query and the unit that answers it).
     The key is the id of the unit or pair. The value identifies its content. One more row identifies the adapter file of
     the setting `encoder`, if it names one.
     """
@@ -108,11 +110,13 @@ def _digest(text: str) -> str:
 
 
 def _units(ctx: StageContext) -> dict[str, Row]:
-    """Return all units as a dict from unit_id to a row of `unit_id`, `text_id` and `words`. A unit is a function,
-    method, class or window of lines. `words` is its text for the word search. The dict is sorted by unit_id.
+    """Return the units that may be negatives as a dict from unit_id to a row of `unit_id`, `text_id` and `words`. A unit
+    is a function, method, class or window of lines. Units of the pairs of the splits "valid" and "test" are left out.
+    `words` is the text of a unit for the word search. The dict is sorted by unit_id.
     """
+    held = {pair["unit_id"] for pair in _pairs(ctx) if pair["split"] != "train"}
     rows = ctx.rows(UNITS).select(["unit_id", "text_id", "words"]).to_pylist()
-    return {row["unit_id"]: row for row in sorted(rows, key=lambda row: str(row["unit_id"]))}
+    return {row["unit_id"]: row for row in sorted(rows, key=lambda row: str(row["unit_id"])) if row["unit_id"] not in held}
 
 
 def _pairs(ctx: StageContext) -> list[Row]:
@@ -253,4 +257,5 @@ STAGE = Stage(
     wants=wanted_negatives,
     run=find_negatives,
     snapshot=snapshot,
+    version=2,  # documents of held-out pairs are no negatives
 )

@@ -38,6 +38,15 @@ def test_every_training_pair_has_negatives_that_are_no_duplicates_of_its_documen
         assert pairs[pair_id]["duplicate_group"] not in {groups[row["unit_id"]] for row in negatives}
 
 
+def test_no_document_of_a_held_out_pair_is_a_negative(tmp_path):
+    folder = make(tmp_path / "project", '[pairs]\nsplit = "unit"\nvalid = 0.3\ntest = 0.3\n', verbs=6, things=4)
+    run(folder, "sources", "units", "pairs", "tokens", "negatives")
+    splits = {row["unit_id"]: row["split"] for row in rows(folder, "pairs")}
+    assert set(splits.values()) == {"train", "valid", "test"}
+    found = {row["unit_id"] for row in rows(folder, "negatives")}
+    assert found and {splits.get(unit_id, "train") for unit_id in found} == {"train"}
+
+
 def test_another_document_makes_the_negatives_anew(tmp_path):
     folder = make(tmp_path / "project", '[pairs]\nsplit = "unit"\n', verbs=5, things=3)
     run(folder, "sources", "units", "pairs", "tokens", "negatives")
