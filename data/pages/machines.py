@@ -12,8 +12,8 @@ ROWS = Path(__file__).parents[1] / "bench.jsonl"
 
 COMMITS = 64  # commits after which the index is rewritten: pipeline.store.writer.COMMITS
 SHARD_BYTES = 64 << 20  # pipeline.store.shards.SHARD_BYTES
-HEADINGS = ("table", "bytes", "shards", "index", "commits a table", "rows rewritten a table", "workers compute", "one commits")
-HEADINGS += ("busy from", "simulated", "workers wait from")
+HEADINGS: tuple[str, ...] = ("table", "bytes", "shards", "index", "commits a table", "rows rewritten a table")
+HEADINGS += ("workers compute", "one commits", "busy from", "simulated", "workers wait from")
 WORKERS, IMAGES, PIXELS = 64, 10_000_000, 1024
 TEXT_BYTES = 512 * 7680 * 2  # a klein 4B embedding: 512 rows of 7680 bfloat16 values
 
