@@ -11,7 +11,7 @@ from pipeline import Project
 from stages.hashing import file_sha256
 from stages.retrieval.texts import BASE, vector_id
 from stages.retrieval.vectors import _row
-from tests.stages.retrieval.project import rows, run
+from tests.stages.retrieval.project import FUNCTION, INDEXED, rows, run
 
 
 def test_every_document_and_every_held_out_query_has_vectors_of_length_one(indexed):
@@ -28,13 +28,21 @@ def test_every_document_and_every_held_out_query_has_vectors_of_length_one(index
         np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=2e-3)
 
 
-def test_only_the_texts_of_a_changed_file_are_encoded_again_and_the_index_equals_one_built_afresh(indexed, tmp_path):
+@pytest.mark.proof("of many files an edited one is encoded again alone, and the index equals one built afresh")
+def test_only_the_texts_of_a_changed_file_are_encoded_again_and_the_index_equals_one_built_afresh(indexed, tmp_path, cases):
     folder = tmp_path / "project"
     shutil.copytree(indexed, folder, symlinks=True)
+    there = len(list((folder / "code").rglob("*.py")))
+    files = cases(there, 640)
+    for number in range(there, files):
+        text = FUNCTION.format(verb="sort", title="Sort", thing=f"part{number}", number=number)
+        (folder / "code" / "deep" / f"part{number}.py").write_text(text)
+    run(folder, *(INDEXED if files > there else ()))
+    assert len(rows(folder, "sources")) == files
     file = folder / "code" / "flat" / "words.py"
     file.write_text(file.read_text().replace("values", "items").replace("# every", "# each"))
     before = {row["vector_id"] for row in rows(folder, "vectors")}
-    run(folder, "sources", "units", "pairs", "tokens", "vectors", "index", "ranks")
+    run(folder, *INDEXED)
     after = {row["vector_id"] for row in rows(folder, "vectors")}
     changed = {row["text_id"] for row in rows(folder, "units") if row["path"] == "code/flat/words.py"}
     made = {row["text_id"] for row in rows(folder, "vectors") if row["vector_id"] in after - before and row["role"] == "document"}
@@ -44,7 +52,7 @@ def test_only_the_texts_of_a_changed_file_are_encoded_again_and_the_index_equals
     fresh.mkdir(parents=True)
     shutil.copytree(folder / "code", fresh / "code")
     shutil.copy(folder / "project.toml", fresh)
-    run(fresh, "sources", "units", "pairs", "tokens", "vectors", "index", "ranks")
+    run(fresh, *INDEXED)
     assert rows(fresh, "index") == rows(folder, "index") and rows(fresh, "ranks") == rows(folder, "ranks")
     one, other = (next((place / "tables" / "index").glob("*/artifacts/vectors-*.npy")) for place in (folder, fresh))
     assert one.name == other.name and one.read_bytes() == other.read_bytes()
