@@ -39,7 +39,7 @@ def test_every_training_pair_has_negatives_that_are_no_duplicates_of_its_documen
 
 
 def test_no_document_of_a_held_out_pair_is_a_negative(tmp_path):
-    folder = make(tmp_path / "project", '[pairs]\nsplit = "unit"\nvalid = 0.3\ntest = 0.3\n', verbs=6, things=4)
+    folder = make(tmp_path / "project", '[pairs]\nsplit = "unit"\nvalid = 0.3\ntest = 0.3\nmax_leak = 1.0\n', verbs=6, things=4)
     run(folder, "sources", "units", "pairs", "tokens", "negatives")
     splits = {row["unit_id"]: row["split"] for row in rows(folder, "pairs")}
     assert set(splits.values()) == {"train", "valid", "test"}
