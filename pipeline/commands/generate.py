@@ -51,10 +51,12 @@ class Adapter:
         guidance: float | None = None,
         strength: float = 1.0,
         others: Sequence[tuple[Adapter | Path, float]] = (),
+        references: Sequence[Path] = (),
     ) -> Image:
         """Draw one image with the adapter and return it as a PIL image. `prompt` is used unchanged, so it should
         contain the adapter's trigger word. `seed` chooses the starting noise. `strength` scales the adapter: 1 is as
-        trained, 0 is the base model. `others` holds pairs (further adapter or its file, strength).
+        trained, 0 is the base model. `others` holds pairs (further adapter or its file, strength). `references` are files of
+        pictures that the image starts from, for an adapter of edit training.
 
         `width` and `height` are in pixels. `steps` is the number of denoising steps. `guidance` is the guidance scale:
         how strongly the prompt is followed. If one of these four is None, the section [samples] of project.toml gives
@@ -68,10 +70,11 @@ class Adapter:
         given: dict[str, Any] = {"width": width, "height": height, "steps": steps, "guidance": guidance}
         config = replace(config, seeds=(seed,), **{name: value for name, value in given.items() if value is not None})
         text_1TJ, empty_1TJ = encode(self.project, [prompt, ""])
+        beside = encode_files(self.project, references)
         size = (config.width, config.height)
         further = [(each.path if isinstance(each, Adapter) else each, factor) for each, factor in others]
         adapters = [(self.path, strength), *further]
-        latent_1Chw = self._draw(text_1TJ, empty_1TJ, seed, size, config.steps, config.guidance, adapters)
+        latent_1Chw = self._draw(text_1TJ, empty_1TJ, seed, size, config.steps, config.guidance, adapters, beside)
         return decode_latent(self.project, latent_1Chw)
 
     def _draw(
@@ -83,6 +86,7 @@ class Adapter:
         steps: int | None,
         guidance: float | None,
         adapters: Sequence[tuple[Path, float]],
+        references: Sequence[mx.array],
     ) -> mx.array:
         from stages.text_to_image.packing import STREAMED
         from stages.text_to_image.samples.drawing import load_sampler
@@ -99,7 +103,7 @@ class Adapter:
             steps=steps,
             guidance=guidance,
         )
-        latent_1Chw = sampler.draw(text_1TJ, seed, *size)
+        latent_1Chw = sampler.draw(text_1TJ, seed, *size, references=references)
         assert latent_1Chw is not None
         del sampler
         release()
@@ -123,6 +127,22 @@ def encode(project: Project, texts: Sequence[str]) -> list[mx.array]:
     del encoder
     release()
     return embeddings
+
+
+def encode_files(project: Project, files: Sequence[Path]) -> list[mx.array]:
+    """Return the latents of reference images, one float32 array (1, channels, height / 16, width / 16) per file of `files`. The
+    autoencoder of `project` is loaded for this call and freed afterwards. Raises ValueError if a file is no usable image.
+    """
+    import mlx.core as mx
+
+    from stages.text_to_image.samples.references import encode_references, read_reference
+
+    if not files:
+        return []
+    images, family = [read_reference(file) for file in files], project.family
+    found = encode_references(family.architecture.load_autoencoder(project.component("autoencoder"), family, mx.float32), images)
+    release()
+    return found
 
 
 def decode_latent(project: Project, latent_1Chw: mx.array) -> Image:

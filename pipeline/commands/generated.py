@@ -47,6 +47,13 @@ COMPONENTS = ("transformer", "text_encoder", "tokenizer", "autoencoder")
     multiple=True,
     help="Factor of an adapter: 1 as trained, 0 the base; once for each adapter.  [default: 1]",
 )
+@click.option(
+    "--reference",
+    "references",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="A picture to start from, for an adapter of edit training; may be repeated.",
+)
 @click.option("--size", metavar="WIDTHxHEIGHT", help="Pixels, multiples of 16.  [default: that of [samples]]")
 @click.option("--steps", type=int, help="Denoising steps.  [default: that of [samples]]")
 @click.option("--guidance", type=float, help="Guidance scale.  [default: that of [samples]]")
@@ -58,6 +65,7 @@ def command(
     adapters: tuple[str, ...],
     step: int | None,
     strengths: tuple[float, ...],
+    references: tuple[Path, ...],
     size: str | None,
     steps: int | None,
     guidance: float | None,
@@ -71,7 +79,7 @@ def command(
         raise ValueError('generate needs a prompt, such as: latentmill generate "a cat" --seed 1; or --file PROMPTS.txt')
     given = {"steps": steps, "guidance": guidance, **parse_size(size)}
     chosen = tuple(pair_strengths(adapters, strengths))
-    wish = Wish(tuple(dict.fromkeys(texts)), seeds or (0,), chosen, step, given)
+    wish = Wish(tuple(dict.fromkeys(texts)), seeds or (0,), chosen, step, given, references)
     with Terminal("generate") as terminal:
         paths = list(generate(project.allow_downloads(), wish, terminal))
     for path in paths:
@@ -86,7 +94,8 @@ class Wish:
 
     An adapter is "last", "best", "average", one of these with "@RUN", "none" or the path of a file. `step` chooses a
     checkpoint; None takes the end of the run. With "best" it must be None. The keys of `given` are "width" and "height"
-    in pixels, "steps" and "guidance". A setting that is missing or None is not replaced.
+    in pixels, "steps" and "guidance". A setting that is missing or None is not replaced. `references` are files of pictures
+    that every drawn picture starts from.
     """
 
     prompts: tuple[str, ...]
@@ -94,6 +103,7 @@ class Wish:
     adapters: tuple[tuple[str, float], ...] = (("last", 1.0),)
     step: int | None = None
     given: dict[str, Any] | None = None
+    references: tuple[Path, ...] = ()
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -138,7 +148,7 @@ def generate(project: Project, wish: Wish, console: Console) -> Iterator[Path]:
     recipe = {
         "stage": GENERATED.name,
         "version": 1,
-        "columns": {f.name: str(f.type) for f in GENERATED.batch},
+        "columns": GENERATED.recorded,
         **_weights(project),
     }
     table = TableFolder(project.path / "tables" / GENERATED.name / recipe_id(recipe), GENERATED)
@@ -146,7 +156,7 @@ def generate(project: Project, wish: Wish, console: Console) -> Iterator[Path]:
         stored = {row["picture_id"]: row for row in writer.stored.to_pylist()}
         absent = [r for r in rows if not (table.folder / "artifacts" / r["path"]).is_file() or r["picture_id"] not in stored]
         if absent:
-            for row, image in _draw(project, absent, adapters, console):
+            for row, image in _draw(project, absent, adapters, wish.references, console):
                 from stages.text_to_image.samples.decoding import save_png
 
                 facts = {name: row[name] for name in ("prompt", "seed", "step", "adapter_id", "strength", "steps", "guidance")}
@@ -175,6 +185,10 @@ def wanted_rows(project: Project, wish: Wish) -> tuple[list[dict[str, Any]], lis
         "steps": project.family.sampling_steps if config.steps is None else config.steps,
         "guidance": float(project.family.guidance if config.guidance is None else config.guidance),
     }
+    if wish.references:
+        from stages.text_to_image.samples.references import reference_id
+
+        same["reference_id"] = reference_id(wish.references)
     rows = [same | {"prompt": prompt, "seed": seed} for prompt in wish.prompts for seed in config.seeds]
     for row in rows:
         content = json.dumps([row, _weights(project)], sort_keys=True)
@@ -214,15 +228,20 @@ def _weights(project: Project) -> dict[str, Any]:
 
 
 def _draw(
-    project: Project, rows: Sequence[dict[str, Any]], adapters: Sequence[tuple[Path, float]], console: Console
+    project: Project,
+    rows: Sequence[dict[str, Any]],
+    adapters: Sequence[tuple[Path, float]],
+    references: Sequence[Path],
+    console: Console,
 ) -> Iterator[tuple[dict[str, Any], Any]]:
     """Draw one picture per row and yield (row, picture), where the picture is a PIL image. A row is a dict of columns
     of the table `generated`. The yielded row has a further key "seconds", the time of its denoising. `adapters` has
-    (file, strength) pairs; without one, the base model draws. All rows must have equal "steps" and "guidance".
+    (file, strength) pairs; without one, the base model draws. `references` are files of pictures to start from. All rows
+    must have equal "steps" and "guidance".
     """
     import mlx.core as mx
 
-    from pipeline.commands.generate import encode, release
+    from pipeline.commands.generate import encode, encode_files, release
     from stages.text_to_image.packing import STREAMED
     from stages.text_to_image.samples.decoding import decode
     from stages.text_to_image.samples.drawing import load_sampler
@@ -231,6 +250,7 @@ def _draw(
     console.say(f"{len(rows)} pictures of {len(prompts)} prompts")
     *encoded, empty_1TJ = encode(project, [*prompts, ""])
     texts = dict(zip(prompts, encoded, strict=True))
+    beside = encode_files(project, references)
     settings, family = project.config.sections["samples"], project.family
     sampler = load_sampler(
         " with ".join(["the base", *(f"the adapter {file.name}" for file, _ in adapters)]),
@@ -247,7 +267,7 @@ def _draw(
     latents: list[tuple[dict[str, Any], mx.array]] = []
     for number, row in enumerate(rows, 1):
         began = time.perf_counter()
-        latent_1Chw = sampler.draw(texts[row["prompt"]], row["seed"], row["width"], row["height"])
+        latent_1Chw = sampler.draw(texts[row["prompt"]], row["seed"], row["width"], row["height"], references=beside)
         assert latent_1Chw is not None
         mx.eval(latent_1Chw)
         latents.append((row | {"seconds": time.perf_counter() - began}, latent_1Chw))

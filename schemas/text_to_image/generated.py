@@ -30,5 +30,8 @@ GENERATED = TableSchema(
         column("guidance", pa.float64(), "guidance scale"),
         column("path", pa.string(), "path of the PNG below the artifacts folder of generated"),
         column("seconds", pa.float32(), "time to draw the latent, seconds", measured=True),
+        column(
+            "references", pa.string(), "sha256 of each reference's file, hex, joined by +; null without references", later=True
+        ),
     ),
 )

@@ -37,7 +37,13 @@ IMAGES = TableSchema(
             "folder whose name or [[images.folder]] entry gives the next columns, below the image folder; null for none",
             later=True,
         ),
-        column("use", pa.string(), "regularisation for an image of the class, trained without trigger; else null", later=True),
+        column(
+            "use",
+            pa.string(),
+            "regularisation for an image of the class, trained without trigger; reference for a picture that an edit starts "
+            "from; else null",
+            later=True,
+        ),
         column("repeats", pa.float64(), "occurrences per epoch that the folder asks for; null: 1", later=True),
         column(
             "weight",
@@ -47,5 +53,9 @@ IMAGES = TableSchema(
         ),
         column("trigger", pa.string(), "trigger of the folder's images; null: that of [captions]", later=True),
         column("concept", pa.string(), "subject that the folder is named after: the caption of an image without one", later=True),
+        column(
+            "reference_of", pa.string(), "path of the image that a reference belongs to; null if it belongs to none", later=True
+        ),
+        column("reference", pa.int32(), "number of a reference among those of its image, from 1; else null", later=True),
     ),
 )

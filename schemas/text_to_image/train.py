@@ -47,7 +47,7 @@ TRAIN = TableSchema(
         ),
         column("lr", pa.float64(), "learning rate of the step"),
         column("grad_norm", pa.float32(), "global norm of the step's gradient before clipping"),
-        column("tokens", pa.int32(), "number of tokens of the sample in the transformer, image and text"),
+        column("tokens", pa.int32(), "number of tokens of the sample in the transformer, image, references and text"),
         column("seconds", pa.float32(), "wall time of the step, seconds", measured=True),
         column(
             "read_seconds",
@@ -56,5 +56,6 @@ TRAIN = TableSchema(
             measured=True,
         ),
         column("peak_bytes", pa.int64(), "peak memory of MLX up to this step, bytes", measured=True),
+        column("reference_count", pa.int32(), "number of references that the model saw beside the noisy latent", later=True),
     ),
 )

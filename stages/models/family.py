@@ -158,11 +158,13 @@ class Architecture:
 
     # tokens(x_BCHW) -> x_BLC: latents, or noise of their shape, as the sequence that the transformer reads and predicts.
     tokens: Callable[[mx.array], mx.array]
-    # inputs(x_BLC, (h, w), text_BTJ, sigma_B, guidance=None): the keyword arguments of `enter`. x_BLC are noisy latents, sigma_B
-    # the noise level of each sample, 0 (clean) to 1; guidance a number that only models with embedded guidance read.
+    # inputs(x_BLC, (h, w), text_BTJ, sigma_B, guidance=None, references=()): the keyword arguments of `enter`. x_BLC are noisy
+    # latents, sigma_B the noise level of each sample, 0 (clean) to 1; guidance a number that only models with embedded guidance
+    # read; references the clean latents (B,C,h,w) of each reference image.
     inputs: Callable[..., dict[str, Any]]
-    # zero_inputs(config, samples, (h, w), text_rows): inputs of zeros, to estimate memory with a meta model.
-    zero_inputs: Callable[[Any, int, tuple[int, int], int], dict[str, Any]]
+    # zero_inputs(config, samples, (h, w), text_rows, references=()): inputs of zeros, to estimate memory with a meta model.
+    # references are the (h, w) of each reference image.
+    zero_inputs: Callable[..., dict[str, Any]]
 
     # load_autoencoder(path, family, dtype=None).
     load_autoencoder: Callable[..., Autoencoder]
@@ -177,10 +179,10 @@ class Architecture:
 
     # sigmas(tokens, steps): the steps + 1 noise levels, from 1 down to 0, to draw an image of so many image tokens.
     sigmas: Callable[[int, int], list[float]]
-    # draw(model, text_1TJ, height, width, *, seed, steps, guidance, negative_1TJ=None, predict=None): yield the latent
-    # (1,C,h,w), float32, after every denoising step; the last one is the image's. height and width are pixels. With
+    # draw(model, text_1TJ, height, width, *, seed, steps, guidance, negative_1TJ=None, predict=None, references=()): yield the
+    # latent (1,C,h,w), float32, after every denoising step; the last one is the image's. height and width are pixels. With
     # negative_1TJ, the embedding of the empty prompt, guidance is classifier-free: two passes a step. predict(**inputs)
-    # replaces model(**inputs), to draw with an adapter.
+    # replaces model(**inputs), to draw with an adapter. references are the clean latents (1,C,h,w) of reference images.
     draw: Callable[..., Iterator[mx.array]]
     guided_together: int  # up to so many image tokens, both passes of guidance run as one batch
 

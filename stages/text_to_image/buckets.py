@@ -19,6 +19,7 @@ from schemas.text_to_image.checks import CHECKS
 from schemas.text_to_image.images import IMAGES
 from stages.settings import check_bounds, selects, setting
 from stages.stage import Stage, StageContext
+from stages.text_to_image.imaging.references import USE
 from stages.text_to_image.imaging.usable import usable_rows
 from stages.text_to_image.selecting import select_images
 
@@ -185,13 +186,19 @@ def wanted_buckets(ctx: StageContext) -> pa.Table:
 
     All rows are computed again, because this is cheap.
     """
-    images = usable_rows(ctx.rows(IMAGES).select(["image_id", "path", "width", "height", "rejected"]))
+    images = usable_rows(ctx.rows(IMAGES).select(["image_id", "path", "width", "height", "rejected", "use"]), references=True)
     sizes = {row["image_id"]: (row["width"], row["height"]) for row in images}
     rows = [row for image_id in sorted(sizes) for row in _rows(image_id, *sizes[image_id], ctx.config)]
     if ctx.config.where.strip():
-        chosen = select_images(ctx.config.where, ctx.rows(IMAGES), ctx.rows(CHECKS))
+        chosen = select_images(ctx.config.where, ctx.rows(IMAGES), ctx.rows(CHECKS)) | _only_references(ctx)
         rows = [row if row["image_id"] in chosen else row | {"rejected": "where"} for row in rows]
     return pa.Table.from_pylist(rows, schema=BUCKETS.batch)
+
+
+def _only_references(ctx: StageContext) -> set[str]:
+    """Return the image_ids of the pictures that are references of edit training, and not images to train on too."""
+    found = usable_rows(ctx.rows(IMAGES), references=True)
+    return {row["image_id"] for row in found} - {row["image_id"] for row in found if row["use"] != USE}
 
 
 def _rows(image_id: str, width: int, height: int, config: BucketsConfig) -> Iterator[dict[str, Any]]:
@@ -224,7 +231,8 @@ def finish_buckets(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     """
     if ctx.stop():
         return
-    used = [row for row in ctx.pending.to_pylist() if row["rejected"] is None]
+    beside = _only_references(ctx)
+    used = [row for row in ctx.pending.to_pylist() if row["rejected"] is None and row["image_id"] not in beside]
     if left_out := {row["image_id"] for row in ctx.pending.to_pylist() if row["rejected"] == "where"}:
         ctx.say(f"{len(left_out)} images are left out by buckets.where: {ctx.config.where}")
     for resolution in sorted({row["resolution"] for row in used}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -9,13 +10,23 @@ import numpy as np
 
 from stages.models.flux2.config import Flux2Config
 
+REFERENCE_STEP = 10  # distance of two reference images along the first axis of positions; the drawn image is at 0
 
-def image_ids(height: int, width: int) -> np.ndarray:
+
+def image_ids(height: int, width: int, image: int = 0) -> np.ndarray:
     """Return the positions of the tokens of a latent with `height` rows and `width` columns. The result is an integer array
-    (height * width, 4). Tokens go row by row. Each position is (0, row, column, 0).
+    (height * width, 4). Tokens go row by row. Each position is (10 * image, row, column, 0). `image` is 0 for the image that
+    is drawn, and 1, 2, ... for reference images.
     """
     row, col = np.indices((height, width)).reshape(2, -1)
-    return np.stack([0 * row, row, col, 0 * row], axis=-1)
+    return np.stack([0 * row + REFERENCE_STEP * image, row, col, 0 * row], axis=-1)
+
+
+def reference_ids(sizes: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return the positions of the tokens of all reference images, one image after another. The result is an integer array
+    (tokens, 4). `sizes` has the (height, width) of each image's latent.
+    """
+    return np.concatenate([image_ids(*size, image=number) for number, size in enumerate(sizes, 1)])
 
 
 def text_ids(count: int) -> np.ndarray:
@@ -35,14 +46,20 @@ def tokens(x_BCHW: mx.array) -> mx.array:
 
 
 def inputs(
-    x_BLC: mx.array, size: tuple[int, int], text_BTJ: mx.array, sigma_B: mx.array, guidance: float | None = None
+    x_BLC: mx.array,
+    size: tuple[int, int],
+    text_BTJ: mx.array,
+    sigma_B: mx.array,
+    guidance: float | None = None,
+    references: Sequence[mx.array] = (),
 ) -> dict[str, Any]:
     """Return the keyword arguments of `Flux2.enter` as a dict, for a batch of noisy latents. x_BLC is the latents as tokens,
     (batch, height * width, channels). `size` is (height, width) of the latents. text_BTJ is the text embeddings, (batch, text
     rows, features). sigma_B is the noise level of each sample, from 0 (clean) to 1 (noise). `guidance` is one guidance value for
-    all samples. It is None for a model without a guidance input.
+    all samples. It is None for a model without a guidance input. `references` has the clean latents of each reference image,
+    (batch, channels, height, width).
     """
-    return {
+    found = {
         "x_BLC": x_BLC,
         "x_ids_L4": image_ids(*size),
         "ctx_BTJ": text_BTJ,
@@ -50,14 +67,22 @@ def inputs(
         "timesteps_B": sigma_B,
         "guidance_B": None if guidance is None else mx.full(sigma_B.shape, guidance),
     }
+    if references:
+        found["references_BRC"] = mx.concatenate([tokens(each).astype(x_BLC.dtype) for each in references], axis=1)
+        found["references_ids_R4"] = reference_ids([(each.shape[2], each.shape[3]) for each in references])
+    return found
 
 
-def zero_inputs(config: Flux2Config, samples: int, size: tuple[int, int], text_rows: int) -> dict[str, Any]:
+def zero_inputs(
+    config: Flux2Config, samples: int, size: tuple[int, int], text_rows: int, references: Sequence[tuple[int, int]] = ()
+) -> dict[str, Any]:
     """Return the keyword arguments of `Flux2.enter` as a dict with arrays of zeros, to estimate memory. The arrays are lazy. They
     take no memory until they are computed. `config` has the transformer's sizes. `samples` is the batch size. `size` is the
-    (height, width) of the latents. `text_rows` is the number of rows of one text embedding.
+    (height, width) of the latents. `text_rows` is the number of rows of one text embedding. `references` has the (height,
+    width) of each reference image's latent.
     """
     height, width = size
+    beside = [mx.zeros((samples, config.in_channels, *each)) for each in references]
     x_BLC = mx.zeros((samples, height * width, config.in_channels))
     text_BTJ = mx.zeros((samples, text_rows, config.joint_attention_dim))
-    return inputs(x_BLC, size, text_BTJ, mx.zeros((samples,))) | {"guidance_B": mx.zeros((samples,))}
+    return inputs(x_BLC, size, text_BTJ, mx.zeros((samples,)), references=beside) | {"guidance_B": mx.zeros((samples,))}

@@ -12,7 +12,7 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 
-from stages.models.flux2.inputs import image_ids, inputs
+from stages.models.flux2.inputs import inputs
 from stages.models.flux2.transformer import Flux2
 
 Predict = Callable[..., mx.array]  # (keyword arguments of Flux2.enter) -> velocity, (batch, image tokens, channels)
@@ -37,6 +37,7 @@ def draw(
     guidance: float,
     negative_1TJ: mx.array | None = None,
     predict: Predict | None = None,
+    references: Sequence[mx.array] = (),
 ) -> Iterator[mx.array]:
     """Draw one image from a prompt, and yield its latent after every denoising step. `text_1TJ` is the embedding of the
     prompt, `(1, text rows, features)`. `height` and `width` are in pixels. Each latent is float32, `(1, channels,
@@ -47,13 +48,14 @@ def draw(
 
     `negative_1TJ` is the embedding of the empty prompt, or None. With this embedding, `guidance` is the factor of
     classifier-free guidance. Without it, `guidance` is an input of the model. If `predict` is given, it is called in
-    place of `model`, with the keyword arguments of `Flux2.enter`.
+    place of `model`, with the keyword arguments of `Flux2.enter`. `references` has the clean latents of each reference
+    image, `(1, channels, its height / 16, its width / 16)`.
     """
     for name, pixels in (("width", width), ("height", height)):
         if pixels < PIXELS or pixels % PIXELS:
             raise ValueError(f"{name} must be a multiple of {PIXELS} pixels, got {pixels}")
     size = (height // PIXELS, width // PIXELS)
-    velocity = velocity_function(model, size, text_1TJ, negative_1TJ, guidance, predict)
+    velocity = velocity_function(model, size, text_1TJ, negative_1TJ, guidance, predict, references)
     x_1Chw = noise(seed, (1, model.config.in_channels, *size))
     yield from euler(velocity, x_1Chw, sigmas(size[0] * size[1], steps))
 
@@ -65,6 +67,7 @@ def velocity_function(
     negative_1TJ: mx.array | None,
     guidance: float,
     predict: Predict | None = None,
+    references: Sequence[mx.array] = (),
 ) -> Velocity:
     """Return a function `velocity(x_1Chw, sigma)` that runs `model` on one prompt. `x_1Chw` is a noisy latent, `(1,
     channels, height, width)`. `sigma` is the noise level of the latent, from 0 (clean) to 1 (noise). The function
@@ -73,15 +76,17 @@ def velocity_function(
 
     `negative_1TJ` is the embedding of the empty prompt, or None. With this embedding, `guidance` is the factor of
     classifier-free guidance. Without it, `guidance` is an input of the model. If `predict` is given, it is called in
-    place of `model`, with the keyword arguments of `Flux2.enter`.
+    place of `model`, with the keyword arguments of `Flux2.enter`. `references` has the clean latents of each reference
+    image. Both prompts are computed with them.
     """
-    ids_L4 = image_ids(*size)
+    tokens = sum(math.prod(each) for each in (size, *(latent.shape[2:] for latent in references)))
     run = predict or model
 
     def one_pass(text_BTJ: mx.array, x_1Chw: mx.array, sigma: float) -> mx.array:
         B = text_BTJ.shape[0]
         x_BLC = mx.repeat(x_1Chw.flatten(2).swapaxes(1, 2), B, axis=0)
-        v_BLC = run(**inputs(x_BLC, size, text_BTJ, mx.array([sigma] * B), guidance))
+        beside = [mx.repeat(latent_1Chw, B, axis=0) for latent_1Chw in references]
+        v_BLC = run(**inputs(x_BLC, size, text_BTJ, mx.array([sigma] * B), guidance, beside))
         v_BChw = v_BLC.swapaxes(1, 2).reshape(B, *x_1Chw.shape[1:]).astype(mx.float32)
         mx.eval(v_BChw)  # one pass in memory at a time
         return v_BChw
@@ -89,7 +94,7 @@ def velocity_function(
     def velocity(x_1Chw: mx.array, sigma: float) -> mx.array:
         if negative_1TJ is None:
             return one_pass(text_1TJ, x_1Chw, sigma)
-        if ids_L4.shape[0] <= TOGETHER:
+        if tokens <= TOGETHER:
             v_BChw = one_pass(mx.concatenate([text_1TJ, negative_1TJ]), x_1Chw, sigma)
             return classifier_free_guidance(v_BChw[:1], v_BChw[1:], guidance)
         return classifier_free_guidance(one_pass(text_1TJ, x_1Chw, sigma), one_pass(negative_1TJ, x_1Chw, sigma), guidance)

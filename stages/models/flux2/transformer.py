@@ -96,6 +96,8 @@ class Flux2:
         ctx_ids_T4: np.ndarray,
         timesteps_B: mx.array,
         guidance_B: mx.array | None = None,
+        references_BRC: mx.array | None = None,
+        references_ids_R4: np.ndarray | None = None,
     ) -> tuple[mx.array, Shared]:
         """Return `(h_BSD, shared)`. `h_BSD` is the input of the first block, (batch, text rows then image rows,
         hidden). `shared` is a dict of arrays that all blocks use. `x_BLC` holds the noisy latents, (batch, image
@@ -105,6 +107,9 @@ class Flux2:
         `x_ids_L4` holds the positions of the image tokens, (image tokens, 4). `ctx_ids_T4` holds the positions of the
         text rows, (text rows, 4). `guidance_B` holds the guidance of each sample, such as 4.0. A model without a
         guidance input ignores it. Raises ValueError if a model with a guidance input gets None.
+
+        `references_BRC` holds the clean latents of reference images, (batch, reference tokens, channels), and
+        `references_ids_R4` their positions. They follow the image tokens, and `leave` drops them. None: there are none.
         """
         temb_BD = self._embed("timestep", timesteps_B)
         if self.config.guidance_embeds:
@@ -112,13 +117,18 @@ class Flux2:
                 raise ValueError("this transformer has a guidance embedding: it needs a guidance value, one per image")
             temb_BD = temb_BD + self._embed("guidance", guidance_B)
         temb_BD = silu(temb_BD)
-        T, L = ctx_BTJ.shape[1], x_BLC.shape[1]
+        L = x_BLC.shape[1]
+        ids_S4 = np.concatenate([ctx_ids_T4, x_ids_L4])
+        if references_BRC is not None and references_ids_R4 is not None:
+            x_BLC = mx.concatenate([x_BLC, references_BRC.astype(x_BLC.dtype)], axis=1)
+            ids_S4 = np.concatenate([ids_S4, references_ids_R4])
+        T, rows = ctx_BTJ.shape[1], x_BLC.shape[1]
         shared: Shared = {}
-        for (stream, name), rows in zip(MODULATIONS.items(), (T, L, T + L), strict=True):
-            shared[stream] = modulation(self._linear(f"{name}.linear", temb_BD), self.config.hidden, rows)
+        for (stream, name), count in zip(MODULATIONS.items(), (T, rows, T + rows), strict=True):
+            shared[stream] = modulation(self._linear(f"{name}.linear", temb_BD), self.config.hidden, count)
         scale_BD, shift_BD = mx.split(self._linear("norm_out.linear", temb_BD), 2, axis=-1)
         shared["out"] = spread([shift_BD, 1 + scale_BD], L)
-        shared["rope"] = self._rope(np.concatenate([ctx_ids_T4, x_ids_L4]))
+        shared["rope"] = self._rope(ids_S4)
         shared["ctx_ids"] = mx.array(np.asarray(ctx_ids_T4, np.int32))
         h_BTD = self._linear("context_embedder", ctx_BTJ.astype(self.dtype))
         h_BLD = self._linear("x_embedder", x_BLC.astype(self.dtype))
@@ -129,7 +139,8 @@ class Flux2:
         (batch, text rows then image rows, hidden). `shared` holds arrays that all blocks use. It is the second value
         that `enter` returns. The result has the shape (batch, image tokens, channels).
         """
-        h_BLD = modulate(h_BSD[:, text_rows(shared) :], shared["out"])
+        T, L = text_rows(shared), shared["out"][0].shape[1]
+        h_BLD = modulate(h_BSD[:, T : T + L], shared["out"])
         return self._linear("proj_out", h_BLD)
 
     def __call__(
@@ -140,6 +151,8 @@ class Flux2:
         ctx_ids_T4: np.ndarray,
         timesteps_B: mx.array,
         guidance_B: mx.array | None = None,
+        references_BRC: mx.array | None = None,
+        references_ids_R4: np.ndarray | None = None,
         linear_for: Callable[[str], Linear] | None = None,
     ) -> mx.array:
         """Return the predicted velocity (noise minus clean latent), `(batch, image tokens, channels)`. `x_BLC` holds
@@ -148,12 +161,15 @@ class Flux2:
         `timesteps_B` holds the noise levels, from 0 (clean) to 1 (noise).
 
         `guidance_B` holds the guidance of each sample, such as 4.0. A model without a guidance input ignores it. Raises
-        ValueError if a model with a guidance input gets None.
+        ValueError if a model with a guidance input gets None. `references_BRC` and `references_ids_R4` are the clean
+        latents and the positions of reference images, as `enter` takes them.
 
         To run the model with an adapter, pass `linear_for`. It takes a block's name and returns the function
         `linear(name, weight, x)` of that block.
         """
-        h_BSD, shared = self.enter(x_BLC, x_ids_L4, ctx_BTJ, ctx_ids_T4, timesteps_B, guidance_B)
+        h_BSD, shared = self.enter(
+            x_BLC, x_ids_L4, ctx_BTJ, ctx_ids_T4, timesteps_B, guidance_B, references_BRC, references_ids_R4
+        )
         for block in self.blocks:
             linear = linear_for(block.name) if linear_for else plain_linear
             h_BSD = self.block(block.kind)(block.weights, h_BSD, shared, linear)

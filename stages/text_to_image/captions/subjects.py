@@ -10,6 +10,7 @@ import pyarrow as pa
 from stages.text_to_image.captions.config import CaptionsConfig
 from stages.text_to_image.captions.template import Filled, fill, without_trigger
 from stages.text_to_image.captions.text import Caption
+from stages.text_to_image.imaging.references import USE, without_ending
 from stages.text_to_image.imaging.usable import usable_paths
 
 NO_TRIGGER = "its folder has no trigger"
@@ -17,7 +18,8 @@ NO_TRIGGER = "its folder has no trigger"
 
 @dataclass(frozen=True)
 class Subject:
-    """The facts about a usable image that decide its texts. `paths` are the paths of the image and of its duplicates.
+    """The facts about a usable image that decide its texts. `paths` are the paths of the image, of its duplicates and of its
+    references. The first of them that has a caption gives it.
     `trigger` is the word that its texts get, or "". `concept` is the subject that its folder is named after, or "". If
     `class_only` is True, it is a regularisation image: its texts get no trigger. `own_trigger` is True if its folder
     has a trigger setting.
@@ -58,12 +60,18 @@ def subjects_of(images: pa.Table, config: CaptionsConfig) -> dict[str, Subject]:
     """Return a dict from image_id to the `Subject` of every usable image. `images` is the table `images`. Raises ValueError
     if no image is usable.
     """
-    rows = {row["image_id"]: row for row in images.to_pylist() if row["rejected"] is None}
+    every = images.to_pylist()
+    rows = {row["image_id"]: row for row in every if row["rejected"] is None and row["use"] != USE}
+    beside: dict[str, list[str]] = {}
+    for row in every:
+        if row["reference_of"]:
+            beside.setdefault(row["reference_of"], []).append(row["path"])
     found = {}
     for image_id, paths in usable_paths(images).items():
         row = rows[image_id]
         own, class_only = row["trigger"] is not None, row["use"] is not None
         trigger = "" if class_only else row["trigger"] if own else config.trigger
         concept = row["concept"] or (config.class_word if class_only else "")
-        found[image_id] = Subject(tuple(paths), trigger, concept, class_only, own and not class_only, row["folder"] or "")
+        named = [other for path in paths if path in beside for other in (*beside[path], *without_ending(path))]
+        found[image_id] = Subject((*paths, *named), trigger, concept, class_only, own and not class_only, row["folder"] or "")
     return found

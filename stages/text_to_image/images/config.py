@@ -46,6 +46,11 @@ class ImagesConfig:
     layout: Literal["auto", "plain"] = selects(
         "auto", "auto: kohya's folder names are read (10_ohwx cat: 10 repeats; reg: regularisation); plain: they mean nothing"
     )
+    references: tuple[str, ...] | None = selects(
+        None,
+        'folders of references for edit training, such as ["before"]: before/cat.png is a reference of cat.png; unset: control, '
+        "control_1 and so on, and cat_in.png for cat_out.png; []: none",
+    )
     min_side: int = setting(
         64, "shortest side that is used, pixels; a smaller image has fewer than 4 tokens across", bounds=(1, 65536)
     )
@@ -65,6 +70,9 @@ class ImagesConfig:
         check_bounds(self)
         if isinstance(self.folder, str) and not self.folder.strip():
             raise ValueError(f'folder must name the image folder, such as "images", got "{self.folder}"')
+        for name in self.references or ():
+            if not name.strip("/. ") or name.startswith("/") or ".." in name.split("/"):
+                raise ValueError(f'references must name folders below the image folder, such as "before", got "{name}"')
         for use in (False, True):
             weighted = {each.weight is not None for each in self.folders if each.regularisation is use}
             if len(weighted) > 1:

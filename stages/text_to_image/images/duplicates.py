@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from stages.text_to_image.imaging.references import USE
+
 Row = dict[str, Any]
 
 
@@ -14,13 +16,18 @@ def mark_duplicates(rows: Iterable[Row]) -> list[Row]:
     column `rejected` and the path of the usable file in the column `detail`.
 
     The usable row is the one with the first path in sorted order. Images to train on come before regularisation images.
-    Rows that are rejected for another reason are returned unchanged.
+    References are compared with each other only: a reference may be equal to an image. Rows that are rejected for another
+    reason are returned unchanged.
     """
     rows = list(rows)
-    first: dict[str, str] = {}
+    first: dict[tuple[str, bool], str] = {}
     for row in sorted(filter(_decodes, rows), key=lambda row: (row["use"] or "", row["path"])):
-        first.setdefault(row["image_id"], row["path"])
-    return [_marked(row, first[row["image_id"]]) if _decodes(row) else row for row in rows]
+        first.setdefault(_group(row), row["path"])
+    return [_marked(row, first[_group(row)]) if _decodes(row) else row for row in rows]
+
+
+def _group(row: Row) -> tuple[str, bool]:
+    return row["image_id"], row["use"] == USE
 
 
 def _decodes(row: Row) -> bool:

@@ -12,10 +12,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from stages.text_to_image.images.roots import Root
+from stages.text_to_image.imaging import references
 
 Row = dict[str, Any]
 
-RULES = ("folder", "use", "repeats", "weight", "trigger", "concept")  # columns of the table images
+RULES = ("folder", "use", "repeats", "weight", "trigger", "concept", "reference_of", "reference")  # columns of the table images
 NOTHING: Row = dict.fromkeys(RULES)
 REPEATED = re.compile(r"(0|[1-9]\d{0,2})_(.*\S.*)")  # a larger number is a year, one with a zero before it a count of folders
 NEARLY = re.compile(r"[1-9]\d{0,2}(?: ?[- ] ?)[^\W\d].*")
@@ -36,6 +37,18 @@ def rules(paths: Iterable[str], folders: Sequence[Root], read_names: bool) -> di
     names = {str(PurePosixPath(path).parent) for path in paths}
     by_parent = {parent: _rule(PurePosixPath(parent), folders, read_names) for parent in names}
     return {path: by_parent[str(PurePosixPath(path).parent)] for path in paths}
+
+
+def reference_rules(paths: Iterable[str], folders: Sequence[str] | None) -> dict[str, Row]:
+    """Return the columns `RULES` of the files that are references: path -> dict. `paths` are all image files, relative to the
+    image folder. `folders` are the names of the folders of references, or None for the usual names.
+    """
+    pairs = references.pair_references(paths, folders)
+    return {
+        path: NOTHING
+        | {"folder": str(PurePosixPath(path).parent), "use": references.USE, "reference_of": image, "reference": number}
+        for path, (image, number) in pairs.items()
+    }
 
 
 def _rule(parent: PurePosixPath, folders: Sequence[Root], read_names: bool) -> Row:
@@ -80,7 +93,7 @@ def check_rules(found: Mapping[str, Row], folder: Path) -> None:
     the path of each image to its columns `RULES`. `folder` is the image folder.
     """
     remedy = 'or set images.layout = "plain" if the names of the folders mean nothing'
-    trained = [rule for rule in found.values() if rule["use"] != USE]
+    trained = [rule for rule in found.values() if rule["use"] is None]
     if not trained:
         name = next(iter(found.values()))["folder"]
         raise ValueError(f"{folder} holds only regularisation images, in {name}/: add images of the subject, {remedy}")
@@ -94,14 +107,33 @@ def describe(rows: Iterable[Row]) -> Iterator[str]:
     are counted. If no folder decides anything, nothing is yielded.
     """
     groups: dict[tuple[Any, ...], int] = {}
+    rows = list(rows)
     for row in rows:
-        if row["folder"] and not row["rejected"]:
+        if row["folder"] and not row["rejected"] and row["use"] != references.USE:
             key = tuple(row[name] for name in RULES)
             groups[key] = groups.get(key, 0) + 1
     found = [(dict(zip(RULES, key, strict=True)), count) for key, count in groups.items()]
     if found:
         kind = "kohya folder" if any(rule["concept"] for rule, _ in found) else "folders"
         yield f"{kind}: {'; '.join(_words(rule, count) for rule, count in found)}"
+    yield from _describe_references([row for row in rows if row["use"] == references.USE], rows)
+
+
+def _describe_references(found: list[Row], rows: list[Row]) -> Iterator[str]:
+    """Yield the lines for the user about references: how many there are, and which belong to no image. `found` are the rows of
+    the table `images` for references. `rows` are all rows of the table.
+    """
+    if not found:
+        return
+    usable = {row["path"] for row in rows if row["rejected"] in (None, "duplicate")}
+    paired = [row for row in found if row["reference_of"] in usable and row["path"] in usable]
+    folders = ", ".join(f"{each}/" for each in sorted({row["folder"] for row in paired}))
+    images = len({row["reference_of"] for row in paired})
+    trained = sum(row["rejected"] is None and row["use"] is None for row in rows)
+    yield f"paired images: {len(paired)} references in {folders or 'no folder'} for {images} of {trained} images"
+    if lost := [row["path"] for row in found if not row["reference_of"]]:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        yield f"no image has the name of the reference {lost[0]}{more}: it is not used"
 
 
 def _words(rule: Row, count: int) -> str:

@@ -20,7 +20,7 @@ from stages.text_to_image.images.config import ImagesConfig
 from stages.text_to_image.images.duplicates import mark_duplicates
 from stages.text_to_image.images.examine import examine, may_be_image
 from stages.text_to_image.images.hints import no_images
-from stages.text_to_image.images.layout import RULES, check_rules, describe, near_misses, rules
+from stages.text_to_image.images.layout import RULES, check_rules, describe, near_misses, reference_rules, rules
 from stages.text_to_image.images.roots import roots
 from stages.text_to_image.images.scan import FILE_COLUMNS, Listing, scan
 
@@ -39,7 +39,12 @@ def wanted_images(ctx: StageContext) -> pa.Table:
     files = _listing(ctx).files
     if not any(may_be_image(row["path"]) for row in files):
         raise ValueError(no_images(folder))
-    found = rules([row["path"] for row in files], roots(ctx.config, folder, ctx.root), ctx.config.layout == "auto")
+    paths, read_names = [row["path"] for row in files], ctx.config.layout == "auto"
+    found = rules(paths, roots(ctx.config, folder, ctx.root), read_names)
+    given = ctx.config.references
+    if read_names or given is not None:
+        pictures = [path for path in paths if may_be_image(path)]
+        found |= reference_rules(pictures, given)
     check_rules(found, folder)
     schema = pa.schema([IMAGES.batch.field(name) for name in (*FILE_COLUMNS, *RULES)])
     return pa.Table.from_pylist([row | found[row["path"]] for row in files], schema=schema)

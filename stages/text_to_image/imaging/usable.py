@@ -7,12 +7,15 @@ from typing import Any
 
 import pyarrow as pa
 
+from stages.text_to_image.imaging.references import USE
 
-def usable_rows(images: pa.Table) -> list[dict[str, Any]]:
+
+def usable_rows(images: pa.Table, references: bool = False) -> list[dict[str, Any]]:
     """Return the rows of the table `images` that are not rejected, as dicts, sorted by path. `images` needs the columns
-    `path` and `rejected`. Raises ValueError if no image is usable. The message counts the images for each reason.
+    `path` and `rejected`. References of edit training are left out, unless `references` is True. Raises ValueError if no
+    image is usable. The message counts the images for each reason.
     """
-    rows = images.to_pylist()
+    rows = [row for row in images.to_pylist() if references or row.get("use") != USE]
     usable = [row for row in rows if row["rejected"] is None]
     if not usable:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(Counter(row["rejected"] for row in rows).items()))
@@ -20,13 +23,15 @@ def usable_rows(images: pa.Table) -> list[dict[str, Any]]:
     return sorted(usable, key=lambda row: str(row["path"]))
 
 
-def usable_paths(images: pa.Table) -> dict[str, list[str]]:
+def usable_paths(images: pa.Table, references: bool = False) -> dict[str, list[str]]:
     """Return a dict from image_id to file paths for every usable image, in order of path. The first path is the file that
     is used. The others are its duplicates. `images` is the table `images`, with at least the columns `image_id`, `path`
-    and `rejected`. Raises ValueError if no image is usable. The message counts the images for each reason.
+    and `rejected`. References are left out, unless `references` is True. Raises ValueError if no image is usable. The message
+    counts the images for each reason.
     """
-    paths = {row["image_id"]: [row["path"]] for row in usable_rows(images)}
+    paths = {row["image_id"]: [row["path"]] for row in usable_rows(images, references)}
     for row in sorted(images.to_pylist(), key=lambda row: str(row["path"])):
-        if row["rejected"] == "duplicate" and row["image_id"] in paths:
+        wanted = references or row.get("use") != USE
+        if row["rejected"] == "duplicate" and row["image_id"] in paths and wanted:
             paths[row["image_id"]].append(row["path"])
     return paths

@@ -26,7 +26,7 @@ def mask_ids(images: pa.Table, folder: Path, mask: Literal["none", "alpha", "fil
     Raises ValueError if no image is usable or if a mask file cannot be read. Also raises ValueError if `mask` is "file"
     and no image has a mask file.
     """
-    usable = usable_rows(images)
+    usable = usable_rows(images, references=True)
     if mask == "none":
         return {row["image_id"]: "" for row in usable}
     if mask == "alpha":

@@ -149,7 +149,7 @@ def _jobs(ctx: StageContext) -> list[ImageJob]:
     for row in ctx.pending.to_pylist():
         by_image.setdefault(row["image_id"], []).append(row)
     folder = ctx.need("image_folder")
-    paths = usable_paths(ctx.rows(IMAGES))
+    paths = usable_paths(ctx.rows(IMAGES), references=True)
     masks = mask_files(paths, folder) if ctx.config.mask == "file" else {}
     return [ImageJob(image_id, folder / paths[image_id][0], rows, masks.get(image_id)) for image_id, rows in by_image.items()]
 

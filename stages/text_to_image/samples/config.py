@@ -31,6 +31,9 @@ class SamplesConfig:
         768, "width of a preview, pixels, a multiple of 16; 768 is the larger default training resolution", bounds=(16, 4096)
     )
     height: int = selects(768, "height of a preview, pixels, a multiple of 16", bounds=(16, 4096))
+    references: tuple[str, ...] = selects(
+        (), "pictures that every preview starts from, for an adapter of edit training; relative to the project"
+    )
     steps: int | None = setting(None, "denoising steps; by default the family's number", bounds=(1, 1000))
     guidance: float | None = setting(
         None, "guidance scale, how strongly the prompt is followed; by default the family's value", bounds=(0.0, 100.0)

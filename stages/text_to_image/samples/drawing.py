@@ -36,12 +36,19 @@ class LatentSampler:
     negative: mx.array | None
 
     def draw(
-        self, text_1TJ: mx.array, seed: int, width: int, height: int, stop_after: Callable[[int], bool] = lambda step: False
+        self,
+        text_1TJ: mx.array,
+        seed: int,
+        width: int,
+        height: int,
+        stop_after: Callable[[int], bool] = lambda step: False,
+        references: Sequence[mx.array] = (),
     ) -> mx.array | None:
         """Draw one image and return its latent, (1, channels, height / 16, width / 16), float32. `text_1TJ` is the
         prompt's embedding, (1, text tokens, features). `seed` determines the starting noise. `width` and `height` are
         in pixels. `stop_after(step)` is called after each denoising step, from 1. If it returns True before the last
-        step, the result is None. Raises ValueError if the latent has values that are not finite.
+        step, the result is None. `references` are the latents of reference images, (1, channels, rows, columns) each. Raises
+        ValueError if the latent has values that are not finite.
         """
         latents = self.family.architecture.draw(
             self.model,
@@ -53,6 +60,7 @@ class LatentSampler:
             guidance=self.guidance,
             negative_1TJ=self.negative,
             predict=self.predict,
+            references=references,
         )
         latent_1Chw = mx.zeros(0)
         for step, latent_1Chw in enumerate(latents, 1):  # noqa: B007  (the last one is the image's)

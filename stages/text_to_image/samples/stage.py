@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,28 +25,30 @@ from stages.text_to_image.samples.decoding import decode, save_png
 from stages.text_to_image.samples.drawing import DTYPES, LatentSampler, load_sampler
 from stages.text_to_image.samples.grid import write_grid
 from stages.text_to_image.samples.memory_plan import drawing_memory, forecast, passes
+from stages.text_to_image.samples.references import encode_references, read_reference, reference_id
 from stages.text_to_image.samples.sources import SampleSource, sample_sources
 from stages.tuner import checkpoint
 from stages.tuner.blockwise.device import limit_command_buffers, live_memory_limit
 
 LATENTS = "latents"  # artifacts folder of latents that were drawn but not decoded, so that a stopped run draws nothing twice
 ID_DIGITS = 16  # hex digits of an id in a file's name
-WANTED = ("adapter_id", "step", "caption_id", "prompt", "seed", "width", "height")
+WANTED = ("adapter_id", "step", "caption_id", "prompt", "seed", "width", "height", "reference_id")
 
 Row = dict[str, Any]
 
 
 def wanted_samples(ctx: StageContext) -> pa.Table:
-    """Return a table with one row for every preview image that should exist. Its columns are `WANTED`: `adapter_id`,
-    `step`, `caption_id`, `prompt`, `seed`, `width` and `height`. The order is by model, then by prompt, then by seed. A
+    """Return a table with one row for every preview image that should exist. Its columns are `WANTED`, such as
+    `adapter_id`, `prompt` and `seed`. The order is by model, then by prompt, then by seed. A
     model is the base or the adapter of a checkpoint. Raises ValueError if a step that the settings choose has no
-    checkpoint, or a damaged one.
+    checkpoint, or a damaged one. Raises it too if a reference cannot be read.
     """
     config = ctx.config
     captions = sorted(ctx.rows(CAPTIONS).to_pylist(), key=lambda row: row["position"])
     prompts = {row["caption_id"]: row["text"] for row in captions if row["role"] == "preview"}
+    references = reference_id([ctx.root / name for name in config.references])
     rows = [
-        (source.adapter_id, source.step, caption_id, prompt, seed, config.width, config.height)
+        (source.adapter_id, source.step, caption_id, prompt, seed, config.width, config.height, references)
         for source in sample_sources(ctx)
         for caption_id, prompt in list(prompts.items())[: config.first_prompts or None]
         for seed in config.seeds
@@ -63,12 +66,13 @@ def draw_samples(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     pending = ctx.pending.to_pylist()
     undrawn = [row for row in pending if not is_drawn(ctx, row)]
     progress = StepProgress(ctx, len(undrawn) * (ctx.config.steps or ctx.need("family").sampling_steps))
+    references = _encoded_references(ctx) if undrawn else []
     for source in sample_sources(ctx):
         rows = [row for row in pending if row["adapter_id"] == source.adapter_id]
         if not rows or ctx.stop():
             continue
         latents = {file_name(row): latent_path(ctx, row) for row in rows if row not in undrawn}
-        latents |= dict(draw_latents(ctx, source, [row for row in rows if row in undrawn], progress))
+        latents |= dict(draw_latents(ctx, source, [row for row in rows if row in undrawn], progress, references))
         mx.clear_cache()  # give the transformer's memory back before the autoencoder is loaded
         for row in decode_latents(ctx, source, rows, latents):
             yield from SAMPLES.table([row]).to_batches()
@@ -108,10 +112,24 @@ class StepProgress:
         return self.ctx.stop()
 
 
-def draw_latents(ctx: StageContext, source: SampleSource, rows: list[Row], progress: StepProgress) -> Iterator[tuple[str, Path]]:
+def _encoded_references(ctx: StageContext) -> list[mx.array]:
+    """Return the latents of the references that [samples] names, or an empty list. The autoencoder is released at the end."""
+    if not ctx.config.references:
+        return []
+    images = [read_reference(ctx.root / name) for name in ctx.config.references]
+    family, path = ctx.need("family"), ctx.need("autoencoder")
+    found = encode_references(family.architecture.load_autoencoder(path, family, mx.float32), images)
+    mx.clear_cache()
+    return found
+
+
+def draw_latents(
+    ctx: StageContext, source: SampleSource, rows: list[Row], progress: StepProgress, references: Sequence[mx.array] = ()
+) -> Iterator[tuple[str, Path]]:
     """Draw the latent of every row in `rows`, and write it to a file. A latent is an image before it is decoded. Yield
     the row's `file_name` and the path of the file. `source` is the model that draws: the base or an adapter. `progress`
-    counts the denoising steps. If the user asks to stop, end early. Raises ValueError if a latent is not finite.
+    counts the denoising steps. `references` are latents of reference images. If the user asks to stop, end early. Raises
+    ValueError if a latent is not finite.
 
     The transformer is released at the end.
     """
@@ -121,7 +139,7 @@ def draw_latents(ctx: StageContext, source: SampleSource, rows: list[Row], progr
     for row in rows:
         started = time.perf_counter()
         text_1TJ = read_embedding(ctx, row["caption_id"])
-        latent_1Chw = sampler.draw(text_1TJ, row["seed"], row["width"], row["height"], progress.stop_after)
+        latent_1Chw = sampler.draw(text_1TJ, row["seed"], row["width"], row["height"], progress.stop_after, references)
         if latent_1Chw is None:
             return
         arrays, about = {"latents": latent_1Chw}, {"seconds": repr(time.perf_counter() - started)}
@@ -187,10 +205,12 @@ def decode_latents(ctx: StageContext, source: SampleSource, rows: list[Row], lat
 def file_name(row: Row) -> str:
     """Return the name of the files of one preview image, without a suffix. `row` is the preview's row of the table
     `samples`. The name joins four parts by "-": adapter id or "base", caption id, seed, and size in pixels, such as
-    "1024x768". Ids are cut to 16 hex digits.
+    "1024x768". Ids are cut to 16 hex digits. With references, an id of all of them follows.
     """
     source, caption = row["adapter_id"][:ID_DIGITS] or "base", row["caption_id"][:ID_DIGITS]
-    return f"{source}-{caption}-{row['seed']}-{row['width']}x{row['height']}"
+    name = f"{source}-{caption}-{row['seed']}-{row['width']}x{row['height']}"
+    shown = row.get("reference_id")
+    return f"{name}-{hashlib.sha256(shown.encode()).hexdigest()[:ID_DIGITS]}" if shown else name
 
 
 def latent_path(ctx: StageContext, row: Row) -> Path:

@@ -12,13 +12,14 @@ from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
 from stages.stage import StageContext
+from stages.text_to_image.imaging.references import USE
 from stages.text_to_image.imaging.usable import usable_paths
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.folders import folder_rates
+from stages.text_to_image.train.references import Reference, References, place
 from stages.text_to_image.train.selection import DataConfig, held_out, rates
 
 Row = dict[str, Any]
-PLACE = ("image_id", "width", "height", "crop_x", "crop_y", "crop_w", "crop_h")  # columns that a bucket and its latents share
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Crop:
     `classes` holds one caption_id per caption: the class caption, or "" if there is none. A class caption has the class
     word (such as "cat") in place of the trigger word. If no caption has one, `classes` may be empty. `mask` has the
     weight of each image token as one byte, 0 to 255. If it is None, all tokens have full weight. `resolution` is the
-    resolution of the crop's bucket.
+    resolution of the crop's bucket. `references` are shown to the model beside the noisy latent.
     """
 
     latent_id: str
@@ -43,11 +44,24 @@ class Crop:
     rate: float = 1.0  # occurrences per epoch
     mask: bytes | None = None  # the weight of each token, one byte each; None: all count in full
     resolution: int = 0  # of its bucket
+    references: tuple[Reference, ...] = ()  # what an edit starts from
 
     @property
     def tokens(self) -> int:
         """Return the number of image tokens of the crop, one per position of the latent."""
         return self.grid[0] * self.grid[1]
+
+    @property
+    def reference_tokens(self) -> int:
+        """Return the number of tokens of all references of the crop."""
+        return sum(each.grid[0] * each.grid[1] for each in self.references)
+
+    @property
+    def shape(self) -> tuple[tuple[int, int], ...]:
+        """Return the (height, width) of the crop's latent and of each reference's, in tokens. Crops of one shape can share a
+        batch.
+        """
+        return (self.grid, *(each.grid for each in self.references))
 
     def class_of(self, caption: int) -> str:
         """Return the caption_id of the class caption of a caption, or "" if there is none. `caption` is the index of
@@ -101,11 +115,15 @@ def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
     class captions are used. Rejected crops are left out.
     """
     paths = usable_paths(ctx.rows(IMAGES))
-    images = {row["image_id"]: row for row in ctx.rows(IMAGES).to_pylist() if row["rejected"] is None}
+    every = ctx.rows(IMAGES).to_pylist()
+    images = {row["image_id"]: row for row in every if row["rejected"] is None and row["use"] != USE}
     texts = _texts(ctx, config.data, bool(config.caption_dropout), config.preservation is not None)
     latents = _latents(ctx, paths, texts)
     if config.mask and not any(row["mask"] for row in latents):
         raise ValueError('[train.mask]: no crop has a mask; set mask = "alpha" or "file" in [latents] and run that stage')
+    references = References(every, ctx.rows(BUCKETS).to_pylist(), ctx.rows(LATENTS).to_pylist())
+    for row in latents:
+        row["references"] = references.of(row["image_id"], row["resolution"], row["flip"])
     rate_of = rates(config.data, [(row["resolution"], paths[row["image_id"]][0]) for row in latents])
     rate_of = folder_rates(rate_of, [images[row["image_id"]] for row in latents], config.data.regularisation)
     drawn = [(row, rate) for row, rate in zip(latents, rate_of, strict=True) if rate]
@@ -130,12 +148,12 @@ def _latents(ctx: StageContext, paths: Container[str], texts: Texts) -> list[Row
     are left out. Raises ValueError if a crop has no latent, or if no row remains.
     """
     buckets = [row for row in ctx.rows(BUCKETS).to_pylist() if row["rejected"] is None]
-    places = {_place(row): row["resolution"] for row in buckets if row["image_id"] in paths}
-    latents = [row for row in ctx.rows(LATENTS).to_pylist() if _place(row) in places]
-    lost = len(places.keys() - {_place(row) for row in latents})
+    places = {place(row): row["resolution"] for row in buckets if row["image_id"] in paths}
+    latents = [row for row in ctx.rows(LATENTS).to_pylist() if place(row) in places]
+    lost = len(places.keys() - {place(row) for row in latents})
     if lost:
         raise ValueError(f"train: {lost} of {len(places)} crops have no latent; run the stage latents")
-    encoded = [row | {"resolution": places[_place(row)]} for row in latents if row["rejected"] is None]
+    encoded = [row | {"resolution": places[place(row)]} for row in latents if row["rejected"] is None]
     used = sorted((row for row in encoded if row["image_id"] in texts.captions), key=lambda row: str(row["latent_id"]))
     if not used:
         raise ValueError(
@@ -158,10 +176,6 @@ def _with_embeddings(ctx: StageContext, data: Dataset) -> Dataset:
     return replace(data, text_rows=text_rows)
 
 
-def _place(row: Row) -> tuple[Any, ...]:
-    return tuple(row[name] for name in PLACE)
-
-
 def _crop(row: Row, rate: float, texts: Texts, masked: bool) -> Crop:
     image = row["image_id"]
     return Crop(
@@ -175,6 +189,7 @@ def _crop(row: Row, rate: float, texts: Texts, masked: bool) -> Crop:
         rate,
         row["mask"] if masked else None,
         row["resolution"],
+        row["references"],
     )
 
 

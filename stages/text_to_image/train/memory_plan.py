@@ -39,7 +39,7 @@ class BatchShape:
     """The size of a batch of images. `samples` is the number of images. `width` and `height` are the size of each image
     in pixels. `text_rows` is the number of rows of each text embedding. `pixels_per_token` is the side of an image
     token in pixels. `held` is the largest validation batch, or None without validation. `shared` is True if a batch of
-    the run may mix image shapes.
+    the run may mix image shapes. `references` has the (height, width) of each reference's latent, in tokens.
 
     The shapes of a mixed batch are computed separately.
     """
@@ -51,6 +51,7 @@ class BatchShape:
     pixels_per_token: int
     held: BatchShape | None = None
     shared: bool = False
+    references: tuple[tuple[int, int], ...] = ()  # (height, width) of each reference's latent
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -59,8 +60,8 @@ class BatchShape:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of one sample: image tokens and text rows."""
-        return math.prod(self.grid) + self.text_rows
+        """The number of tokens of one sample: image tokens, tokens of references and text rows."""
+        return sum(math.prod(grid) for grid in (self.grid, *self.references)) + self.text_rows
 
     @property
     def resolution(self) -> int:
@@ -68,7 +69,8 @@ class BatchShape:
         example, images of 1024 x 256 pixels with 16 pixels per token have the resolution 512. The images of the batch
         and of its validation batch `held` are included. The side is a multiple of `pixels_per_token`.
         """
-        own = self.pixels_per_token * (math.isqrt(math.prod(self.grid) - 1) + 1)
+        most = max(math.prod(grid) for grid in (self.grid, *self.references))
+        own = self.pixels_per_token * (math.isqrt(most - 1) + 1)
         return max(own, self.held.resolution if self.held else 0)
 
     def within(self, resolution: int) -> BatchShape:
@@ -76,8 +78,10 @@ class BatchShape:
         more tokens than this square, its width and height become `resolution`. Otherwise they stay the same. The
         held-out batch `held` is limited in the same way.
         """
-        fits = math.prod(self.grid) <= (resolution // self.pixels_per_token) ** 2
+        side = resolution // self.pixels_per_token
+        fits = math.prod(self.grid) <= side**2
         small = self if fits else replace(self, width=resolution, height=resolution)
+        small = replace(small, references=tuple(g if math.prod(g) <= side**2 else (side, side) for g in self.references))
         return replace(small, held=self.held and self.held.within(resolution))
 
 
@@ -89,13 +93,16 @@ def largest_batch(sampler: TrainingSampler, pixels_per_token: int, ranks: int = 
     The field `held` of the result is the largest batch of held-out images. This batch is not divided among the ranks.
     """
     text_rows, order = max(sampler.data.text_rows.values()), sampler.order
-    shapes = {crop.grid: (crop.width, crop.height) for crop in sampler.data.crops}
+    shapes = {crop.shape: (crop.width, crop.height) for crop in sampler.data.crops}
     share = max(1, order.batch_size // ranks)
     trained = [
-        BatchShape(min(order.most(grid), share), *shape, text_rows, pixels_per_token, shared=grid in order.sharing)
-        for grid, shape in shapes.items()
+        BatchShape(min(order.most(shape), share), *size, text_rows, pixels_per_token, None, shape in order.sharing, shape[1:])
+        for shape, size in shapes.items()
     ]
-    held = [BatchShape(order.batch_size, crop.width, crop.height, text_rows, pixels_per_token) for crop in sampler.data.held]
+    held = [
+        BatchShape(order.batch_size, crop.width, crop.height, text_rows, pixels_per_token, references=crop.shape[1:])
+        for crop in sampler.data.held
+    ]
 
     def tokens(batch: BatchShape) -> tuple[int, int]:
         return batch.samples * batch.tokens, batch.width
@@ -134,7 +141,7 @@ class MemoryEstimator:
         """Return the estimated memory of training, in bytes for each purpose. `batch` is the largest batch of the run.
         `samples` is the number of samples computed at once. Call `peak(plan)` of the result for the peak of the run.
         """
-        inputs = self.architecture.zero_inputs(self.sizes, samples, batch.grid, batch.text_rows)
+        inputs = self.architecture.zero_inputs(self.sizes, samples, batch.grid, batch.text_rows, batch.references)
         more: dict[str, Any] = {"unpacked": self.unpacked, "stored": self.stored}
         more |= self.attention_scores(samples, batch.tokens)
         if batch.held:

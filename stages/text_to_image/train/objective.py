@@ -79,11 +79,12 @@ class FlowMatching:
     def inputs(self, batch: MicroBatch, x_BLC: mx.array, words_BTJ: np.ndarray) -> dict[str, Any]:
         """Return the inputs of the model for one prediction, as a dict from argument name to value. `x_BLC` holds the
         noisy latents, `(batch, tokens, channels)`. `words_BTJ` holds the text embeddings, `(batch, text rows,
-        features)`, as bfloat16 values stored in uint16. `batch` supplies the image size and the noise levels.
+        features)`, as bfloat16 values stored in uint16. `batch` supplies the image size, the noise levels and the references.
         """
         height, width = batch.x0_BCHW.shape[2:]
         text_BTJ = mx.array(words_BTJ).view(mx.bfloat16)
-        return self.architecture.inputs(x_BLC, (height, width), text_BTJ, sigmas(batch), GUIDANCE)
+        beside = [mx.array(words_BCHW).view(mx.bfloat16) for words_BCHW in batch.references]
+        return self.architecture.inputs(x_BLC, (height, width), text_BTJ, sigmas(batch), GUIDANCE, beside)
 
 
 def sigmas(batch: MicroBatch) -> mx.array:

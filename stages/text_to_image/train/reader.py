@@ -25,7 +25,8 @@ class MicroBatch:
 
     `mask_BL` is the float32 weight of each image token, or None if no sample has a mask. `class_BTJ` are embeddings of
     the class captions. A sample without a class caption has its own caption there. `class_B` is 1.0 for samples with a
-    class caption, else 0.0. If no sample has a class caption, `class_BTJ` and `class_B` are None.
+    class caption, else 0.0. If no sample has a class caption, `class_BTJ` and `class_B` are None. `references` has the
+    clean latents of each reference, in the form of `x0_BCHW` at a size of its own.
     """
 
     samples: list[Sample]
@@ -35,15 +36,19 @@ class MicroBatch:
     mask_BL: np.ndarray | None = None  # noqa: N815
     class_BTJ: np.ndarray | None = None  # noqa: N815
     class_B: np.ndarray | None = None  # noqa: N815
+    references: tuple[np.ndarray, ...] = ()
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of one sample: image tokens and text rows."""
-        return int(self.x0_BCHW.shape[2] * self.x0_BCHW.shape[3] + self.ctx_BTJ.shape[1])
+        """The number of tokens of one sample: image tokens, tokens of references and text rows."""
+        latents = (self.x0_BCHW, *self.references)
+        return int(sum(each.shape[2] * each.shape[3] for each in latents) + self.ctx_BTJ.shape[1])
 
     def select(self, start: int, stop: int) -> MicroBatch:
         """Return a new micro-batch with the samples from index `start` up to, but not including, index `stop`."""
-        return replace(self, **{name: value[start:stop] for name, value in vars(self).items() if value is not None})
+        beside = tuple(latents_BCHW[start:stop] for latents_BCHW in self.references)
+        own = {name: value[start:stop] for name, value in vars(self).items() if value is not None and name != "references"}
+        return replace(self, **own, references=beside)
 
 
 class BatchReader:
@@ -61,7 +66,8 @@ class BatchReader:
         next step.
         """
         coming = list(samples)
-        self.latents.ahead([s.crop.latent_id for s in coming])
+        beside = [each.latent_id for s in coming for each in s.crop.references]
+        self.latents.ahead([*(s.crop.latent_id for s in coming), *beside])
         self.embeddings.ahead([caption for s in coming for caption in (s.caption_id, s.class_id) if caption])
 
     def read(self, step: int, samples: list[Sample]) -> MicroBatch:
@@ -87,6 +93,8 @@ def read_batch(
     noise_BCHW = np.stack([noise(s, x0_BCHW.shape[1:]) for s in samples])
     ctx_BTJ = np.stack([embeddings.read(s.caption_id) for s in samples])
     batch = MicroBatch(samples, x0_BCHW, noise_BCHW, ctx_BTJ, token_weights(samples, mask_floor))
+    shown = zip(*(s.crop.references for s in samples), strict=True)  # for each place among the references, that of each sample
+    batch.references = tuple(np.stack([latents.read(each.latent_id) for each in of_samples]) for of_samples in shown)
     if any(s.class_id for s in samples):
         batch.class_BTJ = np.stack([embeddings.read(s.class_id or s.caption_id) for s in samples])
         batch.class_B = np.array([bool(s.class_id) for s in samples], np.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -41,7 +41,8 @@ class TrainingSampler:
 
     With `strata` = 1, every noise level is drawn independently. A class caption has the class word in place of the
     trigger word. Class captions are used in every `classes_every`-th step. If `classes_every` is 0, they are never
-    used. Samplers with equal attributes draw the same samples in the same step.
+    used. `reference_dropout` is the probability that a batch is trained without its references. Samplers with equal
+    attributes draw the same samples in the same step.
     """
 
     data: Dataset
@@ -51,6 +52,7 @@ class TrainingSampler:
     caption_dropout: float
     strata: int = 1  # steps in a row that cover the noise levels evenly
     classes_every: int = 0  # class captions are used in every n-th step; 0: never
+    reference_dropout: float = 0.0  # share of batches that are trained without their references
 
     def sizes(self, step: int) -> list[int]:
         """Return the number of samples in each batch of training step `step` (from 1). If a batch mixes image shapes,
@@ -64,10 +66,12 @@ class TrainingSampler:
         """
         batches: list[list[Sample]] = []
         number = 0
-        for batch in self.order.step(step):
+        for at, batch in enumerate(self.order.step(step)):
             batches.append([])
+            alone = draws.uniform(self.seed, "references", step, at) < self.reference_dropout
             for row in batch.rows:
-                batches[-1].append(self._sample(step, number, batch.epoch, self.data.crops[row]))
+                crop = self.data.crops[row]
+                batches[-1].append(self._sample(step, number, batch.epoch, replace(crop, references=()) if alone else crop))
                 number += 1
         return batches
 
@@ -93,9 +97,10 @@ def build_sampler(config: TrainConfig, data: Dataset) -> TrainingSampler:
     return TrainingSampler(
         data,
         config.seed,
-        Order([crop.grid for crop in data.crops], config.batch_size, config.seed, config.accumulate, data.rates),
+        Order([crop.shape for crop in data.crops], config.batch_size, config.seed, config.accumulate, data.rates),
         SigmaDistribution(n.base, n.mean, n.std, n.shift, n.shift_factor, **scale),
         config.caption_dropout,
         n.strata,
         config.preservation.every if config.preservation else 0,
+        config.data.reference_dropout,
     )

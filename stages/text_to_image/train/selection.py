@@ -24,7 +24,8 @@ LEAST, MOST = 1e-3, 1e3  # of a rate in a setting: an epoch is a list in memory,
 class DataConfig:
     """The settings [train.data]: how often images are drawn. `resolutions` maps a resolution to a relative frequency.
     `repeats` maps a folder to occurrences per epoch. `regularisation` is the number of regularisation images per
-    subject image. `dropped` is what replaces a dropped caption: "empty", or "trigger" for the trigger word.
+    subject image. `reference_dropout` is the share of batches without references. `dropped` is what replaces a dropped
+    caption: "empty", or "trigger" for the trigger word.
 
     Regularisation images show the class of the subject, and lie in the folder reg. With `regularisation` = 0.5, one of
     them is drawn for every two images of the subject.
@@ -45,6 +46,12 @@ class DataConfig:
         "draws of regularisation images (folder reg) per draw of another image; kohya: 1; 0: never",
         bounds=(0.0, MOST),
         unrecorded=(1.0,),
+    )
+    reference_dropout: float = setting(
+        0.0,
+        "share of batches trained without their references; 0: the model always sees what it edits",
+        bounds=(0.0, 1.0),
+        unrecorded=(0.0,),
     )
     dropped: Literal["empty", "trigger"] = setting(
         "empty", "what a dropped caption becomes; trigger: the trigger word alone, for a subject that should need no other"

@@ -39,15 +39,18 @@ def wanted_samples(ctx: StageContext) -> pa.Table:
 
 def snapshot(ctx: StageContext) -> pa.Table:
     """Return a table of the data that decide the result of the run. There is one row per crop of an image and caption
-    that may be drawn together. Further rows name held-out crops, crops that are drawn more or less often, and the initial
-    adapter. Raises ValueError if the file of the initial adapter is missing.
+    that may be drawn together. Further rows name held-out crops, references, crops that are drawn more or less often,
+    and the initial adapter. Raises ValueError if the file of the initial adapter is missing.
 
     The columns are `latent_id`, `image_id` and `caption_id`. A further row has an empty `latent_id`. Its `image_id` is
-    the id of the crop or the sha256 of the adapter. Its `caption_id` is "held out", "rate 0.5" or "initial".
+    the id of the crop or the sha256 of the adapter. Its `caption_id` is "held out", "reference 1 LATENT_ID", "rate 0.5"
+    or "initial".
     """
     data = load_dataset(ctx, ctx.config)
     facts = [("", crop.latent_id, f"rate {crop.rate!r}") for crop in data.crops if crop.rate != 1]
     facts += [("", crop.latent_id, "held out") for crop in data.held]
+    shown = [(crop, number, each) for crop in (*data.crops, *data.held) for number, each in enumerate(crop.references, 1)]
+    facts += [("", crop.latent_id, f"reference {number} {each.latent_id}") for crop, number, each in shown]
     if ctx.config.initial:
         file = ctx.root / ctx.config.initial
         if not file.is_file():

@@ -99,7 +99,8 @@ class ImageTask:
             "height": crop.height,
             "dropped": sample.dropped,
             "sigma": sample.sigma,
-            "tokens": crop.tokens + self.data.text_rows[sample.caption_id],
+            "reference_count": len(crop.references),
+            "tokens": crop.tokens + crop.reference_tokens + self.data.text_rows[sample.caption_id],
         }
 
     def warnings(self) -> Iterator[str]:
@@ -133,7 +134,7 @@ class ImageTask:
         number of images held out.
         """
         crops, held, order = self.data.crops, self.data.held, self.sampler.order
-        images, shapes = {crop.image_id for crop in crops}, {crop.grid for crop in crops}
+        images, shapes = {crop.image_id for crop in crops}, {crop.shape for crop in crops}
         line = f"{len(crops)} crops of {len(images)} images in {len(shapes)} shapes"
         line += f", mean batch {order.batch_size}, {order.per_epoch:.4g} batches per epoch"
         if order.sharing:
@@ -142,6 +143,8 @@ class ImageTask:
             line += "; crops repeat within a batch, because there are fewer than a batch has"
         if held:
             line += f"; {len({crop.image_id for crop in held})} images are held out"
+        if count := sum(bool(crop.references) for crop in crops):
+            line += f"; {count} crops have references"
         if self.config.mask:
             line += f"; {sum(crop.mask is not None for crop in crops)} crops have a mask"
         return line

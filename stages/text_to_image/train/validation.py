@@ -29,7 +29,7 @@ class HeldOutImages:
         latents and embeddings. `mask_floor` is the smallest weight that a mask can give to an image token, from 0 to 1.
         """
         self.ctx, self.crops, self.config, self.mask_floor = ctx, crops, config, mask_floor
-        self.batches = level_batches([crop.grid for crop in crops], config.sigmas, batch_size)
+        self.batches = level_batches([crop.shape for crop in crops], config.sigmas, batch_size)
 
     @property
     def count(self) -> int:

@@ -1,0 +1,75 @@
+"""Reference images for drawing: read, cut to size as diffusers does, and encoded."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+from PIL import Image
+
+from stages.text_to_image.imaging.decode import CEILING_BYTES, ImageError, open_image
+from stages.untrusted import read_bytes
+
+if TYPE_CHECKING:
+    from stages.models.protocols import Autoencoder
+
+MOST = 1024 * 1024  # pixels of a reference; a larger one is reduced
+MULTIPLE = 16  # pixels: widths and heights are multiples of this
+SHORTEST, LONGEST = 64, 8  # the shorter side in pixels, and the largest aspect ratio that diffusers takes
+
+
+def read_reference(file: Path) -> Image.Image:
+    """Read the image file `file` and return it, upright and in mode RGB. Transparent pixels become white. Raises ValueError if
+    the file cannot be read, if a side is shorter than 64 pixels, or if the aspect ratio is above 8.
+    """
+    try:
+        image = open_image(io.BytesIO(read_bytes(file, CEILING_BYTES)), "#ffffff")
+    except ImageError as error:
+        raise ValueError(f"the reference {file} cannot be used: {error.detail}") from None
+    short, long = sorted(image.size)
+    if short < SHORTEST or long > LONGEST * short:
+        raise ValueError(
+            f"the reference {file} must have sides of at least {SHORTEST} pixels and an aspect ratio of at most {LONGEST}, "
+            f"got {image.width} x {image.height}"
+        )
+    return image
+
+
+def reference_id(files: Sequence[Path]) -> str | None:
+    """Return a text that identifies reference images by content: the sha256 of each file, joined by "+". Return None if `files`
+    is empty. Raises ValueError if a file cannot be read.
+    """
+    try:
+        return "+".join(hashlib.sha256(read_bytes(file, CEILING_BYTES)).hexdigest() for file in files) or None
+    except ValueError as error:
+        raise ValueError(f"the reference {error}") from None
+
+
+def cut_reference(image: Image.Image) -> Image.Image:
+    """Return `image` with sides that are multiples of 16 pixels. An image of more than 1024 x 1024 pixels is reduced to this
+    area first. Then its edges are cut.
+    """
+    if image.width * image.height > MOST:
+        scale = math.sqrt(MOST / (image.width * image.height))
+        image = image.resize((int(image.width * scale), int(image.height * scale)), Image.Resampling.LANCZOS)
+    width, height = (side // MULTIPLE * MULTIPLE for side in image.size)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height))
+
+
+def encode_references(autoencoder: Autoencoder, images: Iterable[Image.Image]) -> list[mx.array]:
+    """Encode reference images and return their latents, one (1, channels, height / 16, width / 16) array per image, float32.
+    `images` are PIL images of any size in mode RGB.
+    """
+    found = []
+    for image in images:
+        pixels_1HWC = mx.array(np.asarray(cut_reference(image)))[None].astype(mx.float32) / 127.5 - 1.0
+        found.append(autoencoder.encode(pixels_1HWC).astype(mx.float32))
+        mx.eval(found[-1])
+    return found

@@ -1,0 +1,116 @@
+"""Edit training: what the model sees beside the noisy latent, and a step with references against torch's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from schemas.text_to_image import images
+from stages.text_to_image.train.config import ValidationConfig
+from stages.text_to_image.train.memory_plan import MemoryEstimator, largest_batch
+from stages.text_to_image.train.selection import DataConfig
+from stages.tuner.adapters.stacks import Stacks
+from tests.stages.text_to_image.train.runs import BASE, TEXT_ROWS, TINY, Run, rows_of, tables, weights
+from tests.stages.text_to_image.train.test_step import plain
+
+SIZE = (96, 64)
+
+
+def paired(targets: int = 4, references: int = 2, alone: int = 0) -> dict[str, Any]:
+    """Tables of images with references: the first one of their own size, the second smaller. `alone` more images have none."""
+    sizes = (SIZE, (64, 32))[:references]
+    made = tables((SIZE,) * (targets + alone) + tuple(size for size in sizes for _ in range(targets)))
+    rows = made["images"].to_pylist()
+    for n, row in enumerate(rows[targets + alone :]):
+        row |= {"use": "reference", "reference_of": f"image{n % targets}", "reference": n // targets + 1}
+    made["images"] = rows_of(images.IMAGES, *rows)
+    return made
+
+
+@pytest.mark.parametrize("guidance", [False, True])
+def test_losses_and_every_gradient_of_a_step_with_references_equal_torchs_with_peft(guidance: bool, tmp_path: Path) -> None:
+    import torch
+    from diffusers import Flux2KleinPipeline, Flux2Transformer2DModel
+    from peft import LoraConfig
+
+    folder = weights(tmp_path / "transformer", guidance=guidance)
+    run = Run(tmp_path, folder, replace(BASE, batch_size=3, rank=3, alpha=1.5), paired())
+    made = run.training()
+    draw = np.random.default_rng(5)
+    made.masters = Stacks.of(
+        {name: mx.array(draw.normal(0, 0.1, value.shape).astype(np.float32)) for name, value in made.adapter.items()}
+    )
+    (batch,) = run.micro_batches()
+    assert [each.shape for each in batch.references] == [(3, 128, 4, 6), (3, 128, 2, 4)]
+    gradient = made.gradient([batch])
+
+    reference = Flux2Transformer2DModel.from_pretrained(folder)
+    names = [target.name for target in made.targets]
+    reference.add_adapter(LoraConfig(r=3, lora_alpha=1.5, target_modules=names, init_lora_weights=False))
+    theirs = {name: value for name, value in reference.named_parameters() if "lora_" in name}
+    with torch.no_grad():
+        for name, value in theirs.items():
+            value.copy_(torch.tensor(np.array(made.adapter[name.replace(".default", "")])))
+    x0, eps = torch.tensor(plain(batch.x0_BCHW)), torch.tensor(batch.noise_BCHW)
+    sigma = torch.tensor([s.sigma for s in batch.samples])[:, None, None, None]
+    beside = [torch.tensor(plain(each)) for each in batch.references]
+    pack, ids = Flux2KleinPipeline._pack_latents, Flux2KleinPipeline._prepare_latent_ids(x0)
+    given = torch.cat([pack((1 - sigma) * x0 + sigma * eps), *(pack(each) for each in beside)], dim=1)
+    at = Flux2KleinPipeline._prepare_image_ids([each[:1] for each in beside]).expand(len(x0), -1, -1)
+    prediction = reference(
+        given,
+        encoder_hidden_states=torch.tensor(plain(batch.ctx_BTJ)),
+        timestep=sigma.flatten(),
+        img_ids=torch.cat([ids, at], dim=1),
+        txt_ids=torch.cartesian_prod(*[torch.arange(1)] * 3, torch.arange(TEXT_ROWS)).float(),
+        guidance=torch.ones(len(x0)) if guidance else None,
+        return_dict=False,
+    )[0][:, : ids.shape[1]]
+    expected = (prediction - pack(eps - x0)).pow(2).mean(dim=(1, 2))
+    expected.mean().backward()
+
+    np.testing.assert_allclose(np.array(gradient.losses), expected.detach().numpy(), rtol=1e-5)
+    for name, value in theirs.items():
+        ours, torchs = np.array(gradient.grads[name.replace(".default", "")]), value.grad.numpy()
+        assert np.linalg.norm(ours - torchs) <= 1e-4 * np.linalg.norm(torchs), name
+
+
+def test_every_sample_is_read_with_the_references_of_its_own_image(wide: Path, tmp_path: Path) -> None:
+    run = Run(tmp_path, wide, replace(BASE, batch_size=2), paired())
+    words = {row["latent_id"]: row for row in run.tables["latents"].to_pylist()}
+    for batch in (each for step in (1, 2, 3) for each in run.micro_batches(step)):
+        for at, sample in enumerate(batch.samples):
+            number = int(sample.crop.image_id.removeprefix("image"))
+            for latents, latent_id in zip(batch.references, (f"latent{4 + number}", f"latent{8 + number}"), strict=True):
+                assert latents[at].ravel().tolist() == words[latent_id]["tensor"]
+
+
+def test_images_with_and_without_references_share_no_batch_and_are_counted(wide: Path, tmp_path: Path) -> None:
+    validation = ValidationConfig(paths=("image0",), every=2, sigmas=(0.5,))
+    run = Run(tmp_path, wide, replace(BASE, steps=4, validation=validation), paired(references=1, alone=2)).go()
+    shown = {row["image_id"]: row["reference_count"] for row in run.rows}
+    assert shown == {"image0": 1, "image1": 1, "image2": 1, "image3": 1, "image4": 0, "image5": 0}
+    assert {row["tokens"] - 24 * row["reference_count"] for row in run.rows} == {24 + TEXT_ROWS}
+    assert "3 crops have references" in run.task().description()
+
+
+def test_the_share_of_batches_without_references_is_the_dropout(wide: Path, tmp_path: Path) -> None:
+    run = Run(tmp_path, wide, replace(BASE, data=DataConfig(reference_dropout=0.3)), paired())
+    task = run.task()
+    batches = [batch for step in range(1, 401) for batch in task.draw(step)]
+    assert all(len({len(sample.crop.references) for sample in batch}) == 1 for batch in batches)
+    assert 0.25 < np.mean([not batch[0].crop.references for batch in batches]) < 0.35
+
+
+def test_the_estimate_of_memory_counts_the_references(wide: Path, tmp_path: Path) -> None:
+    run = Run(tmp_path, wide, BASE, paired())
+    batch = largest_batch(run.task().sampler, 16)
+    sizes = TINY.architecture.transformer_config(wide, TINY)
+    peak = MemoryEstimator(BASE, TINY.architecture, sizes).best
+    assert batch.references == ((4, 6), (2, 4)) and batch.tokens == 24 + 24 + 8 + TEXT_ROWS
+    assert peak(batch, 10**12).needs > peak(replace(batch, references=()), 10**12).needs
