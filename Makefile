@@ -36,7 +36,7 @@ override RUN = $(LATENTMILL) run
 # One stage at a time, also under `make -j`, so that no two models are in memory together.
 .NOTPARALLEL:
 .PHONY: init images captions ingest buckets latents embeddings train samples segments status query panel follow memory export verify clean
-.PHONY: plan doctor checks lint
+.PHONY: plan doctor checks lint descriptions
 .PHONY: scores evaluate
 .PHONY: sources units pairs tokens negatives vectors index ranks search
 .PHONY: help runs compare best view report generate
@@ -68,6 +68,10 @@ ingest: images captions
 ## Look for near-duplicates, blur and mistakes in captions
 checks: images captions
 	@$(RUN) checks
+
+## Let a vision-language model write the captions that are missing ([descriptions])
+descriptions: images
+	@$(RUN) descriptions
 
 ## Show the images with warnings
 lint: checks

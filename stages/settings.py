@@ -43,15 +43,15 @@ def setting(
     return _field(default, doc, "setting", bounds, unrecorded=unrecorded, follows=follows, unless=unless)
 
 
-def selects(default: Any, doc: str, *, bounds: Limits | None = None) -> Any:
+def selects(default: Any, doc: str, *, bounds: Limits | None = None, follows: str = "") -> Any:
     """Declare a config field that decides which rows exist, and return the field for a config dataclass. The value does
     not change the content of a row. The field is therefore not part of the recipe (the hash that names a table's
     folder). `doc` names the unit and the reason for `default`. Raises TypeError if `default` is mutable.
 
     `bounds` is the pair of the smallest and the largest allowed number. For a tuple or a mapping, it applies to each
-    value.
+    value. `follows` names a setting whose value the field takes while it is None, such as "captions.sources".
     """
-    return _field(default, doc, "selects", bounds)
+    return _field(default, doc, "selects", bounds, follows=follows)
 
 
 def runtime(default: Any, doc: str, *, bounds: Limits | None = None) -> Any:

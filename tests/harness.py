@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from pipeline.errors import NotBuilt
 from pipeline.runner import pending_rows
 from pipeline.store.rows import newest_per_key
 from schemas.table import TableSchema
@@ -54,7 +55,9 @@ def context(
     (folder / "artifacts").mkdir(parents=True, exist_ok=True)
 
     def rows(schema: TableSchema) -> pa.Table:
-        assert schema in stage.reads, f"{stage.name} does not say that it reads {schema.name}"
+        if schema in stage.optional and schema.name not in tables:
+            raise NotBuilt(f"{schema.name} is not built", schema.name)
+        assert schema in (*stage.reads, *stage.optional), f"{stage.name} does not say that it reads {schema.name}"
         return tables[schema.name].drop_columns([tensor.name for tensor in schema.tensors])
 
     def tensors(schema: TableSchema) -> MemoryTensors:

@@ -21,7 +21,8 @@ CAPTIONS = TableSchema(
         column(
             "source",
             pa.string(),
-            "source of the text: sidecar, metadata, filename, folder (its name), template, config or edit (in this project)",
+            "source of the text: sidecar, metadata, filename, description (by a model), folder (its name), template, config or "
+            "edit (in this project)",
         ),
         column("origin", pa.string(), "file that the text was found in, with line number, or setting that it was made from"),
         column(

@@ -31,7 +31,7 @@ GENERATED = TableSchema(
         column("path", pa.string(), "path of the PNG below the artifacts folder of generated"),
         column("seconds", pa.float32(), "time to draw the latent, seconds", measured=True),
         column(
-            "references", pa.string(), "sha256 of each reference's file, hex, joined by +; null without references", later=True
+            "reference_id", pa.string(), "sha256 of each reference's file, hex, joined by +; null without references", later=True
         ),
     ),
 )

@@ -12,7 +12,18 @@ PIPELINE = Pipeline(
     doc="a folder of images becomes a FLUX.2 LoRA",
     stages={
         name: f"stages.text_to_image.{name}"
-        for name in ("images", "captions", "checks", "buckets", "latents", "embeddings", "train", "samples", "scores")
+        for name in (
+            "images",
+            "captions",
+            "checks",
+            "descriptions",
+            "buckets",
+            "latents",
+            "embeddings",
+            "train",
+            "samples",
+            "scores",
+        )
     },
     resources={
         "image_folder": Folder("images", "paths"),

@@ -13,6 +13,7 @@ NO_ROWS = {
     "images": 0,
     "captions": 0,
     "checks": 0,
+    "descriptions": 0,
     "buckets": 0,
     "latents": 0,
     "embeddings": 0,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stages.settings import selects, setting
+from stages.text_to_image.caption_files.lookup import CaptionSources
 from stages.text_to_image.captions.template import check_placeholders
 
 
@@ -65,6 +66,11 @@ class CaptionsConfig:
     def extensions(self) -> tuple[str, ...]:
         """The suffixes of sidecar files, the preferred one first."""
         return (self.extension,) if isinstance(self.extension, str) else self.extension
+
+    @property
+    def where(self) -> CaptionSources:
+        """Where the captions of images are looked for."""
+        return CaptionSources(self.sources, self.extension, self.folder, self.caption_column, self.lines)
 
     def _check_trigger(self) -> None:
         """Raise ValueError if `trigger` is empty although another setting uses it. Such settings are a template or

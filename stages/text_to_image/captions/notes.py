@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path, PurePosixPath
 
+from stages.text_to_image.caption_files.text import Caption, first_names, normalise
 from stages.text_to_image.captions.config import CaptionsConfig
 from stages.text_to_image.captions.template import HAS_TRIGGER, REPLACED, Filled
-from stages.text_to_image.captions.text import Caption, first_names, normalise
 
 TABLES = frozenset({".json", ".jsonl", ".csv", ".tsv", ".xlsx", ".parquet"})
 KNOWN = "metadata.jsonl, metadata.csv, captions.json, captions.jsonl, captions.csv and captions.tsv"

@@ -9,30 +9,35 @@ from typing import Any
 
 import pyarrow as pa
 
+from stages.text_to_image.caption_files.lookup import from_file_name, make_lookups
+from stages.text_to_image.caption_files.text import Caption, first_names
 from stages.text_to_image.captions.config import CaptionsConfig
 from stages.text_to_image.captions.edits import apply_edits
-from stages.text_to_image.captions.lookup import from_file_name, make_lookups
 from stages.text_to_image.captions.notes import describe_sources, describe_triggers, other_captions
 from stages.text_to_image.captions.subjects import Subject, subjects_of
 from stages.text_to_image.captions.template import FOREIGN, Filled
-from stages.text_to_image.captions.text import Caption, first_names
 
 Row = dict[str, Any]
 
 
 def caption_rows(
-    images: pa.Table, folder: Path, config: CaptionsConfig, edits: Mapping[str, str] | None = None, project: Path = Path()
+    images: pa.Table,
+    folder: Path,
+    config: CaptionsConfig,
+    edits: Mapping[str, str] | None = None,
+    project: Path = Path(),
+    described: Mapping[str, list[Caption]] | None = None,
 ) -> tuple[list[Row], list[str]]:
     """Return all rows of the table `captions` as dicts, and a list of notes for the user. The notes say which files the
     captions are from, and name what is unusual but allowed. `images` is the table `images`. `folder` is the image folder.
-    `edits` maps "IMAGE_ID:POSITION" to the text of an edited caption. `project` is the project's folder. Raises
-    ValueError if no image is usable or a file with captions cannot be read.
+    `edits` maps "IMAGE_ID:POSITION" to the text of an edited caption. `project` is the project's folder. `described` maps
+    an image_id to the caption that a model wrote. Raises ValueError if no image is usable or a file with captions cannot be read.
 
     Also raises ValueError if the trigger word is in no caption, or if a caption has "[trigger]" and no trigger is set. If
     `config.missing` is "error", so does an image without a caption.
     """
     subjects = subjects_of(images, config)
-    found, notes = find_captions(subjects, images["path"].to_pylist(), folder, config, project)
+    found, notes = find_captions(subjects, images["path"].to_pylist(), folder, config, project, described)
     rows, filled = [], []
     for image_id, captions in found.items():
         subject = subjects[image_id]
@@ -54,19 +59,29 @@ def caption_rows(
 
 
 def find_captions(
-    subjects: Mapping[str, Subject], every_path: list[str], folder: Path, config: CaptionsConfig, project: Path
+    subjects: Mapping[str, Subject],
+    every_path: list[str],
+    folder: Path,
+    config: CaptionsConfig,
+    project: Path,
+    described: Mapping[str, list[Caption]] | None = None,
 ) -> tuple[dict[str, list[Caption]], list[str]]:
     """Return the captions of every usable image, and a list of notes for the user. The captions are a dict from
     image_id to a list, before the template is applied. `subjects` maps an image_id to the facts about a usable image.
     `folder` is the image folder. Raises ValueError if an image has no caption and `config.missing` is "error".
 
     An image may have several paths, its duplicates. The first path with a caption gives the captions. If no path has
-    one, the caption is the subject in the folder's name, if there is any. Otherwise the list is empty. `every_path`
-    lists the paths of all images, also of rejected ones. A relative path in `config.folder` starts at `project`.
+    one, the caption is that of a model in `described`, or else the subject in the folder's name, if there is any.
+    Otherwise the list is empty. `every_path` lists the paths of all images, also of rejected ones. A relative path in
+    `config.folder` starts at `project`.
     """
-    sources, notes = make_lookups(folder, every_path, config, project)
+    if "{caption}" not in config.template:  # no file is read
+        return {image_id: [Caption("", "template", "captions.template")] for image_id in subjects}, []
+    sources, notes = make_lookups(folder, every_path, config.where, project)
     found = {
-        image_id: next((captions for name in each.paths for lookup in sources if (captions := lookup(name))), each.named)
+        image_id: next((captions for name in each.paths for lookup in sources if (captions := lookup(name))), None)
+        or (described or {}).get(image_id)
+        or each.named
         for image_id, each in subjects.items()
     }
     without = [subjects[image_id].paths[0] for image_id, captions in found.items() if not captions]
@@ -74,8 +89,8 @@ def find_captions(
         sidecar = PurePosixPath(without[0]).with_suffix(config.extensions[0]).name
         raise ValueError(
             f"{len(without)} of {len(found)} images have no caption ({' or '.join(config.sources)}): {first_names(without)}; "
-            f"write {sidecar} and so on beside them, or set captions.missing to empty, trigger, filename or skip"
-            f"{other_captions(folder, every_path, config, notes)}"
+            f"write {sidecar} and so on beside them, let a model write them ([descriptions]), or set captions.missing to "
+            f"empty, trigger, filename or skip{other_captions(folder, every_path, config, notes)}"
         )
     if without:
         notes.append(

@@ -17,12 +17,12 @@ from typing import Any
 
 from schemas.text_to_image.images import IMAGES
 from stages.stage import StageContext
+from stages.text_to_image.caption_files.lookup import SIDECAR_BYTES, caption_file
+from stages.text_to_image.caption_files.text import Caption, first_names, read_text
 from stages.text_to_image.captions.edits import read_edits, write_edits
-from stages.text_to_image.captions.lookup import SIDECAR_BYTES, caption_file
 from stages.text_to_image.captions.rows import caption_rows, find_captions
 from stages.text_to_image.captions.subjects import Subject, subjects_of
 from stages.text_to_image.captions.template import fill_template, without_trigger
-from stages.text_to_image.captions.text import Caption, first_names, read_text
 
 FILE = "captions.written.jsonl"
 
@@ -139,7 +139,7 @@ def _place(captions: list[Caption], position: int, ctx: StageContext, path: str,
         name, _, line = captions[position].origin.rpartition(":")
         return (name, int(line)) if ctx.config.lines == "many" else (captions[position].origin, 0)
     alone = position == 0 and len(captions) <= 1  # of several, a new file would replace all
-    return (caption_file(path, paths, ctx.need("image_folder"), ctx.config, ctx.root), 0) if alone else ("", 0)
+    return (caption_file(path, paths, ctx.need("image_folder"), ctx.config.where, ctx.root), 0) if alone else ("", 0)
 
 
 def _without_template(config: Any, subject: Subject, text: str) -> str | None:

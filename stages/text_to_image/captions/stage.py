@@ -8,12 +8,15 @@ captions.tsv), or are its file name or the name of its folder.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pyarrow as pa
 
 from schemas.text_to_image.captions import CAPTIONS
+from schemas.text_to_image.descriptions import DESCRIPTIONS
 from schemas.text_to_image.images import IMAGES
 from stages.stage import Stage, StageContext
+from stages.text_to_image.caption_files.text import Caption
 from stages.text_to_image.captions.config import CaptionsConfig
 from stages.text_to_image.captions.edits import read_edits
 from stages.text_to_image.captions.rows import caption_rows
@@ -27,8 +30,25 @@ def wanted_captions(ctx: StageContext) -> pa.Table:
 
     All texts are read each time. Finding out which have changed would cost more.
     """
-    rows, _ = caption_rows(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config, read_edits(ctx.root), ctx.root)
+    rows, _ = _rows(ctx)
     return pa.Table.from_pylist(rows, schema=CAPTIONS.batch)
+
+
+def _rows(ctx: StageContext) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return all rows of the table `captions`, and notes for the user."""
+    folder, described = ctx.need("image_folder"), _described(ctx)
+    return caption_rows(ctx.rows(IMAGES), folder, ctx.config, read_edits(ctx.root), ctx.root, described)
+
+
+def _described(ctx: StageContext) -> dict[str, list[Caption]]:
+    """Return the captions that a model wrote, by image_id. The dict is empty if the table `descriptions` is not built."""
+    try:
+        rows = ctx.rows(DESCRIPTIONS).to_pylist()
+    except ValueError as error:
+        if getattr(error, "table", "") != DESCRIPTIONS.name:
+            raise
+        return {}
+    return {row["image_id"]: [Caption(row["text"], "description", row["model"])] for row in rows}
 
 
 def write_captions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
@@ -43,7 +63,7 @@ def finish_captions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     the user stopped the run. The generator yields no batch.
     """
     if ctx.pending.num_rows and not ctx.stop():
-        _, notes = caption_rows(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config, read_edits(ctx.root), ctx.root)
+        _, notes = _rows(ctx)
         for note in notes:
             ctx.say(note)
     yield from ()
@@ -51,6 +71,7 @@ def finish_captions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 STAGE = Stage(
     reads=(IMAGES,),
+    optional=(DESCRIPTIONS,),
     writes=CAPTIONS,
     config=CaptionsConfig,
     needs=("image_folder",),

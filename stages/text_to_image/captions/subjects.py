@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from stages.text_to_image.caption_files.text import Caption
 from stages.text_to_image.captions.config import CaptionsConfig
 from stages.text_to_image.captions.template import Filled, fill, without_trigger
-from stages.text_to_image.captions.text import Caption
 from stages.text_to_image.imaging.references import USE, without_ending
 from stages.text_to_image.imaging.usable import usable_paths
 

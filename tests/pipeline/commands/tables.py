@@ -194,6 +194,7 @@ ROWS = {
     "images": _images,
     "captions": _captions,
     "checks": _checks,
+    "descriptions": lambda: ([],),
     "buckets": _buckets,
     "latents": _latents,
     "embeddings": _embeddings,

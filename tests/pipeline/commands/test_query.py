@@ -76,7 +76,7 @@ def test_answers_are_arrow_tables_too(project: FakeProject, tmp_path: Path) -> N
 
 def test_every_table_has_its_name_and_shows_live_rows_only(project: FakeProject) -> None:
     counts = {stage_name: ask(project, f"select count(*) from {stage_name}")[0][0] for stage_name in STAGE_NAMES}
-    expected = {"images": 7, "captions": 7, "checks": 2, "buckets": 10, "latents": 3, "embeddings": 4}
+    expected = {"images": 7, "captions": 7, "checks": 2, "descriptions": 0, "buckets": 10, "latents": 3, "embeddings": 4}
     expected |= {"train": 46, "samples": 2, "scores": 3}
     assert counts == expected
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from stages.text_to_image.captions.text import normalise
+from stages.text_to_image.caption_files.text import normalise
 
 
 class FileNames:

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from stages.text_to_image.captions.file_names import FileNames
-from stages.text_to_image.captions.text import Caption, first_names, read_text
+from stages.text_to_image.caption_files.file_names import FileNames
+from stages.text_to_image.caption_files.text import Caption, first_names, read_text
 from stages.untrusted import parse_json
 
 Row = dict[str, Any]

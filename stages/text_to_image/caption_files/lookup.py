@@ -8,30 +8,46 @@ import posixpath
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from stages.text_to_image.captions.config import CaptionsConfig
-from stages.text_to_image.captions.metadata import read_metadata
-from stages.text_to_image.captions.text import Caption, normalise, read_text
+from stages.text_to_image.caption_files.metadata import read_metadata
+from stages.text_to_image.caption_files.text import Caption, normalise, read_text
 
 CAPTIONS = "captions"  # a folder of sidecars
 PICTURES = frozenset({"images", "image", "imgs", "img"})  # folders that a folder of captions may lie beside
 SIDECAR_BYTES = 1_000_000  # largest sidecar that is read; a caption has some hundred bytes
 
+
+@dataclass(frozen=True)
+class CaptionSources:
+    """Where the captions of images are looked for. `sources` are "sidecar", "metadata" and "filename", in this order. The other
+    fields are settings of [captions]. If `lines` is "many", every line of a sidecar is a caption.
+    """
+
+    sources: tuple[str, ...]
+    extension: str | tuple[str, ...]
+    folder: str = ""
+    caption_column: str = ""
+    lines: str = "one"
+
+    @property
+    def extensions(self) -> tuple[str, ...]:
+        """The suffixes of sidecar files, the preferred one first."""
+        return (self.extension,) if isinstance(self.extension, str) else self.extension
+
+
 Lookup = Callable[[str], list[Caption]]  # an image's path, relative to the image folder -> its captions, none if there are none
 
 
-def make_lookups(folder: Path, paths: list[str], config: CaptionsConfig, project: Path) -> tuple[list[Lookup], list[str]]:
+def make_lookups(folder: Path, paths: list[str], config: CaptionSources, project: Path) -> tuple[list[Lookup], list[str]]:
     """Return (lookups, notes): functions that find the captions of an image, and texts for the user. Each lookup takes
     the path of an image and returns the list of its captions. There is one lookup per entry of `config.sources`.
     `folder` is the image folder. `paths` are all images, relative to `folder`.
 
     A relative path in `config.folder` starts at `project`, the project's folder. Raises ValueError if a metadata file
-    is malformed, or if `config.folder` does not exist. If the template has no {caption}, no file is read: the only
-    lookup returns one empty caption for every image.
+    is malformed, or if `config.folder` does not exist.
     """
-    if "{caption}" not in config.template:
-        return [lambda path: [Caption("", "template", "captions.template")]], []
     notes: list[str] = []
     made: list[Lookup] = []
     for source in config.sources:
@@ -55,7 +71,7 @@ def from_file_name(path: str) -> list[Caption]:
     return [Caption(text, "filename", path)] if text else []
 
 
-def _sidecars(folder: Path, config: CaptionsConfig, project: Path) -> Lookup:
+def _sidecars(folder: Path, config: CaptionSources, project: Path) -> Lookup:
     """Return a function that reads the captions of an image from its sidecar: a text file such as "a.png.txt" or
     "a.txt" for "a.png". The function takes the image's path relative to `folder`, the image folder. It returns a list
     of captions, which is empty without a sidecar. A relative path in `config.folder` starts at `project`.
@@ -100,7 +116,7 @@ def caption_places(path: str, folder: str) -> list[str]:
     return [*places, f"../{CAPTIONS}/{path}"] if folder.lower() in PICTURES else places
 
 
-def caption_file(path: str, paths: list[str], folder: Path, config: CaptionsConfig, project: Path) -> str:
+def caption_file(path: str, paths: list[str], folder: Path, config: CaptionSources, project: Path) -> str:
     """Return the path of a new caption file for the image at `path`: "a.txt" for "a.png", or "a.png.txt" if another of the
     images at `paths` would share "a.txt". All paths are relative to `folder`, the image folder. A relative path in
     `config.folder` starts at `project`. Return "" if `config.sources` has no sidecars.

@@ -1,0 +1,124 @@
+"""The stage `descriptions`: a vision-language model writes the captions of images that have none.
+
+A caption that exists is never written again: the stage reads caption files only to find out which images have none. Each caption
+is a record batch of its own, so a kill loses at most one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+import pyarrow as pa
+from PIL import Image
+
+from schemas.text_to_image.descriptions import DESCRIPTIONS
+from schemas.text_to_image.images import IMAGES
+from stages.stage import Stage, StageContext
+from stages.text_to_image.caption_files.lookup import CaptionSources, make_lookups
+from stages.text_to_image.descriptions.config import DescriptionsConfig
+from stages.text_to_image.imaging.decode import ImageError, open_image
+from stages.text_to_image.imaging.references import USE
+from stages.text_to_image.imaging.usable import usable_paths
+
+WANTED = ("image_id", "path", "prompt")
+
+
+class Model(Protocol):
+    """A model that captions images. `name` and `version` identify it in the table."""
+
+    name: str
+    version: str
+
+    def describe(self, image: Image.Image) -> str:
+        """Return the caption of `image`, a PIL image in mode RGB."""
+
+
+def wanted_descriptions(ctx: StageContext) -> pa.Table:
+    """Return one row per usable image without a caption file, with the columns `image_id`, `path` and `prompt`. The
+    table is empty if no model is set. Raises ValueError if a file with captions cannot be read.
+    """
+    schema = pa.schema([DESCRIPTIONS.batch.field(name) for name in WANTED])
+    if not ctx.config.model:
+        return schema.empty_table()
+    images, config = ctx.rows(IMAGES), ctx.config
+    sources = CaptionSources(config.sources or (), config.extension or (), config.folder or "", config.caption_column or "")
+    lookups, _ = make_lookups(ctx.need("image_folder"), _paths(images), sources, ctx.root)
+    rows = [
+        {"image_id": image_id, "path": paths[0], "prompt": config.prompt}
+        for image_id, paths in usable_paths(images).items()
+        if not any(lookup(path) for path in paths for lookup in lookups)
+    ]
+    kept = {row["image_id"]: row["path"] for row in ctx.stored.to_pylist()}  # a file that was renamed is not captioned again
+    return pa.Table.from_pylist([row | {"path": kept.get(row["image_id"], row["path"])} for row in rows], schema=schema)
+
+
+def _paths(images: pa.Table) -> list[str]:
+    return [row["path"] for row in images.to_pylist() if row["use"] != USE]
+
+
+def describe_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+    """Caption the pending images and yield the row of each as a record batch. The model is released at the end. Raises ValueError
+    if the model cannot be loaded, or if the server fails. Captions that were written before are kept.
+    """
+    pending = ctx.pending.to_pylist()
+    if not pending:
+        if not ctx.config.model:
+            ctx.say("no model is set: set [descriptions] model, and server for a model behind a server")
+        return
+    model, paths = ctx.reuse("describer", lambda: load_model(ctx)), usable_paths(ctx.rows(IMAGES))
+    for done, row in enumerate(pending):
+        if ctx.stop():
+            return
+        ctx.progress(done, len(pending), "images")
+        path = paths[row["image_id"]][0]
+        began = time.perf_counter()
+        try:
+            text = " ".join(model.describe(_picture(ctx, path)).split())
+        except (ValueError, ImageError) as error:
+            raise ValueError(f"descriptions: {path}: {error} ({done} of {len(pending)} captions are written)") from None
+        if not text:
+            ctx.say(f"{path}: the model wrote nothing")
+            continue
+        facts = {"text": text, "model": model.name, "version": model.version, "seconds": time.perf_counter() - began}
+        yield pa.RecordBatch.from_pylist([row | facts], schema=DESCRIPTIONS.batch)
+    ctx.progress(len(pending), len(pending), "images")
+
+
+def load_model(ctx: StageContext) -> Model:
+    """Return the model that the settings name: a local one, or one behind a server. Raises ValueError if it cannot be loaded."""
+    if ctx.config.server:
+        from stages.text_to_image.descriptions.server import ServerModel
+
+        return ServerModel(ctx.config)
+    from stages.text_to_image.descriptions.local import LocalModel
+
+    return LocalModel(ctx.config, ctx.root)
+
+
+def _picture(ctx: StageContext, path: str) -> Image.Image:
+    image = open_image(ctx.need("image_folder") / path)
+    image.thumbnail((ctx.config.side, ctx.config.side), Image.Resampling.LANCZOS)
+    return image
+
+
+def finish_descriptions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+    """Tell the user how many captions were written, and which command uses them. The generator yields no batch."""
+    if ctx.pending.num_rows:
+        pending = set(ctx.pending["image_id"].to_pylist())
+        count = sum(image_id in pending for image_id in ctx.stored["image_id"].to_pylist())
+        ctx.say(f"{count} captions written; read and change them with: latentmill captions --edit captions.csv")
+    yield from ()
+
+
+STAGE = Stage(
+    reads=(IMAGES,),
+    writes=DESCRIPTIONS,
+    config=DescriptionsConfig,
+    needs=("image_folder",),
+    wants=wanted_descriptions,
+    run=describe_images,
+    finish=finish_descriptions,
+    divisible=False,
+)
