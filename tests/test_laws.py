@@ -22,15 +22,26 @@ from stages.text_to_image import PIPELINE as TEXT_TO_IMAGE
 from tests import projects, toy
 from tests.stages.retrieval.project import make as make_retrieval
 from tests.toy.project import make as make_toy
+from tests.vision_language import write_model
+
+
+def make_described(folder: Path, weights: Path) -> Path:
+    """A project of three images whose captions a model writes too, because it does not look for sidecars."""
+    made = projects.make(folder, weights, images=3)
+    write_model(made / "eye")
+    projects.edit(made, "[captions]", '[descriptions]\nmodel = "eye"\nsources = ["metadata"]\nmost_tokens = 4\n\n[captions]')
+    return made
+
 
 MAKE: dict[str, Callable[[Path, Path], Path]] = {
-    TEXT_TO_IMAGE.name: lambda folder, weights: projects.make(folder, weights, images=3),
+    TEXT_TO_IMAGE.name: lambda folder, weights: make_described(folder, weights),
     RETRIEVAL.name: lambda folder, weights: make_retrieval(folder, verbs=3, things=4),
     toy.PIPELINE.name: lambda folder, weights: make_toy(folder),
 }
 RUNTIME = {  # settings that may change no row
     TEXT_TO_IMAGE.name: {
         "project.commit_seconds": 30.0,
+        "descriptions.timeout": 1.0,
         "images.workers": 1,
         "latents.batch_size": 1,
         "latents.workers": 1,

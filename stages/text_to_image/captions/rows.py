@@ -79,7 +79,7 @@ def find_captions(
         return {image_id: [Caption("", "template", "captions.template")] for image_id in subjects}, []
     sources, notes = make_lookups(folder, every_path, config.where, project)
     found = {
-        image_id: next((captions for name in each.paths for lookup in sources if (captions := lookup(name))), None)
+        image_id: next((captions for name in each.paths for lookup in sources if (captions := lookup(name))), [])
         or (described or {}).get(image_id)
         or each.named
         for image_id, each in subjects.items()

@@ -19,6 +19,7 @@ from schemas.text_to_image.images import IMAGES
 from stages.stage import StageContext
 from stages.text_to_image.caption_files.lookup import SIDECAR_BYTES, caption_file
 from stages.text_to_image.caption_files.text import Caption, first_names, read_text
+from stages.text_to_image.captions.described import described_captions
 from stages.text_to_image.captions.edits import read_edits, write_edits
 from stages.text_to_image.captions.rows import caption_rows, find_captions
 from stages.text_to_image.captions.subjects import Subject, subjects_of
@@ -105,7 +106,7 @@ def _changes(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> Itera
     """Yield the files to write for `edits`: "IMAGE_ID:POSITION" -> edited text. An edit that no file can hold is left out."""
     images = ctx.rows(IMAGES)
     subjects, paths = subjects_of(images, ctx.config), images["path"].to_pylist()
-    found, _ = find_captions(subjects, paths, folder, ctx.config, ctx.root)
+    found, _ = find_captions(subjects, paths, folder, ctx.config, ctx.root, described_captions(ctx))
     made: dict[str, Change] = {}
     for key, text in edits.items():
         image_id, _, position = key.rpartition(":")

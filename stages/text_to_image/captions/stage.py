@@ -16,8 +16,8 @@ from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.descriptions import DESCRIPTIONS
 from schemas.text_to_image.images import IMAGES
 from stages.stage import Stage, StageContext
-from stages.text_to_image.caption_files.text import Caption
 from stages.text_to_image.captions.config import CaptionsConfig
+from stages.text_to_image.captions.described import described_captions
 from stages.text_to_image.captions.edits import read_edits
 from stages.text_to_image.captions.rows import caption_rows
 
@@ -36,19 +36,8 @@ def wanted_captions(ctx: StageContext) -> pa.Table:
 
 def _rows(ctx: StageContext) -> tuple[list[dict[str, Any]], list[str]]:
     """Return all rows of the table `captions`, and notes for the user."""
-    folder, described = ctx.need("image_folder"), _described(ctx)
+    folder, described = ctx.need("image_folder"), described_captions(ctx)
     return caption_rows(ctx.rows(IMAGES), folder, ctx.config, read_edits(ctx.root), ctx.root, described)
-
-
-def _described(ctx: StageContext) -> dict[str, list[Caption]]:
-    """Return the captions that a model wrote, by image_id. The dict is empty if the table `descriptions` is not built."""
-    try:
-        rows = ctx.rows(DESCRIPTIONS).to_pylist()
-    except ValueError as error:
-        if getattr(error, "table", "") != DESCRIPTIONS.name:
-            raise
-        return {}
-    return {row["image_id"]: [Caption(row["text"], "description", row["model"])] for row in rows}
 
 
 def write_captions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
