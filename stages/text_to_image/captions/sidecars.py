@@ -59,7 +59,7 @@ def write_sidecars(ctx: StageContext) -> str:
         _add(ctx.root, {"batch": batch, "file": change.name, "before": kept, "after": _digest(new), "edits": change.edits})
     for change in changes:
         _put(folder / change.name, change.text.encode())
-    rows, _ = caption_rows(ctx.rows(IMAGES), folder, ctx.config, {}, ctx.root)
+    rows, _ = caption_rows(ctx.rows(IMAGES), folder, ctx.config, {}, ctx.root, described_captions(ctx))
     texts = {f"{row['image_id']}:{row['position']}": row["text"] for row in rows if row["role"] == "caption"}
     good = [change for change in changes if all(texts.get(key) == text for key, text in change.edits.items())]
     for change in changes:
