@@ -54,6 +54,12 @@ IMAGES = TableSchema(
         column("trigger", pa.string(), "trigger of the folder's images; null: that of [captions]", later=True),
         column("concept", pa.string(), "subject that the folder is named after: the caption of an image without one", later=True),
         column(
+            "offset",
+            pa.int64(),
+            "position of an image inside a tar (bytes) or a Parquet or Arrow file (row); null for a file of its own",
+            later=True,
+        ),
+        column(
             "reference_of", pa.string(), "path of the image that a reference belongs to; null if it belongs to none", later=True
         ),
         column("reference", pa.int32(), "number of a reference among those of its image, from 1; else null", later=True),

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from stages.text_to_image.caption_files.metadata import read_metadata
 from stages.text_to_image.caption_files.text import Caption, normalise, read_text
+from stages.text_to_image.imaging import packed
 
 CAPTIONS = "captions"  # a folder of sidecars
 PICTURES = frozenset({"images", "image", "imgs", "img"})  # folders that a folder of captions may lie beside
@@ -49,7 +50,7 @@ def make_lookups(folder: Path, paths: list[str], config: CaptionSources, project
     is malformed, or if `config.folder` does not exist.
     """
     notes: list[str] = []
-    made: list[Lookup] = []
+    made: list[Lookup] = [_inside(folder, config.caption_column)]
     for source in config.sources:
         if source == "metadata":
             captions, notes = read_metadata(folder, paths, config.caption_column)
@@ -57,6 +58,23 @@ def make_lookups(folder: Path, paths: list[str], config: CaptionSources, project
         else:
             made.append(from_file_name if source == "filename" else _sidecars(folder, config, project))
     return made, notes
+
+
+def _inside(folder: Path, column: str) -> Lookup:
+    """Return a function that finds the caption of an image inside a tar, Parquet or Arrow file. `column` is the column that holds
+    captions, or "". The function returns an empty list for an image that is a file of its own.
+    """
+
+    def lookup(path: str) -> list[Caption]:
+        found = packed.split(folder / path) if any(f"{suffix}/" in path.lower() for suffix in packed.SUFFIXES) else None
+        if found is None:
+            return []
+        file, name = found
+        text, place = packed.texts(file, column).get(name, ("", ""))
+        origin = f"{path.removesuffix(name).rstrip('/')}: {place}"
+        return [Caption(text, "metadata" if place.startswith("row ") else "sidecar", origin)] if text else []
+
+    return lookup
 
 
 def _from_metadata(captions: dict[str, list[Caption]]) -> Lookup:
@@ -119,9 +137,9 @@ def caption_places(path: str, folder: str) -> list[str]:
 def caption_file(path: str, paths: list[str], folder: Path, config: CaptionSources, project: Path) -> str:
     """Return the path of a new caption file for the image at `path`: "a.txt" for "a.png", or "a.png.txt" if another of the
     images at `paths` would share "a.txt". All paths are relative to `folder`, the image folder. A relative path in
-    `config.folder` starts at `project`. Return "" if `config.sources` has no sidecars.
+    `config.folder` starts at `project`. Return "" if `config.sources` has no sidecars, or for an image inside another file.
     """
-    if "sidecar" not in config.sources:
+    if "sidecar" not in config.sources or packed.split(folder / path):
         return ""
     stem = posixpath.splitext(path)[0]
     shared = sum(posixpath.splitext(other)[0] == stem for other in paths) > 1

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from io import BufferedReader
+import io
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from schemas.text_to_image.images import IMAGES
 from stages.hashing import file_sha256
-from stages.text_to_image.imaging.decode import ImageError, pixel_count, probe
+from stages.text_to_image.imaging import packed
+from stages.text_to_image.imaging.decode import IMAGE_SUFFIXES, ImageError, pixel_count, probe
 from stages.text_to_image.imaging.room import ROOM
 from stages.untrusted import open_regular
 
 Row = dict[str, Any]
 
-# Files with these suffixes, or without any suffix, are opened whatever they hold. Other suffixes are rejected unopened:
-# a camera's raw file would be taken for a TIFF file and give only its thumbnail.
-# fmt: off
-IMAGE_SUFFIXES = frozenset({
-    ".apng", ".avif", ".avifs", ".bmp", ".dib", ".gif", ".heic", ".heif", ".hif", ".j2k", ".jfif", ".jp2", ".jpe", ".jpeg",
-    ".jpg", ".jpx", ".mpo", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".qoi", ".tif", ".tiff", ".webp",
-})
-# fmt: on
 UNKNOWN = {"image_id": "", "format": "", "mode": "", "width": 0, "height": 0, "frames": 0, "rejected": None, "detail": ""}
 
 
@@ -87,10 +80,13 @@ def _read(path: Path, max_pixels: int, max_bytes: int, row: Row) -> None:
         raise ImageError("unreadable", f"the file cannot be read: {error.strerror or type(error).__name__}") from error
 
 
-def _opened(path: Path, max_bytes: int) -> BufferedReader:
-    """Open the file at `path` and return it as a binary file object. Raises ImageError if the file is empty, has more
-    than `max_bytes` bytes, or is not a regular file. Raises OSError if it cannot be opened.
+def _opened(path: Path, max_bytes: int) -> BinaryIO:
+    """Open the file at `path` and return it as a binary file object. `path` may name an image inside a tar, Parquet or Arrow
+    file. Raises ImageError if the file is empty, has more than `max_bytes` bytes, or is not a regular file. Raises OSError
+    if it cannot be opened.
     """
+    if packed.split(path):
+        return _opened_member(path, max_bytes)
     size = path.stat().st_size
     if size > max_bytes:
         raise ImageError("too_large", f"{size:,} bytes, more than images.max_bytes = {max_bytes:,}")
@@ -100,3 +96,15 @@ def _opened(path: Path, max_bytes: int) -> BufferedReader:
         return open_regular(path, max_bytes)
     except ValueError:
         raise ImageError("unreadable", "not a regular file") from None
+
+
+def _opened_member(path: Path, max_bytes: int) -> BinaryIO:
+    try:
+        data = packed.read_member(path)
+    except ValueError as error:
+        raise ImageError("unreadable", str(error)) from None
+    if len(data) > max_bytes:
+        raise ImageError("too_large", f"{len(data):,} bytes, more than images.max_bytes = {max_bytes:,}")
+    if not data:
+        raise ImageError("unreadable", "the row holds no bytes of an image")
+    return io.BytesIO(data)

@@ -11,6 +11,8 @@ KINDS = {  # suffix -> what the user should do
     **dict.fromkeys((".zip", ".7z", ".rar", ".gz", ".tgz"), "unpack {it} first"),
     **dict.fromkeys((".mp4", ".mov", ".mkv", ".avi", ".webm"), "videos are not read: save frames as PNG or JPEG"),
     **dict.fromkeys((".safetensors", ".npz", ".pt"), "{it} may be another trainer's cache: name the folder of the pictures"),
+    **dict.fromkeys((".parquet", ".arrow"), "{it} must have a column of images (binary, or bytes and path)"),
+    ".tar": "{it} must hold images, without compression",
     **dict.fromkeys((".txt", ".caption"), "{it} may be captions: name the folder of the pictures, and set captions.folder"),
     **dict.fromkeys((".toml", ".yaml", ".yml"), "{it} may be another trainer's settings: name the folder that it names"),
     **dict.fromkeys((".json", ".jsonl", ".csv", ".tsv"), "{it} may list pictures: name the folder that holds the pictures"),

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from stages.text_to_image.images.roots import Root
-from stages.text_to_image.imaging import references
+from stages.text_to_image.imaging import packed, references
 
 Row = dict[str, Any]
 
@@ -108,6 +108,13 @@ def describe(rows: Iterable[Row]) -> Iterator[str]:
     """
     groups: dict[tuple[Any, ...], int] = {}
     rows = list(rows)
+    inside = [row["path"] for row in rows if row["offset"] is not None and not row["rejected"]]
+    if inside:
+        files = sorted(
+            {str(next(p for p in PurePosixPath(path).parents if p.suffix.lower() in packed.SUFFIXES)) for path in inside}
+        )
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        yield f"{len(inside)} images inside {files[0]}{more}"
     for row in rows:
         if row["folder"] and not row["rejected"] and row["use"] != references.USE:
             key = tuple(row[name] for name in RULES)

@@ -6,14 +6,15 @@ import difflib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from stages.text_to_image.imaging import masks
+from stages.text_to_image.imaging import masks, packed
+from stages.text_to_image.imaging.decode import IMAGE_SUFFIXES
 
 Row = dict[str, Any]
 
-FILE_COLUMNS = ("path", "bytes", "mtime_ns", "inode")  # by these four values an unchanged file is recognised
+FILE_COLUMNS = ("path", "bytes", "mtime_ns", "inode", "offset")  # by these values an unchanged file is recognised
 
 # Files that lie beside images and describe them: they become no rows.
 # fmt: off
@@ -30,8 +31,8 @@ PROJECT_FOLDERS = frozenset({"tables", "weights", "exports"})
 
 @dataclass(frozen=True)
 class Listing:
-    """The content of an image folder. `files` has one dict of `path`, `bytes`, `mtime_ns` and `inode` per image file,
-    sorted by path. `masks` is the number of files that are masks of other images. They are left out of `files`.
+    """The content of an image folder. `files` has one dict of the columns `FILE_COLUMNS` per image, sorted by path.
+    `masks` is the number of files that are masks of other images. They are left out of `files`.
     """
 
     files: list[Row]
@@ -49,10 +50,25 @@ def scan(folder: Path, below: Sequence[str] = ("",)) -> Listing:
     if not folder.is_dir():
         raise ValueError(_no_folder(folder))
     entries = (entry for each in below for entry in _files_below(folder / each))
-    rows = [_file_row(folder, entry) for entry in entries if not _describes_others(Path(entry.name))]
+    rows = [row for entry in entries for row in _rows_of(folder, entry)]
     of_others = masks.which_are_masks(row["path"] for row in rows)
     files = [row for row in rows if row["path"] not in of_others]
     return Listing(sorted(files, key=lambda row: str(row["path"])), len(of_others))
+
+
+def _rows_of(folder: Path, entry: os.DirEntry[str]) -> list[Row]:
+    """Return the rows of one file: none for a file that describes others, one per image for a tar, Parquet or Arrow file, one for
+    any other file. Raises ValueError if a tar, Parquet or Arrow file is damaged.
+    """
+    name = Path(entry.name)
+    if name.suffix.lower() not in packed.SUFFIXES:
+        return [] if _describes_others(name) else [_file_row(folder, entry)]
+    whole = _file_row(folder, entry)
+    return [
+        whole | {"path": f"{whole['path']}/{inner}", "bytes": member.size, "offset": member.offset}
+        for inner, member in packed.members(Path(entry.path)).items()
+        if PurePosixPath(inner).suffix.lower() in IMAGE_SUFFIXES and not PurePosixPath(inner).name.startswith(".")
+    ]
 
 
 def _no_folder(folder: Path) -> str:
@@ -125,7 +141,7 @@ def _file_row(folder: Path, entry: os.DirEntry[str]) -> Row:
     path = path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     inode = status.st_ino & (2**63 - 1)  # as int64
     mtime_ns = max(-(2**63), min(2**63 - 1, status.st_mtime_ns))  # after the year 2262, an int64 has no room for it
-    return {"path": path, "bytes": status.st_size, "mtime_ns": mtime_ns, "inode": inode}
+    return {"path": path, "bytes": status.st_size, "mtime_ns": mtime_ns, "inode": inode, "offset": None}
 
 
 def _describes_others(name: Path) -> bool:

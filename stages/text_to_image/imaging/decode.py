@@ -7,6 +7,7 @@ number of threads may decode.
 from __future__ import annotations
 
 import functools
+import io
 import struct
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import BinaryIO
 
 from PIL import Image, UnidentifiedImageError
 
+from stages.text_to_image.imaging import packed
 from stages.text_to_image.imaging.colour import RangeError, check_range, composite, eight_bit, parse_colour, to_srgb
 from stages.text_to_image.imaging.truncation import is_truncated, peek
 from stages.untrusted import open_regular
@@ -52,6 +54,16 @@ TRUNCATION_WORDS = (
     "broken data stream",
     "premature",
 )
+
+
+# Files with these suffixes, or without any suffix, are opened whatever they hold. Other suffixes are rejected unopened:
+# a camera's raw file would be taken for a TIFF file and give only its thumbnail.
+# fmt: off
+IMAGE_SUFFIXES = frozenset({
+    ".apng", ".avif", ".avifs", ".bmp", ".dib", ".gif", ".heic", ".heif", ".hif", ".j2k", ".jfif", ".jp2", ".jpe", ".jpeg",
+    ".jpg", ".jpx", ".mpo", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".qoi", ".tif", ".tiff", ".webp",
+})
+# fmt: on
 
 
 class ImageError(ValueError):
@@ -156,6 +168,11 @@ def _decoded(file: Path | BinaryIO, max_pixels: int, at_least: int | None = None
 
 @contextmanager
 def _opened(file: Path | BinaryIO) -> Iterator[BinaryIO]:
+    if isinstance(file, Path) and packed.split(file):
+        try:
+            file = io.BytesIO(packed.read_member(file))
+        except ValueError as error:
+            raise ImageError("unreadable", str(error)) from None
     if not isinstance(file, Path):
         yield file
         return

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from stages.text_to_image.imaging import masks
+from stages.text_to_image.imaging import masks, packed
 from stages.text_to_image.imaging.decode import CEILING_BYTES, ImageError, open_alpha, open_image, pixel_count
 from stages.text_to_image.imaging.room import ROOM
 from stages.text_to_image.latents.mask_ids import ALPHA
@@ -111,7 +111,7 @@ def _read_unchanged(path: Path, sha256: str) -> bytes:
     of its bytes is not `sha256` (hex digits).
     """
     try:
-        data = read_bytes(path, CEILING_BYTES)
+        data = packed.read_member(path) if packed.split(path) else read_bytes(path, CEILING_BYTES)
     except ValueError as error:
         raise FileChanged(str(error)) from error
     if hashlib.sha256(data).hexdigest() != sha256:

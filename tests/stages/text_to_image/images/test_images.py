@@ -93,7 +93,7 @@ def test_a_usable_image_is_a_row_with_its_content_and_size(project):
         "frames": 1,
         "rejected": None,
         "detail": "",
-        **dict.fromkeys(("folder", "use", "repeats", "weight", "trigger", "concept", "reference_of", "reference")),
+        **dict.fromkeys(("folder", "use", "repeats", "weight", "trigger", "concept", "reference_of", "reference", "offset")),
     }
 
 

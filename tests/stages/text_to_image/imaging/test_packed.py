@@ -1,0 +1,148 @@
+"""Images inside tars, Parquet files and Arrow files: the same rows and latents as those of a folder."""
+
+from __future__ import annotations
+
+import io
+import json
+import resource
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from pipeline import runner
+from pipeline.project.project import Project
+from tests import projects
+
+pytestmark = pytest.mark.slow
+
+SIZE = (96, 80)
+KINDS = ("tar", "parquet", "arrow")
+
+
+def pictures(count: int) -> dict[str, bytes]:
+    """Small different pictures, as the bytes of PNG files by name."""
+    found = {}
+    for n in range(count):
+        pixels = np.random.default_rng(n).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(pixels).resize(SIZE, Image.Resampling.BILINEAR).save(file, "PNG", compress_level=1)
+        found[f"{n:06d}.png"] = file.getvalue()
+    return found
+
+
+def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    tar.addfile(info, io.BytesIO(data))
+
+
+def pack(folder: Path, kind: str, images: dict[str, bytes], text: str = "a thing {}") -> None:
+    """Write the pictures with captions as a WebDataset tar, a Parquet file, or an Arrow file of `save_to_disk`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if kind == "tar":
+        with tarfile.open(folder / "train-000.tar", "w") as tar:
+            for n, (name, data) in enumerate(images.items()):
+                add(tar, name, data)
+                if n % 2:
+                    add(tar, name.replace(".png", ".txt"), text.format(n).encode())
+                else:
+                    add(tar, name.replace(".png", ".json"), json.dumps({"caption": text.format(n), "width": 3}).encode())
+        return
+    values = [{"bytes": data, "path": name} for name, data in images.items()]
+    table = pa.table({"image": values, "text": [text.format(n) for n in range(len(values))], "label": [0] * len(values)})
+    if kind == "parquet":
+        pq.write_table(table, folder / "train-00000-of-00001.parquet", row_group_size=100)
+        return
+    with pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=100)
+    (folder / "state.json").write_text("{}")
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def made(folder: Path, weights: Path, kind: str, images: dict[str, bytes]) -> Path:
+    """A project whose images are packed, or lie in a folder."""
+    projects.make(folder, weights, images=0)
+    if kind != "folder":
+        pack(folder / "images", kind, images)
+        return folder
+    for n, (name, data) in enumerate(images.items()):
+        (folder / "images" / name).write_bytes(data)
+        (folder / "images" / name).with_suffix(".txt").write_text(f"a thing {n}")
+    return folder
+
+
+def build(folder: Path, *names: str) -> list[str]:
+    console = projects.Silent()
+    for name in names:
+        runner.run(Project(folder), name, console)
+    return console.lines
+
+
+def test_packed_images_have_the_captions_and_the_latents_of_the_folder_to_the_byte(tmp_path: Path, tiny_weights: Path) -> None:
+    images = pictures(5)
+    stages = ("images", "captions", "checks", "buckets", "latents", "embeddings", "train")
+    found = {}
+    for kind in ("folder", *KINDS):
+        folder = made(tmp_path / kind, tiny_weights, kind, images)
+        lines = build(folder, *stages)
+        latents = projects.content(folder, "latents").drop_columns(["mean"]).sort_by("latent_id")
+        rows = Project(folder).current("captions").rows().to_pylist()
+        texts = sorted((row["image_id"], row["text"]) for row in rows if row["role"] == "caption")
+        found[kind] = latents, texts
+        inside = [row for row in Project(folder).current("images").rows().to_pylist() if row["offset"] is not None]
+        assert len(inside) == (0 if kind == "folder" else 5)
+        assert kind == "folder" or any(line.startswith("5 images inside ") for line in lines)
+    for kind in KINDS:
+        assert found[kind][0].equals(found["folder"][0]) and found[kind][1] == found["folder"][1], kind
+
+
+def test_a_changed_tar_is_read_again_and_an_unchanged_one_is_not(tmp_path: Path, tiny_weights: Path) -> None:
+    folder = made(tmp_path / "project", tiny_weights, "tar", pictures(3))
+    build(folder, "images")
+    assert projects.written(projects.build(folder, "images")) == {"images": 0}
+    pack(folder / "images", "tar", pictures(4))
+    assert projects.written(projects.build(folder, "images")) == {"images": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("cut.tar", b"\0" * 100 + b"x" * 2000, r"cut\.tar cannot be read: .*copy it again"),
+        ("cut.parquet", b"PAR1 and no more", r"cut\.parquet cannot be read: "),
+        ("cut.arrow", b"ARROW1 and no more", r"cut\.arrow cannot be read: "),
+    ],
+)
+def test_a_damaged_file_is_one_line(tmp_path: Path, tiny_weights: Path, name: str, data: bytes, said: str) -> None:
+    folder = projects.make(tmp_path / "project", tiny_weights, images=1)
+    (folder / "images" / name).write_bytes(data)
+    with pytest.raises(ValueError, match=said) as error:
+        build(folder, "images")
+    assert "\n" not in str(error.value)
+
+
+def test_a_table_without_images_is_no_image_and_a_wrong_caption_column_is_named(tmp_path: Path, tiny_weights: Path) -> None:
+    folder = made(tmp_path / "project", tiny_weights, "parquet", pictures(2))
+    pq.write_table(pa.table({"file_name": ["a.png"], "text": ["a"]}), folder / "images" / "metadata.parquet")
+    projects.edit(folder, "[captions]", '[captions]\ncaption_column = "label_text"')
+    build(folder, "images")
+    with pytest.raises(ValueError, match=r"captions\.caption_column must be a column of .*parquet, such as image, text, label"):
+        build(folder, "captions")
+
+
+@pytest.mark.proof("10,000 images in a tar, a Parquet and an Arrow file: flat memory, a rescan in seconds")
+def test_the_memory_of_reading_does_not_grow_with_the_number_of_images(tmp_path: Path, tiny_weights: Path, cases) -> None:
+    few, many = cases((200, 600), (1000, 10_000))
+    for kind in KINDS:
+        peaks = []
+        for count in (few, many):
+            folder = made(tmp_path / f"{kind}{count}", tiny_weights, kind, pictures(count))
+            before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+            projects.latentmill(folder, "run", "images")
+            peaks.append(max(before, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
+            assert Project(folder).current("images").rows().num_rows == count
+        assert peaks[1] < 1.3 * peaks[0], (kind, peaks)
