@@ -68,8 +68,8 @@ def read_member(path: Path) -> bytes:
 
 def texts(file: Path, column: str = "") -> dict[str, tuple[str, str]]:
     """Return the captions in a tar, Parquet or Arrow file: name of the image -> (caption, place). The place is "row 7" in
-    a table, or the name of a file in a tar. `column` is the column, or the key of a JSON file, that holds captions; "" takes text, caption or
-    prompt. Raises ValueError if a table has images and no column `column`.
+    a table, or the name of a file in a tar. `column` is the column, or the key of a JSON file, that holds captions; ""
+    takes text, caption or prompt. Raises ValueError if a table with images has no column `column`.
     """
     status = file.stat()
     return _texts(file, column, status.st_size, status.st_mtime_ns)
