@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from stages.models.family import Family
 from stages.pipelines import Option, Template
 from stages.settings import toml_string
 from stages.text_to_image.concepts import concept_folders
 from stages.text_to_image.families import family as family_record
+from stages.text_to_image.presets import PRESETS, Settings
 
 TEXT = """\
 # A latentmill project. Every setting has a default; `latentmill status` tells what each table would cost to rebuild.
@@ -30,7 +31,8 @@ preview_prompts = [{preview}]
 {sections}
 """
 # Section -> setting -> its first value and a remark. A family's own first values replace them.
-BEGIN: Mapping[str, Mapping[str, tuple[Any, str]]] = {
+SECTIONS = ("buckets", "latents", "embeddings", "train", "train.data", "samples")
+BEGIN: Settings = {
     "buckets": {"resolutions": ((512, 768), "add 1024 for the last bit of detail, if it fits")},
     "embeddings": {},
     "train": {
@@ -44,8 +46,8 @@ BEGIN: Mapping[str, Mapping[str, tuple[Any, str]]] = {
 
 def project_toml(options: Mapping[str, str]) -> str:
     """Return the text of project.toml for a new project. `options` maps the options of `latentmill init` to their values.
-    The options are `images`, `family`, `weights` and `trigger`. Raises ValueError if there is no family of that name, or if
-    a file of concepts cannot be read.
+    The options are `images`, `family`, `weights`, `trigger` and `preset`. Raises ValueError if there is no family or preset
+    of that name, or if a file of concepts cannot be read.
     """
     record = family_record(options["family"])
     trigger = options["trigger"]
@@ -57,7 +59,7 @@ def project_toml(options: Mapping[str, str]) -> str:
         template=toml_string("{trigger}, {caption}" if trigger else "{caption}"),
         preview=toml_string(f"a photo of {trigger}" if trigger else "a photo"),
         source=record.source,
-        sections=toml_sections(record),
+        sections=toml_sections(record, preset_settings(options.get("preset", ""), trigger)),
     )
 
 
@@ -68,13 +70,29 @@ def _images(images: str) -> str:
     return f"[images]\nfolder = {toml_string(images)}  # only read, never written"
 
 
-def toml_sections(record: Family) -> str:
-    """Return the sections [buckets], [embeddings], [train] and [samples] of a new project.toml as TOML text. They hold
-    the first values of some settings. `record` is the model family. Its own values, `record.begin`, replace the usual
-    values. A section without settings is left out.
+def preset_settings(name: str, trigger: str) -> Settings:
+    """Return the first settings of a new project: the usual ones, replaced by those of the preset `name` ("" for none).
+    `trigger` is the trigger word; without one, no setting refers to it. Raises ValueError if there is no such preset.
+    """
+    if name and name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, 1)
+        hint = f'; did you mean "{near[0]}"?' if near else ""
+        raise ValueError(f'--preset must be one of {", ".join(PRESETS)}, got "{name}"{hint}')
+    preset = PRESETS.get(name, {})
+    order = dict.fromkeys([*BEGIN, *preset])
+    found = {section: {**BEGIN.get(section, {}), **preset.get(section, {})} for section in sorted(order, key=SECTIONS.index)}
+    if not trigger and "dropped" in found.get("train.data", {}):
+        del found["train.data"]
+    return found
+
+
+def toml_sections(record: Family, settings: Settings = BEGIN) -> str:
+    """Return sections of a new project.toml, such as [buckets] and [train], as TOML text. They hold the first values of
+    some settings. `record` is the model family. Its own values, `record.begin`, replace those of `settings`. A section
+    without settings is left out.
     """
     parts = []
-    for section, usual in BEGIN.items():
+    for section, usual in settings.items():
         own = {name: (value, "") for name, value in record.begin.get(section, {}).items()}
         lines = [f"[{section}]"]
         for name, (value, remark) in {**usual, **own}.items():
@@ -88,6 +106,7 @@ TEMPLATE = Template(
         Option("images", "The folder of images, or OneTrainer's concepts.json; only read.", default=None, kind="folder or file"),
         Option("family", "The model family; `latentmill families` lists them.", default="klein-base-4b"),
         Option("weights", "A folder or a hub id; empty: the family's own.", kind="folder or text"),
+        Option("preset", "What is trained: subject, character, style or edit; empty: the usual settings."),
         Option("trigger", "A word that stands for your subject; it is put before every caption."),
     ),
     write=project_toml,

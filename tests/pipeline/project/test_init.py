@@ -12,6 +12,7 @@ from pipeline.project.project import Project
 from stages.pipelines import Option, Template
 from stages.text_to_image import PIPELINE
 from stages.text_to_image.families import FAMILIES, family
+from stages.text_to_image.presets import PRESETS
 from tests.projects import draw
 
 
@@ -40,6 +41,22 @@ def test_a_new_project_has_its_familys_own_settings_and_the_usual_ones_for_the_r
     own = family(name).begin.get("train", {})
     assert sections["train"].steps == own.get("steps", 1500)
     assert sections["samples"].checkpoints == "all"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_writes_its_settings_with_their_reasons_into_a_project_that_can_be_opened(tmp_path, images, preset):
+    for trigger in ("", "ohwx"):
+        folder = tmp_path / f"{preset}{trigger}"
+        new_project(folder, {"images": str(images), "family": "klein-base-4b", "preset": preset, "trigger": trigger})
+        text, sections = (folder / "project.toml").read_text(), Project(folder).config.sections
+        for section, settings in PRESETS[preset].items():
+            first, *inner = section.split(".")
+            holder = getattr(sections[first], inner[0]) if inner else sections[first]
+            for name, (value, reason) in settings.items():
+                if trigger or name != "dropped":
+                    assert getattr(holder, name) == value and reason in text
+    with pytest.raises(ValueError, match=r'--preset must be one of .*, got "stile"; did you mean "style"'):
+        new_project(tmp_path / "other", {"images": str(images), "family": "micro", "preset": "stile"})
 
 
 def test_a_family_trained_on_small_pictures_begins_with_small_pictures():
