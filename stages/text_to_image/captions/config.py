@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from stages.settings import selects, setting
+from stages.settings import check_bounds, selects, setting
 from stages.text_to_image.caption_files.lookup import CaptionSources
 from stages.text_to_image.captions.template import check_placeholders
 
@@ -38,6 +39,19 @@ class CaptionsConfig:
         "text that is trained with, made of {caption} and {trigger}; without {caption}, all images get the same text; a caption "
         "that has the trigger is not given it twice",
     )
+    replace: Mapping[str, str] | None = setting(
+        None, 'words to replace in captions, in this order: {"cat" = "ohwx cat"}; "" removes them', unrecorded=(None, {})
+    )
+    drop: tuple[str, ...] = setting(
+        (), 'parts of comma lists to leave out, such as ["watermark"]; capitals do not matter', unrecorded=((),)
+    )
+    shuffle: int = setting(
+        0,
+        "orders of the parts of a comma list that are trained, each as a caption; 0: as written",
+        bounds=(0, 100),
+        unrecorded=(0,),
+    )
+    keep: int = setting(1, "shuffle: parts at the beginning that stay where they are", bounds=(0, 1000), unrecorded=(1,))
     trigger: str = setting("", "word that the adapter is called with; replaces {trigger} in the template and in preview prompts")
     missing: Literal["error", "empty", "trigger", "filename", "skip"] = setting(
         "error", "what an image without a caption gets: an error (it is usually a mistake), empty, trigger, filename or skip"
@@ -50,6 +64,9 @@ class CaptionsConfig:
     preview_prompts: tuple[str, ...] = selects((), "prompts that the stage samples draws images for")
 
     def __post_init__(self) -> None:
+        check_bounds(self)
+        if "" in (self.replace or {}):
+            raise ValueError('replace must name the words to replace, such as {"cat" = "ohwx cat"}, got ""')
         check_placeholders("template", self.template, ("caption", "trigger"))
         for prompt in self.preview_prompts:
             check_placeholders("preview_prompts", prompt, ("trigger",))

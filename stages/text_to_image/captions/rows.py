@@ -14,6 +14,7 @@ from stages.text_to_image.caption_files.text import Caption, first_names
 from stages.text_to_image.captions.config import CaptionsConfig
 from stages.text_to_image.captions.edits import apply_edits
 from stages.text_to_image.captions.notes import describe_sources, describe_triggers, other_captions
+from stages.text_to_image.captions.operations import operate
 from stages.text_to_image.captions.subjects import Subject, subjects_of
 from stages.text_to_image.captions.template import FOREIGN, Filled
 
@@ -41,7 +42,8 @@ def caption_rows(
     rows, filled = [], []
     for image_id, captions in found.items():
         subject = subjects[image_id]
-        texts = [(subject.fill(config, each), each) for each in captions] or _substitutes(subject, config)
+        changed = operate(captions, config, image_id)
+        texts = [(subject.fill(config, each), each) for each in changed] or _substitutes(subject, config)
         rows += _image_rows(image_id, texts)
         filled += texts
     _check_foreign(found, subjects)

@@ -1,0 +1,36 @@
+"""What is changed in captions before the template is applied: words replaced, parts dropped, comma lists shuffled."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from stages.text_to_image.caption_files.text import Caption
+from stages.text_to_image.captions.config import CaptionsConfig
+from stages.tuner import draws
+
+
+def operate(captions: Iterable[Caption], config: CaptionsConfig, image_id: str) -> list[Caption]:
+    """Return the captions of one image after the operations that `config` asks for. `image_id` names the image. With
+    `config.shuffle` = n, each caption gives n captions with its parts in another order. An order depends only on the image,
+    the position of the caption and the number of the order.
+    """
+    found = []
+    for position, caption in enumerate(captions):
+        text = caption.text
+        for word, other in (config.replace or {}).items():
+            text = text.replace(word, other)
+        if config.drop or config.shuffle:
+            unwanted = {part.strip().casefold() for part in config.drop}
+            parts = [part.strip() for part in text.split(",")]
+            parts = [part for part in parts if part and part.casefold() not in unwanted]
+            orders = [_shuffled(parts, config.keep, f"{image_id} {position} {n}") for n in range(config.shuffle)] or [parts]
+            found += [dataclasses.replace(caption, text=", ".join(order)) for order in orders]
+        else:
+            found.append(dataclasses.replace(caption, text=text))
+    return found
+
+
+def _shuffled(parts: list[str], keep: int, name: str) -> list[str]:
+    head, tail = parts[:keep], parts[keep:]
+    return head + [tail[at] for at in draws.permutation(len(tail), 0, f"caption {name}")]
