@@ -27,7 +27,9 @@ left join ({DRAWN}) as drawn on rejected is null and images.image_id = drawn.ima
 left join ({CROPPED}) as cropped on rejected is null and images.image_id = cropped.image_id
 left join hurting using (path, draws)
 left join checks on rejected is null and images.image_id = checks.image_id
-left join (select image_id, min(path) as path from images where rejected is null group by image_id) as original
+left join (
+    select image_id, min(path) as path from images where rejected is null and use is distinct from 'reference' group by image_id
+) as original
     on original.image_id = duplicate_of
 """,
             {
@@ -66,7 +68,9 @@ CAPTIONS = Page(
             """
 select captions.image_id || ':' || position as key, path as name, text, 'image_folder/' || path as picture,
     source = 'edit' as edited
-from captions join (select image_id, min(path) as path from images where rejected is null group by image_id) using (image_id)
+from captions join (
+    select image_id, min(path) as path from images where rejected is null and use is distinct from 'reference' group by image_id
+) using (image_id)
 where role = 'caption' order by path, position
 """,
             "stages.text_to_image.captions.edits:write_edits",

@@ -5,7 +5,7 @@ from stages.pipelines import Panel, View
 # An image counts as unused once, at the first table where it drops out. It is used if one of its buckets or crops is trained.
 UNUSED = View(
     """
-with usable as (select path, image_id from images where rejected is null),
+with usable as (select path, image_id from images where rejected is null and use is distinct from 'reference'),
 dropped(place, stage, image_id, reason) as (
     select 2, 'captions', image_id, 'no caption' from usable
     where (select built from tables where stage = 'captions')
@@ -19,6 +19,9 @@ dropped(place, stage, image_id, reason) as (
 )
 select path, image_id, 'images' as stage, rejected || case when detail = '' then '' else ': ' || detail end as reason
 from images where rejected is not null
+union all
+select path, image_id, 'images', 'a reference, but no image has its name' from images
+where use = 'reference' and reference_of is null
 union all
 select path, image_id, arg_min(stage, place), arg_min(reason, place)
 from usable join dropped using (image_id) group by path, image_id
@@ -56,7 +59,9 @@ per_image as (
     from time group by image_id
 )
 select path, image_id, draws, exp(excess) as times_expected, excess, excess_error, raw_loss
-from per_image join (select image_id, min(path) as path from images where rejected is null group by image_id) using (image_id)
+from per_image join (
+    select image_id, min(path) as path from images where rejected is null and use is distinct from 'reference' group by image_id
+) using (image_id)
 order by excess desc
 """,
     "images by their loss, corrected for noise level and step. times_expected = exp(excess); excess is the mean over the "
@@ -68,7 +73,9 @@ TRAINED = View(
     """
 select train.*, file.path, buckets.resolution, words.text
 from train
-left join (select image_id, min(path) as path from images where rejected is null group by image_id) as file using (image_id)
+left join (
+    select image_id, min(path) as path from images where rejected is null and use is distinct from 'reference' group by image_id
+) as file using (image_id)
 left join latents using (latent_id)
 left join buckets on buckets.rejected is null and latents.image_id = buckets.image_id and latents.width = buckets.width
     and latents.height = buckets.height and latents.crop_x = buckets.crop_x and latents.crop_y = buckets.crop_y
