@@ -11,6 +11,7 @@ from PIL import Image
 
 from pipeline import runner
 from pipeline.api import Project
+from pipeline.commands.query import answer
 from tests import projects
 
 pytestmark = pytest.mark.slow
@@ -55,7 +56,7 @@ def test_references_are_recognised_trained_with_and_shown_in_the_tables(paired: 
     names = {row["image_id"]: path for path, row in images.items() if not row["use"]}
     assert set(trained.items()) <= {(i, int(name != "picture3.png")) for i, name in names.items()}
     assert max(trained.values()) == 1
-    unused = Project(paired).query("select path, reason from unused").to_pylist()
+    unused = answer(Project(paired), "select path, reason from unused").to_pylist()
     assert unused == [{"path": "control/stranger.png", "reason": "a reference, but no image has its name"}]
 
 
