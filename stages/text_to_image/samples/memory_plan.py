@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,19 @@ class DrawingMemory:
 
 
 def drawing_memory(
-    family: Family, weights: Path | None, packed: Packed, precision: str, size: tuple[int, int], passes: int, adapter: int = 0
+    family: Family,
+    weights: Path | None,
+    packed: Packed,
+    precision: str,
+    size: tuple[int, int],
+    passes: int,
+    adapter: int = 0,
+    references: Sequence[tuple[int, int]] = (),
 ) -> DrawingMemory:
     """Estimate the memory of one denoising step of a preview, from array shapes alone. `weights` is the path of the
     transformer. If it is None, the sizes of `family` are used. `packed` holds the bits of a weight. `size` is (width,
     height) in pixels. `passes` is the number of prompts per step, 1 or 2. `adapter` is the size of the adapter in
-    bytes.
+    bytes. `references` has the (height, width) of each reference's latent.
     """
     architecture, dtype = family.architecture, getattr(mx, precision)
     sizes: Any = architecture.transformer_config(weights, family)
@@ -58,12 +66,13 @@ def drawing_memory(
     meta_model = architecture.meta_transformer(sizes, dtype)
     stored = planner.stored_bytes(meta_model.blocks, shapes, dtype.size) if packed.stream_blocks else ()
     grid = size[1] // architecture.pixels_per_token, size[0] // architecture.pixels_per_token
-    together = passes if grid[0] * grid[1] <= architecture.guided_together else 1
-    rows = grid[0] * grid[1] + family.text_tokens
+    tokens = sum(each[0] * each[1] for each in (grid, *references))
+    together = passes if tokens <= architecture.guided_together else 1
+    rows = tokens + family.text_tokens
     q_BHSK = mx.zeros((together, sizes.num_attention_heads, rows, sizes.attention_head_dim), dtype)
     found = planner.estimate(
         meta_model,
-        architecture.zero_inputs(sizes, together, grid, family.text_tokens),
+        architecture.zero_inputs(sizes, together, grid, family.text_tokens, references),
         planner.weight_bytes(shapes.values(), dtype.size) - sum(stored),
         [],
         0,

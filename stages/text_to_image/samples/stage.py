@@ -135,7 +135,7 @@ def draw_latents(
     """
     if not rows:
         return
-    sampler = ctx.reuse(f"sampler {source.adapter_id}", lambda: sampler_for(ctx, source))
+    sampler = ctx.reuse(f"sampler {source.adapter_id}", lambda: sampler_for(ctx, source, references))
     for row in rows:
         started = time.perf_counter()
         text_1TJ = read_embedding(ctx, row["caption_id"])
@@ -149,16 +149,17 @@ def draw_latents(
             return
 
 
-def sampler_for(ctx: StageContext, source: SampleSource) -> LatentSampler:
+def sampler_for(ctx: StageContext, source: SampleSource, references: Sequence[mx.array] = ()) -> LatentSampler:
     """Load the model of `source`, and return a sampler that draws latents with it. A latent is an image before it is
     decoded. The model is the base transformer, plus an adapter if `source` has one. Settings such as the number of
-    steps come from the section [samples]. Raises ValueError if the adapter's file is damaged or belongs to another
-    transformer.
+    steps come from the section [samples]. `references` are latents of reference images. Raises ValueError if the
+    adapter's file is damaged or belongs to another transformer.
     """
     config, family, file = ctx.config, ctx.need("family"), source.adapter_file()
     size, dtype = (config.width, config.height), DTYPES[config.precision]
     adapter = file.stat().st_size * dtype.size // 4 if file else 0  # stored as float32
-    memory = drawing_memory(family, ctx.need("transformer"), config, config.precision, size, passes(config, family), adapter)
+    shown, both = [(each.shape[2], each.shape[3]) for each in references], passes(config, family)
+    memory = drawing_memory(family, ctx.need("transformer"), config, config.precision, size, both, adapter, shown)
     return load_sampler(
         f"samples: {source.label}",
         ctx.need("transformer"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from schemas.text_to_image.images import IMAGES
 from stages.forecast import Forecast, Outlook
 from stages.text_to_image.sizes import largest_image
 from stages.text_to_image.train.config import TrainConfig
@@ -18,6 +21,9 @@ def forecast(outlook: Outlook) -> Forecast:
     family, architecture = outlook.family, outlook.family.architecture
     width, height = largest_image(outlook)
     batch = BatchShape(config.batch_size, width, height, family.text_tokens, architecture.pixels_per_token)
+    images = outlook.rows(IMAGES)
+    shown = max((row["reference"] or 0 for row in images.to_pylist()), default=0) if images is not None else 0
+    batch = replace(batch, references=(batch.grid,) * shown)  # none is larger than the largest image
     estimator = MemoryEstimator(config, architecture, architecture.transformer_config(outlook.weights("transformer"), family))
     budget = min(outlook.budget, memory_budget(config.memory_gb)) if config.memory_gb else outlook.budget
     found = estimator.best(batch, budget)
