@@ -11,7 +11,7 @@ PRESETS: Mapping[str, Settings] = {
     "subject": {
         "buckets": {"resolutions": ((512, 768), "add 1024 for the last bit of detail, if it fits")},
         "train": {
-            "steps": (1000, "10 to 30 pictures of one thing: it is learnt early, and later steps copy the pictures"),
+            "steps": (1000, "10 to 30 pictures of one thing: it is learned early, and later steps copy the pictures"),
             "checkpoint_every": (100, "compare the checkpoints: the best one is rarely the last"),
         },
         "train.data": {"dropped": ("trigger", "the trigger alone should be enough to call the subject")},

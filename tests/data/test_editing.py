@@ -119,6 +119,6 @@ def test_a_run_learns_to_paint_the_background_as_the_reference_shows(tmp_path: P
     steps = cases(0, 300)
     if not steps:
         pytest.skip("takes minutes; make prove runs it")
-    learnt = score(project(tmp_path / "learns"), f"train.steps={steps}")
+    learned = score(project(tmp_path / "learns"), f"train.steps={steps}")
     still = score(project(tmp_path / "still"), "train.lr=1e-12", "train.steps=2")
-    assert learnt >= 0.85 and still <= 0.7, (learnt, still)
+    assert learned >= 0.85 and still <= 0.7, (learned, still)

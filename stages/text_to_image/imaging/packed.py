@@ -192,7 +192,11 @@ def _names(file: Path) -> tuple[Any, list[str | None]]:
     kind = schema.field(column).type
     if not pa.types.is_struct(kind) or kind.get_field_index("path") < 0:
         return schema, [None] * rows
-    values = pq.read_table(file, columns=[f"{column}.path"])[column] if parquet else table[column]
+    if parquet:
+        with pq.ParquetFile(file) as opened:
+            values = opened.read(columns=[f"{column}.path"])[column]
+    else:
+        values = table[column]
     return schema, pc.struct_field(values, "path").to_pylist()
 
 
