@@ -68,14 +68,16 @@ def connected(settings: ProjectConfig) -> Iterator[None]:
 
 def worker_needs(peak: int | None) -> dict[str, float]:
     """Return the resources of the cluster that one worker takes, by Ray's names. `peak` is the memory that its model needs in
-    bytes, or None if it loads no model. A worker with a model takes a whole GPU where the cluster has GPUs, and its memory
-    otherwise.
+    bytes, 0 if that is not known, or None if it loads no model. A worker with a model takes a whole GPU where the cluster has
+    GPUs, and its memory otherwise.
     """
     held = ray.cluster_resources()
     device = next((name for name in DEVICES if held.get(name)), None)
     if peak is None:
         return {"CPU": 1}
-    return {"CPU": 1, device: 1} if device else {"CPU": 1, "memory": peak}
+    if device:
+        return {"CPU": 1, device: 1}
+    return {"CPU": 1, "memory": peak} if peak else {"CPU": 1}
 
 
 def actor_options(needs: Mapping[str, float]) -> dict[str, Any]:
@@ -139,13 +141,9 @@ def answers(references: Sequence[Any], stop: Callable[[], bool], say: Callable[[
     """Return the results of Ray calls, in order. Return None if the user asks to stop. While the cluster is busy with other
     programs, a line says so.
     """
-    waiting = list(references)
-    for number in range(1_000_000_000):
-        if stop():
-            return None
-        _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=WAIT_SECONDS if number == 0 else 0.5)
-        if not waiting:
-            return list(ray.get(list(references)))
-        if number == 0:
-            say(f"waiting for the Ray cluster: {len(waiting)} of {len(references)} workers have no room yet")
-    return None
+    _, waiting = ray.wait(list(references), num_returns=len(references), timeout=WAIT_SECONDS)
+    if waiting:
+        say(f"waiting for the Ray cluster: {len(waiting)} of {len(references)} workers have no room yet")
+    while waiting and not stop():
+        _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0.5)
+    return None if waiting or stop() else list(ray.get(list(references)))

@@ -72,9 +72,11 @@ class Worker:
         self.mirror = Mirror(Path(tempfile.gettempdir(), name))
 
     @_group("control")
-    def check(self, paths: list[Path], peak: int | None) -> Host:
-        """Return what this worker says about its machine. `paths` must exist on it. A model needs `peak` bytes, or is None."""
-        if version() != importlib.metadata.version("latentmill"):
+    def check(self, wanted: str, paths: list[Path], peak: int | None) -> Host:
+        """Return what this worker says about its machine. It must have latentmill in the version `wanted`, and the files
+        `paths`. `peak` is the memory in bytes that a model needs, or None without a model.
+        """
+        if version() != wanted:
             return Host(f"has latentmill {version()}; install the same version on every host")
         missing = next((path for path in paths if not path.exists()), None)
         if missing:
@@ -162,7 +164,7 @@ def compute(project: Project, name: str, ctx: StageContext) -> Iterator[Item]:
         workers = start_workers(count, needs, lasting)
         try:
             least = model_bytes(project, name, 0) if weighs else None
-            hosts = answers([worker.check.remote(paths, least) for worker in workers], ctx.stop, ctx.say)
+            hosts = answers([worker.check.remote(version(), paths, least) for worker in workers], ctx.stop, ctx.say)
             if hosts is None:
                 return
             check_hosts(hosts, sum(file.size for file in lasting or ()))
@@ -178,7 +180,9 @@ def compute(project: Project, name: str, ctx: StageContext) -> Iterator[Item]:
 
 
 def model_bytes(project: Project, name: str, budget: int | None = None) -> int:
-    """Return the memory in bytes that the stage `name` needs if it may take `budget` bytes (None: what this machine has)."""
+    """Return the memory in bytes that the stage `name` needs if it may take `budget` bytes (None: what this machine has). It is
+    0 if the stage has no forecast.
+    """
     found = forecast(project, name, outlook(project, budget))
     return found.peak if found else 0
 

@@ -10,7 +10,7 @@ import pytest
 ray = pytest.importorskip("ray", reason='needs Ray: pip install "latentmill[ray]"')
 from pipeline import ray_cluster  # noqa: E402
 from pipeline.ray_cluster import Host, check_hosts, room, worker_count, worker_needs  # noqa: E402
-from pipeline.ray_workers import end_workers, start_workers  # noqa: E402
+from pipeline.ray_workers import Worker, end_workers, start_workers, version  # noqa: E402
 
 GPUS = {"CPU": 4, "GPU": 2, "memory": 3e9}
 
@@ -38,8 +38,8 @@ def test_two_models_never_meet_on_one_device(cluster):
     assert lines == ["the Ray cluster has room for 2 workers, not for 3: each takes 1 CPU and 1 GPU"]
     workers = start_workers(3, needs)
     seen = [worker.__ray_call__.remote(lambda worker: os.environ["CUDA_VISIBLE_DEVICES"]) for worker in workers]
-    ready, waiting = ray.wait(seen, num_returns=3, timeout=10)
-    assert len(ready) == 2 and sorted(ray.get(ready)) == ["0", "1"], "the third waits"
+    ready, waiting = ray.wait(seen, num_returns=2)
+    assert sorted(ray.get(ready)) == ["0", "1"] and not ray.wait(waiting, timeout=2)[0], "the third waits"
     ray.kill(workers[seen.index(ready[0])])
     assert ray.get(waiting) == ray.get(ready[:1]), "until a device is free"
     end_workers(workers, shipped=False)
@@ -64,6 +64,19 @@ def test_a_cluster_without_room_for_one_worker_is_refused_in_one_line(monkeypatc
         "latents: a worker needs 1 CPU and 9.1 GB of memory of one machine of the Ray cluster; "
         "its machines have 4 CPU and 3 GB of memory"
     )
+
+
+def test_a_model_of_unknown_size_takes_no_memory_and_fits_a_machine_without_gpus(monkeypatch):
+    monkeypatch.setattr(ray_cluster.ray, "cluster_resources", lambda: {"CPU": 4.0, "memory": 3e9})
+    assert worker_needs(0) == {"CPU": 1} and worker_needs(5) == {"CPU": 1, "memory": 5}
+    assert room([{"Alive": True, "Resources": GPUS}], worker_needs(0)) == 4
+
+
+def test_a_worker_with_another_version_or_without_a_folder_says_so(tmp_path):
+    worker = Worker("worker", None)
+    assert worker.check("0.0.0", [], None).problem.startswith(f"has latentmill {version()}; install the same version")
+    assert worker.check(version(), [tmp_path, tmp_path / "no"], None).problem.startswith(f"does not see {tmp_path / 'no'};")
+    assert not worker.check(version(), [tmp_path], None).problem
 
 
 @pytest.mark.parametrize(
