@@ -93,7 +93,7 @@ class Worker:
         return dataclasses.replace(host, device=device())
 
     @_group("work")
-    def compute(self, unit: WorkUnit, files: list[ShippedFile]) -> Result:
+    def compute(self, unit: WorkUnit, files: Sequence[ShippedFile] = ()) -> Result:
         """Compute a work unit, and return its rows and artifacts. `files` travel with it. A unit that the user stops returns the
         rows so far.
         """
@@ -107,7 +107,7 @@ class Worker:
         result.peak = peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
         return result
 
-    def _placed(self, unit: WorkUnit, files: list[ShippedFile]) -> WorkUnit:
+    def _placed(self, unit: WorkUnit, files: Sequence[ShippedFile]) -> WorkUnit:
         """Return the unit with paths of this machine. Files that travelled with it are unpacked, those of other units removed."""
         if self.lasting is None:
             return unit
@@ -225,7 +225,8 @@ def results(workers: list[Any], units: Iterator[WorkUnit], ctx: StageContext, fi
 
     def give(worker: Any) -> None:
         if not ctx.stop() and (unit := next(units, None)):
-            under_way[worker.compute.remote(unit, files(unit))] = worker, unit.pending.num_rows
+            sent = files(unit)
+            under_way[worker.compute.remote(unit, *([sent] if sent else []))] = worker, unit.pending.num_rows
 
     for _ in range(AHEAD):
         for worker in workers:
