@@ -273,7 +273,7 @@ from": the number of workers at which the committing processes are the limit on 
 commit when the plan is played commit by commit, with the workers at most {COMMITS} commits ahead. "workers wait from": the
 number of rows in all tables from which the committing processes are the limit, as the indexes grow. What follows:
 
-- One committing process is the limit from a few GPUs on. A faster disk moves the limit until rewriting the index decides.
+- One committing process is the limit from one or a few GPUs on. A faster disk moves the limit until rewriting the index decides.
 - Then several tables by the first digits of the key, each with a committing process and a disk of its own, and a manifest
   that lists them. A key is a sha256, so the tables are equally large. This is not built: a project has one table for each
   stage and recipe.

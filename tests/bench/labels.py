@@ -78,6 +78,6 @@ def _command_buffers(row: Row) -> list[str]:
 
 def origin(row: Row) -> str:
     """Where a row was measured: chip, framework with version, date, commit."""
-    framework = "PyTorch" if row["backend"] == "torch" else "MLX"
+    framework = "PyTorch" if row.get("backend") == "torch" else "MLX"
     commit = f", commit {row['commit']}" if row.get("commit") else ""
     return f"{row['chip']}, {framework} {row['version']}, {row['date']}{commit}"

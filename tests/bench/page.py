@@ -1,7 +1,7 @@
 """The rows of the benchmark as a Markdown page: `python -m tests.bench.measure --table data/bench.jsonl`.
 
-The page has a table that compares one family with PyTorch, a table of training steps per family, and one for encoding and
-reading.
+The page has a table that compares one family with PyTorch, a table of training steps per family, one for encoding and
+reading, and the sections of `tests.bench.costs`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stages.tuner.blockwise.device import BUFFER_MB, BUFFER_VARIABLE
+from tests.bench.costs import KINDS, cost_sections
 from tests.bench.labels import Row, configuration, identity, name, number, origin, size
 
 PYTORCH = {1024: "PyTorch compiled+checkpoint", 512: "PyTorch compiled"}  # by width: the configuration to compare with
@@ -43,8 +44,9 @@ def page(rows: list[Row]) -> Iterator[str]:
         yield from comparison_table(run)
     for family in dict.fromkeys(row["family"] for row in training):
         yield from training_table(family, [row for row in training if row["family"] == family])
-    yield from encoding_table([row for row in good if row["kind"] != "train"])
-    yield from failures(rows)
+    yield from encoding_table([row for row in good if row["kind"] not in ("train", *KINDS) and "strip_mb" not in row])
+    yield from cost_sections(good)
+    yield from failures([row for row in rows if row["kind"] not in KINDS])
     yield "Machines, versions and commits:"
     yield ""
     yield from (f"- {where}" for where in sorted({origin(row) for row in good}))

@@ -93,6 +93,7 @@ def measure_encoder(case: Case) -> dict[str, Any]:
     """Time and memory of encoding or decoding one image with the autoencoder, or of encoding one caption."""
     import mlx.core as mx
 
+    from stages.models.flux2 import rows
     from stages.text_to_image.embeddings import EmbeddingsConfig
     from stages.text_to_image.embeddings.memory_plan import estimate
     from stages.text_to_image.families import family
@@ -110,13 +111,14 @@ def measure_encoder(case: Case) -> dict[str, Any]:
         given = (None, record, case.height, case.width, dtype.size, encodes)
         held, work = record.architecture.autoencoder_bytes(*given)
         peak, live = held + work, int(held + 1.5 * work)
+    strips = {} if case.kind == "text_encoder" else {"strip_mb": rows.strip_bytes() >> 20, "in_flight": rows.IN_FLIGHT}
     weights_gb = mx.get_active_memory() / 1e9
     mx.clear_cache()
     mx.reset_peak_memory()
     with live_memory_limit(live if case.memory_limited else None):
         times = time_steps(encoder.step, case.steps)
     sizes = {"peak_gb": mx.get_peak_memory(), "cache_gb": mx.get_cache_memory(), "estimated_gb": peak}
-    return times | {name: size / 1e9 for name, size in sizes.items()} | {"held_gb": weights_gb}
+    return times | {name: size / 1e9 for name, size in sizes.items()} | {"held_gb": weights_gb} | strips
 
 
 def measure_drawing(case: Case) -> dict[str, Any]:

@@ -18,7 +18,8 @@ def measure(family: str, px: int, megabytes: int, in_flight: int, steps: int, de
     from stages.text_to_image.families import family as record_of
     from tests.bench.encoders import Images, Latents
 
-    rows.STRIP_BYTES, rows.IN_FLIGHT = megabytes << 20, in_flight
+    rows.STRIP_BYTES = rows.GPU_STRIP_BYTES = megabytes << 20
+    rows.IN_FLIGHT = in_flight
     record = record_of(family)
     images = (Latents if decodes else Images)(record, (px, px), mx.float32)
     mx.clear_cache()

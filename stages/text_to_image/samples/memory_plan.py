@@ -27,11 +27,13 @@ PNG = 1.5  # bytes per pixel of a preview on disk, about
 @dataclass(frozen=True)
 class DrawingMemory:
     """The estimated memory of drawing previews, in bytes. `held` is the memory of the weights and the adapter. It stays
-    in use all the time. `block_work` is the largest additional memory while one block is computed.
+    in use all the time. `block_work` is the largest additional memory while one block is computed. `on_disk` is the size
+    of the weights that stay on disk with `stream_blocks`; they are not part of `held`.
     """
 
     held: int
     block_work: int
+    on_disk: int = 0
 
     @property
     def peak(self) -> int:
@@ -80,7 +82,7 @@ def drawing_memory(
         scores=attention.forward_score_bytes(q_BHSK),
         stored=stored,
     )
-    return DrawingMemory(found.weights + found.stored_work("blocks") + adapter, found.forward_peak)
+    return DrawingMemory(found.weights + found.stored_work("blocks") + adapter, found.forward_peak, sum(stored))
 
 
 def passes(config: SamplesConfig, family: Family) -> int:
@@ -89,9 +91,9 @@ def passes(config: SamplesConfig, family: Family) -> int:
     return 2 if family.real_cfg and guidance > 1 else 1
 
 
-def stage_peak(config: SamplesConfig, outlook: Outlook) -> tuple[int, str]:
-    """Return the estimated peak memory of the stage `samples` in bytes, and where it occurs. The stage draws preview
-    images. The second value is "drawing" or "decoding".
+def stage_drawing(config: SamplesConfig, outlook: Outlook) -> DrawingMemory:
+    """Return the estimated memory of the drawing in the stage `samples`. `outlook` holds the settings of training, which
+    give the size of the adapter, and the model family.
     """
     family, weights, size = outlook.family, outlook.weights("transformer"), (config.width, config.height)
     architecture = family.architecture
@@ -99,9 +101,16 @@ def stage_peak(config: SamplesConfig, outlook: Outlook) -> tuple[int, str]:
     targets = choose_targets(linears, outlook.sections["train"])
     values = sum(shape[0] * shape[-1] for target in targets for shape in target.shapes.values())
     adapter = values * getattr(mx, config.precision).size
-    drawing = drawing_memory(family, weights, config, config.precision, size, passes(config, family), adapter).peak
-    decoding = sum(architecture.autoencoder_bytes(outlook.weights("autoencoder"), family, config.height, config.width, 4, False))
-    return max((drawing, "drawing"), (decoding, "decoding"))
+    return drawing_memory(family, weights, config, config.precision, size, passes(config, family), adapter)
+
+
+def stage_peak(config: SamplesConfig, outlook: Outlook) -> tuple[int, str]:
+    """Return the estimated peak memory of the stage `samples` in bytes, and where it occurs. The stage draws preview
+    images. The second value is "drawing" or "decoding".
+    """
+    weights, family = outlook.weights("autoencoder"), outlook.family
+    decoding = sum(family.architecture.autoencoder_bytes(weights, family, config.height, config.width, 4, False))
+    return max((stage_drawing(config, outlook).peak, "drawing"), (decoding, "decoding"))
 
 
 def forecast(outlook: Outlook) -> Forecast:
@@ -118,7 +127,8 @@ def forecast(outlook: Outlook) -> Forecast:
     prompts = len(outlook.sections["captions"].preview_prompts)
     rows = None if checkpoints is None else (checkpoints + config.base) * prompts * len(config.seeds)
     advice = remedy(config, outlook) if peak > outlook.budget else ""
-    return Forecast(peak, int(PNG * config.width * config.height), rows, plan=size, remedy=advice)
+    files = stage_drawing(config, outlook).on_disk if config.stream_blocks else 0
+    return Forecast(peak, int(PNG * config.width * config.height), rows, files, size, advice)
 
 
 def remedy(config: SamplesConfig, outlook: Outlook) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +17,7 @@ import mlx.core as mx
 from stages.tuner.adapters import dora, full, lokr
 from stages.tuner.adapters.targets import Target
 from stages.tuner.blockwise.backprop import Chain, Plan, Tree, kept_blocks
+from stages.tuner.blockwise.device import blocks_in_flight
 from stages.tuner.quantize import CHUNK, GROUP, is_packable
 
 # Bytes per byte of a block's Linear inputs and outputs. Measured on a CPU, and on a GPU at full size (data/bench.jsonl).
@@ -61,11 +61,12 @@ class Estimate:
     def stored_work(self, plan: Plan) -> int:
         """Return the most bytes that weights read from disk take at the same time. `plan` says how many of the last
         blocks keep their activations: "whole" (all), "blocks" (one) or a number. The weights of these blocks are needed
-        together, while those of the block before them are in use. Otherwise, two blocks in a row have their weights in
-        memory.
+        together, while those of the blocks before them are in use. Otherwise, the blocks in flight and the next one
+        have their weights in memory: two blocks on a CPU, three on a GPU.
         """
-        head = self.blocks - kept_blocks(plan, self.blocks)
-        return max(sum(self.stored[max(head - 1, 0) :]), *(sum(pair) for pair in pairwise(self.stored)), 0)
+        ahead, head = blocks_in_flight(), self.blocks - kept_blocks(plan, self.blocks)
+        together = [self.stored[n : n + ahead + 1] for n in range(len(self.stored))]
+        return max(sum(self.stored[max(head - ahead, 0) :]), *(sum(each) for each in together), 0)
 
     def _kept_activations(self, plan: Plan) -> float:
         """Return the largest memory for block inputs, kept activations and gradients together during the backward pass,

@@ -95,3 +95,15 @@ def test_a_forecast_follows_from_settings_and_shapes_and_grows_with_the_size_of_
 
     assert peak(512) == peak(512)
     assert peak(1024) >= peak(512)
+
+
+def test_the_forecast_of_samples_counts_the_blocks_on_disk_and_not_in_memory() -> None:
+    sections = {one: PIPELINE.stage(one).config() for one in PIPELINE.stages}
+    found = PIPELINE.stage("samples").forecast
+    assert found is not None
+    kept, streamed = (
+        found(Outlook({**sections, "samples": SamplesConfig(base_bits=4, stream_blocks=on)}, family("klein-base-4b"), BUDGET))
+        for on in (False, True)
+    )
+    assert (kept.file_bytes, kept.row_bytes) == (0, streamed.row_bytes)
+    assert streamed.file_bytes > kept.peak - streamed.peak > 0.8 * streamed.file_bytes

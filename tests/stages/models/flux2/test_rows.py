@@ -36,15 +36,19 @@ def test_a_tiled_image_gives_the_latent_and_the_picture_of_an_untiled_one(model,
     assert mx.abs(model.decode(latent) - picture).max() < 1e-5
 
 
-def test_strips_follow_from_shapes_alone_and_a_small_image_is_one_strip():
+def test_strips_follow_from_shapes_and_are_larger_on_a_gpu_and_a_small_image_is_one_strip(monkeypatch):
     assert rows.strip_rows(256, 256, 128, 128) == 256
     assert rows.strip_rows(1024, 1024, 128, 128) == 64
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    assert rows.strip_rows(1024, 1024, 128, 128) == 256
     assert list(rows.windows(10, 4)) == [(0, 4), (4, 8), (8, 10)]
 
 
 @pytest.mark.parametrize("side", [512, 1024, 2048, 4096])
 @pytest.mark.parametrize("channels", [(3, 128), (128, 128), (128, 256), (256, 256), (512, 512)])
-def test_no_convolution_and_no_attention_exceeds_the_limit_of_one_kernel(side, channels):
+@pytest.mark.parametrize("device", [mx.cpu, mx.gpu], ids=["cpu", "gpu"])
+def test_no_convolution_and_no_attention_exceeds_the_limit_of_one_kernel(side, channels, device, monkeypatch):
+    monkeypatch.setattr(mx, "default_device", lambda: device)
     most = rows.strip_rows(side, side, *channels)
     assert kernels.product_flop(most * side, 9 * channels[0], channels[1]) <= kernels.LIMIT
     positions = (side // 8) ** 2

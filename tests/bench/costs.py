@@ -1,0 +1,97 @@
+"""Sections of the benchmark's page on what saves memory: its cost in time, and how far it changes results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tests.bench.labels import Row, origin
+
+KINDS = ("velocity", "latent", "picture", "exactness", "streaming")  # rows that only these sections show
+
+STREAMED = """\
+With `stream_blocks = true` every step reads each block's weights from disk twice, in the forward and in the backward pass. On
+the H200: `python -m tests.bench.measure --case`, median seconds of a step; the files had just been written. On the CPU:
+`python -m tests.bench.streaming`, median CPU seconds of a step, both ways in turns.
+"""
+STRIPS = """\
+`python -m tests.bench.strips`, float32 with MLX's defaults (TF32 on the H200). The autoencoder computes large images in strips of
+at most so many MB, and a GPU starts so many before the first is done. Estimated: the forecast of the peak for this size.
+"""
+DIFFERENCES = """\
+`python -m tests.bench.differences`. rms: root mean square of the difference; of: that of the exact values. Velocity: one forward
+pass of a transformer with random weights of true shapes, against bfloat16. Latent and picture (0 to 255): the bundled model
+`micro`, 20 steps, four prompts, two seeds, against its full weights. Exactness: a latent in float32 with MLX's defaults against
+one with `[latents] exact = true`, which is the default; commit bd63a66 encoded in strips of 32 MB.
+"""
+
+
+def cost_sections(rows: list[Row]) -> Iterator[str]:
+    """Yield the sections on streamed blocks, strips and differences, each only if it has rows."""
+    yield from streamed_section(rows)
+    yield from strips_section([row for row in rows if "strip_mb" in row])
+    yield from differences_section([row for row in rows if row["kind"] in KINDS and "rms" in row])
+
+
+def streamed_section(rows: list[Row]) -> Iterator[str]:
+    """Yield the section on frozen blocks on disk: a line for each pair of rows, one streamed and one in memory."""
+    training = [row for row in rows if row["kind"] in ("train", "streaming")]
+    pairs = [(row, in_memory(row, training)) for row in training if row.get("stream")]
+    yield from heading("Frozen blocks on disk (stream_blocks)", STREAMED, pairs)
+    yield from table("| | in memory | on disk | where |", (streamed_line(row, kept) for row, kept in pairs if kept))
+
+
+def in_memory(streamed: Row, rows: list[Row]) -> Row | None:
+    """Return the newest row with the same settings and machine whose blocks were in memory, or None."""
+    same = ("kind", "family", "bits", "px", "width", "height", "plan", "optimizer", "chip", "run")
+    found = [row for row in rows if not row.get("stream") and all(row.get(key) == streamed.get(key) for key in same)]
+    return found[-1] if found else None
+
+
+def streamed_line(streamed: Row, kept: Row) -> str:
+    """Format a line of the section on frozen blocks on disk."""
+    pixels = streamed.get("px") or streamed["width"]
+    return (
+        f"| {streamed['family']}, {pixels} px, {streamed['bits']} bits | {cost(kept)} | {cost(streamed)} | {origin(streamed)} |"
+    )
+
+
+def cost(row: Row) -> str:
+    """Format the time of a step, with the peak of memory where it was measured."""
+    return f"{row['cpu_s']:.3f} CPU s" if "cpu_s" in row else f"{row['s']:.3f} s, {row['peak_gb']:.2f} GB"
+
+
+def strips_section(rows: list[Row]) -> Iterator[str]:
+    """Yield the section on the strips of the autoencoder."""
+    yield from heading("Strips of the autoencoder", STRIPS, rows)
+    lines = (
+        f"| {row['kind']}, {row['width']} px | {row['strip_mb']} | {row['in_flight']} | {row['s']:.4f} | {row['peak_gb']:.2f} |"
+        f" {row['estimated_gb']:.2f} |"
+        for row in rows
+    )
+    yield from table("| | MB | in flight | s | GB | estimated GB |", lines)
+
+
+def differences_section(rows: list[Row]) -> Iterator[str]:
+    """Yield the section on the differences that fewer bits and inexact products make."""
+    yield from heading("What fewer bits and inexact products change", DIFFERENCES, rows)
+    yield from table("| | rms | of | share | largest | where |", (difference_line(row) for row in rows))
+
+
+def difference_line(row: Row) -> str:
+    """Format a line of the section on differences."""
+    how = f"{row['bits']} bits" if "bits" in row else f"{row['exact_s']:.3f} s exact, {row['default_s']:.3f} s by default"
+    numbers = " | ".join(f"{row[key]:.3g}" for key in ("rms", "of", "share", "most"))
+    return f"| {row['kind']}, {row['family']}, {row['px']} px, {how} | {numbers} | {origin(row)} |"
+
+
+def heading(title: str, text: str, rows: list) -> Iterator[str]:
+    """Yield a heading and the text below it; nothing if there are no rows."""
+    if rows:
+        yield from (f"## {title}", "", *text.splitlines(), "")
+
+
+def table(head: str, lines: Iterator[str]) -> Iterator[str]:
+    """Yield a table with `head` as its first line; nothing if there are no lines."""
+    found = list(lines)
+    if found:
+        yield from (head, "|" + "---|" * (head.count("|") - 1), *found, "")
