@@ -76,3 +76,14 @@ def test_a_ratio_never_spans_two_runs():
     assert both == comparison_section(run_with_pytorch("2", torch_s=0.1)) and any("2.50 / 1.10" in line for line in both)
     without_run = [row | {"run": ""} for row in run_with_pytorch("1")]
     assert not any(line.startswith("## Comparison") for line in page(without_run))
+
+
+def test_a_streamed_step_is_compared_with_the_step_in_memory_of_its_own_run_only():
+    row = asdict(Case(bits=4, memory_limited=True)) | GPU | {"buffer_mb": "200"}
+    kept = [row | {"run": run, "s": 0.1 * number, "peak_gb": 5.0} for number, run in enumerate("12", 1)]
+    read = row | {"stream": True, "run": "1", "s": 2.0, "peak_gb": 3.0}
+    line = (
+        "| klein-base-4b, 1024 px, 4 bits | 0.100 s, 5.00 GB | 2.000 s, 3.00 GB | NVIDIA X, MLX 1, 2026-01-01, commit abc1234 |"
+    )
+    assert line in list(page([*kept, read]))
+    assert not any("2.000 s, 3.00 GB" in each for each in page([kept[1], read]))

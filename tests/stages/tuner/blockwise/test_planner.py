@@ -152,19 +152,22 @@ def measured_on_a_gpu() -> list[dict]:
     rows = [json.loads(line) for line in (ROOT / "data" / "bench.jsonl").read_text().splitlines()]
     ours = [row for row in rows if row["kind"] == "train" and row["backend"] == "mlx" and row.get("peak_gb")]
     held = [row for row in ours if row["plan"] != "plain" and row["buffer_mb"] == BUFFER_MB]  # as in training
-    setup = ("family", "width", "height", "plan", "bits", "optimizer", "unfused", "buffer_mb")
-    return list({tuple(str(row[name]) for name in setup): row for row in held}.values())
+    setup = ("family", "width", "height", "plan", "bits", "optimizer", "unfused", "buffer_mb", "stream")
+    return list({tuple(str(row.get(name, False)) for name in setup): row for row in held}.values())
 
 
 @pytest.mark.parametrize(
     "row",
     measured_on_a_gpu(),
-    ids=lambda row: "{family} {width} {height} {plan} {bits} {optimizer} {unfused} {buffer_mb}".format(**row),
+    ids=lambda row: "{family} {width} {height} {plan} {bits} {optimizer} {unfused} {buffer_mb} {stream}".format(
+        **{"stream": False} | row
+    ),
 )
 def test_the_estimate_is_within_its_stated_factor_of_a_gpus_peak_at_full_size(row, monkeypatch):
     monkeypatch.setattr(step, "compiles", lambda: True)
     monkeypatch.setattr("stages.models.attention.fused_gradient", lambda q_BHLK: not row["unfused"])
-    c = TrainConfig(base_bits=row["bits"], rank=row["rank"], optimizer=OptimizerConfig(kind=row["optimizer"]))
+    optimizer, streamed = OptimizerConfig(kind=row["optimizer"]), row.get("stream", False)
+    c = TrainConfig(base_bits=row["bits"], rank=row["rank"], optimizer=optimizer, stream_blocks=streamed)
     record = family(row["family"])
     sizes = record.architecture.transformer_config(None, record)
     estimator = memory_plan.MemoryEstimator(c, record.architecture, sizes)
