@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tests.bench.labels import Row, origin
 
@@ -84,7 +84,7 @@ def difference_line(row: Row) -> str:
     return f"| {row['kind']}, {row['family']}, {row['px']} px, {how} | {numbers} | {origin(row)} |"
 
 
-def heading(title: str, text: str, rows: list) -> Iterator[str]:
+def heading(title: str, text: str, rows: Sequence[object]) -> Iterator[str]:
     """Yield a heading and the text below it; nothing if there are no rows."""
     if rows:
         yield from (f"## {title}", "", *text.splitlines(), "")
