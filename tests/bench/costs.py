@@ -35,9 +35,9 @@ def cost_sections(rows: list[Row]) -> Iterator[str]:
 def streamed_section(rows: list[Row]) -> Iterator[str]:
     """Yield the section on frozen blocks on disk: a line for each pair of rows, one streamed and one in memory."""
     training = [row for row in rows if row["kind"] in ("train", "streaming")]
-    pairs = [(row, in_memory(row, training)) for row in training if row.get("stream")]
+    pairs = [(row, kept) for row in training if row.get("stream") and (kept := in_memory(row, training))]
     yield from heading("Frozen blocks on disk (stream_blocks)", STREAMED, pairs)
-    yield from table("| | in memory | on disk | where |", (streamed_line(row, kept) for row, kept in pairs if kept))
+    yield from table("| | in memory | on disk | where |", (streamed_line(row, kept) for row, kept in pairs))
 
 
 def in_memory(streamed: Row, rows: list[Row]) -> Row | None:
