@@ -23,8 +23,9 @@ NEEDED = "the page needs the extra `view`: make view installs it, or: pip instal
 @with_project
 def command(port: int, opened: bool, project: Project) -> None:
     """Show the project as a web page on this machine until Ctrl-C. --port sets the port on 127.0.0.1. --no-open leaves
-    the browser closed. The page is updated while a stage runs. It can change captions and nothing else. The command
-    fails if the port is in use or a package is missing.
+    the browser closed. The page is updated while a stage runs. It can change captions and nothing else: it stores edits in
+    the project, and writes them into caption files on request. The command fails if the port is in use or a package is
+    missing.
     """
     import socket
 

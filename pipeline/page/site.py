@@ -219,8 +219,9 @@ class Site:
 
     def write_files(self, page: str, undo: bool) -> str:
         """Write all edits of the page `page` into the user's files, or take the last time back if `undo` is True. Then bring
-        the table of the texts up to date. Return a sentence that says what was done. Raises ValueError if the page has no such
-        files, if there is nothing to do, or if a process writes the table.
+        the table of the texts up to date. Return a sentence that says what was done, and why the table is not up to date if
+        its stage fails, for instance as another process writes it. Raises ValueError if the page has no such files, or if
+        there is nothing to do.
         """
         from pipeline import runner
         from pipeline.terminal import Quiet
@@ -230,7 +231,10 @@ class Site:
             raise ValueError(f"the edits of the page {page!r} have no files")
         stage = self.project.stage(block.stage)
         said: str = load(block.undo_files if undo else block.write_files)(self.project.context(stage))
-        runner.run(self.project, block.stage, Quiet(block.stage))
+        try:
+            runner.run(self.project, block.stage, Quiet(block.stage))
+        except ValueError as error:  # the files are written all the same
+            said += f". The table {block.stage} is not up to date: {error}"
         return said
 
 

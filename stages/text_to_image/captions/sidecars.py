@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,39 +45,44 @@ def write_sidecars(ctx: StageContext) -> str:
     were written, and which were not. `ctx` is the context of the stage `captions`. A written caption is no longer an edit of
     the project: the stage reads it from its file. Raises ValueError if no caption is edited.
 
-    A caption is left as an edit if the stage would read another text afterwards. This happens if the template adds words that
-    the text lacks, or if a metadata file comes first in `captions.sources`.
+    No training text changes. A file is not written, and its captions stay edits, if the stage would read another text afterwards.
+    This happens if the template adds words that the text lacks, if a metadata file comes first in `captions.sources`, or if
+    two images share the file.
     """
     edits = read_edits(ctx.root)
     if not edits:
         raise ValueError("no caption is edited, so there is nothing to write")
     folder, batch = ctx.need("image_folder"), len(_read(ctx.root))
-    changes = list(_changes(ctx, folder, edits))
+    texts, changes = _texts(ctx, folder, edits), list(_changes(ctx, folder, edits))
     before = {change.name: _content(folder / change.name) for change in changes}
-    for change in changes:
-        old, new = before[change.name], change.text.encode()
-        kept = None if old is None else base64.b64encode(old).decode()
-        _add(ctx.root, {"batch": batch, "file": change.name, "before": kept, "after": _digest(new), "edits": change.edits})
-    for change in changes:
-        _put(folder / change.name, change.text.encode())
-    rows, _ = caption_rows(ctx.rows(IMAGES), folder, ctx.config, {}, ctx.root, described_captions(ctx))
-    texts = {f"{row['image_id']}:{row['position']}": row["text"] for row in rows if row["role"] == "caption"}
-    good = [change for change in changes if all(texts.get(key) == text for key, text in change.edits.items())]
-    for change in changes:
-        if change not in good:
-            _put(folder / change.name, before[change.name])
+    _add(ctx.root, [_entry(batch, change, before[change.name]) for change in changes])
+    good: list[Change] = []
+    done: list[str] = []
+    try:
+        for change in changes:
+            _put(folder / change.name, change.text.encode())
+            done.append(change.name)
+        taken = {key for change in changes for key in change.edits}
+        left = {key: text for key, text in edits.items() if key not in taken}
+        good = _harmless(changes, texts, _texts(ctx, folder, left))
+    finally:
+        kept = {change.name for change in good}
+        for name in done:
+            if name not in kept:
+                _put(folder / name, before[name])
     written = {key for change in good for key in change.edits}
     write_edits(ctx.root, dict.fromkeys(written))
     paths = {image_id: each.paths[0] for image_id, each in subjects_of(ctx.rows(IMAGES), ctx.config).items()}
-    left = [paths.get(key.rpartition(":")[0], key) for key in edits if key not in written]
-    rest = f"; {len(left)} stay edits of the project, since a file would give another text: {first_names(left)}" if left else ""
+    stay = [paths.get(key.rpartition(":")[0], key) for key in edits if key not in written]
+    rest = f"; {len(stay)} stay edits of the project, since a file would give another text: {first_names(stay)}" if stay else ""
     return f"{len(written)} captions written into {len(good)} files{rest}"
 
 
 def undo_sidecars(ctx: StageContext) -> str:
     """Give the caption files of the last `write_sidecars` their old content, and make their captions edits of the project
-    again. Return a sentence for the user. A file that was changed since then stays as it is and is named. `ctx` is the context
-    of the stage `captions`. Raises ValueError if there is nothing to undo.
+    again. Return a sentence for the user. A file that was changed since then stays as it is and is named. A caption that was
+    edited again since then keeps the newer edit. `ctx` is the context of the stage `captions`. Raises ValueError if there is
+    nothing to undo.
     """
     folder, lines = ctx.need("image_folder"), _read(ctx.root)
     undone = {line["undone"] for line in lines if "undone" in line}
@@ -84,7 +90,7 @@ def undo_sidecars(ctx: StageContext) -> str:
     if not batches:
         raise ValueError("no captions were written into files, so there is nothing to undo")
     entries = [line for line in lines if line.get("batch") == batches[-1]]
-    restored, changed, edits = 0, [], dict[str, str | None]()
+    restored, changed, edits = dict[str, bytes | None](), [], dict[str, str | None]()
     for entry in entries:
         now, before = _content(folder / entry["file"]), entry["before"]
         old = None if before is None else base64.b64decode(before)
@@ -93,13 +99,37 @@ def undo_sidecars(ctx: StageContext) -> str:
         if now is None or _digest(now) != entry["after"]:
             changed.append(entry["file"])
             continue
-        _put(folder / entry["file"], old)
-        restored += 1
+        restored[entry["file"]] = old
         edits |= entry["edits"]
-    write_edits(ctx.root, edits)
-    _add(ctx.root, {"undone": batches[-1]})
+    newer = read_edits(ctx.root)
+    write_edits(ctx.root, {key: text for key, text in edits.items() if key not in newer})  # first: if killed, no text is lost
+    for name, old in restored.items():
+        _put(folder / name, old)
+    _add(ctx.root, [{"undone": batches[-1]}])
     rest = f"; {len(changed)} were changed since and stay: {first_names(changed)}" if changed else ""
-    return f"{restored} files have their old content again; their captions are edits of the project{rest}"
+    return f"{len(restored)} files have their old content again; their captions are edits of the project{rest}"
+
+
+def _texts(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Return what the stage reads with `edits`: "IMAGE_ID:POSITION" -> (training text, caption file or other origin)."""
+    rows, _ = caption_rows(ctx.rows(IMAGES), folder, ctx.config, edits, ctx.root, described_captions(ctx))
+    found = {}
+    for row in rows:
+        if row["role"] == "caption":
+            numbered = row["source"] == "sidecar" and ctx.config.lines == "many"
+            origin = row["origin"].rpartition(":")[0] if numbered else row["origin"]
+            found[f"{row['image_id']}:{row['position']}"] = row["text"], origin
+    return found
+
+
+def _harmless(changes: list[Change], before: Mapping[str, tuple[str, str]], after: Mapping[str, tuple[str, str]]) -> list[Change]:
+    """Return the changes after which every caption of their files has the training text that it had before. `before` and
+    `after` are results of `_texts`.
+    """
+    absent = (None, "")
+    differing = {key for key in before.keys() | after.keys() if before.get(key, absent)[0] != after.get(key, absent)[0]}
+    files = {texts.get(key, absent)[1] for texts in (before, after) for key in differing}
+    return [change for change in changes if change.name not in files and not differing & change.edits.keys()]
 
 
 def _changes(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> Iterator[Change]:
@@ -123,7 +153,7 @@ def _changes(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> Itera
             change = made.setdefault(name, Change(name, read_text(folder / name, SIDECAR_BYTES)))
             lines = change.text.split("\n")
             change.text = "\n".join([*lines[: line - 1], plain, *lines[line:]])
-        elif name and not line and name not in made:
+        elif name and not line and name not in made and not _leads_out(folder / name):
             change = made[name] = Change(name, plain + "\n")
         else:
             continue
@@ -162,26 +192,43 @@ def _read(project: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{project / FILE} is damaged: {error}") from None
 
 
-def _add(project: Path, line: dict[str, Any]) -> None:
-    with (project / FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+def _entry(batch: int, change: Change, before: bytes | None) -> dict[str, Any]:
+    kept = None if before is None else base64.b64encode(before).decode()
+    after = _digest(change.text.encode())
+    return {"batch": batch, "file": change.name, "before": kept, "after": after, "edits": change.edits}
+
+
+def _add(project: Path, lines: list[dict[str, Any]]) -> None:
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    _put(project / FILE, (_content(project / FILE) or b"") + text.encode())
 
 
 def _content(path: Path) -> bytes | None:
     return path.read_bytes() if path.is_file() else None
 
 
+def _leads_out(path: Path) -> bool:
+    """Return True if `path` is a link to a file outside its folder, which is never written."""
+    return path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve())
+
+
 def _put(path: Path, content: bytes | None) -> None:
-    """Give a file this content in one step; None removes it. A link stays a link."""
+    """Give a file this content in one step; None removes it. A link stays a link, and a file keeps its permissions."""
     path = path.resolve()
     if content is None:
         path.unlink(missing_ok=True)
         return
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _digest(content: bytes) -> str:

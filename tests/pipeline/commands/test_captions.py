@@ -134,3 +134,39 @@ def test_one_line_of_a_sidecar_with_many_captions_is_written(mixed):
     write_edits(mixed, {f"{ids['picture0.png']}:1": "ohwx, other, film"})
     latentmill(mixed, "captions", "--sidecars")
     assert (mixed / "images" / "picture0.txt").read_text() == "first\n\nother\n"
+
+
+def test_a_file_that_two_images_share_is_not_written_for_one_of_them(mixed):
+    projects.edit(mixed, "[captions]", '[captions]\nsources = ["sidecar"]')
+    (mixed / "images" / "fox.txt").write_text("a fox\n")
+    projects.build(mixed, "captions")
+    edit(mixed, {"fox.png": "ohwx, one fox, film", "picture0.png": "ohwx, one, film"})
+    said = latentmill(mixed, "captions", "--sidecars")
+    assert "1 captions written into 1 files; 1 stay edits of the project" in said and "fox.png" in said
+    assert (mixed / "images" / "fox.txt").read_text() == "a fox\n"
+    assert {"ohwx, a fox, film", "ohwx, one fox, film", "ohwx, one, film"} <= texts(mixed).keys()
+
+
+def test_undo_keeps_a_newer_edit_and_writing_follows_no_link_out_of_the_folder(mixed, tmp_path):
+    projects.edit(mixed, "[captions]", '[captions]\nsources = ["metadata", "sidecar"]')
+    (tmp_path / "letter").write_text("not a caption")
+    (mixed / "images" / "fox.png.txt").symlink_to(tmp_path / "letter")
+    edit(mixed, {"fox.png": "ohwx, three, film", "picture0.png": "ohwx, one, film"})
+    latentmill(mixed, "captions", "--sidecars")
+    (line,) = (mixed / "captions.written.jsonl").read_text().splitlines()
+    assert json.loads(line)["file"] == "picture0.txt"
+    edit(mixed, {"picture0.png": "ohwx, newer, film"})
+    latentmill(mixed, "captions", "--undo-sidecars")
+    assert texts(mixed)["ohwx, newer, film"] == "edit" and "ohwx, one, film" not in texts(mixed)
+
+
+def test_nothing_is_written_if_one_file_cannot_be(mixed):
+    projects.edit(mixed, "[captions]", '[captions]\nsources = ["metadata", "sidecar"]')
+    edit(mixed, {"picture0.png": "ohwx, one, film", "fox.png": "ohwx, three, film"})
+    before = (mixed / "images" / "picture0.txt").read_bytes()
+    (mixed / "images" / "fox.png.txt").mkdir()
+    assert "fox.png.txt: is a directory" in latentmill(mixed, "captions", "--sidecars", code=2)
+    assert (mixed / "images" / "picture0.txt").read_bytes() == before
+    assert list((mixed / "images").glob(".tmp-*")) == []
+    projects.build(mixed, "captions")
+    assert texts(mixed)["ohwx, one, film"] == "edit"
