@@ -164,7 +164,13 @@ def compute(project: Project, name: str, ctx: StageContext) -> Iterator[Item]:
         workers = start_workers(count, needs, lasting)
         try:
             least = model_bytes(project, name, 0) if weighs else None
-            hosts = answers([worker.check.remote(version(), paths, least) for worker in workers], ctx.stop, ctx.say)
+            try:
+                hosts = answers([worker.check.remote(version(), paths, least) for worker in workers], ctx.stop, ctx.say)
+            except ray.exceptions.RayError as error:
+                why = " ".join(str(error).split())[-300:]
+                raise ValueError(
+                    f"project.workers: a worker failed as it started; is latentmill installed on every host? ({why})"
+                ) from None
             if hosts is None:
                 return
             check_hosts(hosts, sum(file.size for file in lasting or ()))

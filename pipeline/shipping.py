@@ -108,7 +108,10 @@ class Mirror:
         return self.folder / found.relative_to(found.anchor)
 
     def unpack(self, files: Iterable[ShippedFile], get: Get) -> None:
-        """Write the files that are not there yet. `get` returns the bytes of a reference."""
+        """Write the files that are not there yet. `get` returns the bytes of a reference. Only the user of this process can read
+        them.
+        """
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for file in files:
             stamp = file.size, file.mtime_ns
             if self.present.get(file.path) == stamp:

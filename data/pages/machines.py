@@ -89,8 +89,8 @@ run.
 
 Usually, every machine must see the project and the weights at the same path, and a worker that does not see them ends the run
 with one line. With `worker_inputs = "shipped"` the bytes travel instead: weights and input tables once to each worker, images
-with the unit that needs them. They lie in a temporary folder of the worker, which is removed at the end. A test runs
-this on a cluster in a mount namespace that hides the project:
+with the unit that needs them. They lie in a temporary folder that only this user can read. It is removed at the end, unless the
+program that started the run was killed. A test runs this on a cluster in a mount namespace that hides the project:
 
 ```
 ray start --head --port 6379 --ray-client-server-port 10001

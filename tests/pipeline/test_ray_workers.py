@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.api import Project as Runs
 from pipeline.project.project import Project
 from tests import projects
 from tests.bench.cluster import STAND_IN
@@ -130,3 +131,14 @@ def test_an_error_of_a_unit_is_the_error_of_the_run_and_the_other_rows_are_kept(
 def test_an_unknown_kind_of_workers_is_refused(value, finished):
     with pytest.raises(ValueError, match=f'project.workers must be "local", "ray" or "ray://HOST:PORT", got "{value}"'):
         Project(finished, {"project.workers": value})
+
+
+@pytest.mark.slow
+def test_a_worker_that_fails_as_it_starts_is_named_in_one_line(finished, cluster, tmp_path, monkeypatch):
+    def fail(*_: object) -> None:
+        raise ray.exceptions.RayActorError
+
+    monkeypatch.setattr("pipeline.ray_workers.answers", fail)
+    folder = without(finished, tmp_path / "project", "latents")
+    with pytest.raises(ValueError, match="a worker failed as it started; is latentmill installed on every host"):
+        Runs(folder, {"project.workers": "ray"}).run("latents")

@@ -105,7 +105,18 @@ async function send(what, body) {
   return answer.json();
 }
 
-async function post(edits) { return (await send("edit", edits)).conflicts; }
+async function post(edits) {  // in parts, each below the largest body that the program takes
+  const parts = [{}], conflicts = {};
+  let size = 0;
+  for (const [key, edit] of Object.entries(edits)) {
+    const more = JSON.stringify(edit).length;
+    if (size && size + more > 1_000_000) { parts.push({}); size = 0; }
+    parts[parts.length - 1][key] = edit;
+    size += more;
+  }
+  for (const part of parts) Object.assign(conflicts, (await send("edit", part)).conflicts);
+  return conflicts;
+}
 
 function remember(edits) {  // a text without an earlier edit is undone by taking the edit back
   const back = ([key, {before, text, edited}]) => [key, {before: text, text: edited ? before : null}];
