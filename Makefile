@@ -69,7 +69,7 @@ ingest: images captions
 checks: images captions
 	@$(RUN) checks
 
-## Let a vision-language model write the captions that are missing ([descriptions])
+## Write missing captions by a vision-language model
 descriptions: images
 	@$(RUN) descriptions
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from pipeline.errors import NotBuilt
 from pipeline.project.project import Project
 from schemas.table import TableSchema
 
@@ -62,7 +63,7 @@ class MemoryTables:
         artifacts.mkdir(parents=True, exist_ok=True)
         context = {
             "artifacts": artifacts,
-            "rows": lambda schema: self.rows[schema.name],
+            "rows": self._read,
             "tensors": lambda schema: ArrayReader(self.rows[schema.name], schema),
             "files": lambda schema: self.files.get(schema.name, self.folder / schema.name),
             "intact": lambda schema, path: True,
@@ -78,6 +79,12 @@ class MemoryTables:
             found = found.take(sorted(places.values()))  # a row whose key exists replaces it
         self.rows[name], self.files[name] = found, artifacts
         return found
+
+    def _read(self, schema: TableSchema) -> pa.Table:
+        """Return the rows of a table. Raises NotBuilt, as the runner does, if no stage has written it."""
+        if schema.name not in self.rows:
+            raise NotBuilt(f"the table {schema.name} is not built", schema.name)
+        return self.rows[schema.name]
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> Path:

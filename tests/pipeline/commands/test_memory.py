@@ -140,7 +140,8 @@ def test_advice_names_the_bits_that_would_fit_and_the_sizes_that_would_not(monke
     assert list(memory.advice(limited(128, 4)))[-1] == "128 px would fit with [train] base_bits = 4, plan blocks"
     said = list(memory.advice(limited(64, 4)))
     assert said[-2] == "64 px would fit with [train] base_bits = 4, plan blocks"
-    assert said[-1].startswith('128 px would not fit: with [train] base_bits = 4; [train.optimizer] kind = "adamw8bit" it needs ')
+    least = 'with [train] base_bits = 4, stream_blocks = true; [train.optimizer] kind = "adamw8bit"'
+    assert said[-1].startswith(f"128 px would not fit: {least} it needs ")
 
 
 def test_a_run_that_cannot_fit_is_refused_as_training_refuses_it(tmp_path):

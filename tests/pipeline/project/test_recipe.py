@@ -131,5 +131,5 @@ def test_a_column_that_was_added_later_is_no_part_of_the_recipe():
     stage = PIPELINE.stage("images")
     recorded = recipes.recipe(stage, stage.config(), {}, {}, None)["columns"]
     added = {field.name for field in stage.writes.columns if field.metadata[b"later"]}
-    assert added == {"folder", "use", "repeats", "weight", "trigger", "concept"}
+    assert added == {"folder", "use", "repeats", "weight", "trigger", "concept", "offset", "reference", "reference_of"}
     assert set(recorded) == set(stage.writes.batch.names) - added

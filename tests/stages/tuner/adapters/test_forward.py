@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 
 from stages.tuner.blockwise import forward as blockwise
+from stages.tuner.blockwise import visit
 from stages.tuner.blockwise.forward import AdapterMismatch, model_forward
 from tests.stages.tuner.adapters.models import adapted, batch, linear_for, tiny
 
@@ -24,7 +25,8 @@ def test_a_prediction_block_by_block_is_the_whole_models():
 def test_every_block_runs_under_the_limit_of_live_memory_and_the_limit_is_restored(monkeypatch):
     model, seen = tiny(), []
     real = blockwise.dispatch
-    monkeypatch.setattr(blockwise, "dispatch", lambda *given: [seen.append(mx.get_memory_limit()), real(*given)][1])
+    for place in (blockwise, visit):
+        monkeypatch.setattr(place, "dispatch", lambda *given: [seen.append(mx.get_memory_limit()), real(*given)][1])
     predict, before = model_forward(model, None), mx.get_memory_limit()
     predict.live_bytes = 123_456_789
     predict(**batch())
