@@ -134,9 +134,8 @@ class FileHashes:
         return digest
 
     def last_known(self, name: str) -> str | None:
-        """Return the hash of a component's files that the method `component` last returned, as hex digits of a sha256.
-        `name` is the component's name, such as "transformer". The files need not exist any more. Return None if no hash
-        is stored for `name`.
+        """Return the stored hash of a component: a sha256 in hex digits, or None if none is stored. `name` is the name of the
+        component, such as "transformer". The hash was computed when the component's files were last read. They may be gone.
         """
         found: str | None = self.known["components"].get(name)
         return found

@@ -69,7 +69,7 @@ def make_folder(path: Path) -> None:
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path; the `with` block must write a file or a folder there. After the block, the new content is
     synced to disk and renamed to `path`. If the block raises, the new content is deleted and `path` keeps its old
-    content. Missing parent folders of `path` are created. Raises OSError if a folder would replace a folder with files.
+    content. Missing parent folders of `path` are created. Raises OSError if `path` is a folder that is not empty.
     """
     make_folder(path.parent)
     with _held_folder(path) as folder:
