@@ -261,7 +261,7 @@ def large() -> str:
 ## {IMAGES:,} images on {WORKERS} workers: arithmetic and simulation
 
 Computed and simulated, not run. Klein 4B at {PIXELS} px, one caption an image. A worker is a GPU as in `data/bench.md`
-({encoder["chip"]}): {encoder["s"]:.3f} s for an image in float32, {text_encoder["s"]:.3f} s for a caption. The committing
+({encoder["chip"]}): {encoder["s"]:.3f} s for an image in float32 (TF32), {text_encoder["s"]:.3f} s for a caption. The committing
 process is the one above. `data/pages/machines.py` has the formulas.
 
 | {" | ".join(HEADINGS)} |
