@@ -1,0 +1,20 @@
+"""The experiment about stopping: its settings are valid, and its table has a line for each checkpoint."""
+
+from data.experiments import stopping
+from data.experiments.recipes import COLUMNS, EXAMPLE
+from pipeline.project.project import Project
+
+
+def test_a_run_measures_and_keeps_a_checkpoint_at_equal_distances_and_its_rate_falls_to_the_end():
+    config = Project(EXAMPLE, stopping.settings(3600, 6, 2)).config.sections["train"]
+    assert (config.steps, config.checkpoint_every, config.validation.every, config.seed) == (3600, 600, 600, 2)
+    assert config.schedule.warmup_steps + config.schedule.decay_steps == config.steps
+    assert all((EXAMPLE / "images" / name).is_file() for name in config.validation.paths)
+
+
+def test_the_table_has_a_line_for_each_checkpoint_with_the_mean_over_the_seeds():
+    scores = {name: [[0.0, 1.0]] * 4 for name in COLUMNS}
+    points = [[{"step": step, "held_out_loss": loss, "scores": scores} for step in (600, 1200)] for loss in (0.2, 0.4)]
+    lines = stopping.table([{"points": one} for one in points]).splitlines()[2:]
+    assert [line.split(" | ")[0] for line in lines] == ["| 600", "| 1200"]
+    assert all("0.300 (0.200 to 0.400)" in line and "1.000 (1.000 to 1.000)" in line for line in lines)
