@@ -23,8 +23,9 @@ WAIT_SECONDS = 10.0  # until the user is told that the cluster is busy
 
 @dataclass(frozen=True)
 class Host:
-    """What a worker says about its machine. `problem` is a phrase about what is wrong, or "". `name` is the host's name.
-    `device` identifies the GPU that MLX uses, or is "". `free_bytes` is the room in the folder of temporary files.
+    """What a worker says about its machine. `problem` says what is wrong there, or is "". `name` is the name of the
+    machine. `device` identifies the GPU that MLX uses, such as "metal". It is "" without a GPU. `free_bytes` is the
+    free space on the disk for temporary files.
     """
 
     problem: str
@@ -35,8 +36,9 @@ class Host:
 
 @contextmanager
 def connected(settings: ProjectConfig) -> Iterator[None]:
-    """Return a context manager that connects to the cluster of [project] `workers`. A cluster of this machine is started if
-    there is none. Raises ValueError if the cluster cannot be reached.
+    """Connect to a Ray cluster for the body of a `with` statement. The setting [project] `workers` is the address of
+    the cluster, or "ray". For "ray", a cluster that runs on this machine is used. If there is none, one is started.
+    Raises ValueError if the cluster cannot be reached.
     """
     address = settings.workers if settings.workers != "ray" else None
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -67,9 +69,12 @@ def connected(settings: ProjectConfig) -> Iterator[None]:
 
 
 def worker_needs(peak: int | None) -> dict[str, float]:
-    """Return the resources of the cluster that one worker takes, by Ray's names. `peak` is the memory that its model needs in
-    bytes, 0 if that is not known, or None if it loads no model. A worker with a model takes a whole GPU where the cluster has
-    GPUs, and its memory otherwise.
+    """Return the resources of the cluster that one worker takes. The result maps Ray's names to amounts, such as
+    {"CPU": 1, "GPU": 1}. `peak` is the memory in bytes that the worker's model needs. It is 0 if this is unknown, and
+    None without a model.
+
+    Every worker takes one CPU. A worker with a model also takes a whole GPU if the cluster has GPUs. Otherwise it takes
+    its memory.
     """
     held = ray.cluster_resources()
     device = next((name for name in DEVICES if held.get(name)), None)
@@ -81,21 +86,28 @@ def worker_needs(peak: int | None) -> dict[str, float]:
 
 
 def actor_options(needs: Mapping[str, float]) -> dict[str, Any]:
-    """Return the options of a Ray actor that takes the resources `needs`."""
+    """Return the options with which Ray starts a worker, as a dict such as {"num_cpus": 1}. `needs` maps a resource to
+    the amount that the worker takes, such as {"CPU": 1}.
+    """
     names = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     own = {names[name]: amount for name, amount in needs.items() if name in names}
     return own | {"resources": {name: amount for name, amount in needs.items() if name not in names}}
 
 
 def room(nodes: Sequence[Mapping[str, Any]], needs: Mapping[str, float]) -> int:
-    """Return how many workers fit on the machines `nodes`, as `ray.nodes()` lists them, if each takes `needs`."""
+    """Return how many workers fit on a Ray cluster. `nodes` describes the machines of the cluster and is the result of
+    `ray.nodes()`. `needs` maps a resource to the amount that each worker takes, such as {"CPU": 1}.
+    """
     alive = [node["Resources"] for node in nodes if node["Alive"]]
     return sum(min(int(held.get(name, 0) // amount) for name, amount in needs.items()) for held in alive)
 
 
 def worker_count(name: str, wanted: int, units: int, needs: Mapping[str, float], say: Callable[[str], None]) -> int:
-    """Return how many workers to start for a stage called `name`: at most `units`, `wanted` (0: no limit), and what the cluster
-    has room for. Each takes `needs`. Raises ValueError if no machine has room for one.
+    """Return how many workers to start. `name` is the name of the stage. `wanted` is the largest number that the user
+    allows, or 0 for no limit. `units` is the number of work units, and no more workers are started. `needs` maps a
+    resource to the amount that each worker takes. Raises ValueError if no machine of the cluster has room for a worker.
+
+    If the cluster has room for fewer than `wanted`, `say` receives a line about it.
     """
     nodes = ray.nodes()
     most = room(nodes, needs)
@@ -111,13 +123,16 @@ def worker_count(name: str, wanted: int, units: int, needs: Mapping[str, float],
 
 
 def described(needs: Mapping[str, float]) -> str:
-    """Return resources as text, such as "1 CPU and 2.1 GB of memory"."""
+    """Return resources as text, such as "1 CPU and 2.1 GB of memory". `needs` maps Ray's name of a resource to an
+    amount. Memory is in bytes.
+    """
     return " and ".join(f"{amount / UNITS[name][0]:.3g} {UNITS[name][1]}" for name, amount in needs.items())
 
 
 def check_hosts(hosts: Sequence[Host], shipped_bytes: int) -> None:
-    """Check what the workers say about their machines. `shipped_bytes` is the size of the files that each worker gets. Raises
-    ValueError if a worker has a problem, if two of them share a GPU, or if their files do not fit.
+    """Check that the workers can work on their machines. `hosts` has what each worker says about its machine.
+    `shipped_bytes` is the size of the files that are sent to each worker. Raises ValueError if a worker has a problem,
+    or if two workers share a GPU. Raises ValueError if the disk of a machine is too small for the files.
     """
     problem = next((host.problem for host in hosts if host.problem), "")
     if problem:
@@ -138,8 +153,9 @@ def check_hosts(hosts: Sequence[Host], shipped_bytes: int) -> None:
 
 
 def answers(references: Sequence[Any], stop: Callable[[], bool], say: Callable[[str], None]) -> list[Any] | None:
-    """Return the results of Ray calls, in order. Return None if the user asks to stop. While the cluster is busy with other
-    programs, a line says so.
+    """Wait for calls on Ray workers and return their results, in the order of the calls. `references` are what Ray
+    returned for the calls. If the user asks to stop, `stop()` is True, and the result is None. If the cluster is busy,
+    `say` receives a line about it.
     """
     _, waiting = ray.wait(list(references), num_returns=len(references), timeout=WAIT_SECONDS)
     if waiting:

@@ -54,15 +54,21 @@ class Result:
 
 
 def _group(name: str) -> Callable[[Method], Method]:
-    """Mark a method of an actor: Ray calls methods of the group "control" while one of the group "work" runs."""
+    """Return a decorator that puts a method of an actor into the group `name`. An actor is an object that Ray runs in a
+    process of its own. Ray runs at most one method of each group at a time. Methods of different groups may run at the
+    same time.
+    """
     mark: Callable[[Method], Method] = ray.method(concurrency_group=name)
     return mark
 
 
 class Worker:
-    """An actor that computes work units of one stage, one after another. Weights and input tables stay in memory. `lasting` are
-    files that every unit needs, which the worker unpacks into a temporary folder called `name`. It is None if the worker
-    sees the files of the project.
+    """A worker on a Ray cluster: an object in a process of its own, perhaps on another machine. It computes work units
+    of one stage, one after another. A work unit is some rows of a table. Weights and input tables stay in memory
+    between units.
+
+    `lasting` lists the files that every unit needs. The worker unpacks them into the temporary folder `name`. `lasting`
+    is None if the worker sees the files of the project.
     """
 
     def __init__(self, name: str, lasting: list[ShippedFile] | None) -> None:
@@ -73,8 +79,9 @@ class Worker:
 
     @_group("control")
     def check(self, wanted: str, paths: list[Path], peak: int | None) -> Host:
-        """Return what this worker says about its machine. It must have latentmill in the version `wanted`, and the files
-        `paths`. `peak` is the memory in bytes that a model needs, or None without a model.
+        """Return facts about the machine of this worker. Their field `problem` says what is wrong, or is "". Three
+        things are checked. latentmill must have the version `wanted`. All `paths` must exist here. The memory must
+        suffice for a model that needs `peak` bytes. `peak` is None if no model is loaded.
         """
         if version() != wanted:
             return Host(f"has latentmill {version()}; install the same version on every host")
@@ -94,8 +101,8 @@ class Worker:
 
     @_group("work")
     def compute(self, unit: WorkUnit, files: Sequence[ShippedFile] = ()) -> Result:
-        """Compute a work unit, and return its rows and artifacts. `files` travel with it. A unit that the user stops returns the
-        rows so far.
+        """Compute a work unit and return its rows, its artifacts and its error, if any. `files` are the files that were
+        sent with the unit. If the user stops the run, the rows so far are returned.
         """
         result = Result()
         try:
@@ -108,7 +115,10 @@ class Worker:
         return result
 
     def _placed(self, unit: WorkUnit, files: Sequence[ShippedFile]) -> WorkUnit:
-        """Return the unit with paths of this machine. Files that travelled with it are unpacked, those of other units removed."""
+        """Unpack `files`, which were sent with a work unit, and return the unit with paths of this machine. Files that
+        only earlier units needed are removed. If the worker sees the files of the project, the unit is returned
+        unchanged.
+        """
         if self.lasting is None:
             return unit
         present = [*self.lasting, *files]
@@ -133,7 +143,9 @@ def version() -> str:
 
 
 def device() -> str:
-    """Return what identifies the GPU that MLX uses on this machine, such as "metal". It is "" on a CPU."""
+    """Return a text that identifies the GPU of this machine. It is "metal" on a Mac. With CUDA, it is the variable
+    CUDA_VISIBLE_DEVICES, or "0" if this is not set. If MLX sees no GPU, it is "".
+    """
     import mlx.core as mx
 
     if mx.metal.is_available():
@@ -186,26 +198,33 @@ def compute(project: Project, name: str, ctx: StageContext) -> Iterator[Item]:
 
 
 def model_bytes(project: Project, name: str, budget: int | None = None) -> int:
-    """Return the memory in bytes that the stage `name` needs if it may take `budget` bytes (None: what this machine has). It is
-    0 if the stage has no forecast.
+    """Return the peak memory in bytes that the stage `name` is expected to need. `budget` is the memory in bytes that
+    the stage may take. If it is None, the stage may take what this machine has. The result is 0 if the stage has no
+    forecast.
     """
     found = forecast(project, name, outlook(project, budget))
     return found.peak if found else 0
 
 
 def nothing(unit: WorkUnit) -> list[ShippedFile]:
-    """Return no files."""
+    """Return an empty list: no file is sent with `unit`. This is for workers that see the files of the project."""
     return []
 
 
 def unit_files(ctx: StageContext, opens: Callable[[StageContext], Iterator[Path]] | None) -> Files:
-    """Return a function that packs the files that a unit opens, as `Stage.opens` lists them."""
+    """Return a function that packs files, so that they can be sent to a worker. It takes a work unit and returns the
+    packed files that the unit needs. The function `opens(ctx)` yields the paths of these files. If `opens` is None, no
+    file is packed.
+    """
     packer = Packer(ray.put)
     return lambda unit: packer.pack(opens(dataclasses.replace(ctx, pending=unit.pending))) if opens else []
 
 
 def start_workers(count: int, needs: dict[str, float], lasting: list[ShippedFile] | None = None) -> list[Any]:
-    """Start `count` workers and return their handles. Each takes the resources `needs`, by Ray's names, and `lasting` files."""
+    """Start `count` workers on the cluster and return their handles. `needs` maps a resource to the amount that each
+    worker takes, such as {"CPU": 1}. `lasting` lists the files that every unit needs. It is None if the workers see the
+    files of the project.
+    """
     actor = ray.remote(concurrency_groups={"work": 1, "control": 1})(Worker)
     actor = actor.options(max_restarts=-1, max_task_retries=RETRIES, **actor_options(needs))
     run = uuid.uuid4().hex[:12]
@@ -213,7 +232,7 @@ def start_workers(count: int, needs: dict[str, float], lasting: list[ShippedFile
 
 
 def end_workers(workers: Sequence[Any], shipped: bool) -> None:
-    """End the workers. If their files were `shipped`, they remove them first."""
+    """End the workers. If `shipped` is True, each worker first removes the files that it has unpacked."""
     if shipped:
         with contextlib.suppress(ray.exceptions.RayError):
             ray.wait([worker.leave.remote() for worker in workers], num_returns=len(workers), timeout=GOODBYE_SECONDS)
@@ -222,9 +241,10 @@ def end_workers(workers: Sequence[Any], shipped: bool) -> None:
 
 
 def results(workers: list[Any], units: Iterator[WorkUnit], ctx: StageContext, files: Files = nothing) -> Iterator[Item]:
-    """Give the units to the workers, at most AHEAD for each at a time, and yield the items of every finished unit. `files`
-    returns what travels with a unit. If the user asks to stop, no further unit begins. The first error of a unit is raised
-    after the items that were computed.
+    """Yield the rows and artifacts of all work units, unit by unit, as the workers finish them. A worker has at most
+    two units at a time: it computes one, and one waits. The function `files(unit)` returns the files to send with a
+    unit. If the user asks to stop, no further unit begins. If a unit ends with an error, its items so far are yielded,
+    and then the error is raised.
     """
     under_way: dict[Any, tuple[Any, int]] = {}
     total, done, peak, stopped = ctx.pending.num_rows, 0, 0, False

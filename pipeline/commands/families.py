@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     help="With --found, search this folder instead of the usual ones; may be repeated.",
 )
 def command(found: bool, folders: tuple[Path, ...]) -> None:
-    """List the model families, their licences and weights. With --found, list the weights on this machine: those in the
-    hub's cache and in the model folders of ComfyUI and Draw Things.
+    """List the model families, their licences and weights. With --found, list the weights that lie on this machine. The
+    usual folders are searched: the hub's cache, and the model folders of ComfyUI and Draw Things. Use --in to search
+    other folders.
     """
     if folders and not found:
         raise click.UsageError("--in needs --found")
@@ -36,8 +37,10 @@ def command(found: bool, folders: tuple[Path, ...]) -> None:
 
 
 def found_lines(folders: Sequence[Path] = ()) -> Iterator[str]:
-    """Yield lines of text about the weights below `folders`, or below the usual folders if none is given. The first lines
-    are a table of components. Then follow the folders that a project can use as they are.
+    """Yield lines that tell the user which weights were found on this machine. `folders` are searched. If it is empty,
+    the usual folders are searched, such as the hub's cache. The first item yielded is a table of components, such as a
+    text encoder. The second gives their total size. Each further line names a folder that has all weights of a model
+    family. If nothing is found, one line says so.
     """
     from pipeline.project.found import complete_roots, places, search
     from stages.models.family import Family
@@ -64,7 +67,9 @@ def found_lines(folders: Sequence[Path] = ()) -> Iterator[str]:
 
 
 def all_families() -> Iterator[tuple[str, Family]]:
-    """Yield (name, record) of every model family of every built-in pipeline."""
+    """Yield (name, record) for every model family of every built-in pipeline. The record has all facts about the
+    family.
+    """
     for name in stages.PIPELINES:
         pipeline = stages.pipeline(name)
         families: Mapping[str, Family] = load(pipeline.families) if pipeline.families else {}

@@ -55,8 +55,9 @@ class Adapter:
     ) -> Image:
         """Draw one image with the adapter and return it as a PIL image. `prompt` is used unchanged, so it should
         contain the adapter's trigger word. `seed` chooses the starting noise. `strength` scales the adapter: 1 is as
-        trained, 0 is the base model. `others` holds pairs (further adapter or its file, strength). `references` are files of
-        pictures that the image starts from, for an adapter of edit training.
+        trained, 0 is the base model. `others` holds pairs (adapter, strength) of further adapters to apply. The path of
+        an adapter file may stand for an adapter. `references` are image files for an adapter of edit training. The
+        model sees these images while it draws.
 
         `width` and `height` are in pixels. `steps` is the number of denoising steps. `guidance` is the guidance scale:
         how strongly the prompt is followed. If one of these four is None, the section [samples] of project.toml gives
@@ -130,8 +131,11 @@ def encode(project: Project, texts: Sequence[str]) -> list[mx.array]:
 
 
 def encode_files(project: Project, files: Sequence[Path]) -> list[mx.array]:
-    """Return the latents of reference images, one float32 array (1, channels, height / 16, width / 16) per file of `files`. The
-    autoencoder of `project` is loaded for this call and freed afterwards. Raises ValueError if a file is no usable image.
+    """Return the latents of reference images, one float32 array per file of `files`. Each has the shape `(1, channels,
+    height / 16, width / 16)`. `height` and `width` are those of the image in pixels, after it is cut to size. Raises
+    ValueError if a file is no usable image.
+
+    The autoencoder of `project` is loaded for this call and freed afterwards.
     """
     import mlx.core as mx
 

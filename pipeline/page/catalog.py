@@ -19,8 +19,8 @@ Row = dict[str, Any]
 
 
 class Catalog:
-    """A database of the tables and views of `project`. Call `rows(sql)` to run a query. The tables are read when the
-    object is created. Use the object in a `with` statement, which closes the database at the end.
+    """A database with the tables and views of `project`. Call `rows(sql)` to run a query. The tables are read when the
+    object is created. A `with` statement closes the database at its end.
     """
 
     def __init__(self, project: Project) -> None:
@@ -33,8 +33,8 @@ class Catalog:
         self.connection.close()
 
     def rows(self, sql: str, most: int | None = None, **values: Any) -> list[Row]:
-        """Run the query `sql` and return its rows as dicts, at most `most` of them. Further keyword arguments are the
-        parameters of the query: `step=5` sets `$step`.
+        """Run the query `sql` and return its rows as dicts. `most` is the largest number of rows to return. If it is
+        None, all rows are returned. Further keyword arguments are the parameters of the query: `step=5` sets `$step`.
         """
         result = self.connection.execute(sql, values or None)
         names = [column[0] for column in result.description]
@@ -56,8 +56,9 @@ def errors_as_text(into: Row) -> Iterator[None]:
 
 
 def page_number(chosen: Mapping[str, str], rows: int) -> tuple[int, int]:
-    """Return the number of the page to show, and the number of pages. Pages are counted from 0. `chosen` is what the
-    user chose; its entry "page" is the wanted page. `rows` is the number of rows to show on all pages.
+    """Return (page, pages): the number of the page to show, from 0, and the number of pages. `chosen` holds what the
+    user chose. Its entry "page" is the wanted page, as text. The result is always a page that exists. `rows` is the
+    number of rows on all pages together.
     """
     pages = max(1, -(-rows // PER_PAGE))
     wanted = chosen.get("page", "0")

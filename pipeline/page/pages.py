@@ -14,7 +14,9 @@ POINTS = 400  # points of a curve, about
 
 
 def training_page(project: Project) -> Page | None:
-    """Return the page with the curves of all training runs, or None if no stage of the pipeline trains."""
+    """Return the web page with the curves of all training runs, such as their losses. Return None if the project's
+    pipeline does not train.
+    """
     names = [name for name in project.stage_names if trains(project.stage(name).writes)]
     if not names:
         return None
@@ -53,8 +55,9 @@ def training_page(project: Project) -> Page | None:
 
 
 def pages_of(project: Project) -> dict[str, Page]:
-    """Return the pages of `project` that consist of blocks, as a dict from page name to page. The dict has the order of
-    the menu. If the pipeline trains, the page "training" shows the curves of all training runs.
+    """Return the web pages of `project`, as a dict from name to page. They are the pages that are made of charts,
+    tables and other blocks. The dict has the order of the menu. If the pipeline has training, the page "training" shows
+    the curves of all training runs.
 
     If the pipeline declares a page "training" too, the page with the curves takes its place in the menu. Otherwise the
     page with the curves comes last.

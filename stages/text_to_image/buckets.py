@@ -196,7 +196,9 @@ def wanted_buckets(ctx: StageContext) -> pa.Table:
 
 
 def _only_references(ctx: StageContext) -> set[str]:
-    """Return the image_ids of the pictures that are references of edit training, and not images to train on too."""
+    """Return the image_ids of images that are used only as references. A reference is an image that the model sees
+    beside the noisy image, in edit training. An image that is trained too is left out.
+    """
     found = usable_rows(ctx.rows(IMAGES), references=True)
     return {row["image_id"] for row in found} - {row["image_id"] for row in found if row["use"] != USE}
 

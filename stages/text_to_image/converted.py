@@ -36,9 +36,12 @@ def load_transformer(
     folder: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Transformer:
-    """Load the transformer of `family` from `path`, a folder or a file, and return it. Weights are cast to `dtype`. `packed` says
-    how they are packed (quantised); None leaves them as they are. If `folder` is given, a converted copy is read from it,
-    or written there if it has none. Raises ValueError if weights are missing, damaged or of another model.
+    """Load a transformer and return it. `family` is its model family. `path` is the folder or file with its weights.
+    The weights are cast to `dtype`. `packed` says with how many bits they are packed (quantised). If it is None, they
+    are not packed. Raises ValueError if weights are missing, damaged or of another model.
+
+    `folder` is for converted copies: files with the weights after casting and packing. If it has a copy of this
+    transformer, the copy is read instead of `path`. Otherwise a copy is written. If `folder` is None, there is no copy.
 
     `say(line)` receives a line for the user if a copy is written, is damaged, or has no room on the disk.
     """
@@ -61,8 +64,9 @@ def load_transformer(
 
 
 def _key(path: Path, family: Family, dtype: mx.Dtype, packed: Packed | None) -> str:
-    """Return the name of a copy: 16 hex digits of a sha256 over what decides its content. A weight file counts by its path, size
-    and modification time.
+    """Return the name of the file for a converted copy, without suffix. It is 16 hex digits. They are a hash of all
+    that decides the content of the copy, such as its weight files and `dtype`. A weight file counts by its path, size
+    and time of change.
     """
     from stages.models.weights import weight_files
 
@@ -77,7 +81,9 @@ def _digest_file(file: Path) -> Path:
 
 
 def _read(file: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """Return the weights of a converted copy by name, or None if there is none. A damaged copy is deleted."""
+    """Return the weights in a converted copy, as a dict by name. `file` is the copy. If there is no copy, return None.
+    If the copy is damaged, delete it, tell the user with `say`, and return None.
+    """
     if not file.is_file() or not _digest_file(file).is_file():
         return None
     if file_sha256(file) != _digest_file(file).read_text().strip():
@@ -93,8 +99,9 @@ def _read(file: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
 
 
 def _write(file: Path, weights: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """Write a converted copy. It appears with all its bytes, or not at all. If the disk refuses it, the user is told and nothing
-    else happens.
+    """Write weights into the file `file`, a converted copy. The file appears with all its bytes, or not at all. If the
+    disk has no room or fails, the user is told and no error is raised. `weights` maps names to arrays or packed
+    weights. `say` receives the line for the user.
     """
     import mlx.core as mx
 

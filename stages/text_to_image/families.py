@@ -90,9 +90,10 @@ MICRO_BEGIN: Mapping[str, Mapping[str, Any]] = {
 
 
 def _single_files(tail: str, *text_encoders: str) -> dict[str, tuple[str, ...]]:
-    """Return the file names under which FLUX.2 components are published as single files. The result is a dict from component to a
-    tuple of the usual names. `tail` is the end of the transformer's file name without the suffix, such as "klein-4b".
-    `text_encoders` are names of the text encoder's file without the suffix: ComfyUI's, and that of GGUF files.
+    """Return the usual names of files that hold a whole component, such as a transformer. The result is a dict from
+    component to a tuple of file names. `tail` is the end of the transformer's file name without the suffix, such as
+    "klein-4b". `text_encoders` are two names of the text encoder's file without the suffix. The first is ComfyUI's
+    name. The second is the name that GGUF files have.
     """
     transformer = (f"flux-2-{tail}.safetensors", f"flux2-{tail}.safetensors")
     return {

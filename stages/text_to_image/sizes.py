@@ -25,8 +25,9 @@ def largest_image(outlook: Outlook) -> tuple[int, int]:
 
 
 def latent_bytes(outlook: Outlook, channels: int) -> int:
-    """Return the mean size on disk of the latent of a crop, in bytes. `outlook` gives the sizes of the crops and
-    the model family. `channels` is the number of channels of a latent.
+    """Return the mean size of a latent on disk, in bytes. A latent belongs to a crop: the part of an image that is
+    trained. `outlook` gives the sizes of the crops and the model family. `channels` is the number of channels of a
+    latent.
     """
     side: int = outlook.family.architecture.pixels_per_token
     sizes = image_sizes(outlook)

@@ -45,9 +45,11 @@ BEGIN: Settings = {
 
 
 def project_toml(options: Mapping[str, str]) -> str:
-    """Return the text of project.toml for a new project. `options` maps the options of `latentmill init` to their values.
-    The options are `images`, `family`, `weights`, `trigger` and `preset`. Raises ValueError if there is no family or preset
-    of that name, or if a file of concepts cannot be read.
+    """Return the text of project.toml for a new project. `options` has the options of the command `latentmill init`. It
+    maps the name of an option to its value, such as "family" to "klein-base-4b". Raises ValueError if there is no such
+    family or preset. Raises ValueError if a file of concepts cannot be read.
+
+    The options are `images`, `family`, `weights`, `trigger` and `preset`.
     """
     record = family_record(options["family"])
     trigger = options["trigger"]
@@ -71,8 +73,11 @@ def _images(images: str) -> str:
 
 
 def preset_settings(name: str, trigger: str) -> Settings:
-    """Return the first settings of a new project: the usual ones, replaced by those of the preset `name` ("" for none).
-    `trigger` is the trigger word; without one, no setting refers to it. Raises ValueError if there is no such preset.
+    """Return the settings that a new project.toml has. The result maps a section to its settings. Each setting maps to
+    a pair (value, remark). The settings of the preset `name` replace the usual ones. The usual ones are returned if
+    `name` is "". Raises ValueError if there is no such preset.
+
+    `trigger` is the trigger word. If it is "", settings that need one are left out.
     """
     if name and name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, 1)
@@ -87,9 +92,9 @@ def preset_settings(name: str, trigger: str) -> Settings:
 
 
 def toml_sections(record: Family, settings: Settings = BEGIN) -> str:
-    """Return sections of a new project.toml, such as [buckets] and [train], as TOML text. They hold the first values of
-    some settings. `record` is the model family. Its own values, `record.begin`, replace those of `settings`. A section
-    without settings is left out.
+    """Return sections of a new project.toml, such as [buckets] and [train], as TOML text. `settings` maps a section to
+    its settings. Each setting maps to a pair (value, remark). `record` is the model family. It may have values of its
+    own. They replace those of `settings`. A section without settings is left out.
     """
     parts = []
     for section, usual in settings.items():

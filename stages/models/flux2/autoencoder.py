@@ -48,8 +48,8 @@ def unpatchify(z_BChw: mx.array) -> mx.array:
 
 
 class Autoencoder:
-    """FLUX.2's autoencoder. `encode` turns images into normalised latents. `decode` turns latents into images. It computes in the
-    dtype of its weights.
+    """FLUX.2's autoencoder. `encode` turns images into normalised latents. `decode` turns normalised latents into
+    images. Both compute in the dtype of the weights.
 
     Only a few strips of a convolution are computed at once, so that memory peaks at two or three activations of one level. At
     1024 px one activation of the top level takes half a GB in float32.
@@ -241,8 +241,9 @@ def normalised_silu(
 
 
 def finished(y_BRWC: mx.array, bias_C: mx.array, add_BRWC: mx.array | None = None) -> mx.array:
-    """Return the result of a convolution with its bias, and with another activation added. All arguments have the same
-    dtype. If `add_BRWC` is None, only the bias is added.
+    """Return `y_BRWC + bias_C + add_BRWC`. `y_BRWC` is the output of a convolution without its bias. `bias_C` is the
+    bias. `add_BRWC` is another activation of the same shape. If it is None, only the bias is added. All arguments have
+    the same dtype.
     """
     y_BRWC = y_BRWC + bias_C
     return y_BRWC if add_BRWC is None else add_BRWC + y_BRWC

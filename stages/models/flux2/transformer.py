@@ -108,8 +108,9 @@ class Flux2:
         text rows, (text rows, 4). `guidance_B` holds the guidance of each sample, such as 4.0. A model without a
         guidance input ignores it. Raises ValueError if a model with a guidance input gets None.
 
-        `references_BRC` holds the clean latents of reference images, (batch, reference tokens, channels), and
-        `references_ids_R4` their positions. They follow the image tokens, and `leave` drops them. None: there are none.
+        `references_BRC` holds the clean latents of reference images, (batch, reference tokens, channels).
+        `references_ids_R4` holds their positions, (reference tokens, 4). Both are None if there are no references. In
+        `h_BSD`, the rows of references come after the image rows. `leave` drops them.
         """
         temb_BD = self._embed("timestep", timesteps_B)
         if self.config.guidance_embeds:
@@ -155,14 +156,14 @@ class Flux2:
         references_ids_R4: np.ndarray | None = None,
         linear_for: Callable[[str], Linear] | None = None,
     ) -> mx.array:
-        """Return the predicted velocity (noise minus clean latent), `(batch, image tokens, channels)`. `x_BLC` holds
-        the noisy latents, in the same shape. `ctx_BTJ` holds the text embeddings, `(batch, text rows, features)`.
-        `x_ids_L4` and `ctx_ids_T4` hold the positions of the image tokens and the text rows, four integers each.
-        `timesteps_B` holds the noise levels, from 0 (clean) to 1 (noise).
+        """Return the predicted velocity (noise minus clean latent), (batch, image tokens, channels). `x_BLC` holds the
+        noisy latents. It has the same shape as the result. `ctx_BTJ` holds the text embeddings, (batch, text rows,
+        features). `x_ids_L4` holds the position of each image token, as four integers. `ctx_ids_T4` holds the position
+        of each text row, as four integers. `timesteps_B` holds the noise levels, from 0 (clean) to 1 (noise).
 
         `guidance_B` holds the guidance of each sample, such as 4.0. A model without a guidance input ignores it. Raises
-        ValueError if a model with a guidance input gets None. `references_BRC` and `references_ids_R4` are the clean
-        latents and the positions of reference images, as `enter` takes them.
+        ValueError if a model with a guidance input gets None. `references_BRC` holds the clean latents of reference
+        images. `references_ids_R4` holds their positions. Both are None if there are no references.
 
         To run the model with an adapter, pass `linear_for`. It takes a block's name and returns the function
         `linear(name, weight, x)` of that block.

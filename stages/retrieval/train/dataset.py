@@ -83,9 +83,10 @@ def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
 
 
 def _negatives(ctx: StageContext, config: TrainConfig) -> dict[str, tuple[str, ...]]:
-    """Return the text ids of the hard negatives of each pair, as a dict by `pair_id`. The hardest comes first. A pair
-    has at most [train] `hard_negatives` of them. Pairs without hard negatives are left out. Raises ValueError if the
-    table `negatives` is empty.
+    """Return the hard negatives of each training pair. A hard negative is a document that search ranks high and that
+    does not answer the query. The result is a dict from `pair_id` to the text_ids of these documents, the hardest
+    first. The setting [train] `hard_negatives` is the largest number per pair. Pairs without hard negatives are left
+    out. Raises ValueError if the table `negatives` is empty.
     """
     found: dict[str, list[str]] = {}
     for row in sorted(ctx.rows(NEGATIVES).to_pylist(), key=lambda row: (row["pair_id"], row["position"])):

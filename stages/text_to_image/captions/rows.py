@@ -29,13 +29,15 @@ def caption_rows(
     project: Path = Path(),
     described: Mapping[str, list[Caption]] | None = None,
 ) -> tuple[list[Row], list[str]]:
-    """Return all rows of the table `captions` as dicts, and a list of notes for the user. The notes say which files the
-    captions are from, and name what is unusual but allowed. `images` is the table `images`. `folder` is the image folder.
-    `edits` maps "IMAGE_ID:POSITION" to the text of an edited caption. `project` is the project's folder. `described` maps
-    an image_id to the caption that a model wrote. Raises ValueError if no image is usable or a file with captions cannot be read.
+    """Return (rows, notes). The rows are all rows of the table `captions`, as dicts. The notes are lines for the user.
+    They say where the captions are from, and what is unusual. `images` is the table of images. `folder` is the folder
+    with the image files. `config` has the settings [captions]. `project` is the project's folder. Raises ValueError if
+    no image is usable, or if a file with captions cannot be read.
 
-    Also raises ValueError if the trigger word is in no caption, or if a caption has "[trigger]" and no trigger is set. If
-    `config.missing` is "error", so does an image without a caption.
+    `edits` maps a key such as "IMAGE_ID:0" to the text of an edited caption. The number is the caption's position among
+    those of the image. `described` maps an image_id to a list with the caption that a model wrote. Also raises
+    ValueError if the trigger word is in no caption, or if a caption has "[trigger]" and no trigger is set. If
+    `config.missing` is "error", an image without a caption raises ValueError too.
     """
     subjects = subjects_of(images, config)
     found, notes = find_captions(subjects, images["path"].to_pylist(), folder, config, project, described)
@@ -68,14 +70,16 @@ def find_captions(
     project: Path,
     described: Mapping[str, list[Caption]] | None = None,
 ) -> tuple[dict[str, list[Caption]], list[str]]:
-    """Return the captions of every usable image, and a list of notes for the user. The captions are a dict from
-    image_id to a list, before the template is applied. `subjects` maps an image_id to the facts about a usable image.
-    `folder` is the image folder. Raises ValueError if an image has no caption and `config.missing` is "error".
+    """Return (captions, notes). The captions are a dict from image_id to the list of the image's captions. The template
+    is not applied yet. The notes are lines for the user. `subjects` has the facts about each usable image, by image_id.
+    `folder` is the folder with the image files. Raises ValueError if an image has no caption and `config.missing` is
+    "error".
 
     An image may have several paths, its duplicates. The first path with a caption gives the captions. If no path has
-    one, the caption is that of a model in `described`, or else the subject in the folder's name, if there is any.
-    Otherwise the list is empty. `every_path` lists the paths of all images, also of rejected ones. A relative path in
-    `config.folder` starts at `project`.
+    one, the caption is that of a model in `described`. If there is none, the caption is the subject in the folder's
+    name, if there is any. Otherwise the list is empty. `every_path` lists the paths of all images, also of rejected
+    ones. A relative path in `config.folder` starts at `project`. If the template has no "{caption}", no file is read,
+    and every image has one empty caption.
     """
     if "{caption}" not in config.template:  # no file is read
         return {image_id: [Caption("", "template", "captions.template")] for image_id in subjects}, []

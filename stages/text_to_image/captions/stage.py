@@ -35,7 +35,7 @@ def wanted_captions(ctx: StageContext) -> pa.Table:
 
 
 def _rows(ctx: StageContext) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return all rows of the table `captions`, and notes for the user."""
+    """Return (rows, notes): all rows of the table `captions` as dicts, and lines for the user."""
     folder, described = ctx.need("image_folder"), described_captions(ctx)
     return caption_rows(ctx.rows(IMAGES), folder, ctx.config, read_edits(ctx.root), ctx.root, described)
 

@@ -19,16 +19,21 @@ MOST = 1_000_000  # bytes of an answer that are read
 
 
 class ServerModel:
-    """A model behind a server. `describe(image)` returns a caption. `name` and `version` identify the model in the table."""
+    """A model that captions images and runs in a server on this machine. `describe(image)` returns a caption. `name`
+    and `version` identify the model. They are stored with each caption.
+    """
 
     def __init__(self, config: DescriptionsConfig) -> None:
-        """Prepare to ask the server `config.server`. No request is sent yet."""
+        """Prepare to ask a server for captions. `config` has the settings, such as the address `server`. No request is
+        sent yet.
+        """
         self.config, self.name, self.version = config, config.model, ""
         self.address = f"{config.server.rstrip('/')}/chat/completions"
 
     def describe(self, image: Image) -> str:
-        """Send `image`, a PIL image in mode RGB, to the server and return the caption that it answers. Raises ValueError if the
-        server cannot be reached, does not answer in time, or answers something else. The message is one line.
+        """Ask the server for the caption of an image, and return the caption. `image` is a PIL image in mode RGB.
+        Raises ValueError if the server cannot be reached or does not answer in time. Raises ValueError if the answer
+        has no caption. The message is one line.
         """
         answer = self._ask(image)
         try:

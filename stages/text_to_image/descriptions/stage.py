@@ -26,7 +26,9 @@ WANTED = ("image_id", "path", "prompt")
 
 
 class Model(Protocol):
-    """A model that captions images. `name` and `version` identify it in the table."""
+    """A vision-language model that writes captions. `name` and `version` identify the model. They are stored with each
+    caption.
+    """
 
     name: str
     version: str
@@ -36,8 +38,9 @@ class Model(Protocol):
 
 
 def wanted_descriptions(ctx: StageContext) -> pa.Table:
-    """Return one row per usable image without a caption file, with the columns `image_id`, `path` and `prompt`. The
-    table is empty if no model is set. Raises ValueError if a file with captions cannot be read.
+    """Return the images that need a caption by a model, one row per image. These are the usable images for which no
+    caption is found in a file. The columns are `image_id`, `path` and `prompt`. If no model is set, the table is empty.
+    Raises ValueError if no image is usable, or if a file with captions cannot be read.
     """
     schema = pa.schema([DESCRIPTIONS.batch.field(name) for name in WANTED])
     if not ctx.config.model:
@@ -59,8 +62,9 @@ def _paths(images: pa.Table) -> list[str]:
 
 
 def describe_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Caption the pending images and yield the row of each as a record batch. The model is released at the end. Raises ValueError
-    if the model cannot be loaded, or if the server fails. Captions that were written before are kept.
+    """Let a model caption the pending images. Yield one record batch per image, with one row. Captions that were
+    yielded before an error are kept. Raises ValueError if the model cannot be loaded, if an image cannot be read, or if
+    the server fails.
     """
     pending = ctx.pending.to_pylist()
     if not pending:
@@ -87,7 +91,9 @@ def describe_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def load_model(ctx: StageContext) -> Model:
-    """Return the model that the settings name: a local one, or one behind a server. Raises ValueError if it cannot be loaded."""
+    """Return the model that captions images, as the settings choose it. It is a model behind a server if the setting
+    `server` is not empty. Otherwise it runs in this process. Raises ValueError if the model cannot be loaded.
+    """
     if ctx.config.server:
         from stages.text_to_image.descriptions.server import ServerModel
 
@@ -104,7 +110,9 @@ def _picture(ctx: StageContext, path: str) -> Image.Image:
 
 
 def finish_descriptions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Tell the user how many captions were written, and which command uses them. The generator yields no batch."""
+    """Tell the user how many captions were written. Name the command that shows and changes them. The generator yields
+    no batch.
+    """
     if ctx.pending.num_rows:
         pending = set(ctx.pending["image_id"].to_pylist())
         count = sum(image_id in pending for image_id in ctx.stored["image_id"].to_pylist())

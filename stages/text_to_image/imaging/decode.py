@@ -143,11 +143,13 @@ def open_alpha(file: Path | BinaryIO, max_pixels: int = CEILING) -> Image.Image 
 
 @contextmanager
 def _decoded(file: Path | BinaryIO, max_pixels: int, at_least: int | None = None) -> Iterator[tuple[Image.Image, str, int]]:
-    """Decode the first frame of an image file, as a context manager. Its value is (image, mode, frames). `mode` is the
-    mode before decoding, and `frames` is the number of frames. With `at_least`, a JPEG file is decoded at a reduced size,
-    which is faster. Both sides of the result then have at least `at_least` pixels. Raises ImageError if the file cannot be
-    opened or decoded, or has more than `max_pixels` pixels. Every exception that is raised inside the `with` block becomes
-    an ImageError too.
+    """Decode the first frame of an image file, for a `with` statement. The statement gets (image, mode, frames). `mode`
+    is Pillow's name of the pixel format in the file, such as "CMYK". `frames` is the number of frames. `at_least`
+    allows a JPEG file to be decoded at a reduced size, which is faster. No side is then reduced below `at_least`
+    pixels.
+
+    Raises ImageError if the file cannot be opened or decoded, or has more than `max_pixels` pixels. Every exception in
+    the body of the `with` statement becomes an ImageError too.
     """
     with _opened(file) as opened:
         try:

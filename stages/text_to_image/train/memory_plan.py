@@ -39,9 +39,10 @@ class BatchShape:
     """The size of a batch of images. `samples` is the number of images. `width` and `height` are the size of each image
     in pixels. `text_rows` is the number of rows of each text embedding. `pixels_per_token` is the side of an image
     token in pixels. `held` is the largest validation batch, or None without validation. `shared` is True if a batch of
-    the run may mix image shapes. `references` has the (height, width) of each reference's latent, in tokens.
+    the run may mix image shapes.
 
-    The shapes of a mixed batch are computed separately.
+    `references` are the sizes of the reference images of one sample. Each is a (height, width) in image tokens. The
+    shapes of a mixed batch are computed separately.
     """
 
     samples: int
@@ -60,7 +61,9 @@ class BatchShape:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of one sample: image tokens, tokens of references and text rows."""
+        """The number of tokens of one sample. They are the tokens of the image, the tokens of its reference images, and
+        the rows of its text.
+        """
         return sum(math.prod(grid) for grid in (self.grid, *self.references)) + self.text_rows
 
     @property

@@ -13,17 +13,23 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Reference:
-    """A reference of a crop. `latent_id` is its key in the table `latents`. `grid` is the (height, width) of its latent."""
+    """A reference: an image that the model sees beside the noisy image, in edit training. `latent_id` is the key of its
+    latent in the table `latents`. `grid` is the (height, width) of the latent in image tokens.
+    """
 
     latent_id: str
     grid: tuple[int, int]
 
 
 class References:
-    """A lookup of the references of crops, from the tables `images`, `buckets` and `latents`."""
+    """A lookup of references. A reference is an image that the model sees beside the noisy image, in edit training.
+    Call `of` for the references of one crop. A crop is the part of an image that is trained.
+    """
 
     def __init__(self, images: Iterable[Row], buckets: Iterable[Row], latents: Iterable[Row]) -> None:
-        """Index the rows of the three tables. A row is a dict."""
+        """Prepare the lookup from the rows of three tables: `images`, `buckets` and `latents`. Each row is a dict from
+        column to value.
+        """
         rows = list(images)
         self.ids = {row["path"]: row["image_id"] for row in rows if row["rejected"] in (None, "duplicate")}
         self.paths: dict[str, list[str]] = {}
@@ -38,9 +44,12 @@ class References:
                 self.buckets.setdefault(row["image_id"], []).append(row)
 
     def of(self, image_id: str, resolution: int, flip: bool) -> tuple[Reference, ...]:
-        """Return the references of a crop in their order. `image_id` is its image. `resolution` is that of its bucket: a
-        reference has the same resolution, or the highest one below it. `flip` is True if the crop is mirrored; its references
-        then are mirrored too. Raises ValueError if a reference has no latent.
+        """Return the references of one crop, in their order. A crop is the part of an image that is trained. `image_id`
+        is the image of the crop. `resolution` is the resolution at which the crop is trained. `flip` is True if the
+        crop is mirrored. Its references are then mirrored too. Raises ValueError if a reference has no latent.
+
+        A reference has the resolution of the crop. If it does not exist at this resolution, the next lower one is
+        taken. If there is no lower one, its lowest is taken.
         """
         return tuple(self._reference(path, resolution, flip) for path in self.paths.get(image_id, ()))
 
@@ -57,5 +66,7 @@ PLACE = ("image_id", "width", "height", "crop_x", "crop_y", "crop_w", "crop_h") 
 
 
 def place(row: Row) -> tuple[Any, ...]:
-    """Return the values of the columns `PLACE` of a row of the table `buckets` or `latents`."""
+    """Return the values that say which part of an image a row is about. They are the image_id, the trained size, and
+    the edges of the crop. `row` is a row of the table `buckets` or `latents`, as a dict.
+    """
     return tuple(row[name] for name in PLACE)
