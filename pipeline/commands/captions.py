@@ -27,9 +27,9 @@ STAGE = "captions"
 @with_project
 def command(edit: Path | None, apply: Path | None, sidecars: bool, undo_sidecars: bool, project: Project) -> None:
     """Run the stage captions: find the captions of the images. With --edit, all captions are also written into a CSV
-    file with the columns path, image_id, position and text. Change the column text in a spreadsheet or an editor, then
-    read the file back with --apply. Edited captions are stored in the project; the image folder is written by --sidecars
-    alone.
+    file with the columns path, image_id, position and text. Change the column text in a spreadsheet or an editor. Then
+    read the file back with --apply. Edited captions are stored in the project. Only --sidecars and --undo-sidecars
+    write caption files of the user.
     """
     if sum(map(bool, (edit, apply, sidecars, undo_sidecars))) > 1:
         raise ValueError("give one of --edit, --apply, --sidecars and --undo-sidecars")
@@ -55,9 +55,9 @@ def run(project: Project) -> None:
 
 
 def write_files(project: Project, undo: bool) -> str:
-    """Write the edited captions of `project` into the caption files beside the images. If `undo` is True, give the files of
-    the last time their old content instead. Return a sentence that says what was done. Raises ValueError if there is nothing
-    to do. The table `captions` is not brought up to date.
+    """Write the edited captions of `project` into the caption files beside the images. If `undo` is True, give the
+    files of the last writing their old content instead. Return a sentence that says what was done. Raises ValueError if
+    there is nothing to do. The table `captions` is not changed.
     """
     from stages.text_to_image.captions.sidecars import undo_sidecars, write_sidecars
 

@@ -84,10 +84,10 @@ class Session:
         self.texts: dict[str, str] = unit_texts(project) if explain else {}
 
     def explain(self, query: str, answer: Answer) -> list[tuple[str, str, float]]:
-        """Return the best match in the code of `answer` for each token of `query`, in the order of the tokens. A match
-        is `(query token, code token, product)`. The product is the dot product of the two token vectors. `query` must
-        be the last query that was searched, and `answer` one of its results. Raises AssertionError if this object was
-        made without `explain`.
+        """Return the best match in an answer's code for each token of `query`, in the order of the tokens. A token is a
+        word or a part of a word. A match is `(query token, code token, product)`. The product is the dot product of the
+        vectors of the two tokens. `query` must be the last query that was searched, and `answer` one of its results.
+        Raises AssertionError if the session was made without `explain`.
         """
         assert self.pieces is not None
         document = self.texts[answer.row["unit_id"]]

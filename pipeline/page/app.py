@@ -96,9 +96,10 @@ def templates() -> Environment:
 
 
 def addresses(cell: list[tuple[int, str]], picture: Callable[[str], str]) -> str:
-    """Return the addresses of the pictures of one cell of a sheet, as JSON: the beginning that all have in common, then
-    pairs of a training step and the rest of an address. `cell` lists pairs of a step and a picture's name. `picture`
-    makes an address from a name.
+    """Return the addresses of some pictures as JSON, in a short form. The form is a list such as ["/a", [10, "/x.png"],
+    [20, "/y.png"]]. Its first entry is the beginning of every address, or "". The other entries are pairs: a training
+    step, and the rest of the address of its picture. `cell` lists pairs (step, picture's name). `picture` is a function
+    that returns the address of a name.
     """
     import json
 
@@ -189,10 +190,10 @@ def make_app(site: Site, token: str = "") -> Starlette:
 
 
 def _edited(site: Site, page: str, body: bytes) -> Response:
-    """Write the user's edits and return the response to the browser. `page` is the name of the page with the texts.
-    `body` is a JSON object of the form that `Site.edit` takes. The response has the entry "conflicts": the keys of the
-    texts that were not written, since another browser tab had changed them, with their present texts. Its status is 409 if
-    there are such keys, else 200. Invalid edits get status 400.
+    """Write the user's edits of texts, and return the response to the browser. `page` is the name of the page. `body`
+    is JSON such as {"KEY": {"before": "a cat", "text": "a red cat"}}. An edit is not written if another browser tab has
+    changed its text meanwhile. The response is JSON. Its entry "conflicts" has the present texts of these edits, by
+    key. The status is 409 if there are conflicts, and 200 if there are none. Invalid edits get status 400.
     """
     import json
 
@@ -208,8 +209,8 @@ def _edited(site: Site, page: str, body: bytes) -> Response:
 
 def _replaced(site: Site, page: str, body: bytes) -> Response:
     """Replace a text in all texts of a page, and return the response to the browser. `page` is the name of the page.
-    `body` is a JSON object with the entries "find" and "by". The response has the edits that were written, as the entry
-    "edits". An invalid request gets status 400.
+    `body` is JSON such as {"find": "cat", "by": "dog"}. The response is JSON. Its entry "edits" has the edits that were
+    written, by key. An invalid request gets status 400.
     """
     import json
 
@@ -224,9 +225,9 @@ def _replaced(site: Site, page: str, body: bytes) -> Response:
 
 
 def _written(site: Site, page: str, body: bytes) -> Response:
-    """Write the edits of a page into the user's files, or take that back. Return the response to the browser. `page` is the
-    name of the page. `body` is a JSON object with the entry "undo", true or false. The response has the entry "said", a
-    sentence for the user. Status 400 means that nothing could be written.
+    """Write the edits of a page into the user's files, or undo the last writing. Return the response to the browser.
+    `page` is the name of the page. `body` is JSON: {"undo": false} to write, {"undo": true} to undo. The response is
+    JSON. Its entry "said" is a sentence for the user. If there is nothing to do, or if a file fails, the status is 400.
     """
     import json
 

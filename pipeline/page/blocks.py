@@ -85,9 +85,9 @@ def chart_data(rows: list[Row], block: Chart) -> Row:
 
 
 def listing_data(rows: list[Row], count: int) -> Row:
-    """Return rows of a table as texts, with its columns, as a dict for the web page. `rows` are the rows to show. `count`
-    is the number of all rows of the table. In the result, "names" lists the columns, "rows" the cells, and "count" is
-    `count`.
+    """Return a part of a table as a dict for the web page. `rows` are the rows to show. `count` is the number of all
+    rows of the table. The dict has three entries. "names" lists the names of the columns. "rows" lists the rows, each a
+    list of texts. "count" is `count`.
 
     A text of more than 240 characters is cut. Floats have 5 significant digits. None becomes "".
     """
@@ -106,10 +106,11 @@ def _cell(value: Any) -> Any:
 
 
 def cards_data(catalog: Catalog, block: Cards, chosen: Mapping[str, str]) -> Row:
-    """Return the data of one page of cards as a dict. `block` gives the SQL, the filters and the orders. `chosen` holds
-    the user's choices "filter", "order", "page" and "find" as texts. In the result, "cards" lists the rows of the page as
-    dicts. "filters" lists pairs (filter, number of rows). "orders" lists the names of the orders. "filter", "order",
-    "page" (from 0) and "find" are the choices in use. "pages" is the number of pages.
+    """Return one page of cards as a dict. A card shows one row of a table. `block` gives the SQL of the rows, the
+    filters and the orders. `chosen` holds the user's choices as texts: "filter", "order", "page" and "find". In the
+    result, "cards" lists the rows of the page as dicts. "filters" lists pairs (filter, number of rows). "orders" lists
+    the names of the orders. "filter", "order", "page" (from 0) and "find" are the choices in use. "pages" is the number
+    of pages. "searched" is True if the cards can be searched.
 
     If `block.searched` is set, only rows whose text contains "find" are counted and shown, in any case of letters.
     """

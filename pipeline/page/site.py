@@ -35,7 +35,7 @@ class Site:
 
     @property
     def seen(self) -> str:
-        """The value of `changes()` at the last `refresh`."""
+        """The hash of the project's state at the last `refresh`, 16 hex digits. It is "" before the first `refresh`."""
         return self._seen
 
     def changes(self) -> str:
@@ -140,7 +140,10 @@ class Site:
         return {"name": key, **found[0], "boxes": boxes, "masks": list(self._masks(described, key)), "lines": lines}
 
     def _masks(self, described: Detail, key: str) -> Iterator[tuple[str, str]]:
-        """Yield pairs of a label and a picture, as the text of a data address, for the masks of one input."""
+        """Yield (label, picture) for every mask of one input. A picture is a data address: a text such as
+        "data:image/webp;base64,..." that a browser shows as an image. `described` says which query finds the masks, and
+        which function draws them. `key` is the input's key.
+        """
         for row in self.catalog.rows(described.masks, text=key) if described.masks else []:
             picture: bytes = load(described.draw_mask)(row["columns"], row["values"])
             yield row["label"], f"data:image/webp;base64,{base64.b64encode(picture).decode()}"
@@ -186,10 +189,11 @@ class Site:
         return Texts(self.catalog, editors[0], self.path)
 
     def edit(self, page: str, edits: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-        """Write edits of texts on the page `page`. Return the texts that another browser tab has changed since they were
-        shown, as a dict from key to present text. These are not written. `edits` maps a text's key to a dict with two entries.
-        "before" is the text that was shown. "text" is the new text, or None to undo earlier edits. Raises ValueError if
-        the page has no texts to edit, or an edit is invalid.
+        """Write the user's edits of texts on a page. `page` is the page's name. `edits` is a dict from a text's key to
+        one edit, such as {"before": "a cat", "text": "a red cat"}. "before" is the text that the user saw. "text" is
+        the new text, or None to undo earlier edits. An edit is not written if its text has changed since the user saw
+        it. Return the present texts of these edits, by key. Raises ValueError if the page has no texts to edit, or if
+        an edit is invalid.
         """
         texts = self.texts(page)
         shown = texts.of_keys(list(edits))
@@ -205,9 +209,10 @@ class Site:
         return conflicts
 
     def replace(self, page: str, find: str, by: str) -> dict[str, dict[str, Any]]:
-        """Replace the text `find` by `by` in all texts of the page `page`. Return the edits that were written, as a dict
-        from key to "before", "text" and "edited" (whether there was an edit before). Raises ValueError if the page has no
-        texts to edit, if `find` is empty, or if a text would have no letter left. Then nothing is written.
+        """Replace the text `find` by the text `by` in all texts of a page. `page` is the page's name. Return the edits
+        that were written, as a dict from a text's key to a dict with three entries. "before" is the old text. "text" is
+        the new text. "edited" is True if the text had been edited before. Raises ValueError, and writes nothing, if the
+        page has no texts to edit, if `find` is empty, or if a text would have no letter left.
         """
         if not find:
             raise ValueError("write the text to replace into the field Find")
@@ -218,10 +223,10 @@ class Site:
         return edits
 
     def write_files(self, page: str, undo: bool) -> str:
-        """Write all edits of the page `page` into the user's files, or take the last time back if `undo` is True. Then bring
-        the table of the texts up to date. Return a sentence that says what was done, and why the table is not up to date if
-        its stage fails, for instance as another process writes it. Raises ValueError if the page has no such files, or if
-        there is nothing to do.
+        """Write all edits of a page into the user's files, and bring the table of its texts up to date. `page` is the
+        page's name. If `undo` is True, give the files of the last writing their old content instead. Return a sentence
+        that says what was done. If the table cannot be brought up to date, the sentence also says why. Raises
+        ValueError if the page's edits have no files, or if there is nothing to do.
         """
         from pipeline import runner
         from pipeline.terminal import Quiet
@@ -239,7 +244,9 @@ class Site:
 
 
 def _plain(text: Any) -> Any:
-    """Return a text as a browser's text field and the file of edits keep it. Any other value is returned unchanged."""
+    """Return a text without blanks at its ends, with one newline character per line break. Browsers and the file of
+    edits keep texts in this form. A value that is not a text is returned unchanged.
+    """
     return text.replace("\r\n", "\n").replace("\r", "\n").strip() if isinstance(text, str) else text
 
 

@@ -185,10 +185,10 @@ def _attended(q_BHCK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float
 
 
 def after(x: mx.array, done: list[mx.array]) -> mx.array:
-    """Return `x` as an array that MLX computes only after the arrays `done`. Its values are those of `x`. If `done` is
-    empty, return `x` itself.
+    """Return an array with the values of `x`. MLX computes it only after the arrays in `done` are computed. If `done`
+    is empty, return `x` itself.
 
-    Otherwise MLX would start all chunks at once and hold them all in memory.
+    Without this order, MLX would start all chunks of a computation at once and hold them all in memory.
     """
     found: mx.array = mx.depends([x], done)[0] if done else x
     return found

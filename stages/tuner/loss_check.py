@@ -20,22 +20,22 @@ WORSE = 1.5  # a collapsed loss is so many times the loss at the start
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean of some numbers and its standard error."""
+    """The mean of some numbers, `value`, and its standard error, `error`."""
 
     value: float
     error: float
 
     @classmethod
     def of(cls, numbers: Iterable[float]) -> Mean:
-        """Return the mean of at least two numbers."""
+        """Return the mean of `numbers` with its standard error. There must be at least two numbers."""
         found = list(numbers)
         return cls(fmean(found), stdev(found) / math.sqrt(len(found)))
 
 
 class LossCheck:
-    """Checks on the losses of a training run. Call `after` once per step. `expected` holds what is known about the loss, or is
-    None if nothing is known. `say(text)` warns the user. `past` holds the rows of earlier steps, which are counted and
-    not warned of again.
+    """Checks on the losses of a training run. Call `after` once per step. `expected` describes the loss that a run
+    should start with. If it is None, nothing is checked. `say(text)` shows a warning to the user. `past` has the rows
+    of earlier steps. They are counted, but cause no warning.
 
     A loss is divided by the loss that a model without any knowledge has for this sample. So losses of different noise
     levels can be averaged, and 1 means that the model knows nothing.
@@ -55,8 +55,9 @@ class LossCheck:
         self.say = say
 
     def after(self, step: int, rows: Iterable[Row]) -> None:
-        """Count the rows of the step `step`, and warn once if the first losses are not those of the untrained model. Raises
-        ValueError if the loss has collapsed. This means that the model has forgotten what it knew before the training.
+        """Count the losses of one training step, and check them. `step` is the number of the step. `rows` are its rows
+        of the table of losses. The user is warned, once, if the first losses are not those of an untrained model.
+        Raises ValueError if the loss has collapsed: the model has forgotten what it knew before the training.
         """
         if self.expected is None:
             return

@@ -176,8 +176,8 @@ class TrainingStep:
 
     def gradient(self, batches: Sequence[MicroBatch], meter: Meter | None = None) -> StepGradient:
         """Return the gradient of the mean loss over all samples of `batches`. Nothing is updated. The arrays of the
-        result are lazy: they may not be computed yet. If a `meter` is given, it records the memory of each phase, and
-        all arrays are computed on return.
+        result are lazy: they may not be computed yet. `meter`, if given, records the memory of each phase. All arrays
+        are then computed on return.
 
         The batches are divided into micro-batches (samples computed at once). Their size changes the gradient only by
         rounding. With several ranks (processes) and a loss that can be divided, `batches` is this rank's share of the step,
@@ -200,7 +200,9 @@ class TrainingStep:
         return found
 
     def _over_ranks(self, gradients: Arrays) -> Arrays:
-        """Return the gradients of the whole step, by name. `gradients` are those of this rank's part, and are consumed."""
+        """Return the gradients of the whole step, by name. A step is divided among ranks (processes). `gradients` are
+        those of this rank's part. They must not be used afterwards.
+        """
         return self.ranks.sum(gradients, 1 / self.ranks.size if self.objective.separable else 1.0)
 
     def _loss_and_grads(self, batch: MicroBatch, term: Term, adapter: Arrays) -> tuple[mx.array | Values, Arrays]:

@@ -98,8 +98,9 @@ class Term:
 
 @dataclass(frozen=True)
 class ExpectedLoss:
-    """What is known about the loss of a run before its first step. `uninformed(row)` returns the loss of a model without any
-    knowledge for the sample of a table row, or None if the row tells nothing. `nobody` describes that model in a message.
+    """The loss that a training run should start with. `uninformed` is a function that takes a row of the table of
+    losses. It returns the loss that a model without any knowledge would have for this sample, or None if the row does
+    not tell. `nobody` describes such a model in messages.
 
     `start` is the smallest and the largest mean of the untrained model's loss divided by `uninformed`. `source` says where
     these two numbers are from. `remedy` says what to look at if the mean is outside.
@@ -224,7 +225,9 @@ class Task(Protocol[S, M]):
 
     @property
     def expected_loss(self) -> ExpectedLoss | None:
-        """What is known about the loss before the first step. It is None if nothing is known, and nothing is checked then."""
+        """Return the loss that the run should start with, or None if it is not known. If it is None, the losses are not
+        checked.
+        """
 
     def description(self) -> str:
         """Return one line for the user that says which data the run trains on."""

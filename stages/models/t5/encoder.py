@@ -73,10 +73,10 @@ class T5:
         return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
 
     def enter(self, ids: Sequence[mx.array], real: Sequence[mx.array]) -> tuple[mx.array, Shared]:
-        """Return `(h_TD, shared)`: the input of the first block, and the data that every block reads. `ids` lists int32
-        arrays of token ids, `(texts, tokens)`. Each array is called a part, and each may have its own shape. `real`
-        lists one boolean array for each part, of the same shape. It is False for padding. `h_TD` has the shape `(tokens
-        of all parts, width)`. `shared` holds the attention mask of each part, with the position biases, and its padding mask.
+        """Return `(h_TD, shared)`. `h_TD` is the input of the first block, `(all tokens, width)`. `shared` is the data
+        that every block reads: attention masks with position biases, and padding masks. `ids` lists int32 arrays of
+        token ids, each `(texts, tokens)`. The arrays may have different shapes. `real` lists one boolean array for each
+        of them, of the same shape. It is False for padding.
         """
         h_TD = mx.concatenate([self.embedding[part_BL.reshape(-1)] for part_BL in ids])
         return h_TD, [self._part(part_BL) for part_BL in real]

@@ -11,9 +11,9 @@ from stages.text_to_image.caption_files.text import normalise
 
 
 class FileNames:
-    """A lookup of images by the names in a file of captions. Such a name may be a relative path, an absolute path or a
+    """A search for images by the names in a caption file. Such a name may be a relative path, an absolute path or a
     path without a suffix. `find(name)` returns the image's path. `folder` is the image folder. `paths` are the paths of
-    all images. `base` is the caption file's folder, relative to `folder`.
+    all images, relative to it. `base` is the folder of the caption file, relative to `folder`.
     """
 
     def __init__(self, folder: Path, paths: Sequence[str], base: str) -> None:

@@ -22,8 +22,11 @@ SIDECAR_BYTES = 1_000_000  # largest sidecar that is read; a caption has some hu
 
 @dataclass(frozen=True)
 class CaptionSources:
-    """Where the captions of images are looked for. `sources` are "sidecar", "metadata" and "filename", in this order. The other
-    fields are settings of [captions]. If `lines` is "many", every line of a sidecar is a caption.
+    """The places where captions of images are looked for. `sources` has some of "sidecar", "metadata" and "filename",
+    the preferred one first. A sidecar is a caption file beside the image, such as "a.txt" for "a.png". `extension` is
+    the sidecar's suffix, or several. `folder` is a separate folder of sidecars, or "". `caption_column` is the column
+    of captions in a metadata file, or "" for the usual ones. If `lines` is "many", every line of a sidecar is a
+    caption.
     """
 
     sources: tuple[str, ...]
@@ -42,9 +45,10 @@ Lookup = Callable[[str], list[Caption]]  # an image's path, relative to the imag
 
 
 def make_lookups(folder: Path, paths: list[str], config: CaptionSources, project: Path) -> tuple[list[Lookup], list[str]]:
-    """Return (lookups, notes): functions that find the captions of an image, and texts for the user. Each lookup takes
-    the path of an image and returns the list of its captions. There is one lookup per entry of `config.sources`.
-    `folder` is the image folder. `paths` are all images, relative to `folder`.
+    """Return (lookups, notes). A lookup is a function that takes an image's path and returns the list of its captions.
+    The first lookup finds captions inside tars and tables. The others are one per entry of `config.sources`, in this
+    order. The notes are texts for the user. `folder` is the image folder. `paths` are the paths of all images, relative
+    to `folder`.
 
     A relative path in `config.folder` starts at `project`, the project's folder. Raises ValueError if a metadata file
     is malformed, or if `config.folder` does not exist.
@@ -61,8 +65,9 @@ def make_lookups(folder: Path, paths: list[str], config: CaptionSources, project
 
 
 def _inside(folder: Path, column: str) -> Lookup:
-    """Return a function that finds the caption of an image inside a tar, Parquet or Arrow file. `column` is the column that holds
-    captions, or "". The function returns an empty list for an image that is a file of its own.
+    """Return a function that finds the caption of an image inside a tar, Parquet or Arrow file. The function takes the
+    image's path relative to `folder`, the image folder. It returns a list of at most one caption. The list is empty for
+    an image that is a file of its own. `column` is the name of the column of captions, or "" for the usual names.
     """
 
     def lookup(path: str) -> list[Caption]:
@@ -117,9 +122,10 @@ def _sidecars(folder: Path, config: CaptionSources, project: Path) -> Lookup:
 
 
 def caption_places(path: str, folder: str) -> list[str]:
-    """Return where caption files of an image may lie, the preferred place first. A place is a path without the ending of the
-    caption file: beside "cat.png" it is "cat.png", and the caller looks for "cat.png.txt" and "cat.txt". `path` is the
-    image's path relative to the image folder. `folder` is the name of the image folder.
+    """Return the places of an image's caption files, the preferred one first. A place is the path of a caption file
+    without its suffix. For example, the place "captions/cat.png" stands for the files "captions/cat.png.txt" and
+    "captions/cat.txt". `path` is the image's path relative to the image folder. `folder` is the name of the image
+    folder.
 
     The places of "a/images/cat.png" are "a/images/cat.png", "a/images/captions/cat.png", "a/captions/cat.png",
     "a/captions/images/cat.png" and "captions/a/images/cat.png".
@@ -135,9 +141,10 @@ def caption_places(path: str, folder: str) -> list[str]:
 
 
 def caption_file(path: str, paths: list[str], folder: Path, config: CaptionSources, project: Path) -> str:
-    """Return the path of a new caption file for the image at `path`: "a.txt" for "a.png", or "a.png.txt" if another of the
-    images at `paths` would share "a.txt". All paths are relative to `folder`, the image folder. A relative path in
-    `config.folder` starts at `project`. Return "" if `config.sources` has no sidecars, or for an image inside another file.
+    """Return the path of a new caption file for an image. For the image "a.png" it is "a.txt". If another image would
+    share "a.txt", it is "a.png.txt". `path` is the image, and `paths` are all images. All these paths are relative to
+    `folder`, the image folder. A relative path in `config.folder`, the setting of a separate folder, starts at
+    `project`. The result is "" if `config.sources` lacks "sidecar", or if the image is inside another file.
     """
     if "sidecar" not in config.sources or packed.split(folder / path):
         return ""

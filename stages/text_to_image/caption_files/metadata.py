@@ -28,10 +28,10 @@ METADATA_BYTES = 256_000_000  # largest metadata file that is read: about a mill
 
 
 def read_metadata(folder: Path, paths: Iterable[str], column: str = "") -> tuple[dict[str, list[Caption]], list[str]]:
-    """Read the files of captions that belong to a folder of images, and return (captions, notes). The captions are a
-    dict from an image's path, in Unicode form NFC, to a list. The notes name rows whose image does not exist. `folder`
-    is the image folder. `paths` are all images, relative to `folder`. Raises ValueError, with file and line, if a file
-    is malformed.
+    """Read the caption files of an image folder, and return (captions, notes). The captions are a dict from an image's
+    path to the list of its captions. The paths are in Unicode form NFC. The notes are texts for the user about rows
+    whose image does not exist. `folder` is the image folder. `paths` are the paths of all images, relative to `folder`.
+    Raises ValueError, with file and line, if a file is malformed.
 
     Files are searched in the folders of the images and in the folders above them, up to `folder`. `column` is the
     column that holds the caption; "" means text, caption or prompt.
@@ -57,9 +57,10 @@ def read_metadata(folder: Path, paths: Iterable[str], column: str = "") -> tuple
 
 
 def _metadata_files(folder: Path, paths: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield every file of captions in the folders of the images and in the folders above them. Each item is a pair (path,
-    read). The path is relative to `folder`, where the search ends. `read` takes the full path of the file and yields
-    (place, row). A place is a text such as "line 3". `paths` are the images, relative to `folder`.
+    """Yield (path, read) for every caption file, such as metadata.jsonl, of an image folder. The path is relative to
+    `folder`, the image folder. `read` is a function that takes the full path of the file and yields (place, row). A
+    place is a text such as "line 3". `paths` are the images, relative to `folder`. Caption files are looked for in the
+    folders of the images, and in all folders above them up to `folder`.
     """
     parents = {str(parent) for path in paths for parent in PurePosixPath(path).parents}
     for parent in sorted(parents):
@@ -70,8 +71,8 @@ def _metadata_files(folder: Path, paths: list[str]) -> Iterator[tuple[str, Any]]
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield (place, object) for every line of a metadata.jsonl that is not blank. A place is a text such as "line 3".
-    Raises ValueError if a line is not a JSON object.
+    """Yield (place, row) for every line of a metadata.jsonl that is not blank. A place is a text such as "line 3". A
+    row is the JSON object of the line, as a dict. Raises ValueError if a line is not a JSON object.
     """
     for line, text in enumerate(read_text(path, METADATA_BYTES).split("\n"), 1):
         if not text.strip():
@@ -85,9 +86,8 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _json(path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield (place, row) for every entry of a captions.json. The file is a map such as {"a.png": "a cat"}, or a list
-    such as [{"file_name": "a.png", "caption": "a cat"}]. A place is a text such as "entry 3". A row is a dict like
-    those of the list.
+    """Yield (place, row) for every entry of a captions.json. A place is a text such as "entry 3". A row is a dict such
+    as {"file_name": "a.png", "caption": "a cat"}. The file is a list of such rows, or a map such as {"a.png": "a cat"}.
 
     Raises ValueError if the file is no map or list, or if an entry of the list is no object. In a map, the value can
     also be a list of captions, or an object such as {"caption": "a cat"}.
@@ -112,10 +112,10 @@ def _tsv(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _csv(path: Path, delimiter: str = ",") -> Iterator[tuple[str, Row]]:
-    """Yield (place, row) for every row of a file of captions with the columns separated by `delimiter`. A place is a text
-    such as "line 3". A row is a dict from column name to text. The first row names the columns. Raises ValueError if the
-    file is not CSV. Raises it too if a column's name is there twice, the row of names is repeated, or a row has another
-    number of fields than columns.
+    """Yield (place, row) for every row of a CSV file of captions. A place is a text such as "line 3". A row is a dict
+    from a column's name to a text. `delimiter` is the character between two columns. The first row of the file has the
+    names of the columns. Raises ValueError if the file is not CSV, if a name is there twice, or if the first row is
+    repeated. Raises it too if the number of fields of a row is wrong.
     """
     text = io.StringIO(read_text(path, METADATA_BYTES), newline="")
     reader = csv.reader(text, delimiter=delimiter, strict=True, skipinitialspace=True)
@@ -154,9 +154,10 @@ def _check_columns(columns: list[str], where: str, delimiter: str) -> None:
 
 
 def _parse(where: str, row: Row, file_columns: tuple[str, ...], column: str) -> tuple[str, list[str]]:
-    """Return the image's file name and the list of captions of one row. `file_columns` are the columns that may name
-    the image, the preferred one first. `column` is the column of captions, or "" for the usual ones. `where` says where
-    the row is from, for errors. Raises ValueError if the file name or the column of captions is missing.
+    """Return (file name, captions) of one row of a caption file. The file name is that of the image. The captions are a
+    list of texts. `file_columns` are the columns that may name the image, the preferred one first. `column` is the
+    column of captions, or "" for the usual ones. `where` says in errors where the row is from. Raises ValueError if the
+    file name or the column of captions is missing.
 
     A ValueError is also raised if a caption is no text. Blank captions are left out, so the list may be empty.
     """

@@ -11,9 +11,9 @@ from stages.untrusted import read_bytes
 
 @dataclass(frozen=True)
 class Caption:
-    """One caption of an image, as it was found. `text` is the caption without the text that the setting
-    `captions.template` adds. `source` says how it was found: "sidecar", "metadata", "filename", "template" or "config".
-    `origin` says where it was found. It is a file, a file and line such as "metadata.jsonl:3", or the name of a
+    """One caption of an image, as it was found. `text` is the caption, before the setting `captions.template` adds
+    words to it. `source` is the kind of place: "sidecar" (a file beside the image), "metadata", "filename", "template"
+    or "config". `origin` is the exact place. It is a file, a file and line such as "metadata.jsonl:3", or the name of a
     setting.
     """
 

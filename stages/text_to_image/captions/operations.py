@@ -11,9 +11,10 @@ from stages.tuner import draws
 
 
 def operate(captions: Iterable[Caption], config: CaptionsConfig, image_id: str) -> list[Caption]:
-    """Return the captions of one image after the operations that `config` asks for. `image_id` names the image. With
-    `config.shuffle` = n, each caption gives n captions with its parts in another order. An order depends only on the image,
-    the position of the caption and the number of the order.
+    """Return the captions of one image after the changes that `config` asks for. Words are replaced. Parts between
+    commas are dropped or shuffled. If `config.shuffle` is n, each caption gives n captions, each in an order of its
+    own. If it is 0, no caption is shuffled. `image_id` is the image's key. The orders are drawn from it and from the
+    caption's position, so they are the same each time.
     """
     found = []
     for position, caption in enumerate(captions):

@@ -17,8 +17,9 @@ PROMPT = (
 
 @dataclass(frozen=True)
 class DescriptionsConfig:
-    """The section [descriptions] of project.toml: which model writes the captions of images without one, and how. Without
-    `model`, nothing is written. Raises ValueError if a setting is out of range, or if the server is on another machine.
+    """The settings of the section [descriptions] of project.toml. They say which model writes captions, and how. The
+    model describes only images without a caption. If `model` is "", no captions are written. Raises ValueError if a
+    setting is out of range, or if `server` is on another machine.
     """
 
     model: str = setting(

@@ -12,13 +12,15 @@ if TYPE_CHECKING:
 
 
 class LocalModel:
-    """A vision-language model that transformers loads from a folder. `describe(image)` returns a caption. `name` and `version`
-    identify the model in the table.
+    """A model on this machine that writes captions of images. It is a vision-language model in a folder, and the
+    library transformers runs it. `describe(image)` returns a caption. `name` is the setting `model`. `version` is the
+    version of transformers, such as "transformers 4.57.0".
     """
 
     def __init__(self, config: DescriptionsConfig, project: Path) -> None:
-        """Load the model that the setting `model` names: a folder, relative to `project`. Nothing is downloaded. Raises
-        ValueError if the folder or the library is missing, or if the folder holds no such model.
+        """Load the model. `config.model` is its folder. A relative path starts at `project`, the project's folder.
+        Nothing is downloaded. Raises ValueError if the folder or a library is missing, or if the folder holds no
+        vision-language model.
         """
         folder = project / Path(config.model).expanduser()
         if not (folder / "config.json").is_file():
@@ -45,8 +47,8 @@ class LocalModel:
         self.name, self.version = config.model, f"transformers {transformers.__version__}"
 
     def describe(self, image: Image) -> str:
-        """Return the caption of `image`, a PIL image in mode RGB. The most probable word is taken each time, so equal images
-        have equal captions.
+        """Return the model's caption of an image. `image` is a PIL image in mode RGB. The model takes the most probable
+        word each time. So equal images get equal captions.
         """
         content = [{"type": "image"}, {"type": "text", "text": self.config.prompt}]
         text = self.processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)

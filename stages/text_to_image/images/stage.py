@@ -115,7 +115,7 @@ def _until_stop(ctx: StageContext, pool: ThreadPoolExecutor, read: Callable[[Row
 
 
 def opened_files(ctx: StageContext) -> Iterator[Path]:
-    """Yield the paths of the pending image files."""
+    """Yield the paths of the image files that still have to be read."""
     folder: Path = ctx.need("image_folder")
     yield from (folder / path for path in ctx.pending["path"].to_pylist())
 

@@ -25,8 +25,9 @@ READ = threading.local()  # the column of the row group that a thread read last
 
 @dataclass(frozen=True)
 class Member:
-    """An image or a text inside a file. `offset` is the position of its first byte in a tar, or the number of its row in a table.
-    `size` is its number of bytes; 0 in a table. `column` is the column of the table that holds it, or "" in a tar.
+    """The place of one image or text inside another file. In a tar, `offset` is the position of its first byte, and
+    `size` is its number of bytes. In a table, `offset` is the number of its row, and `size` is 0. `column` is the name
+    of its column in a table. It is "" in a tar.
     """
 
     offset: int
@@ -35,7 +36,9 @@ class Member:
 
 
 def split(path: Path) -> tuple[Path, str] | None:
-    """Return (file, name) if `path` names something inside a tar, Parquet or Arrow file that exists. Otherwise return None."""
+    """Split the path of an image inside another file. For example, "a/b.tar/0001.jpg" gives (Path("a/b.tar"),
+    "0001.jpg"). The other file is a tar, Parquet or Arrow file. Return None if no parent of `path` is such a file.
+    """
     for above in path.parents:
         if above.suffix.lower() in SUFFIXES and above.is_file():
             return above, path.relative_to(above).as_posix()
@@ -43,16 +46,19 @@ def split(path: Path) -> tuple[Path, str] | None:
 
 
 def members(file: Path) -> dict[str, Member]:
-    """Return what the tar, Parquet or Arrow file `file` holds: name -> `Member`. A table has one member per row, its
-    image. The dict is empty if the table has no column of images. Raises ValueError if the file is damaged.
+    """Return the content of a tar, Parquet or Arrow file. The result is a dict from a name, such as "0001.jpg", to a
+    `Member`: the place in the file. A tar gives one entry per file. Absolute names and names with .. are left out. A
+    table gives one entry per row, for its image. A table without a column of images gives an empty dict. Raises
+    ValueError if the file is damaged.
     """
     status = file.stat()
     return _members(file, status.st_size, status.st_mtime_ns)
 
 
 def read_member(path: Path) -> bytes:
-    """Return the bytes of the image that `path` names inside another file. Raises ValueError if there is no such image, or if the
-    file is damaged.
+    """Return the bytes of an image inside a tar, Parquet or Arrow file. `path` is the path of that file, followed by
+    the image's name, such as "a/b.tar/0001.jpg". Raises ValueError if there is no such image, or if the file is
+    damaged.
     """
     found = split(path)
     member = members(found[0]).get(found[1]) if found else None
@@ -67,9 +73,10 @@ def read_member(path: Path) -> bytes:
 
 
 def texts(file: Path, column: str = "") -> dict[str, tuple[str, str]]:
-    """Return the captions in a tar, Parquet or Arrow file: name of the image -> (caption, place). The place is "row 7" in
-    a table, or the name of a file in a tar. `column` is the column, or the key of a JSON file, that holds captions; ""
-    takes text, caption or prompt. Raises ValueError if a table with images has no column `column`.
+    """Return the captions in a tar, Parquet or Arrow file, as a dict from an image's name to (caption, place). In a
+    table, the place is a text such as "row 7". In a tar, it is the name of the caption's file. `column` is the table's
+    column of captions, or the key of the caption in a JSON file of a tar. If it is "", the first of text, caption and
+    prompt is used. Raises ValueError if a table with images has no column `column`.
     """
     status = file.stat()
     return _texts(file, column, status.st_size, status.st_mtime_ns)
@@ -111,8 +118,9 @@ def _texts(file: Path, column: str, size: int, mtime_ns: int) -> dict[str, tuple
 
 
 def _tar_texts(file: Path, column: str) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield (name of the image, (caption, name of its file)) for every image of a tar that has a caption: 0001.txt,
-    0001.caption or 0001.json for 0001.jpg.
+    """Yield (image name, (caption, file name)) for every image of a tar that has a caption. The file name is that of
+    the caption's file in the tar. The caption of 0001.jpg is in 0001.txt, 0001.caption or 0001.json. `column` is the
+    caption's key in a JSON file. If it is "", the keys text, caption and prompt are tried.
     """
     found = members(file)
     with file.open("rb") as opened:
@@ -157,8 +165,9 @@ def _table_texts(file: Path, column: str) -> Iterator[tuple[str, tuple[str, str]
 
 
 def image_column(schema: Any) -> str:
-    """Return the name of the column of `schema`, an Arrow schema, that holds images, or "". It is binary, or a struct with the
-    fields bytes and path, as Hugging Face's datasets write it. A column called image, img, jpg or png comes first.
+    """Return the name of the column that holds images, or "" if there is none. `schema` is the Arrow schema of a table.
+    A column of images is binary, or a struct with a field bytes. Hugging Face's datasets write such structs. A column
+    called image, img, jpg or png is preferred.
     """
     import pyarrow as pa
 
@@ -172,8 +181,9 @@ def image_column(schema: Any) -> str:
 
 
 def _names(file: Path) -> tuple[Any, list[str | None]]:
-    """Return the Arrow schema of a table file, and the name that each row's image was saved under, or None. The list is
-    empty if the table has no images. No image is read.
+    """Return (schema, names) of a table file. The schema is an Arrow schema. The names are one per row: the path or
+    file name that is stored with the row's image, or None. The list is empty if the table has no images. No image is
+    read.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -207,8 +217,8 @@ def _column(file: Path, name: str) -> Any:
 
 
 def _cell(file: Path, member: Member) -> Any:
-    """Return the value of one row and column of a table file. Each thread keeps the row group of a Parquet file that it
-    read last.
+    """Return the value of one cell of a table file. `member` names its row and column. A part of a Parquet file (a row
+    group) is read at once. Each thread keeps the part that it read last.
     """
     import pyarrow.parquet as pq
 
@@ -230,7 +240,9 @@ def _cell(file: Path, member: Member) -> Any:
 
 
 def _arrow(file: Path) -> Any:
-    """Return the table in an Arrow file, mapped into memory. `save_to_disk` writes streams; files with a footer are read too."""
+    """Return the table in an Arrow file. The file is mapped into memory. It may be in Arrow's stream format, which
+    `save_to_disk` of Hugging Face's datasets writes, or in Arrow's file format.
+    """
     import pyarrow as pa
 
     mapped = pa.memory_map(str(file))

@@ -95,7 +95,9 @@ def score_pictures(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def opened_files(ctx: StageContext) -> Iterator[Path]:
-    """Yield the paths of the training images, the references and the agreement map, with which every picture is compared."""
+    """Yield the paths of the files that the stage opens to compare pictures with. These are the training images, the
+    user's reference images and the agreement map. Reference images and map are left out if they are not set.
+    """
     folder: Path = ctx.need("image_folder")
     yield from (folder / row["path"] for row in usable_images(ctx))
     if ctx.config.references:

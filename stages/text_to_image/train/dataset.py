@@ -24,9 +24,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Crop:
-    """One crop of an image that a run trains on, with the image's captions. `latent_id` is its key in the table
-    `latents`. `image_id` is the sha256 of the image file. `width` and `height` are in pixels. `grid` is (height, width)
-    in image tokens. `captions` holds caption_ids. `rate` is the mean number of occurrences per epoch.
+    """One crop: the part of an image that is trained, with the image's captions. `latent_id` is the crop's key in the
+    table `latents`. `image_id` is the sha256 of the image file. `width` and `height` are in pixels. `grid` is (height,
+    width) in image tokens. `captions` lists the captions' keys in the table `captions`. `rate` is the mean number of
+    times that an epoch uses the crop.
 
     `classes` holds one caption_id per caption: the class caption, or "" if there is none. A class caption has the class
     word (such as "cat") in place of the trigger word. If no caption has one, `classes` may be empty. `mask` has the
@@ -53,13 +54,15 @@ class Crop:
 
     @property
     def reference_tokens(self) -> int:
-        """Return the number of tokens of all references of the crop."""
+        """Return the number of image tokens of all references of the crop. A reference is an image that the model sees
+        beside the noisy one.
+        """
         return sum(each.grid[0] * each.grid[1] for each in self.references)
 
     @property
     def shape(self) -> tuple[tuple[int, int], ...]:
-        """Return the (height, width) of the crop's latent and of each reference's, in tokens. Crops of one shape can share a
-        batch.
+        """Return the sizes of the crop's latent and of its references, as (height, width) in tokens. The latent comes
+        first. Crops of one shape can share a batch.
         """
         return (self.grid, *(each.grid for each in self.references))
 
@@ -195,10 +198,11 @@ def _crop(row: Row, rate: float, texts: Texts, masked: bool) -> Crop:
 
 @dataclass(frozen=True)
 class Texts:
-    """The captions that a run may use, as caption_ids. A class caption is a caption with the class word in place of the
-    trigger word. `captions` maps each image_id to the captions of the image, in order. `classes` maps each image_id to the
-    class captions, one for each caption, "" if it has none. `empty` is used instead of a dropped caption, and
-    `empty_class` instead of its class caption. Both are "" if captions are never dropped.
+    """The captions that a run may use. All captions are given by caption_id, their key in the table `captions`. A class
+    caption is a caption with the class word (such as "cat") in place of the trigger word. `captions` is a dict from
+    image_id (the image file's sha256) to the captions of the image, in order. `classes` is a dict from image_id to the
+    class captions. Each caption has one there, or "". `empty` is used in place of a dropped caption. `empty_class` is
+    used in place of the class caption of a dropped caption. Both are "" if captions are never dropped.
     """
 
     captions: dict[str, tuple[str, ...]]  # by image_id, in their order

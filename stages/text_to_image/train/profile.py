@@ -39,9 +39,9 @@ def profile_settings(method: Any = "adamw", **others: Any) -> TrainConfig:
 
 
 def random_transformer(family: Family, config: TrainConfig) -> Transformer:
-    """Build the transformer of `family` with random weights of the true shapes. Each weight is packed (quantised) as training
-    would pack it. With [train] `stream_blocks`, the weights of the blocks are written to the system's folder for
-    temporary files, and deleted with the transformer.
+    """Build a transformer with random weights. The shapes of the weights are those of the model family `family`. Each
+    weight is quantised if `config`, the settings of training, says so. With `config.stream_blocks`, the weights of the
+    blocks lie in files in the system's temporary folder. The files are deleted together with the transformer.
     """
     architecture = family.architecture
     sizes = architecture.transformer_config(None, family)
