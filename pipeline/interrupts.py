@@ -14,11 +14,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def interruptible(say: Callable[[str], None] = lambda line: None) -> Iterator[threading.Event]:
-    """Return a context manager that gives a `threading.Event`. The first Ctrl-C or SIGTERM sets the event, so that the
-    block can stop after its current batch. It also calls `say` with one line at once. A second signal raises
-    KeyboardInterrupt. Outside the main thread, the event is never set.
+    """Let a `with` block end early on Ctrl-C or SIGTERM. The block gets a `threading.Event`. The first signal sets the
+    event. The block should then stop after its current batch. The first signal also calls `say` with one line for the
+    user. A second signal raises KeyboardInterrupt.
 
-    `say` is called even while the main thread computes. Outside the main thread, the handling of signals is unchanged.
+    `say` is called even while the main thread computes. Outside the main thread, the handling of signals is unchanged,
+    and the event is never set.
     """
     stop = threading.Event()
 
@@ -41,8 +42,8 @@ def interruptible(say: Callable[[str], None] = lambda line: None) -> Iterator[th
 
 @contextmanager
 def _acknowledged(say: Callable[[str], None]) -> Iterator[None]:
-    """Call `say` with one line as soon as the first signal of SIGNALS arrives during the `with` block. The call happens
-    in another thread. The block must run in the main thread, and the signals must have Python handlers.
+    """Call `say` with one line for the user at the first Ctrl-C or SIGTERM during a `with` block. The call comes at
+    once, from another thread. The block must run in the main thread. Python handlers must be set for both signals.
 
     Python runs a handler only when the main thread returns from native code. This may take minutes. The number of the
     signal is therefore written to a pipe at once, and the other thread reads the pipe.

@@ -128,7 +128,10 @@ def run(
 
 
 def _begin(project: Project, stage: Stage, ctx: StageContext, run_name: str, notes: Iterable[str]) -> None:
-    """Record that a run of `stage` begins, if the stage trains. Then say the `notes` and what the run will need."""
+    """Announce a run of `stage` to the user, and record its beginning if the stage trains. The user gets the lines
+    `notes`. If rows are to be computed, one more line says what the run will need. `run_name` is the name that the user
+    gave the run, or "".
+    """
     if runs.trains(stage.writes) and (ctx.pending.num_rows or run_name):
         runs.begin(project, stage.name, software(), run_name)
     for note in notes:
@@ -138,8 +141,8 @@ def _begin(project: Project, stage: Stage, ctx: StageContext, run_name: str, not
 
 
 def _finish(stage: Stage, ctx: StageContext, writer: Writer, wanted: pa.Table) -> pa.Table:
-    """Commit what `stage.finish` yields, and return the rows that the stage wants at the end. They are `wanted`, or fewer if
-    training ended early.
+    """Commit the rows that `stage.finish` yields at the end of a run. Return the table of rows that the stage should
+    then have. It is `wanted`, or fewer rows if training ended early.
     """
     ctx.stored = writer.stored
     if stage.finish:

@@ -25,8 +25,8 @@ def compiles() -> bool:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` compiled with mx.compile, or `function` itself if the default device is a CPU. `function` must
-    be defined at the top level of a module, because it is kept for later calls.
+    """Return a faster version of `function`, compiled with mx.compile. On a CPU, return `function` itself. The compiled
+    version is kept for later calls. `function` must therefore be defined at the top level of a module.
     """
     return _compile(function) if compiles() else function
 

@@ -33,10 +33,10 @@ class Listing:
 
 @dataclass(frozen=True)
 class Cards:
-    """Cards on a web page, one for each row of `sql`. `sql` returns at least the columns `picture`, `name` and `text`.
-    `filters` maps a filter's name to an SQL condition over the columns. `orders` maps an order's name to an SQL `order
-    by` clause. The first order is the default. `searched` is an SQL expression over the columns: the text in which the
-    user may search. An empty `searched` offers no search.
+    """Cards on a web page. The SQL query `sql` returns one row per card, with at least the columns `picture`, `name`
+    and `text`. `filters` maps a filter's name to an SQL condition over the columns. `orders` maps an order's name to an
+    SQL `order by` clause. The first order is the default. `searched` is an SQL expression over the columns. It gives
+    the text in which the user may search. If `searched` is empty, the page offers no search.
     """
 
     title: str
@@ -63,16 +63,18 @@ class Sheet:
 
 @dataclass(frozen=True)
 class Editor:
-    """A list of texts on a web page that the user may edit. `sql` returns the columns `key`, `name`, `text`, `picture`
-    and `edited`, one row per text. `edited` is true if the user has changed the text. `write` and `read` name the
-    functions that store and load edits, as "module:function". `note` explains to the user what an edit does.
+    """A list of texts on a web page. The user may edit the texts. The SQL query `sql` returns one row per text, with
+    the columns `key`, `name`, `text`, `picture` and `edited`. `edited` is true if the user has changed the text.
+    `write` and `read` name the functions that store and load edits, as "module:function". `note` explains to the user
+    what an edit does.
 
     The function `write(project_folder, edits)` stores edits in the project. `edits` maps a key to its new text, or to
     None to undo an edit. It raises ValueError if a text cannot be used. The function `read(project_folder)` returns a
     dict of all edits, from key to text.
 
-    `write_files` and `undo_files` name functions that write all edits into files of the user, and take that back. They take
-    the `StageContext` of the stage `stage` and return a sentence for the user. If they are empty, the page offers neither.
+    `write_files` names a function that writes all edits into files of the user. `undo_files` names a function that
+    takes this back. Both take the `StageContext` of the stage `stage` and return a sentence for the user. If they are
+    empty, the page offers neither.
     """
 
     title: str
@@ -101,11 +103,12 @@ class Page:
 
 @dataclass(frozen=True)
 class Detail:
-    """The web page about one input, such as an image. The query `sql` returns one row with `picture`, `width` and
-    `height`. The query `boxes` returns rows `label`, `x`, `y`, `width` and `height`. They are drawn over the picture,
-    in its pixels. The query `masks` returns rows `label`, `columns` and `values`: grey values from 0 to 255, one byte each,
-    row by row, with so many columns. The function `draw_mask`, as "module:function", makes a WebP picture of (columns,
-    values). In all queries, `$text` is replaced by the input's key. An empty `boxes` or `masks` draws nothing.
+    """The web page about one input, such as an image. The SQL query `sql` returns one row with `picture`, `width` and
+    `height`. The query `boxes` returns rectangles as rows of `label`, `x`, `y`, `width` and `height`. They are drawn
+    over the picture, in its pixels. The query `masks` returns grey pictures as rows of `label`, `columns` and `values`.
+    `values` has one byte per grey value, from 0 to 255, row by row. `columns` is the number of values in a row.
+    `draw_mask` names a function as "module:function". It takes `columns` and `values` and returns a WebP picture. In
+    all queries, `$text` is replaced by the input's key. An empty `boxes` or `masks` draws nothing.
     """
 
     sql: str

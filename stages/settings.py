@@ -44,12 +44,13 @@ def setting(
 
 
 def selects(default: Any, doc: str, *, bounds: Limits | None = None, follows: str = "") -> Any:
-    """Declare a config field that decides which rows exist, and return the field for a config dataclass. The value does
-    not change the content of a row. The field is therefore not part of the recipe (the hash that names a table's
-    folder). `doc` names the unit and the reason for `default`. Raises TypeError if `default` is mutable.
+    """Declare a setting that decides which rows a table has. Return a field for a config dataclass. The value of such a
+    setting does not change the content of a row. It is therefore not part of the recipe: the hash that names a table's
+    folder. `doc` names the unit and the reason for `default`. Raises TypeError if `default` is mutable.
 
     `bounds` is the pair of the smallest and the largest allowed number. For a tuple or a mapping, it applies to each
-    value. `follows` names a setting whose value the field takes while it is None, such as "captions.sources".
+    value. `follows` names another setting, such as "captions.sources". While the field is None, it takes the value of
+    that setting.
     """
     return _field(default, doc, "selects", bounds, follows=follows)
 

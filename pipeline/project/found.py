@@ -24,9 +24,10 @@ DRAW_THINGS = "Library/Containers/com.liuliu.draw-things/Data/Documents/Models"
 
 @dataclass(frozen=True)
 class Found:
-    """A model component on this machine. `families` are the names of the families that it fits. `path` is its file, or its
-    folder if it has several files. `size` is in bytes. `form` is the dtype of most of its values, such as "BF16". `missing`
-    says in words what is missing; it is "" if the component is complete.
+    """A part of a model that was found on this machine. `families` are the names of the model families that can use it.
+    `component` is the kind of the part, such as "transformer". `path` is its file, or its folder if it has several
+    files. `size` is in bytes. `form` is the dtype of most of its values, such as "BF16". `missing` says in words what
+    is missing. It is "" if nothing is missing.
     """
 
     families: tuple[str, ...]
@@ -38,8 +39,9 @@ class Found:
 
 
 def places(home: Path | None = None) -> list[Path]:
-    """Return the folders that are searched if the user names none: the hub's cache, and the model folders of ComfyUI and Draw
-    Things. Only folders that exist are returned. `home` replaces the user's home folder.
+    """Return the folders in which model weights are searched by default. They are the cache of the Hugging Face hub and
+    the model folders of ComfyUI and Draw Things. Folders that do not exist are left out. `home` replaces the user's
+    home folder.
     """
     from huggingface_hub import constants
 
@@ -50,8 +52,11 @@ def places(home: Path | None = None) -> list[Path]:
 
 
 def search(place: Path, families: Mapping[str, Family]) -> Iterator[Found]:
-    """Yield the components of `families` below the folder `place`. A file that cannot be read is yielded with the reason in
-    `missing` if its name is one of a family's; otherwise it is left out.
+    """Search the folder `place` and the folders below it for parts of models. Yield each part that a model family can
+    use, such as a transformer. `families` maps names to the model families. Interrupted downloads are yielded too.
+
+    A damaged file is yielded if it has the name of a file of a family. Its `missing` then says what is wrong. Other
+    damaged files are left out.
     """
     groups: dict[tuple[Path, str], list[Path]] = {}
     for path in _files(place):
@@ -64,7 +69,10 @@ def search(place: Path, families: Mapping[str, Family]) -> Iterator[Found]:
 
 
 def _files(place: Path) -> list[Path]:
-    """Return the weight files below `place`, sorted. Each file is returned once, though links may lead to it again."""
+    """Return the paths of the weight files in `place` and the folders below it, sorted. A file is returned once, even
+    if links lead to it again. Folders more than `DEPTH` levels down and hidden files are skipped. The search ends soon
+    after `MOST` files.
+    """
     seen: dict[Path, Path] = {}
     for folder, below, names in os.walk(place):
         if len(Path(folder).relative_to(place).parts) >= DEPTH:
@@ -80,7 +88,9 @@ def _files(place: Path) -> list[Path]:
 
 
 def _component(paths: Sequence[Path], families: Mapping[str, Family]) -> Found | None:
-    """Return the component that these files hold together, or None if no family has it."""
+    """Return the part of a model that lies in the files `paths`, such as a transformer. Return None if no family in
+    `families` can use it. `paths` is one file or the parts of one file.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     values: Counter[str] = Counter()
     size, problem = sum(path.stat().st_size for path in paths), ""
@@ -106,7 +116,9 @@ def _component(paths: Sequence[Path], families: Mapping[str, Family]) -> Found |
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
-    """Yield (name, shape, dtype, bytes) of every tensor of a file. Raises ValueError if its header is damaged."""
+    """Yield (name, shape, dtype, size in bytes) of every tensor in the file `path`. Only the header is read. Raises
+    ValueError if the header is damaged.
+    """
     from stages.models import gguf, weights
 
     if path.suffix == gguf.SUFFIX:
@@ -119,7 +131,9 @@ def _tensors(path: Path) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
 
 
 def _lacking(paths: Sequence[Path]) -> str:
-    """Return in words which shards are missing, or "" if there are none or all are here."""
+    """Return a text such as "1 of 4 shards" if shards are missing. A shard is one file of a weight file that was
+    divided. Return "" if no shard is missing, or if `paths` has no shards.
+    """
     shards = [shard for path in paths if (shard := SHARD.fullmatch(path.name))]
     return (
         f"{int(shards[0][3]) - len(shards)} of {int(shards[0][3])} shards" if shards and len(shards) < int(shards[0][3]) else ""
@@ -127,14 +141,19 @@ def _lacking(paths: Sequence[Path]) -> str:
 
 
 def _interrupted(place: Path, families: Mapping[str, Family]) -> Iterator[Found]:
-    """Yield the downloads of families in the hub's cache `place` that were interrupted."""
+    """Yield the interrupted downloads of model families. `place` is the cache folder of the Hugging Face hub.
+    `families` maps names to the model families.
+    """
     for family in families.values():
         for blob in sorted(place.glob(f"models--{family.hub.replace('/', '--')}/blobs/*.incomplete")):
             yield Found((family.name,), "download", blob, blob.stat().st_size, "", "interrupted: the stage fetches it again")
 
 
 def complete_roots(found: Iterable[Found], families: Mapping[str, Family]) -> Iterator[tuple[str, Path]]:
-    """Yield (family, folder) for every folder that holds all components of a family, to be set as [project] weights."""
+    """Yield (family name, folder) for every folder that holds all parts of a model family. The user may set [project]
+    weights to such a folder. `found` are the parts of models on this machine. `families` maps names to the model
+    families.
+    """
     from stages.models.folders import locate
 
     roots = {root for each in found for root in (each.path.parent, each.path.parent.parent) if not each.missing}

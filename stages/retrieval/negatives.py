@@ -80,10 +80,10 @@ def wanted_negatives(ctx: StageContext) -> pa.Table:
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return a table of everything that can change any row of this stage. It has the text columns `key` and `value`. There
-    is one row per unit that may be a negative, and one per pair (a query and the unit that answers it).
-    The key is the id of the unit or pair. The value identifies its content. One more row identifies the adapter file of
-    the setting `encoder`, if it names one.
+    """Return a table of everything that can change any row of this stage. It has the text columns `key` and `value`.
+    One row stands for each unit that may be a negative. A unit is a function, method, class or window of lines. One row
+    stands for each pair: a query and the unit that answers it. The key is the id of the unit or pair. The value
+    identifies its content. One more row identifies the adapter file, if the setting [negatives] `encoder` names one.
     """
     units = {unit_id: _digest(row["words"]) for unit_id, row in _units(ctx).items()}
     pairs = {row["pair_id"]: f"{row['unit_id']} {row['duplicate_group']} {_is_trained(row)}" for row in _pairs(ctx)}
@@ -110,9 +110,9 @@ def _digest(text: str) -> str:
 
 
 def _units(ctx: StageContext) -> dict[str, Row]:
-    """Return the units that may be negatives as a dict from unit_id to a row of `unit_id`, `text_id` and `words`. A unit
-    is a function, method, class or window of lines. Units of the pairs of the splits "valid" and "test" are left out.
-    `words` is the text of a unit for the word search. The dict is sorted by unit_id.
+    """Return the units that may be negatives, as a dict sorted by unit_id. A unit is a function, method, class or
+    window of lines. The dict maps a unit_id to a row with `unit_id`, `text_id` and `words`. `words` is the unit's text
+    for the word search. Units that answer queries of the splits "valid" and "test" are left out.
     """
     held = {pair["unit_id"] for pair in _pairs(ctx) if pair["split"] != "train"}
     rows = ctx.rows(UNITS).select(["unit_id", "text_id", "words"]).to_pylist()

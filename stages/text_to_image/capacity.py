@@ -17,9 +17,10 @@ SIDES = (512, 768, 1024)  # pixels
 
 @dataclass(frozen=True)
 class Capacity:
-    """The most bits per weight with which every stage fits for images of `side` x `side` pixels. `bits` is None if nothing fits.
-    `plan` is the memory plan of training. `peak` is the bytes of the largest stage. `streamed` is True if every stage only fits
-    with the settings `stream_blocks`, which leave the base's blocks on disk.
+    """What fits into memory for one model family and image size. `side` is the width and height of the images in
+    pixels. `bits` is the largest number of bits per weight with which every stage fits. It is None if nothing fits.
+    `plan` is the memory plan of training, such as "whole". `peak` is the memory of the largest stage in bytes. If
+    `streamed` is True, the blocks of the base model must stay on disk; the settings `stream_blocks` do this.
     """
 
     family: str
@@ -48,10 +49,11 @@ def capacities(budget: int) -> Iterator[Capacity]:
 
 
 def capacity(family: Family, side: int, budget: int) -> Capacity:
-    """Return the most bits per weight with which every stage fits into memory. `side` is the width and height of the
-    images in pixels. `budget` is the available memory in bytes. In the result, `bits` is None if nothing fits.
+    """Return the largest number of bits per weight with which every stage fits into memory. `family` is the model
+    family. `side` is the width and height of the images in pixels. `budget` is the available memory in bytes. In the
+    result, `bits` is None if nothing fits.
 
-    Blocks stay on disk only if the fewest bits do not suffice otherwise.
+    The blocks of the model stay on disk only if even the smallest number of bits does not fit otherwise.
     """
     for bits, streamed in (*((bits, False) for bits in BITS), (BITS[-1], True)):
         found = forecasts(family, side, bits, budget, streamed)
@@ -66,7 +68,7 @@ def capacity(family: Family, side: int, budget: int) -> Capacity:
 def forecasts(family: Family, side: int, bits: int, budget: int, streamed: bool = False) -> dict[str, Forecast]:
     """Return the memory forecast of each stage, as a dict by stage name. `side` is the width and height of the images
     in pixels. `bits` is the number of bits per weight of the base model. `budget` is the available memory in bytes. If
-    `streamed` is True, the base's blocks stay on disk. All other settings have their defaults.
+    `streamed` is True, the blocks of the base model stay on disk. All other settings have their defaults.
 
     Below 16 bits, the optimizer is 8-bit AdamW. A stage is left out if the model family lacks a component that the
     stage needs.

@@ -38,14 +38,14 @@ class Packed(Protocol):
 
     @property
     def stream_blocks(self) -> bool:
-        """True if the weights of the blocks stay on disk and are read when they are needed."""
+        """True if the weights of the blocks stay on disk. They are then read each time they are needed."""
 
 
 def load_packed(path: Path, family: Family, dtype: Any, config: Packed, folder: Path | None = None) -> Transformer:
-    """Load the transformer of `family` from `path`, a folder or a file. Weights are cast to `dtype` and packed
-    (quantised) as `config` says, each right after it is read. If `config` has `stream_blocks`, the matrices of the
-    blocks are written into a new folder in `folder` instead of staying in memory. This folder is deleted with the
-    transformer. Raises ValueError if `stream_blocks` is set without `folder`.
+    """Load the transformer of `family` from `path`, a folder or a file. Each weight is cast to `dtype` and packed
+    (quantised) right after it is read. `config` says how. If `config.stream_blocks` is true, the weight matrices of the
+    blocks do not stay in memory. They are written into a new folder inside `folder`. The new folder is deleted with the
+    transformer. Raises ValueError if `config.stream_blocks` is true and `folder` is None.
     """
     if config.stream_blocks and folder is None:
         raise ValueError("stream_blocks must be false here: there is no folder for the weights of the blocks")
@@ -58,9 +58,10 @@ def load_packed(path: Path, family: Family, dtype: Any, config: Packed, folder: 
 
 
 def arranged(architecture: Architecture, config: Packed, stored: WeightFolder | None) -> Callable[[str, mx.array], Any] | None:
-    """Return a function that prepares a weight, or None if weights stay as they are. Call the function as
-    `function(name, weight)`. It packs (quantises) the weight as `config` says. If `stored` is a folder and the weight is
-    a matrix of a block, it writes the weight there and returns the stored weight.
+    """Return a function that prepares a weight after it is read. Return None if weights stay as they are. Call the
+    function as `function(name, weight)`. It packs (quantises) the weight as `config` says, and returns it. `stored` is
+    a folder on disk, or None. If there is a folder, the function writes each matrix of a block there. It then returns a
+    `StoredWeight`, which can read the matrix again.
     """
     pack = packing(architecture, config)
     if stored is None:

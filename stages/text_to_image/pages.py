@@ -171,8 +171,8 @@ where images.path = $text and latents.rejected is null and mask is not null and 
 
 
 def mask_picture(columns: int, values: bytes) -> bytes:
-    """Return a mask as a WebP picture of 8 x 8 pixels per value. `values` has one byte per value, row by row, with `columns` in
-    a row; 255 is white.
+    """Return a mask as the bytes of a grey WebP picture. Every value becomes a square of 8 x 8 pixels. `values` has one
+    byte per value, row by row; 255 is white. `columns` is the number of values in a row.
     """
     import io
 

@@ -50,8 +50,10 @@ class Ranks:
         return self.rank == 0
 
     def sum(self, arrays: dict[str, Any], share: float = 1.0) -> dict[str, Any]:
-        """Return the sum of each array over all ranks, by name, as float32. Each rank's array is multiplied by `share`
-        first; 1 / `size` gives the mean. All ranks get the same bits. The dict `arrays` is consumed.
+        """Return the sums of arrays over all ranks (processes), as a dict of float32 arrays by name. `arrays` holds
+        this rank's arrays by name. The dict is emptied. Each array is multiplied by `share` before it is added. If
+        `share` is one over `size`, the result is the mean. All ranks get the same bits. With one rank, `share` is
+        ignored and `arrays` is returned unchanged.
         """
         import mlx.core as mx
 

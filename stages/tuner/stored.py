@@ -23,29 +23,29 @@ WHOLE = "weight"  # name of the array of a weight that is not packed
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight matrix (outputs, inputs) in a file. `file` is a safetensors file. `shape` is the shape of the unpacked
-    weight.
+    """A weight matrix that lies in a file. `file` is the path of a safetensors file. `shape` is (outputs, inputs). A
+    packed (quantised) weight has the shape that it has unpacked.
     """
 
     file: Path
     shape: tuple[int, int]
 
     def read(self) -> Weight:
-        """Return the weight, packed (quantised) if it was stored packed. MLX reads the file when the weight is first
-        computed with. Every call returns new arrays, so that their memory is freed after their last use.
+        """Return the weight. It is packed (quantised) if it was stored packed. The file is read later, when MLX first
+        computes with the weight. Every call returns new arrays. Their memory is therefore freed after their last use.
         """
         arrays: Any = mx.load(str(self.file))
         return arrays[WHOLE] if WHOLE in arrays else QuantizedWeight(**arrays)
 
 
 class WeightFolder:
-    """A folder for the weights of one model in this process. `store(name, weight)` writes a weight. The folder is
-    deleted when the object given to `belongs_to` is freed, or when the process ends.
+    """A temporary folder for the weights of one model. `store(name, weight)` writes a weight into it. The folder is
+    deleted when the process ends. It is deleted earlier if the object given to `belongs_to` is freed.
     """
 
     def __init__(self, parent: Path) -> None:
-        """Create an empty folder in `parent`. Folders in `parent` that ended processes of this machine have left are
-        deleted.
+        """Create an empty folder inside the folder `parent`. Old folders there are deleted if a process of this machine
+        made them and has ended. A folder that this process made there before is deleted too.
         """
         for folder in parent.glob(f"{platform.node()}-*") if parent.is_dir() else ():
             if not _is_running(folder.name.rpartition("-")[2]):
@@ -55,8 +55,8 @@ class WeightFolder:
         self.folder.mkdir(parents=True)
 
     def store(self, name: str, weight: Weight) -> StoredWeight:
-        """Write a weight to a file and return the stored weight. `name` is the full name of the weight. Raises OSError
-        if the disk is full.
+        """Write `weight` to a file of the folder. Return a `StoredWeight`, which can read it again. `name` is the full
+        name of the weight in the model; the file is named after it. Raises OSError if the disk is full.
         """
         file = self.folder / f"{name}.safetensors"
         arrays = weight._asdict() if isinstance(weight, QuantizedWeight) else {WHOLE: weight}
@@ -72,14 +72,16 @@ class WeightFolder:
 
 
 def read(weight: Any) -> Weight:
-    """Return a weight as arrays. A `StoredWeight` is read from disk when it is computed with. Any other weight is returned as it
-    is.
+    """Return a weight as arrays. `weight` may be a `StoredWeight`: a weight in a file. Its file is read later, when MLX
+    first computes with the arrays. Any other weight is returned as it is.
     """
     return weight.read() if isinstance(weight, StoredWeight) else weight
 
 
 def read_all(weights: Mapping[str, Any]) -> dict[str, Weight]:
-    """Return the weights of a block by name, those on disk as arrays that are read when they are computed with."""
+    """Return all `weights` of a block as arrays, in a dict by name. Some of `weights` may lie in files. A file is read
+    later, when MLX first computes with its arrays.
+    """
     return {name: read(weight) for name, weight in weights.items()}
 
 
@@ -94,7 +96,7 @@ def _is_running(number: str) -> bool:
 
 
 def _delete(folder: Path) -> None:
-    """Delete the folder of a process, and the folder around it if it is empty then."""
+    """Delete `folder`. Then delete its parent folder too, if that is empty."""
     shutil.rmtree(folder, ignore_errors=True)
     try:
         folder.parent.rmdir()

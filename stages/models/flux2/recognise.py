@@ -16,9 +16,11 @@ DOUBLE = ("transformer_blocks.", "double_blocks.")
 
 
 def recognise(shapes: Shapes, family: Family) -> str:
-    """Return the component of `family` that these weights are, such as "transformer", or "" for none. `shapes` maps names of
-    weights to shapes as the files store them. Only numbers of rows and of blocks are compared, because quantised
-    weights have fewer columns.
+    """Return the component of a FLUX.2 model that some weights belong to. The result is "transformer", "autoencoder" or
+    "text_encoder". It is "" if they fit no component of `family`. `shapes` maps the names of the weights to their
+    shapes, as the files store them.
+
+    Numbers of columns are not compared, because quantised weights have fewer columns.
     """
     named = {strip_prefix(name): shape for name, shape in shapes.items()}
     if rows := _rows(named, INPUTS):
@@ -36,8 +38,9 @@ def recognise(shapes: Shapes, family: Family) -> str:
 
 
 def _rows(shapes: Shapes, endings: tuple[str, ...]) -> int:
-    """Return the number of rows of the first weight whose name is one of `endings`, or ends with a dot and one of them; 0 if
-    there is none, or only one of a vision tower.
+    """Return the number of rows of the first weight with a certain name. The name is one of `endings`, or ends with a
+    dot and one of them. Weights of a vision tower are skipped. Return 0 if no weight has such a name. `shapes` maps
+    names to shapes.
     """
     for name, shape in shapes.items():
         if name.endswith(endings) and "vision" not in name and shape:

@@ -8,8 +8,8 @@ from stages.text_to_image.caption_files.text import Caption
 
 
 def described_captions(ctx: StageContext) -> dict[str, list[Caption]]:
-    """Return the captions that a model wrote: image_id -> a list of one caption. The dict is empty if the table `descriptions`
-    is not built.
+    """Return the captions that a model wrote, as a dict from image_id to a list of one caption. They come from the
+    table `descriptions`. The dict is empty if this table is not built.
     """
     try:
         rows = ctx.rows(DESCRIPTIONS).to_pylist()

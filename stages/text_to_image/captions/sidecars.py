@@ -31,8 +31,9 @@ FILE = "captions.written.jsonl"
 
 @dataclass
 class Change:
-    """A caption file to write. `name` is its path relative to the image folder, `text` its new content. `edits` maps
-    "IMAGE_ID:POSITION" to the edited captions that it takes.
+    """A caption file that is to be written. `name` is its path relative to the image folder. `text` is its new content.
+    `edits` holds the edited captions in it. It is a dict from a key such as `IMAGE_ID:0` to the edited text. The number
+    is the caption's position among those of the image.
     """
 
     name: str
@@ -41,13 +42,14 @@ class Change:
 
 
 def write_sidecars(ctx: StageContext) -> str:
-    """Write the edited captions into the caption files of their images, and return a sentence for the user. It says how many
-    were written, and which were not. `ctx` is the context of the stage `captions`. A written caption is no longer an edit of
-    the project: the stage reads it from its file. Raises ValueError if no caption is edited.
+    """Write the edited captions of the project into the caption files of their images. Return a sentence for the user.
+    It counts the written captions and files, and it names the images whose captions were not written. `ctx` is the
+    context of the stage `captions`. Raises ValueError if no caption is edited.
 
-    No training text changes. A file is not written, and its captions stay edits, if the stage would read another text afterwards.
-    This happens if the template adds words that the text lacks, if a metadata file comes first in `captions.sources`, or if
-    two images share the file.
+    A written caption is no longer an edit of the project: the stage reads it from its file. No training text changes. A
+    file is not written, and its captions stay edits, if the stage would read another text afterwards. This happens if
+    the template adds words that the text lacks, if a metadata file comes first in `captions.sources`, or if two images
+    share the file.
     """
     edits = read_edits(ctx.root)
     if not edits:
@@ -79,10 +81,12 @@ def write_sidecars(ctx: StageContext) -> str:
 
 
 def undo_sidecars(ctx: StageContext) -> str:
-    """Give the caption files of the last `write_sidecars` their old content, and make their captions edits of the project
-    again. Return a sentence for the user. A file that was changed since then stays as it is and is named. A caption that was
-    edited again since then keeps the newer edit. `ctx` is the context of the stage `captions`. Raises ValueError if there is
-    nothing to undo.
+    """Undo the last writing of edited captions into caption files. The files get their old content. The captions become
+    edits of the project again. Return a sentence for the user. `ctx` is the context of the stage `captions`. Raises
+    ValueError if there is nothing to undo.
+
+    A file that was changed since then stays as it is and is named. A caption that was edited again since then keeps the
+    newer edit.
     """
     folder, lines = ctx.need("image_folder"), _read(ctx.root)
     undone = {line["undone"] for line in lines if "undone" in line}
@@ -111,7 +115,10 @@ def undo_sidecars(ctx: StageContext) -> str:
 
 
 def _texts(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return what the stage reads with `edits`: "IMAGE_ID:POSITION" -> (training text, caption file or other origin)."""
+    """Return the captions that the stage reads if the project has the edits `edits`. Both are dicts with keys such as
+    `IMAGE_ID:0`, where 0 is the caption's position. A value of `edits` is the edited text. A value of the result is the
+    pair (training text, origin). The origin is usually the path of the caption file.
+    """
     rows, _ = caption_rows(ctx.rows(IMAGES), folder, ctx.config, edits, ctx.root, described_captions(ctx))
     found = {}
     for row in rows:
@@ -123,8 +130,9 @@ def _texts(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> dict[st
 
 
 def _harmless(changes: list[Change], before: Mapping[str, tuple[str, str]], after: Mapping[str, tuple[str, str]]) -> list[Change]:
-    """Return the changes after which every caption of their files has the training text that it had before. `before` and
-    `after` are results of `_texts`.
+    """Return those of `changes` (written caption files) that alter no training text. A file is harmless if every
+    caption in it has the same training text as before. `before` and `after` are the captions read before and after the
+    writing, in the form of `_texts`.
     """
     absent = (None, "")
     differing = {key for key in before.keys() | after.keys() if before.get(key, absent)[0] != after.get(key, absent)[0]}
@@ -133,7 +141,9 @@ def _harmless(changes: list[Change], before: Mapping[str, tuple[str, str]], afte
 
 
 def _changes(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> Iterator[Change]:
-    """Yield the files to write for `edits`: "IMAGE_ID:POSITION" -> edited text. An edit that no file can hold is left out."""
+    """Yield the caption files to write. `edits` is a dict from a key such as `IMAGE_ID:0` to the edited text. The
+    number is the caption's position. An edit is left out if no file can hold it. `folder` is the image folder.
+    """
     images = ctx.rows(IMAGES)
     subjects, paths = subjects_of(images, ctx.config), images["path"].to_pylist()
     found, _ = find_captions(subjects, paths, folder, ctx.config, ctx.root, described_captions(ctx))
@@ -162,9 +172,10 @@ def _changes(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> Itera
 
 
 def _place(captions: list[Caption], position: int, ctx: StageContext, path: str, paths: list[str]) -> tuple[str, int]:
-    """Return (name, line) of the caption at `position` of an image: the file that holds it, relative to the image folder, and
-    its line, counted from 1. `line` is 0 if the caption is the whole file. `name` is "" if no file can hold it. `captions` are
-    those of the image at `path`; `paths` are all images.
+    """Return (name, line): where one caption of an image is to be written. `name` is the path of the caption file,
+    relative to the image folder. It is "" if no file can hold the caption. `line` counts from 1; it is 0 if the caption
+    is the whole file. `captions` are the captions of the image, and `position` is the index of the one to write. `path`
+    is the path of the image. `paths` are the paths of all images.
     """
     if position < len(captions) and captions[position].source == "sidecar":
         name, _, line = captions[position].origin.rpartition(":")
@@ -174,7 +185,10 @@ def _place(captions: list[Caption], position: int, ctx: StageContext, path: str,
 
 
 def _without_template(config: Any, subject: Subject, text: str) -> str | None:
-    """Return the caption that gives the training text `text` with the template of `config`, or None if there is none."""
+    """Return the caption from which the template makes the training text `text`. Return None if there is none. The
+    template is a setting in `config`; it puts words around every caption. `subject` is the image that the caption
+    belongs to.
+    """
     inner = [text]
     for template in (config.template, without_trigger(config.template)):
         before, _, after = fill_template(template, "\0", subject.trigger).partition("\0")
@@ -208,12 +222,14 @@ def _content(path: Path) -> bytes | None:
 
 
 def _leads_out(path: Path) -> bool:
-    """Return True if `path` is a link to a file outside its folder, which is never written."""
+    """Return True if `path` is a link to a file outside the folder of `path`. Such a file is never written."""
     return path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve())
 
 
 def _put(path: Path, content: bytes | None) -> None:
-    """Give a file this content in one step; None removes it. A link stays a link, and a file keeps its permissions."""
+    """Write `content` to the file `path` in one step: a reader sees the old file or the new one. If `content` is None,
+    remove the file. A link stays a link; the file it leads to is written or removed. The file keeps its permissions.
+    """
     path = path.resolve()
     if content is None:
         path.unlink(missing_ok=True)

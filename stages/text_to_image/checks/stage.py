@@ -55,7 +55,7 @@ def measure_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def opened_files(ctx: StageContext) -> Iterator[Path]:
-    """Yield the paths of the pending pictures."""
+    """Yield the paths of the image files that the run will open: those of the pending rows."""
     folder: Path = ctx.need("image_folder")
     yield from (folder / path for path in ctx.pending["path"].to_pylist())
 

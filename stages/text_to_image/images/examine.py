@@ -81,9 +81,9 @@ def _read(path: Path, max_pixels: int, max_bytes: int, row: Row) -> None:
 
 
 def _opened(path: Path, max_bytes: int) -> BinaryIO:
-    """Open the file at `path` and return it as a binary file object. `path` may name an image inside a tar, Parquet or Arrow
-    file. Raises ImageError if the file is empty, has more than `max_bytes` bytes, or is not a regular file. Raises OSError
-    if it cannot be opened.
+    """Open an image file and return it as a binary file object. `path` may also lead to an image inside a tar, Parquet
+    or Arrow file. Raises ImageError if the image is empty or has more than `max_bytes` bytes. Raises it too if the file
+    is not a regular file, or if the image inside a file cannot be read. Raises OSError if the file cannot be opened.
     """
     if packed.split(path):
         return _opened_member(path, max_bytes)

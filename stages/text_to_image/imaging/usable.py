@@ -11,9 +11,9 @@ from stages.text_to_image.imaging.references import USE
 
 
 def usable_rows(images: pa.Table, references: bool = False) -> list[dict[str, Any]]:
-    """Return the rows of the table `images` that are not rejected, as dicts, sorted by path. `images` needs the columns
-    `path` and `rejected`. References of edit training are left out, unless `references` is True. Raises ValueError if no
-    image is usable. The message counts the images for each reason.
+    """Return the usable rows of the table `images` as dicts, sorted by path. A row is usable if it is not rejected.
+    `images` needs the columns `path` and `rejected`. If `references` is False, the reference images of edit training
+    are left out. Raises ValueError if no image is usable. The message counts the images for each reason.
     """
     rows = [row for row in images.to_pylist() if references or row.get("use") != USE]
     usable = [row for row in rows if row["rejected"] is None]
@@ -24,10 +24,10 @@ def usable_rows(images: pa.Table, references: bool = False) -> list[dict[str, An
 
 
 def usable_paths(images: pa.Table, references: bool = False) -> dict[str, list[str]]:
-    """Return a dict from image_id to file paths for every usable image, in order of path. The first path is the file that
-    is used. The others are its duplicates. `images` is the table `images`, with at least the columns `image_id`, `path`
-    and `rejected`. References are left out, unless `references` is True. Raises ValueError if no image is usable. The message
-    counts the images for each reason.
+    """Return the file paths of every usable image, as a dict from image_id to a list, in order of path. The first path
+    is the file that is used. The others are its duplicates. `images` is the table `images`, with at least the columns
+    `image_id`, `path` and `rejected`. If `references` is False, the reference images of edit training are left out.
+    Raises ValueError if no image is usable. The message counts the images for each reason.
     """
     paths = {row["image_id"]: [row["path"]] for row in usable_rows(images, references)}
     for row in sorted(images.to_pylist(), key=lambda row: str(row["path"])):

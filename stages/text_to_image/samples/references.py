@@ -25,8 +25,9 @@ SHORTEST, LONGEST = 64, 8  # the shorter side in pixels, and the largest aspect 
 
 
 def read_reference(file: Path) -> Image.Image:
-    """Read the image file `file` and return it, upright and in mode RGB. Transparent pixels become white. Raises ValueError if
-    the file cannot be read, if a side is shorter than 64 pixels, or if the aspect ratio is above 8.
+    """Read a reference image from `file` and return it. The image is upright and has the mode RGB. Transparent pixels
+    become white. Raises ValueError if the file cannot be read. Raises it too if a side is shorter than 64 pixels, or if
+    the longer side is more than 8 times the shorter.
     """
     try:
         image = open_image(io.BytesIO(read_bytes(file, CEILING_BYTES)), "#ffffff")
@@ -42,8 +43,8 @@ def read_reference(file: Path) -> Image.Image:
 
 
 def reference_id(files: Sequence[Path]) -> str | None:
-    """Return a text that identifies reference images by content: the sha256 of each file, joined by "+". Return None if `files`
-    is empty. Raises ValueError if a file cannot be read.
+    """Return a text that identifies reference images by their content. It is the sha256 of each file, joined by "+".
+    Return None if `files` is empty. Raises ValueError if a file cannot be read.
     """
     try:
         return "+".join(hashlib.sha256(read_bytes(file, CEILING_BYTES)).hexdigest() for file in files) or None
@@ -52,8 +53,8 @@ def reference_id(files: Sequence[Path]) -> str | None:
 
 
 def cut_reference(image: Image.Image) -> Image.Image:
-    """Return `image` with sides that are multiples of 16 pixels. An image of more than 1024 x 1024 pixels is reduced to this
-    area first. Then its edges are cut.
+    """Return `image` in a size that the model can take: both sides are multiples of 16 pixels. First, an image of more
+    than 1024 x 1024 pixels is reduced to this area. Then the edges are cut off evenly.
     """
     if image.width * image.height > MOST:
         scale = math.sqrt(MOST / (image.width * image.height))
@@ -64,8 +65,9 @@ def cut_reference(image: Image.Image) -> Image.Image:
 
 
 def encode_references(autoencoder: Autoencoder, images: Iterable[Image.Image]) -> list[mx.array]:
-    """Encode reference images and return their latents, one (1, channels, height / 16, width / 16) array per image, float32.
-    `images` are PIL images of any size in mode RGB.
+    """Return the latents of reference images. A latent is an image as the autoencoder encodes it. There is one float32
+    array per image, of the shape (1, channels, height / 16, width / 16). Height and width are those after
+    `cut_reference`. `images` are PIL images of any size in mode RGB.
     """
     found = []
     for image in images:

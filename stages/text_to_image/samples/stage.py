@@ -39,9 +39,9 @@ Row = dict[str, Any]
 
 def wanted_samples(ctx: StageContext) -> pa.Table:
     """Return a table with one row for every preview image that should exist. Its columns are `WANTED`, such as
-    `adapter_id`, `prompt` and `seed`. The order is by model, then by prompt, then by seed. A
-    model is the base or the adapter of a checkpoint. Raises ValueError if a step that the settings choose has no
-    checkpoint, or a damaged one. Raises it too if a reference cannot be read.
+    `adapter_id`, `prompt` and `seed`. The rows are sorted by model, then by prompt, then by seed. A model is the base
+    or the adapter of a checkpoint. Raises ValueError if the checkpoint of a chosen training step is missing or damaged.
+    Raises it too if a reference image cannot be read.
     """
     config = ctx.config
     captions = sorted(ctx.rows(CAPTIONS).to_pylist(), key=lambda row: row["position"])
@@ -113,7 +113,10 @@ class StepProgress:
 
 
 def _encoded_references(ctx: StageContext) -> list[mx.array]:
-    """Return the latents of the references that [samples] names, or an empty list. The autoencoder is released at the end."""
+    """Return the latents of the reference images, one array per image. A latent is an image as the autoencoder encodes
+    it. The setting [samples] `references` names the images. The list is empty if it names none. The autoencoder is
+    released at the end.
+    """
     if not ctx.config.references:
         return []
     images = [read_reference(ctx.root / name) for name in ctx.config.references]
@@ -206,7 +209,8 @@ def decode_latents(ctx: StageContext, source: SampleSource, rows: list[Row], lat
 def file_name(row: Row) -> str:
     """Return the name of the files of one preview image, without a suffix. `row` is the preview's row of the table
     `samples`. The name joins four parts by "-": adapter id or "base", caption id, seed, and size in pixels, such as
-    "1024x768". Ids are cut to 16 hex digits. With references, an id of all of them follows.
+    "1024x768". If reference images were used, a hash of their contents is a fifth part. Ids and the hash are cut to 16
+    hex digits.
     """
     source, caption = row["adapter_id"][:ID_DIGITS] or "base", row["caption_id"][:ID_DIGITS]
     name = f"{source}-{caption}-{row['seed']}-{row['width']}x{row['height']}"

@@ -79,7 +79,8 @@ class FlowMatching:
     def inputs(self, batch: MicroBatch, x_BLC: mx.array, words_BTJ: np.ndarray) -> dict[str, Any]:
         """Return the inputs of the model for one prediction, as a dict from argument name to value. `x_BLC` holds the
         noisy latents, `(batch, tokens, channels)`. `words_BTJ` holds the text embeddings, `(batch, text rows,
-        features)`, as bfloat16 values stored in uint16. `batch` supplies the image size, the noise levels and the references.
+        features)`. Its values are bfloat16, stored as uint16. `batch` gives the image size, the noise levels and the
+        reference images.
         """
         height, width = batch.x0_BCHW.shape[2:]
         text_BTJ = mx.array(words_BTJ).view(mx.bfloat16)

@@ -38,9 +38,10 @@ def wanted_samples(ctx: StageContext) -> pa.Table:
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return a table of the data that decide the result of the run. There is one row per crop of an image and caption
-    that may be drawn together. Further rows name held-out crops, references, crops that are drawn more or less often,
-    and the initial adapter. Raises ValueError if the file of the initial adapter is missing.
+    """Return a table of the data that decide the result of the run. A crop is the part of an image that is trained.
+    There is one row for every crop and caption that may be drawn together. Further rows name held-out crops and
+    references. Others name crops that are drawn more or less often, and the initial adapter. Raises ValueError if the
+    file of the initial adapter is missing.
 
     The columns are `latent_id`, `image_id` and `caption_id`. A further row has an empty `latent_id`. Its `image_id` is
     the id of the crop or the sha256 of the adapter. Its `caption_id` is "held out", "reference 1 LATENT_ID", "rate 0.5"

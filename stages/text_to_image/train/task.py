@@ -104,16 +104,18 @@ class ImageTask:
         }
 
     def warnings(self) -> Iterator[str]:
-        """Yield one line for the user if the model family is distilled, and one for latents or embeddings that are not as the
-        transformer was trained on.
+        """Yield lines that warn the user before training, if there is a reason. One line says that the model family is
+        distilled (trained to sample in few steps). Another says that latents have an unusual mean or deviation. Another
+        says that embeddings have an unusual form. Usual is what the transformer was trained on.
         """
         if self.family.distilled:
             yield (f"{self.family.title}: train LoRAs on the base model and use them on this one; training on this one may fail")
         yield from self._input_warnings()
 
     def _input_warnings(self) -> Iterator[str]:
-        """Yield one line for the user about latents, and one about embeddings, that are not as the transformer was trained on.
-        Only the first ones are read.
+        """Yield lines that warn the user about the inputs of the training, if there is a reason. The latents may have
+        another mean or deviation than those that the transformer was trained on. The embeddings may have another form.
+        There is at most one line about each. Only the first latents and embeddings are checked.
         """
         crops, latents, embeddings = self.data.crops, self.ctx.tensors(LATENTS), self.ctx.tensors(EMBEDDINGS)
         yield from sound_start.check_latents(latents.read(crop.latent_id) for crop in crops[: sound_start.CROPS])
@@ -126,7 +128,10 @@ class ImageTask:
 
     @property
     def expected_loss(self) -> ExpectedLoss | None:
-        """What is known about the loss before the first step: that of a model that knows nothing about pictures."""
+        """What is known about the loss before the first training step. The loss is compared with that of a model
+        without any knowledge of pictures. The value is None if the loss cannot be compared, or if the model has random
+        weights.
+        """
         return sound_start.expected_loss(self.config.loss, self.family)
 
     def description(self) -> str:
@@ -172,8 +177,8 @@ class ImageTask:
 
     def load_model(self) -> Transformer:
         """Return the frozen transformer with its weights loaded. The setting [train] `base_bits` gives the bits of a
-        weight: 16, 8 or 4. Weights with fewer than 16 bits are quantised. With [train] `stream_blocks`, the weights of
-        the blocks are kept in files beside the folder of the run's artifacts.
+        weight: 16, 8 or 4. Weights with fewer than 16 bits are quantised. If the setting [train] `stream_blocks` is
+        true, the weights of the blocks stay in files. These files lie beside the folder of the run's artifacts.
         """
         folder = self.ctx.artifacts.parent / STREAMED
         copies = self.ctx.root / converted.FOLDER if self.config.keep_converted else None

@@ -181,16 +181,17 @@ class BlockwiseBackprop:
         self.first_trained = min(n for n, own in enumerate(self.adapters) if own)
 
     def forward(self, n: int, weights: Tree, h: Tree, shared: Tree) -> Tree:
-        """Return the output of the block with index `n` for its input `h`. `weights` holds the block's weights by name.
-        `shared` is the value that `chain.enter` returned for all blocks.
+        """Return the output of the block with index `n`. `h` is the block's input. `weights` holds the block's weights
+        by name. `shared` is a value that all blocks read; `chain.enter` returned it.
         """
         block = self.chain.blocks[n]
         return self.compiled(forward_function, block.kind)(self.adapters[n], weights, h, shared, self.scales[n])
 
     def backward(self, n: int, weights: Tree, h: Tree, shared: Tree, cotangent: Tree) -> tuple[Tree, Arrays]:
-        """Compute the block with index `n` again from its input `h`, and differentiate it. `weights` holds the block's
-        weights by name. `shared` is what all blocks read. `cotangent` is the gradient of the loss with respect to the
-        block's output. Returns (gradient with respect to h, gradients by adapter name).
+        """Compute the block with index `n` again, and differentiate it. `h` is the block's input. `weights` holds the
+        block's weights by name. `shared` is the value that all blocks read. `cotangent` is the gradient of the loss
+        with respect to the block's output. Return two values: the gradient with respect to `h`, and a dict of gradients
+        by adapter name.
         """
         block = self.chain.blocks[n]
         run = self.compiled(_backward, block.kind)

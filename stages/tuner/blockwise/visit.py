@@ -12,17 +12,18 @@ from stages.tuner.stored import StoredWeight, read_all
 
 
 class Visit:
-    """A visit of some blocks of a model, in a given order. Iterating yields the index of each block. During its visit,
-    the attribute `weights` holds the block's weights by name. The caller computes the block and passes the results to
-    `dispatch`.
+    """A loop over blocks of a model. It loads their weights. Iterating yields the index of one block after another.
+    Meanwhile, the attribute `weights` holds the weights of this block by name. The caller computes the block and passes
+    the results to `dispatch`.
 
     If weights are stored on disk, those of the next block are read while a block is computed. At most two blocks then
     have their weights in memory. The caller must not keep `weights`.
     """
 
     def __init__(self, blocks: Sequence[Any], order: Iterable[int], after: tuple[Any, ...] = ()) -> None:
-        """Prepare the visit of those blocks of `blocks` whose indices are in `order`. `after` are the results of what
-        was dispatched just before.
+        """Prepare the loop. `blocks` are all blocks of the model. `order` gives the indices of the blocks to visit.
+        `after` holds arrays whose computation was started just before. They are waited for before weights are read
+        ahead.
         """
         self.blocks, self.order = blocks, list(order)
         self.stored = any(isinstance(weight, StoredWeight) for n in self.order for weight in blocks[n].weights.values())
@@ -39,8 +40,9 @@ class Visit:
         self.weights = {}
 
     def dispatch(self, *results: Any) -> None:
-        """Start computing the results of the present block, without waiting for them. If weights are stored on disk, wait
-        for the results of the previous block, so that its weights are freed. Then start reading the next block's.
+        """Start computing `results`, the arrays of the present block. Do not wait for them. If weights are stored on
+        disk, wait for the results of the previous block. The weights of that block are then freed. Then start reading
+        the weights of the next block.
         """
         dispatch(*results)
         if not self.stored:
