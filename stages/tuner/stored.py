@@ -5,6 +5,7 @@ The files are temporary. They belong to one process and are deleted with the mod
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import shutil
@@ -19,6 +20,7 @@ import mlx.core as mx
 from stages.tuner.quantize import QuantizedWeight, Weight
 
 WHOLE = "weight"  # name of the array of a weight that is not packed
+_NUMBERS = itertools.count()  # of the folders of this process
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,12 @@ class WeightFolder:
 
     def __init__(self, parent: Path) -> None:
         """Create an empty folder inside the folder `parent`. Old folders there are deleted if a process of this machine
-        made them and has ended. A folder that this process made there before is deleted too.
+        made them and has ended. Every object has a folder of its own.
         """
         for folder in parent.glob(f"{platform.node()}-*") if parent.is_dir() else ():
             if not _is_running(folder.name.rpartition("-")[2]):
                 shutil.rmtree(folder, ignore_errors=True)
-        self.folder = parent / f"{platform.node()}-{os.getpid()}"
+        self.folder = parent / f"{platform.node()}-{next(_NUMBERS)}-{os.getpid()}"
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
 

@@ -108,6 +108,12 @@ def test_the_files_are_deleted_with_the_model_and_those_of_ended_processes_with_
     assert list(tmp_path.iterdir()) == [other]
 
 
+def test_two_models_of_one_process_keep_their_files_apart(tmp_path):
+    first, second = WeightFolder(tmp_path), WeightFolder(tmp_path)
+    weights = [folder.store("toys.0", value * mx.ones((8, 64))) for value, folder in ((1, first), (2, second))]
+    assert [float(stored.read(one).max()) for one in weights] == [1, 2]
+
+
 def test_a_file_that_the_disk_has_no_room_for_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(mx, "save_safetensors", lambda path, arrays: Path(path).write_bytes(b"cut short"))
     with pytest.raises(OSError, match=r"toys\.0\.safetensors could not be written in full: free disk space"):
