@@ -36,14 +36,18 @@ class ShippedFile:
 
 
 class Packer:
-    """Packs files. `put` stores bytes and returns a reference. A file that the call before has packed too is not read again."""
+    """A reader of files that are to be sent to another machine. `put(bytes)` stores bytes and returns a reference to
+    them. A file is not read again if the previous call of `pack` packed it too and it has not changed.
+    """
 
     def __init__(self, put: Put) -> None:
         self.put = put
         self.packed: dict[Path, ShippedFile] = {}
 
     def pack(self, paths: Iterable[Path]) -> list[ShippedFile]:
-        """Return the files at `paths`, packed. Missing files are left out. Raises ValueError if a file cannot be read."""
+        """Read the files at `paths`, store their bytes, and return one `ShippedFile` for each. Missing files are left
+        out. Raises ValueError if a file cannot be read.
+        """
         found: dict[Path, ShippedFile] = {}
         for path in map(full, paths):
             with contextlib.suppress(FileNotFoundError):
@@ -58,7 +62,9 @@ class Packer:
 
 
 def chunks(path: Path) -> Iterator[bytes]:
-    """Yield the bytes of a file in pieces of at most CHUNK_BYTES. Raises ValueError, with the path, if it cannot be read."""
+    """Yield the bytes of the file at `path` in pieces of at most 64 MiB. Raises FileNotFoundError if the file is
+    missing. Raises ValueError, with the path in its message, if the file cannot be read.
+    """
     try:
         with path.open("rb") as file:
             yield from iter(functools.partial(file.read, CHUNK_BYTES), b"")
@@ -69,7 +75,7 @@ def chunks(path: Path) -> Iterator[bytes]:
 
 
 def full(path: Path) -> Path:
-    """Return `path` as a full path. Links stay links."""
+    """Return `path` as an absolute path. Symbolic links in it are not resolved."""
     return Path(os.path.abspath(path))  # noqa: PTH100  resolve() follows links
 
 
@@ -82,8 +88,10 @@ def files_below(path: Path) -> Iterator[Path]:
 
 
 def lasting_files(stage: Stage, resources: Mapping[str, Resource], inputs: Iterable[Path], ctx: StageContext) -> Iterator[Path]:
-    """Yield the files that every unit of a stage needs: weights, and input tables, whose folders are `inputs`. If the stage
-    does not say which files it opens, those of the folders that it needs follow. `resources` are those of the pipeline.
+    """Yield the paths of the files that every work unit of `stage` needs. A work unit is a part of the stage's work.
+    The files are those in the folders `inputs`, which hold input tables, and the weights. A stage may need further
+    folders. Their files are yielded only if the stage does not say which files it opens. `resources` are the pipeline's
+    resources by name. `ctx` gives their paths.
     """
     for folder in inputs:
         yield from files_below(folder)
@@ -94,8 +102,8 @@ def lasting_files(stage: Stage, resources: Mapping[str, Resource], inputs: Itera
 
 
 class Mirror:
-    """The files that a worker has unpacked below `folder`. Weights and tables stay, the files of a unit go with the next unit
-    that does not need them.
+    """A folder with copies of another machine's files, for a worker on this machine. `folder` is that folder. It
+    repeats full paths: the copy of /data/a.png is <folder>/data/a.png.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -103,13 +111,13 @@ class Mirror:
         self.present: dict[Path, tuple[int, int]] = {}  # path where it was packed -> size, time of its last change
 
     def place(self, path: Path) -> Path:
-        """Return where the file or folder `path` of the other machine lies on this one."""
+        """Return the path of a copy on this machine. `path` is the path of the file or folder on the other machine."""
         found = full(path)
         return self.folder / found.relative_to(found.anchor)
 
     def unpack(self, files: Iterable[ShippedFile], get: Get) -> None:
-        """Write the files that are not there yet. `get` returns the bytes of a reference. Only the user of this process can read
-        them.
+        """Write copies of `files` into the folder. Copies that are present and up to date stay. `get(reference)`
+        returns the bytes of a piece of a file. Only the user of this process can enter the folder.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for file in files:
@@ -124,13 +132,15 @@ class Mirror:
             self.present[file.path] = stamp
 
     def remove_others(self, files: Iterable[ShippedFile]) -> None:
-        """Remove all files but these."""
+        """Remove the copies of all files except `files`."""
         for path in self.present.keys() - {file.path for file in files}:
             self.place(path).unlink(missing_ok=True)
             del self.present[path]
 
     def unit(self, unit: WorkUnit) -> WorkUnit:
-        """Return a work unit whose paths lie below this folder: tables, weights, folders, and settings that are full paths."""
+        """Return a work unit like `unit`, with paths on this machine: each path is replaced by the path of its copy.
+        This holds for tables, weights and folders, and for settings that are absolute paths. Missing folders are made.
+        """
         inputs = {name: dataclasses.replace(one, folder=self.place(one.folder)) for name, one in unit.inputs.items()}
         needs = {name: self.place(value) if isinstance(value, Path) else value for name, value in unit.needs.items()}
         artifacts, root = self.place(unit.artifacts), self.place(unit.root)
@@ -145,6 +155,6 @@ class Mirror:
         return dataclasses.replace(unit, inputs=inputs, needs=needs, config=config, artifacts=artifacts, root=root)
 
     def remove(self) -> None:
-        """Remove all files and the folder."""
+        """Remove the folder and all copies in it."""
         self.present.clear()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -90,7 +90,7 @@ def command(
 class Wish:
     """A request for pictures: every prompt in `prompts` is drawn with every seed in `seeds`. `adapters` has pairs such
     as ("best", 1.0): an adapter and its strength. A strength of 1 is as trained. The changes of several adapters are
-    added. `given` replaces settings of `[samples]`.
+    added. `given` replaces settings of the section [samples].
 
     An adapter is "last", "best", "average", one of these with "@RUN", "none" or the path of a file. `step` chooses a
     checkpoint; None takes the end of the run. With "best" it must be None. The keys of `given` are "width" and "height"
@@ -234,10 +234,10 @@ def _draw(
     references: Sequence[Path],
     console: Console,
 ) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Draw one picture per row and yield (row, picture), where the picture is a PIL image. A row is a dict of columns
-    of the table `generated`. The yielded row has a further key "seconds", the time of its denoising. `adapters` has
-    (file, strength) pairs; without one, the base model draws. `references` are files of pictures to start from. All rows
-    must have equal "steps" and "guidance".
+    """Draw one picture per row and yield pairs (row, picture). The picture is a PIL image. A row is a dict of columns
+    of the table `generated`. The yielded row has a further key "seconds": the duration of its denoising. `adapters` has
+    pairs (file, strength). If it is empty, the base model draws. `references` are files of pictures to start from.
+    `console` shows messages. All rows must have equal "steps" and "guidance".
     """
     import mlx.core as mx
 

@@ -20,10 +20,11 @@ Overrides = Mapping[str, Any] | Iterable[str]
 
 @dataclasses.dataclass(frozen=True)
 class ProjectConfig:
-    """The section [project] of project.toml. `family` is the model family; if empty, it is the pipeline's first.
-    `weights` is a folder or a hub id; if empty, it is the family's own. `pipeline` is the name of the pipeline, or the
-    name of a module that defines one. Rows are committed every `commit_seconds` seconds. `workers` says where rows are
-    computed. Raises ValueError if a number is out of range.
+    """The section [project] of project.toml. `family` is the model family. If empty, it is the pipeline's first.
+    `weights` is a folder or a hub id. If empty, it is the family's own. `pipeline` is the name of the pipeline, or the
+    name of a module that defines one. Finished table rows are saved every `commit_seconds` seconds. `workers` says
+    where rows are computed, such as "local" or "ray". `worker_count`, `worker_inputs` and `unit_rows` are settings of
+    workers on a Ray cluster. Raises ValueError if a number is out of range.
     """
 
     family: str = selects("", "the model family; `latentmill families` lists them; empty: the pipeline's first")
@@ -56,7 +57,10 @@ class ProjectConfig:
             raise ValueError(f'workers must be "local", "ray" or "ray://HOST:PORT", got "{self.workers}"')
 
     def divides(self, divisible: bool, rows: int) -> bool:
-        """Return True if workers on a Ray cluster compute so many `rows` of a stage. Few rows are computed in this process."""
+        """Return True if workers on a Ray cluster compute the pending rows of a stage. If False, this process computes
+        them. `divisible` is True if the stage's work can be divided. `rows` is the number of rows. More than
+        `unit_rows` are needed for workers.
+        """
         return self.workers != "local" and divisible and rows > self.unit_rows
 
 

@@ -90,7 +90,7 @@ def read_entries(path: Path) -> dict[str, Entry]:
 
 
 class _Header:
-    """A reader of the values of a GGUF header, in the order of the file. Every method raises IndexError if the value
+    """A reader of the header of a GGUF file. Its methods read one value after another. They raise IndexError if a value
     would lie beyond the first `limit` bytes of `file`.
     """
 
@@ -116,11 +116,11 @@ class _Header:
         return found
 
     def text(self) -> str:
-        """Return the next text."""
+        """Return the next text: a 64-bit length in bytes, then UTF-8."""
         return self.take(self.number("Q")).decode()
 
     def skip(self, kind: int, depth: int = 0) -> None:
-        """Read over the value of a setting. `kind` is its type in the file. `depth` is the
+        """Skip the value of a setting. `kind` is the number of its type in the file, such as 8 for text. `depth` is the
         number of lists that contain the value.
         """
         if kind == STRING:
@@ -136,7 +136,9 @@ class _Header:
             self.take(SIZES[kind])
 
     def alignment(self, settings: int) -> int:
-        """Read all `settings` and return the alignment of the data in bytes, which one of them may state."""
+        """Read the next settings and return the alignment of the data in bytes. `settings` is the number of settings.
+        One of them may state the alignment. Otherwise, it is 32.
+        """
         found = ALIGNMENT
         for _ in range(settings):
             key, kind = self.text(), self.number("I")
@@ -149,8 +151,9 @@ class _Header:
         return found
 
     def tensor(self) -> tuple[str, int, tuple[int, ...], int]:
-        """Return (name, kind, shape, offset) of the next tensor. `kind` is the file's number for its way of packing. `offset`
-        is the place of its first byte, counted in bytes from the start of the data.
+        """Read the description of the next tensor and return (name, kind, shape, offset). `kind` is the file's number
+        for the tensor's storage format, such as 2 for Q4_0. `offset` is the place of the tensor's first byte. It is
+        counted in bytes from the start of the data.
         """
         name, dimensions = self.text(), self.number("I")
         if not 1 <= dimensions <= DIMENSIONS:
@@ -209,8 +212,9 @@ def _q4_1(raw: mx.array) -> mx.array:
 
 
 def _scales_of_8(raw: mx.array) -> tuple[mx.array, mx.array]:
-    """Return (scales, offsets) of the groups of each block. A block has 8 groups of 32 values. Both arrays have the shape
-    (blocks, 8, 1). `raw` holds the bytes of the blocks, one row per block.
+    """Return (scales, offsets) for unpacking blocks of 256 quantised values. A block has 8 groups of 32 values. Each
+    group has one scale and one offset. Both arrays have the shape (blocks, 8, 1). `raw` holds the bytes of the blocks,
+    one row per block.
     """
     first, second, third = raw[:, 4:8], raw[:, 8:12], raw[:, 12:16]
     scales = mx.concatenate([first & 63, (third & 15) | ((first >> 6) << 4)], axis=-1).astype(mx.float32)

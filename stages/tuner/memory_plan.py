@@ -198,10 +198,10 @@ def cheaper_settings(config: TrainingConfig, samples: int) -> Iterator[dict[str,
 def cheapest_remedy(
     config: C, samples: int, candidate: Callable[[C], Candidate], limit: int, last: Mapping[str, Any] = MappingProxyType({})
 ) -> Remedy:
-    """Return changes to the settings with which the run fits into memory. `config` holds the present settings. `limit`
-    is the available memory in bytes. `samples` is the number of samples of the largest batch. `candidate(settings)`
-    returns the plan and the memory estimate of a run with these settings. `last` holds changes that are tried after all
-    others.
+    """Find changes to the settings that make the run fit into memory, and return them. `config` holds the present
+    settings. `limit` is the available memory in bytes. `samples` is the number of samples of the largest batch.
+    `candidate(settings)` returns the plan and the memory estimate of a run. `last` holds changes that are tried after
+    all others.
 
     The changes from `cheaper_settings` are made one after another until the run fits. Then every change that proves
     unnecessary is undone. If all changes together do not suffice, the result contains all of them.

@@ -14,9 +14,9 @@ REFERENCE_STEP = 10  # distance of two reference images along the first axis of 
 
 
 def image_ids(height: int, width: int, image: int = 0) -> np.ndarray:
-    """Return the positions of the tokens of a latent with `height` rows and `width` columns. The result is an integer array
-    (height * width, 4). Tokens go row by row. Each position is (10 * image, row, column, 0). `image` is 0 for the image that
-    is drawn, and 1, 2, ... for reference images.
+    """Return the position of each token of one image. The result is an integer array (height * width, 4). A position is
+    (10 * image, row, column, 0). Tokens go row by row. `height` and `width` are the rows and columns of the image's
+    latent. `image` is 0 for the image that is drawn. Reference images have 1, 2, ....
     """
     row, col = np.indices((height, width)).reshape(2, -1)
     return np.stack([0 * row + REFERENCE_STEP * image, row, col, 0 * row], axis=-1)
@@ -53,11 +53,11 @@ def inputs(
     guidance: float | None = None,
     references: Sequence[mx.array] = (),
 ) -> dict[str, Any]:
-    """Return the keyword arguments of `Flux2.enter` as a dict, for a batch of noisy latents. x_BLC is the latents as tokens,
-    (batch, height * width, channels). `size` is (height, width) of the latents. text_BTJ is the text embeddings, (batch, text
-    rows, features). sigma_B is the noise level of each sample, from 0 (clean) to 1 (noise). `guidance` is one guidance value for
-    all samples. It is None for a model without a guidance input. `references` has the clean latents of each reference image,
-    (batch, channels, height, width).
+    """Return the transformer's inputs for a batch of noisy latents: a dict of keyword arguments of `Flux2.enter`. x_BLC
+    is the latents as tokens, (batch, height * width, channels). `size` is (height, width) of the latents. text_BTJ is
+    the text embeddings, (batch, text rows, features). sigma_B is the noise level of each sample, from 0 (clean) to 1
+    (noise). `guidance` is one guidance value for all samples. It is None for a model without a guidance input.
+    `references` has one array of clean latents per reference image, (batch, channels, height, width).
     """
     found = {
         "x_BLC": x_BLC,
@@ -76,10 +76,10 @@ def inputs(
 def zero_inputs(
     config: Flux2Config, samples: int, size: tuple[int, int], text_rows: int, references: Sequence[tuple[int, int]] = ()
 ) -> dict[str, Any]:
-    """Return the keyword arguments of `Flux2.enter` as a dict with arrays of zeros, to estimate memory. The arrays are lazy. They
-    take no memory until they are computed. `config` has the transformer's sizes. `samples` is the batch size. `size` is the
-    (height, width) of the latents. `text_rows` is the number of rows of one text embedding. `references` has the (height,
-    width) of each reference image's latent.
+    """Return inputs of the transformer that are all zero, to estimate memory: a dict of keyword arguments of
+    `Flux2.enter`. The arrays are lazy. They take no memory until they are computed. `config` has the transformer's
+    sizes. `samples` is the batch size. `size` is the (height, width) of the latents. `text_rows` is the number of rows
+    of one text embedding. `references` has the (height, width) of each reference image's latent.
     """
     height, width = size
     beside = [mx.zeros((samples, config.in_channels, *each)) for each in references]

@@ -49,9 +49,9 @@ def load_flux2(path: Path, family: Family, dtype: Any = None, arrange: Callable[
 
 def load_autoencoder(path: Path, family: Family, dtype: Any = None) -> autoencoder.Autoencoder:
     """Load FLUX.2's autoencoder and return it. `path` is a folder in the diffusers layout, or a single weights file.
-    The sizes come from the config.json in that folder, or beside that file. Without a config.json, they come from the
-    record `family`, and those of the decoder from the file: FLUX.2's small decoder is narrower. Weights are cast to
-    `dtype`. None keeps the stored dtype. The mean and variance of the latents are always loaded as float32. Raises
+    The sizes come from a config.json in that folder or beside that file. Without one, they come from `family`. The
+    widths of the decoder then come from the weights file, because FLUX.2's small decoder is narrower. Weights are cast
+    to `dtype`. None keeps the stored dtype. The mean and variance of the latents are always loaded as float32. Raises
     ValueError if a weight is missing, unknown, damaged or of another shape.
     """
     config = autoencoder_config(path, family)
@@ -67,9 +67,10 @@ def load_autoencoder(path: Path, family: Family, dtype: Any = None) -> autoencod
 
 
 def autoencoder_config(path: Path | None, family: Family) -> AutoencoderConfig:
-    """Return the sizes of the autoencoder at `path`, a folder or a single file. They are read from the config.json at `path`.
-    Without one, they come from `family`; the widths of the decoder come from the file. If `path` is None, all come from
-    `family`. Raises ValueError if the config is not that of FLUX.2's autoencoder.
+    """Return the sizes of the autoencoder at `path`. `path` is a folder or a single weights file. The sizes come from a
+    config.json in that folder or beside that file. Without one, they come from `family`. The widths of the decoder then
+    come from the weights file. If `path` is None, all sizes come from `family`. Raises ValueError if the config is not
+    that of FLUX.2's autoencoder.
     """
     if path is None or read_config(path):
         return AutoencoderConfig.from_dict(component_config(path, family.autoencoder) if path else family.autoencoder)

@@ -23,9 +23,9 @@ IN_FLIGHT = 2  # strips that a GPU has started and not finished: one is computed
 
 
 class StripQueue:
-    """A queue of strips that the device computes. `start(x)` starts the computation of the array `x` and returns `x`.
-    On a GPU, at most two strips are in flight: a further call waits for the oldest one. On a CPU, every call waits
-    until its strip is computed.
+    """A queue of strips that the device computes. A strip is some consecutive rows of an image. On a GPU, at most two
+    strips are computed at a time. A further call of `start` waits for the oldest one. On a CPU, every call waits until
+    its strip is computed.
 
     Without a limit, all strips of an image would be in memory at once. If every strip was waited for, a GPU would be
     idle between two strips.
@@ -35,7 +35,7 @@ class StripQueue:
         self.started: deque[mx.array] = deque()
 
     def start(self, x: mx.array) -> mx.array:
-        """Start the computation of the lazy array `x`, and return `x`. It may not be computed yet."""
+        """Start the computation of the lazy array `x`, and return `x`. On a GPU, `x` may not be computed yet."""
         kernels.dispatch(x)
         self.started.append(x)
         while len(self.started) > (IN_FLIGHT if kernels.compiles() else 0):
@@ -43,7 +43,7 @@ class StripQueue:
         return x
 
     def clear(self) -> None:
-        """Forget the strips in flight, so that the queue does not keep their memory."""
+        """Empty the queue, so that it does not keep the memory of its strips."""
         self.started.clear()
 
 
@@ -98,14 +98,16 @@ class Rows:
 
 
 def strip_bytes() -> int:
-    """Return the most bytes that one strip may take, as float32 values. A GPU gets larger strips than a CPU."""
+    """Return the largest allowed size of one strip in bytes, counted in float32. A strip is some consecutive rows of an
+    image. The size is larger on a GPU than on a CPU.
+    """
     return GPU_STRIP_BYTES if kernels.compiles() else STRIP_BYTES
 
 
 def strip_rows(height: int, width: int, inputs: int, outputs: int, kernel: int = 3) -> int:
-    """Return how many output rows of a convolution are computed at once, at least 1. The number keeps memory within
-    `strip_bytes()` and work within `kernels.LIMIT` operations. `height` and `width` are those of the output. `inputs` and
-    `outputs` are the numbers of channels. `kernel` is the side of the convolution's kernel.
+    """Return the number of output rows that a convolution computes at once, at least 1. It is limited by memory and by
+    the work of one kernel. `height` and `width` are those of the output. `inputs` and `outputs` are the numbers of
+    channels. `kernel` is the side of the convolution's kernel.
     """
     by_bytes = strip_bytes() // (ITEM * width * max(inputs, outputs))
     by_operations = kernels.LIMIT // kernels.product_flop(width, kernel * kernel * inputs, outputs)
@@ -122,10 +124,10 @@ def windows(height: int, rows: int) -> Iterator[tuple[int, int]]:
 
 
 def group_statistics(x: Rows, groups: int, eps: float, start: Callable[[mx.array], mx.array]) -> tuple[mx.array, mx.array]:
-    """Return (mean, scale) of a group normalisation for each channel. The scale is 1 / standard deviation. The channels
-    form `groups` groups of equal size. Mean and variance of a group are taken over all its rows, columns and channels.
-    All channels of a group get the same two values. Both results are float32, `(batch, 1, 1, channels)`. `eps` is added
-    to the variance. `start(array)` starts the computation of a lazy array and returns the array.
+    """Return (mean, scale) of a group normalisation. The scale is 1 / standard deviation. The channels of `x` form
+    `groups` groups of equal size. Mean and variance are taken over all rows, columns and channels of a group. Both
+    results are float32, `(batch, 1, 1, channels)`. All channels of a group have equal values. `eps` is added to the
+    variance. `start(array)` starts the computation of a lazy array and returns the array.
 
     Sums go over columns first: one long sum of float32 values would lose digits.
     """

@@ -92,15 +92,17 @@ def _gelu_times_vjp(primals: Any, dy: mx.array, _: mx.array) -> tuple[mx.array, 
 
 
 def _wide_and_share(gate: mx.array) -> tuple[mx.array, mx.array]:
-    """Return `gate` in float32, and the share of it that GELU passes on, `(1 + tanh) / 2`, from 0 to 1."""
+    """Return two arrays for the activation function GELU: `gate` in float32, and `(1 + tanh) / 2`. GELU is the product
+    of both. The second lies between 0 and 1.
+    """
     wide = gate.astype(mx.float32)
     return wide, sigmoid(wide * (STEEP + STEEP * CUBIC * (wide * wide)))
 
 
 def attend(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, mask_BHLL: mx.array) -> mx.array:
-    """Return `softmax(q @ k.T + mask) @ v`, `(batch, heads, tokens, width)`. Queries, keys and values have the same shape
-    as the result. `mask_BHLL` is added to the scores, `(batch, heads, tokens, tokens)`, and gets no gradient. The scores
-    are not scaled, because T5's weights contain that factor.
+    """Return the attention `softmax(q @ k.T + mask) @ v`, `(batch, heads, tokens, width)`. Queries, keys and values
+    have the same shape as the result. `mask_BHLL` has the shape `(batch, heads, tokens, tokens)`. It is added to the
+    scores and gets no gradient. The scores are not scaled, because T5's weights contain that factor.
 
     The gradient keeps no probabilities. A device with a fused gradient uses it; elsewhere, they are computed again.
     """

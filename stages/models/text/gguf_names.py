@@ -30,15 +30,15 @@ INTERLEAVED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
 def is_gguf(keys: Iterable[str]) -> bool:
-    """Return True if these names of weights are those of a GGUF file."""
+    """Return True if the weights are those of a text encoder from a GGUF file. `keys` are the names of the weights."""
     return "token_embd.weight" in keys
 
 
 def from_gguf(arrays: Mapping[str, mx.array], head_dim: int, interleaved: bool, path: Path) -> dict[str, mx.array]:
-    """Return the weights of a text encoder by the names of `DecoderConfig`. `arrays` maps the names in a GGUF file to weights.
-    `head_dim` is the width of an attention head. `interleaved` is True if the converter has reordered the rows of queries
-    and keys, as it does for models of Llama's kind; the order of transformers is restored. `path` is the file, for
-    messages. Raises ValueError if a name is not known.
+    """Rename the weights of a text encoder from a GGUF file. Return them by the names of `DecoderConfig`. `arrays` maps
+    names in the file to weights. `head_dim` is the width of an attention head. Files of models of Llama's kind have the
+    rows of queries and keys in another order. For these, `interleaved` is True, and the order of the library
+    transformers is restored. `path` is the file, for messages. Raises ValueError if a name is not known.
     """
     done: dict[str, mx.array] = {}
     for key, value in arrays.items():
@@ -55,8 +55,9 @@ def from_gguf(arrays: Mapping[str, mx.array], head_dim: int, interleaved: bool, 
 
 
 def halves_together(weight: mx.array, head_dim: int) -> mx.array:
-    """Return a weight (outputs, inputs) of queries or keys with the rows of each head in the order of transformers: first those
-    of the even dimensions, then those of the odd ones.
+    """Return a weight of queries or keys with its rows in the order of the library transformers. In each attention
+    head, the even rows come first, then the odd ones. `weight` has the shape (outputs, inputs). `head_dim` is the
+    number of rows of a head.
     """
     heads = weight.shape[0] // head_dim
     return weight.reshape(heads, head_dim // 2, 2, -1).swapaxes(1, 2).reshape(weight.shape)

@@ -118,7 +118,7 @@ class PairTask:
 
     @property
     def expected_loss(self) -> None:
-        """None: the loss at the start depends on the pairs of a batch, so nothing is known of it."""
+        """Return None: the loss of an untrained model depends on the pairs of a batch, so no value is expected."""
 
     def description(self) -> str:
         """Return one line of text that tells the user which data the run trains on. It gives the number of training

@@ -86,7 +86,7 @@ class CaptionsConfig:
 
     @property
     def where(self) -> CaptionSources:
-        """Where the captions of images are looked for."""
+        """Return the places where captions of images are looked for, as a `CaptionSources`."""
         return CaptionSources(self.sources, self.extension, self.folder, self.caption_column, self.lines)
 
     def _check_trigger(self) -> None:

@@ -18,11 +18,11 @@ NO_TRIGGER = "its folder has no trigger"
 
 @dataclass(frozen=True)
 class Subject:
-    """The facts about a usable image that decide its texts. `paths` are the paths of the image, of its duplicates and of its
-    references. The first of them that has a caption gives it.
-    `trigger` is the word that its texts get, or "". `concept` is the subject that its folder is named after, or "". If
-    `class_only` is True, it is a regularisation image: its texts get no trigger. `own_trigger` is True if its folder
-    has a trigger setting.
+    """The facts about a usable image that decide its training texts. `paths` are the paths of the image, its duplicates
+    and its references. For a/cat_out.png with a reference, a/cat.png is added. The caption is that of the first path
+    that has one. `trigger` is the word that its texts get, or "". `concept` is the subject that its folder is named
+    after, or "". `class_only` is True for a regularisation image: its texts get no trigger. `own_trigger` is True if
+    its folder has a trigger setting and the image is no regularisation image. `folder` is the path of its folder.
     """
 
     paths: tuple[str, ...]

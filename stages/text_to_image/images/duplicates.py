@@ -11,9 +11,9 @@ Row = dict[str, Any]
 
 
 def mark_duplicates(rows: Iterable[Row]) -> list[Row]:
-    """Return rows of the table `images` with duplicates marked, in the given order. Rows with the same `image_id`
-    (sha256 of the file) are duplicates. One row of each group stays usable. The other rows get "duplicate" in the
-    column `rejected` and the path of the usable file in the column `detail`.
+    """Mark duplicates among rows of the table `images`, and return all rows in the given order. Rows with the same
+    `image_id` (sha256 of the file) are duplicates. One of them stays usable. The others get "duplicate" in the column
+    `rejected`. Their column `detail` gets the path of the usable file.
 
     The usable row is the one with the first path in sorted order. Images to train on come before regularisation images.
     References are compared with each other only: a reference may be equal to an image. Rows that are rejected for another

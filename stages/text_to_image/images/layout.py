@@ -40,8 +40,9 @@ def rules(paths: Iterable[str], folders: Sequence[Root], read_names: bool) -> di
 
 
 def reference_rules(paths: Iterable[str], folders: Sequence[str] | None) -> dict[str, Row]:
-    """Return the columns `RULES` of the files that are references: path -> dict. `paths` are all image files, relative to the
-    image folder. `folders` are the names of the folders of references, or None for the usual names.
+    """Find the reference images among the files `paths`. A reference is a picture that an edit starts from. Return a
+    dict from the path of each reference to its columns `RULES` of the table `images`, such as `reference_of`. `paths`
+    are relative to the image folder. `folders` are the names of folders of references. None stands for the usual names.
     """
     pairs = references.pair_references(paths, folders)
     return {
@@ -52,10 +53,10 @@ def reference_rules(paths: Iterable[str], folders: Sequence[str] | None) -> dict
 
 
 def _rule(parent: PurePosixPath, folders: Sequence[Root], read_names: bool) -> Row:
-    """Return what one folder says about its images: a dict column -> value, with the columns `RULES` of the table `images`,
-    such as repeats and trigger. It holds for every image of the folder. `parent` is this folder's path relative to the image
-    folder. `folders` are the folders that were searched. If `read_names` is True, names of folders such as "10_cat" set
-    columns. Settings of an entry [[images.folder]] replace values from names.
+    """Return the settings that a folder gives to all its images. The result is a dict from a column of the table
+    `images` to its value, such as {"repeats": 10}. It has all columns in `RULES`. `parent` is the folder's path
+    relative to the image folder. `folders` are the folders that were searched. If `read_names` is True, folder names
+    such as "10_cat" give settings. Settings of an entry [[images.folder]] replace them.
     """
     root = next(each for each in folders if parent.is_relative_to(each.path))
     found = dict(NOTHING)
@@ -127,8 +128,9 @@ def describe(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def _describe_references(found: list[Row], rows: list[Row]) -> Iterator[str]:
-    """Yield the lines for the user about references: how many there are, and which belong to no image. `found` are the rows of
-    the table `images` for references. `rows` are all rows of the table.
+    """Yield lines about reference images, for the user. A reference is a picture that an edit starts from. The lines
+    say how many references there are. They name one that belongs to no image. `found` are the rows of the table
+    `images` for references. `rows` are all rows of the table.
     """
     if not found:
         return

@@ -57,8 +57,9 @@ def scan(folder: Path, below: Sequence[str] = ("",)) -> Listing:
 
 
 def _rows_of(folder: Path, entry: os.DirEntry[str]) -> list[Row]:
-    """Return the rows of one file: none for a file that describes others, one per image for a tar, Parquet or Arrow file, one for
-    any other file. Raises ValueError if a tar, Parquet or Arrow file is damaged.
+    """Return one table row for each image in one file. An ordinary image file has one row. A tar, Parquet or Arrow file
+    has one row for each image in it. A file that describes other files has none. `folder` is the image folder. `entry`
+    is the file. Raises ValueError if a tar, Parquet or Arrow file is damaged.
     """
     name = Path(entry.name)
     if name.suffix.lower() not in packed.SUFFIXES:

@@ -20,9 +20,10 @@ Pair = tuple[str | None, int]  # path of the image that a reference belongs to, 
 
 
 def pair_references(paths: Iterable[str], folders: Sequence[str] | None) -> dict[str, Pair]:
-    """Return which of the files `paths` are references, and of which images. The result maps the path of a reference to a pair
-    (path of its image, number of the reference from 1). The path is None if no image has the reference's name. `paths` are
-    relative to the image folder. No file is opened.
+    """Find the reference images among the files `paths`, by their names alone. A reference is a picture that an edit
+    starts from. The result maps each reference's path to (image, number). `image` is the path of the picture after the
+    edit. It is None if no image has a matching name. `number` counts the references of one image from 1. `paths` are
+    relative to the image folder.
 
     `folders` are the names of the folders that hold references, in the order in which references are numbered. If it is None,
     `FOLDERS` and the endings of names in `ENDINGS` are used. Such a folder then counts only if one of its files has the name of
@@ -41,8 +42,10 @@ def pair_references(paths: Iterable[str], folders: Sequence[str] | None) -> dict
 
 
 def _folder_of(path: str, names: Sequence[str]) -> tuple[Parts, str, Parts] | None:
-    """Return the place of a file in a folder of references: (folders above it, its name, path below it without suffix). Return
-    None if the file is in no such folder. `names` are the names of such folders. A name may be a path, such as "pairs/before".
+    """Return where a file lies in a folder of references, as (folders above, name, path below). `name` is the name of
+    the folder of references. The path below has no suffix. Folders and paths are tuples of names. The result is None if
+    the file is in no such folder. `names` are the names of folders of references. A name may be a path, such as
+    "pairs/before".
     """
     parts = _parts(path)
     for at in range(len(parts) - 1):
@@ -54,9 +57,10 @@ def _folder_of(path: str, names: Sequence[str]) -> tuple[Parts, str, Parts] | No
 
 
 def _places(images: Sequence[str]) -> dict[tuple[Parts, Parts], str]:
-    """Return the places that an image is found at: (folders above, path below without suffix) -> path of the image. An image
-    train/a/cat.png is found at ("train", "a/cat"), and also at ("", "a/cat"), where the folder train is left out. The folder
-    of references then lies beside train.
+    """Return a dict that finds images from the place of a reference. A key is (folders above, path below), without
+    suffix. The value is the path of an image. The image train/a/cat.png has the key ("train", "a/cat"), among others.
+    It also has the key ("", "a/cat"): the folder of references may lie beside train. Both parts of a key are tuples of
+    names, written here as text.
     """
     found: dict[tuple[Parts, Parts], str] = {}
     for path in reversed(images):
@@ -69,7 +73,9 @@ def _places(images: Sequence[str]) -> dict[tuple[Parts, Parts], str]:
 
 
 def _by_ending(images: Sequence[str]) -> dict[str, str | None]:
-    """Return the references among `images` whose names end as in `ENDINGS`: path -> path of the image."""
+    """Find references by the endings of names: a/cat_in.png is the reference of a/cat_out.png. Return a dict from the
+    path of the reference to the path of its image. `images` are the paths to search.
+    """
     of_name = {_parts(path): path for path in reversed(images)}
     found: dict[str, str | None] = {}
     for path in images:
@@ -81,8 +87,9 @@ def _by_ending(images: Sequence[str]) -> dict[str, str | None]:
 
 
 def without_ending(path: str) -> list[str]:
-    """Return the path at which a caption of the pair may lie: a/cat.png for a/cat_out.png. The list is empty for the path of an
-    image whose name has no such ending.
+    """Return where a caption of a pair of images may lie, as a list of at most one path. A pair is an image and its
+    reference. For the image a/cat_out.png, the list is ["a/cat.png"]. It is empty if the image's name has no ending
+    such as _out.
     """
     image = PurePosixPath(path)
     shared = [image.stem.removesuffix(ending) for ending in ENDINGS.values() if image.stem.endswith(ending)]
@@ -90,8 +97,9 @@ def without_ending(path: str) -> list[str]:
 
 
 def _numbered(found: Mapping[str, str | None], places: Mapping[str, int]) -> dict[str, Pair]:
-    """Return the pair (path of the image, number) of each reference. `found` maps references to images. The references of an
-    image are numbered from 1, in the order of `places`.
+    """Return a dict from each reference's path to (path of its image, number). The references of an image are numbered
+    from 1. `found` maps a reference to its image. `places` maps a reference to the position of its folder among the
+    folders of references. Lower positions get lower numbers. References without a position come first.
     """
     counts: dict[str | None, int] = {}
     numbers: dict[str, Pair] = {}

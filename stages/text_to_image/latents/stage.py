@@ -155,7 +155,9 @@ def _jobs(ctx: StageContext) -> list[ImageJob]:
 
 
 def opened_files(ctx: StageContext) -> Iterator[Path]:
-    """Yield the paths of the images and masks whose crops are pending."""
+    """Yield the paths of the images and masks that the stage will open. These are the images with crops still to be
+    encoded, and their masks. A crop is the part of an image that is trained.
+    """
     for job in _jobs(ctx):
         yield job.path
         if job.mask:

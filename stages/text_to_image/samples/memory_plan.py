@@ -27,8 +27,9 @@ PNG = 1.5  # bytes per pixel of a preview on disk, about
 @dataclass(frozen=True)
 class DrawingMemory:
     """The estimated memory of drawing previews, in bytes. `held` is the memory of the weights and the adapter. It stays
-    in use all the time. `block_work` is the largest additional memory while one block is computed. `on_disk` is the size
-    of the weights that stay on disk with `stream_blocks`; they are not part of `held`.
+    in use all the time. `block_work` is the largest additional memory while one block is computed. `on_disk` is the
+    size of the weights that stay on disk. It is 0 without the setting `stream_blocks`. These weights are not part of
+    `held`.
     """
 
     held: int
@@ -57,9 +58,10 @@ def drawing_memory(
     references: Sequence[tuple[int, int]] = (),
 ) -> DrawingMemory:
     """Estimate the memory of one denoising step of a preview, from array shapes alone. `weights` is the path of the
-    transformer. If it is None, the sizes of `family` are used. `packed` holds the bits of a weight. `size` is (width,
-    height) in pixels. `passes` is the number of prompts per step, 1 or 2. `adapter` is the size of the adapter in
-    bytes. `references` has the (height, width) of each reference's latent.
+    transformer. If it is None, the sizes of `family` are used. `packed` says how weights are stored: in how many bits,
+    and whether on disk. `precision` is a dtype such as "bfloat16". `size` is (width, height) in pixels. `passes` is the
+    number of prompts per step, 1 or 2. `adapter` is the size of the adapter in bytes. `references` has the latent sizes
+    of reference images in tokens, as (height, width).
     """
     architecture, dtype = family.architecture, getattr(mx, precision)
     sizes: Any = architecture.transformer_config(weights, family)
@@ -92,8 +94,8 @@ def passes(config: SamplesConfig, family: Family) -> int:
 
 
 def stage_drawing(config: SamplesConfig, outlook: Outlook) -> DrawingMemory:
-    """Return the estimated memory of the drawing in the stage `samples`. `outlook` holds the settings of training, which
-    give the size of the adapter, and the model family.
+    """Return the estimated memory of drawing previews in the stage `samples`. `config` holds the stage's settings.
+    `outlook` holds the model family and the settings of training. The size of the adapter follows from them.
     """
     family, weights, size = outlook.family, outlook.weights("transformer"), (config.width, config.height)
     architecture = family.architecture
@@ -132,10 +134,10 @@ def forecast(outlook: Outlook) -> Forecast:
 
 
 def remedy(config: SamplesConfig, outlook: Outlook) -> str:
-    """Return settings of the section [samples] with which the stage `samples` fits into the memory budget. The result
-    is text such as "[samples] base_bits = 4". It is "" if no settings fit. `config` holds the present settings, and
-    `outlook.budget` is the budget in bytes. Weights on disk are only proposed if fewer bits do not suffice, and
-    smaller images only if neither suffices.
+    """Return settings of the section [samples] that make the stage `samples` fit into memory. The result is text such
+    as "[samples] base_bits = 4". It is "" if no settings fit. `config` holds the present settings. `outlook.budget` is
+    the available memory in bytes. Fewer bits per weight are tried first. Then weights stay on disk. Smaller images come
+    last.
     """
     fewer = [bits for bits in BITS if bits < (config.base_bits or 16)]
     for bits in fewer:

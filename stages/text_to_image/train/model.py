@@ -26,9 +26,10 @@ def load_transformer(
     copies: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Transformer:
-    """Load the transformer of `family` from the folder `path`. If the [train] settings `config` ask for it, each weight is packed
-    (quantised) right after it is read. With `stream_blocks`, the weights of the blocks are kept in files in `folder`.
-    Without it, a converted copy is kept in the folder `copies`, if that is given; `say(line)` receives lines about it.
+    """Load the transformer of `family` from the folder `path`. `config` holds the settings [train]. They may ask for
+    packed (quantised) weights, which are packed one by one. With `stream_blocks`, the weights of the blocks stay in
+    files in `folder`. Without it, a converted copy is kept in the folder `copies`. None keeps no copy. `say(line)`
+    receives messages about the copy.
     """
     dtype = getattr(mx, config.precision)
     if copies is not None and not config.stream_blocks:

@@ -19,9 +19,9 @@ from stages.text_to_image.train.sampler import Sample, TrainingSampler
 
 @dataclass
 class MicroBatch:
-    """Samples that are computed at once, as arrays in host memory with one entry per sample. `x0_BCHW` are clean
-    latents (batch, channels, height, width). `ctx_BTJ` are text embeddings (batch, text rows, features). Both are
-    bfloat16 as uint16 words. `noise_BCHW` is float32 noise.
+    """Training samples that are computed at once. The arrays are in host memory and have one entry per sample.
+    `x0_BCHW` are clean latents (batch, channels, height, width). `ctx_BTJ` are text embeddings (batch, text rows,
+    features). Both are bfloat16 as uint16 words. `noise_BCHW` is float32 noise.
 
     `mask_BL` is the float32 weight of each image token, or None if no sample has a mask. `class_BTJ` are embeddings of
     the class captions. A sample without a class caption has its own caption there. `class_B` is 1.0 for samples with a

@@ -22,10 +22,10 @@ LEAST, MOST = 1e-3, 1e3  # of a rate in a setting: an epoch is a list in memory,
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The settings [train.data]: how often images are drawn. `resolutions` maps a resolution to a relative frequency.
-    `repeats` maps a folder to occurrences per epoch. `regularisation` is the number of regularisation images per
-    subject image. `reference_dropout` is the share of batches without references. `dropped` is what replaces a dropped
-    caption: "empty", or "trigger" for the trigger word.
+    """The settings [train.data]: how often images are drawn for training. `resolutions` maps a resolution to a relative
+    frequency. `repeats` maps a folder to the occurrences of its images per epoch. `regularisation` is the number of
+    regularisation images per subject image. `reference_dropout` is the share of batches trained without reference
+    images. `dropped` replaces a dropped caption. It is "empty", or "trigger" for the trigger word.
 
     Regularisation images show the class of the subject, and lie in the folder reg. With `regularisation` = 0.5, one of
     them is drawn for every two images of the subject.

@@ -26,8 +26,8 @@ BELONG = "autoencoder, text encoder and transformer must be those of one model"
 
 
 def check_latents(latents: Iterable[np.ndarray]) -> Iterator[str]:
-    """Yield a warning if the latents are not normalised as FLUX.2's are: mean 0 and standard deviation 1 over many pictures.
-    Each latent holds bfloat16 values as uint16 words.
+    """Yield a warning if the latents are not normalised as FLUX.2's are. FLUX.2's have mean 0 and standard deviation 1
+    over many pictures. `latents` has one array per picture. The arrays hold bfloat16 values as uint16 words.
     """
     values = np.concatenate([widen(words).ravel() for words in latents])
     mean, deviation = float(values.mean()), float(values.std())
@@ -39,9 +39,10 @@ def check_latents(latents: Iterable[np.ndarray]) -> Iterator[str]:
 
 
 def check_embeddings(embeddings: Iterable[tuple[np.ndarray, int]], family: Family) -> Iterator[str]:
-    """Yield a warning if the embeddings are not of the form that the transformer of `family` was trained on: padded at the
-    other end, or of other hidden states. An item of `embeddings` is (rows, tokens). The rows are bfloat16 values as uint16
-    words. `tokens` is the number of rows that are not padding.
+    """Yield a warning if the text embeddings do not suit the transformer of `family`. There are two checks. Padding
+    must be at the right end. The rows must come from the right hidden states of the text encoder. An item of
+    `embeddings` is (rows, tokens). The rows are bfloat16 values as uint16 words. `tokens` is the number of rows that
+    are not padding.
 
     The first rows tell both. Padding at the start gives equal rows. Without it, the first row belongs to the first token of the
     chat, which no caption changes.
@@ -68,8 +69,9 @@ def check_embeddings(embeddings: Iterable[tuple[np.ndarray, int]], family: Famil
 
 
 def expected_loss(config: LossConfig, family: Family) -> ExpectedLoss | None:
-    """Return what is known about the losses of a run of `family`. `config` holds the settings [train.loss]. Return None for
-    a loss that cannot be compared, and for a family of random weights, which knows nothing.
+    """Return what is known about the loss of a run before its first step. `config` holds the settings [train.loss].
+    `family` is the model family. The result is None if the loss is not a mean squared error. It is also None for a
+    family with random weights.
     """
     if config.kind != "mse" or family.seeded is not None:
         return None
@@ -90,7 +92,8 @@ def expected_loss(config: LossConfig, family: Family) -> ExpectedLoss | None:
 
 
 def uninformed_mse(sigma: float) -> float:
-    """Return the mean squared error of the best linear prediction of the velocity at the noise level `sigma`, 0 to 1. The values
-    of clean latents are taken as independent, with mean 0 and variance 1.
+    """Return the loss of a model that knows nothing about pictures, at the noise level `sigma` from 0 to 1. The loss is
+    the mean squared error of the best linear prediction of the velocity. The values of clean latents are taken as
+    independent, with mean 0 and variance 1.
     """
     return 1 / (sigma**2 + (1 - sigma) ** 2)

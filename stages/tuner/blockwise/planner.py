@@ -59,10 +59,10 @@ class Estimate:
         return self.held + int(max(backward, self.optimizer_work, validation))
 
     def stored_work(self, plan: Plan) -> int:
-        """Return the most bytes that weights read from disk take at the same time. `plan` says how many of the last
-        blocks keep their activations: "whole" (all), "blocks" (one) or a number. The weights of these blocks are needed
-        together, while those of the blocks before them are in use. Otherwise, the blocks in flight and the next one
-        have their weights in memory: two blocks on a CPU, three on a GPU.
+        """Return the largest memory, in bytes, of block weights that are read from disk. `plan` says how many of the
+        last blocks keep their activations: "whole" (all), "blocks" (one) or a number. The weights of these blocks are
+        in memory together. Those of one block before them are too, on a GPU those of two. Elsewhere, the weights of two
+        consecutive blocks are in memory on a CPU, and of three on a GPU. The result is the larger of both cases.
         """
         ahead, head = blocks_in_flight(), self.blocks - kept_blocks(plan, self.blocks)
         together = [self.stored[n : n + ahead + 1] for n in range(len(self.stored))]
@@ -188,9 +188,9 @@ def weight_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -
 
 
 def stored_bytes(blocks: Iterable[Any], shapes: Mapping[str, tuple[tuple[int, ...], int]], itemsize: int) -> tuple[int, ...]:
-    """Return the bytes of the matrices of each block, which can be read from disk when they are needed. `shapes` maps
-    the full name of a weight to (shape, bits). bits is 8 or 4 for a packed (quantised) weight, and 16 for any other.
-    `itemsize` is the bytes of one unpacked value.
+    """Return the size of each block's weight matrices in bytes. These weights can stay on disk until they are needed.
+    `shapes` maps the full name of a weight to (shape, bits). The bits are 8 or 4 for a packed (quantised) weight, and
+    16 for any other. `itemsize` is the bytes of one unpacked value.
     """
     matrices = ([shapes[f"{block.name}.{name}"] for name in block.weights] for block in blocks)
     return tuple(weight_bytes((each for each in block if len(each[0]) == 2), itemsize) for block in matrices)
