@@ -200,9 +200,7 @@ class TrainingStep:
         return found
 
     def _over_ranks(self, gradients: Arrays) -> Arrays:
-        """Return the gradients of the whole step, by name. A step is divided among ranks (processes). `gradients` are
-        those of this rank's part. They must not be used afterwards.
-        """
+        """Return the gradients of the whole step, by name, summed over the ranks (processes). `gradients` are consumed."""
         return self.ranks.sum(gradients, 1 / self.ranks.size if self.objective.separable else 1.0)
 
     def _loss_and_grads(self, batch: MicroBatch, term: Term, adapter: Arrays) -> tuple[mx.array | Values, Arrays]:
