@@ -11,7 +11,7 @@ SEEDS ?=
 QUERY ?= parse a date from text
 LATENTMILL = .venv/bin/python -m pipeline
 # A misspelt variable, such as PROJET=x, would otherwise run the example.
-VARIABLES = PROJECT PYTHON EVERY WORK WORKERS FAST QUERY SET SQL WHAT NAME RUN RUNS IMAGES FAMILY TRIGGER LATENTMILL SEEDS REPAIR
+VARIABLES = PROJECT PYTHON EVERY WORK WORKERS FAST QUERY SET SQL WHAT NAME RUN RUNS IMAGES FAMILY TRIGGER PRESET LATENTMILL SEEDS REPAIR
 UNKNOWN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(filter-out $(VARIABLES) -%,$(name))))
 $(if $(strip $(UNKNOWN)),$(error make has no variable $(firstword $(UNKNOWN)); there are $(VARIABLES)))
 # Passed in the environment under other names, so that spaces, quotes and dollars reach the command as they were typed.
@@ -25,8 +25,9 @@ export LATENTMILL_RUNS := $(value RUNS)
 export LATENTMILL_IMAGES := $(value IMAGES)
 export LATENTMILL_FAMILY := $(value FAMILY)
 export LATENTMILL_TRIGGER := $(value TRIGGER)
+export LATENTMILL_PRESET := $(value PRESET)
 export LATENTMILL_QUERY := $(value QUERY)
-unexport PROJECT SET SQL WHAT NAME RUN RUNS IMAGES FAMILY TRIGGER QUERY
+unexport PROJECT SET SQL WHAT NAME RUN RUNS IMAGES FAMILY TRIGGER PRESET QUERY
 # The pipeline of the project, for targets of which two pipelines have one.
 PIPELINE := $(shell sed -n 's/^ *pipeline *= *"\([a-z_]*\)".*/\1/p' '$(subst ','\'',$(value PROJECT))/project.toml' 2>/dev/null)
 # Not empty if the project has a section [train].
@@ -36,7 +37,7 @@ override RUN = $(LATENTMILL) run
 # One stage at a time, also under `make -j`, so that no two models are in memory together.
 .NOTPARALLEL:
 .PHONY: init images captions ingest buckets latents embeddings train samples segments status query panel follow memory export verify clean
-.PHONY: plan doctor checks lint descriptions
+.PHONY: plan doctor checks lint descriptions crops
 .PHONY: scores evaluate
 .PHONY: sources units pairs tokens negatives vectors index ranks search
 .PHONY: help runs compare best view report generate
@@ -80,6 +81,10 @@ lint: checks
 ## Decide the size and the crop of each image at each resolution
 buckets: images checks
 	@$(RUN) buckets
+
+## Draw all crops on contact sheets
+crops: buckets
+	@$(LATENTMILL) crops
 
 ## Encode the crops with the autoencoder
 latents: buckets images
@@ -234,7 +239,7 @@ clean: .venv/ready
 # Development
 
 # Tests must not see the variables that were set for a project.
-PYTEST = env $(foreach name,PROJECT SET SQL WHAT NAME RUN RUNS IMAGES FAMILY TRIGGER QUERY,-u LATENTMILL_$(name)) .venv/bin/python -m pytest
+PYTEST = env $(foreach name,PROJECT SET SQL WHAT NAME RUN RUNS IMAGES FAMILY TRIGGER PRESET QUERY,-u LATENTMILL_$(name)) .venv/bin/python -m pytest
 
 ## Run all tests; FAST=1 runs the fast ones
 test: .venv/test

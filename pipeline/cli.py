@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import itertools
 import os
@@ -224,11 +225,13 @@ def exit_code(command: Callable[[], Any]) -> int:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of `error` on one line. For an OSError about a file, the line is "file: reason". If the
-    message is empty, the name of the error's class is returned. If it has more than `LONGEST` characters, its middle is
-    replaced by " ... ".
+    """Return the message of `error` on one line. For an OSError about a file, the line is "file: reason". A full disk
+    is named as such. If the message is empty, the name of the error's class is returned. If it has more than `LONGEST`
+    characters, its middle is replaced by " ... ".
     """
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.filename}: {error.strerror.lower()}"
+    if isinstance(error, OSError) and error.strerror:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = "disk full; free some space and run again" if full else error.strerror.lower()
+        return reason if error.filename is None else f"{error.filename}: {reason}"
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"

@@ -1,4 +1,4 @@
-"""Errors of the GPU and of other ranks in words: what happened, and what helps. MLX raises them as RuntimeError."""
+"""Errors of the GPU, of a full disk and of other ranks in words: what happened, what helps. MLX raises them as RuntimeError."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ KINDS = (
         True,
     ),
     (
+        r"\[write\] unable to write",  # MLX gives no error number
+        "disk full, or the file cannot be written",
+        "free some space and run again",
+        False,
+    ),
+    (
         r"connection to a peer was lost|\[ring\]|nccl",
         "another rank of the run ended, or the network failed",
         "look at the messages of the other ranks",
@@ -35,7 +41,7 @@ KINDS = (
 
 
 def explain(message: str) -> str | None:
-    """Return one line about a GPU error, or None if `message` matches no known GPU error. `message` is the text of the
+    """Return one line about an error of MLX, or None if `message` matches no known error. `message` is the text of the
     exception. The line says what happened, repeats `message`, and names a remedy.
     """
     for pattern, happened, remedy, _ in KINDS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 DEVICES = ("GPU", "metal")  # resources of a cluster that hold one model each; a Mac is given the second by `ray start`
 UNITS = {"memory": (1e9, "GB of memory"), "CPU": (1, "CPU"), "GPU": (1, "GPU"), "metal": (1, "metal")}
 WAIT_SECONDS = 10.0  # until the user is told that the cluster is busy
+REACH_SECONDS = 10.0  # for an answer of a cluster
+LOOK_SECONDS = 0.5  # between two looks at whether the user asks to stop
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,10 @@ def connected(settings: ProjectConfig) -> Iterator[None]:
     Raises ValueError if the cluster cannot be reached.
     """
     address = settings.workers if settings.workers != "ray" else None
+    check_reachable("project.workers", settings.workers)
+    check_reachable("RAY_ADDRESS", os.environ.get("RAY_ADDRESS", ""))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # of a cluster started here: the priority of a local run
     threads = {variable: os.environ.get(variable, str(os.cpu_count())) for variable in THREADS}
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "runtime_env": {"env_vars": threads}}
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -66,6 +72,20 @@ def connected(settings: ProjectConfig) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def check_reachable(name: str, address: str) -> None:
+    """Raise ValueError if nothing answers at the address of a Ray cluster. `name` says where the address comes from.
+    `address` has the form "HOST:PORT" or "ray://HOST:PORT". Other texts name no address and are not checked. Ray itself
+    would try for minutes.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"{name}: cannot reach the Ray cluster {address}: {error}") from None
 
 
 def worker_needs(peak: int | None) -> dict[str, float]:
@@ -157,9 +177,10 @@ def answers(references: Sequence[Any], stop: Callable[[], bool], say: Callable[[
     returned for the calls. If the user asks to stop, `stop()` is True, and the result is None. If the cluster is busy,
     `say` receives a line about it.
     """
-    _, waiting = ray.wait(list(references), num_returns=len(references), timeout=WAIT_SECONDS)
-    if waiting:
-        say(f"waiting for the Ray cluster: {len(waiting)} of {len(references)} workers have no room yet")
+    waiting, looks = list(references), 0
     while waiting and not stop():
-        _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0.5)
+        _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=LOOK_SECONDS)
+        looks += 1
+        if waiting and looks * LOOK_SECONDS == WAIT_SECONDS:
+            say(f"waiting for the Ray cluster: {len(waiting)} of {len(references)} workers have no room yet")
     return None if waiting or stop() else list(ray.get(list(references)))

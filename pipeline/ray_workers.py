@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
+import itertools
 import os
 import resource
 import shutil
@@ -67,14 +68,15 @@ class Worker:
     of one stage, one after another. A work unit is some rows of a table. Weights and input tables stay in memory
     between units.
 
-    `lasting` lists the files that every unit needs. The worker unpacks them into the temporary folder `name`. `lasting`
-    is None if the worker sees the files of the project.
+    `common` is a work unit without rows. It holds what all units of the run share. `lasting` lists the files that every
+    unit needs. The worker unpacks them into the temporary folder `name`. `lasting` is None if the worker sees the files
+    of the project.
     """
 
-    def __init__(self, name: str, lasting: list[ShippedFile] | None) -> None:
+    def __init__(self, name: str, common: WorkUnit, lasting: list[ShippedFile] | None) -> None:
         import stages  # noqa: F401  a fast BLAS, before MLX
 
-        self.kept, self.stopping, self.lasting = Kept(), False, lasting
+        self.kept, self.stopping, self.common, self.lasting = Kept(), False, common, lasting
         self.mirror = Mirror(Path(tempfile.gettempdir(), name))
 
     @_group("control")
@@ -100,11 +102,12 @@ class Worker:
         return dataclasses.replace(host, device=device())
 
     @_group("work")
-    def compute(self, unit: WorkUnit, files: Sequence[ShippedFile] = ()) -> Result:
-        """Compute a work unit and return its rows, its artifacts and its error, if any. `files` are the files that were
-        sent with the unit. If the user stops the run, the rows so far are returned.
+    def compute(self, pending: pa.Table, stored: pa.Table, files: Sequence[ShippedFile] = ()) -> Result:
+        """Compute a work unit and return its rows, its artifacts and its error, if any. `pending` and `stored` are the
+        rows of the unit. `files` are the files that were sent with it. If the user stops the run, the rows so far are
+        returned.
         """
-        result = Result()
+        unit, result = dataclasses.replace(self.common, pending=pending, stored=stored), Result()
         try:
             for item in perform(self._placed(unit, files), result.lines.append, stop=lambda: self.stopping, kept=self.kept):
                 result.items.append(item)
@@ -161,7 +164,7 @@ def compute(project: Project, name: str, ctx: StageContext) -> Iterator[Item]:
     settings = project.config.project
     stage, inputs = project.stage(name), project.inputs(name)
     units = divide(project.pipeline.stages[name], stage, ctx, inputs, settings.unit_rows)
-    weighs = any(isinstance(project.pipeline.resources[need], Weights) for need in stage.needs)
+    weighs = has_model(project, name)
     folders = [found.folder for found in inputs.values()]
     paths = [project.path, *folders, *(path for path in map(ctx.need, stage.needs) if isinstance(path, Path))]
     with connected(settings):
@@ -173,21 +176,15 @@ def compute(project: Project, name: str, ctx: StageContext) -> Iterator[Item]:
         if settings.worker_inputs == "shipped":
             lasting = Packer(ray.put).pack(lasting_files(stage, project.pipeline.resources, folders, ctx))
             paths, files = [], unit_files(ctx, stage.opens)
-        workers = start_workers(count, needs, lasting)
+        first = next(units)
+        workers = start_workers(count, needs, without_rows(first), lasting)
         try:
-            least = model_bytes(project, name, 0) if weighs else None
-            try:
-                hosts = answers([worker.check.remote(version(), paths, least) for worker in workers], ctx.stop, ctx.say)
-            except ray.exceptions.RayError as error:
-                why = " ".join(str(error).split())[-300:]
-                raise ValueError(
-                    f"project.workers: a worker failed as it started; is latentmill installed on every host? ({why})"
-                ) from None
+            hosts = hosts_of(workers, paths, model_bytes(project, name, 0) if weighs else None, ctx)
             if hosts is None:
                 return
             check_hosts(hosts, sum(file.size for file in lasting or ()))
             ctx.say(f"{len(workers)} workers on Ray, {settings.unit_rows} rows at a time")
-            yield from results(workers, units, ctx, files)
+            yield from results(workers, itertools.chain([first], units), ctx, files)
         except ray.exceptions.RayActorError as error:
             raise ValueError(
                 f"{name}: a unit of {settings.unit_rows} rows ended its worker {RETRIES + 1} times, perhaps for lack of memory; "
@@ -195,6 +192,28 @@ def compute(project: Project, name: str, ctx: StageContext) -> Iterator[Item]:
             ) from None
         finally:
             end_workers(workers, lasting is not None)
+
+
+def has_model(project: Project, name: str) -> bool:
+    """Return True if the stage `name` computes with a model, which takes a GPU if there is one."""
+    stage = project.stage(name)
+    if stage.model:
+        return stage.model(project.config.sections[name])
+    return any(isinstance(project.pipeline.resources[need], Weights) for need in stage.needs)
+
+
+def hosts_of(workers: Sequence[Any], paths: list[Path], least: int | None, ctx: StageContext) -> list[Host] | None:
+    """Let every worker check its machine, and return what the workers say. `paths` must exist there. `least` is the
+    memory in bytes that the model needs at least, or None without a model. Return None if the user asks to stop. Raises
+    ValueError if a worker cannot start.
+    """
+    try:
+        return answers([worker.check.remote(version(), paths, least) for worker in workers], ctx.stop, ctx.say)
+    except ray.exceptions.RayError as error:
+        why = " ".join(str(error).split())[-300:]
+        raise ValueError(
+            f"project.workers: a worker failed as it started; is latentmill installed on every host? ({why})"
+        ) from None
 
 
 def model_bytes(project: Project, name: str, budget: int | None = None) -> int:
@@ -220,15 +239,20 @@ def unit_files(ctx: StageContext, opens: Callable[[StageContext], Iterator[Path]
     return lambda unit: packer.pack(opens(dataclasses.replace(ctx, pending=unit.pending))) if opens else []
 
 
-def start_workers(count: int, needs: dict[str, float], lasting: list[ShippedFile] | None = None) -> list[Any]:
+def without_rows(unit: WorkUnit) -> WorkUnit:
+    """Return `unit` with empty tables. It holds what all units of a run share, and it is sent to each worker once."""
+    return dataclasses.replace(unit, pending=unit.pending.schema.empty_table(), stored=unit.stored.schema.empty_table())
+
+
+def start_workers(count: int, needs: dict[str, float], common: WorkUnit, lasting: list[ShippedFile] | None = None) -> list[Any]:
     """Start `count` workers on the cluster and return their handles. `needs` maps a resource to the amount that each
-    worker takes, such as {"CPU": 1}. `lasting` lists the files that every unit needs. It is None if the workers see the
-    files of the project.
+    worker takes, such as {"CPU": 1}. `common` is a work unit without rows, with what all units share. `lasting` lists
+    the files that every unit needs. It is None if the workers see the files of the project.
     """
     actor = ray.remote(concurrency_groups={"work": 1, "control": 1})(Worker)
     actor = actor.options(max_restarts=-1, max_task_retries=RETRIES, **actor_options(needs))
     run = uuid.uuid4().hex[:12]
-    return [actor.remote(f"latentmill-{run}-{number}", lasting) for number in range(count)]
+    return [actor.remote(f"latentmill-{run}-{number}", common, lasting) for number in range(count)]
 
 
 def end_workers(workers: Sequence[Any], shipped: bool) -> None:
@@ -252,7 +276,8 @@ def results(workers: list[Any], units: Iterator[WorkUnit], ctx: StageContext, fi
     def give(worker: Any) -> None:
         if not ctx.stop() and (unit := next(units, None)):
             sent = files(unit)
-            under_way[worker.compute.remote(unit, *([sent] if sent else []))] = worker, unit.pending.num_rows
+            reference = worker.compute.remote(unit.pending, unit.stored, *([sent] if sent else []))
+            under_way[reference] = worker, unit.pending.num_rows
 
     for _ in range(AHEAD):
         for worker in workers:

@@ -237,13 +237,17 @@ def software() -> dict[str, str]:
     """Return the versions of Python, the operating system and the packages in VERSIONS: name -> version. Packages that are not
     installed are left out.
     """
-    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
-    for name in VERSIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    versions = {name: version for name in VERSIONS if (version := _version(name))}
+    return {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}", **versions}
+
+
+@functools.cache
+def _version(package: str) -> str:
+    """Return the version of an installed package; empty if it is not installed. It is read from disk once."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def facts_of(outcome: Outcome) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.store.disk import from_home
 from stages.pipelines import Folder, Resource, Weights
 from stages.stage import Stage, StageContext, WorkUnit
 
@@ -139,7 +140,7 @@ class Mirror:
 
     def unit(self, unit: WorkUnit) -> WorkUnit:
         """Return a work unit like `unit`, with paths on this machine: each path is replaced by the path of its copy.
-        This holds for tables, weights and folders, and for settings that are absolute paths. Missing folders are made.
+        This holds for tables, weights and folders, and for settings that hold absolute paths. Missing folders are made.
         """
         inputs = {name: dataclasses.replace(one, folder=self.place(one.folder)) for name, one in unit.inputs.items()}
         needs = {name: self.place(value) if isinstance(value, Path) else value for name, value in unit.needs.items()}
@@ -147,12 +148,29 @@ class Mirror:
         for folder in (root, *(value for value in needs.values() if isinstance(value, Path))):
             if not folder.exists():  # no file of it was needed
                 folder.mkdir(parents=True)
-        config = unit.config
+        config = self.settings(unit.config)
+        return dataclasses.replace(unit, inputs=inputs, needs=needs, config=config, artifacts=artifacts, root=root)
+
+    def settings(self, config: Any) -> Any:
+        """Return a copy of the config dataclass `config` with paths of this machine. Settings that are declared as paths
+        (`path=True`) change, also in dataclasses within `config`. Relative paths and other texts stay.
+        """
+        changed = {}
         for field in dataclasses.fields(config):
             value = getattr(config, field.name)
-            if isinstance(value, str) and Path(value).is_absolute():
-                config = dataclasses.replace(config, **{field.name: str(self.place(Path(value)))})
-        return dataclasses.replace(unit, inputs=inputs, needs=needs, config=config, artifacts=artifacts, root=root)
+            placed = self._setting(value, field.metadata.get("path", False))
+            if placed != value:
+                changed[field.name] = placed
+        return dataclasses.replace(config, **changed)
+
+    def _setting(self, value: Any, is_path: bool) -> Any:
+        if isinstance(value, tuple):
+            return tuple(self._setting(each, is_path) for each in value)
+        if dataclasses.is_dataclass(value):
+            return self.settings(value)
+        if is_path and isinstance(value, str) and from_home(value).is_absolute():
+            return str(self.place(from_home(value)))
+        return value
 
     def remove(self) -> None:
         """Remove the folder and all copies in it."""

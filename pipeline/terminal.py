@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -90,11 +91,15 @@ class Terminal:
 
     def note(self, text: str) -> None:
         """Show `text` below the progress bar, in place of the previous text. `text` holds facts such as the loss. If
-        standard error is no terminal, each later line of progress ends with `text`.
+        standard error is no terminal, each later line of progress ends with `text`. Before the first progress, `text` is a
+        line of its own, at most every `QUIET_SECONDS` seconds.
         """
         self.facts = text
         if self.bar:
             self.bar.facts = text
+        elif text and self.first is None and (now := time.monotonic()) - self.last_line >= QUIET_SECONDS:
+            self.last_line = now
+            self.say(text)
 
     def progress(self, done: int, total: int, unit: str) -> None:
         """Show that `done` of `total` units are finished. `unit` is the name of the units, such as "images". The
@@ -178,6 +183,16 @@ def format_table(names: Sequence[str], rows: Iterable[Sequence[Any]], right: Col
     with console.capture() as captured:
         console.print(table)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def fold(line: str) -> str:
+    """Return a line of text for standard output. On a terminal, a line that is too wide is folded at spaces, and what
+    follows is indented. Elsewhere, the line stays as it is.
+    """
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    start = " " * (len(line) - len(line.lstrip()) + 2)
+    whole = cell_len(line) <= columns or not columns
+    return line if whole else textwrap.fill(line, columns, subsequent_indent=start, break_on_hyphens=False)
 
 
 def format_cell(value: Any, null: str = "-") -> str:

@@ -7,12 +7,11 @@ runner.run(project, name, console, compute=...)     yields the results to be com
 
 from __future__ import annotations
 
-import functools
 import gc
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
@@ -36,9 +35,10 @@ def divide(module: str, stage: Stage, ctx: StageContext, inputs: Mapping[str, In
     size = size if stage.divisible else max(1, ctx.pending.num_rows)
     needs = {name: ctx.need(name) for name in stage.needs} if ctx.pending.num_rows else {}
     key = [name for name in stage.writes.key if name in ctx.pending.column_names]
+    outdated = ctx.stored.filter(matches(ctx.stored, ctx.pending, key))  # few rows, and usually none
     for start in range(0, ctx.pending.num_rows, size):
         pending = ctx.pending.slice(start, size).combine_chunks()
-        stored = ctx.stored.filter(matches(ctx.stored, pending, key))
+        stored = outdated.filter(matches(outdated, pending, key)) if outdated.num_rows else outdated
         yield WorkUnit(module, ctx.config, pending, stored, inputs, needs, ctx.artifacts, ctx.root, ctx.provenance)
 
 
@@ -81,20 +81,54 @@ def perform(
     Only a temporary folder is written to, if the stage writes artifacts. A process that performs many units of one
     stage passes the same `kept` to all of them, so that weights and tables are read once.
     """
-    once = kept or Kept()
     stage: Stage = load(f"{unit.stage}:STAGE")
-    artifacts: list[Artifact] = []
+    with TemporaryArtifacts() as files:
+        ctx = _context(unit, stage, kept, files)
+        ctx.say, ctx.progress, ctx.stop = say, progress, stop
+        for batch in stage.run(ctx):
+            yield from files.take()
+            yield batch
+        yield from files.take()
 
-    @functools.cache
-    def temporary() -> Path:  # few stages write artifacts, and a folder costs milliseconds
-        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="latentmill-")))
 
-    def write_artifact(name: str, write: Callable[[Path], None]) -> Path:
-        path = temporary() / name
+class TemporaryArtifacts:
+    """The files that a work unit writes, kept in a temporary folder until the runner takes them. It is a context
+    manager. The folder is made for the first file, because few stages write files. It is removed when the context ends.
+    """
+
+    def __init__(self) -> None:
+        self.folder: tempfile.TemporaryDirectory[str] | None = None
+        self.written: list[Artifact] = []
+
+    def __enter__(self) -> TemporaryArtifacts:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.folder:
+            self.folder.cleanup()
+
+    def write(self, name: str, write: Callable[[Path], None]) -> Path:
+        """Write one file and return its path. `name` is its path below the table's artifacts folder. `write(path)` must
+        create it.
+        """
+        self.folder = self.folder or tempfile.TemporaryDirectory(prefix="latentmill-")
+        path = Path(self.folder.name, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
-        artifacts.append(Artifact(name, path.read_bytes()))
+        self.written.append(Artifact(name, path.read_bytes()))
         return path
+
+    def take(self) -> Iterator[Artifact]:
+        """Yield the files that were written since the last call."""
+        yield from self.written
+        self.written.clear()
+
+
+def _context(unit: WorkUnit, stage: Stage, kept: Kept | None, files: TemporaryArtifacts) -> StageContext:
+    """Return the context in which `stage` computes a work unit. `kept` is what this process keeps between units, or
+    None. The stage writes its artifacts to `files`. Reports to the user go nowhere.
+    """
+    once = kept or Kept()
 
     def table(schema: TableSchema) -> TableFolder:
         return TableFolder(unit.inputs[schema.name].folder, schema)
@@ -104,30 +138,24 @@ def perform(
         folder = unit.artifacts.parent if own else unit.inputs[schema.name].folder
         return not Checksums(folder).damage(f"artifacts/{name}")
 
-    with ExitStack() as stack:
-        ctx = StageContext(
-            config=unit.config,
-            artifacts=unit.artifacts,
-            stored=unit.stored,
-            pending=unit.pending,
-            rows=lambda schema: once.rows(table(schema), unit.inputs[schema.name].version),
-            tensors=lambda schema: table(schema).tensors(unit.inputs[schema.name].version),
-            files=lambda schema: _artifacts(unit, schema, stage),
-            need=unit.needs.__getitem__,
-            write_artifact=write_artifact,
-            say=say,
-            progress=progress,
-            stop=stop,
-            root=unit.root,
-            provenance=dict(unit.provenance),
-            intact=intact,
-            reuse=kept.model if kept else lambda name, load: load(),
-        )
-        for batch in stage.run(ctx):
-            yield from artifacts
-            artifacts.clear()
-            yield batch
-        yield from artifacts
+    return StageContext(
+        config=unit.config,
+        artifacts=unit.artifacts,
+        stored=unit.stored,
+        pending=unit.pending,
+        rows=lambda schema: once.rows(table(schema), unit.inputs[schema.name].version),
+        tensors=lambda schema: table(schema).tensors(unit.inputs[schema.name].version),
+        files=lambda schema: _artifacts(unit, schema, stage),
+        need=unit.needs.__getitem__,
+        write_artifact=files.write,
+        say=lambda line: None,
+        progress=lambda done, total, unit: None,
+        stop=lambda: False,
+        root=unit.root,
+        provenance=dict(unit.provenance),
+        intact=intact,
+        reuse=kept.model if kept else lambda name, load: load(),
+    )
 
 
 def _artifacts(unit: WorkUnit, schema: TableSchema, stage: Stage) -> Path:

@@ -19,7 +19,8 @@ def computation(project: Project, name: str) -> Compute:
     """Return the function that computes the pending rows of the stage `name`, as [project] `workers` says. It takes the
     context of the run, and yields record batches and artifacts. Raises ValueError if Ray is wanted but not installed.
 
-    A stage whose rows cannot be divided, or that has few of them, is computed in this process.
+    A stage whose rows cannot be divided, or that has few of them, is computed in this process. So is a stage whose input
+    files cannot be sent to workers, if the workers do not share them.
     """
     stage, settings = project.stage(name), project.config.project
     if settings.workers == "local" or not stage.divisible:
@@ -29,6 +30,10 @@ def computation(project: Project, name: str) -> Compute:
 
     def compute(ctx: StageContext) -> Iterator[pa.RecordBatch | Artifact]:
         if not settings.divides(stage.divisible, ctx.pending.num_rows):
+            yield from stage.run(ctx)
+            return
+        if settings.worker_inputs == "shipped" and not stage.ships:
+            ctx.say("computed here, because its input files cannot be sent to workers (project.worker_inputs)")
             yield from stage.run(ctx)
             return
         if settings.workers != "ray" and (Path.home() / ".ray" / "auth_token").exists():

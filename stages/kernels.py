@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,11 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 _compile = functools.cache(mx.compile)
 
 
+def exact() -> bool:
+    """Return True if MLX computes float32 products in full on a GPU: the environment variable `MLX_ENABLE_TF32` is "0"."""
+    return os.environ.get("MLX_ENABLE_TF32") == "0"
+
+
 def limited() -> bool:
     """Return True if the default device is a GPU that uses Metal. Each kernel there may take at most `LIMIT`
     floating-point operations.
@@ -57,6 +63,13 @@ def most_outputs(rows: int, inputs: int, multiple: int = 128) -> int | None:
     return max(1, most - most % multiple if most > multiple else most)
 
 
+def most_items(flop: float) -> int | None:
+    """Return how many items one GPU kernel may compute, at least 1. `flop` is the number of floating-point operations for
+    one item. The result is None if kernels have no limit on the default device.
+    """
+    return max(1, int(LIMIT // flop)) if limited() else None
+
+
 def slices(total: int, step: int | None) -> list[slice]:
     """Return slices of about equal length that cover `total` items in order. Each has at most `step` items. If `step` is None
     or at least `total`, the result is `[slice(None)]`, one slice of all items.
@@ -72,7 +85,16 @@ def linear(x: mx.array, weight: mx.array) -> mx.array:
     Metal, a large product is split into several kernels, each with at most `LIMIT` floating-point operations where
     possible.
     """
-    found = slices(weight.shape[0], most_outputs(x.size // x.shape[-1], weight.shape[1]))
+    return product(x, weight.T)
+
+
+def product(x: mx.array, right: mx.array, add: mx.array | None = None) -> mx.array:
+    """Return `x @ right`, or `add + x @ right`. `x` has the shape `(..., inner)`, `right` has the shape `(inner, outputs)`, and
+    `add` has that of the result, `(..., outputs)`. On Metal, a large product is split into several kernels, each with at most
+    `LIMIT` floating-point operations where possible. Gradients are split in the same way.
+    """
+    found = slices(right.shape[1], most_outputs(x.size // x.shape[-1], right.shape[0]))
     if len(found) == 1:
-        return x @ weight.T
-    return mx.concatenate([x @ weight[rows].T for rows in found], axis=-1)
+        return x @ right if add is None else mx.addmm(add, x, right)
+    parts = [x @ right[:, some] if add is None else mx.addmm(add[..., some], x, right[:, some]) for some in found]
+    return mx.concatenate(parts, axis=-1)

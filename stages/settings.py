@@ -27,6 +27,7 @@ def setting(
     unrecorded: tuple[Any, ...] = (),
     follows: str = "",
     unless: str = "",
+    path: bool = False,
 ) -> Any:
     """Declare a config field whose value changes the content of rows, and return the field for a config dataclass. The
     field is part of the recipe (the hash that names a table's folder), so a different value starts a new table. `doc`
@@ -39,20 +40,22 @@ def setting(
 
     `unrecorded` lists values with which the field is left out of the recipe. Use it for a field that is added later.
     With the value that means "as before", existing tables then keep their names.
+
+    `path` is True if the value is the path of a file or folder, or a tuple of paths.
     """
-    return _field(default, doc, "setting", bounds, unrecorded=unrecorded, follows=follows, unless=unless)
+    return _field(default, doc, "setting", bounds, unrecorded=unrecorded, follows=follows, unless=unless, path=path)
 
 
-def selects(default: Any, doc: str, *, bounds: Limits | None = None, follows: str = "") -> Any:
+def selects(default: Any, doc: str, *, bounds: Limits | None = None, follows: str = "", path: bool = False) -> Any:
     """Declare a setting that decides which rows a table has. Return a field for a config dataclass. The value of such a
     setting does not change the content of a row. It is therefore not part of the recipe: the hash that names a table's
     folder. `doc` names the unit and the reason for `default`. Raises TypeError if `default` is mutable.
 
     `bounds` is the pair of the smallest and the largest allowed number. For a tuple or a mapping, it applies to each
     value. `follows` names another setting, such as "captions.sources". While the field is None, it takes the value of
-    that setting.
+    that setting. `path` is True if the value is the path of a file or folder, or a tuple of paths.
     """
-    return _field(default, doc, "selects", bounds, follows=follows)
+    return _field(default, doc, "selects", bounds, follows=follows, path=path)
 
 
 def runtime(default: Any, doc: str, *, bounds: Limits | None = None) -> Any:

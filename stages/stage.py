@@ -93,7 +93,11 @@ class Stage:
     `forecast(outlook)` returns a `stages.forecast.Forecast`: what the stage needs, computed from shapes. None: it needs little.
 
     `opens(ctx)` yields the paths of the files, other than tables and weights, that computing `ctx.pending` opens. With None, the
-    stage may open every file of the folders that it needs.
+    stage may open every file of the folders that it needs. `ships` is False if rows name such files by full path. Then the files
+    cannot be sent to workers on other machines.
+
+    `model(config)` is True if the stage computes with a model, which takes a GPU if there is one. `config` holds the stage's
+    settings. With None, the stage does so if it needs weights.
 
     `divisible` is True if the pending rows may be divided among work units that run in different processes.
     """
@@ -111,6 +115,8 @@ class Stage:
     snapshot: Callable[[StageContext], pa.Table] | None = None
     forecast: Callable[[Any], Any] | None = None  # stages.forecast: Outlook -> Forecast
     opens: Callable[[StageContext], Iterator[Path]] | None = None
+    ships: bool = True
+    model: Callable[[Any], bool] | None = None
     divisible: bool = True
     version: int = 1
     result: str = ""  # the artifact that a user came for, if there is one

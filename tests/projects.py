@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import shutil
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from pipeline import runner
+from pipeline import cli, runner
 from pipeline.project.config import Overrides
 from pipeline.project.project import Project
 from pipeline.runner import Outcome
@@ -152,10 +154,27 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) ->
 
 
 def latentmill(folder: Path, *arguments: str, code: int = 0) -> str:
-    """Run `latentmill ARGUMENTS --project FOLDER` as a process and return its standard output and error.
+    """Run `latentmill ARGUMENTS --project FOLDER` in this process and return its standard output and error.
 
-    The exit code must be `code`, and no traceback may be printed.
+    The exit code must be `code`. A bug is an exception, as `pipeline.cli.main` would print a traceback for it. What the
+    command's own processes print is not returned: see `latentmill_process`.
     """
+    found, out, err = said(*arguments, "--project", str(folder))
+    assert found == code, f"{arguments}: {found}\n{out}\n{err}"
+    return out + err
+
+
+def said(*arguments: str) -> tuple[int, str, str]:
+    """Run `latentmill ARGUMENTS` in this process, as `pipeline.cli.main` does, and return (exit code, output, errors)."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.exit_code(lambda: cli.cli.main(list(arguments), prog_name="latentmill", standalone_mode=False))
+    texts = [each.buffer.getvalue().decode() for each in (out, err) if isinstance(each.buffer, io.BytesIO)]
+    return code, texts[0], texts[1]
+
+
+def latentmill_process(folder: Path, *arguments: str, code: int = 0) -> str:
+    """Do what `latentmill` does, in a process of its own. No traceback may be printed."""
     process = command(folder, *arguments)
     out, err = process.communicate(timeout=HANG)
     assert process.returncode == code, f"{arguments}: {process.returncode}\n{out}\n{err}"

@@ -71,7 +71,7 @@ def test_its_view_its_panel_and_its_tables_answer_in_sql(folder):
 
 
 def test_its_commands_and_the_general_ones_work_from_the_shell(folder):
-    assert projects.latentmill(folder, "longest").strip() == "one two three four five"
+    assert projects.latentmill_process(folder, "longest").strip() == "one two three four five"
     assert "tokens" in projects.latentmill(folder, "status")
     assert "up to date" in projects.latentmill(folder, "run", "tokens")
     assert "4" in projects.latentmill(folder, "query", "select count(*) from long_lines")

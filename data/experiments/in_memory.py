@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -54,14 +55,15 @@ class MemoryTables:
         copy.rows, copy.files = dict(self.rows), dict(self.files)
         return copy
 
-    def run(self, project: Project, name: str) -> pa.Table:
+    def run(self, project: Project, name: str, **replaced: Any) -> pa.Table:
         """Run the stage `name` with the settings of `project` on the tables in memory. Keep its rows and return them,
-        tensors included. A table of an earlier run of the stage is replaced.
+        tensors included. A table of an earlier run of the stage is replaced. Keyword arguments (`**replaced`) replace fields
+        of the stage's context, such as `say`.
         """
         stage = project.stage(name)
         artifacts = self.folder / name
         artifacts.mkdir(parents=True, exist_ok=True)
-        context = {
+        context: dict[str, Any] = {
             "artifacts": artifacts,
             "rows": self._read,
             "tensors": lambda schema: ArrayReader(self.rows[schema.name], schema),
@@ -69,6 +71,7 @@ class MemoryTables:
             "intact": lambda schema, path: True,
             "write_artifact": lambda path, write: _write(artifacts / path, write),
             "provenance": {"recipe": "in memory"},
+            **replaced,
         }
         pending = stage.wants(project.context(stage, **context))
         found = pa.Table.from_batches(stage.run(project.context(stage, **context, pending=pending)), stage.writes.batch)

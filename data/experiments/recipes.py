@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import functools
 import json
 import logging
-import multiprocessing
 import shutil
 import tempfile
 import time
 import tomllib
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ import numpy as np
 import pyarrow as pa
 
 from data.experiments.in_memory import MemoryTables
+from data.experiments.processes import run_all
 from pipeline.commands.evaluate import PERCENTILES, RESAMPLES, Row, auc, group_rows, mean_difference, pair_by_prompt, values
 from pipeline.project.project import Project
 
@@ -157,16 +157,26 @@ def interval(rows: list[dict[str, Any]], column: str) -> Interval:
     is a bootstrap over both seeds and prompts.
     """
     pairs_SP2 = np.array([row["scores"][column] for row in rows])
-    compare = mean_difference if column == "agreement" else auc
+    base_SP, adapter_SP = pairs_SP2[..., 0], pairs_SP2[..., 1]
+    gain_SPP = adapter_SP[:, :, None] - base_SP[:, None]  # a mean of these pairs is a difference of means
+    if column != "agreement":
+        gain_SPP = (np.sign(gain_SPP) + 1) / 2  # a mean of these is an AUC
+    seeds_RS, counts_RP = _resamples(*base_SP.shape)
+    value_RS = np.einsum("rp,spq,rq->rs", counts_RP, gain_SPP, counts_RP, optimize=True) / base_SP.shape[1] ** 2
+    drawn_R = np.take_along_axis(value_RS, seeds_RS, axis=1).mean(1)
+    low, high = np.percentile(drawn_R, PERCENTILES)
+    return Interval(float(gain_SPP.mean()), float(low), float(high))
 
-    def mean(seeds: Any, prompts: Any) -> float:
-        return float(np.mean([compare(*pairs_SP2[seed][prompts].T) for seed in seeds]))
 
+@functools.cache
+def _resamples(seeds: int, prompts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bootstrap samples of so many seeds and prompts, as (seeds_RS, counts_RP): the seeds of each sample, and how
+    often it has each prompt.
+    """
     draw = np.random.default_rng(0)
-    count, prompts = pairs_SP2.shape[:2]
-    drawn = [mean(draw.integers(0, count, count), draw.integers(0, prompts, prompts)) for _ in range(RESAMPLES)]
-    low, high = np.percentile(drawn, PERCENTILES)
-    return Interval(mean(np.arange(count), np.arange(prompts)), float(low), float(high))
+    drawn = [(draw.integers(0, seeds, seeds), draw.integers(0, prompts, prompts)) for _ in range(RESAMPLES)]
+    counts = [np.bincount(chosen, minlength=prompts) for _, chosen in drawn]
+    return np.array([chosen for chosen, _ in drawn]), np.array(counts, np.float64)
 
 
 def read_rows(file: Path) -> dict[str, list[dict[str, Any]]]:
@@ -206,16 +216,8 @@ def main() -> None:
         for name, settings in chosen.items()
         if fnmatch.fnmatch(name, asked.only) and (name, seed) not in done
     ]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        asked.out.open("a") as out,
-        ProcessPoolExecutor(asked.workers, multiprocessing.get_context("spawn")) as pool,
-    ):
-        for ended in as_completed([pool.submit(_work, row, folder) for row in todo]):
-            row = ended.result()
-            out.write(json.dumps(row) + "\n")
-            out.flush()
-            LOG.info("%s, seed %d: %s", row["recipe"], row["seed"], ", ".join(f"{name} {row[name]:.3f}" for name in COLUMNS))
+    for row in run_all(_work, todo, asked.out, asked.workers):
+        LOG.info("%s, seed %d: %s", row["recipe"], row["seed"], ", ".join(f"{name} {row[name]:.3f}" for name in COLUMNS))
     for name, rows in read_rows(asked.out).items():
         if fnmatch.fnmatch(name, asked.only):
             LOG.info("%s, %d seeds: %s", name, len(rows), ", ".join(f"{each} {interval(rows, each)}" for each in COLUMNS))

@@ -1,10 +1,11 @@
 """Where the held-out loss and the pictures part: train data/example for long, and score its checkpoints.
 
-    python -m data.experiments.stopping OUT [--seeds 3] [--steps 3600] [--points 8] [--workers N]
+    python -m data.experiments.stopping OUT [--seeds 3] [--steps 3600] [--points 8] [--workers N] [--page PAGE]
 
-adds one JSON line per seed to the file OUT, and prints the means over the seeds. Seeds that OUT has already are left out. Four
-images of the example are held out. At equal distances, the run measures their loss and keeps a checkpoint, and all prompts of the
-example are drawn with each checkpoint and scored.
+adds one JSON line per seed and checkpoint to the file OUT, and prints the means over the seeds. Checkpoints that OUT has are not
+scored again. Four images of the example are held out. At equal distances, the run measures their loss and keeps a checkpoint,
+and all prompts of the example are drawn with each checkpoint and scored. With --page, nothing is trained: the table in the
+file PAGE, which is data/checkpoints.md, is replaced.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 import multiprocessing
 import shutil
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from data.experiments.recipes import COLUMNS, EXAMPLE, Bench, Settings, interval
+from data.experiments.report import with_table
 from data.experiments.tables import markdown
 from pipeline.project.project import Project
 
@@ -46,43 +49,42 @@ def settings(steps: int, points: int, seed: int) -> Settings:
     }
 
 
-def run(bench: Bench, chosen: Settings) -> list[Row]:
-    """Train with the settings `chosen`, and return one row per checkpoint: its step, its loss of held-out images, and its scores
-    (`data.experiments.recipes.measure`).
+def run(bench: Bench, chosen: Settings, known: set[int]) -> Iterator[Row]:
+    """Train with the settings `chosen`, and yield one row per checkpoint: seed, step, loss of the held-out images, and scores
+    (`data.experiments.recipes.measure`). Checkpoints of the steps `known` are left out.
     """
     tables = bench.train(chosen)
     measured = [row for row in tables.rows["train"].to_pylist() if row["split"] == "validation"]
-    rows = []
-    for step in range(chosen["train.checkpoint_every"], chosen["train.steps"] + 1, chosen["train.checkpoint_every"]):
-        losses = [row["loss"] for row in measured if row["step"] == step]
-        scores = bench.score(tables, chosen | {"samples.checkpoints": [step]})
-        rows.append({"step": step, "held_out_loss": round(float(np.mean(losses)), 4)} | scores)
+    every = chosen["train.checkpoint_every"]
+    for step in range(every, chosen["train.steps"] + 1, every):
+        if step not in known:
+            losses = [row["loss"] for row in measured if row["step"] == step]
+            scores = bench.score(tables, chosen | {"samples.checkpoints": [step]})
+            yield {"seed": chosen["train.seed"], "step": step, "held_out_loss": round(float(np.mean(losses)), 4)} | scores
     shutil.rmtree(tables.folder)
-    return rows
 
 
 def read_rows(file: Path) -> list[Row]:
-    """Return the rows of a file of this experiment, one per seed."""
+    """Return the rows of a file of this experiment, one per seed and checkpoint."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def table(rows: list[Row]) -> str:
     """Return the table in Markdown: one line per checkpoint, with means over the seeds and 95 % intervals."""
     lines = []
-    for points in zip(*(row["points"] for row in rows), strict=True):
+    for step in sorted({row["step"] for row in rows}):
+        points = [row for row in rows if row["step"] == step]
         losses = [point["held_out_loss"] for point in points]
         loss = f"{np.mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})"
-        lines.append((str(points[0]["step"]), loss, *(str(interval(list(points), column)) for column in COLUMNS)))
+        lines.append((str(step), loss, *(str(interval(points, column)) for column in COLUMNS)))
     return markdown(HEAD, lines)
 
 
-_BENCH: list[Bench] = []  # the bench of this worker process
-
-
-def _work(row: Row, folder: str) -> Row:
-    if not _BENCH:
-        _BENCH.append(Bench(Path(tempfile.mkdtemp(dir=folder))))
-    return row | {"points": run(_BENCH[0], row["set"])}
+def _work(chosen: Settings, known: set[int], folder: str, out: Path) -> None:
+    """Run one seed without the steps `known`. Append each row to the file `out` as soon as it is there."""
+    for row in run(Bench(Path(tempfile.mkdtemp(dir=folder))), chosen, known):
+        with out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def main() -> None:
@@ -93,20 +95,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3600)
     parser.add_argument("--points", type=int, default=8, help="checkpoints, at equal distances")
     parser.add_argument("--workers", type=int, default=1, help="processes; more than one helps on a GPU")
+    parser.add_argument("--page", type=Path, help="train nothing: write the table of OUT into this page")
     asked = parser.parse_args()
+    if asked.page:
+        asked.page.write_text(with_table(asked.page.read_text(), "stopping", table(read_rows(asked.out))))
+        return
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    done = {row["seed"] for row in read_rows(asked.out)}
-    todo = [{"seed": seed, "set": settings(asked.steps, asked.points, seed)} for seed in range(asked.seeds) if seed not in done]
     with (
         tempfile.TemporaryDirectory() as folder,
-        asked.out.open("a") as out,
         ProcessPoolExecutor(asked.workers, multiprocessing.get_context("spawn")) as pool,
     ):
-        for ended in as_completed([pool.submit(_work, row, folder) for row in todo]):
-            row = ended.result()
-            out.write(json.dumps(row) + "\n")
-            out.flush()
-            LOG.info("seed %d: held-out loss %s", row["seed"], [point["held_out_loss"] for point in row["points"]])
+        runs = []
+        for seed in range(asked.seeds):
+            known = {row["step"] for row in read_rows(asked.out) if row["seed"] == seed}
+            if len(known) < asked.points:
+                runs.append(pool.submit(_work, settings(asked.steps, asked.points, seed), known, folder, asked.out))
+        for ended in as_completed(runs):
+            ended.result()
     LOG.info("%s", table(read_rows(asked.out)))
 
 

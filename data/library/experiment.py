@@ -1,12 +1,15 @@
 """Tune retriever-micro to a library, and compare it with the base on functions that the tuning has not seen.
 
-    python -m data.library.experiment prepare TABLES                  # read the library; needs the whole program
-    python -m data.library.experiment run TABLES OUT [--seeds 3]      # train and rank; needs MLX and pyarrow
+    python -m data.library.experiment prepare TABLES [--root package:NAME]      # read the library; needs the whole program
+    python -m data.library.experiment run TABLES OUT [--seeds 3] [--workers 4]  # train and rank; needs MLX and pyarrow
+    python -m data.library.experiment report OUT
 
-`prepare` writes the tables of a project into the folder TABLES. `run` adds one JSON line per run to the file OUT, and leaves out
-runs that OUT has already. `report` prints what OUT says. No table of the project is written, so a GPU machine needs no Lance.
+`prepare` writes the tables of a project into the folder TABLES. `run` adds one JSON line per recipe and strength to the file OUT
+as soon as it is measured, and leaves out runs that OUT has already. `report` prints what OUT says. No table of the project is
+written, so a GPU machine needs no Lance.
 
-The recipe is chosen by MRR@10 on the validation queries. The test queries are read once, for that recipe.
+Recipe and strength are chosen by MRR@10 on the validation queries. A strength below 1 uses only that share of the adapter's
+change of the weights. Then the chosen recipe is trained once per seed. The test queries are read for these runs and the base.
 """
 
 from __future__ import annotations
@@ -14,8 +17,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
+import multiprocessing
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,30 +44,32 @@ MOST = 4  # hard negatives of a pair in the tables, for the recipes that use the
 BATCH = 64  # texts that are encoded together
 
 Row = dict[str, Any]
+NEAR: Row = {"train.batch_size": 256, "train.loss": {"temperature": 0.04, "symmetric": True}}  # as the base was trained
+STRENGTHS = (0.25, 0.5, 0.75, 1.0)
 RECIPES: dict[str, Row] = {
     "as in project.toml": {},
-    "2 hard negatives": {"train.hard_negatives": 2},
-    "batch 128": {"train.batch_size": 128},
-    "lr 3e-4": {"train.lr": 3e-4},
-    "lr 3e-3": {"train.lr": 3e-3},
-    "temperature 0.02": {"train.loss": {"temperature": 0.02}},
-    "symmetric": {"train.loss": {"symmetric": True}},
-    "rank 64": {"train.rank": 64, "train.alpha": 128.0},
-    "attention only": {"train.targets": ["q", "k", "v", "o"]},
-    "200 steps": {"train.steps": 200},
-    "1200 steps": {"train.steps": 1200},
+    "lr 5e-4": {"train.lr": 5e-4},
+    "batch 256": NEAR | {"train.steps": 300},
+    "batch 256, lr 5e-4": NEAR | {"train.steps": 300, "train.lr": 5e-4},
+    "batch 256, lr 2e-4": NEAR | {"train.steps": 300, "train.lr": 2e-4},
+    "batch 256, 600 steps": NEAR | {"train.lr": 5e-4},
+    "batch 256, rank 64": NEAR | {"train.steps": 300, "train.lr": 5e-4, "train.rank": 64, "train.alpha": 128.0},
+    "batch 256, no head": NEAR | {"train.steps": 300, "train.lr": 5e-4, "train.full": []},
+    "batch 256, EMA": NEAR | {"train.steps": 300, "train.ema": {"decay": 0.98}},
+    "batch 128, 2 hard negatives": NEAR | {"train.lr": 5e-4, "train.batch_size": 128, "train.hard_negatives": 2},
 }
 
 
-def prepare(project: Path, folder: Path) -> None:
+def prepare(project: Path, folder: Path, root: str = "") -> None:
     """Run the stages before `train` in memory, and write the tables that training reads into `folder`. `project` is the folder
-    of the project.
+    of the project. `root` replaces its `[sources] roots`: a folder, or "package:NAME" for an installed package.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    settings: Row = {"negatives.count": MOST} | ({"sources.roots": [root]} if root else {})
     with tempfile.TemporaryDirectory() as work:
         tables = MemoryTables(Path(work))
         for name in BEFORE:
-            LOG.info("%s: %d rows", name, len(tables.run(Project(project, {"negatives.count": MOST}), name)))
+            LOG.info("%s: %d rows", name, len(tables.run(Project(project, settings), name)))
     for name in CARRIED:
         parquet.write_table(tables.rows[name], folder / f"{name}.parquet", compression="zstd")
 
@@ -72,30 +82,43 @@ def load(folder: Path, work: Path) -> MemoryTables:
 
 
 def train(tables: MemoryTables, project: Project) -> tuple[Path, pa.Table]:
-    """Train with the settings of `project`, and return the file of the adapter and the rows of the table `train`."""
-    from stages.tuner.checkpoint import ADAPTER
+    """Train with the settings of `project`, and return the file of the adapter and the rows of the table `train`. With
+    [train.ema] the file is that of the average.
+    """
+    from stages.tuner.checkpoint import ADAPTER, EMA
 
     rows = tables.run(project, "train")
-    return tables.files["train"] / ADAPTER, rows
+    config: Any = project.config.sections["train"]
+    return tables.files["train"] / (EMA if config.ema else ADAPTER), rows
 
 
-def ranks(tables: MemoryTables, project: Project, adapter: Path | None) -> dict[str, list[int]]:
-    """Return the rank of the right function for every query, as a dict from split ("valid", "test") to ranks in the order of
-    `pair_id`. Every function of the library with a docstring is ranked. `adapter` is an adapter file, or None for the base.
+def ranks(tables: MemoryTables, project: Project, adapter: Path | None, strength: float, splits: Sequence[str]) -> Row:
+    """Return the rank of the right function for every query of `splits` ("valid", "test"), as a dict from split to ranks in the
+    order of `pair_id`. Every function of the library with a docstring is ranked. `adapter` is an adapter file, or None for the
+    base. `strength` is the share of the adapter's change that is used.
     """
-    from stages.retrieval.encoder import load_encoder
+    import mlx.core as mx
+
+    from stages.retrieval.adapter import read_adapter
+    from stages.retrieval.encoder import Encoder
 
     pairs = sorted(tables.rows["pairs"].to_pylist(), key=lambda row: str(row["pair_id"]))
-    asked = [row for row in pairs if row["rejected"] is None and row["split"] != "train"]
-    encoder = load_encoder(project.component("encoder"), None, project.family, adapter)  # type: ignore[arg-type]
+    asked = [(n, row) for n, row in enumerate(pairs) if row["rejected"] is None and row["split"] in splits]
+    mx.clear_cache()  # the memory of training, which other runs on the GPU may want
+    family: Any = project.family
+    model = family.architecture.load_encoder(project.component("encoder"), mx.float32, family.head_seed)
+    arrays, scales = read_adapter(adapter, model.linears(), strength) if adapter else ({}, {})
+    encoder = Encoder(model, arrays, scales, None, 0)
     tokens = ArrayReader(tables.rows["tokens"], TOKENS)
     documents = encode(encoder, [tokens.read(row["text_id"]) for row in pairs])
-    scores = maxsim(encode(encoder, [tokens.read(row["query_id"]) for row in asked]), documents)
-    found: dict[str, list[int]] = {"valid": [], "test": []}
-    for pair, row in zip(asked, scores, strict=True):
-        same = [n for n, other in enumerate(pairs) if other["duplicate_group"] == pair["duplicate_group"]]
-        own = next(n for n in same if pairs[n]["pair_id"] == pair["pair_id"])
-        found[pair["split"]].append(measures.rank_of(row, own, np.array([n for n in same if n != own], np.int64)))
+    scores = maxsim(encode(encoder, [tokens.read(row["query_id"]) for _, row in asked]), documents)
+    groups: dict[str, list[int]] = {}
+    for n, row in enumerate(pairs):
+        groups.setdefault(row["duplicate_group"], []).append(n)
+    found: Row = {split: [] for split in splits}
+    for (own, pair), row in zip(asked, scores, strict=True):
+        others = np.array([n for n in groups[pair["duplicate_group"]] if n != own], np.int64)
+        found[pair["split"]].append(measures.rank_of(row, own, others))
     return found
 
 
@@ -128,28 +151,33 @@ def maxsim(queries: list[np.ndarray], documents: list[np.ndarray]) -> np.ndarray
     return found
 
 
-def run(folder: Path, project: Path, out: Path, seeds: int, minutes: float, more: dict[str, Row]) -> None:
-    """Measure the base, train every recipe with seed 0, then the best recipe with the other seeds. Add one line per run to `out`.
-    `minutes` after the start, no run begins any more. `more` replaces `RECIPES`.
+def run(folder: Path, project: Path, out: Path, seeds: int, minutes: float, more: dict[str, Row], workers: int = 1) -> None:
+    """Measure the base, and every recipe with seed 0 on the validation queries. Then train the best recipe with each of `seeds`
+    seeds, and read the test queries. Add rows to `out` as they come. `minutes` after the start, no recipe begins any more.
+    `more` replaces `RECIPES`. `workers` runs are made at a time, each in a process.
     """
     recipes = more or RECIPES
-    ends = time.monotonic() + 60 * minutes
-    rows = read(out)
+    ends = time.time() + 60 * minutes
+    done = {(row["recipe"], row["seed"]) for row in read(out)}
+    first = [Job(folder, project, name, 0, recipes.get(name, {}), ends=ends) for name in ("base", *recipes)]
+    make([job for job in first if (job.recipe, 0) not in done], out, workers)
+    best, strength = best_recipe(read(out))
+    tested = {row["seed"] for row in read(out) if "test" in row and (row["recipe"], row["strength"]) == (best, strength)}
+    last = [Job(folder, project, best, seed, recipes[best], strength) for seed in range(seeds) if seed not in tested]
+    make(last, out, workers)
 
-    def add(name: str, seed: int) -> None:
-        if time.monotonic() > ends or any((row["recipe"], row["seed"]) == (name, seed) for row in rows):
-            return
-        row = measure(folder, project, name, seed, recipes.get(name, {}))
-        rows.append(row)
-        with out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        shown = ", ".join(f"{split} {reciprocal(row, split).mean():.4f}" for split in ("valid", "test"))
-        LOG.info("%-20s seed %d: MRR@10 %s, loss %s, %.0f s", name, seed, shown, row.get("loss"), row["seconds"])
 
-    for name in ("base", *recipes):
-        add(name, 0)
-    for seed in range(1, seeds):
-        add(best_recipe(rows), seed)
+def make(jobs: list[Job], out: Path, workers: int) -> None:
+    """Measure `jobs`, `workers` at a time, and add their rows to the file `out` as they come."""
+    spawned = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
+    with ProcessPoolExecutor(workers, spawned) if workers > 1 else ThreadPoolExecutor(1) as pool:
+        for done in as_completed([pool.submit(measure, job) for job in jobs]):
+            for row in done.result():
+                with out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                valid = reciprocal(row, "valid").mean()
+                shown = f"loss {row.get('loss')}, {row['samples']} samples, {row['seconds']:.0f} s"
+                LOG.info("%-30s x %.2f seed %d: valid MRR@10 %.4f, %s", row["recipe"], row["strength"], row["seed"], valid, shown)
 
 
 def read(out: Path) -> list[Row]:
@@ -157,26 +185,55 @@ def read(out: Path) -> list[Row]:
     return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 
-def best_recipe(rows: list[Row]) -> str:
-    """Return the name of the recipe whose run with seed 0 has the best MRR@10 on the validation queries."""
-    first = [row for row in rows if row["recipe"] != "base" and row["seed"] == 0]
-    return str(max(first, key=lambda row: reciprocal(row, "valid").mean())["recipe"])
+def best_recipe(rows: list[Row]) -> tuple[str, float]:
+    """Return the name of the recipe and the strength whose run with seed 0 has the best MRR@10 on the validation queries. Runs
+    that the test queries were read for are not compared.
+    """
+    first = [row for row in rows if "test" not in row]
+    best = max(first, key=lambda row: reciprocal(row, "valid").mean())
+    return str(best["recipe"]), float(best["strength"])
 
 
-def measure(folder: Path, project: Path, name: str, seed: int, settings: Row) -> Row:
-    """Return the row of one run: its recipe, the ranks of the valid and test queries, the training loss, and seconds."""
-    began = time.monotonic()
-    row: Row = {"recipe": name, "seed": seed, "set": settings}
+@dataclass(frozen=True)
+class Job:
+    """One run: the name of a recipe and its settings, a seed, and the folders of the tables and of the project. With a
+    `strength`, the test queries are read, for that strength alone. After `ends`, in seconds of `time.time()`, no run begins.
+    """
+
+    folder: Path
+    project: Path
+    recipe: str
+    seed: int
+    settings: Row
+    strength: float | None = None
+    ends: float = math.inf
+
+
+def measure(job: Job) -> list[Row]:
+    """Return the rows of one run, one per strength: the ranks of the valid queries, the training loss, and the seconds since
+    the run began. The base and a job with a strength also have the ranks of the test queries. If the job's time is over, there
+    are no rows.
+    """
+    began = time.time()
+    if began > job.ends:
+        return []
+    row: Row = {"recipe": job.recipe, "seed": job.seed, "set": job.settings, "samples": 0}
     with tempfile.TemporaryDirectory() as work:
-        tables = load(folder, Path(work))
-        chosen = Project(project, at_length(project, settings | {"train.seed": seed}))
-        if name == "base":
-            return row | ranks(tables, chosen, None) | {"seconds": round(time.monotonic() - began, 1)}
-        adapter, rows = train(tables, chosen)
-        losses = rows["loss"].to_numpy()
-        ended = time.monotonic()
-        row |= ranks(tables, chosen, adapter) | {"loss": round(float(losses[-len(losses) // 10 :].mean()), 4)}
-    return row | {"samples": len(losses), "train_seconds": round(ended - began, 1), "seconds": round(time.monotonic() - began, 1)}
+        tables = load(job.folder, Path(work))
+        chosen = Project(job.project, at_length(job.project, job.settings | {"train.seed": job.seed}))
+        adapter = None
+        if job.recipe != "base":
+            adapter, steps = train(tables, chosen)
+            losses = steps["loss"].to_numpy()
+            row |= {"samples": len(losses), "loss": round(float(losses[-len(losses) // 10 :].mean()), 4)}
+            row["train_seconds"] = round(time.time() - began, 1)
+        tested = adapter is None or job.strength is not None
+        strengths = (0.0,) if adapter is None else STRENGTHS if job.strength is None else (job.strength,)
+        rows = []
+        for strength in strengths:
+            found = ranks(tables, chosen, adapter, strength, ("valid", "test") if tested else ("valid",))
+            rows.append(row | {"strength": strength} | found | {"seconds": round(time.time() - began, 1)})
+    return rows
 
 
 def at_length(project: Path, settings: Row) -> Row:
@@ -188,33 +245,36 @@ def at_length(project: Path, settings: Row) -> Row:
 
 
 def report(out: Path) -> str:
-    """Return what the file `out` says, as Markdown. One row per recipe has the MRR@10 of the validation queries, the
-    mean over the seeds. The recipe that is best there with seed 0 is compared with the base on the test queries, with 95 %
-    intervals.
+    """Return what the file `out` says, as Markdown: the MRR@10 of the validation queries by recipe and strength, then the
+    chosen recipe beside the base on the test queries. Intervals are 95 %. Those of differences are of a paired bootstrap over
+    the queries, for each seed, and for the mean of the seeds.
     """
     rows = read(out)
     base = next(row for row in rows if row["recipe"] == "base")
-    tuned: dict[str, list[Row]] = {}
-    for row in rows:
-        if row is not base:
-            tuned.setdefault(row["recipe"], []).append(row)
-    valid = {name: float(np.mean([reciprocal(row, "valid").mean() for row in some])) for name, some in tuned.items()}
-    lines = ["| recipe | seeds | MRR@10, valid |", "|---|---:|---:|", f"| base | | {reciprocal(base, 'valid').mean():.3f} |"]
-    lines += [f"| {name} | {len(tuned[name])} | {value:.3f} |" for name, value in sorted(valid.items(), key=lambda x: x[1])]
-    best = best_recipe(rows)
-    before = reciprocal(base, "test")
-    lines += ["", f"Test, {len(before)} queries, recipe: {best}", "", "| encoder | P@1 | MRR@10 | R@10 |", "|---|---|---|---|"]
-    for name, row in [("base", base), *((f"tuned, seed {row['seed']}", row) for row in tuned[best])]:
+    first = [row for row in rows if "test" not in row]
+    lines = ["| recipe | " + " | ".join(f"{share:g}" for share in STRENGTHS) + " |", "|---" + "|---:" * len(STRENGTHS) + "|"]
+    for name in dict.fromkeys(row["recipe"] for row in first):
+        values = {row["strength"]: reciprocal(row, "valid").mean() for row in first if row["recipe"] == name}
+        lines.append(f"| {name} | " + " | ".join(f"{values[share]:.3f}" for share in STRENGTHS) + " |")
+    best, strength = best_recipe(rows)
+    before, valid = reciprocal(base, "test"), reciprocal(base, "valid")
+    lines += ["", f"MRR@10 of {len(valid)} validation queries by strength; the base has {valid.mean():.3f}.", ""]
+    lines += [f"Test, {len(before)} queries, recipe: {best}, strength {strength:g}", ""]
+    lines += ["| encoder | P@1 | MRR@10 | R@10 |", "|---|---|---|---|"]
+    tuned = [row for row in rows if "test" in row and (row["recipe"], row["strength"]) == (best, strength)]
+    for name, row in [("base", base), *((f"tuned, seed {row['seed']}", row) for row in tuned)]:
         shown = []
         for label in ("P@1", "MRR@10", "R@10"):
             each = measures.MEASURES[label](np.array(row["test"]))
             low, high = measures.bootstrap(each)
             shown.append(f"{each.mean():.3f} [{low:.3f}, {high:.3f}]")
         lines.append(f"| {name} | {' | '.join(shown)} |")
-    for row in tuned[best]:
-        gain = reciprocal(row, "test") - before
+    gains = {f"Seed {row['seed']}": reciprocal(row, "test") - before for row in tuned}
+    if len(gains) > 1:
+        gains[f"Mean of {len(gains)} seeds"] = np.mean(list(gains.values()), axis=0)
+    for name, gain in gains.items():
         low, high = measures.bootstrap(gain)
-        lines.append(f"\nSeed {row['seed']} less base, MRR@10: {gain.mean():+.3f} [{low:+.3f}, {high:+.3f}], paired bootstrap.")
+        lines.append(f"\n{name} less base, MRR@10: {gain.mean():+.3f} [{low:+.3f}, {high:+.3f}], paired bootstrap.")
     return "\n".join(lines)
 
 
@@ -230,15 +290,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("paths", type=Path, nargs="+", help="TABLES, or TABLES OUT, or OUT")
     parser.add_argument("--project", type=Path, default=HERE)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=600.0, help="no run begins after this time")
+    parser.add_argument("--root", default="", help="prepare: another library, package:NAME or a folder")
+    parser.add_argument("--workers", type=int, default=1, help="runs at a time; several share one GPU")
+    parser.add_argument("--minutes", type=float, default=600.0, help="no recipe begins after this time")
     parser.add_argument("--more", type=Path, help="JSON file of other recipes: name -> settings")
     asked = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if asked.what == "prepare":
-        prepare(asked.project, asked.paths[0])
+        prepare(asked.project, asked.paths[0], asked.root)
     elif asked.what == "run":
         more = json.loads(asked.more.read_text()) if asked.more else {}
-        run(asked.paths[0], asked.project, asked.paths[1], asked.seeds, asked.minutes, more)
+        run(asked.paths[0], asked.project, asked.paths[1], asked.seeds, asked.minutes, more, asked.workers)
     else:
         LOG.info("%s", report(asked.paths[0]))
 

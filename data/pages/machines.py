@@ -32,7 +32,7 @@ the second. The project lies in the same folder on both: a shared folder, or a c
 made before each run. The copy needs the tables that training reads. Then, on the first:
 
 ```
-.venv/bin/mlx.distributed_config --hosts first.local,second.local --over ethernet --output hosts.json
+.venv/bin/mlx.distributed_config --hosts first.local,second.local --over ethernet --output-hostfile hosts.json
 .venv/bin/latentmill launch --hostfile hosts.json --project cats --set train.batch_size=2
 ```
 
@@ -90,15 +90,15 @@ run.
 Usually, every machine must see the project and the weights at the same path, and a worker that does not see them ends the run
 with one line. With `worker_inputs = "shipped"` the bytes travel instead: weights and input tables once to each worker, images
 with the unit that needs them. They lie in a temporary folder that only this user can read. It is removed at the end, unless the
-program that started the run was killed. A test runs this on a cluster in a mount namespace that hides the project:
+program that started the run was killed. The stages `sources` and `units` read files by their full path, so the starting process
+computes them. A test runs this on a cluster in a mount namespace that hides the project:
 
 ```
 ray start --head --port 6379 --ray-client-server-port 10001
 latentmill run latents --project cats --set project.workers=ray://first.local:10001 --set project.worker_inputs=shipped
 ```
 
-The stand-in below waits 0.1 s a unit and uses no CPU (`make bench`):
-
+The stand-in below waits 0.1 s a unit and uses no CPU (`make bench`). The CPU times are what Ray and latentmill add to it.
 """
 
 
@@ -220,8 +220,18 @@ medians of {two["steps"]} steps; `python -m tests.bench.measure --ranks`.
 def stand_in() -> str:
     """Return the table of Ray workers on the stand-in."""
     rows = [measured("workers", workers=count) for count in (1, 3)]
-    lines = [f"| {row['workers']} | {row['speed']:.2f} | {row['overhead_ms']:.1f} ms |" for row in rows]
-    return "| workers | speed, times one without overhead | overhead of a unit |\n|---|---|---|\n" + "\n".join(lines) + "\n"
+    lines = [
+        f"| {row['workers']} | {row['speed']:.2f} | {row['overhead_ms']:.1f} ms "
+        f"| {row['driver_cpu_ms']:.1f} ms | {row['worker_cpu_ms']:.1f} ms |"
+        for row in rows
+    ]
+    head = f"""\
+Measured on {rows[-1]["date"]} at commit {rows[-1]["commit"]} (2 cores, shared with other work; {rows[-1]["chip"]}):
+
+| workers | speed, times one without overhead | overhead of a unit | its CPU, starting process | its CPU, worker |
+|---|---|---|---|---|
+"""
+    return head + "\n".join(lines) + "\n"
 
 
 def commits() -> str:

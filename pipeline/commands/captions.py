@@ -9,6 +9,8 @@ import click
 
 from pipeline.commands.run import summary
 from pipeline.options import with_project
+from pipeline.store.disk import atomic_write
+from pipeline.store.lock import texts_lock
 from pipeline.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -62,7 +64,8 @@ def write_files(project: Project, undo: bool) -> str:
     from stages.text_to_image.captions.sidecars import undo_sidecars, write_sidecars
 
     ctx = project.context(project.stage(STAGE))
-    return undo_sidecars(ctx) if undo else write_sidecars(ctx)
+    with texts_lock(project.path):
+        return undo_sidecars(ctx) if undo else write_sidecars(ctx)
 
 
 def caption_rows(project: Project) -> list[dict[str, Any]]:
@@ -89,7 +92,7 @@ def write_captions(project: Project, file: Path) -> int:
     if file.exists():
         raise ValueError(f"{file} exists already; choose another name, or read it back with --apply")
     rows = caption_rows(project)
-    with file.open("w", encoding="utf-8", newline="") as opened:
+    with atomic_write(file.absolute()) as temporary, temporary.open("w", encoding="utf-8", newline="") as opened:
         writer = csv.DictWriter(opened, ["path", "image_id", "position", "text"])
         writer.writeheader()
         writer.writerows(rows)
@@ -129,5 +132,6 @@ def read_captions(project: Project, file: Path) -> int:
     except csv.Error as error:
         raise ValueError(f"{file}, line {reader.line_num}: not valid CSV: {error}") from None
     if edits:
-        write_edits(project.path, edits)
+        with texts_lock(project.path):
+            write_edits(project.path, edits)
     return len(edits)

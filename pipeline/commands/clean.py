@@ -63,7 +63,7 @@ def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int
     nothing is deleted, but the same pairs are yielded. Raises ValueError if a table to clean is being written.
     """
     tables = project.path / "tables"
-    for folder in (project.path, project.path / "exports", project.path / "weights", tables):
+    for folder in (project.path, project.path / "exports", project.path / "weights", tables, *tables.glob("[!.]*/")):
         for path in abandoned(folder):
             size = size_of(path)
             yield f"{path.relative_to(project.path)}, left by a killed command, {format_bytes(size)}", size
@@ -95,9 +95,12 @@ def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> It
             yield f"{name}: kept, because its recipe is unknown: {error}", 0
         return
     yield from _clean_others(name, current, delete, dry_run)
-    if delete and current.exists and (dead := current.usage()["dead"]):
+    if not delete or not current.exists:
+        return
+    dead, rows = current.usage()["dead"], current.index.read_newest()
+    if dead or current.unnamed_files(rows, rows):
         freed = current.reclaimable_bytes() if dry_run else _collect(current, project.recipe(name))
-        yield f"{name}: {dead} rows that are no longer wanted", freed
+        yield f"{name}: {f'{dead} rows that are no longer wanted' if dead else 'files that no row names'}", freed
 
 
 def _clean_others(name: str, current: TableFolder, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
@@ -131,7 +134,11 @@ def _other_folders(current: Path) -> list[Path]:
     """
     if not current.parent.is_dir():
         return []
-    return sorted(path for path in current.parent.iterdir() if path.is_dir() and path.name != current.name)
+    return sorted(
+        path
+        for path in current.parent.iterdir()
+        if path.is_dir() and path.name != current.name and not path.name.startswith(TEMPORARY)
+    )
 
 
 def _describe(folders: list[Path]) -> str:
@@ -146,7 +153,7 @@ def _delete_table(folder: Path) -> None:
     killed.
     """
     with Lock(folder / "lock"):
-        hidden = folder if folder.name.startswith(TEMPORARY) else folder.with_name(f"{TEMPORARY}{folder.name}")
+        hidden = folder.with_name(f"{TEMPORARY}{folder.name}")
         (folder / "manifest.json").unlink(missing_ok=True)
         folder.rename(hidden)
     shutil.rmtree(hidden)

@@ -13,7 +13,7 @@ import click
 
 import stages
 from pipeline.machine import Machine, examine, facts, problems
-from pipeline.terminal import format_bytes, format_table
+from pipeline.terminal import fold, format_bytes, format_table
 from stages.pipelines import load
 
 
@@ -34,7 +34,7 @@ def command(measured: bool, name: str, out: Path) -> None:
     """
     machine = examine()
     for line in report(machine):
-        click.echo(line)
+        click.echo(fold(line))
     if measured:
         result = {"machine": facts(machine), "family": name, "probes": list(measure(name, machine.budget))}
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -50,6 +50,7 @@ def export_retriever(
     """Write the encoder of `project` as a new folder, and return the folder's path. The trained adapter is merged into
     the weights. `out` is the folder, which must not exist; None makes one in exports/ of the project. `dtype` of the
     weights is "float32", "bfloat16" or "float16". Raises ValueError if `out` exists or the adapter does not.
+    The setting [vectors] `strength` is the share of the adapter's change that is merged.
 
     `step` chooses a checkpoint; None takes the end of the run. `which` is "last" (as trained), "average" (the moving
     average of the weights) or "best" (by held-out MRR). `say` is called with notes for the user, one line each. Raises
@@ -69,10 +70,11 @@ def export_retriever(
     if target.exists():
         raise ValueError(f"{target} exists; move it away or choose another name")
     family: Any = project.family
+    strength = project.config.sections["vectors"].strength
     base, architecture = project.component("encoder", fetch=False), family.architecture
     sizes = architecture.sizes(base)
     weights = architecture.load_weights(base, sizes, mx.float32, family.head_seed)
-    arrays, scales = read_adapter(adapter, architecture.build_encoder(sizes, weights).linears())
+    arrays, scales = read_adapter(adapter, architecture.build_encoder(sizes, weights).linears(), strength)
     merged = {name: value.astype(getattr(mx, dtype)) for name, value in merge_all(weights, arrays, scales).items()}
     with atomic_folder(target) as folder:
         architecture.write_model(folder, sizes, merged, _settings(project))

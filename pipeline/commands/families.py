@@ -40,7 +40,7 @@ def found_lines(folders: Sequence[Path] = ()) -> Iterator[str]:
     """Yield lines that tell the user which weights were found on this machine. `folders` are searched. If it is empty,
     the usual folders are searched, such as the hub's cache. The first item yielded is a table of components, such as a
     text encoder. The second gives their total size. Each further line names a folder that has all weights of a model
-    family. If nothing is found, one line says so.
+    family. The last line shows how a project uses a single component. If nothing is found, one line says so.
     """
     from pipeline.project.found import complete_roots, places, search
     from stages.models.family import Family
@@ -64,6 +64,8 @@ def found_lines(folders: Sequence[Path] = ()) -> Iterator[str]:
     yield f"{len(found)} components, {format_bytes(total)}"
     for name, root in complete_roots(found, families):
         yield f'{name} is complete: family = "{name}", weights = "{root}" in [project]'
+    if alone := next((each for each in found if each.component in families[each.families[0]].folders), None):
+        yield f'one component alone: components = {{ {alone.component} = "{alone.path}" }} in [project]'
 
 
 def all_families() -> Iterator[tuple[str, Family]]:

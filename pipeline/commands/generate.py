@@ -89,6 +89,7 @@ class Adapter:
         adapters: Sequence[tuple[Path, float]],
         references: Sequence[mx.array],
     ) -> mx.array:
+        from stages.text_to_image import converted
         from stages.text_to_image.packing import STREAMED
         from stages.text_to_image.samples.drawing import load_sampler
 
@@ -101,6 +102,7 @@ class Adapter:
             precision=self.project.config.sections["samples"].precision,
             packed=self.project.config.sections["samples"],
             folder=self.project.path / STREAMED,
+            copies=self.project.path / converted.FOLDER,
             steps=steps,
             guidance=guidance,
         )

@@ -242,6 +242,7 @@ def _draw(
     import mlx.core as mx
 
     from pipeline.commands.generate import encode, encode_files, release
+    from stages.text_to_image import converted
     from stages.text_to_image.packing import STREAMED
     from stages.text_to_image.samples.decoding import decode
     from stages.text_to_image.samples.drawing import load_sampler
@@ -261,6 +262,7 @@ def _draw(
         precision=settings.precision,
         packed=settings,
         folder=project.path / STREAMED,
+        copies=project.path / converted.FOLDER,
         steps=rows[0]["steps"],
         guidance=rows[0]["guidance"],
     )

@@ -9,7 +9,7 @@ import click
 
 from pipeline.options import with_project
 from pipeline.store.disk import format_bytes
-from pipeline.terminal import format_seconds, format_table
+from pipeline.terminal import fold, format_seconds, format_table
 
 if TYPE_CHECKING:
     from pipeline.project.outlook import Need
@@ -30,7 +30,7 @@ def command(project: Project, gigabytes: float | None) -> int:
         raise ValueError(f"--memory must be > 0 GB, got {gigabytes:g}")
     lines, fits = report(project, None if gigabytes is None else int(gigabytes * GB))
     for line in lines:
-        click.echo(line)
+        click.echo(fold(line))
     return 0 if fits else 2
 
 
@@ -49,8 +49,10 @@ def report(project: Project, budget: int | None = None) -> tuple[list[str], bool
     lines += format_table(names, [row(each) for each in needs], right=("rows", "to do", "disk", "memory", "time")).splitlines()
     absent = downloads(project)
     if absent:
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in absent.items())
-        lines.append(f"to download, about: {parts}; {format_bytes(sum(absent.values()))} in all")
+        parts = ", ".join(f"{name} {format_bytes(size)}" if size else name for name, size in absent.items())
+        known = all(absent.values())
+        total = f"{format_bytes(sum(absent.values()))} in all" if known else f"from {project.family.source}"
+        lines.append(f"to download{', about' if known else ''}: {parts}; {total}")
     lines += refusals(needs, seen.budget)
     lines.append("Memory and disk are computed from shapes. Time is at the rate of the last run.")
     return lines, not any(True for _ in refusals(needs, seen.budget))

@@ -87,7 +87,7 @@ class Session:
         """Return the best match in an answer's code for each token of `query`, in the order of the tokens. A token is a
         word or a part of a word. A match is `(query token, code token, product)`. The product is the dot product of the
         vectors of the two tokens. `query` must be the last query that was searched, and `answer` one of its results.
-        Raises AssertionError if the session was made without `explain`.
+        Raises AssertionError if this object was made without `explain`.
         """
         assert self.pieces is not None
         document = self.texts[answer.row["unit_id"]]
@@ -112,7 +112,8 @@ def open_encoder(project: Project, name: str) -> Any:
     longest = project.config.sections["tokens"].query_tokens
     paths = project.component("encoder"), project.component("tokenizer")
     family = cast("RetrieverFamily", project.family)
-    return load_encoder(*paths, family, adapter, query_tokens=longest)
+    strength = project.config.sections["vectors"].strength
+    return load_encoder(*paths, family, adapter, query_tokens=longest, strength=strength)
 
 
 def hybrid_weight(project: Project, encoder: str) -> float:

@@ -79,7 +79,7 @@ def state(project: Project, stage_name: str) -> TableState:
     except NotBuilt as error:
         found.note = f"waits for {error.table}"
     except NotFetched:
-        found.note = f"not built; weights are not on this machine yet: make {stage_name}"
+        found.note = f"not built, weights are missing: make {stage_name}"
     except (ValueError, OSError) as error:  # OSError: an input file was deleted during the call
         found.note = str(error)
     return found

@@ -7,12 +7,14 @@ edit needs the token that the page itself holds.
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -113,80 +115,108 @@ def make_app(site: Site, token: str = "") -> Starlette:
     """Return the web application that shows `site`. Requests that edit a text must send `token` in the header
     `x-token`. If `token` is empty, a random one is used.
     """
-    key = token or secrets.token_urlsafe(24)
-    environment = templates()
+    answers = Answers(site, token or secrets.token_urlsafe(24))
+    routes = [
+        Route("/", answers.shell),
+        Route("/static/{name}", static),
+        Route("/changes", answers.changes),
+        Route("/picture/{name:path}", answers.picture),
+        Route("/fragment/{page}", answers.fragment),
+        *(Route(f"/{name}/{{page}}", answers.changing(change), methods=["POST"]) for name, change in CHANGES.items()),
+        Route("/{page}", answers.shell),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(Guard)])
 
-    def render(template: str, **values: Any) -> HTMLResponse:
-        return HTMLResponse(environment.get_template(template).render(**values), headers={"Cache-Control": "no-store"})
 
-    async def shell(request: Request) -> Response:
-        site.refresh()
+class Answers:
+    """The answers to requests about `site`. An edit must send `token`. Starlette calls each method in a thread of its own,
+    so that a slow query or edit does not delay the other requests. One thread at a time uses the tables.
+    """
+
+    def __init__(self, site: Site, token: str) -> None:
+        self.site, self.token = site, token
+        self.environment = templates()
+        self.lock = threading.Lock()
+
+    def render(self, template: str, **values: Any) -> HTMLResponse:
+        """Return an HTML response made from the file `template` and the `values` that it names."""
+        return HTMLResponse(self.environment.get_template(template).render(**values), headers={"Cache-Control": "no-store"})
+
+    def shell(self, request: Request) -> Response:
+        """Return a page without its content: titles, scripts and styles. An unknown page gets status 404."""
+        with self.lock:
+            self.site.refresh()
+            titles, project = self.site.titles(), self.site.project.name
         name = request.path_params.get("page", "overview")
-        titles = site.titles()
         if name not in titles and name != "one":
             return PlainTextResponse("there is no such page", 404)
-        return render("shell.html", project=site.project.name, titles=titles, page=name, token=key, single=False)
+        return self.render("shell.html", project=project, titles=titles, page=name, token=self.token, single=False)
 
-    async def fragment(request: Request) -> Response:
-        site.refresh()
+    def fragment(self, request: Request) -> Response:
+        """Return the content of a page. The parameters of the address are what the user chose there. An unknown page or
+        row gets status 404.
+        """
         name, chosen = request.path_params["page"], dict(request.query_params)
-        if name == "one":
-            found = site.detail(chosen.get("key", ""))
-            return (
-                render("detail.html", one=found, picture=picture_address)
-                if found
-                else PlainTextResponse("there is no such row", 404)
-            )
-        if name not in site.titles():
-            return PlainTextResponse("there is no such page", 404)
-        shown = render("fragment.html", page=name, single=False, picture=picture_address, **site.data(name, chosen))
-        shown.headers["X-Seen"] = site.seen  # the page asks for changes since then
+        with self.lock:
+            self.site.refresh()
+            if name == "one":
+                return self._one(chosen.get("key", ""))
+            if name not in self.site.titles():
+                return PlainTextResponse("there is no such page", 404)
+            data, seen = self.site.data(name, chosen), self.site.seen
+        shown = self.render("fragment.html", page=name, single=False, picture=picture_address, **data)
+        shown.headers["X-Seen"] = seen  # the page asks for changes since then
         return shown
 
-    def changing(change: Callable[[Site, str, bytes], Response]) -> Callable[[Request], Awaitable[Response]]:
+    def _one(self, key: str) -> Response:
+        found = self.site.detail(key)
+        if not found:
+            return PlainTextResponse("there is no such row", 404)
+        return self.render("detail.html", one=found, picture=picture_address)
+
+    def changing(self, change: Callable[[Site, str, bytes], Response]) -> Callable[[Request], Awaitable[Response]]:
+        """Return the function that answers a request to edit. `change(site, page, body)` makes the edit. A request without
+        the token gets status 403, and a body that is too large gets 413.
+        """
+
         async def answer(request: Request) -> Response:
-            if not secrets.compare_digest(request.headers.get("x-token", "").encode(), key.encode()):
+            if not secrets.compare_digest(request.headers.get("x-token", "").encode(), self.token.encode()):
                 return PlainTextResponse("an edit needs the token of this page: load it again", 403)
             body = b""
             async for part in request.stream():
                 body += part
                 if len(body) > MOST_BYTES:
                     return PlainTextResponse(f"at most {MOST_BYTES} bytes", 413)
-            site.refresh()
-            return change(site, request.path_params["page"], body)
+            return await run_in_threadpool(self._change, change, request.path_params["page"], body)
 
         return answer
 
-    def picture(request: Request) -> Response:
-        size = request.query_params.get("size", "")
+    def _change(self, change: Callable[[Site, str, bytes], Response], page: str, body: bytes) -> Response:
+        with self.lock:
+            self.site.refresh()
+            return change(self.site, page, body)
+
+    def picture(self, request: Request) -> Response:
+        """Return a picture of the project. The parameter "size" is the length of the longer side in pixels, or "file" for
+        the file as it is. A file that is no picture is shown as a cross. An unknown name gets status 404.
+        """
+        name, size = request.path_params["name"], request.query_params.get("size", "")
         try:
-            if size == "file":
-                path = site.file(request.path_params["name"])
-                if path.suffix.lower() == ".png":
-                    return FileResponse(path, media_type="image/png", filename=path.name)
-            longest = int(size) if size.isdecimal() and len(size) < 6 and int(size) in LONGEST else LONGEST[-1]
-            site.file(request.path_params["name"])
+            path = self.site.file(name)
         except (ValueError, OSError):
             return PlainTextResponse("there is no such picture", 404)
+        if size == "file" and path.suffix.lower() == ".png":
+            return FileResponse(path, media_type="image/png", filename=path.name)
+        longest = int(size) if size.isdecimal() and len(size) < 6 and int(size) in LONGEST else LONGEST[-1]
         try:
-            content = site.picture(request.path_params["name"], longest)
+            content = self.site.picture(name, longest)
         except (ValueError, OSError):
             return Response(DAMAGED, media_type="image/svg+xml")
         return Response(content, media_type="image/webp", headers={"Cache-Control": "private, max-age=60"})
 
-    async def changes(request: Request) -> Response:
-        return PlainTextResponse(site.changes(), headers={"Cache-Control": "no-store"})
-
-    routes = [
-        Route("/", shell),
-        Route("/static/{name}", static),
-        Route("/changes", changes),
-        Route("/picture/{name:path}", picture),
-        Route("/fragment/{page}", fragment),
-        *(Route(f"/{name}/{{page}}", changing(change), methods=["POST"]) for name, change in CHANGES.items()),
-        Route("/{page}", shell),
-    ]
-    return Starlette(routes=routes, middleware=[Middleware(Guard)])
+    def changes(self, request: Request) -> Response:
+        """Return a text that is different after every change of the project."""
+        return PlainTextResponse(self.site.changes(), headers={"Cache-Control": "no-store"})
 
 
 def _edited(site: Site, page: str, body: bytes) -> Response:

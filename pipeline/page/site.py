@@ -16,6 +16,7 @@ from pipeline.page.pages import pages_of
 from pipeline.page.texts import Texts
 from pipeline.project.config import Overrides
 from pipeline.project.project import Project
+from pipeline.store.lock import texts_lock
 from stages.page import Detail, Editor
 from stages.pipelines import Folder, load
 
@@ -195,18 +196,19 @@ class Site:
         it. Return the present texts of these edits, by key. Raises ValueError if the page has no texts to edit, or if
         an edit is invalid.
         """
-        texts = self.texts(page)
-        shown = texts.of_keys(list(edits))
-        for key, change in edits.items():
-            if key not in shown:
-                raise ValueError(f"there is no text {key[:80]!r}")
-            if not isinstance(change, dict) or not isinstance(change.get("text"), str | None) or "before" not in change:
-                raise ValueError('an edit must be {"before": text, "text": text or null}')
-        conflicts = {key: shown[key] for key, change in edits.items() if _plain(change["before"]) != _plain(shown[key])}
-        good = {key: change["text"] for key, change in edits.items() if key not in conflicts}
-        if good:
-            load(texts.block.write)(self.path, good)
-        return conflicts
+        with texts_lock(self.path):
+            texts = self.texts(page)
+            shown = texts.of_keys(list(edits))
+            for key, change in edits.items():
+                if key not in shown:
+                    raise ValueError(f"there is no text {key[:80]!r}")
+                if not isinstance(change, dict) or not isinstance(change.get("text"), str | None) or "before" not in change:
+                    raise ValueError('an edit must be {"before": text, "text": text or null}')
+            conflicts = {key: shown[key] for key, change in edits.items() if _plain(change["before"]) != _plain(shown[key])}
+            good = {key: change["text"] for key, change in edits.items() if key not in conflicts}
+            if good:
+                load(texts.block.write)(self.path, good)
+            return conflicts
 
     def replace(self, page: str, find: str, by: str) -> dict[str, dict[str, Any]]:
         """Replace the text `find` by the text `by` in all texts of a page. `page` is the page's name. Return the edits
@@ -216,11 +218,12 @@ class Site:
         """
         if not find:
             raise ValueError("write the text to replace into the field Find")
-        texts = self.texts(page)
-        edits = texts.replaced(find, by)
-        if edits:
-            load(texts.block.write)(self.path, {key: change["text"] for key, change in edits.items()})
-        return edits
+        with texts_lock(self.path):
+            texts = self.texts(page)
+            edits = texts.replaced(find, by)
+            if edits:
+                load(texts.block.write)(self.path, {key: change["text"] for key, change in edits.items()})
+            return edits
 
     def write_files(self, page: str, undo: bool) -> str:
         """Write all edits of a page into the user's files, and bring the table of its texts up to date. `page` is the
@@ -235,7 +238,8 @@ class Site:
         if not block.write_files:
             raise ValueError(f"the edits of the page {page!r} have no files")
         stage = self.project.stage(block.stage)
-        said: str = load(block.undo_files if undo else block.write_files)(self.project.context(stage))
+        with texts_lock(self.path):
+            said: str = load(block.undo_files if undo else block.write_files)(self.project.context(stage))
         try:
             runner.run(self.project, block.stage, Quiet(block.stage))
         except ValueError as error:  # the files are written all the same

@@ -21,7 +21,8 @@ Overrides = Mapping[str, Any] | Iterable[str]
 @dataclasses.dataclass(frozen=True)
 class ProjectConfig:
     """The section [project] of project.toml. `family` is the model family. If empty, it is the pipeline's first.
-    `weights` is a folder or a hub id. If empty, it is the family's own. `pipeline` is the name of the pipeline, or the
+    `weights` is a folder or a hub id. If empty, it is the family's own. `components` maps the names of components that lie
+    elsewhere to a folder, a file or a hub id. `pipeline` is the name of the pipeline, or the
     name of a module that defines one. Finished table rows are saved every `commit_seconds` seconds. `workers` says
     where rows are computed, such as "local" or "ray". `worker_count`, `worker_inputs` and `unit_rows` are settings of
     workers on a Ray cluster. Raises ValueError if a number is out of range.
@@ -29,6 +30,9 @@ class ProjectConfig:
 
     family: str = selects("", "the model family; `latentmill families` lists them; empty: the pipeline's first")
     weights: str = selects("", "a folder or a hub id; empty: the family's own")
+    components: Mapping[str, str] | None = selects(
+        None, "components that lie elsewhere than `weights`: name -> a folder, a file or a hub id"
+    )
     pipeline: str = selects("text_to_image", "the pipeline: its name, or the dotted name of a module with a PIPELINE")
     commit_seconds: float = runtime(
         30.0, "rows are committed this often, seconds: a kill loses no more than that", bounds=(0.0, 86400.0)
@@ -55,6 +59,19 @@ class ProjectConfig:
         check_bounds(self)
         if self.workers not in ("local", "ray") and not self.workers.startswith("ray://"):
             raise ValueError(f'workers must be "local", "ray" or "ray://HOST:PORT", got "{self.workers}"')
+
+    def check_components(self, known: Iterable[str]) -> None:
+        """Raise ValueError if the setting `components` names a component that is not in `known`, the names of the components
+        of the model family.
+        """
+        names = list(known)
+        for name in self.components or {}:
+            if name not in names:
+                raise ValueError(f"project.components must name any of {', '.join(names)}, got {name!r}{nearest(name, names)}")
+
+    def place(self, component: str) -> str:
+        """Return the setting that says where the weights of `component` lie: a folder, a file, a hub id or ""."""
+        return (self.components or {}).get(component, self.weights)
 
     def divides(self, divisible: bool, rows: int) -> bool:
         """Return True if workers on a Ray cluster compute the pending rows of a stage. If False, this process computes

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.project.large_files import SUFFIX as PARTIAL
 from stages.models.family import Family
 
 SUFFIXES = (".safetensors", ".gguf")
@@ -146,7 +147,8 @@ def _interrupted(place: Path, families: Mapping[str, Family]) -> Iterator[Found]
     """
     for family in families.values():
         for blob in sorted(place.glob(f"models--{family.hub.replace('/', '--')}/blobs/*.incomplete")):
-            yield Found((family.name,), "download", blob, blob.stat().st_size, "", "interrupted: the stage fetches it again")
+            rest = "the rest" if blob.name.endswith(PARTIAL) else "it again"
+            yield Found((family.name,), "download", blob, blob.stat().st_size, "", f"interrupted: the stage fetches {rest}")
 
 
 def complete_roots(found: Iterable[Found], families: Mapping[str, Family]) -> Iterator[tuple[str, Path]]:

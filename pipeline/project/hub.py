@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from pipeline.project import large_files
 from pipeline.store.disk import CHECKOUT, atomic_folder, delete_abandoned, from_home
 from stages.hashing import file_sha256
 from stages.models.family import ModelFamily
@@ -15,7 +16,6 @@ from stages.untrusted import read_json
 
 TOKENIZER = "tokenizer"  # the component without weights
 SHARD = re.compile(r"-\d+-of-(\d+)\.")  # in model-00001-of-00002.safetensors
-SHA256 = re.compile(r"[0-9a-f]{64}")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -123,9 +123,12 @@ def _downloaded(hub: str, components: list[str], family: ModelFamily, fetch: boo
     if not fetch:
         names = ", ".join(family.folders[each] or each for each in components)
         raise NotFetched(f"{names} of {hub} is not downloaded yet; the first stage that needs it downloads it")
-    before = _blobs(Path(constants.HF_HUB_CACHE), hub)
     try:
+        large_files.fetch_large_files(hub, patterns)
+        before = _blobs(Path(constants.HF_HUB_CACHE), hub)
         copy = Path(snapshot_download(hub, allow_patterns=patterns))
+    except large_files.Refused:
+        raise
     except (errors.HTTPError, OSError, ValueError) as error:
         raise ValueError(_explain(hub, family, error)) from None
     _check_digests(copy, before)
@@ -148,16 +151,13 @@ def _check_digests(copy: Path, before: set[Path]) -> None:
     """
     for path in sorted(copy.rglob("*")):
         blob = path.resolve()
-        if not path.is_file() or blob in before or not SHA256.fullmatch(blob.name):
+        if not path.is_file() or blob in before or not large_files.SHA256.fullmatch(blob.name):
             continue
         found = file_sha256(blob)
         if found != blob.name:
             path.unlink()
             blob.unlink(missing_ok=True)
-            raise ValueError(
-                f"{path.relative_to(copy)} arrived damaged: its sha256 is {found[:12]}..., the hub says {blob.name[:12]}...; "
-                "it is removed, run the command again to fetch it"
-            )
+            raise large_files.Damaged(f"{path.relative_to(copy)}", found, blob.name)
 
 
 def _incomplete(copy: Path, components: list[str], family: ModelFamily) -> list[str]:
@@ -211,7 +211,7 @@ def _explain(hub: str, family: ModelFamily, error: Exception) -> str:
         return f"the hub has no repository {hub}, or it is private: check [project] weights, or give a folder that exists"
     if "Timeout" in type(error).__name__:
         waited = f"{constants.HF_HUB_DOWNLOAD_TIMEOUT} s (HF_HUB_DOWNLOAD_TIMEOUT)"
-        again = "run the command again, complete files are kept"
+        again = "run the command again, what has arrived is kept"
         return f"{hub} sent nothing for {waited}: {again}, or {_manual_download(hub, family)}"
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
         return f"{hub} cannot be written to {constants.HF_HUB_CACHE}: {error.strerror}; free space there, or set HF_HOME"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from schemas.table import TableSchema
 
 GB = 1e9
-HALF, FULL = 2, 4  # bytes of a stored value: transformers and text encoders, autoencoders
 
 
 @dataclass(frozen=True)
@@ -156,30 +155,18 @@ def seconds_for(project: Project, name: str, rows: int | None) -> float | None:
 
 def downloads(project: Project) -> dict[str, int]:
     """Return the size in bytes of each model component that is missing on this machine. The sizes are computed from the
-    shapes of the weights. The dict is empty if the pipeline uses no model. It is also empty if the model's weights are
-    part of the checkout or are generated.
+    shapes of the weights. A size is 0 if the shapes are known only from the files. The dict is empty if the pipeline uses
+    no model. It is also empty if the model's weights are part of the checkout or are generated. Raises ValueError if the
+    setting `components` names a place where the component is not.
     """
+    from pipeline.project.hub import NotFetched
+
     family = project.family if project.pipeline.families else None
+    for name in (project.config.project.components or {}) if family else {}:
+        with suppress(NotFetched):
+            project.component(name, fetch=False)
     if family is None or family.bundled or family.seeded is not None:
         return {}
-    here = outlook(project, 0).weights
-    architecture, sizes = family.architecture, {}
-    for name, kind in project.pipeline.resources.items():
-        if isinstance(kind, Weights) and name in component_bytes(family, architecture) and here(name) is None:
-            sizes[name] = component_bytes(family, architecture)[name]
-    return sizes
-
-
-def component_bytes(family: Any, architecture: Any) -> dict[str, int]:
-    """Return the size in bytes of each component of a model family, as component name -> bytes. The components are
-    "transformer", "autoencoder" and "text_encoder". A text encoder that the program cannot use is left out. `family` is
-    the family's record, and `architecture` is `family.architecture`.
-
-    Values of the autoencoder count 4 bytes, all others 2 bytes.
-    """
-    sizes = {"transformer": HALF * sum(map(math.prod, architecture.transformer_config(None, family).shapes().values()))}
-    sizes["autoencoder"] = architecture.autoencoder_bytes(None, family, 256, 256, FULL, True)[0]
-    if "text_encoder" not in family.unsupported:
-        encoder = architecture.text_encoder_sizes(None, family)
-        sizes["text_encoder"] = HALF * sum(map(math.prod, encoder.shapes(encoder.num_hidden_layers).values()))
-    return sizes
+    here, sizes = outlook(project, 0).weights, family.component_bytes()
+    names = [name for name, kind in project.pipeline.resources.items() if isinstance(kind, Weights)]
+    return {name: sizes.get(name, 0) for name in names if (name in sizes or not sizes) and here(name) is None}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import re
@@ -51,7 +52,7 @@ class Parser:
                 f"{name} must be a section: write its settings below a line [{name}], got {shown(raw)} ({self.place(name)})"
             )
         kind = self.sections.get(name) or self.repeated[name]
-        hints = typing.get_type_hints(kind)
+        hints = _hints(kind)
         for key in raw:
             if key not in hints:
                 raise ValueError(f"{name}.{key} is not a setting{self._remedy(name, key)} ({self.place(f'{name}.{key}')})")
@@ -114,16 +115,24 @@ def _nested(sections: Mapping[str, type]) -> Iterable[tuple[str, type]]:
     """
     for name, kind in sections.items():
         yield name, kind
-        for key, hint in typing.get_type_hints(kind).items():
+        for key, hint in _hints(kind).items():
             yield from _nested({f"{name}.{key}": each for each in _members(hint) if _is_section(each)})
 
 
 def _repeated(sections: Mapping[str, type]) -> Iterable[tuple[str, type]]:
     """Yield (dotted name, dataclass) for every setting in `sections` that is a list of sections, such as "images.folder"."""
     for name, kind in sections.items():
-        for key, hint in typing.get_type_hints(kind).items():
+        for key, hint in _hints(kind).items():
             items = [arg for each in _members(hint) if typing.get_origin(each) is tuple for arg in typing.get_args(each)]
             yield from ((f"{name}.{key}", item) for item in items if _is_section(item))
+
+
+@functools.cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    """Return the types of the settings of the dataclass `kind`: name -> type. The result is kept, since the annotations are text
+    and evaluating them takes most of the time of opening a project.
+    """
+    return typing.get_type_hints(kind)
 
 
 def _is_section(kind: Any) -> TypeGuard[type]:
@@ -174,7 +183,8 @@ def _describe(hint: Any) -> str:
             items = "sections" if _is_section(args[0]) else NAMES[args[0]][1] if args[0] in NAMES else _describe(args[0])
             words.append(f"a list of {items}")
         elif args:
-            words.append(f"a section of names with {NAMES[args[1]][1]}")
+            many = NAMES[args[1]][1] if args[1] in NAMES else _describe(args[1]).replace("a list", "lists")
+            words.append(f"a section of names with {many}")
         elif kind is not types.NoneType:
             words.append(NAMES[kind][0] if kind in NAMES else "a section")
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

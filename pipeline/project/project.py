@@ -110,14 +110,15 @@ class Project:
     @functools.cached_property
     def family(self) -> Family:
         """The record of the project's model family: its sizes, files and functions. The section [project] names the
-        family; the default is the pipeline's first family. Raises ValueError if the pipeline has no family of that
-        name. The message suggests the nearest name.
+        family; the default is the pipeline's first family. Raises ValueError if there is no family of that name, or if
+        the setting `components` names a component that the family lacks. The message suggests the nearest name.
         """
         families: Mapping[str, Family] = load(self.pipeline.families)
         name = self.config.project.family or next(iter(families))
         if name not in families:
             near = nearest(name, families)
             raise ValueError(f"project.family must be one of {', '.join(families)}, got {name!r}{near}")
+        self.config.project.check_components(families[name].folders)
         return families[name]
 
     def stage(self, name: str) -> Stage:
@@ -151,11 +152,9 @@ class Project:
         "transformer". Missing weights are downloaded or generated if `fetch` is True. Raises ValueError if they are
         still missing or incomplete.
         """
-        from pipeline.project import hub
-        from stages.models.folders import locate
+        from pipeline.project import components
 
-        root = hub.resolve(self.config.project.weights, self.path, self.family, (name,), fetch=fetch)
-        return locate(root, name, self.family)
+        return components.find(self.config.project, self.path, self.family, name, fetch=fetch)
 
     def weight_recipe(self, name: str) -> dict[str, Any]:
         """Return a dict that identifies the weights of one model component, for use in a recipe. `name` is the
@@ -166,7 +165,7 @@ class Project:
         is used.
         """
         self.family.require(name)  # before gigabytes are downloaded for nothing
-        label = f"{self.family.name} {self.config.project.weights} {name}"
+        label = f"{self.family.name} {self.config.project.place(name)} {name}"
         patterns = self.family.files[name]
         try:
             digest = self.hashes.component(label, self.component(name, fetch=False), patterns)

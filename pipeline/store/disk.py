@@ -200,10 +200,13 @@ def first_line(error: BaseException) -> str:
 
 def error_number(error: BaseException) -> int | None:
     """Return the errno of an exception, such as 28 for a full disk, or None if it has none. Exceptions of Lance are no
-    OSErrors; for them the number is read from the message ("os error 28").
+    OSErrors; for them the number is read from the message ("os error 28"). MLX gives no number where it cannot write: that
+    counts as a full disk.
     """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
+    if isinstance(error, RuntimeError) and "[write] Unable to write" in str(error):
+        return errno.ENOSPC
     found = re.search(r"(?:os error|errno) (\d+)", str(error), re.IGNORECASE)
     return int(found[1]) if found else None
 

@@ -80,8 +80,16 @@ class Index:
         return {path: problem for path, problem in problems.items() if problem}
 
     def versions(self) -> list[int]:
-        """Return the numbers of all versions, oldest first."""
-        return sorted(self._manifests())
+        """Return the numbers of all committed versions, oldest first."""
+        return [version for version, path in sorted(self._manifests().items()) if self._is_committed(version, path)]
+
+    def _is_committed(self, version: int, path: Path) -> bool:
+        """Return True if all files of a version reached the disk. Its manifest `path` gets a checksum once they have. An
+        earlier release wrote none: if no version has one, all are committed, except version 1 if no run has finished.
+        """
+        checked = [name for name in self.checksums.known() if name.startswith(f"{self.path.name}/_versions/")]
+        finished = (self.path.parent / "manifest.json").exists()
+        return self._name(path) in checked if checked else version > 1 or finished
 
     def record_checksums(self) -> None:
         """Record the checksums of all files of the dataset that have none. Raises OSError if such a file cannot be
@@ -142,25 +150,26 @@ class Index:
         """Return the rows of the newest version that can be read. The run that wrote it need not have finished. If no version
         can be read, return an empty table.
         """
-        for version in sorted(self._manifests(), reverse=True):
+        for version in reversed(self.versions()):
             with suppress(DamageError):  # or a writer has just deleted the version
                 return self.read(version)
         return self.schema.empty_table()
 
     def recover(self) -> tuple[int, pa.Table]:
-        """Delete all versions that are newer than the newest readable one. Return the number of that version and its rows. If
-        no version can be read, delete the dataset and return 0 and an empty table.
+        """Delete all versions that are newer than the newest readable committed one. Return the number of that version and
+        its rows. If no version can be read, delete the dataset and return 0 and an empty table.
         """
         for version, path in sorted(self._manifests().items(), reverse=True):
-            try:
-                return version, self.read(version)
-            except DamageError:
-                with path.open("rb"):  # raises where the file may not be opened, which is no damage
-                    pass
-                path.unlink()
-                self.checksums.forget([self._name(path)])  # another version may get the number
-                self._hint().unlink(missing_ok=True)
-                sync(path.parent)
+            if self._is_committed(version, path):
+                try:
+                    return version, self.read(version)
+                except DamageError:
+                    with path.open("rb"):  # raises where the file may not be opened, which is no damage
+                        pass
+            path.unlink()
+            self.checksums.forget([self._name(path)])  # another version may get the number
+            self._hint().unlink(missing_ok=True)
+            sync(path.parent)
         if self.path.exists():
             shutil.rmtree(self.path)
             sync(self.path.parent)

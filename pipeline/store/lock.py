@@ -1,32 +1,37 @@
-"""One writer per table: a lock file that names its holder. The system releases the lock when the process ends."""
+"""Lock files: one process at a time writes a table, or the texts of the user. The system frees the lock of an ended process."""
 
 from __future__ import annotations
 
 import datetime
 import fcntl
 import json
+import math
 import os
 import platform
 import shlex
 import sys
+import time
 from pathlib import Path
 from types import TracebackType
+
+PATIENCE = 10.0  # seconds that one writer of texts waits for another, which usually takes milliseconds
+LOOK_SECONDS = 0.02  # between two attempts
 
 
 class Lock:
     """An exclusive lock, used as `with Lock(path): ...`. One process at a time can hold it. `path` is the lock file, which is
     created if needed. If the process is killed, the system releases the lock. Raises ValueError if another process holds the
-    lock. The message says which one.
+    lock and does not release it within `patience` seconds. The message says which one.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, patience: float = 0.0) -> None:
+        self.path, self.attempts = path, 1 + math.ceil(patience / LOOK_SECONDS)
         self._handle: int | None = None
 
     def __enter__(self) -> Lock:
         handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._take(handle)
             os.ftruncate(handle, 0)
             os.write(handle, json.dumps(_this_process()).encode())
         except BlockingIOError:
@@ -39,11 +44,33 @@ class Lock:
         self._handle = handle
         return self
 
+    def _take(self, handle: int) -> None:
+        """Lock the open file `handle`. Raises BlockingIOError if another process holds the lock at every attempt."""
+        for left in reversed(range(self.attempts)):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not left:
+                    raise
+                time.sleep(LOOK_SECONDS)
+            else:
+                return
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         # The file is never deleted: after a deletion, two processes could each lock a file of that name.
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
+
+
+def texts_lock(project: Path) -> Lock:
+    """Return the lock for a change of the user's texts, such as captions and caption files. It belongs to the folder
+    `project`. A process holds it while it reads the texts and writes new ones. Another process waits for it, at most 10
+    seconds.
+    """
+    tables = project / "tables"
+    tables.mkdir(exist_ok=True)
+    return Lock(tables / "texts.lock", PATIENCE)
 
 
 def lock_holder(path: Path) -> str:

@@ -16,6 +16,7 @@ from pipeline.store.shards import (
     read_shard_index,
     read_shard_rows,
     shard_damage,
+    shard_files,
     shard_number,
     tensor_bytes,
     tensor_ends,
@@ -35,7 +36,7 @@ def reconcile(rows: pa.Table, shards: Path, schema: TableSchema, problem: Callab
     """
     ends = rows.select(["shard"]).append_column("end", tensor_ends(rows, schema))
     known = {row["shard"]: row["end_max"] for row in ends.group_by("shard").aggregate([("end", "max")]).to_pylist()}
-    present = sorted((path.name for path in shards.glob("*.arrow")), key=shard_number)
+    present = sorted((path.name for path in shard_files(shards)), key=shard_number)
     damaged = {name for name in [*known, *present] if shard_damage(shards / name, known.get(name, 0))}
     for name in damaged:
         (shards / name).unlink(missing_ok=True)
@@ -102,7 +103,7 @@ def _sparse_shards(rows: pa.Table, shards: Path, schema: TableSchema) -> list[Pa
     used = _used_bytes(rows, schema)
     finished = not rows["live"].null_count
     sparse = []
-    for path in sorted(shards.glob("*.arrow")):
+    for path in shard_files(shards):
         twice = 2 * used.get(path.name, 0)
         if path.name not in used or (finished and twice < path.stat().st_size and twice < _all_tensor_bytes(path, schema)):
             sparse.append(path)

@@ -35,6 +35,13 @@ def shards_folder(table: Path) -> Path:
     return folder if folder.exists() else next((path for path in old if path.is_dir()), folder)
 
 
+def shard_files(folder: Path) -> list[Path]:
+    """Return the paths of the shards (Arrow files with tensors) in `folder`, sorted by name. Temporary folders of killed
+    processes are left out, although their names end as those of shards do.
+    """
+    return sorted(folder.glob("[!.]*.arrow"))
+
+
 def shard_number(name: str) -> int:
     """Return the number at the start of a shard's file name, such as 12 for "00000012-ab.arrow"; 0 if the name starts with no
     number.
@@ -47,7 +54,7 @@ def next_shard_number(folder: Path) -> int:
     """Return the number for the next shard in `folder`. A shard is a file with rows of a table. The result is one more
     than the largest number there. In an empty folder, it is 1.
     """
-    return 1 + max((shard_number(path.name) for path in folder.glob("*.arrow")), default=0)
+    return 1 + max((shard_number(path.name) for path in shard_files(folder)), default=0)
 
 
 def write_shard(folder: Path, number: int, rows: pa.Table, schema: TableSchema) -> pa.Table:

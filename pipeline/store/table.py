@@ -26,7 +26,7 @@ from pipeline.store.index import LIVE, DamageError, Index
 from pipeline.store.reader import ShardReader
 from pipeline.store.repair import damaged_shards, reclaimable_bytes
 from pipeline.store.rows import newest_per_key
-from pipeline.store.shards import shards_folder
+from pipeline.store.shards import shard_files, shards_folder
 from schemas.renames import FOLDERS
 from schemas.table import TableSchema
 
@@ -213,12 +213,35 @@ class TableFolder:
 
     def reclaimable_bytes(self) -> int:
         """Estimate how many bytes of disk `Writer.collect` would free. `Writer.collect` removes unused rows from the
-        shards (Arrow files with tensors). Return 0 if the table has no tensors or no run has finished.
+        shards (Arrow files with tensors), and artifacts that no other row names. Return 0 if no run has finished.
         """
         rows = self.with_files(self.index.read_newest())
-        if not self.exists or not self.schema.tensors or not rows.num_rows:
+        if not self.exists:
             return 0
-        return reclaimable_bytes(rows.filter(pc.fill_null(rows["live"], True)), self.shards, self.schema)
+        kept = rows.filter(pc.fill_null(rows["live"], True))
+        unnamed = sum(map(size_of, self.unnamed_files(kept, rows)))
+        if not self.schema.tensors or not rows.num_rows:
+            return unnamed
+        return reclaimable_bytes(kept, self.shards, self.schema)
+
+    def unnamed_files(self, rows: pa.Table, all_rows: pa.Table) -> list[Path]:
+        """Return the paths of the artifacts that no row of `rows` names. Only the folders that hold artifacts of
+        `all_rows` are searched, without the folder `artifacts` itself. A killed process can leave such a file, and so
+        does a row that is deleted. Return an empty list if rows of the table have no artifacts.
+        """
+        if not self.schema.artifact:
+            return []
+        root = self.folder / "artifacts"
+        folders = {(root / name).parent for name in all_rows[self.schema.artifact].to_pylist()} - {root}
+        named = {root / name for name in rows[self.schema.artifact].to_pylist()}
+        return sorted(path for folder in folders for path in folder.glob("[!.]*") if path not in named)
+
+    def delete_files(self, paths: Iterable[Path]) -> None:
+        """Delete files of the table and their checksums. The caller must hold the table's lock."""
+        gone = list(paths)
+        for path in gone:
+            path.unlink(missing_ok=True)
+        self.checksums.forget(map(self._name, gone))
 
     def tensors(self, version: int | None = None) -> ShardReader:
         """Return a reader of the tensors of the rows that `rows(version)` returns. `version` None means the last
@@ -234,7 +257,7 @@ class TableFolder:
         table's folder.
         """
         manifest = self.manifest() if self.exists else {}
-        shards = [path.stat().st_size for path in self.shards.glob("*.arrow")]
+        shards = [path.stat().st_size for path in shard_files(self.shards)]
         return {
             "rows": manifest.get("rows", 0),
             "dead": manifest.get("dead", 0),

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from pipeline.store.index import DamageError
 from pipeline.store.repair import row_checksums
-from pipeline.store.shards import shard_damage
+from pipeline.store.shards import shard_damage, shard_files
 from pipeline.store.table import TableFolder
 
 
@@ -64,7 +64,7 @@ def _examine_shards(table: TableFolder, rows: pa.Table) -> Iterator[Damage]:
     are listed. If the damage is of another kind, such as a missing file, all rows of the shard are listed.
     """
     schema, key = table.schema, table.schema.key[0]
-    names = dict.fromkeys([*rows["shard"].to_pylist(), *sorted(path.name for path in table.shards.glob("*.arrow"))])
+    names = dict.fromkeys([*rows["shard"].to_pylist(), *(path.name for path in shard_files(table.shards))])
     for name in names:
         path, file = table.shards / name, f"{table.shards.name}/{name}"
         own = rows.filter(pa.array([shard == name for shard in rows["shard"].to_pylist()], pa.bool_()))

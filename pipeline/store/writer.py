@@ -26,7 +26,7 @@ from pipeline.store.index import LIVE
 from pipeline.store.lock import Lock
 from pipeline.store.repair import fill_checksums, reconcile, repack
 from pipeline.store.rows import conform, matches, newest_per_key
-from pipeline.store.shards import SHARD_BYTES, next_shard_number, rows_per_shard, write_shard
+from pipeline.store.shards import SHARD_BYTES, next_shard_number, rows_per_shard, shard_files, write_shard
 from pipeline.store.table import TableFolder, manifest_checksum
 
 FLUSH_SECONDS = 30.0  # rows are committed at least this often, so a kill loses no more work
@@ -168,16 +168,16 @@ class Writer:
             return self._publish(facts)
 
     def collect(self) -> int:
-        """Delete the rows that the last finished run did not want. Also rewrite shards (Arrow files with tensors) that are
-        mostly unused. Return how many bytes were freed. Rows of an unfinished run are kept. If no run has finished yet,
-        nothing is deleted.
+        """Delete the rows that the last finished run did not want, and the files that no other row names. Also rewrite
+        shards (Arrow files with tensors) that are mostly unused. Return how many bytes were freed. Rows of an unfinished
+        run are kept. If no run has finished yet, nothing is deleted.
         """
         self.flush()
         if not self.table.exists:
             return 0
         before = size_of(self.table.folder)
         with self._disk_errors():
-            rows = self._rows.filter(pc.fill_null(self._rows["live"], True))
+            rows = (all_rows := self._rows).filter(pc.fill_null(self._rows["live"], True))
             obsolete: list[Path] = []
             if self.schema.tensors:
                 rows, obsolete = repack(rows, self.table.shards, self.schema, self._shard_bytes)
@@ -189,6 +189,7 @@ class Writer:
                 path.unlink()
             if obsolete:
                 sync(self.table.shards)
+            self.table.delete_files(self.table.unnamed_files(rows, all_rows))
         return max(0, before - size_of(self.table.folder))
 
     def _commit(self) -> None:
@@ -279,7 +280,7 @@ class Writer:
                 self._replace(fill_checksums(self._rows, self.table.shards, self.schema))
                 if self.table.exists and not self._rows["live"].null_count:  # no run is unfinished
                     self._publish(self.table.manifest()["facts"])
-            self.table.record_files([*self.table.shards.glob("*.arrow"), *(self.table.folder / "artifacts").rglob("*")])
+            self.table.record_files([*shard_files(self.table.shards), *(self.table.folder / "artifacts").rglob("*")])
             self.table.index.record_checksums()
 
     def remove(self, files: Iterable[str], keys: Collection[str]) -> None:

@@ -32,5 +32,11 @@ CAPTIONS = TableSchema(
         ),
         column("template", pa.string(), "template that the text was made with; null if no template was applied", later=True),
         column("reason", pa.string(), "why captions.template was changed; null if it was applied as it is", later=True),
+        column(
+            "weight",
+            pa.float64(),
+            "draws of the text relative to the image's other captions ([captions] weights); null: as often as each of them",
+            later=True,
+        ),
     ),
 )

@@ -1,8 +1,9 @@
 """Scaled dot-product attention with a gradient that keeps no (query rows x key rows) matrix.
 
-MLX has a fused gradient on CUDA alone, in half precision, for a number of query rows that is a multiple of 128. Elsewhere it
-keeps the probabilities of every attention until the backward pass. So on CUDA the queries are padded with rows that are
-discarded, which does not change the others. Without a fused gradient, attention runs chunk by chunk of query rows, and each
+MLX has a fused gradient on CUDA, in half precision, for a number of query rows that is a multiple of 128. There the queries are
+padded with rows that are discarded, which does not change the others. On Metal newer versions compute the gradient in blocks; a
+small gradient shows whether this one does. Elsewhere MLX keeps the probabilities of every attention until the backward pass.
+Without a fused or blocked gradient, attention runs chunk by chunk of query rows, and each
 chunk's probabilities are computed again for the gradient, with one chunk in memory at a time.
 
 B batch, H heads, L query rows, S key rows, K head width, C query rows of a chunk.
@@ -10,15 +11,18 @@ B batch, H heads, L query rows, S key rows, K head width, C query rows of a chun
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
 import mlx.core as mx
 
+from stages import kernels
 from stages.models.elementwise import slow_exp, softmax
 
 FUSED_ROWS = 128  # the fused gradient needs a multiple of this many query rows
 METAL_WIDTHS = (64, 72, 80, 96, 128)  # head widths of the fused forward kernel on Metal
+PROBE = 8, 1536  # heads and query rows of the small gradient that shows whether MLX keeps scores
 CHUNK_BYTES = 256 << 20  # of one chunk's (batch, heads, chunk rows, key rows) matrix; large enough to keep a GPU busy
 
 
@@ -35,6 +39,8 @@ def attention(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float
         q_BHLK = mx.pad(q_BHLK, [(0, 0), (0, 0), (0, -L % FUSED_ROWS), (0, 0)]) if L % FUSED_ROWS else q_BHLK
         y_BHLK = mx.fast.scaled_dot_product_attention(q_BHLK, k_BHSK, v_BHSK, scale=scale)
         return one_layout(y_BHLK[:, :, :L])
+    if mask is None and blocked_gradient(q_BHLK):
+        return divided(q_BHLK, k_BHSK, v_BHSK, scale)
     if mask is None and chunk_rows(q_BHLK, k_BHSK) < L:
         return chunked(q_BHLK, k_BHSK, v_BHSK, scale)
     if mask is None and slow_exp(q_BHLK):
@@ -103,6 +109,41 @@ def fused_gradient(q_BHLK: mx.array) -> bool:
     """
     on = mx.cuda.is_available() and mx.default_device() == mx.gpu and os.environ.get("MLX_CUDA_USE_CUDNN_SDPA", "1") != "0"
     return on and q_BHLK.dtype in (mx.bfloat16, mx.float16) and q_BHLK.shape[-1] <= 128 and q_BHLK.shape[-1] % 8 == 0
+
+
+def blocked_gradient(q_BHLK: mx.array) -> bool:
+    """Return True if Metal computes the gradient of attention in blocks for these queries, without keeping all attention
+    scores. Only newer versions of MLX do. `q_BHLK` is `(batch, heads, query rows, width)`.
+
+    The first call on Metal computes a small gradient. Call it before a function is traced.
+    """
+    metal = mx.metal.is_available() and mx.default_device() == mx.gpu and q_BHLK.shape[-1] in METAL_WIDTHS
+    return metal and not keeps_scores(q_BHLK.dtype, q_BHLK.shape[-1])
+
+
+@functools.cache
+def keeps_scores(dtype: mx.Dtype, width: int) -> bool:
+    """Return True if MLX's own gradient of attention keeps the matrix of attention scores. `width` is that of a head. A small
+    gradient is computed once, and its peak memory decides.
+    """
+    q_BHLK = mx.random.normal((1, *PROBE, width)).astype(dtype)
+    mx.eval(q_BHLK)
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    gradient = mx.grad(lambda q: mx.fast.scaled_dot_product_attention(q, q, q, scale=0.1).astype(mx.float32).sum())
+    mx.eval(gradient(q_BHLK))
+    heads, rows = PROBE
+    return mx.get_peak_memory() - held > heads * rows * rows * dtype.size
+
+
+def divided(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float) -> mx.array:
+    """Return softmax(scale q k^T) v by MLX's own attention and its gradient, for some query rows at a time. On Metal, each
+    kernel stays below the limit of one kernel. Shapes are those of `attention`.
+    """
+    B, H, L, K = q_BHLK.shape
+    some = kernels.slices(L, kernels.most_items(2 * B * H * kernels.product_flop(1, K, k_BHSK.shape[2])))
+    parts = [mx.fast.scaled_dot_product_attention(q_BHLK[:, :, rows], k_BHSK, v_BHSK, scale=scale) for rows in some]
+    return mx.concatenate(parts, axis=2) if len(parts) > 1 else parts[0]
 
 
 def fused_forward(q_BHLK: mx.array) -> bool:

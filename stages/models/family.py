@@ -4,6 +4,7 @@ the family's name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -71,6 +72,10 @@ class ModelFamily:
         folder = self.folders[component]
         return [f"{folder}/{pattern}" if folder else pattern for pattern in self.files[component]]
 
+    def component_bytes(self) -> dict[str, int]:
+        """Return the size in bytes of each component whose shapes are known without its files. The base class knows none."""
+        return {}
+
     @property
     def source(self) -> str:
         """Return a text for messages that says where the family's weights come from by default. It is a hub id, a
@@ -115,6 +120,20 @@ class Family(ModelFamily):
     distilled: bool = False  # made to draw in few steps; a LoRA is better trained on the base model
     guidance: float = 4.0  # default when drawing
     sampling_steps: int = 50  # default number of denoising steps
+
+    def component_bytes(self) -> dict[str, int]:
+        """Return the size in bytes of the transformer, the autoencoder and the text encoder, by component. It is computed
+        from the shapes of all weights. A text encoder that the program cannot use is left out.
+
+        Values of the autoencoder count 4 bytes, all others 2 bytes.
+        """
+        architecture = self.architecture
+        sizes = {"transformer": 2 * sum(map(math.prod, architecture.transformer_config(None, self).shapes().values()))}
+        sizes["autoencoder"] = architecture.autoencoder_bytes(None, self, 256, 256, 4, True)[0]
+        if "text_encoder" not in self.unsupported:
+            encoder: Any = architecture.text_encoder_sizes(None, self)
+            sizes["text_encoder"] = 2 * sum(map(math.prod, encoder.shapes(encoder.num_hidden_layers).values()))
+        return sizes
 
     @property
     def architecture(self) -> Architecture:

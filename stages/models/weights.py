@@ -18,6 +18,7 @@ import numpy as np
 from stages.models import gguf
 from stages.models.folders import read_config
 from stages.models.packed import FP8, is_packed, unpack
+from stages.models.reading import evaluate_each
 from stages.untrusted import open_regular, parse_json, read_json
 
 Arrays = dict[str, mx.array]
@@ -25,7 +26,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 NAMED = 3  # keys that a message names; it counts the rest
 MAX_HEADER = 100_000_000  # bytes; the limit of the format
-STRETCH = 1 << 22  # values that are checked at once, so that the check takes little memory
 # Integers and U8 occur in buffers, never in weights; U32 in layers that MLX has quantised.
 DTYPES = ("BF16", "F16", "F32", "I64", "I32", "U8", "BOOL", "U32", *FP8)
 NUMPY = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "I64": "<i8", "I32": "<i4", "BOOL": "?", "U32": "<u4"}  # others are bytes
@@ -269,42 +269,6 @@ def check_shapes(arrays: Arrays, shapes: Shapes, where: Path) -> None:
     ]
     if wrong:
         raise ValueError(f"{where} is of another size: {_first(wrong)}")
-
-
-def evaluate_each(arrays: Arrays, dtype: Any, arrange: Callable[[str, mx.array], mx.array] | None) -> Arrays:
-    """Read the tensors of `arrays` one by one, and return them as a dict from name to array. `arrays` maps names to
-    tensors, and it is emptied. `dtype` is a dtype, a function from name to dtype, or None for no cast. Only
-    floating-point tensors are cast. `arrange(name, array)` returns the array that replaces a tensor. Raises ValueError
-    if a value is infinite or NaN.
-
-    If `arrange` is None, no tensor is replaced. A tensor is taken out of `arrays` before it is cast, so that its memory
-    is freed afterwards.
-    """
-    done: Arrays = {}
-    for key in list(arrays):
-        value = arrays.pop(key)
-        wanted = dtype(key) if callable(dtype) else dtype
-        if wanted is not None and mx.issubdtype(value.dtype, mx.floating):
-            value = value.astype(wanted)
-        check_finite(key, value)
-        if arrange:
-            value = arrange(key, value)
-        mx.eval(value)
-        done[key] = value
-    return done
-
-
-def check_finite(name: str, value: mx.array) -> None:
-    """Raise ValueError if a floating-point tensor contains infinity or NaN. `value` is the tensor. `name` is its name
-    and appears in the message. Other dtypes are not checked.
-    """
-    if not mx.issubdtype(value.dtype, mx.floating):
-        return
-    mx.eval(value)
-    flat = value.reshape(-1)
-    for start in range(0, flat.size, STRETCH):
-        if not mx.isfinite(flat[start : start + STRETCH]).all().item():
-            raise ValueError(f"{name} has values that are infinite or not a number: the weights are damaged; fetch them again")
 
 
 def _first(names: Iterable[str]) -> str:

@@ -10,17 +10,18 @@ import mlx.core as mx
 
 from stages.models import adapters
 from stages.models.weights import read_file
-from stages.tuner.adapters import full, lora
+from stages.tuner.adapters import dora, full, lora
 from stages.tuner.adapters.merge import check_shapes, merge
 
 Arrays = dict[str, mx.array]
 
 
-def read_adapter(path: Path, linears: Mapping[str, tuple[int, int]]) -> tuple[Arrays, dict[str, float]]:
+def read_adapter(path: Path, linears: Mapping[str, tuple[int, int]], strength: float = 1.0) -> tuple[Arrays, dict[str, float]]:
     """Read the adapter file `path`, and return `(arrays, scales)`. `arrays` maps names to the adapter's arrays in
     float32. `scales` maps the name of each Linear to the factor of its update. `linears` maps the names of the model's
-    Linears to `(outputs, inputs)`. Raises ValueError if an array is missing or not finite. Raises it too if the model
-    lacks a Linear of the adapter, or has it with another shape.
+    Linears to `(outputs, inputs)`. `strength` multiplies the scales: 1 is the whole change. Raises ValueError if an
+    array is missing or not finite. Raises it too if the model lacks a Linear of the adapter, or has it with another
+    shape. Raises it for a DoRA if `strength` is not 1.
     """
     arrays, metadata = read_file(path)
     arrays = {name: value.astype(mx.float32) for name, value in arrays.items()}
@@ -34,7 +35,9 @@ def read_adapter(path: Path, linears: Mapping[str, tuple[int, int]]) -> tuple[Ar
         raise ValueError(f"{path}: {error}") from None
     if name := adapters.first_not_finite(arrays):
         raise ValueError(f"{path}: {name} holds values that are not finite; choose an earlier checkpoint")
-    return arrays, scales
+    if strength != 1 and any(name.endswith(dora.MAGNITUDE) for name in arrays):
+        raise ValueError(f"vectors.strength must be 1 for an adapter with DoRA, got {strength:g}: its change has no scale")
+    return arrays, {name: strength * scale for name, scale in scales.items()}
 
 
 def _scales(metadata: Mapping[str, str], arrays: Arrays, linears: list[str]) -> dict[str, float]:

@@ -87,13 +87,15 @@ def load_encoder(
     *,
     precision: str = "float32",
     query_tokens: int = 32,
+    strength: float = 1.0,
 ) -> Encoder:
     """Load a text encoder from the folder `weights`. `tokenizer` is the folder of the tokenizer, or None to encode only
     token ids. `family` describes the encoder's architecture. `adapter` is a trained adapter file, or None for the base
     model alone. `precision` is the dtype to compute in, "float32" or "bfloat16". Queries are cut to `query_tokens`
-    tokens. Raises ValueError if a file is missing or damaged, or if the adapter belongs to another model.
+    tokens. `strength` is the share of the adapter's change that is used.
+    Raises ValueError if a file is missing or damaged, or if the adapter belongs to another model.
     """
     model = family.architecture.load_encoder(weights, getattr(mx, precision), family.head_seed)
-    arrays, scales = read_adapter(adapter, model.linears()) if adapter else ({}, {})
+    arrays, scales = read_adapter(adapter, model.linears(), strength) if adapter else ({}, {})
     found = TextTokenizer(tokenizer, lower_case=family.lower_case) if tokenizer else None
     return Encoder(model, arrays, scales, found, query_tokens)

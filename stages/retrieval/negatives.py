@@ -45,6 +45,7 @@ class NegativesConfig:
         "",
         'what ranks the documents: empty for full-text search, "base" for the untuned encoder, or the adapter file of an earlier '
         "run, relative to the project; an encoder reads every document again, which takes as long as the stage vectors",
+        path=True,
     )
     count: int = setting(4, "hard negatives per pair; fewer if search finds fewer; 0: none")
     skip: int = setting(0, "best documents that are passed over, since some of them may answer the query too")
@@ -103,6 +104,12 @@ def _adapter(ctx: StageContext) -> Path | None:
     if not (file := ctx.root / name).is_file():
         raise ValueError(f'negatives.encoder must be "", "base" or an adapter file, got {name}: there is no file {file}')
     return Path(file)
+
+
+def opened_files(ctx: StageContext) -> Iterator[Path]:
+    """Yield the path of the adapter file that the setting [negatives] `encoder` names, if it names one."""
+    if file := _adapter(ctx):
+        yield file
 
 
 def _digest(text: str) -> str:
@@ -257,5 +264,7 @@ STAGE = Stage(
     wants=wanted_negatives,
     run=find_negatives,
     snapshot=snapshot,
+    opens=opened_files,
+    model=lambda config: bool(config.encoder),
     version=2,  # documents of held-out pairs are no negatives
 )

@@ -108,4 +108,5 @@ STAGE = Stage(
     needs=("family", "tokenizer"),
     wants=wanted_tokens,
     run=encode_tokens,
+    model=lambda config: False,
 )

@@ -36,10 +36,14 @@ class VectorsConfig:
     precision: Literal["float32", "bfloat16"] = setting(
         "float32", "dtype that the encoder computes in: bfloat16 is faster on a GPU, float32 far faster on a CPU"
     )
+    strength: float = setting(
+        1.0, "share of the adapter's change that is used, 0 to 1; a part can find more in unseen code", unrecorded=(1.0,)
+    )
     base: bool = selects(True, "also encode with the untuned base, so that the evaluation compares the tuned encoder with it")
     batch_size: int = runtime(64, "texts per record batch, which a kill can lose; texts are encoded one by one")
 
     def __post_init__(self) -> None:
+        require(self, "strength", 0, 1)
         require(self, "batch_size", 1)
 
 
@@ -98,7 +102,9 @@ def _encoded(ctx: StageContext, pending: list[Row], adapter: Path | None) -> Ite
     from stages.retrieval.encoder import load_encoder
 
     tokens = ctx.tensors(TOKENS)
-    encoder = load_encoder(ctx.need("encoder"), None, ctx.need("family"), adapter, precision=ctx.config.precision)
+    config = ctx.config
+    more = {"precision": config.precision, "strength": config.strength}
+    encoder = load_encoder(ctx.need("encoder"), None, ctx.need("family"), adapter, **more)
     try:
         for start in range(0, len(pending), ctx.config.batch_size):
             if ctx.stop():

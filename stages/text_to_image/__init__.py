@@ -38,7 +38,7 @@ PIPELINE = Pipeline(
     template="stages.text_to_image.template:TEMPLATE",
     commands={
         name: f"pipeline.commands.{name}:command"
-        for name in ("export", "publish", "replay", "segments", "memory", "evaluate", "lint", "captions")
+        for name in ("export", "publish", "replay", "segments", "memory", "evaluate", "lint", "captions", "crops")
     }
     | {"generate": "pipeline.commands.generated:command"}
     | {name: f"pipeline.commands.combine:{name}_command" for name in ("merge", "resize", "extract")},

@@ -9,10 +9,10 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.hashing import file_sha256
 from stages.models.family import Family
 from stages.models.folders import read_config
 from stages.models.protocols import Transformer
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 FOLDER = "weights/converted"  # below the project; its files may be deleted at any time
-FORM = 1  # raised when a copy is written in another way
+FORM = 2  # raised when a copy is written in another way
 ROOM = 1.1  # free space that a copy needs, relative to its size
 PARTS = QuantizedWeight._fields
+PART = 16 << 20  # bytes of a part of a file that has a digest of its own
+THREADS = min(16, os.cpu_count() or 1)
 
 
 def load_transformer(
@@ -49,9 +51,8 @@ def load_transformer(
     pack = packing(architecture, packed) if packed else None
     if folder is None:
         return architecture.load_transformer(path, family, dtype, pack)
-    file = folder / f"{_key(path, family, dtype, packed)}.safetensors"
-    if weights := _read(file, say):
-        return architecture.build_transformer(architecture.transformer_config(path, family), weights)
+    if found := load_copy(family, path, dtype, packed, folder, say):
+        return found
     kept: dict[str, Any] = {}
 
     def keep(name: str, weight: mx.array) -> Any:
@@ -59,8 +60,29 @@ def load_transformer(
         return kept[name]
 
     model = architecture.load_transformer(path, family, dtype, keep)
-    _write(file, kept, say)
+    _write(_copy_file(folder, path, family, dtype, packed), kept, say)
     return model
+
+
+def load_copy(
+    family: Family,
+    path: Path,
+    dtype: mx.Dtype,
+    packed: Packed | None,
+    folder: Path,
+    say: Callable[[str], None] = lambda line: None,
+) -> Transformer | None:
+    """Load a transformer from its converted copy in `folder`, and return it. Return None if there is no copy. A damaged
+    copy is deleted, and None is returned. The other arguments are those of `load_transformer`.
+    """
+    weights = _read(_copy_file(folder, path, family, dtype, packed), say)
+    if weights is None:
+        return None
+    return family.architecture.build_transformer(family.architecture.transformer_config(path, family), weights)
+
+
+def _copy_file(folder: Path, path: Path, family: Family, dtype: mx.Dtype, packed: Packed | None) -> Path:
+    return folder / f"{_key(path, family, dtype, packed)}.safetensors"
 
 
 def _key(path: Path, family: Family, dtype: mx.Dtype, packed: Packed | None) -> str:
@@ -80,21 +102,42 @@ def _digest_file(file: Path) -> Path:
     return file.with_suffix(".sha256")
 
 
+def _digest(file: Path) -> str:
+    """Return a digest of a file's bytes, as 64 hex digits. It is the sha256 of the sha256 digests of its parts. Several
+    threads compute them, as one thread takes longer than reading the file.
+    """
+
+    def part(start: int) -> bytes:
+        return hashlib.sha256(os.pread(opened.fileno(), PART, start)).digest()
+
+    with file.open("rb") as opened, ThreadPoolExecutor(THREADS) as pool:
+        parts = pool.map(part, range(0, os.fstat(opened.fileno()).st_size, PART))
+        return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
 def _read(file: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
     """Return the weights in a converted copy, as a dict by name. `file` is the copy. If there is no copy, return None.
     If the copy is damaged, delete it, tell the user with `say`, and return None.
     """
     if not file.is_file() or not _digest_file(file).is_file():
         return None
-    if file_sha256(file) != _digest_file(file).read_text().strip():
+    import mlx.core as mx
+
+    from stages.models.weights import read_file
+
+    with ThreadPoolExecutor(1) as pool:
+        digest = pool.submit(_digest, file)
+        try:
+            arrays, _ = read_file(file)
+            mx.eval(arrays)  # while the digest is computed: both read the whole file
+        except (ValueError, RuntimeError):
+            arrays = {}
+    if not arrays or digest.result() != _digest_file(file).read_text().strip():
         say(f"the converted copy {file.name} is damaged; it is made again")
         file.unlink()
         return None
-    import mlx.core as mx
-
-    arrays: Any = mx.load(str(file))
     packed = {name.rpartition(":")[0] for name in arrays if ":" in name}
-    found = {name: value for name, value in arrays.items() if ":" not in name}
+    found: dict[str, Any] = {name: value for name, value in arrays.items() if ":" not in name}
     return found | {name: QuantizedWeight(*(arrays[f"{name}:{part}"] for part in PARTS)) for name in packed}
 
 
@@ -121,7 +164,7 @@ def _write(file: Path, weights: Mapping[str, Any], say: Callable[[str], None]) -
         mx.save_safetensors(str(temporary), arrays)
         with temporary.open("rb") as opened:
             os.fsync(opened.fileno())
-        digest = file_sha256(temporary)
+        digest = _digest(temporary)
         temporary.replace(file)
         _digest_file(file).write_text(digest)
         say(f"a converted copy of {size / 1e9:.3g} GB is kept in {file.parent}; later runs load it")

@@ -78,8 +78,7 @@ left join (
 ) as file using (image_id)
 left join latents using (latent_id)
 left join buckets on buckets.rejected is null and latents.image_id = buckets.image_id and latents.width = buckets.width
-    and latents.height = buckets.height and latents.crop_x = buckets.crop_x and latents.crop_y = buckets.crop_y
-    and latents.crop_w = buckets.crop_w and latents.crop_h = buckets.crop_h
+    and latents.height = buckets.height
 left join (select caption_id, min(text) as text from captions group by caption_id) as words
     on words.caption_id = train.caption_id
 """,

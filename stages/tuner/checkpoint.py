@@ -83,9 +83,11 @@ def find_checkpoints(artifacts: Path) -> list[Checkpoint]:
     """
     found = []
     for path in artifacts.glob(f"{FOLDER}/step-*/{STATE}"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged, or not written by this program
+        # The file may be damaged, or written by another program.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             state = json.loads(path.read_text())
-            found.append(Checkpoint(int(state["step"]), path.parent, {**state, "files": dict(state["files"])}))
+            files = {n: {"bytes": int(each["bytes"]), "sha256": str(each["sha256"])} for n, each in state["files"].items()}
+            found.append(Checkpoint(int(state["step"]), path.parent, {**state, "files": files}))
     return sorted(found, key=lambda c: -c.step)
 
 

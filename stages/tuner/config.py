@@ -130,7 +130,7 @@ class TrainingConfig:
     rslora: bool = setting(False, "scale by alpha / sqrt(rank): for ranks of 64 and more")
     factor: int | None = setting(None, "lokr: the smaller side of the product; unset: near the root", bounds=(1, 65536))
     initial: str = setting(
-        "", "start from this adapter: a safetensors file, written by training or by export; relative to the project"
+        "", "start from this adapter: a safetensors file, written by training or by export; relative to the project", path=True
     )
     targets: tuple[str, ...] = setting(
         ("*",), 'which Linears of the blocks get an adapter, by wildcards: "attn.to_q", "*.0.attn.*"; "*": all'
@@ -165,7 +165,8 @@ class TrainingConfig:
     )
     micro_batch: Literal["auto"] | int | None = runtime(
         None,
-        "samples of a batch computed at once; auto: as many as fit. The gradient is the same up to rounding",
+        "samples of a batch computed at once; auto: as many as fit; unset: all, but on a Mac's GPU one from 768 px. The "
+        "gradient is the same up to rounding",
         bounds=(1, 1024),
     )
     data_parallel: int | None = runtime(

@@ -88,9 +88,8 @@ def validation_of(task: Task[Any, Any]) -> Validation:
 
 
 def load_training(task: Task[Any, Any], start: Checkpoint | None, plan: MemoryPlan | None = None) -> TrainingStep:
-    """Load the model and build the training step for `task`. The adapter and the optimizer's state come from the checkpoint
-    `start`. If `start` is None, training begins at step 0. `plan` is the memory plan. If `plan` is None, every step is computed
-    as one graph, without a memory limit. Raises ValueError if the adapter of [train] `initial` does not fit the model.
+    """Load the model and build the training step for `task`, from the checkpoint `start`, or anew if it is None. `plan` is the
+    memory plan. If it is None, a step is one graph without a memory limit. Raises ValueError if [train] `initial` does not fit.
     """
     initial = None if start else task.initial_adapter()
     model = task.load_model()
@@ -99,7 +98,8 @@ def load_training(task: Task[Any, Any], start: Checkpoint | None, plan: MemoryPl
     state = start.arrays(checkpoint.OPTIMIZER) if start else None
     training = TrainingStep(model, task.objective, targets, task.config, adapter, state)
     if plan:
-        training.plan, training.max_tokens, training.live_bytes = plan.plan, plan.max_tokens, plan.live_bytes
+        training.plan, training.live_bytes = plan.plan, plan.live_bytes
+        training.max_tokens, training.max_samples = plan.max_tokens, plan.max_samples
     return training
 
 

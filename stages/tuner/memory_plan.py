@@ -32,13 +32,15 @@ class MemoryPlan:
     largest number of tokens in a micro-batch (samples computed at once), or None for no limit.
 
     Blocks that keep no activations are computed twice. `limit` is the memory that training may take, in bytes. While
-    `live_bytes` bytes or more are in use, MLX starts no further operation.
+    `live_bytes` bytes or more are in use, MLX starts no further operation. `max_samples` is the largest number of samples
+    in a micro-batch, or None for no limit.
     """
 
     plan: Plan
     max_tokens: int | None
     limit: int
     live_bytes: int
+    max_samples: int | None = None
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def plan_run(
     blocks = candidate.estimate.blocks
     say(f"plan {describe_plan(plan, blocks)}: estimated peak {candidate.needs / GB:.2g} GB of {limit / GB:.3g} GB")
     if config.micro_batch != "auto":
-        return MemoryPlan(plan, None, limit, live_bytes_limit(candidate.estimate, plan, limit))
+        return MemoryPlan(plan, None, limit, live_bytes_limit(candidate.estimate, plan, limit), config.micro_batch)
     return MemoryPlan(plan, saved_max_tokens(state) or candidate.samples * tokens, limit, limit)
 
 

@@ -79,9 +79,11 @@ def _recorded_metadata(checkpoints: list[Checkpoint]) -> dict[str, str]:
 
 
 def _recorded_adapter(artifacts: Path, step: int) -> str:
-    """Return the sha256 that the adapter of the checkpoint at `step` should have. `artifacts` is the folder of the
-    run's files. The sha256 is read from the checkpoint's record. If the record is missing, it is computed from the
-    adapter file, or from the adapter of the run. The result is "" if no such file belongs to this step.
+    """Return the sha256 that the adapter file of the checkpoint at `step` should have, or "" if it is unknown.
+    `artifacts` is the folder of the run's files. The sha256 is read from the checkpoint's record.
+
+    Without a record, the file in the checkpoint's own folder is hashed, or else the run's final adapter. A file of
+    another step is left out.
     """
     for saved in checkpoint.find_checkpoints(artifacts):
         if saved.step == step:

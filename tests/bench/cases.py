@@ -28,6 +28,7 @@ class Case:
     memory_limited: bool = False  # live memory is held near the plan's estimate, and command buffers are limited, as in training
     unfused: bool = False
     stream: bool = False  # the blocks' weights stay on disk and are read when they are needed, in training and drawing
+    exact: bool = False  # float32 products and convolutions in full, as the stage latents computes by default
     backend: str = "mlx"  # or "torch"
     kind: str = "train"  # one of KINDS
     dtype: str = "bfloat16"  # of the encoders; training uses bfloat16, and float32 on a CPU

@@ -6,7 +6,7 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,24 +85,44 @@ def measure_commits(rows: int, pixels: int) -> dict[str, Any]:
 def measure_workers(workers: int, count: int, seconds: float) -> dict[str, Any]:
     """Compute `count` units that only wait `seconds` each, on Ray workers of this machine. Returns units per second between the
     first and the last result, the speed relative to one worker without overhead, and the overhead of a unit in milliseconds.
+    `driver_cpu_ms` and `worker_cpu_ms` are the CPU times that a unit costs this process and its worker.
     """
     arrived: list[float] = []
+    used: list[tuple[float, float]] = []  # CPU seconds of this process and of the workers
+    processes: set[int] = set()
 
     def compute(ctx: StageContext) -> Iterator[pa.RecordBatch | Artifact]:
-        for item in ray_workers.compute(project, "waits", ctx):
+        for number, item in enumerate(ray_workers.compute(project, "waits", ctx), 1):
+            assert isinstance(item, pa.RecordBatch)
+            if len(processes) < workers:  # the time begins when every worker has shown its first result
+                processes.add(item["process"][0].as_py())
+                arrived.clear()
+                used[:] = [cpu_seconds(processes)]
             arrived.append(time.perf_counter())
+            if number == count:  # the workers end after it
+                used.append(cpu_seconds(processes))
             yield item
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "project.toml").write_text(STAND_IN.format(workers=workers, count=count, seconds=seconds), encoding="utf-8")
         project = Project(folder)
         runner.run(project, "waits", Quiet("waits"), compute=compute)
-    # The first results of all workers arrive together, so the time begins with the last of them.
-    elapsed, units = arrived[-1] - arrived[workers - 1], count - workers
+    elapsed, units = arrived[-1] - arrived[0], len(arrived) - 1
+    driver, theirs = (1000 * (end - start) / units for start, end in zip(*used, strict=True))
     return {
         "workers": workers,
         "unit_s": seconds,
         "s": elapsed / units,
         "speed": units * seconds / elapsed,
         "overhead_ms": 1000 * (elapsed * workers / units - seconds),
+        "driver_cpu_ms": driver,
+        "worker_cpu_ms": theirs,
     }
+
+
+def cpu_seconds(processes: Iterable[int]) -> tuple[float, float]:
+    """Return the CPU seconds that this process and the given other `processes` have used since their start."""
+    import psutil
+
+    times = [psutil.Process(process).cpu_times() for process in processes]
+    return time.process_time(), sum(each.user + each.system for each in times)

@@ -6,8 +6,15 @@ from collections.abc import Iterator, Sequence
 
 from tests.bench.labels import Row, origin
 
-KINDS = ("velocity", "latent", "picture", "exactness", "streaming")  # rows that only these sections show
+INT8 = "latent, int8 embeddings"
+# Kinds of rows that only these sections show.
+KINDS = ("velocity", "latent", "picture", "exactness", "streaming", "cpu", "kernel_limit", "embedding", INT8)
 
+CPU = """\
+`python -m tests.bench.cpu`: a training step of the LoRA, float32, equal shapes, targets and optimizer. PyTorch runs diffusers'
+transformer with peft. The two are processes that take steps in turns, so other work on the machine slows both. Each number is
+ours / PyTorch's = ratio. Seconds: the median of 20 steps. CPU seconds: the least. GB: the largest memory of the process.
+"""
 STREAMED = """\
 With `stream_blocks = true` every step reads each block's weights from disk twice, in the forward and in the backward pass. On
 the H200: `python -m tests.bench.measure --case`, median seconds of a step; the files had just been written. On the CPU:
@@ -17,19 +24,50 @@ STRIPS = """\
 `python -m tests.bench.strips`, float32 with MLX's defaults (TF32 on the H200). The autoencoder computes large images in strips of
 at most so many MB, and a GPU starts so many before the first is done. Estimated: the forecast of the peak for this size.
 """
+KERNELS = """\
+`python -m tests.bench.kernel_limit`: a training step whose products take at most so many TFLOP a kernel, as on Metal, beside the
+step of this device, in turns. One block of each kind with the true widths of the family. On a CPU seconds are CPU seconds; its
+image is small. The limit is smaller there, to cut the largest product as often as in a step at 1024 px.
+"""
 DIFFERENCES = """\
 `python -m tests.bench.differences`. rms: root mean square of the difference; of: that of the exact values. Velocity: one forward
 pass of a transformer with random weights of true shapes, against bfloat16. Latent and picture (0 to 255): the bundled model
 `micro`, 20 steps, four prompts, two seeds, against its full weights. Exactness: a latent in float32 with MLX's defaults against
-one with `[latents] exact = true`, which is the default; commit bd63a66 encoded in strips of 32 MB.
+one with `[latents] exact = true`, which is the default; commit bd63a66 encoded in strips of 32 MB. Embedding: the values of
+`micro` stored with `[embeddings] stored = "int8"`, and the latents drawn with them, against bfloat16.
 """
 
 
 def cost_sections(rows: list[Row]) -> Iterator[str]:
-    """Yield the sections on streamed blocks, strips and differences, each only if it has rows."""
+    """Yield the sections on the CPU, streamed blocks, strips, kernels and differences, each only if it has rows."""
+    yield from cpu_section([row for row in rows if row["kind"] == "cpu"])
     yield from streamed_section(rows)
-    yield from strips_section([row for row in rows if "strip_mb" in row])
+    yield from strips_section([row for row in rows if of_strips(row)])
+    yield from kernels_section([row for row in rows if row["kind"] == "kernel_limit"])
     yield from differences_section([row for row in rows if row["kind"] in KINDS and "rms" in row])
+
+
+def cpu_section(rows: list[Row]) -> Iterator[str]:
+    """Yield the section that compares a training step on a CPU with PyTorch's. Of the rows with one number of threads the last
+    counts.
+    """
+    newest = list({(row["threads"], row["batch"], row["pixels"]): row for row in rows}.values())
+    yield from heading("Beside PyTorch on a CPU", CPU, newest)
+    yield from table("| | seconds | CPU seconds | GB | where |", (cpu_line(row) for row in newest))
+
+
+def cpu_line(row: Row) -> str:
+    """Format a line of the section on the CPU."""
+    what = f"{row['family']}, {row['pixels']} px, batch {row['batch']}, threads: {row['threads']}"
+    pairs = (
+        f"{row[f'mlx_{key}']:.3f} / {row[f'torch_{key}']:.3f} = {row[f'{key}_ratio']:.2f}" for key in ("s", "cpu_s", "peak_gb")
+    )
+    return f"| {what} | {' | '.join(pairs)} | {origin(row)} |"
+
+
+def of_strips(row: Row) -> bool:
+    """Return True if a row compares sizes of the autoencoder's strips: it then has no limit on live memory."""
+    return "strip_mb" in row and not row["memory_limited"]
 
 
 def streamed_section(rows: list[Row]) -> Iterator[str]:
@@ -69,6 +107,16 @@ def strips_section(rows: list[Row]) -> Iterator[str]:
         for row in rows
     )
     yield from table("| | MB | in flight | s | GB | estimated GB |", lines)
+
+
+def kernels_section(rows: list[Row]) -> Iterator[str]:
+    """Yield the section on the limit of one kernel."""
+    yield from heading("Kernels of limited work", KERNELS, rows)
+    lines = (
+        f"| {row['family']}, {row['px']} px | {row['tflop'] or 'none'} | {row['s']:.3f} | {row['least_s']:.3f} | {origin(row)} |"
+        for row in rows
+    )
+    yield from table("| | TFLOP a kernel | s | least s | where |", lines)
 
 
 def differences_section(rows: list[Row]) -> Iterator[str]:

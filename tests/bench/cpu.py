@@ -22,6 +22,8 @@ from typing import Any
 
 import click
 
+from tests.bench.environment import describe
+
 FAMILY, FOLDER = "micro", "data/micro/transformer"
 SIDES = ("mlx", "torch")
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -175,7 +177,8 @@ def main(threads: tuple[int, ...], steps: int, shape: str, side: str | None) -> 
         serve(side, sizes)
         return
     for count in threads:
-        click.echo(json.dumps({key: round(value, 4) for key, value in compare(sizes, count, steps).items()}))
+        row = {key: round(value, 4) for key, value in compare(sizes, count, steps).items()}
+        click.echo(json.dumps({"kind": "cpu", "family": FAMILY} | row | describe("mlx")))
 
 
 if __name__ == "__main__":

@@ -91,6 +91,31 @@ def pictures(name: str = "micro") -> Iterator[dict[str, Any]]:
                 yield {"kind": kind, "family": name, "px": SIDE, "bits": bits, **differences(got, exact)}
 
 
+def embeddings_of_8_bits(name: str = "micro") -> Iterator[dict[str, Any]]:
+    """Yield rows for [embeddings] stored = "int8": embeddings of the bundled model, and latents drawn with them."""
+    import mlx.core as mx
+
+    from stages.models.text.encoder import widen
+    from stages.text_to_image.families import family
+    from stages.text_to_image.samples.drawing import load_sampler
+    from stages.text_to_image.stored_embeddings import pack, unpack
+
+    record, states = family(name), len(family(name).text_layers)
+    folder, load = Path(record.bundled), record.architecture
+    encoder = load.load_text_encoder(folder / "text_encoder", folder / "tokenizer", record, "float32")
+    exact = [each.words for each in encoder.encode([*PROMPTS, ""])]
+    stored = [unpack(pack(words_TJ, states), states) for words_TJ in exact]
+    about = {"family": name, "px": SIDE, "bits": 8}
+    yield {"kind": "embedding", **about, **differences(widen(np.concatenate(stored)), widen(np.concatenate(exact)))}
+    latents = []
+    for words in (stored, exact):
+        texts = [mx.array(words_TJ).view(mx.bfloat16)[None] for words_TJ in words]
+        sampler = load_sampler(name, folder / "transformer", record, texts.pop, precision="float32", steps=STEPS)
+        found = [sampler.draw(text_1TJ, seed, SIDE, SIDE) for text_1TJ in texts for seed in SEEDS]
+        latents.append(np.stack([np.array(each) for each in found]))
+    yield {"kind": "latent, int8 embeddings", **about, **differences(*latents)}
+
+
 def encode_smooth(file: Path, px: int) -> None:
     """Encode a smooth picture with an autoencoder of true shapes and random weights; write the latent and print seconds."""
     import mlx.core as mx
@@ -131,15 +156,17 @@ def exactness(px: int) -> dict[str, Any]:
 @click.command()
 @click.option("--velocity", "family", default="", help="A family: one forward pass at 8 and 4 bits against 16, random weights.")
 @click.option("--pictures", "drawn", is_flag=True, help="Pictures of the bundled model at 8 and 4 bits against its full weights.")
+@click.option("--embeddings", "stored", is_flag=True, help="Embeddings of the bundled model stored with 8 bits a value.")
 @click.option("--exactness", "exact", is_flag=True, help="A latent with MLX's defaults against one in full float32.")
 @click.option("--px", default=512, show_default=True, help="Side of the image, for --velocity and --exactness.")
 @click.option("--encode-to", type=click.Path(path_type=Path), hidden=True)
-def main(family: str, drawn: bool, exact: bool, px: int, encode_to: Path | None) -> None:
+def main(family: str, drawn: bool, stored: bool, exact: bool, px: int, encode_to: Path | None) -> None:
     """Print a row for every difference that is asked for."""
     if encode_to:
         encode_smooth(encode_to, px)
         return
     rows = [*(velocities(family, px) if family else ()), *(pictures() if drawn else ()), *([exactness(px)] if exact else ())]
+    rows += embeddings_of_8_bits() if stored else ()
     for row in rows:
         click.echo(json.dumps(row | describe("mlx")))
 

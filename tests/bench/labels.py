@@ -45,7 +45,7 @@ def name(row: Row) -> str:
     if kind in ("train", "loader", "checksums", "commit"):
         return configuration(row) if kind == "train" else kind
     words = [kind, row["dtype"], *([f"{row['bits']}-bit"] if row["bits"] < 16 else [])]
-    words += ["streamed"] if row.get("stream") else []
+    words += [word for word, key in (("exact", "exact"), ("streamed", "stream")) if row.get(key)]
     return ", ".join([*words, *([f"PyTorch {row['plan']}"] if row["backend"] == "torch" else [])])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stages.tuner.blockwise.device import BUFFER_MB, BUFFER_VARIABLE
-from tests.bench.costs import KINDS, cost_sections
+from tests.bench.costs import KINDS, cost_sections, of_strips
 from tests.bench.labels import Row, configuration, identity, name, number, origin, size
 
 PYTORCH = {1024: "PyTorch compiled+checkpoint", 512: "PyTorch compiled"}  # by width: the configuration to compare with
@@ -44,7 +44,7 @@ def page(rows: list[Row]) -> Iterator[str]:
         yield from comparison_table(run)
     for family in dict.fromkeys(row["family"] for row in training):
         yield from training_table(family, [row for row in training if row["family"] == family])
-    yield from encoding_table([row for row in good if row["kind"] not in ("train", *KINDS) and "strip_mb" not in row])
+    yield from encoding_table([row for row in good if row["kind"] not in ("train", *KINDS) and not of_strips(row)])
     yield from cost_sections(good)
     yield from failures([row for row in rows if row["kind"] not in KINDS])
     yield "Machines, versions and commits:"

@@ -87,3 +87,12 @@ def test_a_streamed_step_is_compared_with_the_step_in_memory_of_its_own_run_only
     )
     assert line in list(page([*kept, read]))
     assert not any("2.000 s, 3.00 GB" in each or "Frozen" in each for each in page([kept[1], read]))
+
+
+def test_an_encoding_as_a_stage_runs_is_in_the_table_of_encodings_and_one_without_limit_in_that_of_strips():
+    row = asdict(Case(kind="autoencoder", dtype="float32")) | GPU | {"s": 0.04, "peak_gb": 2.0, "strip_mb": 128, "in_flight": 2}
+    row |= {"estimated_gb": 2.1, "first_s": 1.0}
+    lines = list(page([row | {"memory_limited": True}, row | {"memory_limited": True, "exact": True, "s": 0.1}, row]))
+    assert "| autoencoder, klein-base-4b, 1024 px, float32 | 0.04 | 2 | 1 |" in lines
+    assert "| autoencoder, klein-base-4b, 1024 px, float32, exact | 0.1 | 2 | 1 |" in lines
+    assert "| autoencoder, 1024 px | 128 | 2 | 0.0400 | 2.00 | 2.10 |" in lines

@@ -25,6 +25,8 @@ def measure_torch_stage(case: Case, time_steps: TimeSteps) -> dict[str, Any]:
     The case's kind is "draw", "autoencoder", "decode" or "text_encoder". Its plan is "eager" or "compiled".
     """
     torch.manual_seed(0)
+    if case.exact:
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     dtype = getattr(torch, case.dtype)
     makers = {"draw": drawing, "autoencoder": encoding, "decode": decoding, "text_encoder": caption}
     with torch.no_grad():

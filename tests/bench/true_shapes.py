@@ -2,35 +2,60 @@
 FOLDER`.
 
 The weights are random, so the pictures mean nothing; seconds and peaks are those of real files. FOLDER gets the weights
-in the diffusers layout, in shards, and a project with two images. Each stage is a process of its own and prints one
-line of JSON: seconds, MLX's peak memory and the largest memory of the process that the system has counted.
-`--components` writes some components only, for a disk that does not hold all; `--fp8` writes matrices of the
-transformer in fp8 with one scale each.
+in the diffusers layout, in shards, and a project with two images. Each step is a process of its own and prints one
+line of JSON per stage: seconds, MLX's peak memory and the largest memory of the process that the system has counted.
+Where a stage loads a large model, the line has the seconds of the load, the size of the weights in memory, and the
+peak while they were loaded. The step `again` loads the transformer from its converted copy.
+
+`--memory` keeps the tables in memory and in a file between processes, for a machine without Lance. `--spare` writes a
+component right before the first stage that needs it, and deletes it after the last. A disk without room for a
+component in bfloat16 gets its matrices in fp8, with one scale each; `--fp8` always does.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
 import json
-import math
-import resource
+import pickle
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
+from data.experiments.in_memory import MemoryTables
+from pipeline.project.project import Project
 from stages.models.family import Family
+from stages.text_to_image import converted
 from stages.text_to_image.families import family
-from tests import checkpoints, projects
+from tests import projects
+from tests.bench import true_files
 
-SHARD = 5_000_000_000  # bytes of a file
-CHAIN = ("images", "captions", "buckets", "latents", "embeddings", "train", "samples")
-NEEDS = {"latents": "autoencoder", "embeddings": "text_encoder", "train": "transformer", "samples": "transformer"}
+AGAIN = "again"
+# Stages of a process, with the component that they need.
+STEPS = {
+    ("images", "captions", "buckets", "latents"): "autoencoder",
+    ("embeddings",): "text_encoder",
+    ("train",): "transformer",
+    (AGAIN,): "transformer",
+    ("samples",): "transformer",
+}
+FOLDERS = {"transformer": "transformer", "text_encoder": "text_encoder", "autoencoder": "vae"}
+COMPONENTS = tuple(FOLDERS)
+# Where each stage looks up the function that loads its large model.
+LOADERS = {
+    "embeddings": ("stages.text_to_image.embeddings.stage", "load_encoder"),
+    "train": ("stages.text_to_image.train.model", "load_transformer"),
+    "samples": ("stages.text_to_image.samples.stage", "load_sampler"),
+}
+SPARE = 2_000_000_000  # bytes of the disk that stay free
 SETTINGS = """
 [project]
 family = "{family}"
@@ -48,6 +73,7 @@ steps = {steps}
 rank = 16
 base_bits = {bits}
 checkpoint_every = {steps}
+keep_converted = true
 [samples]
 base = false
 precision = "{precision}"
@@ -57,128 +83,197 @@ height = {side}
 steps = 2
 """
 
-
-def value(name: str, shape: tuple[int, ...], number: int) -> mx.array:
-    """Return a random bfloat16 array: norms of ones, variances of ones, matrices with standard deviation 1 / sqrt(inputs)."""
-    if len(shape) == 1:
-        return (mx.zeros if "bias" in name or "mean" in name else mx.ones)(shape, mx.bfloat16)
-    drawn: mx.array = mx.random.normal(shape, mx.bfloat16, key=mx.random.key(number)) * math.prod(shape[1:]) ** -0.5
-    return drawn
+Row = dict[str, Any]
 
 
-def entries(shapes: dict[str, tuple[int, ...]], fp8: bool) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
-    """Yield (name, safetensors dtype, shape, bytes) of every tensor of a file."""
-    for name, shape in shapes.items():
-        packed = fp8 and len(shape) == 2
-        yield name, "F8_E4M3" if packed else "BF16", shape, math.prod(shape) * (1 if packed else 2)
-        if packed:
-            yield name.replace(".weight", ".weight_scale"), "F32", (), 4
+class Meter:
+    """The peaks of a process in GB, and what loading a model took."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self.copying = 0.0  # seconds of writing a converted copy
+
+    def highest(self) -> float:
+        """Return the largest memory of MLX since the last call of `restart`, or before a load."""
+        self.peak = max(self.peak, mx.get_peak_memory())
+        return round(self.peak / 1e9, 2)
+
+    def timed(self, load: Callable[..., Any], into: Row) -> Callable[..., Any]:
+        """Return `load` with its seconds and peak recorded in `into`."""
+
+        @functools.wraps(load)
+        def measured(*given: Any, **named: Any) -> Any:
+            self.highest()
+            before, began = mx.get_active_memory(), time.perf_counter()
+            self.copying = 0.0
+            mx.reset_peak_memory()
+            model = load(*given, **named)
+            evaluate(model)
+            seconds = time.perf_counter() - began - self.copying
+            into.update(
+                load_s=round(seconds, 2),
+                copy_s=round(self.copying, 2),
+                loaded_gb=round((mx.get_active_memory() - before) / 1e9, 2),
+                load_peak_gb=round((mx.get_peak_memory() - before) / 1e9, 2),
+                cache_gb=round(mx.get_cache_memory() / 1e9, 2),
+                process_after_load_gb=process_peak(),
+            )
+            return model
+
+        return measured
+
+    def count_copying(self) -> None:
+        """Count the seconds of writing converted copies from now on."""
+        write = converted._write
+
+        def measured(*given: Any) -> None:
+            began = time.perf_counter()
+            write(*given)
+            self.copying += time.perf_counter() - began
+
+        converted._write = measured  # type: ignore[assignment]
 
 
-def data(name: str, dtype: str, shape: tuple[int, ...], number: int) -> np.ndarray:
-    if dtype == "F32":
-        return np.array(1 / 64, np.float32)
-    made = value(name, shape, number)
-    return np.array(mx.to_fp8(64 * made) if dtype == "F8_E4M3" else made.view(mx.uint16))
+def evaluate(model: Any) -> None:
+    """Read the weights of a model that are still on the disk."""
+    model = getattr(model, "model", model)  # of an encoder or a sampler
+    if hasattr(model, "blocks"):
+        mx.eval(model.top, [block.weights for block in model.blocks])
 
 
-def write_component(
-    folder: Path, stem: str, shapes: dict[str, tuple[int, ...]], config: dict[str, Any], fp8: bool = False
-) -> None:
-    """Write config.json, shards of at most SHARD bytes and their index. `stem` begins the names of the files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    shards: list[list[tuple[str, str, tuple[int, ...], int]]] = [[]]
-    for entry in entries(shapes, fp8):
-        if sum(each[3] for each in shards[-1]) + entry[3] > SHARD and not entry[0].endswith("_scale"):
-            shards.append([])
-        shards[-1].append(entry)
-    places = {}
-    for n, shard in enumerate(shards, 1):
-        file, header, at = folder / f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors", {}, 0
-        for name, dtype, shape, size in shard:
-            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
-            places[name], at = file.name, at + size
-        head = json.dumps(header).encode()
-        with file.open("wb") as out:
-            out.write(len(head).to_bytes(8, "little") + head)
-            for number, (name, dtype, shape, _) in enumerate(shard):
-                data(name, dtype, shape, 1000 * n + number).tofile(out)
-    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+def process_peak() -> float:
+    """Return the largest memory of this process so far in GB, as Linux counts it. getrusage would count its parent's too."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return round(next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024 / 1e9, 2)
 
 
-def write(record: Family, folder: Path, components: list[str], fp8: bool) -> None:
-    """Write components of a family, at its sizes, into `folder`."""
-    from stages.models.flux2.autoencoder_config import AutoencoderConfig
-    from stages.models.text.tiny_tokenizer import write_tokenizer
-
-    architecture = record.architecture
-    stem = "diffusion_pytorch_model"
-    if "transformer" in components:
-        shapes = architecture.transformer_config(None, record).shapes()
-        write_component(folder / "transformer", stem, shapes, dict(record.transformer), fp8)
-    if "autoencoder" in components:
-        write_component(folder / "vae", stem, AutoencoderConfig.from_dict(record.autoencoder).shapes(), dict(record.autoencoder))
-    if "text_encoder" in components:
-        sizes, prefix = architecture.text_encoder_sizes(None, record), "model."
-        if record.text_kind == "mistral3":
-            prefix = "language_model.model."
-            checkpoints.mistral_tokenizer().save_pretrained(folder / "tokenizer")
-        else:
-            write_tokenizer(folder / "tokenizer", 1024)
-        needed = sizes.shapes(max(record.text_layers))  # later layers are never read
-        write_component(
-            folder / "text_encoder", "model", {prefix + k: v for k, v in needed.items()}, dict(record.text_encoder), fp8
-        )
+def load_again(project: Project) -> None:
+    """Load the transformer of `train` from its converted copy."""
+    load = importlib.import_module("stages.text_to_image.train.model").load_transformer
+    copies = project.path / converted.FOLDER
+    assert list(copies.glob("*.safetensors")), "there is no converted copy"
+    load(project.resource("transformer"), project.family, project.config.sections["train"], None, copies)
 
 
-def stage(project: Path, name: str) -> None:
-    """Run one stage and print its seconds and its peaks in GB."""
-    begun = time.perf_counter()
+def run_stage(project: Path, name: str, tables: MemoryTables | None) -> Row:
+    """Run one stage, or load the transformer again. Return its seconds and its peaks in GB."""
+    begun, meter, found = time.perf_counter(), Meter(), Row()
     mx.reset_peak_memory()
+    if loader := LOADERS.get("train" if name == AGAIN else name):
+        module, function = importlib.import_module(loader[0]), loader[1]
+        meter.count_copying()
+        setattr(module, function, meter.timed(getattr(module, function), found))
     console = projects.Silent()
-    projects.build(project, name, console=console)
-    found = {"stage": name, "seconds": round(time.perf_counter() - begun, 1), "mlx_peak_gb": round(mx.get_peak_memory() / 1e9, 2)}
-    found["process_peak_gb"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2)
-    sys.stdout.write(json.dumps(found | {"said": console.lines[:2]}) + "\n")
+    if name == AGAIN:
+        load_again(Project(project))
+    elif tables is None:
+        projects.build(project, name, console=console)
+    else:
+        tables.run(Project(project), name)
+    row = {"stage": name, "seconds": round(time.perf_counter() - begun, 1), **found}
+    row |= {"mlx_peak_gb": meter.highest(), "process_peak_gb": process_peak()}
+    return row | {"said": console.lines[:2]} if console.lines else row
 
 
-def main() -> None:
-    """Write the files that are missing and run the stages."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("family")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--components", nargs="*", default=["transformer", "autoencoder", "text_encoder"])
-    parser.add_argument("--bits", type=int, default=4)
-    parser.add_argument("--side", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--fp8", action="store_true")
-    parser.add_argument("--stage", default="")
-    given = parser.parse_args()
-    project, weights = given.folder / "project", given.folder / "weights"
-    if given.stage:
-        stage(project, given.stage)
-        return
+def run_step(project: Path, names: tuple[str, ...], in_memory: bool) -> None:
+    """Run the stages of a step and print a line for each. With `in_memory`, the tables come from a file and go there."""
+    file, tables = project.parent / "tables.pickle", None
+    if in_memory:
+        tables = MemoryTables(project.parent / "artifacts")
+        if file.exists():
+            tables.rows, tables.files = pickle.loads(file.read_bytes())
+    for name in names:
+        sys.stdout.write(json.dumps(run_stage(project, name, tables)) + "\n")
+        sys.stdout.flush()
+    if tables:
+        file.write_bytes(pickle.dumps((tables.rows, tables.files)))
+
+
+def write_component(record: Family, weights: Path, component: str, fp8: bool) -> Row:
+    """Write the files of a component and return a row about them. Without room for bfloat16, they are written in fp8."""
     begun = time.perf_counter()
-    if not weights.is_dir():
-        write(family(given.family), weights, given.components, given.fp8)
-    sys.stdout.write(json.dumps({"written_s": round(time.perf_counter() - begun, 1)}) + "\n")
-    sys.stdout.flush()
+    weights.mkdir(parents=True, exist_ok=True)
+    small = component == "autoencoder"
+    fp8 = not small and (fp8 or shutil.disk_usage(weights).free < true_files.bytes_of(record, component) + SPARE)
+    true_files.write(record, weights, component, fp8)
+    files = list((weights / FOLDERS[component]).glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in files)
+    row = {"written": component, "seconds": round(time.perf_counter() - begun, 1), "form": "fp8" if fp8 else "bfloat16"}
+    return row | {"files": len(files), "files_gb": round(size / 1e9, 2)}
+
+
+def write_project(given: argparse.Namespace, project: Path, weights: Path) -> None:
+    """Write the project and its settings."""
     if not project.is_dir():
         projects.make(project, weights, images=2)
-    precision = "float32" if mx.default_device() == mx.cpu else "bfloat16"  # a CPU's fast matrix library has float32 only
     settings = {
-        "precision": precision,
+        "precision": "float32" if mx.default_device() == mx.cpu else "bfloat16",  # a CPU's fast matrix library has float32 only
         "family": given.family,
-        "weights": weights,
+        "weights": weights.resolve(),
         "side": given.side,
         "bits": given.bits,
         "steps": given.steps,
     }
     (project / "project.toml").write_text(SETTINGS.format(**settings))
-    for name in CHAIN:
-        if NEEDS.get(name, given.components[0]) in given.components:
-            subprocess.run([*sys.orig_argv[: sys.orig_argv.index(given.family) + 2], "--stage", name], check=True)
+
+
+def report(given: argparse.Namespace, row: Row) -> None:
+    """Print a row, and add it to the file `--out`."""
+    line = json.dumps({"family": given.family, **row}) + "\n"
+    sys.stdout.write(line)
+    sys.stdout.flush()
+    if given.out:
+        with given.out.open("a", encoding="utf-8") as file:
+            file.write(line)
+
+
+def start(given: argparse.Namespace, names: tuple[str, ...]) -> bool:
+    """Run a step in a process of its own and report its lines. A step that fails has a line with `error`; return False."""
+    words = [sys.executable, "-m", "tests.bench.true_shapes", given.family, str(given.folder), "--step", *names]
+    words += ["--memory"] if given.memory else []
+    with tempfile.TemporaryFile("w+") as errors:
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+            assert process.stdout
+            for line in process.stdout:
+                report(given, json.loads(line))
+        errors.seek(0)
+        said = errors.read().strip().splitlines()
+    if process.returncode:
+        sys.stderr.write("\n".join(said[-20:]) + "\n")
+        report(given, {"stage": names[-1], "error": (said or [f"exit {process.returncode}"])[-1]})
+    return process.returncode == 0
+
+
+def main() -> None:
+    """Write the files that are missing and run the stages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--components", nargs="*", choices=COMPONENTS, default=COMPONENTS)
+    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--side", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--fp8", action="store_true", help="matrices in fp8")
+    parser.add_argument("--weights", type=Path, help="folder of the weights, on another disk")
+    parser.add_argument("--memory", action="store_true", help="keep tables in memory")
+    parser.add_argument("--spare", action="store_true", help="delete a component after its last stage")
+    parser.add_argument("--out", type=Path, help="add the lines to this file")
+    parser.add_argument("--step", nargs="*", default=())
+    given = parser.parse_args()
+    project, weights = given.folder / "project", given.weights or given.folder / "weights"
+    if given.step:
+        run_step(project, tuple(given.step), given.memory)
+        return
+    write_project(given, project, weights)
+    steps = [(names, needed) for names, needed in STEPS.items() if needed in given.components]
+    for place, (names, needed) in enumerate(steps):
+        folder = weights / FOLDERS[needed]
+        if not folder.is_dir():
+            report(given, write_component(family(given.family), weights, needed, given.fp8))
+        if not start(given, names):
+            sys.exit(1)
+        if given.spare and needed != "autoencoder" and needed not in [other for _, other in steps[place + 1 :]]:
+            shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

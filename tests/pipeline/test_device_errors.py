@@ -28,6 +28,7 @@ WATCHDOG = (
         (MEMORY, "not enough memory", "`latentmill plan`"),
         (TIMEOUT, "took too long", "micro_batch = 1"),
         (WATCHDOG, "held up the display", "pmset displaysleepnow"),
+        ("[write] Unable to write 81 bytes to file.", "disk full", "free some space"),
         ("[malloc] Unable to allocate 5 bytes.", "not enough memory", "`latentmill plan`"),
     ],
 )

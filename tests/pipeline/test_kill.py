@@ -1,5 +1,6 @@
 """Every stage is killed again and again; in the end its table equals that of an unbroken run."""
 
+import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from pipeline.project.project import Project
 from tests import projects
-from tests.pipeline.kill_loop import CLI, rebuild_under_kills
+from tests.pipeline.kill_loop import rebuild_under_kills
 from tests.pipeline.killing import count_syncs
 
 STAGE_NAMES = ("images", "captions", "buckets", "latents", "embeddings", "train", "samples")
@@ -18,7 +19,7 @@ STAGE_NAMES = ("images", "captions", "buckets", "latents", "embeddings", "train"
 def unbroken(tmp_path_factory, tiny_weights) -> tuple[Path, dict[str, int]]:
     """A finished project, and how often each stage called fsync in a process of its own."""
     folder = projects.make(tmp_path_factory.mktemp("unbroken") / "project", tiny_weights, images=5)
-    return folder, {name: count_syncs(CLI, "run", name, "--project", str(folder)) for name in STAGE_NAMES}
+    return folder, {name: count_syncs(functools.partial(projects.latentmill, folder, "run", name)) for name in STAGE_NAMES}
 
 
 @pytest.mark.slow

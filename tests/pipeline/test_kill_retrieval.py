@@ -1,6 +1,7 @@
 """Every stage of the pipeline retrieval is killed again and again; table, adapter and index equal those of an unbroken run."""
 
 import email
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from pipeline.project.project import Project
 from stages.retrieval import PIPELINE
 from stages.retrieval.search.lexical import LexicalIndex
 from tests import projects
-from tests.pipeline.kill_loop import CLI, rebuild_under_kills
+from tests.pipeline.kill_loop import rebuild_under_kills
 from tests.pipeline.killing import count_syncs
 from tests.stages.retrieval import project as small
 
@@ -34,7 +35,7 @@ def unbroken(tmp_path_factory) -> tuple[Path, dict[str, int]]:
     settings = small.SPLIT.replace('split = "unit"', 'split = "unit"\nbatch_size = 16').replace("hard = true", "batch_size = 16")
     roots = f'\n[sources]\nroots = ["{place / "code"}"]\nbatch_size = 16\n'
     (folder / "project.toml").write_text(small.CONFIG + settings + roots + BATCHES)
-    return folder, {name: count_syncs(CLI, "run", name, "--project", str(folder)) for name in STAGE_NAMES}
+    return folder, {name: count_syncs(functools.partial(projects.latentmill, folder, "run", name)) for name in STAGE_NAMES}
 
 
 @pytest.mark.slow

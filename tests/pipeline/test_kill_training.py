@@ -12,8 +12,9 @@ from PIL import Image
 from pipeline.commands.status import state
 from pipeline.project.project import Project
 from tests import projects
+from tests.pipeline.kill_loop import CLI
 from tests.pipeline.killing import KILLED, count_syncs, run_and_kill
-from tests.pipeline.test_kill import CLI, artifacts
+from tests.pipeline.test_kill import artifacts
 
 KILLS = int(os.environ.get("LATENTMILL_KILLS", "2"))
 FEATURES = """
@@ -77,7 +78,7 @@ def test_training_with_every_feature_on_and_killed_before_any_fsync_ends_where_a
     tmp_path: Path, tiny_weights: Path, cases: Callable[[int, int], int]
 ):
     unbroken, killed = (prepared(tmp_path / name / "project", tiny_weights) for name in ("unbroken", "killed"))
-    syncs = count_syncs(CLI, "run", "train", "--project", str(unbroken))
+    syncs = count_syncs(lambda: projects.latentmill(unbroken, "run", "train"))
     projects.latentmill(killed, "run", "train", "--set", "train.stop_after_steps=4")
     projects.latentmill(killed, "run", "samples")  # previews between the kills
     generator, left, rows = random.Random(7), cases(KILLS, 20), missing(killed)
@@ -95,4 +96,4 @@ def test_training_with_every_feature_on_and_killed_before_any_fsync_ends_where_a
     for stage_name in ("train", "samples"):
         assert projects.content(killed, stage_name) == projects.content(unbroken, stage_name)
         assert artifacts(killed, stage_name) == artifacts(unbroken, stage_name)
-    assert "to the bit" in projects.latentmill(killed, "replay", "12")
+    assert "to the bit" in projects.latentmill_process(killed, "replay", "12")

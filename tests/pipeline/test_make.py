@@ -43,6 +43,13 @@ def test_quotes_dollars_and_spaces_survive_make(target, variable, value):
     assert through_make(target, f"LATENTMILL_{variable}", variable, value) == value
 
 
+def test_make_init_passes_every_option_on():
+    given = {"IMAGES": "~/my cats", "FAMILY": "micro", "TRIGGER": "ohwx's $cat", "PRESET": "style"}
+    for name, value in given.items():
+        words = ["make", "-s", "-o", ".venv/ready", "init", f"LATENTMILL=printenv LATENTMILL_{name} #", "PROJECT=cats"]
+        assert run([*words, *(f"{each}={text}" for each, text in given.items())]).stdout == f"{value}\n"
+
+
 def test_make_train_checks_captions_before_weights_are_needed():
     words = ["make", "-n", "-o", ".venv/ready", "train"]
     said = run(words).stdout

@@ -36,11 +36,10 @@ def weights(tmp_path, tiny_weights) -> Path:
 
 def refused(folder: Path, *arguments: str) -> str:
     """Run a command that must fail with exit code 2, and return its one line that begins with "error: "."""
-    process = projects.command(folder, *arguments)
-    out, err = process.communicate(timeout=projects.HANG)
-    assert process.returncode == USER, f"{process.returncode}\n{out}\n{err}"
+    code, out, err = projects.said(*arguments, "--project", str(folder))
+    assert code == USER, f"{code}\n{out}\n{err}"
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and "Traceback" not in err, err
+    assert len(lines) == 1, err
     return lines[0]
 
 
@@ -190,26 +189,14 @@ def test_wrong_sql_is_one_line(project):
 
 def test_init_refuses_to_overwrite_a_project(project):
     text = (project / "project.toml").read_text()
-    words = [sys.executable, "-m", "pipeline", "init", str(project), "--images", str(project / "images")]
-    done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True)
-    assert done.returncode == USER and "exists already" in done.stderr
+    code, _, err = projects.said("init", str(project), "--images", str(project / "images"))
+    assert code == USER and "exists already" in err
     assert (project / "project.toml").read_text() == text
 
 
 def test_init_makes_a_project_that_can_be_opened(tmp_path, project):
-    words = [
-        sys.executable,
-        "-m",
-        "pipeline",
-        "init",
-        str(tmp_path / "new"),
-        "--images",
-        str(project / "images"),
-        "--trigger",
-        'o"hm',
-    ]
-    done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    code, _, err = projects.said("init", str(tmp_path / "new"), "--images", str(project / "images"), "--trigger", 'o"hm')
+    assert code == 0, err
     made = Project(tmp_path / "new")
     assert made.resource("image_folder").resolve() == (project / "images").resolve()
     assert made.config.sections["captions"].trigger == 'o"hm'

@@ -12,6 +12,7 @@ from PIL import Image
 from pipeline import runner
 from pipeline.api import Project
 from pipeline.commands.query import answer
+from stages.hashing import file_sha256
 from tests import projects
 
 pytestmark = pytest.mark.slow
@@ -92,6 +93,13 @@ def test_another_reference_is_another_run_and_other_previews(paired: Path, tmp_p
     drawn = Project(folder).adapter().generate("a red thing", references=[folder / "images" / "picture0.png"])
     np.testing.assert_array_equal(np.asarray(drawn), preview)
     assert not np.array_equal(np.asarray(drawn), np.asarray(plain))
+    apart = 'samples.prompt_references={"a red thing" = ["images/picture2.png"]}'
+    built(folder, shown, apart)
+    table = Project(folder, (shown, apart)).current("samples")
+    (other,) = (row for row in table.rows().to_pylist() if row["step"] == 6)
+    assert other["reference_id"] == file_sha256(folder / "images" / "picture2.png")
+    drawn = Project(folder).adapter().generate("a red thing", references=[folder / "images" / "picture2.png"])
+    np.testing.assert_array_equal(np.asarray(drawn), np.asarray(Image.open(table.folder / "artifacts" / other["path"])))
     projects.latentmill(folder, "generate", "a red thing", "--reference", str(folder / "images" / "picture0.png"))
     said = projects.latentmill(folder, "query", "select reference_id from generated", "--format", "csv")
     assert row["reference_id"] in said
@@ -105,6 +113,14 @@ def test_another_reference_is_another_run_and_other_previews(paired: Path, tmp_p
             'images.references must name folders below the image folder, .* got "/tmp"',
         ),
         ("samples.references=['none.png']", r"the reference .*none.png cannot be read: No such file or directory"),
+        (
+            'samples.prompt_references={"a rad thing" = []}',
+            'prompt_references must name prompts of .* preview_prompts, got "a rad thing"; did you mean "a red thing"',
+        ),
+        (
+            'samples.prompt_references={"a red thing" = "x.png"}',
+            "prompt_references must be a section of names with lists of strings, got",
+        ),
     ],
 )
 def test_a_wrong_reference_is_one_line(paired: Path, setting: str, said: str) -> None:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 ray = pytest.importorskip("ray", reason='needs Ray: pip install "latentmill[ray]"')
 from pipeline import ray_cluster  # noqa: E402
-from pipeline.ray_cluster import Host, check_hosts, room, worker_count, worker_needs  # noqa: E402
-from pipeline.ray_workers import Worker, end_workers, start_workers, version  # noqa: E402
+from pipeline.launcher import free_ports  # noqa: E402
+from pipeline.project.project import Project  # noqa: E402
+from pipeline.ray_cluster import Host, check_hosts, check_reachable, room, worker_count, worker_needs  # noqa: E402
+from pipeline.ray_workers import Worker, end_workers, has_model, start_workers, version  # noqa: E402
+from stages.stage import WorkUnit  # noqa: E402
 
 GPUS = {"CPU": 4, "GPU": 2, "memory": 3e9}
+COMMON = WorkUnit("no.stage", None, pa.table({}), pa.table({}), {}, {}, Path(), Path(), {})
 
 
 @pytest.fixture
@@ -36,7 +43,7 @@ def test_two_models_never_meet_on_one_device(cluster):
     assert worker_count("latents", 0, 100, needs, lines.append) == 2 and not lines
     assert worker_count("latents", 3, 100, needs, lines.append) == 2
     assert lines == ["the Ray cluster has room for 2 workers, not for 3: each takes 1 CPU and 1 GPU"]
-    workers = start_workers(3, needs)
+    workers = start_workers(3, needs, COMMON)
     seen = [worker.__ray_call__.remote(lambda worker: os.environ["CUDA_VISIBLE_DEVICES"]) for worker in workers]
     ready, waiting = ray.wait(seen, num_returns=2)
     assert sorted(ray.get(ready)) == ["0", "1"] and not ray.wait(waiting, timeout=2)[0], "the third waits"
@@ -66,6 +73,34 @@ def test_a_cluster_without_room_for_one_worker_is_refused_in_one_line(monkeypatc
     )
 
 
+def test_an_address_where_nothing_answers_is_refused_at_once_and_names_where_it_was_set():
+    (port,) = free_ports(1)
+    for name, address in (("project.workers", f"ray://127.0.0.1:{port}"), ("RAY_ADDRESS", f"127.0.0.1:{port}")):
+        with pytest.raises(ValueError, match=f"{name}: cannot reach the Ray cluster {address}: "):
+            check_reachable(name, address)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        check_reachable("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
+    check_reachable("project.workers", "ray")
+    check_reachable("RAY_ADDRESS", "auto")
+
+
+def test_a_stage_takes_a_gpu_only_if_it_computes_with_a_model(tmp_path):
+    images, code = tmp_path / "images", tmp_path / "code"
+    for folder, text in ((images, 'family = "tiny"'), (code, 'pipeline = "retrieval"')):
+        folder.mkdir()
+        (folder / "project.toml").write_text(f"[project]\n{text}\n")
+    models = {name: has_model(Project(folder), name) for folder in (images, code) for name in Project(folder).stage_names}
+    assert [name for name, takes in models.items() if takes] == [
+        "latents",
+        "embeddings",
+        "train",
+        "samples",
+        "scores",
+        "vectors",
+    ]
+    assert has_model(Project(code, {"negatives.encoder": "base"}), "negatives")
+
+
 def test_a_model_of_unknown_size_takes_no_memory_and_fits_a_machine_without_gpus(monkeypatch):
     monkeypatch.setattr(ray_cluster.ray, "cluster_resources", lambda: {"CPU": 4.0, "memory": 3e9})
     assert worker_needs(0) == {"CPU": 1} and worker_needs(5) == {"CPU": 1, "memory": 5}
@@ -73,7 +108,7 @@ def test_a_model_of_unknown_size_takes_no_memory_and_fits_a_machine_without_gpus
 
 
 def test_a_worker_with_another_version_or_without_a_folder_says_so(tmp_path):
-    worker = Worker("worker", None)
+    worker = Worker("worker", COMMON, None)
     assert worker.check("0.0.0", [], None).problem.startswith(f"has latentmill {version()}; install the same version")
     assert worker.check(version(), [tmp_path, tmp_path / "no"], None).problem.startswith(f"does not see {tmp_path / 'no'};")
     assert not worker.check(version(), [tmp_path], None).problem

@@ -22,13 +22,20 @@ NO_ROWS = {
     "scores": 0,
 }
 pytestmark = pytest.mark.slow
-STEPS = 6
+STEPS = 2
+CHECKPOINTS = 2  # each with a picture; the base has another
 RESOLUTIONS = 2
+SMALL = (
+    ("\nsteps = 6\nrank = 2\ncheckpoint_every = 2\n", f"\nsteps = {STEPS}\nrank = 2\ncheckpoint_every = 1\n"),
+    ("width = 64\nheight = 64\nsteps = 2", "width = 32\nheight = 32\nsteps = 1"),
+)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory, tiny_weights) -> Path:
     folder = projects.make(tmp_path_factory.mktemp("built") / "project", tiny_weights)
+    for old, new in SMALL:
+        projects.edit(folder, old, new)
     projects.build(folder)
     return folder
 
@@ -56,22 +63,23 @@ def test_an_unchanged_project_computes_nothing(project):
 def test_an_added_image_computes_its_own_rows(project):
     projects.add_image(project, "new.png", seed=70)
     chain = {"images": 1, "captions": 1, "buckets": RESOLUTIONS, "latents": RESOLUTIONS, "embeddings": 1, "train": STEPS}
-    rows(project, **chain, samples=3, scores=4)  # the scores compare with all images
+    rows(project, **chain, samples=CHECKPOINTS, scores=CHECKPOINTS + 1)  # the scores compare with all images
 
 
 def test_an_edited_caption_computes_one_embedding_and_no_latent(project):
     (project / "images" / "picture1.txt").write_text("something else")
-    rows(project, captions=1, embeddings=1, train=STEPS, samples=3, scores=3)
+    rows(project, captions=1, embeddings=1, train=STEPS, samples=CHECKPOINTS, scores=CHECKPOINTS)
 
 
 def test_a_caption_that_another_image_already_has_computes_no_embedding(project):
     (project / "images" / "picture1.txt").write_text("picture number 0")
-    rows(project, captions=1, train=STEPS, samples=3, scores=3)
+    rows(project, captions=1, train=STEPS, samples=CHECKPOINTS, scores=CHECKPOINTS)
 
 
 def test_an_image_replaced_under_its_name_computes_its_own_rows(project):
     projects.draw(project / "images" / "picture1.png", seed=71, size=(140, 100))
-    rows(project, images=1, captions=1, buckets=RESOLUTIONS, latents=RESOLUTIONS, train=STEPS, samples=3, scores=4)
+    chain = {"images": 1, "captions": 1, "buckets": RESOLUTIONS, "latents": RESOLUTIONS, "train": STEPS}
+    rows(project, **chain, samples=CHECKPOINTS, scores=CHECKPOINTS + 1)
 
 
 def test_a_renamed_image_computes_no_latent(project):
@@ -84,7 +92,7 @@ def test_a_renamed_image_computes_no_latent(project):
 def test_a_removed_image_computes_no_encoding_and_its_rows_vanish(project):
     (project / "images" / "picture1.png").unlink()
     (project / "images" / "picture1.txt").unlink()
-    rows(project, train=STEPS, samples=3, scores=4)
+    rows(project, train=STEPS, samples=CHECKPOINTS, scores=CHECKPOINTS + 1)
     assert projects.content(project, "latents").num_rows == 3 * RESOLUTIONS
     assert projects.content(project, "captions").num_rows == 3 + 2
 
@@ -100,27 +108,25 @@ def test_a_removed_image_that_comes_back_computes_no_encoding(project):
 
 def test_an_added_resolution_computes_only_its_crops(project):
     projects.edit(project, "[64, 96]", "[64, 96, 80]")
-    rows(project, buckets=4, latents=4, train=STEPS, samples=3, scores=3)
+    rows(project, buckets=4, latents=4, train=STEPS, samples=CHECKPOINTS, scores=CHECKPOINTS)
 
 
 def test_a_runtime_setting_computes_nothing(project):
-    projects.edit(project, "[train]", "[latents]\nbatch_size = 3\nworkers = 1\n\n[train]\ncheckpoint_every = 3\n#")
-    projects.edit(project, "\nsteps = 6\n", "\n steps = 6\n")
-    text = (project / "project.toml").read_text().replace("checkpoint_every = 2\n", "")
-    (project / "project.toml").write_text(text)
+    projects.edit(project, "[train]", "[latents]\nbatch_size = 3\nworkers = 1\n\n[train]")
+    projects.edit(project, "checkpoint_every = 1", "checkpoint_every = 2")
     rows(project)
 
 
 def test_a_significant_setting_computes_its_stage_and_what_reads_it(project):
     projects.edit(project, "[train]", '[latents]\nbackground = "#000000"\n\n[train]')
-    rows(project, latents=4 * RESOLUTIONS, train=STEPS, samples=3, scores=3)
+    rows(project, latents=4 * RESOLUTIONS, train=STEPS, samples=CHECKPOINTS, scores=CHECKPOINTS)
 
 
 def test_a_mask_computes_the_latents_of_its_image_and_so_does_another(project):
     projects.edit(project, "[train]", '[latents]\nmask = "file"\n\n[train]')
     for grey in (255, 128):
         Image.new("L", (160, 120), grey).save(project / "images" / "picture0.mask.png")
-        rows(project, latents=RESOLUTIONS, train=STEPS, samples=3, scores=3)
+        rows(project, latents=RESOLUTIONS, train=STEPS, samples=CHECKPOINTS, scores=CHECKPOINTS)
         masks = projects.content(project, "latents")["mask"].to_pylist()
         assert {byte for tokens in masks if tokens for byte in tokens} == {grey}
         assert sum(tokens is not None for tokens in masks) == RESOLUTIONS
@@ -142,15 +148,15 @@ def test_going_back_to_an_earlier_setting_computes_nothing(project):
 
 
 def test_more_steps_go_on_from_the_last(project):
-    projects.edit(project, "\nsteps = 6", "\nsteps = 8")
+    projects.edit(project, f"steps = {STEPS}\nrank", f"steps = {STEPS + 2}\nrank")
     outcome = projects.written(projects.build(project))
     assert outcome["train"] == 2 and outcome["latents"] == outcome["embeddings"] == 0
 
 
 def test_another_preview_prompt_computes_one_embedding_and_its_samples(project):
     projects.edit(project, '["a red thing"]', '["a red thing", "a blue thing"]')
-    checkpoints_and_base = 4
-    rows(project, captions=1, embeddings=1, samples=checkpoints_and_base, scores=2 * checkpoints_and_base)
+    pictures = CHECKPOINTS + 1
+    rows(project, captions=1, embeddings=1, samples=pictures, scores=2 * pictures)
 
 
 def test_another_family_with_the_same_autoencoder_keeps_the_latents(project, tiny_weights, tmp_path):
@@ -161,7 +167,7 @@ def test_another_family_with_the_same_autoencoder_keeps_the_latents(project, tin
     shutil.copytree(tiny_weights / "vae", other / "vae")
     texts = projects.content(project, "embeddings").num_rows
     projects.edit(project, str(tiny_weights), str(other))
-    rows(project, embeddings=texts, train=STEPS, samples=4, scores=4)
+    rows(project, embeddings=texts, train=STEPS, samples=CHECKPOINTS + 1, scores=CHECKPOINTS + 1)
 
 
 def test_tables_are_readable_when_the_weights_are_gone(project, tiny_weights, tmp_path):

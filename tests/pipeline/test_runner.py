@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from pipeline.interrupts import interruptible
+from stages.models import reading
 from tests import projects
 
 
@@ -31,3 +32,17 @@ def test_a_signal_is_acknowledged_while_native_code_runs(number):
             said.append("done")
     assert said == ["stopping after the current item; a second signal ends at once", "done"]
     assert signal.getsignal(number) is before
+
+
+def test_each_stage_with_a_large_model_says_how_much_of_it_is_read(tmp_path, tiny_weights, monkeypatch):
+    monkeypatch.setattr(reading, "LARGE", 0)
+    folder, said = projects.make(tmp_path / "project", tiny_weights, images=1), {}
+    for name in ("images", "captions", "buckets", "latents", "embeddings", "train", "samples"):
+        console = projects.Silent()
+        projects.build(folder, name, console=console)
+        said[name] = {note for note in console.notes if note.startswith("reading")}
+    assert {name: notes for name, notes in said.items() if notes} == {
+        "embeddings": {"reading the text encoder: 0.0 of 0.0 GB"},
+        "train": {"reading the transformer: 0.0 of 0.0 GB"},
+        "samples": {"reading the transformer: 0.0 of 0.0 GB"},
+    }

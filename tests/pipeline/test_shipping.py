@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
+import stages
 from pipeline.project.project import Project
 from pipeline.shipping import Mirror, Packer, lasting_files
 from pipeline.work import divide, perform
-from stages.pipelines import Pipeline
+from stages.pipelines import Folder, Pipeline
 from stages.stage import Artifact
+from stages.text_to_image.captions.config import CaptionsConfig
+from stages.text_to_image.images.config import FolderConfig, ImagesConfig
+from stages.text_to_image.samples.config import SamplesConfig
 from tests.pipeline.test_work import DIVISIBLE, ROWS, finished, without  # noqa: F401  a fixture
 
 CLOCKS = ("inode", "mtime_ns", "seconds")
@@ -93,3 +98,34 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(ValueError, match="folder cannot be read for the workers: Is a directory"):
         Packer(Store().put).pack([tmp_path / "folder"])
+
+
+def test_only_settings_that_are_declared_as_paths_become_paths_of_the_worker(tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path)
+    folders = (FolderConfig(path="/data/cats", trigger="/imagine"), FolderConfig(path="dogs"))
+    moved = mirror.settings(ImagesConfig(folder=folders))
+    assert moved.folder == (FolderConfig(path=f"{tmp_path}/data/cats", trigger="/imagine"), folders[1])
+    samples = mirror.settings(SamplesConfig(references=("/data/a.png", "b.png")))
+    assert samples.references == (f"{tmp_path}/data/a.png", "b.png")
+    captions = CaptionsConfig(template="/imagine {caption}")
+    assert mirror.settings(captions) == captions
+
+
+@pytest.mark.parametrize("pipeline", [stages.pipeline(name) for name in stages.PIPELINES], ids=lambda each: each.name)
+def test_every_setting_that_a_stage_joins_with_a_folder_is_declared_as_a_path(pipeline: Pipeline) -> None:
+    """A setting whose text says "folder", "file" or "relative to the project" is a path, or is named here."""
+    texts = {"images.references", "captions.extension", "descriptions.extension", "sources.exclude", "captions.caption_column"}
+    for name in pipeline.stages:
+        for field in dataclasses.fields(pipeline.stage(name).config):
+            about, key = field.metadata.get("doc", ""), f"{name}.{field.name}"
+            if "str" in str(field.type) and key not in texts and any(word in about for word in ("folder", "file", "relative")):
+                assert field.metadata["path"], key
+
+
+@pytest.mark.parametrize("pipeline", [stages.pipeline(name) for name in stages.PIPELINES], ids=lambda each: each.name)
+def test_a_divisible_stage_with_files_of_the_user_says_which_it_opens_or_that_they_cannot_be_sent(pipeline: Pipeline) -> None:
+    for name in pipeline.stages:
+        stage = pipeline.stage(name)
+        paths = [field.name for field in dataclasses.fields(stage.config) if field.metadata.get("path")]
+        if stage.divisible and (paths or any(isinstance(pipeline.resources[need], Folder) for need in stage.needs)):
+            assert stage.opens or not stage.ships, name

@@ -32,6 +32,16 @@ def test_progress_without_a_terminal_is_a_line_every_few_seconds_with_rate_and_t
     assert all(re.fullmatch(r"latents: \d+ of 200 images, 2\.0 images/s, .* left", line) for line in said)
 
 
+def test_reading_a_large_model_without_a_terminal_is_a_line_every_few_seconds_until_progress_begins(clock, capsys):
+    with Terminal("train") as shown:
+        for read in range(40):
+            shown.note(f"reading the transformer: {read} of 40 GB")
+            clock[0] += 1
+        shown.note("")
+        shown.progress(0, 10, "step")
+    assert lines(capsys) == ["train: reading the transformer: 15 of 40 GB", "train: reading the transformer: 30 of 40 GB"]
+
+
 def test_the_rate_of_a_resumed_run_does_not_count_earlier_steps(clock, capsys):
     with Terminal("train") as shown:
         for step in range(1000, 1005):

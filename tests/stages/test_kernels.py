@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from stages import kernels
+from stages.models.t5 import layers as t5
+from stages.tuner.adapters import lokr
 from stages.tuner.adapters.product import product
 from stages.tuner.quantize import dense, pack, row_chunks
 
@@ -43,12 +45,30 @@ def test_a_product_in_several_kernels_has_the_same_result_and_gradients(bits, me
     assert mx.allclose(kernels.linear(x, dense(packed)), x @ dense(packed).T, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("hidden", [3072, 4096, 6144], ids=["klein 4B", "klein 9B", "dev"])
-@pytest.mark.parametrize("samples", [1, 4, 16])
-@pytest.mark.parametrize("side", [512, 768, 1024, 2048])
-def test_no_product_of_a_family_at_any_size_and_micro_batch_exceeds_the_limit(hidden, samples, side, metal):
-    tokens = samples * ((side // 16) ** 2 + 512)
-    for outputs, inputs in ((9 * hidden, hidden), (6 * hidden, hidden), (hidden, 4 * hidden), (hidden, 15360)):
-        for rows in row_chunks(mx.zeros((outputs, inputs)), tokens):
-            width = outputs if rows == slice(None) else rows.stop - rows.start
-            assert kernels.product_flop(tokens, inputs, width) <= kernels.LIMIT
+def test_a_large_product_in_parts_has_the_result_of_one_with_and_without_a_term_to_add(metal, monkeypatch):
+    x, right, add = drawn(2, 6, 128), drawn(128, 300), drawn(2, 6, 300)
+    whole = kernels.product(x, right), kernels.product(x, right, add)
+    monkeypatch.setattr(kernels, "LIMIT", 2.0 * 12 * 128 * 100)
+    assert kernels.most_outputs(12, 128) == 100 and kernels.most_items(kernels.LIMIT / 3) == 3
+    for before, after in zip(whole, (kernels.product(x, right), kernels.product(x, right, add)), strict=True):
+        assert mx.allclose(before, after, rtol=1e-5, atol=1e-4)
+
+
+def test_a_kronecker_adapter_and_attention_in_parts_have_the_results_and_gradients_of_whole_ones(metal, monkeypatch):
+    arrays = {lokr.W1: drawn(6, 4), lokr.W2_A: drawn(8, 3), lokr.W2_B: drawn(3, 16)}
+    q, mask = drawn(4, 2, 8, 16), drawn(4, 1, 8, 8)
+
+    def change(x: mx.array, w1: mx.array) -> mx.array:
+        return lokr.output_change(x, {**arrays, lokr.W1: w1})
+
+    def both() -> list[mx.array]:
+        grown = mx.vjp(change, [drawn(5, 64), arrays[lokr.W1]], [drawn(5, 48)])
+        attended = mx.vjp(lambda q: t5.attend(q, q, q, mask), [q], [q])
+        return [*grown[0], *grown[1], *attended[0], *attended[1]]
+
+    monkeypatch.setattr(t5, "slow_exp", lambda x: False)
+    whole = both()
+    monkeypatch.setattr(kernels, "LIMIT", 4.0 * 2 * 8 * 16 * 8)
+    assert kernels.most_items(2 * 2 * kernels.product_flop(8, 16, 8)) == 1
+    for before, after in zip(whole, both(), strict=True):
+        assert mx.allclose(before, after, rtol=1e-4, atol=1e-4)

@@ -40,9 +40,9 @@ def autoencoder_bytes(
 
 
 def encoding(config: AutoencoderConfig, height: int, width: int) -> Iterator[tuple[float, float]]:
-    """Yield `(held, temporary)` for the steps of encoding an image that need the most memory. Both are numbers of array
-    values, not bytes. `held` counts the values in memory during the whole step. `temporary` counts the additional
-    values at any moment of the step. `height` and `width` are those of the image, in pixels.
+    """Yield the memory that the encoder needs in each of its large steps, as pairs `(held, temporary)`. Both are numbers of
+    array values, not bytes. `held` values are in memory during the whole step. `temporary` is the largest number of
+    additional values during the step. `height` and `width` are those of the image, in pixels.
     """
     channels, inputs = config.block_out_channels, config.block_out_channels[0]
     yield 0, conv_work(height, width, config.in_channels, inputs)
@@ -57,9 +57,9 @@ def encoding(config: AutoencoderConfig, height: int, width: int) -> Iterator[tup
 
 
 def decoding(config: AutoencoderConfig, height: int, width: int) -> Iterator[tuple[float, float]]:
-    """Yield `(held, temporary)` for the steps of decoding an image that need the most memory. Both are numbers of array
-    values, not bytes. `held` counts the values in memory during the whole step. `temporary` counts the additional
-    values at any moment of the step. `height` and `width` are those of the image, in pixels.
+    """Yield the memory that the decoder needs in each of its large steps, as pairs `(held, temporary)`. Both are numbers of
+    array values, not bytes. `held` values are in memory during the whole step. `temporary` is the largest number of
+    additional values during the step. `height` and `width` are those of the image, in pixels.
     """
     channels = config.decoder_channels[::-1]
     inputs, last = channels[0], len(channels) - 1

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from stages import kernels
 from stages.models.attention import attention
 from stages.models.elementwise import sigmoid, silu, slow_exp
 from stages.models.flux2.config import EPS
@@ -151,7 +152,7 @@ def _rotate_pairs(x_BSHK: mx.array, cos: mx.array, sin: mx.array, quarter: list[
     turn is a product with a matrix of zeros and ones: exact, and much faster than splitting and joining the pairs.
     """
     quarter_KK = mx.array(np.kron(np.eye(x_BSHK.shape[-1] // 2), quarter), x_BSHK.dtype)
-    return (x_BSHK * cos + (x_BSHK @ quarter_KK) * sin).astype(x_BSHK.dtype)
+    return (x_BSHK * cos + kernels.product(x_BSHK, quarter_KK) * sin).astype(x_BSHK.dtype)
 
 
 def split_heads(x_BSD: mx.array, width: int) -> mx.array:

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from stages import kernels
 from stages.models.t5.config import BIAS, EMBEDDING, FINAL_NORM, HEAD, T5Config, block_name
 from stages.models.t5.layers import HIDDEN, attend, buckets, gelu_times, rms_norm
 
@@ -155,8 +156,7 @@ class T5:
 
 def plain_linear(name: str, weight: Any, x: mx.array) -> mx.array:
     """Return x W^T. `weight` is W, an array (outputs, inputs). `name` is not used."""
-    y: mx.array = x @ weight.T
-    return y
+    return kernels.linear(x, weight)
 
 
 def _split(x_TD: mx.array, shared: Shared) -> list[mx.array]:

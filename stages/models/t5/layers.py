@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from stages.kernels import compiles
+from stages.kernels import compiles, most_items, product_flop, slices
 from stages.models.attention import FUSED_ROWS, after, fused_forward, fused_gradient, one_layout
 from stages.models.elementwise import sigmoid, slow_exp, softmax
 
@@ -64,9 +64,26 @@ def gelu_times(gate: mx.array, up: mx.array) -> mx.array:
     """Return gelu(gate) * up, element by element. `gate` and `up` must have the same shape. GELU has its tanh form, as
     in T5 v1.1. The product is computed in float32 and returned in the dtype of `up`.
     """
-    made: Any = _gelu_times(gate, up)
-    y: mx.array = made
+    made: Any = _gelu_times_kept(gate, up) if slow_exp(gate) else _gelu_times(gate, up)
+    y: mx.array = made[0] if slow_exp(gate) else made
     return y
+
+
+@mx.custom_function
+def _gelu_times_kept(gate: mx.array, up: mx.array) -> tuple[mx.array, mx.array]:
+    wide, share = _wide_and_share(gate)
+    return wide * share * up, share
+
+
+@_gelu_times_kept.vjp  # type: ignore[untyped-decorator, unused-ignore]
+def _gelu_times_kept_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
+    (gate, up), (_, share), dy = primals, outputs, cotangents[0]
+    return dy * up * _slope(gate, share), dy * (gate * share)
+
+
+def _slope(wide: mx.array, share: mx.array) -> mx.array:
+    """Return the derivative of GELU. `wide` and `share` are the results of `_wide_and_share`."""
+    return share + (share - share * share) * (wide * (STEEP + 3 * STEEP * CUBIC * (wide * wide)))
 
 
 @mx.custom_function
@@ -82,8 +99,7 @@ def _gelu_times_vjp(primals: Any, dy: mx.array, _: mx.array) -> tuple[mx.array, 
     gate, up = mx.depends(list(primals), [dy])
     wide, share = _wide_and_share(gate)
     by_up = dy.astype(mx.float32)
-    slope = share + (share - share * share) * (wide * (STEEP + 3 * STEEP * CUBIC * (wide * wide)))
-    dgate = (by_up * up.astype(mx.float32) * slope).astype(gate.dtype)
+    dgate = (by_up * up.astype(mx.float32) * _slope(wide, share)).astype(gate.dtype)
     if compiles():
         gate, dy = mx.depends([gate, dy], [dgate])
         wide, share = _wide_and_share(gate)
@@ -104,24 +120,29 @@ def attend(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, mask_BHLL: mx.a
     have the same shape as the result. `mask_BHLL` has the shape `(batch, heads, tokens, tokens)`. It is added to the
     scores and gets no gradient. The scores are not scaled, because T5's weights contain that factor.
 
-    The gradient keeps no probabilities. A device with a fused gradient uses it; elsewhere, they are computed again.
+    The gradient keeps no probabilities. A device with a fused gradient uses it; elsewhere, they are computed again. Only where
+    softmax takes longer than the matrix products, they are kept.
     """
+    if slow_exp(q_BHLK):
+        return _attend_kept(mx.contiguous(q_BHLK), mx.contiguous(k_BHLK), mx.contiguous(v_BHLK), mask_BHLL)
     # cuDNN's gradient with a mask is wrong for some lengths that are no multiple of 128: NaN for an odd multiple of 64.
     if fused_gradient(q_BHLK) and q_BHLK.shape[2] % FUSED_ROWS == 0:
         return one_layout(mx.fast.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, scale=1.0, mask=mask_BHLL))
 
-    B, H, L, _ = q_BHLK.shape
-    step = max(1, CHUNK_BYTES // (4 * H * L * L)) if slow_exp(q_BHLK) else B
-    parts = [slice(start, start + step) for start in range(0, B, step)]
+    B, H, L, K = q_BHLK.shape
+    parts = slices(B, most_items(2 * H * product_flop(L, K, L)))
 
     def probabilities(q_bHLK: mx.array, k_bHLK: mx.array, part: slice) -> mx.array:
         return softmax(q_bHLK @ k_bHLK.swapaxes(-1, -2) + mask_BHLL[part])
 
     @mx.custom_function
     def forward(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array) -> mx.array:
-        if fused_forward(q_BHLK):
-            return mx.fast.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, scale=1.0, mask=mask_BHLL)
         done: list[mx.array] = []
+        if fused_forward(q_BHLK):
+            for part in parts:
+                q, k, v = q_BHLK[part], k_BHLK[part], v_BHLK[part]
+                done.append(mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=mask_BHLL[part]))
+            return mx.concatenate(done) if len(done) > 1 else done[0]
         for part in parts:
             q_bHLK = after(q_BHLK[part], done[-1:])
             done.append(probabilities(q_bHLK, k_BHLK[part], part) @ v_BHLK[part])
@@ -133,12 +154,49 @@ def attend(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, mask_BHLL: mx.a
         for part in parts:
             before = list(done[-1]) if done else [dy_BHLK]
             q, k, v, dy, y = mx.depends([x[part] for x in (*primals, dy_BHLK, y_BHLK)], before)
-            p_bHLL = probabilities(q, k, part)
-            pull_bHL1 = (dy.astype(mx.float32) * y).sum(-1, keepdims=True)
-            ds_bHLL = (p_bHLL * (dy @ v.swapaxes(-1, -2) - pull_bHL1)).astype(q.dtype)
-            done.append((ds_bHLL @ k, ds_bHLL.swapaxes(-1, -2) @ q, p_bHLL.swapaxes(-1, -2) @ dy))
+            done.append(_pull(q, k, v, probabilities(q, k, part), y, dy))
         return [mx.concatenate(list(each)) for each in zip(*done, strict=True)]
 
     made: Any = forward(q_BHLK, k_BHLK, v_BHLK)
     y_BHLK: mx.array = made
     return y_BHLK
+
+
+def _attend_kept(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, mask_BHLL: mx.array) -> mx.array:
+    """Return the result of `attend`, and keep the probabilities for the gradient. A few texts are computed at a time."""
+    B, H, L, _ = q_BHLK.shape
+    parts = slices(B, max(1, CHUNK_BYTES // (4 * H * L * L)))
+
+    @mx.custom_function
+    def forward(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array) -> list[mx.array]:
+        done: list[mx.array] = []
+        kept: list[mx.array] = []
+        for part in parts:
+            q_bHLK = after(q_BHLK[part], done[-1:])
+            kept.append(softmax(q_bHLK @ k_BHLK[part].swapaxes(-1, -2) + mask_BHLL[part]))
+            done.append(kept[-1] @ v_BHLK[part])
+        return [mx.concatenate(done), *kept]
+
+    @forward.vjp
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
+        y_BHLK, *kept = outputs
+        dy_BHLK = mx.contiguous(cotangents[0])
+        done: list[tuple[mx.array, ...]] = []
+        for part, p_bHLL in zip(parts, kept, strict=True):
+            before = list(done[-1]) if done else [dy_BHLK]
+            q, k, v, y, dy = mx.depends([x[part] for x in (*primals, y_BHLK, dy_BHLK)], before)
+            done.append(_pull(q, k, v, p_bHLL, y, dy))
+        return [mx.concatenate(list(each)) for each in zip(*done, strict=True)]
+
+    made: Any = forward(q_BHLK, k_BHLK, v_BHLK)
+    y_BHLK: mx.array = made[0]
+    return y_BHLK
+
+
+def _pull(q: mx.array, k: mx.array, v: mx.array, p_bHLL: mx.array, y: mx.array, dy: mx.array) -> tuple[mx.array, ...]:
+    """Return the gradients of attention by q, k and v. `p_bHLL` holds the probabilities, `y` the result, and `dy` the gradient
+    of the result.
+    """
+    pull_bHL1 = (dy.astype(mx.float32) * y).sum(-1, keepdims=True)
+    ds_bHLL = (p_bHLL * (dy @ v.swapaxes(-1, -2) - pull_bHL1)).astype(q.dtype)
+    return ds_bHLL @ k, ds_bHLL.swapaxes(-1, -2) @ q, p_bHLL.swapaxes(-1, -2) @ dy

@@ -7,17 +7,20 @@ tokens, D hidden width, H query heads, G key and value heads (H is a multiple of
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 
+from stages import kernels
 from stages.models.attention import attention
 from stages.models.elementwise import silu
 from stages.models.sizes import checked_sizes
 
 dispatch: Callable[..., None] = mx.async_eval  # start computing without waiting; MLX leaves it untyped
+IN_FLIGHT = 2  # layers that are computed at once: a GPU computes one while the next is prepared
 
 SIZES = (
     "vocab_size",
@@ -168,10 +171,13 @@ class Decoder:
         """
         h_BTD = self.weights["embed_tokens.weight"][tokens_BT]
         seen_B1TT = mask(real_BT)
-        states = {0: h_BTD}
+        states, running = {0: h_BTD}, deque[mx.array]()
         for i in range(max(layers)):
             h_BTD = self.layer(i, h_BTD, seen_B1TT)
-            dispatch(h_BTD)  # unpacked weights of one layer exist at a time
+            dispatch(h_BTD)
+            running.append(h_BTD)
+            if len(running) > IN_FLIGHT:
+                mx.eval(running.popleft())  # else the unpacked weights of all layers would exist at once
             states[i + 1] = self.state(i + 1, h_BTD)
         return mx.concatenate([states[k] for k in layers], axis=-1)
 
@@ -217,5 +223,4 @@ class Decoder:
 
     def _linear(self, name: str, x: mx.array) -> mx.array:
         weight: Any = self.weights[f"{name}.weight"]
-        y: mx.array = x @ (weight if isinstance(weight, mx.array) else weight.dense()).T
-        return y
+        return kernels.linear(x, weight if isinstance(weight, mx.array) else weight.dense())

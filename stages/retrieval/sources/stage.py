@@ -30,6 +30,7 @@ class SourcesConfig:
     roots: tuple[str, ...] = selects(
         ("code",),
         'folders, relative to the project, or installed packages as "package:NAME"; "package:stdlib" is Python\'s own library',
+        path=True,
     )
     exclude: tuple[str, ...] = selects((), "files that are left out beside those of .gitignore, as patterns of .gitignore")
     languages: tuple[str, ...] = setting((), "languages that are read, such as python and rust; empty: all known languages")
@@ -138,4 +139,5 @@ STAGE = Stage(
     wants=wanted_sources,
     run=examine_sources,
     finish=finish_sources,
+    ships=False,
 )

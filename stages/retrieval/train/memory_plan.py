@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from stages.models.elementwise import slow_exp
 from stages.models.t5.architecture import RetrieverArchitecture
 from stages.models.t5.config import T5Config
 from stages.retrieval.train.config import TrainConfig, bits_of
@@ -72,7 +73,9 @@ class MemoryEstimator:
         work = LOSS_WORK * (vectors + similarities)
         whole = samples >= c.batch_size
         kept = self.state + (work if whole else 2 * vectors) + scores  # the mask of all blocks is as large as one's scores
-        more = {"unpacked": self.unpacked, "scores": scores, "validation": 0 if whole else work}
+        activation = samples * self.tokens * self.sizes.d_ff * self.dtype.size
+        saved = scores + activation if slow_exp(mx.zeros(0, self.dtype)) else 0  # attention and GELU keep them there
+        more = {"unpacked": self.unpacked, "scores": scores, "saved_scores": saved, "validation": 0 if whole else work}
         return planner.estimate(self.meta_model, inputs, self.weights, self.targets, kept, optimizer_work=self.update, **more)
 
     def best(self, limit: int, begun: Any = None) -> Candidate:

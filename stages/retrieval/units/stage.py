@@ -148,4 +148,4 @@ def _row(unit: Unit, source: Row, max_characters: int) -> Row:
     }
 
 
-STAGE = Stage(reads=(SOURCES,), writes=UNITS, config=UnitsConfig, wants=wanted_units, run=parse_units)
+STAGE = Stage(reads=(SOURCES,), writes=UNITS, config=UnitsConfig, wants=wanted_units, run=parse_units, ships=False)

@@ -14,12 +14,13 @@ class Caption:
     """One caption of an image, as it was found. `text` is the caption, before the setting `captions.template` adds
     words to it. `source` is the kind of place: "sidecar" (a file beside the image), "metadata", "filename", "template"
     or "config". `origin` is the exact place. It is a file, a file and line such as "metadata.jsonl:3", or the name of a
-    setting.
+    setting. `weight` says how often it is drawn, relative to the image's other captions. None means 1.
     """
 
     text: str
     source: str
     origin: str
+    weight: float | None = None
 
 
 def read_text(path: Path, most: int) -> str:

@@ -27,6 +27,7 @@ class CaptionsConfig:
         "separate folder of sidecars, in the same folders below it as the images; relative to the project; empty: beside the "
         "images, or in a folder `captions` beside or above them",
         unrecorded=("",),
+        path=True,
     )
     caption_column: str = setting(
         "", "column of metadata and captions files that holds the caption; empty: text, caption or prompt", unrecorded=("",)
@@ -52,6 +53,13 @@ class CaptionsConfig:
         unrecorded=(0,),
     )
     keep: int = setting(1, "shuffle: parts at the beginning that stay where they are", bounds=(0, 1000), unrecorded=(1,))
+    weights: tuple[float, ...] = setting(
+        (),
+        "draws of an image's first, second, ... caption, relative to each other: [3, 1]; the last number is for all further "
+        "captions; empty: equally",
+        bounds=(1e-3, 1000.0),
+        unrecorded=((),),
+    )
     trigger: str = setting("", "word that the adapter is called with; replaces {trigger} in the template and in preview prompts")
     missing: Literal["error", "empty", "trigger", "filename", "skip"] = setting(
         "error", "what an image without a caption gets: an error (it is usually a mistake), empty, trigger, filename or skip"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from stages.text_to_image.caption_files.text import Caption
 from stages.text_to_image.captions.config import CaptionsConfig
@@ -14,10 +14,11 @@ def operate(captions: Iterable[Caption], config: CaptionsConfig, image_id: str) 
     """Return the captions of one image after the changes that `config` asks for. Words are replaced. Parts between
     commas are dropped or shuffled. If `config.shuffle` is n, each caption gives n captions, each in an order of its
     own. If it is 0, no caption is shuffled. `image_id` is the image's key. The orders are drawn from it and from the
-    caption's position, so they are the same each time.
+    caption's position, so they are the same each time. With `config.weights`, each caption gets the weight of its
+    position, and its orders share the weight.
     """
     found = []
-    for position, caption in enumerate(captions):
+    for position, caption in enumerate(weighted(captions, config.weights)):
         text = caption.text
         for word, other in (config.replace or {}).items():
             text = text.replace(word, other)
@@ -26,10 +27,20 @@ def operate(captions: Iterable[Caption], config: CaptionsConfig, image_id: str) 
             parts = [part.strip() for part in text.split(",")]
             parts = [part for part in parts if part and part.casefold() not in unwanted]
             orders = [_shuffled(parts, config.keep, f"{image_id} {position} {n}") for n in range(config.shuffle)] or [parts]
-            found += [dataclasses.replace(caption, text=", ".join(order)) for order in orders]
+            weight = None if caption.weight is None else caption.weight / len(orders)
+            found += [dataclasses.replace(caption, text=", ".join(order), weight=weight) for order in orders]
         else:
             found.append(dataclasses.replace(caption, text=text))
     return found
+
+
+def weighted(captions: Iterable[Caption], weights: Sequence[float]) -> list[Caption]:
+    """Return the captions of one image with their weights. The first caption has the first of `weights`, the second the
+    second, and so on. Further captions have the last weight. If `weights` is empty, the captions are returned as they are.
+    """
+    if not weights:
+        return list(captions)
+    return [dataclasses.replace(each, weight=weights[min(n, len(weights) - 1)]) for n, each in enumerate(captions)]
 
 
 def _shuffled(parts: list[str], keep: int, name: str) -> list[str]:

@@ -153,12 +153,16 @@ def _check_trigger(texts: list[str], subjects: Mapping[str, Subject], config: Ca
 
 def _image_rows(image_id: str, texts: list[tuple[Filled, Caption]]) -> list[Row]:
     """Return the rows of the table `captions` for one image: one dict per different training text, in order. `texts`
-    are pairs (training text, original caption). If a text is there several times, its first pair is used.
+    are pairs (training text, original caption). If a text is there several times, its first pair is used. The weights of
+    its captions are added up.
     """
+    weights: dict[str, float | None] = {}
+    for filled, caption in texts:
+        weights[filled.text] = None if caption.weight is None else (weights.get(filled.text) or 0.0) + caption.weight
     first = {filled.text: (filled, caption) for filled, caption in reversed(texts)}
     distinct = dict.fromkeys(filled.text for filled, _ in texts)
     return [
-        _row(image_id, "caption", text, first[text][1].source, first[text][1].origin, position, first[text][0])
+        _row(image_id, "caption", text, first[text][1].source, first[text][1].origin, position, first[text][0], weights[text])
         for position, text in enumerate(distinct)
     ]
 
@@ -179,7 +183,16 @@ def _class_rows(rows: list[Row], subjects: Mapping[str, Subject], config: Captio
     return list(found.values())
 
 
-def _row(image_id: str, role: str, text: str, source: str, origin: str, position: int, filled: Filled | None = None) -> Row:
+def _row(
+    image_id: str,
+    role: str,
+    text: str,
+    source: str,
+    origin: str,
+    position: int,
+    filled: Filled | None = None,
+    weight: float | None = None,
+) -> Row:
     try:
         caption_id = hashlib.sha256(text.encode()).hexdigest()
     except UnicodeEncodeError:
@@ -196,4 +209,5 @@ def _row(image_id: str, role: str, text: str, source: str, origin: str, position
         "position": position,
         "template": filled.template if filled else None,
         "reason": filled.reason if filled else None,
+        "weight": weight,
     }

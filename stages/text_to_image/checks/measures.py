@@ -49,9 +49,11 @@ def measure_picture(image: Image.Image) -> Row:
 
 
 def blur(grey: np.ndarray) -> float:
-    """Return how blurred a picture is, 0 to 1. `grey` holds its brightness, float32 (height, width), 0 to 255. A further blur
-    takes much of the differences between neighbours from a sharp picture, and little from a blurred one (Crete and others,
-    2007). The less blurred of the two directions counts. A picture of one colour gives 0.
+    """Return how blurred a picture is, from 0 (sharp) to 1. `grey` holds the picture's brightness, float32 (height, width), 0 to
+    255. The blur is measured along rows and along columns, and the smaller value is returned. A picture of one colour gives 0.
+
+    The picture is blurred once more. A sharp picture then loses most of the differences between neighbouring pixels, and a
+    blurred one loses few (Crete and others, 2007).
     """
     return round(float(min(_blur_along(grey), _blur_along(grey.T))), 4)
 

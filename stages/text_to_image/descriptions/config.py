@@ -26,6 +26,7 @@ class DescriptionsConfig:
         "",
         "folder of a vision-language model that transformers loads, relative to the project, or the name of a model of the "
         "server; empty: no captions are written",
+        path=True,
     )
     server: str = setting(
         "", 'address of an OpenAI-compatible server on this machine, such as "http://localhost:1234/v1"; empty: no server'
@@ -42,7 +43,9 @@ class DescriptionsConfig:
     extension: str | tuple[str, ...] | None = selects(
         None, "suffix of sidecar files; by default as in [captions]", follows="captions.extension"
     )
-    folder: str | None = selects(None, "separate folder of sidecars; by default as in [captions]", follows="captions.folder")
+    folder: str | None = selects(
+        None, "separate folder of sidecars; by default as in [captions]", follows="captions.folder", path=True
+    )
     caption_column: str | None = selects(
         None, "column that holds the caption; by default as in [captions]", follows="captions.caption_column"
     )

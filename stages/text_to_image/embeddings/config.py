@@ -24,6 +24,12 @@ class EmbeddingsConfig:
     bits: Bits = setting(  # noqa: RUF009
         16, "bits of a weight of the text encoder's layers: 8 takes half the memory, 4 a quarter, less exact", unrecorded=(16,)
     )
+    stored: Literal["bfloat16", "int8"] = setting(
+        "bfloat16",
+        "values on disk: bfloat16 as the text encoder gives them; int8 with a scale for each row and hidden state takes half the "
+        "space and is less exact",
+        unrecorded=("bfloat16",),
+    )
     memory: Literal["auto", "whole", "layers"] = runtime(
         "auto",
         "whole: all layers stay in memory; layers: each is read again for every record batch, which takes least memory; auto: "

@@ -13,6 +13,7 @@ from stages.forecast import Forecast, Outlook
 from stages.models.family import Family
 from stages.models.protocols import TextEncoder
 from stages.text_to_image.embeddings.config import EmbeddingsConfig
+from stages.text_to_image.stored_embeddings import stored_words
 from stages.tuner import quantize
 from stages.tuner.blockwise import planner
 from stages.tuner.blockwise.device import blocks_in_flight
@@ -153,7 +154,8 @@ def forecast(outlook: Outlook) -> Forecast:
     if config.memory == "auto" and plan.peak > outlook.budget:
         plan = estimate(config, family, weights, True)
     sizes = family.architecture.text_encoder_sizes(weights, family)
-    row_bytes = 2 * family.text_tokens * sizes.hidden_size * len(family.text_layers)
+    states = len(family.text_layers)
+    row_bytes = 2 * family.text_tokens * stored_words(sizes.hidden_size * states, states, config.stored)
     advice = remedy(config, family, weights, outlook.budget) if plan.peak > outlook.budget else ""
     bits = f", {config.bits} bits" if config.bits < 16 else ""
     return Forecast(plan.peak, row_bytes, plan=f"text encoder {plan.words}{bits}", remedy=advice)

@@ -15,10 +15,12 @@ import pyarrow.compute as pc
 from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.embeddings import EMBEDDINGS
 from stages.models.protocols import TextEncoder
+from stages.models.reading import reading
 from stages.models.text.encoder import Embedding, widen
 from stages.stage import Stage, StageContext
 from stages.text_to_image.embeddings.config import EmbeddingsConfig
 from stages.text_to_image.embeddings.memory_plan import choose_plan, forecast, load_encoder
+from stages.text_to_image.stored_embeddings import INT8, pack
 from stages.tuner.blockwise.device import live_memory_limit, memory_budget
 
 Row = dict[str, Any]
@@ -46,7 +48,8 @@ def encode_embeddings(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     path = ctx.need("text_encoder")
     plan = choose_plan(ctx.config, family, path, memory_budget())
     tokenizer = ctx.need("tokenizer")
-    encoder = ctx.reuse("text encoder", lambda: load_encoder(family, path, tokenizer, ctx.config, plan.by_layer))
+    with reading("the text encoder", ctx.note):
+        encoder = ctx.reuse("text encoder", lambda: load_encoder(family, path, tokenizer, ctx.config, plan.by_layer))
     try:
         with live_memory_limit(plan.live_bytes):
             for start in range(0, len(pending), ctx.config.batch_size):
@@ -83,15 +86,16 @@ def _batch(
     for done, (caption_id, embedding) in enumerate(zip(ids, embeddings, strict=True), start + 1):
         if embedding.dropped:
             ctx.say(_too_long(captions[caption_id], embedding))
-        rows.append(_row(caption_id, embedding))
+        rows.append(_row(caption_id, embedding, ctx.config.stored, len(ctx.need("family").text_layers)))
         ctx.progress(done, len(pending), "texts")
     return EMBEDDINGS.table(rows).combine_chunks().to_batches()[0]
 
 
-def _row(caption_id: str, embedding: Embedding) -> Row:
+def _row(caption_id: str, embedding: Embedding, stored: str, states: int) -> Row:
     """Return the row of the table `embeddings` for one text, as a dict from column to value. It holds the values of the
     embedding, their mean, standard deviation and largest magnitude, and token counts. The mean, deviation and magnitude
-    leave padding out. Raises ValueError if a value is not finite.
+    leave padding out. `stored` is the form of the values on disk, and `states` the number of hidden states. Raises
+    ValueError if a value is not finite.
     """
     real = widen(embedding.real)
     if not np.isfinite(real).all():
@@ -99,16 +103,17 @@ def _row(caption_id: str, embedding: Embedding) -> Row:
             f"the text encoder gave values that are not finite for caption {caption_id[:12]}: "
             "set embeddings.precision to float32, or download the weights again"
         )
+    words_TP = pack(embedding.words, states) if stored == INT8 else embedding.words
     return {
         "caption_id": caption_id,
         "tokens": embedding.tokens,
         "dropped_tokens": embedding.dropped,
-        "shape": list(embedding.words.shape),
-        "dtype": "bfloat16",
+        "shape": list(words_TP.shape),
+        "dtype": stored,
         "mean": float(real.mean(dtype=np.float64)),
         "std": float(real.std(dtype=np.float64)),
         "absmax": float(np.abs(real).max()),
-        "tensor": embedding.words.ravel(),
+        "tensor": words_TP.ravel(),
     }
 
 

@@ -15,7 +15,7 @@ class FolderConfig:
     are trained. Raises ValueError if `path` is missing or a number is out of range.
     """
 
-    path: str = selects("", "the folder, searched with all folders below it; relative to the project")
+    path: str = selects("", "the folder, searched with all folders below it; relative to the project", path=True)
     repeats: float | None = selects(
         None, "occurrences of each image per epoch; 0: never; unset: 1, or as the name says (10_name)", bounds=(0.0, 1000.0)
     )
@@ -42,6 +42,7 @@ class ImagesConfig:
     folder: str | tuple[FolderConfig, ...] = selects(
         "images",
         "image folder, searched with all folders below it; relative to the project; or several [[images.folder]] with path",
+        path=True,
     )
     layout: Literal["auto", "plain"] = selects(
         "auto", "auto: kohya's folder names are read (10_ohwx cat: 10 repeats; reg: regularisation); plain: they mean nothing"

@@ -14,6 +14,12 @@ class LatentsConfig:
     """The section [latents] of project.toml: how crops are encoded, and where masks are taken from."""
 
     flip: bool = selects(False, "encode a mirrored copy of every crop too; off, because text and faces are not symmetric")
+    jitter: int = selects(
+        0, "further crops of each image, a little smaller and moved at random; none for images with references", bounds=(0, 100)
+    )
+    jitter_share: float = selects(
+        0.1, "jitter: largest share of a side by which a further crop is smaller, which enlarges its pixels", bounds=(0.001, 0.5)
+    )
     mask: Literal["none", "alpha", "file"] = selects(
         "none",
         "which part of an image is trained on: none: all of it; alpha: its opaque part; file: the white part of a mask file, "

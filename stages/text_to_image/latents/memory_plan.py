@@ -7,7 +7,6 @@ from stages.text_to_image.latents.config import LatentsConfig
 from stages.text_to_image.sizes import largest_image, latent_bytes
 
 ITEMSIZES = {"bfloat16": 2, "float32": 4}
-AHEAD = 0.5  # share of the working memory that work started ahead may use beyond the estimate
 LOWEST_RESOLUTION = 256  # pixels: no lower resolution is advised
 
 

@@ -8,6 +8,7 @@ depend on other rows. At these sizes, one image keeps a device busy.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
 from stages.stage import Stage, StageContext
 from stages.text_to_image.imaging.decode import ImageError
+from stages.text_to_image.imaging.references import USE
 from stages.text_to_image.imaging.usable import usable_paths
 from stages.text_to_image.latents.config import LatentsConfig
 from stages.text_to_image.latents.crop import FileChanged, ImageJob, decode_ahead
 from stages.text_to_image.latents.mask_ids import mask_files, mask_ids
-from stages.text_to_image.latents.memory_plan import AHEAD, ITEMSIZES, forecast
+from stages.text_to_image.latents.memory_plan import ITEMSIZES, forecast
+from stages.tuner import draws
 
 Row = dict[str, Any]
 
@@ -43,22 +46,48 @@ def latent_id(row: Row) -> str:
 
 def wanted_latents(ctx: StageContext) -> pa.Table:
     """Return the key columns and the crop of every row that the table `latents` should have. There is one row per
-    accepted crop of the table `buckets`. With [latents] `flip`, each crop has a second row for its mirror image. Raises
-    ValueError if no image is usable, or if mask files are needed but missing or unreadable.
+    accepted crop of the table `buckets`. With [latents] `jitter`, each crop has further rows for smaller parts of it. With
+    [latents] `flip`, each row has a second one for its mirror image. Raises ValueError if no image is usable, or if mask
+    files are needed but missing or unreadable.
 
     Crops with equal keys share one row. Crops of unusable images are left out.
     """
     masks = mask_ids(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config.mask)
+    edited = with_references(ctx.rows(IMAGES))
     rows: dict[str, Row] = {}
     for bucket in ctx.rows(BUCKETS).to_pylist():
         if bucket["rejected"] is not None or bucket["image_id"] not in masks:
             continue
-        for flip in (False, True) if ctx.config.flip else (False,):
-            row = {name: bucket[name] for name in WANTED if name in bucket}
+        count = 0 if bucket["image_id"] in edited else ctx.config.jitter
+        crops = [bucket, *(jittered(bucket, n, ctx.config.jitter_share) for n in range(1, count + 1))]
+        for crop, flip in itertools.product(crops, (False, True) if ctx.config.flip else (False,)):
+            row = {name: crop[name] for name in WANTED if name in crop}
             row |= {"flip": flip, "mask_id": masks[bucket["image_id"]]}
             row["latent_id"] = latent_id(row)
             rows[row["latent_id"]] = row
     return pa.Table.from_pylist(list(rows.values()), schema=pa.schema([LATENTS.batch.field(name) for name in WANTED]))
+
+
+def jittered(bucket: Row, number: int, share: float) -> Row:
+    """Return a row of the table `buckets` with a smaller crop at another place inside its own. Aspect ratio and trained size
+    stay. The sides shrink by a random share of at most `share`. Share and place are drawn from the image, the trained size
+    and `number`, the number of the further crop, from 1.
+    """
+    name = f"jitter {bucket['image_id']} {bucket['width']}x{bucket['height']}"
+    less, across, down = (draws.uniform(0, name, number, n) for n in range(3))
+    width, height = (bucket[side] * (1 - share * less) for side in ("crop_w", "crop_h"))
+    left = bucket["crop_x"] + across * (bucket["crop_w"] - width)
+    top = bucket["crop_y"] + down * (bucket["crop_h"] - height)
+    return {**bucket, "crop_x": left, "crop_y": top, "crop_w": width, "crop_h": height}
+
+
+def with_references(images: pa.Table) -> set[str]:
+    """Return the image_ids of images that have references or are references, in edit training. `images` is the table
+    `images`.
+    """
+    rows = images.select(["path", "image_id", "use", "reference_of"]).to_pylist()
+    shown = {row["reference_of"] for row in rows if row["reference_of"]}
+    return {row["image_id"] for row in rows if row["use"] == USE or row["path"] in shown}
 
 
 def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
@@ -106,13 +135,14 @@ def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 def live_bytes(ctx: StageContext) -> int:
     """Return the memory limit for encoding the pending images, in bytes. When MLX uses this much, it must wait before
-    it starts further work. The limit is computed for the largest pending image.
+    it starts further work. This is the estimated peak for the largest pending image: strips that a GPU starts ahead
+    wait for memory instead of taking more.
     """
     family = ctx.need("family")
     width, height = max(((row["width"], row["height"]) for row in ctx.pending.to_pylist()), key=lambda size: size[0] * size[1])
     item = ITEMSIZES[ctx.config.precision]
     held, work = family.architecture.autoencoder_bytes(ctx.need("autoencoder"), family, height, width, item, True)
-    return int(held + (1 + AHEAD) * work)
+    return int(held + work)
 
 
 def _encoded_rows(ctx: StageContext, model: Any, changed: list[str]) -> Generator[Row]:

@@ -32,7 +32,10 @@ class SamplesConfig:
     )
     height: int = selects(768, "height of a preview, pixels, a multiple of 16", bounds=(16, 4096))
     references: tuple[str, ...] = selects(
-        (), "pictures that every preview starts from, for an adapter of edit training; relative to the project"
+        (), "pictures that every preview starts from, for an adapter of edit training; relative to the project", path=True
+    )
+    prompt_references: Mapping[str, tuple[str, ...]] | None = selects(
+        None, 'other references for some preview prompts: {"{trigger}, at night" = ["images/control/b.png"]}; []: none'
     )
     steps: int | None = setting(None, "denoising steps; by default the family's number", bounds=(1, 1000))
     guidance: float | None = setting(

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from stages.models.family import Family
 from stages.models.protocols import Transformer
+from stages.text_to_image import converted
 from stages.text_to_image.packing import Packed, load_packed
 from stages.tuner.adapters.combine import join
 from stages.tuner.blockwise.forward import AdapterMismatch, BlockwiseForward, model_forward
@@ -84,6 +85,7 @@ def load_sampler(
     guidance: float | None = None,
     live_bytes: int | None = None,
     folder: Path | None = None,
+    copies: Path | None = None,
 ) -> LatentSampler:
     """Load a transformer with adapters, and return a sampler that draws images. `transformer` is the path of its
     weights, and `family` is the record of the model family. `adapters` has (file, strength) pairs; the changes of all
@@ -94,14 +96,16 @@ def load_sampler(
     `precision` is "bfloat16" or "float32". `packed` says how weights are quantised; None leaves them as they are.
     `steps` is the number of denoising steps, and `guidance` is the guidance scale. If they are None, the family's
     values are used. `live_bytes` is the memory limit in bytes; None means no limit. `folder` is for the weights of
-    blocks that stay on disk (see `load_packed`).
+    blocks that stay on disk (see `load_packed`). `copies` is a folder with converted copies of transformers. If it has
+    a copy of this one, the copy is read instead of `transformer`.
     """
     dtype = DTYPES[precision]
-    model = (
-        load_packed(transformer, family, dtype, packed, folder)
-        if packed
-        else family.architecture.load_transformer(transformer, family, dtype)
-    )
+    model = None
+    if copies and packed and not packed.stream_blocks:
+        model = converted.load_copy(family, transformer, dtype, packed, copies)
+    if model is None and packed:
+        model = load_packed(transformer, family, dtype, packed, folder)
+    model = model or family.architecture.load_transformer(transformer, family, dtype)
     predict = adapted_forward(model, family, adapters)
     predict.live_bytes = live_bytes
     chosen = family.guidance if guidance is None else guidance

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,24 @@ def read_reference(file: Path) -> Image.Image:
             f"got {image.width} x {image.height}"
         )
     return image
+
+
+def references_by_prompt(
+    prompts: Iterable[str], usual: Sequence[str], special: Mapping[str, Sequence[str]], trigger: str
+) -> dict[str, tuple[str, ...]]:
+    """Return the reference images of each preview prompt: prompt -> paths. `usual` are the paths for prompts that are not in
+    `special`, which maps a prompt to other paths. In its keys, {trigger} stands for the word `trigger`. Raises ValueError
+    if a key is no preview prompt.
+    """
+    found = {prompt: tuple(usual) for prompt in prompts}
+    for key, paths in special.items():
+        prompt = key.replace("{trigger}", trigger)
+        if prompt not in found:
+            near = difflib.get_close_matches(prompt, found, 1)
+            hint = f'; did you mean "{near[0]}"?' if near else ""
+            raise ValueError(f'samples.prompt_references must name prompts of [captions] preview_prompts, got "{key}"{hint}')
+        found[prompt] = tuple(paths)
+    return found
 
 
 def reference_id(files: Sequence[Path]) -> str | None:

@@ -65,7 +65,7 @@ def sample_sources(ctx: StageContext) -> list[SampleSource]:
 def refuse_damaged(chosen: str | tuple[int, ...], damaged: Mapping[int, str], newest: int) -> None:
     """Raise ValueError if a chosen checkpoint is damaged. `chosen` is the setting `samples.checkpoints`: "last", "all"
     or a tuple of steps. `damaged` maps a damaged checkpoint's step to a text about the damage. `newest` is the step of
-    the newest undamaged checkpoint. If `chosen` is "last", only steps after `newest` count.
+    the newest undamaged checkpoint. If `chosen` is "last", damage of earlier steps is no error.
     """
     for step, problem in sorted(damaged.items()):
         if step > newest if chosen == "last" else chosen == "all" or step in chosen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,15 +18,18 @@ from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.samples import SAMPLES
 from schemas.text_to_image.train import TRAIN
+from stages.models.reading import reading
 from stages.stage import Stage, StageContext
+from stages.text_to_image import converted
 from stages.text_to_image.packing import STREAMED
 from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.samples.decoding import decode, save_png
 from stages.text_to_image.samples.drawing import DTYPES, LatentSampler, load_sampler
 from stages.text_to_image.samples.grid import write_grid
 from stages.text_to_image.samples.memory_plan import drawing_memory, forecast, passes
-from stages.text_to_image.samples.references import encode_references, read_reference, reference_id
+from stages.text_to_image.samples.references import encode_references, read_reference, reference_id, references_by_prompt
 from stages.text_to_image.samples.sources import SampleSource, sample_sources
+from stages.text_to_image.stored_embeddings import embedding_reader
 from stages.tuner import checkpoint
 from stages.tuner.blockwise.device import limit_command_buffers, live_memory_limit
 
@@ -35,6 +38,7 @@ ID_DIGITS = 16  # hex digits of an id in a file's name
 WANTED = ("adapter_id", "step", "caption_id", "prompt", "seed", "width", "height", "reference_id")
 
 Row = dict[str, Any]
+References = Mapping[str, Sequence[mx.array]]  # `reference_id` -> the latents of its reference images
 
 
 def wanted_samples(ctx: StageContext) -> pa.Table:
@@ -46,9 +50,10 @@ def wanted_samples(ctx: StageContext) -> pa.Table:
     config = ctx.config
     captions = sorted(ctx.rows(CAPTIONS).to_pylist(), key=lambda row: row["position"])
     prompts = {row["caption_id"]: row["text"] for row in captions if row["role"] == "preview"}
-    references = reference_id([ctx.root / name for name in config.references])
+    shown = {paths: reference_id([ctx.root / name for name in paths]) for paths in set(_references(ctx, captions).values())}
+    references = {prompt: shown[paths] for prompt, paths in _references(ctx, captions).items()}
     rows = [
-        (source.adapter_id, source.step, caption_id, prompt, seed, config.width, config.height, references)
+        (source.adapter_id, source.step, caption_id, prompt, seed, config.width, config.height, references[prompt])
         for source in sample_sources(ctx)
         for caption_id, prompt in list(prompts.items())[: config.first_prompts or None]
         for seed in config.seeds
@@ -66,7 +71,7 @@ def draw_samples(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     pending = ctx.pending.to_pylist()
     undrawn = [row for row in pending if not is_drawn(ctx, row)]
     progress = StepProgress(ctx, len(undrawn) * (ctx.config.steps or ctx.need("family").sampling_steps))
-    references = _encoded_references(ctx) if undrawn else []
+    references = _encoded_references(ctx, undrawn)
     for source in sample_sources(ctx):
         rows = [row for row in pending if row["adapter_id"] == source.adapter_id]
         if not rows or ctx.stop():
@@ -112,37 +117,54 @@ class StepProgress:
         return self.ctx.stop()
 
 
-def _encoded_references(ctx: StageContext) -> list[mx.array]:
-    """Return the latents of the reference images, one array per image. A latent is an image as the autoencoder encodes
-    it. The setting [samples] `references` names the images. The list is empty if it names none. The autoencoder is
-    released at the end.
+def _references(ctx: StageContext, captions: Sequence[Row]) -> dict[str, tuple[str, ...]]:
+    """Return the reference images of each preview prompt: prompt -> paths, as the settings have them. `captions` are all rows
+    of the table `captions`. Raises ValueError if a setting names a prompt that does not exist.
     """
-    if not ctx.config.references:
-        return []
-    images = [read_reference(ctx.root / name) for name in ctx.config.references]
+    prompts = [row["text"] for row in captions if row["role"] == "preview"]
+    trigger = next((str(row["text"]) for row in captions if row["role"] == "trigger"), "")
+    return references_by_prompt(prompts, ctx.config.references, ctx.config.prompt_references or {}, trigger)
+
+
+def _encoded_references(ctx: StageContext, rows: Sequence[Row]) -> References:
+    """Return the latents of the reference images of `rows`, rows of the table `samples`. A latent is an image as the
+    autoencoder encodes it. The result maps a row's `reference_id` to one array per image. It is empty if no row has
+    references. The autoencoder is released at the end.
+    """
+    paths = _references(ctx, ctx.rows(CAPTIONS).to_pylist())
+    wanted = {row["reference_id"]: paths[row["prompt"]] for row in rows if row["reference_id"]}
+    if not wanted:
+        return {}
     family, path = ctx.need("family"), ctx.need("autoencoder")
-    found = encode_references(family.architecture.load_autoencoder(path, family, mx.float32), images)
+    autoencoder = family.architecture.load_autoencoder(path, family, mx.float32)
+    found = {}
+    for name, files in wanted.items():
+        found[name] = encode_references(autoencoder, [read_reference(ctx.root / file) for file in files])
+    del autoencoder
     mx.clear_cache()
     return found
 
 
 def draw_latents(
-    ctx: StageContext, source: SampleSource, rows: list[Row], progress: StepProgress, references: Sequence[mx.array] = ()
+    ctx: StageContext, source: SampleSource, rows: list[Row], progress: StepProgress, references: References
 ) -> Iterator[tuple[str, Path]]:
     """Draw the latent of every row in `rows`, and write it to a file. A latent is an image before it is decoded. Yield
     the row's `file_name` and the path of the file. `source` is the model that draws: the base or an adapter. `progress`
-    counts the denoising steps. `references` are latents of reference images. If the user asks to stop, end early. Raises
-    ValueError if a latent is not finite.
+    counts the denoising steps. `references` maps a `reference_id` to latents of reference images. If the user asks to
+    stop, end early. Raises ValueError if a latent is not finite.
 
     The transformer is released at the end.
     """
     if not rows:
         return
-    sampler = ctx.reuse(f"sampler {source.adapter_id}", lambda: sampler_for(ctx, source, references))
+    largest = max(references.values(), key=lambda latents: sum(each.size for each in latents), default=[])
+    with reading("the transformer", ctx.note):
+        sampler = ctx.reuse(f"sampler {source.adapter_id}", lambda: sampler_for(ctx, source, largest))
     for row in rows:
         started = time.perf_counter()
         text_1TJ = read_embedding(ctx, row["caption_id"])
-        latent_1Chw = sampler.draw(text_1TJ, row["seed"], row["width"], row["height"], progress.stop_after, references)
+        beside = references.get(row["reference_id"] or "", ())
+        latent_1Chw = sampler.draw(text_1TJ, row["seed"], row["width"], row["height"], progress.stop_after, beside)
         if latent_1Chw is None:
             return
         arrays, about = {"latents": latent_1Chw}, {"seconds": repr(time.perf_counter() - started)}
@@ -175,6 +197,7 @@ def sampler_for(ctx: StageContext, source: SampleSource, references: Sequence[mx
         guidance=config.guidance,
         live_bytes=memory.live_bytes,
         folder=ctx.artifacts.parent / STREAMED,
+        copies=ctx.root / converted.FOLDER,
     )
 
 
@@ -198,7 +221,7 @@ def decode_latents(ctx: StageContext, source: SampleSource, rows: list[Row], lat
         started = time.perf_counter()
         loaded: Any = mx.load(str(latents[file_name(row)]), return_metadata=True)
         arrays, about = loaded
-        with live_memory_limit(held + 2 * work):
+        with live_memory_limit(held + work):
             image = decode(autoencoder, arrays["latents"])
         name = f"images/{file_name(row)}.png"
         facts = {"prompt": row["prompt"], "seed": row["seed"], "step": source.step, "adapter_id": source.adapter_id}
@@ -238,9 +261,14 @@ def read_embedding(ctx: StageContext, caption_id: str) -> mx.array:
     """Return the embedding of a caption from the table `embeddings`: (1, text tokens, features), bfloat16. Raises
     KeyError if the caption has no embedding.
     """
-    reader = ctx.tensors(EMBEDDINGS)
+    reader = embedding_reader(ctx)
     reader.ahead([caption_id])
     return mx.array(reader.read(caption_id)).view(mx.bfloat16)[None]
+
+
+def opened_files(ctx: StageContext) -> Iterator[Path]:
+    """Yield the paths of the reference images from which every preview starts."""
+    yield from (ctx.root / name for name in ctx.config.references)
 
 
 def empty_caption(ctx: StageContext) -> str:
@@ -261,5 +289,6 @@ STAGE = Stage(
     run=draw_samples,
     finish=finish_samples,
     forecast=forecast,
+    opens=opened_files,
     result="grid.png",
 )

@@ -39,11 +39,12 @@ class ScoresConfig:
     """
 
     references: str = selects(
-        "references", "folder of real pictures of the style, with captions, none of which is a training image"
+        "references", "folder of real pictures of the style, with captions, none of which is a training image", path=True
     )
     map: str = selects(
         "",
         "safetensors file with the map from pictures to texts, which data/micro/training/agreement.py fits; empty: no agreement",
+        path=True,
     )
 
 
@@ -115,4 +116,5 @@ STAGE = Stage(
     run=score_pictures,
     snapshot=snapshot,
     opens=opened_files,
+    model=lambda config: True,  # an image encoder of our own, which is no resource of the project
 )

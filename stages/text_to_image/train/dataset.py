@@ -16,7 +16,7 @@ from stages.text_to_image.imaging.references import USE
 from stages.text_to_image.imaging.usable import usable_paths
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.folders import folder_rates
-from stages.text_to_image.train.references import Reference, References, place
+from stages.text_to_image.train.references import Reference, References, is_inside, place, size
 from stages.text_to_image.train.selection import DataConfig, held_out, rates
 
 Row = dict[str, Any]
@@ -32,7 +32,8 @@ class Crop:
     `classes` holds one caption_id per caption: the class caption, or "" if there is none. A class caption has the class
     word (such as "cat") in place of the trigger word. If no caption has one, `classes` may be empty. `mask` has the
     weight of each image token as one byte, 0 to 255. If it is None, all tokens have full weight. `resolution` is the
-    resolution of the crop's bucket. `references` are shown to the model beside the noisy latent.
+    resolution of the crop's bucket. `references` are shown to the model beside the noisy latent. `weights` holds one
+    number per caption: how often it is drawn relative to the others. If it is empty, all are drawn equally often.
     """
 
     latent_id: str
@@ -46,6 +47,7 @@ class Crop:
     mask: bytes | None = None  # the weight of each token, one byte each; None: all count in full
     resolution: int = 0  # of its bucket
     references: tuple[Reference, ...] = ()  # what an edit starts from
+    weights: tuple[float, ...] = ()  # for each caption, how often it is drawn; empty: equally
 
     @property
     def tokens(self) -> int:
@@ -98,8 +100,8 @@ class Dataset:
 
     def pairs(self) -> list[tuple[str, str, str]]:
         """Return a tuple (latent_id, image_id, caption_id) for every pair of crop and caption in the run. Held-out
-        crops and class captions are included. The captions that replace a dropped caption come last, with "" as
-        latent_id and image_id.
+        crops and class captions are included. With caption dropout, further captions stand in for dropped ones: they
+        come last, and their latent_id and image_id are "".
 
         These pairs are part of the run's recipe (the hash that identifies it), because its result depends on them.
         """
@@ -139,24 +141,29 @@ def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
     crops = [_crop(row, rate, texts, config.mask is not None) for row, rate in drawn if row["image_id"] not in aside]
     if not crops:
         raise ValueError(f"[train.validation]: all {len(aside)} images are held out; lower share, or name fewer paths")
-    held = [
-        _crop(row, rate, texts, config.mask is not None) for row, rate in drawn if row["image_id"] in aside and not row["flip"]
-    ]
+    plain = [(row, rate) for row, rate in drawn if row["image_id"] in aside and not row["flip"] and not row["further"]]
+    held = [_crop(row, rate, texts, config.mask is not None) for row, rate in plain]
     return _with_embeddings(ctx, Dataset(tuple(crops), texts.empty, {}, tuple(held), texts.empty_class))
 
 
 def _latents(ctx: StageContext, paths: Container[str], texts: Texts) -> list[Row]:
     """Return the rows of the table `latents` that can be trained on, sorted by `latent_id`. Each row is a dict that
-    also has the `resolution` of its bucket. `paths` contains the image_ids to use. Images without a caption in `texts`
-    are left out. Raises ValueError if a crop has no latent, or if no row remains.
+    also has the `resolution` of its bucket, and `further`: True for a further crop ([latents] `jitter`). `paths`
+    contains the image_ids to use. Images without a caption in `texts` are left out. Raises ValueError if a crop has no
+    latent, or if no row remains.
     """
     buckets = [row for row in ctx.rows(BUCKETS).to_pylist() if row["rejected"] is None]
-    places = {place(row): row["resolution"] for row in buckets if row["image_id"] in paths}
-    latents = [row for row in ctx.rows(LATENTS).to_pylist() if place(row) in places]
-    lost = len(places.keys() - {place(row) for row in latents})
+    places = {place(row) for row in buckets if row["image_id"] in paths}
+    by_size = {size(row): row for row in buckets if row["image_id"] in paths}
+    latents = [row for row in ctx.rows(LATENTS).to_pylist() if is_inside(row, by_size.get(size(row)))]
+    lost = len(places - {place(row) for row in latents})
     if lost:
         raise ValueError(f"train: {lost} of {len(places)} crops have no latent; run the stage latents")
-    encoded = [row | {"resolution": places[place(row)]} for row in latents if row["rejected"] is None]
+    encoded = [
+        row | {"resolution": by_size[size(row)]["resolution"], "further": place(row) not in places}
+        for row in latents
+        if row["rejected"] is None
+    ]
     used = sorted((row for row in encoded if row["image_id"] in texts.captions), key=lambda row: str(row["latent_id"]))
     if not used:
         raise ValueError(
@@ -193,6 +200,7 @@ def _crop(row: Row, rate: float, texts: Texts, masked: bool) -> Crop:
         row["mask"] if masked else None,
         row["resolution"],
         row["references"],
+        texts.weights.get(image, ()),
     )
 
 
@@ -202,13 +210,15 @@ class Texts:
     caption is a caption with the class word (such as "cat") in place of the trigger word. `captions` is a dict from
     image_id (the image file's sha256) to the captions of the image, in order. `classes` is a dict from image_id to the
     class captions. Each caption has one there, or "". `empty` is used in place of a dropped caption. `empty_class` is
-    used in place of the class caption of a dropped caption. Both are "" if captions are never dropped.
+    used in place of the class caption of a dropped caption. Both are "" if captions are never dropped. `weights` is a dict
+    from image_id to one number per caption: how often it is drawn. Images whose captions are drawn equally are left out.
     """
 
     captions: dict[str, tuple[str, ...]]  # by image_id, in their order
     classes: dict[str, tuple[str, ...]]  # by image_id: the class caption of each caption, "" if there is none
     empty: str  # what a dropped caption becomes
     empty_class: str  # the class caption that belongs to `empty`
+    weights: dict[str, tuple[float, ...]]  # by image_id: how often each caption is drawn
 
 
 def _texts(ctx: StageContext, data: DataConfig, dropout: bool, with_classes: bool) -> Texts:
@@ -234,6 +244,7 @@ def _texts(ctx: StageContext, data: DataConfig, dropout: bool, with_classes: boo
         {image: tuple(class_of.get((image, row["position"]), "") for row in rows) for image, rows in captions.items()},
         empty,
         empty_class,
+        {image: tuple(weights) for image, rows in captions.items() if len(set(weights := [row["weight"] for row in rows])) > 1},
     )
 
 

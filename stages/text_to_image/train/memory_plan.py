@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from stages import kernels
 from stages.models import attention
 from stages.models.family import Architecture, Family
 from stages.models.protocols import TransformerConfig
@@ -32,6 +33,7 @@ from stages.tuner.ranks import connect
 from stages.tuner.step import build_optimizer, choose_targets
 
 LOWEST_RESOLUTION = 256  # pixels: no lower resolution is advised
+ALONE = 768  # pixels: from this resolution, Metal computes one sample at a time unless [train] micro_batch says otherwise
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class MemoryEstimator:
         """
         heads = self.sizes.num_attention_heads
         q_BHSK = mx.zeros((samples, heads, tokens, self.sizes.attention_head_dim), self.dtype)
-        if attention.fused_gradient(q_BHSK):
+        if attention.fused_gradient(q_BHSK) or attention.blocked_gradient(q_BHSK):
             return {}
         whole = samples * heads * tokens * tokens * self.dtype.size
         chunked = attention.chunk_rows(q_BHSK, q_BHSK) < tokens
@@ -187,11 +189,22 @@ class MemoryEstimator:
         Values that [train] fixes are kept. For the others, the fastest ones that fit are chosen. If [train] `memory` is
         "auto", `begun` is kept if it fits.
         """
-        return best_candidate(self.config, batch.samples, lambda samples: self.estimate(batch, samples), limit, begun)
+        config = with_micro_batch(self.config, batch)
+        return best_candidate(config, batch.samples, lambda samples: self.estimate(batch, samples), limit, begun)
 
     def with_config(self, config: TrainConfig) -> MemoryEstimator:
         """Return an estimator for this transformer with the settings `config`."""
         return MemoryEstimator(config, self.architecture, self.sizes)
+
+
+def with_micro_batch(config: TrainConfig, batch: BatchShape) -> TrainConfig:
+    """Return the settings [train] with the micro-batch of this device. `batch` is the largest batch of the run. On Metal, a
+    micro-batch has one sample from 768 px. Otherwise, and if `micro_batch` is set, the result is `config`.
+
+    macOS ends a program that keeps the display waiting. One sample at a time gives the display more turns.
+    """
+    alone = kernels.limited() and config.micro_batch is None and batch.resolution >= ALONE
+    return replace(config, micro_batch=1) if alone else config
 
 
 def choose(
@@ -211,7 +224,7 @@ def choose(
     estimator = MemoryEstimator(config, architecture, architecture.transformer_config(weights, family))
     batch, limit = largest_batch(sampler, architecture.pixels_per_token, connect().size), memory_budget(config.memory_gb)
     found = require_fit(estimator, batch, limit, start.state.get("plan") if start else None)
-    return plan_run(config, found, batch.tokens, limit, start, say)
+    return plan_run(with_micro_batch(config, batch), found, batch.tokens, limit, start, say)
 
 
 def require_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int, begun: Plan | None = None) -> Candidate:

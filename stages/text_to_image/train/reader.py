@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.latents import LATENTS
 from stages.stage import StageContext, TensorReader
+from stages.text_to_image.stored_embeddings import embedding_reader
 from stages.text_to_image.train.sampler import Sample, TrainingSampler
 
 
@@ -58,7 +58,7 @@ class BatchReader:
         """Open the tables `latents` and `embeddings` of the run `ctx`. `sampler` draws the noise of the samples.
         `mask_floor` is the smallest weight of an image token outside a mask, from 0 to 1.
         """
-        self.latents, self.embeddings = ctx.tensors(LATENTS), ctx.tensors(EMBEDDINGS)
+        self.latents, self.embeddings = ctx.tensors(LATENTS), embedding_reader(ctx)
         self.sampler, self.mask_floor = sampler, mask_floor
 
     def prefetch(self, samples: Iterable[Sample]) -> None:

@@ -65,6 +65,25 @@ class References:
 PLACE = ("image_id", "width", "height", "crop_x", "crop_y", "crop_w", "crop_h")  # columns that a bucket and its latents share
 
 
+def size(row: Row) -> tuple[Any, ...]:
+    """Return the image_id and the trained size (width, height) of a row of the table `buckets` or `latents`. An image has one
+    bucket of each size, and its further crops ([latents] `jitter`) have its size.
+    """
+    return row["image_id"], row["width"], row["height"]
+
+
+def is_inside(row: Row, bucket: Row | None) -> bool:
+    """Return True if the crop of a row of the table `latents` lies inside the crop of a row of the table `buckets`, with a
+    tolerance of a thousandth of a pixel. If `bucket` is None, return False.
+    """
+    if bucket is None or None in (row["crop_x"], row["crop_y"], row["crop_w"], row["crop_h"]):
+        return False
+    return all(
+        row[start] >= bucket[start] - 1e-3 and row[start] + row[side] <= bucket[start] + bucket[side] + 1e-3
+        for start, side in (("crop_x", "crop_w"), ("crop_y", "crop_h"))
+    )
+
+
 def place(row: Row) -> tuple[Any, ...]:
     """Return the values that say which part of an image a row is about. They are the image_id, the trained size, and
     the edges of the crop. `row` is a row of the table `buckets` or `latents`, as a dict.

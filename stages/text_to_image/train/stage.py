@@ -40,15 +40,16 @@ def wanted_samples(ctx: StageContext) -> pa.Table:
 def snapshot(ctx: StageContext) -> pa.Table:
     """Return a table of the data that decide the result of the run. A crop is the part of an image that is trained.
     There is one row for every crop and caption that may be drawn together. Further rows name held-out crops and
-    references. Others name crops that are drawn more or less often, and the initial adapter. Raises ValueError if the
-    file of the initial adapter is missing.
+    references. Others name crops that are drawn more or less often, weights of captions, and the initial adapter. Raises
+    ValueError if the file of the initial adapter is missing.
 
     The columns are `latent_id`, `image_id` and `caption_id`. A further row has an empty `latent_id`. Its `image_id` is
-    the id of the crop or the sha256 of the adapter. Its `caption_id` is "held out", "reference 1 LATENT_ID", "rate 0.5"
-    or "initial".
+    the id of the crop or the sha256 of the adapter. Its `caption_id` is "held out", "reference 1 LATENT_ID", "rate 0.5",
+    "weights [3.0, 1.0]" or "initial".
     """
     data = load_dataset(ctx, ctx.config)
     facts = [("", crop.latent_id, f"rate {crop.rate!r}") for crop in data.crops if crop.rate != 1]
+    facts += [("", crop.latent_id, f"weights {list(crop.weights)}") for crop in data.crops if crop.weights]
     facts += [("", crop.latent_id, "held out") for crop in data.held]
     shown = [(crop, number, each) for crop in (*data.crops, *data.held) for number, each in enumerate(crop.references, 1)]
     facts += [("", crop.latent_id, f"reference {number} {each.latent_id}") for crop, number, each in shown]

@@ -14,9 +14,11 @@ from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.latents import LATENTS
 from schemas.text_to_image.train import TRAIN
 from stages.models.protocols import Transformer
+from stages.models.reading import reading
 from stages.stage import StageContext
 from stages.text_to_image import converted
 from stages.text_to_image.packing import STREAMED
+from stages.text_to_image.stored_embeddings import embedding_reader
 from stages.text_to_image.train import memory_plan, model, sound_start
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.dataset import Dataset, load_dataset
@@ -117,7 +119,7 @@ class ImageTask:
         another mean or deviation than those that the transformer was trained on. The embeddings may have another form.
         There is at most one line about each. Only the first latents and embeddings are checked.
         """
-        crops, latents, embeddings = self.data.crops, self.ctx.tensors(LATENTS), self.ctx.tensors(EMBEDDINGS)
+        crops, latents, embeddings = self.data.crops, self.ctx.tensors(LATENTS), embedding_reader(self.ctx)
         yield from sound_start.check_latents(latents.read(crop.latent_id) for crop in crops[: sound_start.CROPS])
         captions = [crop.captions[0] for crop in crops[: sound_start.CAPTIONS]]
         rows = self.ctx.rows(EMBEDDINGS).select(["caption_id", "tokens"])
@@ -182,4 +184,5 @@ class ImageTask:
         """
         folder = self.ctx.artifacts.parent / STREAMED
         copies = self.ctx.root / converted.FOLDER if self.config.keep_converted else None
-        return model.load_transformer(self.ctx.need("transformer"), self.family, self.config, folder, copies, self.ctx.say)
+        with reading("the transformer", self.ctx.note):
+            return model.load_transformer(self.ctx.need("transformer"), self.family, self.config, folder, copies, self.ctx.say)

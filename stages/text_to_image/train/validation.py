@@ -6,9 +6,9 @@ from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 
-from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.latents import LATENTS
 from stages.stage import StageContext
+from stages.text_to_image.stored_embeddings import embedding_reader
 from stages.text_to_image.train.dataset import Crop
 from stages.text_to_image.train.reader import MicroBatch, read_batch
 from stages.text_to_image.train.sampler import Sample
@@ -50,7 +50,7 @@ class HeldOutImages:
 
         The tables are opened separately from the training's readers. Those readers release memory at another pace.
         """
-        latents, embeddings = self.ctx.tensors(LATENTS), self.ctx.tensors(EMBEDDINGS)
+        latents, embeddings = self.ctx.tensors(LATENTS), embedding_reader(self.ctx)
         for samples in self.samples():
             yield read_batch(samples, latents, embeddings, self.noise_of, self.mask_floor)
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 
 import mlx.core as mx
 
+from stages import kernels
+
 W1, W2, W2_A, W2_B = ".lokr_w1", ".lokr_w2", ".lokr_w2_a", ".lokr_w2_b"
 
 
@@ -62,11 +64,25 @@ def output_change(x: mx.array, arrays: Mapping[str, mx.array]) -> mx.array:
         w2_cd = arrays[W2].astype(x.dtype)
         c, d = w2_cd.shape
         # Multiply in the order that has the smaller intermediate array.
-        y_ac = w1_ab @ (x_bd @ w2_cd.T) if b * c <= a * d else (w1_ab @ x_bd) @ w2_cd.T
+        first = b * c <= a * d
+        y_ac = _each(w1_ab, kernels.linear(x_bd, w2_cd)) if first else kernels.linear(_each(w1_ab, x_bd), w2_cd)
     else:
         w2_cR, w2_Rd = arrays[W2_A].astype(x.dtype), arrays[W2_B].astype(x.dtype)
-        y_ac = (w1_ab @ (x_bd @ w2_Rd.T)) @ w2_cR.T
+        y_ac = kernels.linear(_each(w1_ab, kernels.linear(x_bd, w2_Rd)), w2_cR)
     return y_ac.reshape(*x.shape[:-1], -1)
+
+
+def _each(left: mx.array, right: mx.array) -> mx.array:
+    """Return `left @ right`. `left` is one matrix (rows, inner). `right` is a stack of matrices, (..., inner, columns). On
+    Metal, a large stack is computed in several kernels.
+    """
+    flat = right.reshape(-1, *right.shape[-2:])
+    rows, inner = left.shape
+    found = kernels.slices(flat.shape[0], kernels.most_items(kernels.product_flop(rows, inner, flat.shape[-1])))
+    if len(found) == 1:
+        return left @ right
+    whole = mx.concatenate([left @ flat[some] for some in found])
+    return whole.reshape(*right.shape[:-2], *whole.shape[-2:])
 
 
 def kronecker(arrays: Mapping[str, mx.array]) -> mx.array:

@@ -9,11 +9,12 @@ An adapter is a flat dict of float32 arrays named "<linear><suffix>". The suffix
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 
+from stages import kernels
 from stages.tuner.adapters import dora, full, lokr
 from stages.tuner.adapters.product import product, scaled
 
@@ -38,7 +39,7 @@ def adapted_linear(adapters: Mapping[str, mx.array], scales: Mapping[str, float]
         if not own:
             return product(x, weight)
         if full.DIFF in own:
-            return product(x, weight) + x @ own[full.DIFF].astype(x.dtype).T
+            return product(x, weight) + scaled(kernels.linear(x, own[full.DIFF].astype(x.dtype)), scales[name])
         if lokr.W1 in own:
             return product(x, weight) + scaled(lokr.output_change(x, own), scales[name])
         y = product(x, weight, (own[A].astype(x.dtype), own[B].astype(x.dtype)), scales[name])
@@ -47,6 +48,26 @@ def adapted_linear(adapters: Mapping[str, mx.array], scales: Mapping[str, float]
         return dora.rescale_rows(y, own[dora.MAGNITUDE], weight, own[A], own[B], scales[name])
 
     return apply
+
+
+def split_by_block(blocks: Sequence[str], values: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Split a dict with the keys "<block>.<name>" into one dict for each block. `blocks` are the names of the model's
+    blocks. Return two lists. The first holds the dicts, in the order of `blocks`. They map "<name>" to a value. The
+    second list holds the keys that belong to no block.
+
+    Each key is looked at once: the device has no work while a step begins.
+    """
+    found: dict[str, dict[str, Any]] = {block: {} for block in blocks}
+    unknown = []
+    for key, value in values.items():
+        end = key.find(".")
+        while end >= 0 and key[:end] not in found:
+            end = key.find(".", end + 1)
+        if end < 0:
+            unknown.append(key)
+        else:
+            found[key[:end]][key[end + 1 :]] = value
+    return list(found.values()), unknown
 
 
 def arrays_of_linear(adapters: Mapping[str, mx.array], name: str) -> Arrays:

@@ -24,7 +24,7 @@ def merge(weight: quantize.Weight, arrays: Mapping[str, mx.array], scale: float)
     dense_OI = quantize.dense(weight)
     wide_OI = dense_OI.astype(mx.float32)
     if full.DIFF in arrays:
-        return (wide_OI + arrays[full.DIFF]).astype(dense_OI.dtype)
+        return (wide_OI + scale * arrays[full.DIFF]).astype(dense_OI.dtype)
     if lokr.W1 in arrays:
         return (wide_OI + scale * lokr.kronecker(arrays)).astype(dense_OI.dtype)
     down_RI, up_OR = arrays[lora.A].astype(mx.float32), arrays[lora.B].astype(mx.float32)

@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from stages import kernels
 from stages.tuner import quantize
 
 Pair = tuple[mx.array, mx.array]  # A (rank, inputs) and B (outputs, rank), in the dtype of x
@@ -31,7 +32,7 @@ def product(x: mx.array, weight: quantize.Weight, pair: Pair | None = None, scal
     chunks = quantize.row_chunks(weight, x.size // x.shape[-1])
 
     def project_down(x: mx.array, down: mx.array) -> mx.array:
-        return scaled(x @ down.T, scale)
+        return scaled(kernels.linear(x, down), scale)
 
     @mx.custom_function
     def forward(x: mx.array, *pair: mx.array) -> mx.array:
@@ -54,10 +55,12 @@ def product(x: mx.array, weight: quantize.Weight, pair: Pair | None = None, scal
         if not pair:
             return dx
         down, up = pair
-        dlow = scaled(dy @ up, scale)
+        dlow = scaled(kernels.product(dy, up), scale)
         # x A^T is computed again: as an output of the forward pass it would make a recomputed block compute x W^T as well,
         # which the last Linear of that block does not need.
-        return mx.addmm(dx, dlow, down), _flat(dlow).T @ _flat(x), _flat(dy).T @ _flat(project_down(x, down))
+        by_down = kernels.product(_flat(dlow).T, _flat(x))
+        by_up = kernels.product(_flat(dy).T, _flat(project_down(x, down)))
+        return kernels.product(dlow, down, dx), by_down, by_up
 
     result: Any = forward(x, *(pair or ()))
     y: mx.array = result

@@ -171,12 +171,12 @@ class BlockwiseBackprop:
     def __init__(self, chain: Chain, adapters: Arrays, scales: Mapping[str, float]) -> None:
         self.chain = chain
         self.compiled = compiled_functions(chain)
-        self.adapters = [within_block(block.name, adapters) for block in chain.blocks]
-        self.scales = [within_block(block.name, scales) for block in chain.blocks]
-        known = {f"{block.name}.{key}" for block, own in zip(chain.blocks, self.adapters, strict=True) for key in own}
+        names = [block.name for block in chain.blocks]
+        self.adapters, unknown = lora.split_by_block(names, adapters)
+        self.scales, _ = lora.split_by_block(names, scales)
         if not adapters:
             raise ValueError("there is no adapter to train")
-        if unknown := set(adapters) - known:
+        if unknown:
             raise ValueError(f"no block of the model holds the adapter {min(unknown)}")
         self.first_trained = min(n for n, own in enumerate(self.adapters) if own)
 
@@ -280,12 +280,6 @@ def _arranged_like(tree: Tree, leaves: Sequence[mx.array]) -> Tree:
     """Return a tree with the structure of `tree` and the values of `leaves`, in order. Surplus leaves are ignored."""
     each = iter(leaves)
     return tree_map(lambda _: next(each), tree)
-
-
-def within_block(block: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values whose names start with "<block>.", with this prefix removed from their names."""
-    prefix = block + "."
-    return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
 
 
 class CompiledFunctions:

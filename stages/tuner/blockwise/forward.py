@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from stages.tuner.adapters import lora
-from stages.tuner.blockwise.backprop import Arrays, Chain, Tree, compiled_functions, forward_function, within_block
+from stages.tuner.blockwise.backprop import Arrays, Chain, Tree, compiled_functions, forward_function
 from stages.tuner.blockwise.device import dispatch, live_memory_limit
 from stages.tuner.blockwise.visit import Visit
 
@@ -38,8 +38,9 @@ class BlockwiseForward:
         self.compiled = compiled_functions(chain)
         arrays = {name: cast_matrix(array, dtype) for name, array in (adapters or {}).items()}
         mx.eval(arrays)
-        self.adapters = [within_block(block.name, arrays) for block in chain.blocks]
-        self.scales = [within_block(block.name, scales or {}) for block in chain.blocks]
+        names = [block.name for block in chain.blocks]
+        self.adapters, _ = lora.split_by_block(names, arrays)
+        self.scales, _ = lora.split_by_block(names, scales or {})
         self.live_bytes: int | None = None
 
     def __call__(self, **inputs: Any) -> mx.array:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from stages import kernels
+
 HIDDEN = -1e9  # similarity of padding, before the maximum; a pad's zero would otherwise beat a true negative similarity
 CHUNK_BYTES = 256 << 20  # of the similarities of some queries with all documents
 
@@ -20,7 +22,7 @@ def token_similarities(query_BQE: mx.array, document_NKE: mx.array, document_rea
     padding. The result is -1e9 there.
     """
     (B, Q, E), (N, K, _) = query_BQE.shape, document_NKE.shape
-    flat = query_BQE.reshape(B * Q, E) @ document_NKE.reshape(N * K, E).T
+    flat = kernels.linear(query_BQE.reshape(B * Q, E), document_NKE.reshape(N * K, E))
     return mx.where(document_real_NK[None, None], flat.reshape(B, Q, N, K), HIDDEN)
 
 

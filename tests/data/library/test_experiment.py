@@ -25,7 +25,7 @@ def results(tmp_path_factory):
     project = small.make(folder / "project", verbs=6, things=5)
     experiment.prepare(project, folder / "tables")
     recipes = {"three steps": SETTINGS, "no step": SETTINGS | {"train.lr": 0.0}}
-    experiment.run(folder / "tables", project, folder / "out.jsonl", 2, 60.0, recipes)
+    experiment.run(folder / "tables", project, folder / "out.jsonl", 2, 60.0, recipes, workers=2)
     return folder, project, recipes
 
 
@@ -36,36 +36,50 @@ def test_scores_are_those_of_the_search():
     assert np.abs(experiment.maxsim(queries, documents) - expected).max() < 1e-5
 
 
-def test_an_adapter_of_learning_rate_zero_ranks_as_the_base(results):
-    folder, _, _ = results
-    rows = {row["recipe"]: row for row in experiment.read(folder / "out.jsonl") if row["seed"] == 0}
-    assert [rows["no step"][split] for split in ("valid", "test")] == [rows["base"][split] for split in ("valid", "test")]
-    assert rows["three steps"]["test"] != rows["base"]["test"]
-    assert len(rows["base"]["test"]) > 3
+def test_a_run_without_change_ranks_as_the_base_at_every_strength_and_so_does_strength_zero(results, tmp_path):
+    folder, project, _ = results
+    rows = experiment.read(folder / "out.jsonl")
+    [base] = [row for row in rows if row["recipe"] == "base"]
+    unchanged = [row["valid"] for row in rows if row["recipe"] == "no step" and "test" not in row]
+    assert unchanged == [base["valid"]] * len(experiment.STRENGTHS)
+    tables = experiment.load(folder / "tables", tmp_path)
+    chosen = experiment.Project(project, experiment.at_length(project, SETTINGS))
+    adapter, _ = experiment.train(tables, chosen)
+    of = {share: experiment.ranks(tables, chosen, adapter, share, ("test",))["test"] for share in (0.0, 1.0)}
+    assert of[0.0] == base["test"] != of[1.0]
+    assert len(base["test"]) > 3
 
 
-def test_further_seeds_are_of_the_recipe_that_is_best_on_the_validation_queries(results):
+def test_the_test_queries_are_read_for_the_base_and_the_recipe_that_is_best_on_the_validation_queries(results):
     folder, _, _ = results
     rows = experiment.read(folder / "out.jsonl")
-    assert [row["recipe"] for row in rows] == ["base", "three steps", "no step", experiment.best_recipe(rows)]
-    made = [{"recipe": name, "seed": 0, "valid": [v], "test": [t]} for name, v, t in (("base", 1, 1), ("a", 2, 1), ("b", 1, 9))]
-    assert experiment.best_recipe(made) == "b"
+    best, strength = experiment.best_recipe(rows)
+    tested = [(row["recipe"], row["strength"], row["seed"]) for row in rows if "test" in row]
+    assert sorted(tested) == sorted([("base", 0.0, 0), (best, strength, 0), (best, strength, 1)])
+    made = [("a", 1, 2, None), ("b", 0.5, 1, None), ("b", 1, 3, None), ("c", 1, 1, 1)]
+    assert experiment.best_recipe(
+        [{"recipe": n, "strength": s, "valid": [v]} | ({"test": [t]} if t else {}) for n, s, v, t in made]
+    ) == ("b", 0.5)
 
 
-def test_a_run_that_is_there_is_not_made_again(results):
+def test_a_run_that_is_there_is_not_made_again_and_none_begins_after_the_time(results, tmp_path):
     folder, project, recipes = results
     before = (folder / "out.jsonl").read_text()
-    experiment.run(folder / "tables", project, folder / "out.jsonl", 2, 60.0, recipes)
+    experiment.run(folder / "tables", project, folder / "out.jsonl", 2, 0.0, recipes | {"late": SETTINGS})
     assert (folder / "out.jsonl").read_text() == before
 
 
 def test_the_report_gives_the_difference_of_the_chosen_recipe_with_its_interval(tmp_path):
+    strengths = [{"strength": share} for share in experiment.STRENGTHS]
     rows = [
-        {"recipe": "base", "seed": 0, "valid": [2, 2], "test": [2] * 40},
-        {"recipe": "a", "seed": 0, "valid": [1, 2], "test": [1] * 30 + [2] * 10},
-        {"recipe": "b", "seed": 0, "valid": [3, 2], "test": [1] * 40},
+        {"recipe": "base", "seed": 0, "strength": 0.0, "valid": [2, 2], "test": [2] * 40},
+        *({"recipe": "a", "seed": 0, "valid": [1, 2]} | share for share in strengths),
+        *({"recipe": "b", "seed": 0, "valid": [3, 2]} | share for share in strengths),
+        {"recipe": "a", "seed": 0, "strength": 0.25, "valid": [1, 2], "test": [1] * 30 + [2] * 10},
+        {"recipe": "a", "seed": 1, "strength": 0.25, "valid": [1, 2], "test": [1] * 10 + [2] * 30},
     ]
     (tmp_path / "out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = experiment.report(tmp_path / "out.jsonl")
-    assert "Test, 40 queries, recipe: a" in text
+    assert "Test, 40 queries, recipe: a, strength 0.25" in text
     assert "Seed 0 less base, MRR@10: +0.375 [+0.3" in text
+    assert "Mean of 2 seeds less base, MRR@10: +0.250 [+0.1" in text

@@ -234,20 +234,8 @@ def test_a_training_writes_a_folder_whose_loss_fell_and_whose_8_bit_weights_are_
     monkeypatch.setattr(train, "EVERY", 10)
     monkeypatch.setattr(train, "WARM", 5)
     sizes = {"pieces": TINY.pieces, "width": 32, "layers": 2, "heads": 2, "head": 8, "output": 16}
-    command = [
-        "--data",
-        str(folder),
-        "--out",
-        str(tmp_path),
-        "--minutes",
-        "0.1",
-        "--batch",
-        "32",
-        "--inner",
-        "24",
-        "--device",
-        "cpu",
-    ]
+    limits = ["--minutes", "0.05", "--limit", "40"]
+    command = ["--data", str(folder), "--out", str(tmp_path), "--batch", "32", "--inner", "24", "--device", "cpu", *limits]
     train.main([*command, "--rate", "5e-3", "--dropout", "0"], **sizes)
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in log if line["about"] == "step"]

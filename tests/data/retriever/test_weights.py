@@ -95,7 +95,7 @@ def test_the_bundled_retriever_finds_functions_of_the_standard_library_by_what_t
     names = [name for name, _ in documents]
     assert encoder.tokenizer
     ids = encoder.tokenizer.encode([text for _, text in documents])
-    rows = [np.array(encoder.tokenizer.cut(each, 256), np.int32) for each in ids]
+    rows = [np.array(encoder.tokenizer.cut(each, 128), np.int32) for each in ids]
     vectors = encoder.encode_ids(rows)
     ranks = []
     for place, query in zip(ASKED, encoder.encode_queries(list(ASKED.values())), strict=True):

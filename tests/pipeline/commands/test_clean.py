@@ -104,6 +104,15 @@ def amount(line: str) -> float:
     return float(number) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit]
 
 
+def test_what_a_killed_clean_had_begun_to_delete_is_deleted_by_the_next_without_runs(project):
+    (run,) = (project / "tables" / "train").iterdir()
+    (run / "manifest.json").unlink()
+    hidden = run.rename(run.with_name(f".tmp-{run.name}"))
+    assert cleaned(project, dry_run=True)[0].startswith(f"tables/train/{hidden.name}, left by a killed command")
+    cleaned(project)
+    assert not hidden.exists()
+
+
 def test_nothing_is_deleted_while_a_stage_writes(project):
     background(project)
     projects.build(project, "latents")

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeline.commands.plan import report
-from pipeline.project.outlook import announcement, component_bytes, need, outlook
+from pipeline.project.outlook import announcement, need, outlook
 from pipeline.project.project import Project
 from stages.text_to_image.families import FAMILIES
 from tests import projects
@@ -35,7 +43,7 @@ def test_the_plan_of_a_new_project_needs_no_weights_and_fits_80_columns(tmp_path
 @pytest.mark.parametrize(("name", "parameters"), [("klein-base-4b", 3_875_544_576), ("klein-base-9b", 9_078_581_248)])
 def test_a_download_is_the_size_of_the_released_weights(name, parameters):
     family = FAMILIES[name]
-    sizes = component_bytes(family, family.architecture)
+    sizes = family.component_bytes()
     assert sizes["transformer"] == 2 * parameters
     assert sizes["autoencoder"] == pytest.approx(4 * 84_046_372, rel=1e-4)
     assert "text_encoder" in sizes
@@ -97,3 +105,35 @@ def test_a_stage_that_cannot_fit_is_refused_before_its_weights_are_loaded(tmp_pa
     monkeypatch.setattr(device, "device_bytes", lambda: 1000)
     with pytest.raises(ValueError, match=r"latents needs about .* GB of memory, more than the .* that it may take: "):
         announcement(Project(folder), "latents", 4)
+
+
+def test_plan_and_doctor_fit_a_terminal_of_80_columns_and_need_no_weights(tmp_path):
+    folder = klein(tmp_path / "p").path
+    for arguments in (["plan", "--memory", "7", "--project", str(folder)], ["doctor"]):
+        code, text = in_terminal(arguments)
+        lines = text.splitlines()
+        assert code == (2 if arguments[0] == "plan" else 0) and len(lines) > 8, text
+        assert max(map(len, lines)) <= 80, text
+        assert not any(line.endswith(" ") for line in lines)
+    assert not (folder / "tables").exists()
+
+
+def in_terminal(arguments: list[str]) -> tuple[int, str]:
+    """Run a command of latentmill in a terminal of 80 columns; return its exit code and what it shows."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    process = subprocess.Popen([sys.executable, "-m", "pipeline", *arguments], stdout=its, env=environment, cwd=projects.ROOT)
+    os.close(its)
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal's end
+        while part := os.read(ours, 4096):
+            shown += part
+    os.close(ours)
+    return process.wait(), shown.decode().replace("\r\n", "\n")
+
+
+def test_the_plan_of_a_retriever_needs_no_weights_and_names_what_is_downloaded(tmp_path):
+    (tmp_path / "project.toml").write_text('[project]\npipeline = "retrieval"\nfamily = "xtr-base-en"\n')
+    lines, fits = report(Project(tmp_path), int(60e9))
+    assert fits and "to download: encoder, tokenizer; from google/xtr-base-en" in lines

@@ -58,7 +58,7 @@ def test_before_the_first_run_every_table_names_what_it_needs_and_nothing_is_wri
 def test_weights_that_the_project_makes_itself_are_not_reported_as_missing(tmp_path):
     folder = projects.make(tmp_path / "project", tmp_path, images=2)
     projects.edit(folder, f'weights = "{tmp_path}"\n', "")
-    assert states_of(folder)["latents"] == "not built; weights are not on this machine yet: make latents"
+    assert states_of(folder)["latents"] == "not built, weights are missing: make latents"
 
 
 def test_built_tables_are_up_to_date_and_later_ones_have_missing_rows_or_wait(project):

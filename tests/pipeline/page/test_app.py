@@ -8,6 +8,7 @@ import io
 import json
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from pipeline.page.app import MOST_BYTES, make_app
 from pipeline.page.report import write_report
 from pipeline.page.site import Site
 from pipeline.project.project import Project
-from pipeline.store.lock import Lock
+from pipeline.store.lock import Lock, texts_lock
 from tests import projects
 
 HOME = "http://127.0.0.1:8765"
@@ -186,6 +187,34 @@ def test_of_two_tabs_the_second_is_told_and_nothing_is_lost(page):
     answered = page.post("/edit/captions", json=edits, headers=TOKEN)
     assert answered.status_code == 409 and answered.json() == {"conflicts": {key: "first tab"}}
     assert texts(page)[key] == "first tab" and texts(page)[other] == "another"
+
+
+def test_while_an_edit_waits_for_another_process_other_requests_are_answered_and_it_is_kept(page, folder):
+    key, text = next(iter(texts(page).items()))
+    order, edit = list[str](), {key: {"before": text, "text": "a wolf"}}
+
+    def send() -> None:
+        assert page.post("/edit/captions", json=edit, headers=TOKEN).status_code == 200
+        order.append("edited")
+
+    with page:  # one event loop for both requests
+        with texts_lock(folder):
+            thread = threading.Thread(target=send)
+            thread.start()
+            for _ in range(3):
+                assert page.get("/changes").status_code == 200
+            order.append("answered")
+        thread.join()
+        assert order == ["answered", "edited"] and texts(page)[key] == "a wolf"
+
+
+def test_an_edit_that_another_process_locks_out_is_refused_in_one_line_and_names_it(page, folder, monkeypatch):
+    monkeypatch.setattr("pipeline.store.lock.PATIENCE", 0.05)
+    key, text = next(iter(texts(page).items()))
+    with texts_lock(folder):
+        answered = page.post("/edit/captions", json={key: {"before": text, "text": "a wolf"}}, headers=TOKEN)
+    assert answered.status_code == 400 and "is being written by process" in answered.text
+    assert not (folder / "captions.edits.jsonl").exists()
 
 
 def test_the_button_writes_edits_into_caption_files_and_its_undo_takes_them_back(page, folder):

@@ -47,7 +47,7 @@ class Response:
 
 
 def raise_on_download(monkeypatch, error):
-    def snapshot_download(name, *, allow_patterns, local_files_only=False):
+    def snapshot_download(name, *, allow_patterns, local_files_only=False, dry_run=False):
         if local_files_only:
             raise errors.LocalEntryNotFoundError("not there")
         raise error

@@ -9,13 +9,16 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from pipeline.store.lock import Lock
 from tests.projects import HANG, ROOT
 
 REPOSITORY = "someone/tiny"
@@ -36,7 +39,7 @@ class Hub(ThreadingHTTPServer):
     """A hub with one repository. `files` maps names to bytes. `served` lists (method, file, first byte) of every request.
     `status` maps a file, or "" for the repository, to the status of its answers. `cut` ends the next answer with this file after
     so many bytes. `damaged` names a file of which other bytes are sent. Of the file `stalled`, a thousand bytes are sent per
-    request, and then nothing until `released` is set.
+    request, or all up to the byte `stalled_at`, and then nothing until `released` is set.
     """
 
     daemon_threads = True
@@ -49,6 +52,7 @@ class Hub(ThreadingHTTPServer):
         self.cut: dict[str, int] = {}
         self.damaged = ""
         self.stalled = ""
+        self.stalled_at = 0
         self.released = threading.Event()
 
 
@@ -99,7 +103,7 @@ class Handler(BaseHTTPRequestHandler):
         if body:
             until = self.server.cut.pop(name, len(data))
             if name == self.server.stalled:
-                self.wfile.write(sent[first : first + 1000])
+                self.wfile.write(sent[first : self.server.stalled_at or first + 1000])
                 self.wfile.flush()
                 self.server.released.wait(HANG)
                 self.close_connection = True
@@ -145,15 +149,21 @@ def server(tiny_weights: Path) -> Iterator[Hub]:
     made.server_close()
 
 
-def fetch(server: Hub, folder: Path, repository: str = REPOSITORY, family: str = "klein-4b") -> str:
-    """Ask for the transformer and the tokenizer in a process of its own, and return the line that it prints."""
+def start(server: Hub, folder: Path, repository: str = REPOSITORY, family: str = "klein-4b") -> subprocess.Popen[str]:
+    """Start a process that asks for the transformer and the tokenizer."""
     place = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "0"}
     place |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     place |= {"HF_HUB_DOWNLOAD_TIMEOUT": "1", "HF_HUB_ETAG_TIMEOUT": "1"} if server.stalled else {}
     words = [sys.executable, "-c", CODE, repository, str(folder), family]
-    done = subprocess.run(words, cwd=ROOT, env=os.environ | place, capture_output=True, text=True, timeout=HANG, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()[-1]
+    return subprocess.Popen(words, cwd=ROOT, env=os.environ | place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def fetch(server: Hub, folder: Path, repository: str = REPOSITORY, family: str = "klein-4b") -> str:
+    """Ask for the transformer and the tokenizer in a process of its own, and return the line that it prints."""
+    process = start(server, folder, repository, family)
+    out, errors = process.communicate(timeout=HANG)
+    assert process.returncode == 0, errors
+    return out.strip().splitlines()[-1]
 
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
@@ -210,10 +220,60 @@ def test_a_server_that_fails_is_reported_with_the_way_around(server: Hub, tmp_pa
 def test_a_server_that_stalls_is_one_line_and_the_next_command_keeps_complete_files(server: Hub, tmp_path: Path) -> None:
     server.stalled = WEIGHTS
     line = fetch(server, tmp_path)
-    assert "someone/tiny sent nothing for 1 s (HF_HUB_DOWNLOAD_TIMEOUT): run the command again, complete files are kept" in line
+    assert "someone/tiny sent nothing for 1 s (HF_HUB_DOWNLOAD_TIMEOUT): run the command again, what has arrived is kept" in line
     complete = {name for method, name, _ in server.served if method == "GET"} - {WEIGHTS}
     server.stalled = ""
     server.served.clear()
     line = fetch(server, tmp_path)
     assert Path(line.removeprefix("found ")).joinpath(WEIGHTS).read_bytes() == server.files[WEIGHTS]
     assert complete and not complete & {name for method, name, _ in server.served if method == "GET"}
+
+
+LARGE = np.random.default_rng(0).bytes(25_000_000)
+
+
+def test_a_large_file_that_stopped_in_the_middle_is_continued_by_the_next_command(server: Hub, tmp_path: Path) -> None:
+    server.files[WEIGHTS], server.stalled, server.stalled_at = LARGE, WEIGHTS, 21_000_000
+    assert "sent nothing for 1 s" in fetch(server, tmp_path)
+    (partial,) = tmp_path.rglob("*.incomplete")
+    kept = partial.stat().st_size
+    assert 10_000_000 <= kept <= 21_000_000 and LARGE.startswith(partial.read_bytes())
+    server.stalled = ""
+    server.served.clear()
+    copy = Path(fetch(server, tmp_path).removeprefix("found "))
+    assert (copy / WEIGHTS).read_bytes() == LARGE and not list(tmp_path.rglob("*.incomplete"))
+    assert [first for method, name, first in server.served if (method, name) == ("GET", WEIGHTS)] == [kept]
+
+
+def test_a_large_file_with_another_hash_is_refused_and_fetched_again(server: Hub, tmp_path: Path) -> None:
+    server.files[WEIGHTS] = LARGE
+    server.damaged = WEIGHTS
+    assert f"refused {WEIGHTS} arrived damaged: its sha256 is" in fetch(server, tmp_path)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size >= len(LARGE)]
+    server.damaged = ""
+    assert (Path(fetch(server, tmp_path).removeprefix("found ")) / WEIGHTS).read_bytes() == LARGE
+
+
+def test_a_killed_download_is_continued_and_a_wrong_beginning_is_not_used(server: Hub, tmp_path: Path) -> None:
+    server.files[WEIGHTS], server.stalled, server.stalled_at = LARGE, WEIGHTS, 21_000_000
+    process = start(server, tmp_path)
+    while not (found := [path for path in tmp_path.rglob("*.incomplete") if path.stat().st_size >= 10_000_000]):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    content = bytearray(found[0].read_bytes())
+    content[5] ^= 1
+    found[0].write_bytes(content)
+    server.stalled = ""
+    assert "arrived damaged" in fetch(server, tmp_path)
+    assert (Path(fetch(server, tmp_path).removeprefix("found ")) / WEIGHTS).read_bytes() == LARGE
+
+
+def test_a_second_download_of_a_repository_at_the_same_time_is_refused_in_one_line(server: Hub, tmp_path: Path) -> None:
+    server.files[WEIGHTS] = LARGE
+    place = tmp_path / "hf" / "hub" / ".locks" / f"models--{REPOSITORY.replace('/', '--')}" / "latentmill.lock"
+    place.parent.mkdir(parents=True)
+    with Lock(place):
+        assert fetch(server, tmp_path) == f"refused {REPOSITORY} is being downloaded by another process: wait for it or stop it"
+    assert fetch(server, tmp_path).startswith("found ")

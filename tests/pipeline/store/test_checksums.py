@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.store.checksums import Checksums
 from pipeline.store.table import TableFolder
+from pipeline.store.verify import examine
 from pipeline.store.writer import Writer
 from schemas.table import TableSchema, column
 from tests.pipeline.store.stores import (
@@ -42,13 +43,14 @@ def flip(path: Path, place: int = -20) -> None:
     path.write_bytes(bytes(content))
 
 
-def files(folder: Path, *numbers: int) -> TableFolder:
-    """A finished table of FILES, each row with a small file."""
+def files(folder: Path, *numbers: int, inside: str = "") -> TableFolder:
+    """A finished table of FILES, each row with a small file in the folder `inside` of the artifacts."""
     table = TableFolder(folder, FILES)
     with Writer(table, {}) as writer:
         for number in numbers:
-            writer.write_artifact(f"{number}.txt", lambda path, text=f"text {number}": path.write_text(text) and None)
-            writer.append(pa.RecordBatch.from_pylist([{"name": str(number), "path": f"{number}.txt"}], schema=FILES.batch))
+            name = f"{inside}{number}.txt"
+            writer.write_artifact(name, lambda path, text=f"text {number}": path.write_text(text) and None)
+            writer.append(pa.RecordBatch.from_pylist([{"name": str(number), "path": name}], schema=FILES.batch))
         writer.finish(None, {})
     return table
 
@@ -120,6 +122,18 @@ def test_a_row_whose_file_is_damaged_is_missing_and_only_that_row(tmp_path: Path
         assert writer.stored["name"].to_pylist() == ["1", "3"]
 
 
+def test_cleaning_deletes_the_files_of_deleted_rows_and_those_that_no_row_names(tmp_path: Path):
+    table = files(tmp_path / "t", 1, 2, inside="texts/")
+    with Writer(table, {}) as writer:
+        writer.write_artifact("texts/3.txt", lambda path: path.write_text("of a run that was killed") and None)
+        writer.write_artifact("all.txt", lambda path: path.write_text("no file of a row") and None)
+        writer.finish(pa.table({"name": ["2"]}), {})
+        assert writer.collect() > 0
+    assert [path.name for path in sorted((table.folder / "artifacts").rglob("*.txt"))] == ["all.txt", "2.txt"]
+    assert set(table.checksums.known()) >= {"artifacts/all.txt", "artifacts/texts/2.txt"}
+    assert "artifacts/texts/3.txt" not in table.checksums.known()
+
+
 def test_a_damaged_file_that_no_row_names_is_set_aside_and_its_bytes_are_kept(tmp_path: Path):
     table = files(tmp_path / "t", 1)
     with Writer(table, {}) as writer:
@@ -186,6 +200,29 @@ def test_vectors_written_before_and_after_a_repair_are_equal(tmp_path: Path):
         writer.finish(None, {})
     assert sorted(numbers(table.rows())) == list(range(10))
     check_tensors(table)
+
+
+@pytest.mark.parametrize("first", [0, 5000])
+def test_rows_of_a_commit_that_a_power_cut_broke_off_are_never_read(tmp_path: Path, first: int):
+    """Where no fsync came before the cut, pages of a file can be zeros. Lance does not notice them inside a data file."""
+    table = TableFolder(tmp_path / "t", NOTES)
+    with Writer(table, {}) as writer:
+        writer.append(notes(*range(first)))
+    before = set(lance_files(table, "*/*"))
+    with Writer(table, {}) as writer:
+        writer.append(notes(*range(first, first + 5000)))
+    new = sorted(set(lance_files(table, "*/*")) - before)
+    table.checksums.forget([str(path.relative_to(table.folder)) for path in new])  # they are recorded after the last fsync
+    (data,) = (path for path in new if path.suffix == ".lance")
+    content = bytearray(data.read_bytes())
+    start = len(content) * 4 // 5  # the values of a column of numbers
+    content[start : start + 2048] = bytes(2048)
+    data.write_bytes(bytes(content))
+    table = TableFolder(table.folder, NOTES)
+    assert table.committed().num_rows == first
+    assert list(examine(table)) == []
+    with Writer(table, {}) as writer:
+        assert writer.stored.num_rows == first
 
 
 @pytest.mark.parametrize("error", [MemoryError(), TypeError("a mistake"), AssertionError()])

@@ -12,6 +12,7 @@ from pipeline.store.rows import missing
 from pipeline.store.writer import Writer
 from tests import projects
 from tests.pipeline.killing import count_syncs, run_and_kill
+from tests.pipeline.store.old_table import main as migrate
 from tests.pipeline.store.old_table import make_old, old_columns, write_old_table
 from tests.pipeline.store.stores import check_tensors, names, numbers, state, vectors, written
 
@@ -76,7 +77,8 @@ def test_the_index_of_an_old_table_is_rebuilt_from_its_shards(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.proof("a migration that is killed anywhere loses nothing")
 def test_a_migration_killed_before_any_of_its_fsyncs_shows_the_old_rows_and_is_completed(tmp_path: Path, cases):
-    total = count_syncs(OLD_TABLE, str(write_old_table(tmp_path / "all", *range(12)).folder))
+    folder = str(write_old_table(tmp_path / "all", *range(12)).folder)
+    total = count_syncs(lambda: migrate([folder]))
     count = cases(6, total)
     for number in sorted({1 + round(place * (total - 1) / (count - 1)) for place in range(count)}):
         table = write_old_table(tmp_path / str(number), *range(12))
@@ -84,7 +86,7 @@ def test_a_migration_killed_before_any_of_its_fsyncs_shows_the_old_rows_and_is_c
         assert code != 0, text
         assert numbers(table.rows()) in (list(range(12)), [*range(12), 20, 21])
         check_tensors(table)
-        run_and_kill(0, OLD_TABLE, str(table.folder))
+        migrate([str(table.folder)])
         assert numbers(table.rows()) == [*range(12), 20, 21] and "part" not in old_columns(table)
         check_tensors(table)
 

@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.store.rows import missing
 from pipeline.store.table import TableFolder
+from pipeline.store.verify import examine
 from pipeline.store.writer import Writer
 from tests.pipeline.store.stores import (
     NOTES,
@@ -42,6 +43,15 @@ def test_temporary_files_of_killed_writers_are_deleted(tmp_path: Path):
     with Writer(table, RECIPE):
         assert not any(path.exists() for path in leftovers)
     assert numbers(table.rows()) == [1]
+
+
+def test_a_temporary_folder_that_is_named_like_a_shard_is_no_shard(tmp_path: Path):
+    table = written(tmp_path / "t", 1)
+    (table.shards / ".tmp-1-00000009-x.arrow").mkdir()
+    assert list(examine(table)) == [] and table.usage()["shards"] == 1
+    with Writer(table, RECIPE) as writer:
+        writer.append(vectors(2))
+    assert numbers(table.committed()) == [1, 2]
 
 
 def test_an_empty_newest_lance_manifest_loses_no_row_of_a_tensor_table_and_readers_see_no_change(tmp_path: Path):

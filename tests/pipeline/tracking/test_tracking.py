@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ from pipeline.tracking.points import points
 from pipeline.tracking.tracker import FOLDER, PACKAGES, TrackedRun, open_tracker
 from tests import projects
 
-KINDS = list(PACKAGES)
+KINDS = [
+    pytest.param(kind, marks=pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}"))
+    for kind, package in PACKAGES.items()
+]
 
 
 @pytest.fixture
@@ -75,13 +79,12 @@ def check_equal(kind: str, folder: Path) -> None:
 
 
 def train(folder: Path, kind: str, *words: str, code: int = 0) -> str:
-    return projects.latentmill(folder, "train", "--set", f'train.track="{kind}"', *words, code=code)
+    return projects.latentmill_process(folder, "train", "--set", f'train.track="{kind}"', *words, code=code)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_numbers_of_a_run_that_was_stopped_and_resumed_are_those_of_the_table_once_each(tracked, kind):
-    pytest.importorskip(PACKAGES[kind])
     assert "tracked by" in train(tracked, kind, "--set", "train.stop_after_steps=3")
     train(tracked, kind)
     train(tracked, kind)  # up to date
@@ -92,8 +95,7 @@ def test_the_numbers_of_a_run_that_was_stopped_and_resumed_are_those_of_the_tabl
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_was_not_tracked_at_first_is_completed_later(tracked, kind):
-    pytest.importorskip(PACKAGES[kind])
-    projects.latentmill(tracked, "train")
+    projects.latentmill_process(tracked, "train")
     train(tracked, kind)
     check_equal(kind, tracked)
 
@@ -119,7 +121,6 @@ main(sys.argv[1:])
 @pytest.mark.parametrize("written", [True, False], ids=["after the tracker has written", "before"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_after_a_kill_and_a_resume_no_step_is_doubled(tracked, kind, written):
-    pytest.importorskip(PACKAGES[kind])
     script = SCRIPT.format(step=KILLED_AT, close="arguments[0].close()" if written else "pass")
     words = ["train", "--project", str(tracked), "--set", f'train.track="{kind}"']
     done = subprocess.run([sys.executable, "-c", script, *words], cwd=projects.ROOT, capture_output=True, text=True, check=False)

@@ -2,8 +2,9 @@ import mlx.core as mx
 import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
+from stages import kernels
 from stages.models import attention as module
-from stages.models.attention import attention, chunk_rows, chunked, kept
+from stages.models.attention import attention, chunk_rows, chunked, divided, keeps_scores, kept
 
 
 def random_array(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
@@ -130,3 +131,29 @@ def test_the_gradient_of_attention_is_contiguous_whatever_follows(monkeypatch):
     for made in (alone, beside):
         mx.eval(mx.grad(made)(random_array(B, H, L, K)))
     assert seen == [(4 * L * H * K, 4 * K, 4 * H * K, 4)] * 2  # of (B,H,L,K), bytes
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(37, 29), (64, 64)])
+def test_divided_attention_and_its_gradients_are_those_of_plain_attention(queries, keys, monkeypatch):
+    monkeypatch.setattr(kernels, "limited", lambda: True)
+    monkeypatch.setattr(kernels, "LIMIT", 4.0 * 2 * 3 * 16 * keys * 10)  # ten query rows
+    q, k, v, dy = (random_array(2, 3, rows, 16) for rows in (queries, keys, keys, queries))
+    (true,), true_grads = mx.vjp(plain, [q, k, v], [dy])
+    (y,), grads = mx.vjp(lambda q, k, v: divided(q, k, v, 0.25), [q, k, v], [dy])
+    assert relative_error(y, true) < 2e-6
+    for found, wanted in zip(grads, true_grads, strict=True):
+        assert relative_error(found, wanted) < 4e-6
+
+
+def test_a_probe_finds_that_a_cpu_keeps_scores_also_while_a_function_is_traced():
+    keeps_scores.cache_clear()
+
+    def traced(x: mx.array) -> mx.array:
+        return 2 * x if keeps_scores(mx.float32, 64) else x
+
+    assert mx.vjp(traced, [mx.ones(3)], [mx.ones(3)])[1][0].tolist() == [2, 2, 2]
+    keeps_scores.cache_clear()
+    nodes = []
+    mx.export_function(nodes.append, traced, mx.ones(3))
+    assert keeps_scores.cache_info().currsize == 1
+    assert not any(node.get("name") == "Matmul" for node in nodes), "the probe is no part of the graph"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from stages.models import weights
+from stages.models import reading, weights
 from stages.models.flux2 import key_maps as convert
 
 SHAPES = {"a.weight": (4, 3), "b.weight": (5,)}
@@ -210,12 +210,22 @@ def test_a_named_pipe_as_weights_is_not_waited_for(tmp_path):
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("place", [0, 4, -1])
 def test_weights_that_are_not_finite_are_refused_with_the_tensors_name(tmp_path, monkeypatch, wrong, place):
-    monkeypatch.setattr(weights, "STRETCH", 4)
+    monkeypatch.setattr(reading, "STRETCH", 4)
     damaged = arrays()
     damaged["a.weight"].reshape(-1)[place] = wrong
     save_file(damaged, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"a\.weight has values that are infinite or not a number"):
         weights.load_component(tmp_path, SHAPES)
+
+
+def test_how_much_of_a_large_model_is_read_is_shown_while_it_is_read_and_not_after():
+    noted = []
+    tensors = {name: mx.zeros(200_000_000, mx.uint8) for name in "abc"}
+    with reading.reading("the transformer", noted.append):
+        reading.evaluate_each(tensors, None, lambda name, value: value[:1])
+    assert noted == [f"reading the transformer: {read} of 0.6 GB" for read in (0.2, 0.4, 0.6)] + [""]
+    reading.evaluate_each({"a": mx.zeros(600_000_000, mx.uint8)}, None, lambda name, value: value[:1])
+    assert len(noted) == 4
 
 
 def test_a_weight_that_a_cast_makes_infinite_is_refused(tmp_path):

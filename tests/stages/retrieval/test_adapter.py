@@ -87,3 +87,20 @@ def test_a_weight_that_an_adapter_needs_and_the_model_lacks_is_an_error(weights:
     without = {name: value for name, value in weights.items() if "block.3.layer.0.SelfAttention.q" not in name}
     with pytest.raises(AssertionError, match="1 of 12 Linears were not merged"):
         merge_all(without, arrays, scales)
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
+def test_a_part_of_the_strength_is_that_part_of_the_way_from_the_base_to_the_tuned_weights(
+    strength: float, weights: dict[str, mx.array], tmp_path: Path
+) -> None:
+    write(tmp_path / "a.safetensors", ("*",), weights, whole=("head.linear",))
+    base = T5(SIZES, weights)
+    tuned = merge_all(weights, *read_adapter(tmp_path / "a.safetensors", base.linears()))
+    between = {name: value + strength * (tuned[name] - value) for name, value in weights.items()}
+    part = read_adapter(tmp_path / "a.safetensors", base.linears(), strength)
+    merged = merge_all(weights, *part)
+    assert all(mx.allclose(merged[name], between[name], atol=1e-6).item() for name in weights)
+    ids = [np.arange(2, 12, dtype=np.int32)]
+    [wanted] = Encoder(T5(SIZES, between), {}, {}, None, 32).encode_ids(ids)
+    [found] = Encoder(base, *part, None, 32).encode_ids(ids)
+    assert np.abs(found - wanted).max() <= 2e-5

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline import Project
+from pipeline.commands.search import Session
 from stages.hashing import file_sha256
 from stages.retrieval.texts import BASE, vector_id
 from stages.retrieval.vectors import _row
@@ -82,6 +83,13 @@ def test_a_trained_adapter_adds_its_own_vectors_and_leaves_those_of_the_base(ind
     assert {row["encoder"] for row in rows(folder, "ranks")} == {BASE, *tuned}
     run(folder, "vectors", overrides={"vectors.base": False})
     assert {row["encoder"] for row in rows(folder, "vectors", {"vectors.base": False})} == tuned
+
+
+def test_an_index_of_another_strength_is_not_searched(indexed):
+    with pytest.raises(ValueError, match="search needs the table index, which is not built for this configuration"):
+        Session(Project(indexed, {"vectors.strength": 0.5}), "semantic")
+    with pytest.raises(ValueError, match=r"strength must be >= 0 and <= 1, got 1\.5"):
+        Project(indexed, {"vectors.strength": 1.5})
 
 
 def test_without_an_adapter_the_base_cannot_be_left_out(indexed):

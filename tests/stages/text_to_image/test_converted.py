@@ -15,6 +15,8 @@ import pytest
 from stages.models import weights
 from stages.text_to_image import converted
 from stages.text_to_image.families import family
+from stages.text_to_image.samples.config import SamplesConfig
+from stages.text_to_image.samples.drawing import load_sampler
 from stages.text_to_image.train.config import TrainConfig
 
 TINY = family("tiny")
@@ -29,11 +31,14 @@ def published(tiny_weights: Path, tmp_path: Path) -> Path:
 def load(path: Path, folder: Path | None, config: TrainConfig = CONFIG) -> tuple[dict[str, Any], list[str]]:
     """Return the weights that a load gives, flat by name, and what it says."""
     said: list[str] = []
-    model: Any = converted.load_transformer(TINY, path, mx.float32, config, folder, said.append)
+    return flat(converted.load_transformer(TINY, path, mx.float32, config, folder, said.append)), said
+
+
+def flat(model: Any) -> dict[str, Any]:
     found = dict(model.top)
     for block in model.blocks:
         found |= {f"{block.name}.{name}": value for name, value in block.weights.items()}
-    return found, said
+    return found
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -57,6 +62,18 @@ def test_a_second_load_reads_the_copy_alone_and_gives_the_same_weights(
     assert copy.stat().st_size < 0.6 * sum(file.stat().st_size for file in published.glob("*.safetensors"))
 
 
+def test_drawing_with_the_settings_of_training_reads_the_copy_alone(
+    published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, _ = load(published, tmp_path / "copies")
+    monkeypatch.setattr(weights, "load_component", lambda *given, **named: pytest.fail("published files were read"))
+    packed = SamplesConfig(base_bits=4, base_bits_for={"*.attn.to_q": 16}, precision="float32")
+    sampler = load_sampler(
+        "the base", published, TINY, lambda: mx.zeros(0), precision="float32", packed=packed, copies=tmp_path / "copies"
+    )
+    assert same(plain, flat(sampler.model))
+
+
 def test_other_settings_and_replaced_files_have_copies_of_their_own(published: Path, tmp_path: Path) -> None:
     def copies() -> int:
         return len(list((tmp_path / "copies").glob("*.safetensors")))
@@ -74,10 +91,11 @@ def test_a_damaged_copy_is_never_used_and_made_again(published: Path, tmp_path: 
     first, _ = load(published, tmp_path / "copies")
     (copy,) = (tmp_path / "copies").glob("*.safetensors")
     whole = copy.read_bytes()
-    copy.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    second, said = load(published, tmp_path / "copies")
-    assert said[0] == f"the converted copy {copy.name} is damaged; it is made again" and same(first, second)
-    assert copy.read_bytes() == whole
+    for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[:-1], whole[:7], b"", b"\xff" * len(whole)):
+        copy.write_bytes(damaged)
+        second, said = load(published, tmp_path / "copies")
+        assert said[0] == f"the converted copy {copy.name} is damaged; it is made again" and same(first, second)
+        assert copy.read_bytes() == whole
 
 
 def test_without_room_on_the_disk_the_run_goes_on_without_a_copy(

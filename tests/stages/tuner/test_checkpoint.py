@@ -74,7 +74,15 @@ def test_a_checkpoint_with_a_missing_cut_or_changed_file_is_not_intact(tmp_path,
         assert all(found.intact(other) for other in {ADAPTER, OPTIMIZER, ROWS} - {name})
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", json.dumps({"step": 3}), json.dumps({"step": None, "files": {}})])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", json.dumps({"step": 3}), json.dumps({"step": None, "files": {}})),
+        json.dumps({"step": 7, "files": {ADAPTER: {"byteq": 8, "sha256": "0"}}}),
+        json.dumps({"step": 7, "files": {ADAPTER: {"bytes": 8, "shb256": "0"}}}),
+        json.dumps({"step": 7, "files": [ADAPTER]}),
+    ],
+)
 def test_a_folder_without_a_readable_state_is_no_checkpoint(tmp_path, text):
     saved = save(tmp_path, 7)
     (saved.folder / STATE).write_text(text)

@@ -230,7 +230,7 @@ def test_two_ranks_compare_every_pair_with_the_whole_batch_as_one_process_does(s
     settings = {"steps": 6, "lr": 1e-3, "checkpoint_every": 3, "validation__every": 3, **settings}
     whole = train(copy, **settings)
     overrides = [f"--set=train.{name.replace('__', '.')}={value}" for name, value in settings.items()]
-    assert "2 ranks train together" in projects.latentmill(other, "launch", "--ranks", "2", *overrides)
+    assert "2 ranks train together" in projects.latentmill_process(other, "launch", "--ranks", "2", *overrides)
     given = {f"train.{name.replace('__', '.')}": value for name, value in settings.items()}
     ranked = project.rows(other, "train", given)
     place = ["step", "split", "sample", "pair_id", "rank", "hardest_id"]

@@ -76,6 +76,7 @@ def test_a_sidecar_is_the_caption_and_the_row_says_where_it_came_from(captioned)
         "position": 0,
         "template": "{caption}",
         "reason": None,
+        "weight": None,
     }
 
 

@@ -30,8 +30,18 @@ def test_shuffled_captions_keep_their_head_and_their_parts_and_differ_between_im
     assert found != texts(TAGS, "another image", drop=("watermark",), shuffle=20, keep=1)
 
 
+def test_captions_have_the_weights_of_their_positions_and_their_orders_share_them():
+    captions = [Caption(text, "sidecar", "a.txt") for text in ("a, b, c", "d", "e")]
+    assert [each.weight for each in operate(captions, CaptionsConfig(), "image")] == [None] * 3
+    assert [each.weight for each in operate(captions, CaptionsConfig(weights=(3.0, 1.0)), "image")] == [3.0, 1.0, 1.0]
+    shuffled = operate(captions, CaptionsConfig(weights=(3.0, 1.0), shuffle=2), "image")
+    assert [each.weight for each in shuffled] == [1.5, 1.5, 0.5, 0.5, 0.5, 0.5]
+
+
 def test_a_wrong_setting_is_one_line():
     with pytest.raises(ValueError, match="replace must name the words to replace"):
         CaptionsConfig(replace={"": "x"})
     with pytest.raises(ValueError, match="shuffle must be >= 0"):
         CaptionsConfig(shuffle=-1)
+    with pytest.raises(ValueError, match=r"weights must be >= 0.001 and <= 1000 each, got 0.0"):
+        CaptionsConfig(weights=(1.0, 0.0))

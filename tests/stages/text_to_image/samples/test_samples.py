@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,8 +92,17 @@ def context(root: Path, folder: Path, config: SamplesConfig = CONFIG, **given: A
     return harness.context(STAGE, folder, tables(), **({"config": config, "family": TINY, "weights": places} | given))
 
 
-def drawn_by_diffusers(root: Path, prompt: str, seed: int, guidance: float, adapter: dict[str, mx.array] | None) -> np.ndarray:
-    """Draw a preview with diffusers' klein pipeline, from the tables' embeddings, with the adapter merged into its weights."""
+def drawn_by_diffusers(
+    root: Path,
+    prompt: str,
+    seed: int,
+    guidance: float,
+    adapter: dict[str, mx.array] | None,
+    references: Sequence[Image.Image] = (),
+) -> np.ndarray:
+    """Draw a preview with diffusers' klein pipeline, from the tables' embeddings, with the adapter merged into its weights.
+    `references` are its argument `image`.
+    """
     import torch
     from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, Flux2Transformer2DModel
 
@@ -116,6 +125,7 @@ def drawn_by_diffusers(root: Path, prompt: str, seed: int, guidance: float, adap
     embeds = {text: np.array(mx.array(values[digest(text)]).view(mx.bfloat16).astype(mx.float32)) for text in (prompt, "")}
     shape = (1, TINY.transformer["in_channels"], SIZE // 16, SIZE // 16)
     image: np.ndarray = pipeline(
+        image=list(references) or None,
         prompt_embeds=torch.tensor(embeds[prompt])[None],
         negative_prompt_embeds=torch.tensor(embeds[""])[None],
         latents=torch.tensor(np.array(sampling.noise(seed, shape))),
@@ -144,6 +154,26 @@ def test_a_preview_is_the_picture_that_diffusers_draws(root: Path, tmp_path: Pat
         expected = drawn_by_diffusers(root, prompt, 5, TINY.guidance, adapter[step])
         assert np.abs(pictures[step, prompt] - expected).max() <= 0.55, (step, prompt)  # half a level, rounding
     assert all(np.abs(pictures[0, p] - pictures[20, p]).mean() > 1 for p in PROMPTS), "the adapter changes nothing"
+
+
+@pytest.mark.slow
+def test_a_preview_with_references_is_the_picture_that_diffusers_draws_from_them(root: Path, tmp_path: Path) -> None:
+    paths = []
+    for n, size in enumerate(((80, 64), (100, 70))):  # the second is cut to 96 x 64
+        paths.append(str(tmp_path / f"{n}.png"))
+        Image.fromarray(np.random.default_rng(n).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)).save(paths[-1])
+    config = replace(CONFIG, checkpoints=(20,), references=tuple(paths), prompt_references={PROMPTS[1]: (paths[1],)}, seeds=(5,))
+    ctx = context(root, tmp_path / "run", config)
+    shown = {PROMPTS[0]: paths, PROMPTS[1]: paths[1:]}
+    adapters = {saved.step: saved.arrays(checkpoint.ADAPTER) for saved in checkpoint.find_checkpoints(root / "train")} | {0: None}
+    rows = harness.run(STAGE, ctx).to_pylist()
+    assert len(rows) == 4
+    for row in rows:
+        images = [Image.open(path) for path in shown[row["prompt"]]]
+        expected = drawn_by_diffusers(root, row["prompt"], 5, TINY.guidance, adapters[row["step"]], images)
+        assert np.abs(pixels(ctx, row) - expected).max() <= 0.55, (row["step"], row["prompt"])
+        plain = drawn_by_diffusers(root, row["prompt"], 5, TINY.guidance, adapters[row["step"]])
+        assert np.abs(expected - plain).mean() > 0.1, "the references change nothing"
 
 
 def test_guidance_is_two_passes_only_where_the_family_has_real_cfg(root: Path, tmp_path: Path) -> None:

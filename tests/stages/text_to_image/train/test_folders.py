@@ -1,11 +1,18 @@
-"""How often images are drawn, by their folder: counted in the order of a run."""
+"""How often images are drawn, by their folder, and captions, by their weight: counted in the draws of a run."""
 
 from collections import Counter
 
 import pytest
 
+from pipeline.project.project import Project
+from schemas.text_to_image.captions import CAPTIONS
+from stages.text_to_image.train.config import TrainConfig
+from stages.text_to_image.train.dataset import load_dataset
 from stages.text_to_image.train.folders import folder_rates
+from stages.text_to_image.train.sampler import build_sampler
+from stages.text_to_image.train.stage import snapshot
 from stages.tuner.order import Order
+from tests import projects
 
 
 def image(folder=None, use=None, repeats=None, weight=None):
@@ -44,3 +51,23 @@ def test_regularisation_images_are_drawn_as_often_as_all_others_together_whateve
 
 def test_without_rules_nothing_changes():
     assert folder_rates([0.5, 2.0], [image(), image()], 1.0) == [0.5, 2.0]
+
+
+def test_captions_are_drawn_by_their_weights_and_other_weights_are_another_run(tmp_path, tiny_weights):
+    folder = projects.make(tmp_path / "project", tiny_weights, images=2)
+    (folder / "images/picture0.txt").write_text("long, with all details\nshort\ntags\nshort\n")
+    projects.edit(folder, "[captions]\n", '[captions]\nlines = "many"\nweights = [3, 1, 2]\n')
+    projects.build(folder, "images", "captions", "buckets", "latents", "embeddings")
+    ctx = Project(folder).context(Project(folder).stage("train"))
+    texts = {row["caption_id"]: row["text"] for row in ctx.rows(CAPTIONS).to_pylist()}
+    sampler = build_sampler(TrainConfig(steps=1, caption_dropout=0.0), load_dataset(ctx, TrainConfig(steps=1)))
+    counts = Counter(texts[sample.caption_id] for step in range(1, 4001) for batch in sampler.step(step) for sample in batch)
+    of_first = {text: count for text, count in counts.items() if not text.startswith("picture")}
+    shares = {text: count / sum(of_first.values()) for text, count in of_first.items()}
+    assert shares == pytest.approx({"long, with all details": 3 / 8, "short": 3 / 8, "tags": 2 / 8}, abs=0.03)
+    before = set(snapshot(ctx)["caption_id"].to_pylist())
+    assert "weights [3.0, 3.0, 2.0]" in before
+    projects.edit(folder, "weights = [3, 1, 2]", "weights = [1]")
+    projects.build(folder, "captions")
+    after = snapshot(Project(folder).context(Project(folder).stage("train")))["caption_id"].to_pylist()
+    assert "weights [1.0, 2.0, 1.0]" in after, "the text that is there twice"

@@ -8,7 +8,9 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
+from stages import kernels
 from stages.models.folders import read_config
+from stages.text_to_image.train import memory_plan
 from stages.text_to_image.train.config import PreservationConfig
 from stages.text_to_image.train.selection import ValidationConfig
 from stages.text_to_image.train.stage import STAGE
@@ -145,3 +147,26 @@ def test_the_plan_of_a_run_changes_no_row_but_for_rounding(whole, transformer, t
         assert ours.pop("loss") == pytest.approx(theirs["loss"], rel=1e-4)
         assert ours.pop("grad_norm") == pytest.approx(theirs["grad_norm"], rel=1e-3)
         assert ours.items() <= theirs.items()
+
+
+def test_on_metal_large_images_are_computed_one_at_a_time_unless_the_setting_says_otherwise(transformer, tmp_path, monkeypatch):
+    run = Run(tmp_path, transformer)
+    assert chosen(run).max_samples is None
+    monkeypatch.setattr(kernels, "limited", lambda: True)
+    assert batch_of(run).samples > 1 and batch_of(run).resolution < memory_plan.ALONE
+    assert chosen(run).max_samples is None
+    together = needs(run, "blocks")
+    monkeypatch.setattr(memory_plan, "ALONE", batch_of(run).resolution)
+    assert chosen(run).max_samples == 1
+    run.config = replace(BASE, memory="blocks", memory_gb=0.999 * together)
+    assert chosen(run).max_samples == 1, "the estimate is that of one sample"
+    run.config = replace(BASE, micro_batch=2)
+    assert chosen(run).max_samples == 2
+    run.config = replace(BASE, steps=1)
+    widths = []
+    real = tuner_step.loss_and_grads
+    monkeypatch.setattr(
+        tuner_step, "loss_and_grads", lambda *given: [widths.append(len(given[3]["timesteps_B"])), real(*given)][1]
+    )
+    list(STAGE.run(run.context()))
+    assert set(widths) == {1}

@@ -81,7 +81,15 @@ def test_rows_that_cannot_be_used_are_left_out(tmp_path, transformer):
     made["latents"] = replace_row(made["latents"], 1, rejected="truncated", shape=[], tensor=[])
     made["images"] = replace_row(made["images"], 2, rejected="duplicate")
     made["captions"] = made["captions"].filter(pa.compute.not_equal(made["captions"]["image_id"], "image3"))
-    other = rows_of(latents.LATENTS, {"latent_id": "old crop", "image_id": "image4", "width": 96, "height": 64, "shape": [1]})
+    crop = {
+        "image_id": "image4",
+        "width": 96,
+        "height": 64,
+        "crop_x": 10.0,
+        "crop_w": 96.0,
+        "crop_h": 64.0,
+    }  # not in its bucket's
+    other = rows_of(latents.LATENTS, crop | {"latent_id": "old crop", "shape": [1]})
     made["latents"] = pa.concat_tables([made["latents"], other])
     data = Run(tmp_path, transformer, tables=made).task().data
     assert [crop.latent_id for crop in data.crops] == ["latent4", "latent5", "latent6"]

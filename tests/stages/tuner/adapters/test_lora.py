@@ -21,3 +21,10 @@ def test_the_largest_change_is_the_largest_magnitude_of_any_b():
     assert lora.largest_change(adapters).item() == 0
     adapters["blocks.1.to_q.lora_B.weight"] -= 0.25
     assert lora.largest_change(adapters).item() == 0.25
+
+
+def test_values_go_to_the_block_whose_whole_name_begins_their_key_in_the_order_of_the_keys():
+    values = {"deep.blocks.10.q.B": 1, "deep.blocks.1.v.B": 2, "deep.blocks.1.q.B": 3, "deep.blocks.100.q.B": 4, "deep": 5}
+    found, unknown = lora.split_by_block(["deep.blocks.1", "deep.blocks.2", "deep.blocks.10"], values)
+    assert [list(own.items()) for own in found] == [[("v.B", 2), ("q.B", 3)], [], [("q.B", 1)]]
+    assert unknown == ["deep.blocks.100.q.B", "deep"]

@@ -56,6 +56,7 @@ def nbytes(arrays: dict) -> int:
     return sum(value.nbytes for value in arrays.values())
 
 
+@functools.cache
 def estimate_and_measure(
     heads: int, width: int, side: int, bits: int, rank: int, variant: str, plan: Any
 ) -> tuple[planner.Estimate, int]:
@@ -100,9 +101,12 @@ def estimate_and_measure(
 VARIANTS = ("lora", "dora", "lokr")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+MODELS = ((2, 64, 12, 16), (4, 64, 12, 4), (4, 32, 20, 16), (4, 64, 4, 8))  # heads, width of a head, side, bits
+MEASURED = [(*model, variant) for variant in VARIANTS for model in (MODELS if variant == "lora" else MODELS[:2])]
+
+
 @pytest.mark.parametrize("plan", ["blocks", 3, "whole"])
-@pytest.mark.parametrize(("heads", "width", "side", "bits"), [(2, 64, 12, 16), (4, 32, 20, 16), (4, 64, 12, 4), (4, 64, 4, 8)])
+@pytest.mark.parametrize(("heads", "width", "side", "bits", "variant"), MEASURED)
 def test_the_estimate_is_within_its_stated_factor_of_the_measured_peak(heads, width, side, bits, plan, variant):
     found, measured = estimate_and_measure(heads, width, side, bits, 4 if side > 4 else 32, variant, plan)
     assert 1 / planner.FACTOR < found.peak(plan) / measured < planner.FACTOR

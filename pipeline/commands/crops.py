@@ -1,0 +1,60 @@
+"""`latentmill crops`: shows what training sees of each image, as contact sheets."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipeline.options import with_project
+from pipeline.terminal import Terminal
+
+if TYPE_CHECKING:
+    from pipeline.project.project import Project
+
+STAGE = "buckets"
+
+
+@click.command("crops")
+@click.argument("out", required=False, type=click.Path(path_type=Path, file_okay=False))
+@with_project
+def command(out: Path | None, project: Project) -> None:
+    """Draw all crops on contact sheets. A sheet is a PNG file with 40 images of one resolution. The most cropped images
+    come first. What is cut away is faded. OUT is a new folder for the sheets; without it, exports/crops of the project is
+    written again. The table `buckets` is brought up to date first.
+    """
+    from pipeline import runner
+
+    for name in [*project.pipeline.upstream(STAGE), STAGE]:
+        with Terminal(name) as terminal:
+            runner.run(project, name, terminal)
+        project.refresh()
+    written = write_crops(project, out)
+    more = f" and {len(written) - 1} more" if len(written) > 1 else ""
+    click.echo(f"wrote {written[0]}{more}")
+
+
+def write_crops(project: Project, out: Path | None = None) -> list[Path]:
+    """Draw the crops of `project` on contact sheets, write these into the folder `out`, and return their paths. `out` must not
+    exist, or be empty. None replaces the folder exports/crops of the project. Raises NotBuilt if the table `buckets` is
+    not built, and ValueError if no image has a crop.
+    """
+    from pipeline.commands.query import answer
+    from stages.text_to_image.sheets import QUESTION, draw_sheets
+
+    rows = answer(project, QUESTION).to_pylist()
+    if not rows:
+        raise ValueError("no image has a crop: all are rejected or too small; latentmill panel unused says why")
+    folder = out or project.path / "exports" / "crops"
+    if out is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    elif out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} must be a new folder, but it has files")
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, page in draw_sheets(rows, project.context(project.stage("images")).need("image_folder")):
+        page.save(folder / name)
+        written.append(folder / name)
+    return written

@@ -1,0 +1,68 @@
+"""Where the weights of each model component of a project lie: in one folder for all, or in a place of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.project import hub
+from pipeline.store.disk import from_home
+from stages.models.family import ModelFamily
+
+if TYPE_CHECKING:
+    from pipeline.project.config import ProjectConfig
+
+TOKENIZER_FILES = ("tokenizer.json", "merges.txt")
+
+
+def find(settings: ProjectConfig, project: Path, family: ModelFamily, name: str, *, fetch: bool) -> Path:
+    """Return the path of the weights of one model component: a folder or a file. `settings` is the section [project].
+    `project` is the project's folder. `family` is the model family. `name` is the component, such as "transformer".
+    Missing weights are downloaded or generated if `fetch` is True. Raises ValueError if they cannot be found.
+    """
+    from stages.models.folders import locate
+
+    given = (settings.components or {}).get(name)
+    if given is None:
+        return locate(hub.resolve(settings.weights, project, family, (name,), fetch=fetch), name, family)
+    key = f"project.components.{name}"
+    path = project / from_home(given)
+    if not given or not path.exists():
+        if not given or not hub.HUB_ID.fullmatch(given):
+            raise ValueError(f"{key} must be a folder, a file or a hub id (org/name), got {given!r}: {path} does not exist")
+        path = hub.resolve(given, project, family, (name,), fetch=fetch)
+    found = path if path.is_file() or _holds(path, name) else locate(path, name, family)
+    _check_kind(found, name, family, key)
+    return found
+
+
+def _holds(folder: Path, name: str) -> bool:
+    """Return True if a component lies in `folder` itself, not below it. This is so if the folder has a config.json and
+    weights, or a tokenizer's files. `name` is the component.
+    """
+    if name == hub.TOKENIZER:
+        return any((folder / file).is_file() for file in TOKENIZER_FILES)
+    weights = any(path.suffix in (".safetensors", ".gguf") for path in folder.iterdir())
+    return weights and (folder / "config.json").is_file()
+
+
+def _check_kind(path: Path, name: str, family: ModelFamily, key: str) -> None:
+    """Raise ValueError if the weights at `path` are those of another component than `name`, by the names and shapes in
+    their headers. `family` is the model family. `key` is the setting that names `path`. Weights that are not recognised
+    pass, since loading them names each difference.
+    """
+    from stages.models import gguf
+    from stages.models.weights import read_header, weight_files
+
+    recognise = None if name == hub.TOKENIZER else getattr(family.architecture, "recognise", None)
+    if recognise is None:
+        return
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(path):
+        if file.suffix == gguf.SUFFIX:
+            shapes |= {tensor: entry.shape for tensor, entry in gguf.read_entries(file).items()}
+        else:
+            shapes |= {tensor: tuple(entry["shape"]) for tensor, entry in read_header(file).items()}
+    kind = recognise(shapes, family)
+    if kind and kind != name:
+        raise ValueError(f"{key} must be the {name.replace('_', ' ')}, got {path}: it holds the {kind.replace('_', ' ')}")

@@ -1,0 +1,145 @@
+"""Write files of random weights with the shapes of a released model, in the diffusers layout, in shards.
+
+Values repeat: one block of normal values fills all matrices of equal width. So a machine writes as fast as its disk takes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from stages.models.family import Family
+from tests import checkpoints
+
+SHARD = 5_000_000_000  # bytes of a file
+BLOCK = 16_777_213  # values that repeat; a prime, so that the rows of a matrix differ
+AT_ONCE = 8  # shards that are written at the same time
+SIZES = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Entry(NamedTuple):
+    """A tensor of a file. `dtype` is spelled as in safetensors."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The bytes of the tensor."""
+        return math.prod(self.shape) * SIZES[self.dtype]
+
+
+@functools.cache
+def normal_values() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(BLOCK, np.float32)
+
+
+@functools.lru_cache(maxsize=8)
+def repeated(dtype: str, inputs: int) -> np.ndarray:
+    """Return `BLOCK` random values as they lie in a file. In bfloat16 they have the standard deviation 1 / sqrt(inputs). In fp8
+    they have 64 times as much, and the scale 1/64 belongs to them.
+    """
+    values = normal_values() * np.float32(inputs**-0.5)
+    with mx.stream(mx.cpu):
+        made = mx.to_fp8(mx.array(64 * values)) if dtype == "F8_E4M3" else mx.array(values).astype(mx.bfloat16).view(mx.uint16)
+        return np.array(made)
+
+
+def entries(shapes: Shapes, fp8: bool) -> Iterator[Entry]:
+    """Yield every tensor of a component. With `fp8`, matrices are in fp8, and each has a scale."""
+    for name, shape in shapes.items():
+        packed = fp8 and len(shape) == 2
+        yield Entry(name, "F8_E4M3" if packed else "BF16", shape)
+        if packed:
+            yield Entry(name.replace(".weight", ".weight_scale"), "F32", ())
+
+
+def write_values(entry: Entry, out: BinaryIO) -> None:
+    """Write the values of a tensor: norms of ones, biases and means of zeros, matrices of random values."""
+    if entry.dtype == "F32":
+        out.write(np.float32(1 / 64).tobytes())
+        return
+    count = math.prod(entry.shape)
+    if len(entry.shape) < 2:
+        one = 0 if "bias" in entry.name or "mean" in entry.name else 0x3F80
+        out.write(np.full(count, one, np.uint16).tobytes())
+        return
+    block = repeated(entry.dtype, math.prod(entry.shape[1:]))
+    for start in range(0, count, BLOCK):
+        out.write(block[: count - start].data)
+
+
+def write_shard(file: Path, shard: list[Entry]) -> None:
+    header, at = {}, 0
+    for entry in shard:
+        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [at, at + entry.size]}
+        at += entry.size
+    head = json.dumps(header).encode()
+    with file.open("wb") as out:
+        out.write(len(head).to_bytes(8, "little") + head)
+        for entry in shard:
+            write_values(entry, out)
+
+
+def write_component(folder: Path, stem: str, shapes: Shapes, config: dict[str, Any], fp8: bool = False) -> None:
+    """Write config.json, shards of at most SHARD bytes and their index. `stem` begins the names of the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    shards: list[list[Entry]] = [[]]
+    for entry in entries(shapes, fp8):
+        if sum(each.size for each in shards[-1]) + entry.size > SHARD and not entry.name.endswith("_scale"):
+            shards.append([])
+        shards[-1].append(entry)
+    files = [folder / f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    normal_values()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(write_shard, files, shards))
+    places = {entry.name: file.name for file, shard in zip(files, shards, strict=True) for entry in shard}
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def component_shapes(record: Family, component: str) -> Shapes:
+    """Return the shapes of a component's tensors by name. Layers of the text encoder that are never read are left out."""
+    from stages.models.flux2.autoencoder_config import AutoencoderConfig
+
+    if component == "transformer":
+        return dict(record.architecture.transformer_config(None, record).shapes())
+    if component == "autoencoder":
+        return dict(AutoencoderConfig.from_dict(record.autoencoder).shapes())
+    needed = record.architecture.text_encoder_sizes(None, record).shapes(max(record.text_layers))
+    prefix = "language_model.model." if record.text_kind == "mistral3" else "model."
+    return {prefix + name: shape for name, shape in needed.items()}
+
+
+def bytes_of(record: Family, component: str, fp8: bool = False) -> int:
+    """Return how many bytes the files of a component take, about."""
+    return sum(entry.size for entry in entries(component_shapes(record, component), fp8))
+
+
+def write(record: Family, folder: Path, component: str, fp8: bool = False) -> None:
+    """Write a component of a family, at its sizes, below `folder`. The text encoder comes with a tokenizer of few words."""
+    from stages.models.text.tiny_tokenizer import write_tokenizer
+
+    shapes = component_shapes(record, component)
+    if component == "autoencoder":
+        write_component(folder / "vae", "diffusion_pytorch_model", shapes, dict(record.autoencoder))
+        return
+    if component == "transformer":
+        write_component(folder / "transformer", "diffusion_pytorch_model", shapes, dict(record.transformer), fp8)
+        return
+    if record.text_kind == "mistral3":
+        checkpoints.mistral_tokenizer().save_pretrained(folder / "tokenizer")
+    else:
+        write_tokenizer(folder / "tokenizer", 1024)
+    write_component(folder / "text_encoder", "model", shapes, dict(record.text_encoder), fp8)

@@ -1,0 +1,201 @@
+"""Runs functions in forks of one process that has imported everything: a case of a sweep then costs its own work alone.
+
+The process uses nothing of what it imports, so it has one thread and a fork of it is sound. disk.c is preloaded. It counts the
+steps of a fork on the disk below a folder. It kills the fork before one of them, refuses writes as a full disk does, or records
+the steps.
+
+    with Forks(folder) as forks:
+        done = forks.call("module:function", "argument", watch=project, kill=17)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import mmap
+import os
+import pkgutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+SOURCE = Path(__file__).with_name("disk.c")
+KILLED = -signal.SIGKILL  # the exit code of a killed process
+FAILED = 70  # the exit code of a function that raised an exception
+SECONDS = 600  # after which a fork counts as hanging
+NOTES = 1 << 16  # bytes that a fork can leave in `notes`
+IMPORTED = (
+    *("duckdb", "lance", "mlx.core", "mlx.nn", "mlx.optimizers", "pyarrow.acero", "pyarrow.dataset", "pyarrow.parquet", "xxhash"),
+    *("PIL.PngImagePlugin", "PIL.ImageCms", "PIL.ImageOps", "jinja2", "safetensors.numpy", "rich.progress"),
+    *("pipeline.cli", "pipeline.api", "pipeline.runner", "pipeline.awake", "tests.pipeline.sweeps.life"),
+)
+WALKED = ("schemas", "stages", "pipeline.commands", "pipeline.store", "pipeline.project", "pipeline.page")
+USED = ("AutoTokenizer", "PreTrainedTokenizerFast", "Qwen2TokenizerFast")  # transformers imports them when they are named
+notes: mmap.mmap | None = None  # shared with the parent, so that it outlives a fork that is killed
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a fork ended: `code` is its exit code, `value` what the function returned, `text` what it wrote to its outputs, `steps`
+    how many steps on the disk it took, `noted` what it left by `note`.
+    """
+
+    code: int
+    value: Any
+    text: str
+    steps: int
+    noted: Any
+
+
+def note(value: Any) -> None:
+    """Leave a value (JSON) for the process that started this fork, instead of the value before. A kill cannot lose it."""
+    if notes is None:
+        return
+    text = json.dumps(value).encode()
+    assert len(text) < NOTES - 4
+    notes[4 : 4 + len(text)] = text
+    notes[:4] = struct.pack("<I", len(text))
+
+
+def mark(text: str) -> None:
+    """Write a line into the record of the steps on the disk."""
+    ctypes.CDLL(None).disk_mark(text.encode())
+
+
+class Forks:
+    """The process that is forked, used as `with Forks(folder) as forks:`. disk.c is compiled into `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.library = folder / "disk.so"
+
+    def __enter__(self) -> Forks:
+        compiler = os.environ.get("CC", "cc").split()
+        subprocess.run([*compiler, "-shared", "-fPIC", "-O1", "-o", self.library, SOURCE, "-ldl", "-lpthread"], check=True)
+        words = [sys.executable, "-m", "tests.pipeline.sweeps.forks"]
+        environment = {**os.environ, "LD_PRELOAD": str(self.library)}
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(words, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.close()
+        self.process.wait(SECONDS)
+        self.process.stdout.close()
+
+    def call(
+        self, function: str, *arguments: Any, watch: Path | None = None, kill: int = 0, room: int = -1, record: Path | None = None
+    ) -> Done:
+        """Call `function` ("module:name") with `arguments` (JSON) in a fork. `watch` is a folder. Below it, the fork kills itself
+        before its step `kill` (0: never), the disk is full after `room` bytes (-1: never), and the steps are added to the file
+        `record`. AssertionError if the function raises an exception.
+        """
+        order = {
+            "function": function,
+            "arguments": arguments,
+            "watch": str(watch.resolve()) if watch else "",
+            "kill": kill,
+            "room": room,
+            "record": str(record or ""),
+        }
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        assert answer, "the process that is forked has ended"
+        done = Done(**json.loads(answer))
+        assert done.code != FAILED, done.text
+        assert done.code in (KILLED, 0, 1, 2), f"{function} {arguments}: {done.code}\n{done.text}"
+        return done
+
+
+def _serve() -> None:
+    import stages  # noqa: F401  (before mlx.core)
+
+    _import_all()
+    threads = [(path / "comm").read_text().strip() for path in Path("/proc/self/task").iterdir()]
+    assert set(threads) <= {threads[0], "jemalloc_bg_thd"}, f"a fork would lose threads: {threads}"
+    global notes
+    notes = mmap.mmap(-1, NOTES)
+    steps = mmap.mmap(-1, mmap.PAGESIZE)
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # only answers go to the first output
+    for line in sys.stdin:
+        order = json.loads(line)
+        out.write(json.dumps(_fork(order, steps)) + "\n")
+        out.flush()
+
+
+def _import_all() -> None:
+    import transformers
+
+    for name in IMPORTED:
+        importlib.import_module(name)
+    for package in WALKED:
+        for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+            importlib.import_module(module.name)
+    for name in USED:
+        getattr(transformers, name)
+
+
+def _fork(order: Mapping[str, Any], steps: mmap.mmap) -> dict[str, Any]:
+    """Call a function in a fork, and return the entries of `Done`. `steps` is shared memory for the number of steps."""
+    assert notes is not None
+    steps[:8] = bytes(8)
+    notes[:4] = bytes(4)
+    with tempfile.TemporaryFile() as text, tempfile.TemporaryFile() as value:
+        child = os.fork()
+        if not child:
+            code = FAILED
+            try:
+                signal.alarm(SECONDS)
+                os.dup2(text.fileno(), 1)
+                os.dup2(text.fileno(), 2)
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                found = _call(order, steps)
+                os.write(value.fileno(), json.dumps(found).encode())
+                code = 0
+            except BaseException:  # noqa: BLE001
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        value.seek(0)
+        text.seek(0)
+        returned = value.read()
+        size = struct.unpack("<I", notes[:4])[0]
+        return {
+            "code": code,
+            "value": json.loads(returned) if returned else None,
+            "text": text.read().decode(errors="replace"),
+            "steps": struct.unpack("<q", steps[:8])[0],
+            "noted": json.loads(notes[4 : 4 + size]) if size else None,
+        }
+
+
+def _call(order: Mapping[str, Any], steps: mmap.mmap) -> Any:
+    module, _, name = order["function"].partition(":")
+    function = getattr(importlib.import_module(module), name)
+    if order["watch"]:
+        record = os.open(order["record"], os.O_WRONLY | os.O_CREAT | os.O_APPEND) if order["record"] else -1
+        shared = ctypes.byref(ctypes.c_long.from_buffer(steps))
+        watch = ctypes.CDLL(None).disk_watch
+        watch(order["watch"].encode(), shared, ctypes.c_long(order["kill"]), ctypes.c_long(order["room"]), record)
+    return function(*order["arguments"])
+
+
+if __name__ == "__main__":
+    # The functions that run in forks import this module by its name; both must see the same `notes`.
+    sys.modules["tests.pipeline.sweeps.forks"] = sys.modules["__main__"]
+    _serve()

@@ -1,0 +1,181 @@
+"""What a sweep does with a project, each function in a fork of its own: build, run a command, look for what is lost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pipeline.store.rows import newest_per_key
+from tests import projects
+from tests.pipeline.sweeps.forks import mark, note
+
+Acknowledged = dict[str, int]  # folder of a table below tables/ -> rows that were committed
+STAGES = ("images", "captions", "checks", "buckets", "latents", "embeddings", "train", "samples", "scores")
+SETTINGS = (
+    ('"a red thing"', '"a"'),
+    ("[64, 96]", "[64]"),
+    ("steps = 6", "steps = 4"),
+    ("width = 64\nheight = 64\nsteps = 2", "width = 32\nheight = 32\nsteps = 1\nbase = false"),
+    ("caption_dropout = 0.2", "caption_dropout = 0.2\n\n[train.ema]"),
+    ("\n[embeddings]\n", "\n[latents]\nbatch_size = 1\n\n[embeddings]\nbatch_size = 1\n"),
+)
+
+
+def make(folder: Path, weights: Path, images: int = 3) -> Path:
+    """Write the project of the sweeps: small, several commits for each stage, an averaged adapter."""
+    projects.make(folder, weights, images=images)
+    for old, new in SETTINGS:
+        projects.edit(folder, old, new)
+    return folder
+
+
+def build(path: str, *names: str) -> None:
+    """Bring stages up to date, all without `names`."""
+    projects.build(Path(path), *names)
+
+
+def command(path: str, words: Sequence[str], before: Acknowledged, caption: str = "") -> None:
+    """Run `latentmill WORDS --project PATH`; ends the process with its exit code. The rows that are committed on the way are
+    noted, beginning with those of `before`, and marked in the record of steps, with the files below exports/ at the end.
+    """
+    from pipeline import cli
+    from pipeline.commands import clean
+    from pipeline.store.writer import Writer
+
+    seen, tables = dict(before), Path(path) / "tables"
+    commit, replace, delete, leave = Writer._commit, Writer._replace, clean._delete_table, os._exit
+
+    def say(folder: Path, rows: int, files: Mapping[str, str] = MappingProxyType({})) -> None:
+        seen[str(folder.relative_to(tables))] = rows
+        note(seen)
+        mark(json.dumps({"rows": seen, "files": dict(files), "caption": caption}))
+
+    def committed(writer: Writer) -> None:
+        commit(writer)
+        say(writer.table.folder, writer.stored.num_rows)
+
+    def replaced(writer: Writer, rows: Any) -> None:
+        count = newest_per_key(rows, writer.schema.key).num_rows
+        if count < writer.stored.num_rows:  # rows that are no longer wanted are deleted
+            say(writer.table.folder, count)
+        replace(writer, rows)
+
+    def deleted(folder: Path) -> None:
+        say(folder, 0)
+        delete(folder)
+
+    def left(code: int) -> None:
+        files = [each for each in (Path(path) / "exports").glob("*") if each.is_file() and not code]
+        mark(json.dumps({"rows": seen, "files": {each.name: _digest(each) for each in files}, "caption": caption}))
+        leave(code)
+
+    note(seen)
+    Writer._commit, Writer._replace = committed, replaced  # type: ignore[method-assign]
+    clean._delete_table, os._exit = deleted, left  # type: ignore[assignment]
+    cli.main([*words, "--project", path])
+
+
+def write(path: str, text: str) -> None:
+    """Write a file as an editor does that waits for the disk."""
+    with Path(path).open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def recover(path: str, marked: Mapping[str, Any], caption: str) -> dict[str, Any]:
+    """Use a project after a power cut. Returns what was lost or is left, and the digests of all results."""
+    from pipeline.commands.clean import clean
+    from pipeline.project.project import Project
+
+    (Path(path) / "images/picture0.txt").write_text(caption)
+    problems = lost(path, marked.get("rows", {}))
+    for name, digest in marked.get("files", {}).items():
+        file = Path(path) / "exports" / name
+        problems += [] if file.is_file() and _digest(file) == digest else [f"exports/{name} is lost"]
+    named = bool(damaged(path))
+    found = completed(path)
+    problems += damaged(path)
+    list(clean(Project(Path(path)), runs=True, dry_run=False))
+    return {"problems": problems + leftovers(path), "named": named, "digests": found}
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def lost(path: str, acknowledged: Mapping[str, int]) -> list[str]:
+    """Show a project that was cut off. Returns one line for each table that has fewer rows than were committed."""
+    from pipeline.commands.status import states
+    from pipeline.project.project import Project
+    from pipeline.store.table import TableFolder
+    from stages.pipelines import load
+
+    project = Project(Path(path))
+    states(project)
+    found = []
+    for name, rows in acknowledged.items():
+        if not rows:  # deleted on purpose
+            continue
+        kind, others = name.split("/")[0], project.pipeline.tables
+        schema = load(others[kind]) if kind in others else project.stage(kind).writes
+        there = TableFolder(project.path / "tables" / name, schema).committed().num_rows
+        found += [f"{name}: {there} of {rows} rows"] if there < rows else []
+    return found
+
+
+def damaged(path: str) -> list[str]:
+    """Returns the damage that `verify` finds."""
+    from pipeline.api import Project
+
+    return [str(each) for each in Project(path).verify()]
+
+
+def leftovers(path: str) -> list[str]:
+    """Returns the temporary and damaged files of a project, and files that no row names. Clean it with --runs before."""
+    from pipeline.project.project import Project
+
+    project, found = Project(Path(path)), []
+    for name in project.stage_names:
+        table = project.current(name)
+        rows = table.index.read_newest()
+        found += map(str, table.unnamed_files(rows, rows))
+    return found + temporary(path)
+
+
+def temporary(path: str) -> list[str]:
+    """Returns the temporary and damaged files of a project."""
+    return [str(each) for each in Path(path).rglob("*") if each.name.startswith(".tmp-") or each.name == "damaged"]
+
+
+def completed(path: str) -> dict[str, str]:
+    """Bring all stages up to date. Returns a digest of each table with its artifacts, and of an export."""
+    projects.build(Path(path))
+    return digests(path)
+
+
+def digests(path: str) -> dict[str, str]:
+    """Returns a digest of each table with its artifacts, and of an export: equal for equal results."""
+    from pipeline.commands.export import export_run
+    from pipeline.project.project import Project
+
+    folder, found = Path(path), {}
+    for name in Project(folder).stage_names:
+        rows = projects.content(folder, name)
+        rows = rows.drop_columns([each for each in rows.column_names if each == "inode"])  # a copied file has another inode
+        made = hashlib.sha256(repr(rows.to_pylist()).encode())
+        table = Project(folder).current(name)
+        root, files = table.folder / "artifacts", set(table.folder.glob("artifacts/**/*"))
+        if column := table.schema.artifact:  # a deleted row's file stays until the next clean
+            files = {*root.glob("*"), *(root / each for each in rows[column].to_pylist())}
+        for file in sorted(files):
+            if file.suffix in (".safetensors", ".png", ".npy"):
+                made.update(str(file.relative_to(root)).encode() + file.read_bytes())
+        found[name] = made.hexdigest()
+    out = export_run(Project(folder), folder / "exports", "diffusers", dtype="float32")
+    return found | {"export": hashlib.sha256(out.read_bytes()).hexdigest()}

@@ -1,0 +1,179 @@
+"""A project lives through edits, runs, exports and cleans, and its processes are killed again and again: nothing is lost."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.sweeps import life
+from tests.pipeline.sweeps.forks import KILLED, Done, Forks
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif("sys.platform != 'linux'", reason="disk.c is preloaded on Linux alone")]
+ROUNDS = 10  # of 100 kills each
+COMMANDS = (  # words; they may write below exports/
+    ("clean",),
+    ("clean", "--runs"),
+    ("verify",),
+    ("verify", "--repair"),
+    ("export",),
+    ("export", "--merged"),
+    ("publish",),
+    ("resize", "--rank", "1"),
+    ("report",),
+    ("captions", "--edit", "{exports}/captions.csv"),
+    ("query", "select path, width from images", "--csv", "{exports}/answer.csv"),
+    ("query", "select path, width from images", "--parquet", "{exports}/answer.parquet"),
+    ("generate", "a red cup"),
+)
+EDITS = {  # what is edited -> how
+    "caption": lambda folder, on: (folder / "images/picture0.txt").write_text("a red cup" if on else "picture number 0"),
+    "image": lambda folder, on: [_move(folder, f"picture2.{kind}", on) for kind in ("png", "txt")],
+    "setting": lambda folder, on: _replace(folder / "project.toml", "rank = 2", "rank = 3", on),
+}
+State = tuple[bool, ...]
+
+
+def _move(folder: Path, name: str, away: bool) -> None:
+    here, there = folder / "images" / name, folder / name
+    source, target = (here, there) if away else (there, here)
+    if source.exists():
+        source.rename(target)
+
+
+def _replace(file: Path, old: str, new: str, on: bool) -> None:
+    text = file.read_text().replace(new, old)
+    file.write_text(text.replace(old, new) if on else text)
+
+
+class Life:
+    """One project that is edited, used and killed, beside a reference that is built in one go for each state of the edits."""
+
+    def __init__(self, forks: Forks, place: Path, weights: Path, seed: int) -> None:
+        self.forks, self.folder, self.reference = forks, place / "project", place / "unbroken" / "project"
+        life.make(self.folder, weights)
+        shutil.copytree(self.folder, self.reference, copy_function=shutil.copy2)
+        self.generator = random.Random(seed)
+        self.expected: dict[State, dict[str, str]] = {}
+        self.steps: dict[str, int] = {}  # of a command, the last time that it ran to its end
+        self.committed: life.Acknowledged = {}
+        self.kills: Counter[str] = Counter()
+
+    def call(self, name: str, *arguments: object) -> Done:
+        done = self.forks.call(f"tests.pipeline.sweeps.life:{name}", str(self.folder), *arguments)
+        assert done.code == 0 and "Traceback" not in done.text and "panicked" not in done.text, done.text
+        return done
+
+    def run(self, words: tuple[str, ...], kill: int = 0) -> Done:
+        """Run a command, and kill it before its step `kill` on the disk (0: never)."""
+        exports = self.folder / "exports"
+        words = tuple(word.format(exports=exports) for word in words)
+        done = self.forks.call(
+            "tests.pipeline.sweeps.life:command", str(self.folder), words, self.committed, watch=self.folder, kill=kill
+        )
+        assert "Traceback" not in done.text and "panicked" not in done.text, done.text
+        assert done.code in (KILLED, 0), f"{words}: {done.text}"
+        self.committed = done.noted
+        if done.code == 0:
+            self.steps[" ".join(words)] = done.steps
+        return done
+
+    def killed(self, words: tuple[str, ...]) -> bool:
+        """Run a command that is killed before a random step. Returns False if it ended before that."""
+        known = self.steps.get(" ".join(word.format(exports=self.folder / "exports") for word in words), 40)
+        if self.run(words, self.generator.randint(1, max(known, 2))).code == 0:
+            return False
+        self.kills[" ".join(words)] += 1
+        assert self.call("lost", self.committed).value == []
+        use = self.generator.random()
+        if use < 0.15:
+            self.run(("clean",))
+            assert self.call("temporary").value == []
+        elif use < 0.3:
+            assert self.call("damaged").value == []
+        return True
+
+    def export(self, words: tuple[str, ...]) -> None:
+        """Kill a command that writes below exports/: what it left is whole, and the command can be run again."""
+        exports = self.folder / "exports"
+        shutil.rmtree(exports, ignore_errors=True)
+        exports.mkdir()
+        if not self.killed(words):
+            return
+        left = _files(exports)
+        shutil.rmtree(exports)
+        exports.mkdir()
+        self.run(words)
+        found = _files(exports)
+        assert left.keys() <= found.keys(), (words, sorted(left), sorted(found))
+        assert [name for name in left if left[name] != found[name] and not name.endswith(".html")] == [], words
+
+    def edit(self) -> State:
+        """Edit the images, the captions and the settings. Returns the state of the edits."""
+        state = tuple(self.generator.random() < 0.5 for _ in EDITS)
+        self.apply(self.folder, state)
+        return state
+
+    def apply(self, folder: Path, state: State) -> None:
+        for change, on in zip(EDITS.values(), state, strict=True):
+            change(folder, on)
+
+    def unbroken(self, state: State) -> dict[str, str]:
+        """The digests of a project that was built in one go in this state."""
+        if state not in self.expected:
+            shutil.rmtree(self.reference / "tables", ignore_errors=True)
+            self.apply(self.reference, state)
+            self.expected[state] = self.forks.call("tests.pipeline.sweeps.life:completed", str(self.reference)).value
+        return self.expected[state]
+
+    def turn(self, kills: int) -> None:
+        """Edit the project, run all its stages under at most `kills` kills, and compare it with one that was never killed."""
+        state, most = self.edit(), self.kills.total() + kills
+        for name in life.STAGES:
+            if self.generator.random() < 0.3:
+                shutil.rmtree(self.folder / "tables" / name, ignore_errors=True)
+                self.committed = {each: rows for each, rows in self.committed.items() if not each.startswith(f"{name}/")}
+            for _ in range(self.generator.choice((1, 1, 2, 3))):
+                if self.kills.total() >= most or not self.killed(("run", name)):
+                    break
+            self.run(("run", name))
+        for words in self.generator.sample(COMMANDS, 6):
+            if self.kills.total() < most:
+                self.export(words)
+        assert self.call("completed").value == self.unbroken(state)
+        self.run(("clean", "--runs"))
+        assert self.call("leftovers").value == []
+        self.committed = {}  # rows that are no longer wanted are deleted
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    names = {path: str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for path, name in names.items() if not name.startswith(".tmp-")}
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory) -> Iterator[Forks]:
+    with Forks(tmp_path_factory.mktemp("forks")) as made:
+        yield made
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One round in `make test`, all under --prove."""
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(ROUNDS if metafunc.config.getoption("--prove") else 1))
+
+
+@pytest.mark.proof(
+    "a project whose processes are killed again and again ends where an unbroken one ends, with nothing lost or left"
+)
+def test_a_life_of_edits_runs_exports_and_cleans_under_kills_loses_nothing(
+    seed: int, forks: Forks, tmp_path: Path, tiny_weights: Path, cases: Callable[[int, int], int], request: pytest.FixtureRequest
+):
+    kills, lived = cases(12, 100), Life(forks, tmp_path, tiny_weights, seed)
+    while lived.kills.total() < kills:
+        lived.turn(min(25, kills - lived.kills.total()))
+    request.node.user_properties.append(("of", dict(lived.kills.most_common())))

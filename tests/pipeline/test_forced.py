@@ -1,0 +1,64 @@
+"""What the plan refuses exceeds the budget when it runs all the same; what it accepts stays within it. MLX counts the peaks."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from pipeline.project.outlook import forecast, need, outlook
+from pipeline.project.project import Project
+from stages.tuner.blockwise import device
+from tests import projects
+
+MARGIN = 1.3  # between a budget and the estimate, either way
+PLENTY = 10**11
+STAGES = ("latents", "embeddings", "train", "samples")
+
+
+def give(monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
+    """Let every stage take `budget` bytes."""
+    monkeypatch.setattr(device, "memory_budget", lambda limit_gb=None: budget)
+    for name in ("text_to_image.embeddings.stage", "text_to_image.train.memory_plan", "text_to_image.train.forecast"):
+        monkeypatch.setattr(f"stages.{name}.memory_budget", lambda limit_gb=None: budget)
+
+
+def peak_of(folder: Path, name: str) -> int:
+    """Run a stage and return the most memory that it took, in bytes."""
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    projects.build(folder, name)
+    return mx.get_peak_memory() - before
+
+
+def test_what_is_refused_exceeds_the_budget_when_forced_and_what_is_accepted_stays_within_it(tmp_path, tiny_weights, monkeypatch):
+    folder = projects.make(tmp_path / "p", tiny_weights, images=2)
+    for old, new in (
+        ("resolutions = [64, 96]", "resolutions = [256]\nupscale = true"),
+        ("width = 64\nheight = 64", "width = 512\nheight = 512"),
+    ):
+        projects.edit(folder, old, new)
+    projects.build(folder, "images", "captions", "buckets")
+    for name in STAGES:
+        least = forecast(Project(folder), name, outlook(Project(folder), 1)).peak
+        give(monkeypatch, int(least / MARGIN))
+        with pytest.raises(ValueError, match="more than the"):
+            projects.build(folder, name)
+        give(monkeypatch, int(least * MARGIN))
+        peak = peak_of(folder, name)
+        assert least / MARGIN < peak <= least * MARGIN, (name, least, peak)
+
+
+def test_disk_is_forecast_within_two_percent_of_the_stored_tensors(tmp_path, tiny_weights):
+    folder = projects.make(tmp_path / "p", tiny_weights, images=4)
+    projects.edit(folder, "resolutions = [64, 96]", "resolutions = [256]\nupscale = true")
+    projects.edit(folder, "[embeddings]", '[embeddings]\nstored = "int8"')
+    projects.build(folder, "images", "captions", "buckets", "latents", "embeddings")
+    project = Project(folder)
+    for name in ("latents", "embeddings"):
+        tensors = sum(project.current(name).rows()["nbytes"].to_pylist())
+        assert need(project, name, outlook(project)).disk == pytest.approx(tensors, rel=0.02), name

@@ -1,0 +1,121 @@
+"""Whole chains as on a Mac: GPU errors at a step and the resume after them, F_FULLFSYNC, side files, names, few descriptors."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.commands.plan import report
+from pipeline.project.project import Project
+from pipeline.store import disk
+from stages.tuner.blockwise import device
+from stages.tuner.step import TrainingStep
+from tests import projects
+from tests.pipeline.test_device_errors import MEMORY, TIMEOUT, WATCHDOG
+
+STEP = 4  # at which the GPU fails: checkpoints are at 2, 4 and 6
+APPLE_DOUBLE = b"\0\5\x16\7\0\2\0\0Mac OS X        "
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Path:
+    folder = projects.make(tmp_path_factory.mktemp("unbroken") / "p", tiny_weights, images=2)
+    projects.build(folder, "images", "captions", "buckets", "latents", "embeddings", "train")
+    return folder
+
+
+def adapter_of(folder: Path) -> bytes:
+    """Return the newest adapter file of the table `train`."""
+    files = (folder / "tables" / "train").rglob("adapter.safetensors")
+    return max(files, key=lambda file: file.stat().st_mtime_ns).read_bytes()
+
+
+@pytest.mark.parametrize("message", [MEMORY, TIMEOUT, WATCHDOG], ids=["memory", "timeout", "watchdog"])
+def test_after_an_error_of_metal_the_same_command_ends_with_the_bits_of_an_unbroken_run(message, unbroken, tmp_path, monkeypatch):
+    folder = projects.copied(unbroken, tmp_path / "p")
+    projects.build(folder, "images", "captions", "buckets", "latents", "embeddings")
+    real, steps = TrainingStep.step, []
+
+    def step(self: TrainingStep, *given: Any, **more: Any) -> Any:
+        steps.append(1)
+        if len(steps) == STEP:
+            raise RuntimeError(message)
+        return real(self, *given, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setenv("LATENTMILL_RESTARTED", "1")
+        patch.setattr(TrainingStep, "step", step)
+        shown = projects.latentmill(folder, "run", "train", code=2)
+    assert "Traceback" not in shown and shown.strip().splitlines()[-1].endswith("the same command goes on.")
+    projects.latentmill(folder, "run", "train")
+    assert adapter_of(folder) == adapter_of(unbroken)
+    assert projects.content(folder, "train") == projects.content(unbroken, "train")
+
+
+def test_with_f_fullfsync_files_and_folders_are_flushed_by_it_and_the_chain_ends_the_same(unbroken, tmp_path, monkeypatch):
+    flushed = []
+    real = fcntl.fcntl
+
+    def control(descriptor: int, command: int, *given: Any) -> Any:
+        if command != 51:
+            return real(descriptor, command, *given)
+        flushed.append(descriptor)
+        os.fsync(descriptor)
+        return 0
+
+    monkeypatch.setattr(disk.fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(disk.fcntl, "fcntl", control)
+    folder = projects.copied(unbroken, tmp_path / "p")
+    projects.build(folder, "images", "captions", "buckets", "latents", "embeddings", "train")
+    assert len(flushed) > 20
+    assert adapter_of(folder) == adapter_of(unbroken)
+
+
+@pytest.mark.parametrize("gigabytes", [8, 16, 24, 32, 64, 128])
+def test_on_every_mac_the_plan_refuses_only_what_exceeds_its_budget_and_its_remedies_fit(gigabytes, tmp_path, monkeypatch):
+    (tmp_path / "images").mkdir()
+    text = '[project]\nfamily = "klein-base-4b"\n[captions]\npreview_prompts = ["a fox"]\n[buckets]\nresolutions = [1024]\n'
+    (tmp_path / "project.toml").write_text(text)
+    memory = gigabytes * 2**30
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(device, "device_bytes", lambda: int(0.84 * memory))
+    monkeypatch.setattr(device, "physical_bytes", lambda: memory)
+    monkeypatch.setattr(device, "free_bytes", lambda: None)
+    lines, fits = report(Project(tmp_path))
+    refused = [line for line in lines if " needs about " in line]
+    assert fits == (not refused) and fits == (gigabytes >= 16)
+    budget = device.memory_budget()
+    assert f"a stage may take {budget / 1e9:.3g} GB" in lines[0]
+    assert all(("would fit" in line) or ("choose a smaller family" in line) for line in refused)
+
+
+def test_a_hostile_folder_passes_the_whole_chain_with_256_descriptors(unbroken, tmp_path, tiny_weights):
+    clean = projects.make(tmp_path / "clean", tiny_weights, images=0)
+    hostile = projects.make(tmp_path / "hostile", tiny_weights, images=0)
+    for number, name in enumerate(("Bär", "Möwe", "Zoë", "cat")):
+        projects.add_image(clean, f"{name}.png", number)
+        forms = ("NFC", "NFD") if number % 2 else ("NFD", "NFC")
+        for suffix, form in zip((".png", ".txt"), forms, strict=True):
+            source = clean / "images" / f"{name}{suffix}"
+            shutil.copy(source, hostile / "images" / f"{unicodedata.normalize(form, name)}{suffix}")
+    for file in [*(hostile / "images").iterdir(), hostile / "project.toml"]:
+        file.with_name(f"._{file.name}").write_bytes(APPLE_DOUBLE)
+    (hostile / "images" / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")
+    projects.build(clean)
+    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)); sys.argv[0] = 'latentmill'; "
+    for stage in Project(hostile).stage_names:
+        code = f"{limited}from pipeline.cli import main; sys.exit(main())"
+        command = [sys.executable, "-c", code, "run", stage, "--project", str(hostile)]
+        done = subprocess.run(command, cwd=projects.ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, (stage, done.stderr)
+    for name in ("latents", "embeddings"):
+        assert projects.content(hostile, name) == projects.content(clean, name), name
+    assert projects.content(hostile, "train")["loss"] == projects.content(clean, "train")["loss"]

@@ -1,0 +1,334 @@
+"""Training runs of the bundled model `micro`, sound ones and ones with a planted mistake: what they say, and what they should.
+
+    python -m tests.stages.text_to_image.train.sound_runs OUT [--workers 6] [--only PATTERN]
+
+runs all of them in worker processes and adds one JSON line per run to the file OUT. It needs no Lance, so it also runs on a
+machine with a GPU. The tests of `test_sound_start.py` run some of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import functools
+import json
+import logging
+import math
+import multiprocessing
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+
+from data.experiments.in_memory import MemoryTables
+from pipeline.project.project import Project
+from schemas.text_to_image import buckets, captions, embeddings, images, latents
+from stages.models.family import Family
+from stages.models.flux2.load import load_flux2
+from stages.models.text.encoder import TextEncoder
+from stages.text_to_image.families import family
+from stages.text_to_image.latents.encode import encode
+from stages.text_to_image.train import objective
+from stages.text_to_image.train.config import NoiseConfig, TrainConfig
+from stages.text_to_image.train.sound_start import uninformed_mse
+from stages.tuner.config import OptimizerConfig
+from tests.projects import ROOT
+from tests.stages.text_to_image.train.runs import rows_of
+
+LOG = logging.getLogger("sound_runs")
+MICRO, WEIGHTS = family("micro"), ROOT / "data" / "micro"
+SIDE, CROPS = 128, 12
+CONFIG = TrainConfig(steps=50, batch_size=4, rank=4, precision="float32", checkpoint_every=1000)
+RATES = {"adamw": 1e-4, "adamw8bit": 1e-4, "adafactor": 1e-4, "lion": 2e-5, "prodigy": 1.0}
+VARIANTS = ("lora", "dora", "lokr")
+BASES = ("logit_normal", "uniform", "low_noise", "high_noise")
+WARNINGS = ("the latents", "the embeddings", "times that of", "the update", "has not moved", "not finite")
+RIGHT, WRONG = 1.0, 4.0  # guidance in training
+TOO_HIGH = "times that of a model that knows nothing"
+
+Tables = dict[str, pa.Table]
+
+
+# Planted mistakes
+
+
+@contextmanager
+def other_layers() -> Iterator[Family]:
+    yield replace(MICRO, text_layers=(1, 3, 5))
+
+
+@contextmanager
+def other_padding() -> Iterator[Family]:
+    from stages.models.text import tokenisation
+
+    chat = tokenisation.CHATS[MICRO.text_kind]
+    with patch.object(tokenisation, "CHATS", {MICRO.text_kind: replace(chat, pads_left=True)}):
+        yield MICRO
+
+
+@contextmanager
+def other_normalisation() -> Iterator[Family]:
+    from stages.models.flux2.autoencoder import Autoencoder
+
+    flux1 = mx.array(0.1159), mx.array(1 / 0.3611)
+    with patch.object(Autoencoder, "_statistics", lambda self: flux1):
+        yield MICRO
+
+
+@contextmanager
+def nothing_wrong() -> Iterator[Family]:
+    yield MICRO
+
+
+PLANTS: dict[str, Callable[[], AbstractContextManager[Family]]] = {
+    "": nothing_wrong,
+    "layers": other_layers,
+    "padding": other_padding,
+    "normalisation": other_normalisation,
+}
+MISTAKES = {
+    "layers": r"^the embeddings are not those of .*: the hidden states of the first token have the sizes 1\.2",
+    "padding": r"^the embeddings are padded at the start, where .* was trained with padding at the end",
+    "normalisation": r"^the latents have mean .* and standard deviation 0\.3\d, where the transformer was trained on 0 and 1",
+}
+
+
+# Inputs
+
+
+@functools.cache
+def pictures() -> tuple[list[np.ndarray], list[str]]:
+    """Return pixels and captions of the example."""
+    folder = ROOT / "data" / "example" / "images"
+    rows = [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines()][:CROPS]
+    return [np.asarray(Image.open(folder / row["file_name"]).convert("RGB").resize((SIDE, SIDE))) for row in rows], [
+        row["text"] for row in rows
+    ]
+
+
+@functools.cache
+def tables(plant: str = "") -> Tables:
+    """Return the tables of a run on pictures with captions, encoded by micro with the mistake `plant`, or none."""
+    pixels, texts = pictures()
+    with PLANTS[plant]() as record:
+        autoencoder = MICRO.architecture.load_autoencoder(WEIGHTS / "vae", MICRO, mx.float32)
+        encoder = TextEncoder(WEIGHTS / "text_encoder", WEIGHTS / "tokenizer", record, "float32")
+        words, encoded = [encode(autoencoder, each) for each in pixels], list(encoder.encode([*texts, ""]))
+    crops = [{"image_id": f"i{n}", "width": SIDE, "height": SIDE, "crop_w": 1.0, "crop_h": 1.0} for n in range(len(pixels))]
+    named = [("caption", f"i{n}", f"c{n}") for n in range(len(texts))] + [("empty", "", "empty")]
+    return {
+        "images": rows_of(images.IMAGES, *({"path": c["image_id"], "image_id": c["image_id"]} for c in crops)),
+        "buckets": rows_of(buckets.BUCKETS, *(c | {"resolution": SIDE} for c in crops)),
+        "latents": rows_of(
+            latents.LATENTS,
+            *(
+                c | {"latent_id": f"l{n}", "shape": list(w.shape), "tensor": w.ravel().tolist()}
+                for n, (c, w) in enumerate(zip(crops, words, strict=True))
+            ),
+        ),
+        "captions": rows_of(captions.CAPTIONS, *({"role": r, "image_id": i, "caption_id": c} for r, i, c in named)),
+        "embeddings": rows_of(
+            embeddings.EMBEDDINGS,
+            *(
+                {"caption_id": c, "tokens": e.tokens, "shape": list(e.words.shape), "tensor": e.words.ravel().tolist()}
+                for (_, _, c), e in zip(named, encoded, strict=True)
+            ),
+        ),
+    }
+
+
+def write_guided(folder: Path) -> Path:
+    """Write a transformer like micro's that reads a guidance value, and return its folder. At 1 it is micro. At 4 its
+    predictions are those for less noise than there is, so they exaggerate what they see, as guidance does.
+    """
+    model = load_flux2(WEIGHTS / "transformer", MICRO, mx.float32)
+    much_1D, little_1D = (model._embed("timestep", mx.array([sigma])) for sigma in (0.9, 0.1))
+    moved_D = (little_1D - much_1D)[0]
+    folder.mkdir(parents=True)
+    arrays: dict[str, mx.array] = {}
+    for file in (WEIGHTS / "transformer").glob("*.safetensors"):
+        arrays |= mx.load(str(file))
+    stem = "time_guidance_embed.timestep_embedder."
+    frequencies = np.exp(-math.log(10000) * np.arange(128) / 128)
+    at_1, at_4 = (np.concatenate([np.cos(1000 * g * frequencies), np.sin(1000 * g * frequencies)]) for g in (RIGHT, WRONG))
+    only_4 = at_4 - at_1 * (at_4 @ at_1) / (at_1 @ at_1)
+    width = model.config.hidden
+    first, second = np.zeros(arrays[f"{stem}linear_1.weight"].shape, np.float32), np.zeros((width, width), np.float32)
+    first[0] = only_4 / (only_4 @ at_4)
+    second[:, 0] = np.array(moved_D) * (1 + math.exp(-1))  # SiLU(1) is 1 / (1 + 1/e)
+    other = stem.replace("timestep", "guidance")
+    arrays |= {f"{other}linear_1.weight": mx.array(first), f"{other}linear_2.weight": mx.array(second)}
+    mx.save_safetensors(str(folder / "diffusion_pytorch_model.safetensors"), arrays)
+    sizes = json.loads((WEIGHTS / "transformer" / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(sizes | {"guidance_embeds": True}))
+    return folder
+
+
+# Runs
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run. `plant` is the mistake in its tables. `guidance` is the guidance value in training, None for a model that reads
+    none. `warning` is a pattern of the one warning that it must give; without it, it must give none. `falls` is True if its
+    loss must not end higher than it began.
+    """
+
+    name: str
+    config: TrainConfig
+    plant: str = ""
+    guidance: float | None = None
+    warning: str = ""
+    falls: bool = False
+
+
+@dataclass
+class Result:
+    """The rows that a run has written, and the lines that it has said."""
+
+    rows: list[dict[str, Any]]
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the run says about its latents, embeddings, losses and updates."""
+        return [line for line in self.said if any(part in line for part in WARNINGS)]
+
+    @property
+    def ratios(self) -> list[float]:
+        """The losses over those of a model that knows nothing, at noise levels where the two are comparable."""
+        return [row["loss"] / uninformed_mse(row["sigma"]) for row in self.rows if 0.4 <= row["sigma"] <= 0.9]
+
+
+def sound_cases(count: int = 20, steps: int = 50) -> list[Case]:
+    """Return sound runs, with each optimizer and variant at its default rate."""
+    found, kinds = [], list(RATES)
+    for seed in range(count):
+        kind, variant = kinds[seed % len(kinds)], VARIANTS[seed % len(VARIANTS)]
+        noise: Any = NoiseConfig(base=BASES[seed % len(BASES)])  # type: ignore[arg-type]
+        found.append(Case(f"sound {seed}", _config(kind, variant, steps=steps, seed=seed, noise=noise)))
+    return found
+
+
+def long_cases(count: int = len(RATES) * len(VARIANTS), steps: int = 500) -> list[Case]:
+    """Return a run of 500 steps for every optimizer and variant at its default rate."""
+    pairs = [(kind, variant) for variant in VARIANTS for kind in RATES][:count]
+    return [
+        Case(f"long {kind} {variant}", _config(kind, variant, steps=steps, batch_size=1), falls=steps >= 200)
+        for kind, variant in pairs
+    ]
+
+
+def planted_cases(seeds: int = 3) -> list[Case]:
+    """Return runs whose latents or embeddings are wrong. They are named before the first step."""
+    return [
+        Case(f"{plant} {seed}", replace(CONFIG, steps=1, seed=seed), plant, warning=pattern)
+        for plant, pattern in MISTAKES.items()
+        for seed in range(seeds)
+    ]
+
+
+def guidance_cases(seeds: int = 3, steps: int = 50) -> list[Case]:
+    """Return runs of a model that reads a guidance value, each with the right one and with a wrong one."""
+    return [
+        Case(
+            f"guidance {guidance:g} {seed}",
+            replace(CONFIG, steps=steps, seed=seed, caption_dropout=0.0),
+            guidance=guidance,
+            warning=TOO_HIGH if guidance == WRONG else "",
+        )
+        for seed in range(seeds)
+        for guidance in (RIGHT, WRONG)
+    ]
+
+
+def _config(kind: str, variant: str, **settings: Any) -> TrainConfig:
+    chosen: Any = {"optimizer": OptimizerConfig(kind=kind), "lr": RATES[kind], "variant": variant, **settings}  # type: ignore[arg-type]
+    return replace(CONFIG, **chosen)
+
+
+def run(case: Case, folder: Path) -> Result:
+    """Run a case. Its files lie below `folder`, which must be new."""
+    folder.mkdir(parents=True)
+    (folder / "images").mkdir()
+    (folder / "project.toml").write_text('[project]\nfamily = "micro"\n')
+    record, transformer = MICRO, WEIGHTS / "transformer"
+    if case.guidance is not None:
+        record, transformer = replace(MICRO, guidance_embedded=True), write_guided(folder / "transformer")
+    memory, said = MemoryTables(folder / "tables"), list[str]()
+    memory.rows = dict(tables(case.plant))
+    needs = {"family": record, "transformer": transformer}
+    with patch.object(objective, "GUIDANCE", case.guidance or objective.GUIDANCE):
+        rows = memory.run(Project(folder), "train", config=case.config, need=needs.__getitem__, say=said.append)
+    return Result(rows.to_pylist(), said)
+
+
+def problem(case: Case, result: Result) -> str:
+    """Return what is wrong with the result of a run, or "" if nothing is."""
+    if len(result.rows) != case.config.steps * case.config.batch_size:
+        return f"{len(result.rows)} rows"
+    if len(result.warnings) != bool(case.warning) or not re.search(case.warning, "\n".join(result.warnings)):
+        return f"warnings: {result.warnings}"
+    first, last = (float(np.mean(part)) for part in (result.ratios[:100], result.ratios[-100:])) if case.falls else (1.0, 0.0)
+    return f"the loss rises from {first:.3f} to {last:.3f}" if last > first else ""
+
+
+# All of them
+
+
+def work(case: Case) -> dict[str, Any]:
+    """Run a case in a folder of its own, and return its row."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        result = run(case, Path(folder, "run"))
+    ratios = result.ratios
+    return {
+        "case": case.name,
+        "steps": case.config.steps,
+        "problem": problem(case, result),
+        "warnings": result.warnings,
+        "first": round(float(np.mean(ratios[:100])), 4) if ratios else None,
+        "last": round(float(np.mean(ratios[-100:])), 4) if ratios else None,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def main() -> None:
+    """Run all cases."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--workers", type=int, default=6)
+    parser.add_argument("--only", default="*", help="names of runs, with wildcards")
+    asked = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    every = [*long_cases(), *guidance_cases(), *sound_cases(), *planted_cases()]
+    chosen = [case for case in every if fnmatch.fnmatch(case.name, asked.only)]
+    wrong = 0
+    with (
+        asked.out.open("a", encoding="utf-8") as out,
+        ProcessPoolExecutor(asked.workers, multiprocessing.get_context("spawn")) as pool,
+    ):
+        for ended in as_completed([pool.submit(work, case) for case in chosen]):
+            row = ended.result()
+            wrong += bool(row["problem"])
+            out.write(json.dumps(row) + "\n")
+            out.flush()
+            LOG.info("%s: %s, %s s", row["case"], row["problem"] or "as it should", row["seconds"])
+    LOG.info("%d runs, %d not as they should", len(chosen), wrong)
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()
