@@ -96,17 +96,18 @@ def _pass_on(lines: IO[str], rank: int, say: Callable[[str], None]) -> None:
 
 
 def _wait(processes: Sequence[subprocess.Popen[str]], say: Callable[[str], None]) -> int:
-    """Wait until all ranks have ended, and return the exit code of the first that failed, or 0. Ranks that still run
-    `GRACE_SECONDS` after the failure are left running.
+    """Wait until all ranks have ended, and return the exit code of the one that caused the failure, or 0. A rank that was
+    ended by a signal is the cause, since the others fail when they lose their connection to it. Otherwise it is the first
+    rank with an exit code other than 0. Ranks that still run `GRACE_SECONDS` after a failure are left running.
     """
-    failed, deadline = 0, float("inf")
+    deadline = float("inf")
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        for rank, process in enumerate(processes):
-            if process.poll() and not failed:
-                failed, deadline = process.returncode, time.monotonic() + GRACE_SECONDS
-                if failed < 0:
-                    say(f"rank {rank} was ended by signal {-failed}; the run ends at its last checkpoint. Run it again to go on.")
+        if any(process.poll() for process in processes):
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         time.sleep(POLL_SECONDS)
-    codes = [code for process in processes if (code := process.poll())]
-    failed = failed or (codes[0] if codes else 0)
-    return failed if failed >= 0 else 128 - failed  # as a shell does
+    failures = [(code, rank) for rank, process in enumerate(processes) if (code := process.poll())]
+    killed = [(code, rank) for code, rank in failures if code < 0]
+    code, rank = (killed or failures or [(0, 0)])[0]
+    if code < 0:
+        say(f"rank {rank} was ended by signal {-code}; the run ends at its last checkpoint. Run it again to go on.")
+    return code if code >= 0 else 128 - code  # as a shell does

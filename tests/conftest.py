@@ -61,6 +61,16 @@ SLOW = (  # files and folders whose tests train, draw, start processes, or compa
 )
 
 
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """Undo what a test changes in the environment. Some stages set variables there for the rest of their process."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def tiny_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the weights of the family tiny. Tests only read it."""

@@ -60,6 +60,7 @@ def cuda(monkeypatch):
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setenv("MLX_CUDA_USE_CUDNN_SDPA", "1")
+    monkeypatch.delenv("MLX_ENABLE_TF32", raising=False)  # products are not exact, as in the rows
 
 
 @pytest.mark.parametrize("which", MEASURED)

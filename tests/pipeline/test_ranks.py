@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from pipeline.launcher import _wait
 from pipeline.project.project import Project
 from stages.tuner import checkpoint
 from stages.tuner.ranks import Ranks, launched_rank, merged
@@ -117,6 +118,29 @@ def test_a_rank_that_is_killed_ends_the_run_at_its_last_checkpoint(rank, ready, 
         shutil.rmtree(saved.folder) if saved.step > 6 else None
     projects.latentmill(ranked, "run", "train")
     assert_alike(ranked, alone)
+
+
+class Ended:
+    """A process that has ended with an exit code."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def poll(self) -> int:
+        return self.code
+
+
+@pytest.mark.parametrize("codes", [(-9, 1), (1, -9), (0, -9)])
+def test_a_killed_rank_is_named_even_if_every_rank_has_ended_when_the_launcher_looks(codes):
+    said: list[str] = []
+    assert _wait([Ended(code) for code in codes], said.append) == 128 + signal.SIGKILL
+    assert said == [f"rank {codes.index(-9)} was ended by signal 9; the run ends at its last checkpoint. Run it again to go on."]
+
+
+@pytest.mark.parametrize(("codes", "code"), [((0, 0), 0), ((0, 2), 2), ((2, 1), 2)])
+def test_ranks_that_end_by_themselves_give_the_first_exit_code_that_is_not_0(codes, code):
+    said: list[str] = []
+    assert _wait([Ended(each) for each in codes], said.append) == code and not said
 
 
 def rank_process(launcher: int, rank: int) -> int:
