@@ -1,4 +1,6 @@
-"""Errors of the GPU, of a full disk and of other ranks in words: what happened, what helps. MLX raises them as RuntimeError."""
+"""Explain errors that MLX raises as RuntimeError: errors of the GPU, a full disk, and lost connections to other ranks. Each
+explanation says what happened and what the user can do.
+"""
 
 from __future__ import annotations
 

@@ -96,9 +96,9 @@ def _pass_on(lines: IO[str], rank: int, say: Callable[[str], None]) -> None:
 
 
 def _wait(processes: Sequence[subprocess.Popen[str]], say: Callable[[str], None]) -> int:
-    """Wait until all ranks have ended, and return the exit code of the one that caused the failure, or 0. A rank that was
-    ended by a signal is the cause, since the others fail when they lose their connection to it. Otherwise it is the first
-    rank with an exit code other than 0. Ranks that still run `GRACE_SECONDS` after a failure are left running.
+    """Wait until all ranks (training processes) have ended, and return the exit code of the rank that failed first, or 0. A
+    rank that was ended by a signal counts as the first, because the others fail when they lose their connection to it.
+    Ranks that still run `GRACE_SECONDS` after a failure are left running. `say` receives lines for the user.
     """
     deadline = float("inf")
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:

@@ -173,9 +173,9 @@ def check_hosts(hosts: Sequence[Host], shipped_bytes: int) -> None:
 
 
 def answers(references: Sequence[Any], stop: Callable[[], bool], say: Callable[[str], None]) -> list[Any] | None:
-    """Wait for calls on Ray workers and return their results, in the order of the calls. `references` are what Ray
-    returned for the calls. If the user asks to stop, `stop()` is True, and the result is None. If the cluster is busy,
-    `say` receives a line about it.
+    """Wait for calls on Ray workers and return their results, in the order of the calls. `references` are what Ray returned
+    for the calls. `stop()` returns True once the user asks to stop; then the wait ends and the result is None. If workers
+    wait for room on the cluster, `say` receives one line about it.
     """
     waiting, looks = list(references), 0
     while waiting and not stop():

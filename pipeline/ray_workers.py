@@ -203,9 +203,9 @@ def has_model(project: Project, name: str) -> bool:
 
 
 def hosts_of(workers: Sequence[Any], paths: list[Path], least: int | None, ctx: StageContext) -> list[Host] | None:
-    """Let every worker check its machine, and return what the workers say. `paths` must exist there. `least` is the
-    memory in bytes that the model needs at least, or None without a model. Return None if the user asks to stop. Raises
-    ValueError if a worker cannot start.
+    """Let every worker check its machine, and return one `Host` per worker with what it found. `paths` must exist on the
+    machine. `least` is the memory in bytes that the model needs at least, or None without a model. Return None if the user
+    asks to stop. Raises ValueError if a worker cannot start.
     """
     try:
         return answers([worker.check.remote(version(), paths, least) for worker in workers], ctx.stop, ctx.say)

@@ -186,8 +186,8 @@ def format_table(names: Sequence[str], rows: Iterable[Sequence[Any]], right: Col
 
 
 def fold(line: str) -> str:
-    """Return a line of text for standard output. On a terminal, a line that is too wide is folded at spaces, and what
-    follows is indented. Elsewhere, the line stays as it is.
+    """Break a line that is too wide for the terminal, and return the text. Lines break at spaces, and the continuation is
+    indented. If standard output is no terminal, the line is returned unchanged.
     """
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     start = " " * (len(line) - len(line.lstrip()) + 2)

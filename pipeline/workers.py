@@ -16,8 +16,9 @@ Compute = Callable[[StageContext], Iterator[pa.RecordBatch | Artifact]]
 
 
 def computation(project: Project, name: str) -> Compute:
-    """Return the function that computes the pending rows of the stage `name`, as [project] `workers` says. It takes the
-    context of the run, and yields record batches and artifacts. Raises ValueError if Ray is wanted but not installed.
+    """Return the function that computes the pending rows of the stage `name`, either in this process or on a Ray cluster.
+    The setting [project] `workers` chooses. The function takes the context of the run, and yields record batches and
+    artifacts. Raises ValueError if Ray is chosen but not installed.
 
     A stage whose rows cannot be divided, or that has few of them, is computed in this process. So is a stage whose input
     files cannot be sent to workers, if the workers do not share them.

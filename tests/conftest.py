@@ -63,7 +63,7 @@ SLOW = (  # files and folders whose tests train, draw, start processes, or compa
 
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
-    """Undo what a test changes in the environment. Some stages set variables there for the rest of their process."""
+    """Undo changes of the environment variables after each test. Some stages set variables for the rest of their process."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
@@ -108,8 +108,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take all test files and what they import out of later garbage collections. Stages collect at their end, which would take
-    0.3 s each.
+    """Exclude all test modules and what they import from later garbage collections. Stages collect at their end, which
+    would take 0.3 s each.
     """
     gc.collect()
     gc.freeze()
@@ -117,7 +117,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Add a row to data/proofs.jsonl for a proof that has run in its full form."""
+    """Add a row to data/proofs.jsonl after a proof has run in its full form."""
     report = yield
     proof = item.get_closest_marker("proof")
     if proof and report.when == "call" and item.config.getoption("--prove"):
@@ -138,9 +138,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def _commit() -> str:
-    """The commit of the code under test, with -dirty where files differ from it; empty without git.
+    """Return the commit of the code under test, with "-dirty" if files differ from it. Return "" without git.
 
-    Rows of proofs are no code: the first row of a run must not make the next one dirty.
+    Changes of data/proofs.jsonl do not count, so that the first row of a run does not mark the next row as dirty.
     """
 
     def git(*words: str) -> str:

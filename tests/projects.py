@@ -174,7 +174,9 @@ def said(*arguments: str) -> tuple[int, str, str]:
 
 
 def latentmill_process(folder: Path, *arguments: str, code: int = 0) -> str:
-    """Do what `latentmill` does, in a process of its own. No traceback may be printed."""
+    """Run `latentmill ARGUMENTS --project FOLDER` in a new process, and return its standard output and error. The exit code
+    must be `code`, and no traceback may be printed.
+    """
     process = command(folder, *arguments)
     out, err = process.communicate(timeout=HANG)
     assert process.returncode == code, f"{arguments}: {process.returncode}\n{out}\n{err}"

@@ -134,8 +134,8 @@ def test_purity_rows_do_not_depend_on_runtime_settings(pipeline, name, finished,
 
 @pytest.fixture(scope="module")
 def rebuilt(finished, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[list[list[str]], int]]:
-    """A function that builds a stage of a finished project anew, once, and returns the columns of each of its batches and the
-    bytes by which MLX's active memory grew.
+    """Return a function that builds a stage of a finished project again, once. It returns the columns of each batch, and
+    the bytes by which MLX's active memory grew.
     """
 
     @functools.cache

@@ -1,4 +1,4 @@
-"""Runs of an experiment in several processes, whose rows are kept as soon as they are there."""
+"""Make the runs of an experiment in several processes. The result of each run is written to a file as soon as the run ends."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ Row = dict[str, Any]
 
 
 def run_all(work: Callable[[Row, str], Row], todo: Iterable[Row], out: Path, workers: int) -> Iterator[Row]:
-    """Call `work(row, folder)` for each row of `todo`, in `workers` processes. Append each result to the file `out` as a line
-    of JSON, and yield it, in the order in which the calls end. `folder` is a temporary folder that all calls share.
+    """Call `work(row, folder)` for each row of `todo` in worker processes, and yield the results as the calls end.
+    `workers` is the number of processes. `folder` is a temporary folder that all calls share. Each result is also appended
+    to the file `out` as a line of JSON.
     """
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -153,8 +153,9 @@ class Interval:
 
 
 def interval(rows: list[dict[str, Any]], column: str) -> Interval:
-    """Return the mean of a score over the runs `rows`, which differ in their seed. `column` is one of `COLUMNS`. The interval
-    is a bootstrap over both seeds and prompts.
+    """Return the mean of a score over several runs, with a 95 % bootstrap interval. `rows` are the runs, which differ only
+    in their seed. `column` is the name of the score, one of `COLUMNS`. The bootstrap resamples both the seeds and the
+    prompts.
     """
     pairs_SP2 = np.array([row["scores"][column] for row in rows])
     base_SP, adapter_SP = pairs_SP2[..., 0], pairs_SP2[..., 1]
@@ -170,8 +171,9 @@ def interval(rows: list[dict[str, Any]], column: str) -> Interval:
 
 @functools.cache
 def _resamples(seeds: int, prompts: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bootstrap samples of so many seeds and prompts, as (seeds_RS, counts_RP): the seeds of each sample, and how
-    often it has each prompt.
+    """Draw `RESAMPLES` bootstrap samples of `seeds` training seeds and `prompts` prompts. Return the pair (seeds_RS,
+    counts_RP). Row r of seeds_RS holds the indices of the seeds in sample r. Row r of counts_RP holds how often each prompt
+    occurs in sample r.
     """
     draw = np.random.default_rng(0)
     drawn = [(draw.integers(0, seeds, seeds), draw.integers(0, prompts, prompts)) for _ in range(RESAMPLES)]

@@ -2,12 +2,12 @@
 
     python -m data.experiments.regularisation OUT [--seeds 3] [--steps 300] [--only PATTERN] [--workers N]
 
-adds one JSON line per run to the file OUT, and prints the table of all rows. Runs that OUT has already are left out. If a
-page of the same name lies beside OUT, such as regularisation.md, its table is written anew.
+adds one JSON line per run to the file OUT, and prints the table of all rows. Runs that OUT already has are left out. If a
+page of the same name lies beside OUT, such as regularisation.md, the table in the page is replaced.
 
-The base draws two regularisation images for each of the 24 captions of data/example, with the class word "icon" in place
-of the trigger. Every run is then measured with three kinds of prompts about other subjects: with the trigger, with the
-class word, and with neither.
+The base draws two regularisation images for each of the 24 captions of data/example, with the class word "icon" in place of
+the trigger. Every run is then measured with three kinds of prompts about other subjects: with the trigger, with the class
+word, and with neither.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ Row = dict[str, Any]
 
 
 def settings(name: str, steps: int) -> Settings:
-    """Return the settings of the run `name` of `RUNS`. `steps` is the number of steps of its shortest runs."""
+    """Return the project settings of one run: setting name -> value. `name` is the name of the run in `RUNS`. `steps` is
+    the number of training steps of the shortest runs in `RUNS`.
+    """
     own, times = RUNS[name]
     warmup = Project(EXAMPLE).config.sections["train"].schedule.warmup_steps
     length = {"train.steps": steps * times, "train.checkpoint_every": steps * times}
@@ -64,7 +66,10 @@ def settings(name: str, steps: int) -> Settings:
 
 
 def prompts() -> dict[str, list[str]]:
-    """Return the preview prompts of each of `KINDS`: those of data/example, and the first `OTHERS` without its trigger."""
+    """Return the preview prompts of each kind in `KINDS`: kind -> prompts. "trigger" has the prompts of data/example.
+    "class" has the first `OTHERS` of them with the class word in place of the trigger, and "none" has these without either
+    word.
+    """
     with_trigger: tuple[str, ...] = Project(EXAMPLE).config.sections["captions"].preview_prompts
     subjects = [prompt.removeprefix("{trigger}, ") for prompt in with_trigger]
     return {
@@ -75,8 +80,8 @@ def prompts() -> dict[str, list[str]]:
 
 
 class Bench:
-    """The tables before `train`, with regularisation images, and the base's pictures of all prompts. Both are made once and
-    used by every run. Files are written below `folder`. `prompts` are the preview prompts of each kind.
+    """What all runs of the experiment share: the tables before `train`, with regularisation images, and the base's pictures
+    of all prompts. Files are written below `folder`. `prompts` maps each kind of prompt to its preview prompts.
     """
 
     def __init__(self, folder: Path, prompts: dict[str, list[str]]) -> None:
@@ -96,7 +101,9 @@ class Bench:
         return Project(EXAMPLE, everything | asked | (more or {}))
 
     def _draw_class(self) -> None:
-        """Draw the regularisation images with the base, and write them and their captions into the folder reg."""
+        """Draw the regularisation images with the base model. Write them and their captions into the folder `reg` of the
+        image folder.
+        """
         lines = (EXAMPLE / "images" / "metadata.jsonl").read_text().splitlines()
         asked = [f"{CLASS}, {json.loads(line)['text']}" for line in lines]
         drawing = {"captions.preview_prompts": asked, "samples.seeds": list(PER_CAPTION)}
@@ -111,10 +118,12 @@ class Bench:
         (self.pictures / "reg" / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def run(self, chosen: Settings) -> Row:
-        """Train with the settings `chosen`, draw all prompts, and return the measurements. "loss" is the mean of the last fifth
-        of the subject's samples. "step_seconds" is the median of a step, which other processes share. Each kind of prompt
-        has the scores of `measure`, and "moved": the mean difference from the base's pictures in levels of 255, a list with
-        one number per prompt.
+        """Train with the settings `chosen`, draw all prompts, and return the measurements as a dict. It has one entry for
+        each kind of prompt, with the scores of `measure` and "moved". "moved" lists, for each prompt, the mean difference
+        from the base's picture, in levels of 255.
+
+        "loss" is the mean over the last fifth of the samples that are no regularisation images. "step_seconds" is the
+        median time of a step; other processes that use the device make it longer.
         """
         began = time.monotonic()
         tables = self.tables.branch(Path(tempfile.mkdtemp(dir=self.folder)))
@@ -128,7 +137,10 @@ class Bench:
         return found | self._facts(trained) | seconds | {"seconds": round(time.monotonic() - began, 1)}
 
     def _facts(self, trained: pa.Table) -> Row:
-        """Return facts about a run's rows `trained`: the loss, and the share of samples from regularisation images."""
+        """Return facts about a run as a dict. `trained` has the run's rows of the table `train`. "loss" is the mean loss at
+        the end of the run. "samples" is the number of samples, and "of_class" is the share of them that are regularisation
+        images.
+        """
         of_class = {row["image_id"] for row in self.tables.rows["images"].to_pylist() if row["use"] == "regularisation"}
         is_class = np.array([image in of_class for image in trained["image_id"].to_pylist()])
         losses = trained["loss"].to_numpy()[~is_class]
@@ -136,7 +148,10 @@ class Bench:
         return {"loss": round(float(losses[-max(1, len(losses) // 5) :].mean()), 4), "samples": len(is_class), "of_class": share}
 
     def _measure(self, tables: MemoryTables, kind: str, files: Path, drawn: pa.Table) -> Row:
-        """Return the scores of one kind of prompt. The class word is cut off, so that the scores know the subject."""
+        """Return the scores of one kind of prompt as a dict. `kind` is one of `KINDS`. `drawn` has the rows of the
+        adapter's pictures, and `files` is the folder with all pictures. `tables` is where the stage `scores` runs. The
+        class word is cut off each prompt before scoring, because the scores compare with captions that do not have it.
+        """
         trigger = Project(EXAMPLE).config.sections["captions"].trigger
         asked = {prompt.replace("{trigger}", trigger): prompt.removeprefix(f"{CLASS}, ") for prompt in self.prompts[kind]}
         rows = [row for row in pa.concat_tables([self.base.rows["samples"], drawn]).to_pylist() if row["prompt"] in asked]
@@ -161,9 +176,9 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """Return the table in Markdown: one line per kind of run, with means over its seeds. Style has 95 % intervals, and
-    "moved" has the lowest and the highest seed. "cost" is the time of all steps as a multiple of the run with neither method,
-    both of their fastest seed.
+    """Return the results as a table in Markdown, one line per kind of run, averaged over the seeds. `rows` are the runs.
+    Style has a 95 % interval. "moved" has the values of the lowest and the highest seed. "cost" is the training time
+    divided by that of the run with neither method; each is the time of the fastest seed.
     """
     runs = {name: own for name in reversed(RUNS) if (own := [row for row in rows if row["run"] == name])}
     plain = min((_train_seconds(row) for row in runs.get(PLAIN, [])), default=np.nan)

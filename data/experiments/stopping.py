@@ -1,11 +1,11 @@
-"""Where the held-out loss and the pictures part: train data/example for long, and score its checkpoints.
+"""Find where held-out loss and picture quality disagree: train data/example for long, and score the checkpoints.
 
     python -m data.experiments.stopping OUT [--seeds 3] [--steps 3600] [--points 8] [--workers N] [--page PAGE]
 
-adds one JSON line per seed and checkpoint to the file OUT, and prints the means over the seeds. Checkpoints that OUT has are not
-scored again. Four images of the example are held out. At equal distances, the run measures their loss and keeps a checkpoint,
-and all prompts of the example are drawn with each checkpoint and scored. With --page, nothing is trained: the table in the
-file PAGE, which is data/checkpoints.md, is replaced.
+adds one JSON line per seed and checkpoint to the file OUT, and prints the means over the seeds. Checkpoints that OUT
+already has are not scored again. Four images of the example are held out. At equal distances, the run measures their loss
+and keeps a checkpoint. All prompts of the example are drawn with each checkpoint and scored. With --page, nothing is
+trained: the table in the file PAGE, which is data/checkpoints.md, is replaced.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def settings(steps: int, points: int, seed: int) -> Settings:
 
 
 def run(bench: Bench, chosen: Settings, known: set[int]) -> Iterator[Row]:
-    """Train with the settings `chosen`, and yield one row per checkpoint: seed, step, loss of the held-out images, and scores
-    (`data.experiments.recipes.measure`). Checkpoints of the steps `known` are left out.
+    """Train with the settings `chosen`, and yield one row per checkpoint. A row has the seed, the step, the loss of the
+    held-out images, and the scores of `data.experiments.recipes.measure`. `bench` holds the tables before training. `known`
+    has the steps whose checkpoints are left out.
     """
     tables = bench.train(chosen)
     measured = [row for row in tables.rows["train"].to_pylist() if row["split"] == "validation"]

@@ -82,8 +82,8 @@ def load(folder: Path, work: Path) -> MemoryTables:
 
 
 def train(tables: MemoryTables, project: Project) -> tuple[Path, pa.Table]:
-    """Train with the settings of `project`, and return the file of the adapter and the rows of the table `train`. With
-    [train.ema] the file is that of the average.
+    """Train with the settings of `project`. Return the path of the adapter file and the rows of the table `train`. With
+    [train.ema], the file holds the moving average of the adapter.
     """
     from stages.tuner.checkpoint import ADAPTER, EMA
 
@@ -93,9 +93,9 @@ def train(tables: MemoryTables, project: Project) -> tuple[Path, pa.Table]:
 
 
 def ranks(tables: MemoryTables, project: Project, adapter: Path | None, strength: float, splits: Sequence[str]) -> Row:
-    """Return the rank of the right function for every query of `splits` ("valid", "test"), as a dict from split to ranks in the
-    order of `pair_id`. Every function of the library with a docstring is ranked. `adapter` is an adapter file, or None for the
-    base. `strength` is the share of the adapter's change that is used.
+    """Rank all functions of the library for each query, and return the rank of the right function: split -> list of ranks.
+    `splits` names the splits to use, "valid" or "test". The ranks are in the order of `pair_id`, and rank 1 is the best.
+    `adapter` is an adapter file, or None for the base. `strength` is the factor of the adapter's change, 0 to 1.
     """
     import mlx.core as mx
 
@@ -152,9 +152,12 @@ def maxsim(queries: list[np.ndarray], documents: list[np.ndarray]) -> np.ndarray
 
 
 def run(folder: Path, project: Path, out: Path, seeds: int, minutes: float, more: dict[str, Row], workers: int = 1) -> None:
-    """Measure the base, and every recipe with seed 0 on the validation queries. Then train the best recipe with each of `seeds`
-    seeds, and read the test queries. Add rows to `out` as they come. `minutes` after the start, no recipe begins any more.
-    `more` replaces `RECIPES`. `workers` runs are made at a time, each in a process.
+    """Run the whole experiment, and append one row per measurement to the file `out`. First the base and every recipe are
+    measured on the validation queries, with seed 0. Then the best recipe is trained with `seeds` seeds, and measured on the
+    test queries too. `folder` holds the tables that `prepare` wrote.
+
+    No new recipe begins later than `minutes` after the start. `more` is a dict of recipes to use instead of `RECIPES`; if
+    it is empty, `RECIPES` is used. `workers` is the number of runs at a time, each in its own process.
     """
     recipes = more or RECIPES
     ends = time.time() + 60 * minutes
@@ -168,7 +171,7 @@ def run(folder: Path, project: Path, out: Path, seeds: int, minutes: float, more
 
 
 def make(jobs: list[Job], out: Path, workers: int) -> None:
-    """Measure `jobs`, `workers` at a time, and add their rows to the file `out` as they come."""
+    """Measure each of `jobs` and append the results to the file `out` as they end. `workers` jobs run at a time."""
     spawned = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
     with ProcessPoolExecutor(workers, spawned) if workers > 1 else ThreadPoolExecutor(1) as pool:
         for done in as_completed([pool.submit(measure, job) for job in jobs]):
@@ -186,8 +189,8 @@ def read(out: Path) -> list[Row]:
 
 
 def best_recipe(rows: list[Row]) -> tuple[str, float]:
-    """Return the name of the recipe and the strength whose run with seed 0 has the best MRR@10 on the validation queries. Runs
-    that the test queries were read for are not compared.
+    """Return the name of the recipe, and the strength, with the best MRR@10 on the validation queries. Only rows without
+    ranks of test queries are compared.
     """
     first = [row for row in rows if "test" not in row]
     best = max(first, key=lambda row: reciprocal(row, "valid").mean())
@@ -196,8 +199,10 @@ def best_recipe(rows: list[Row]) -> tuple[str, float]:
 
 @dataclass(frozen=True)
 class Job:
-    """One run: the name of a recipe and its settings, a seed, and the folders of the tables and of the project. With a
-    `strength`, the test queries are read, for that strength alone. After `ends`, in seconds of `time.time()`, no run begins.
+    """One run of the experiment. `recipe` is the name of the run's recipe, and `settings` are its project settings.
+    `folder` holds the tables that `prepare` wrote, and `project` is the project's folder. With a `strength`, only that
+    strength is measured, and the test queries are read too. The run does not begin after the time `ends`, in seconds of
+    `time.time()`.
     """
 
     folder: Path
@@ -210,9 +215,9 @@ class Job:
 
 
 def measure(job: Job) -> list[Row]:
-    """Return the rows of one run, one per strength: the ranks of the valid queries, the training loss, and the seconds since
-    the run began. The base and a job with a strength also have the ranks of the test queries. If the job's time is over, there
-    are no rows.
+    """Train with the settings of `job`, and return one row per strength of the adapter. A row has the ranks of the
+    validation queries, the training loss, and the seconds since the start. The base and a job with a strength also have the
+    ranks of the test queries. After the time `job.ends`, nothing is trained and the list is empty.
     """
     began = time.time()
     if began > job.ends:
@@ -245,9 +250,10 @@ def at_length(project: Path, settings: Row) -> Row:
 
 
 def report(out: Path) -> str:
-    """Return what the file `out` says, as Markdown: the MRR@10 of the validation queries by recipe and strength, then the
-    chosen recipe beside the base on the test queries. Intervals are 95 %. Those of differences are of a paired bootstrap over
-    the queries, for each seed, and for the mean of the seeds.
+    """Return the results in the file `out` as Markdown. A first table has the MRR@10 of the validation queries for each
+    recipe and strength. A second compares the best recipe with the base on the test queries. All intervals are 95 %.
+
+    Intervals of differences are of a paired bootstrap over the queries, for each seed and for the mean of the seeds.
     """
     rows = read(out)
     base = next(row for row in rows if row["recipe"] == "base")

@@ -218,7 +218,7 @@ medians of {two["steps"]} steps; `python -m tests.bench.measure --ranks`.
 
 
 def stand_in() -> str:
-    """Return the table of Ray workers on the stand-in."""
+    """Return the section of the page about Ray workers on a small machine: a table of their overhead per unit of work."""
     rows = [measured("workers", workers=count) for count in (1, 3)]
     lines = [
         f"| {row['workers']} | {row['speed']:.2f} | {row['overhead_ms']:.1f} ms "

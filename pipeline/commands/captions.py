@@ -57,9 +57,9 @@ def run(project: Project) -> None:
 
 
 def write_files(project: Project, undo: bool) -> str:
-    """Write the edited captions of `project` into the caption files beside the images. If `undo` is True, give the
-    files of the last writing their old content instead. Return a sentence that says what was done. Raises ValueError if
-    there is nothing to do. The table `captions` is not changed.
+    """Write the edited captions of `project` into the caption files beside the images. If `undo` is True, restore instead
+    the files that the last call changed. Return a sentence that says what was done. Raises ValueError if there is nothing
+    to do. The table `captions` is not changed.
     """
     from stages.text_to_image.captions.sidecars import undo_sidecars, write_sidecars
 

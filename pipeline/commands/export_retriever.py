@@ -47,10 +47,10 @@ def command(out: Path | None, dtype: str, step: int | None, which: str, project:
 def export_retriever(
     project: Project, out: Path | None, *, dtype: str = "float32", step: int | None = None, which: str = "last", say: Say = silent
 ) -> Path:
-    """Write the encoder of `project` as a new folder, and return the folder's path. The trained adapter is merged into
-    the weights. `out` is the folder, which must not exist; None makes one in exports/ of the project. `dtype` of the
-    weights is "float32", "bfloat16" or "float16". Raises ValueError if `out` exists or the adapter does not.
-    The setting [vectors] `strength` is the share of the adapter's change that is merged.
+    """Write the encoder of `project` as a new folder, and return the folder's path. The trained adapter is merged into the
+    weights. `out` is the folder, which must not exist; None makes one in exports/ of the project. `dtype` of the weights is
+    "float32", "bfloat16" or "float16". The adapter's change is multiplied by the setting [vectors] `strength`. Raises
+    ValueError if `out` exists or the adapter does not.
 
     `step` chooses a checkpoint; None takes the end of the run. `which` is "last" (as trained), "average" (the moving
     average of the weights) or "best" (by held-out MRR). `say` is called with notes for the user, one line each. Raises

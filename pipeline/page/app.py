@@ -197,8 +197,9 @@ class Answers:
             return change(self.site, page, body)
 
     def picture(self, request: Request) -> Response:
-        """Return a picture of the project. The parameter "size" is the length of the longer side in pixels, or "file" for
-        the file as it is. A file that is no picture is shown as a cross. An unknown name gets status 404.
+        """Return a picture of the project as a response. The parameter "size" of the request is the length of the picture's
+        longer side in pixels, or "file" for the unchanged file. If the file cannot be read as a picture, the response shows
+        a cross. An unknown name gets status 404.
         """
         name, size = request.path_params["name"], request.query_params.get("size", "")
         try:

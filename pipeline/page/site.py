@@ -226,10 +226,10 @@ class Site:
             return edits
 
     def write_files(self, page: str, undo: bool) -> str:
-        """Write all edits of a page into the user's files, and bring the table of its texts up to date. `page` is the
-        page's name. If `undo` is True, give the files of the last writing their old content instead. Return a sentence
-        that says what was done. If the table cannot be brought up to date, the sentence also says why. Raises
-        ValueError if the page's edits have no files, or if there is nothing to do.
+        """Write all edits of a page into the user's files, and update the table of the page's texts. `page` is the page's
+        name. If `undo` is True, restore instead the files that the last call changed. Return a sentence that says what was
+        done. If the table cannot be updated, the sentence also says why. Raises ValueError if the page's edits have no
+        files, or if there is nothing to do.
         """
         from pipeline import runner
         from pipeline.terminal import Quiet

@@ -144,8 +144,9 @@ def _blobs(cache: Path, hub: str) -> set[Path]:
 
 
 def _check_digests(copy: Path, before: set[Path]) -> None:
-    """Raise ValueError if a file that was just downloaded has another sha256 than the hub says, and remove that file. `copy` is
-    the model's folder in the hub cache. `before` are files that were there before the download, which are not read again.
+    """Check the sha256 of the files that were just downloaded from the hub. If a file differs from what the hub says,
+    remove the file and raise ValueError. `copy` is the model's folder in the hub cache. `before` has the files that existed
+    before the download; they are not read again.
 
     The hub client compares sizes only. It names a large file by its sha256.
     """

@@ -1,7 +1,8 @@
-"""Fetch the large files of a hub repository so that a later command goes on where an interrupted one ended.
+"""Download the large files of a hub repository, and continue interrupted downloads.
 
-The hub client throws away what it has of a file if the download of the file ends early. Here the beginning of a file stays in the
-hub's cache. A complete file gets the name that the client looks for, once its sha256 is what the hub says.
+If a download ends early, the hub client deletes the bytes that have arrived. This module keeps them in the hub's cache, and
+a later command fetches only the rest. A complete file gets the name that the client looks for, after its sha256 was
+compared with the hub's.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Refused(ValueError):  # noqa: N818  (its message is for the user as it is)
-    """Raised if a large file cannot be fetched for a reason other than the hub's answers."""
+    """Raised if a large file cannot be fetched, except for errors of the hub client, which are raised as they are."""
 
 
 class Damaged(Refused):
-    """Raised if a file that was fetched has the sha256 `found`, where the hub says `wanted`. `name` is its path in the
-    repository.
+    """Raised if a downloaded file has the wrong sha256. `name` is the file's path in the repository. `found` is the sha256
+    of the downloaded bytes, and `wanted` is the one that the hub states.
     """
 
     def __init__(self, name: str, found: str, wanted: str) -> None:
@@ -42,8 +43,8 @@ class Damaged(Refused):
 
 @dataclass(frozen=True)
 class LargeFile:
-    """A file of a hub repository that is not in the cache. `name` is its path in the repository, `size` is in bytes. `blob` is
-    where the cache keeps its content. `url` is its address at the hub.
+    """A large file of a hub repository that the cache does not have yet. `name` is its path in the repository, and `size`
+    is its size in bytes. `blob` is the path in the cache where its content will lie. `url` is its address at the hub.
     """
 
     name: str
@@ -53,21 +54,21 @@ class LargeFile:
 
     @property
     def partial(self) -> Path:
-        """The path of the beginning of the file, if a download was interrupted."""
+        """The path in the cache where the bytes of an unfinished download lie."""
         return self.blob.with_name(self.blob.name + SUFFIX)
 
     @property
     def arrived(self) -> int:
-        """The number of bytes that are there already."""
+        """The number of bytes of the file that earlier downloads have left in the cache; 0 if there are none."""
         return self.partial.stat().st_size if self.partial.is_file() else 0
 
 
 def fetch_large_files(hub: str, patterns: Sequence[str]) -> None:
-    """Fetch the large files of a repository into the hub's cache. `hub` is its id, "org/name". `patterns` are glob patterns
-    that choose the files. A file that an earlier command has begun is continued.
+    """Download the large files of a repository into the hub's cache. `hub` is the repository's id, "org/name". `patterns`
+    are glob patterns that choose the files. Interrupted downloads of earlier commands are continued.
 
-    Raises Damaged if a file has another sha256 than the hub says; the file is removed. Raises Refused if another process
-    fetches files of the repository. Raises the errors of the hub client if a file cannot be fetched.
+    Raises Damaged if a file has the wrong sha256; the file is removed. Raises Refused if another process downloads files of
+    the repository. Raises the errors of the hub client if a file cannot be fetched.
     """
     from huggingface_hub import constants
 
@@ -88,8 +89,8 @@ def fetch_large_files(hub: str, patterns: Sequence[str]) -> None:
 
 
 def _absent(hub: str, patterns: Sequence[str], blobs: Path) -> list[LargeFile]:
-    """Return the large files of a repository that the cache lacks. `hub`, `patterns` are those of `fetch_large_files`. `blobs`
-    is the folder of the repository's contents in the cache.
+    """Return the large files of a repository that the cache lacks. `hub` is the repository's id, "org/name". `patterns` are
+    glob patterns that choose the files. `blobs` is the cache's folder for the contents of this repository's files.
     """
     from huggingface_hub import constants, errors, get_hf_file_metadata, hf_hub_url, snapshot_download
 
@@ -109,7 +110,9 @@ def _absent(hub: str, patterns: Sequence[str], blobs: Path) -> list[LargeFile]:
 
 
 def _bar(hub: str, files: Sequence[LargeFile]) -> Any:
-    """Return a progress bar of the hub client over all bytes of `files`. Bytes that are there already count as done."""
+    """Return a progress bar of the hub client that counts the bytes of all `files`. Bytes that have already arrived count
+    as done.
+    """
     from huggingface_hub.utils import tqdm
 
     total, done = sum(file.size for file in files), sum(file.arrived for file in files)
@@ -117,14 +120,14 @@ def _bar(hub: str, files: Sequence[LargeFile]) -> Any:
 
 
 def _fetch(file: LargeFile, bar: Any) -> None:
-    """Fetch the rest of a file, check its sha256, and give it its place in the cache. `bar` is the progress bar of all files.
-    Raises Damaged if the sha256 is not what the hub says; the file is removed.
+    """Download the missing rest of `file`, check the file's sha256, and move the file to its place in the cache. `bar` is
+    the progress bar of all files. Raises Damaged if the sha256 is wrong; the file is then removed.
     """
     from huggingface_hub import errors
     from huggingface_hub.file_download import http_get
 
     class Part:
-        """The progress of this file, as the hub client reports it, added to that of all files."""
+        """A stand-in for the hub client's progress bar of one file. It adds the client's reports to the bar of all files."""
 
         def __init__(self, **_: Any) -> None:
             self.update = bar.update
@@ -156,7 +159,9 @@ def _fetch(file: LargeFile, bar: Any) -> None:
 
 
 def _place(file: LargeFile) -> dict[str, Any]:
-    """Return the present address of a file's content as "url", and the "headers" of a request for it."""
+    """Ask the hub where the content of `file` can be downloaded now. Return the address as "url", and the "headers" for a
+    request to it.
+    """
     from huggingface_hub import get_hf_file_metadata
     from huggingface_hub.utils import build_hf_headers
 

@@ -157,12 +157,12 @@ class Project:
         return components.find(self.config.project, self.path, self.family, name, fetch=fetch)
 
     def weight_recipe(self, name: str) -> dict[str, Any]:
-        """Return a dict that identifies the weights of one model component, for use in a recipe. `name` is the
-        component, such as "transformer". The value of "sha256" is the hash of its files. The other entries are fields
-        of the family's record, those that `Weights.fields` lists. Raises ValueError if the weights cannot be found.
+        """Return a dict that identifies the weights of one model component, for use in a recipe. `name` is the component,
+        such as "transformer". "sha256" is the hash of its files. The other entries are fields of the model family's record
+        that change what the weights mean. Raises ValueError if the weights cannot be found.
 
-        Weights that were never on this machine are downloaded if the project allows it. For deleted weights the remembered hash
-        is used.
+        The fields are those that `Weights.fields` lists. Weights that were never on this machine are downloaded if the
+        project allows it. For deleted weights the remembered hash is used.
         """
         self.family.require(name)  # before gigabytes are downloaded for nothing
         label = f"{self.family.name} {self.config.project.place(name)} {name}"

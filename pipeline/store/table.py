@@ -225,9 +225,9 @@ class TableFolder:
         return reclaimable_bytes(kept, self.shards, self.schema)
 
     def unnamed_files(self, rows: pa.Table, all_rows: pa.Table) -> list[Path]:
-        """Return the paths of the artifacts that no row of `rows` names. Only the folders that hold artifacts of
-        `all_rows` are searched, without the folder `artifacts` itself. A killed process can leave such a file, and so
-        does a row that is deleted. Return an empty list if rows of the table have no artifacts.
+        """Return the paths of the artifacts (files that belong to rows) that no row of `rows` names. A killed process or a
+        deleted row can leave such a file. Only the folders that hold artifacts of `all_rows` are searched, without the
+        folder `artifacts` itself. Return an empty list if the table has no artifacts.
         """
         if not self.schema.artifact:
             return []

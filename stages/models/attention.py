@@ -1,10 +1,10 @@
-"""Scaled dot-product attention with a gradient that keeps no (query rows x key rows) matrix.
+"""Scaled dot-product attention whose gradient stores no (query rows x key rows) matrix of attention scores.
 
-MLX has a fused gradient on CUDA, in half precision, for a number of query rows that is a multiple of 128. There the queries are
-padded with rows that are discarded, which does not change the others. On Metal newer versions compute the gradient in blocks; a
-small gradient shows whether this one does. Elsewhere MLX keeps the probabilities of every attention until the backward pass.
-Without a fused or blocked gradient, attention runs chunk by chunk of query rows, and each
-chunk's probabilities are computed again for the gradient, with one chunk in memory at a time.
+Three ways of computing the gradient need little memory. On CUDA, MLX has a fused gradient for half precision and a number
+of query rows that is a multiple of 128; the queries are padded to such a number, and the extra rows are discarded. On
+Metal, newer versions of MLX compute the gradient in blocks; a small trial gradient shows whether the installed version
+does. Everywhere else, attention is computed here for one chunk of query rows at a time. The scores of a chunk are computed
+again in the backward pass, so only one chunk's scores are in memory.
 
 B batch, H heads, L query rows, S key rows, K head width, C query rows of a chunk.
 """
@@ -27,10 +27,10 @@ CHUNK_BYTES = 256 << 20  # of one chunk's (batch, heads, chunk rows, key rows) m
 
 
 def attention(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float, mask: mx.array | None = None) -> mx.array:
-    """Return softmax(scale q k^T) v. The gradient is computed with little memory. Queries have the shape (batch, heads, query
-    rows, width). Keys and values have the shape (batch, heads, key rows, width). The result has the shape of the queries. `mask`
-    broadcasts to (batch, heads, query rows, key rows). A boolean mask hides the scores at which it is False. Any other mask is
-    added to the scores.
+    """Return softmax(scale q k^T) v. The gradient is computed with little memory. Queries and the result have the shape
+    (batch, heads, query rows, width). Keys and values have the shape (batch, heads, key rows, width). `mask` broadcasts to
+    (batch, heads, query rows, key rows). A boolean mask hides the scores at which it is False. Any other mask is added to
+    the scores.
 
     With a mask, MLX's own gradient is used.
     """
@@ -123,8 +123,9 @@ def blocked_gradient(q_BHLK: mx.array) -> bool:
 
 @functools.cache
 def keeps_scores(dtype: mx.Dtype, width: int) -> bool:
-    """Return True if MLX's own gradient of attention keeps the matrix of attention scores. `width` is that of a head. A small
-    gradient is computed once, and its peak memory decides.
+    """Return True if MLX's own gradient of attention stores the matrix of attention scores. `dtype` is that of the queries,
+    and `width` is the width of a head. A small gradient is computed, and the answer follows from its peak memory. The
+    result is cached.
     """
     q_BHLK = mx.random.normal((1, *PROBE, width)).astype(dtype)
     mx.eval(q_BHLK)
@@ -137,8 +138,9 @@ def keeps_scores(dtype: mx.Dtype, width: int) -> bool:
 
 
 def divided(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float) -> mx.array:
-    """Return softmax(scale q k^T) v by MLX's own attention and its gradient, for some query rows at a time. On Metal, each
-    kernel stays below the limit of one kernel. Shapes are those of `attention`.
+    """Return softmax(scale q k^T) v with MLX's own attention and gradient, a few query rows at a time. On Metal, each
+    kernel then stays below the limit of one kernel. Queries and the result have the shape (batch, heads, query rows,
+    width). Keys and values have the shape (batch, heads, key rows, width).
     """
     B, H, L, K = q_BHLK.shape
     some = kernels.slices(L, kernels.most_items(2 * B * H * kernels.product_flop(1, K, k_BHSK.shape[2])))

@@ -17,11 +17,11 @@ Arrays = dict[str, mx.array]
 
 
 def read_adapter(path: Path, linears: Mapping[str, tuple[int, int]], strength: float = 1.0) -> tuple[Arrays, dict[str, float]]:
-    """Read the adapter file `path`, and return `(arrays, scales)`. `arrays` maps names to the adapter's arrays in
-    float32. `scales` maps the name of each Linear to the factor of its update. `linears` maps the names of the model's
-    Linears to `(outputs, inputs)`. `strength` multiplies the scales: 1 is the whole change. Raises ValueError if an
-    array is missing or not finite. Raises it too if the model lacks a Linear of the adapter, or has it with another
-    shape. Raises it for a DoRA if `strength` is not 1.
+    """Read the adapter file `path`, and return `(arrays, scales)`. `arrays` maps names to the adapter's arrays in float32.
+    `scales` maps the name of each Linear to the factor of its update. `linears` maps the names of the model's Linears to
+    `(outputs, inputs)`. `strength` multiplies the scales: 1 is the whole change. Raises ValueError if an array is missing
+    or not finite, if a Linear of the adapter does not exist in the model or has another shape, or if `strength` is not 1
+    for a DoRA.
     """
     arrays, metadata = read_file(path)
     arrays = {name: value.astype(mx.float32) for name, value in arrays.items()}

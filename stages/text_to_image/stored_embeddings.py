@@ -1,7 +1,7 @@
-"""Embeddings on disk: bfloat16 as the text encoder gives them, or 8 bits a value, which take half the space.
+"""Store text embeddings on disk in one of two forms: as bfloat16, or with 8 bits per value, which takes half the space.
 
-With 8 bits, each row has a float32 scale for each hidden state: the largest magnitude of the hidden state in this row, divided
-by 127. The hidden states of an embedding differ in size, and so do its rows. T text rows, J text features, P stored words.
+With 8 bits, every text row has one float32 scale per hidden state, because hidden states and rows differ in magnitude. The
+scale is the largest magnitude in that part of the row, divided by 127. T text rows, J text features, P stored words.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ LEVELS = 127
 
 
 def stored_words(features: int, states: int, dtype: str) -> int:
-    """Return how many 16-bit words one row of an embedding takes on disk. `features` is the number of values of a row, in
-    `states` hidden states. `dtype` is "bfloat16" or "int8".
+    """Return how many 16-bit words one row of an embedding takes on disk. `features` is the number of values in a row.
+    `states` is the number of hidden states that a row consists of. `dtype` is "bfloat16" or "int8".
     """
     return features // 2 + SCALE_WORDS * states if dtype == INT8 else features
 
 
 def pack(words_TJ: np.ndarray, states: int) -> np.ndarray:
-    """Return an embedding with 8 bits a value, as uint16 words `(rows, words)`. `words_TJ` holds bfloat16 values as uint16
-    words. A row consists of `states` hidden states of equal width. The words of a row are first its scales and then its
-    values, two in a word.
+    """Compress an embedding from bfloat16 to 8 bits per value, and return uint16 words, `(rows, words)`. `words_TJ` holds
+    the bfloat16 values as uint16, `(rows, features)`. A row consists of `states` hidden states of equal width. In the
+    result, a row has its scales first and then its values, two per word.
     """
     rows, features = words_TJ.shape
     values = widen(words_TJ).reshape(rows, states, features // states)
@@ -40,8 +40,8 @@ def pack(words_TJ: np.ndarray, states: int) -> np.ndarray:
 
 
 def unpack(stored_TP: np.ndarray, states: int) -> np.ndarray:
-    """Return the embedding that `pack` has stored, as bfloat16 values in uint16 words, `(rows, features)`. Values are
-    rounded to the nearest bfloat16.
+    """Return the embedding that `pack` compressed, as bfloat16 values in uint16, `(rows, features)`. `stored_TP` is the
+    result of `pack`. `states` is the number of hidden states in a row. Values are rounded to the nearest bfloat16.
     """
     stored = np.ascontiguousarray(stored_TP)
     rows, at = len(stored), SCALE_WORDS * states
@@ -53,15 +53,17 @@ def unpack(stored_TP: np.ndarray, states: int) -> np.ndarray:
 
 
 class UnpackingReader:
-    """A reader of a table `embeddings` with 8 bits a value. `read` returns bfloat16 values as uint16 words. `stored` reads
-    the table's tensors, and `states` is the number of hidden states of an embedding.
+    """A reader of a table `embeddings` that is stored with 8 bits per value. It returns bfloat16 values as uint16. `stored`
+    is the reader of the table's tensors. `states` is the number of hidden states in an embedding.
     """
 
     def __init__(self, stored: TensorReader, states: int) -> None:
         self.stored, self.states = stored, states
 
     def read(self, key: str, name: str = "") -> np.ndarray:
-        """Return the embedding of the text with the `caption_id` `key`. KeyError if there is none."""
+        """Return the embedding of one text, bfloat16 values as uint16, `(rows, features)`. `key` is the text's caption_id.
+        Raises KeyError if the table has no such text.
+        """
         return unpack(self.stored.read(key, name), self.states)
 
     def ahead(self, keys: Iterable[str]) -> None:
@@ -70,8 +72,8 @@ class UnpackingReader:
 
 
 def embedding_reader(ctx: StageContext) -> TensorReader:
-    """Open the table `embeddings` that the stage `ctx` reads. The reader returns bfloat16 values as uint16 words, `(text
-    rows, features)`, in whichever form they are stored.
+    """Open the table `embeddings` and return a reader of its tensors. `ctx` is the context of the stage that reads. The
+    reader returns bfloat16 values as uint16, `(text rows, features)`, for both forms in which embeddings are stored.
     """
     reader, dtypes = ctx.tensors(EMBEDDINGS), ctx.rows(EMBEDDINGS)["dtype"]
     packed = len(dtypes) > 0 and dtypes[0].as_py() == INT8

@@ -58,9 +58,9 @@ def choice(count: int, seed: int, purpose: str, *counters: int) -> int:
 
 
 def weighted_choice(weights: Sequence[float], seed: int, purpose: str, *counters: int) -> int:
-    """Return a random index into `weights`. An index is as likely as its weight is large: of the weights 3 and 1, the
-    first is drawn three times of four. At least one weight must be above 0. The result depends only on the arguments.
-    `purpose` names the use of the index, and `*counters` are integers, such as the step and the sample.
+    """Return a random index into `weights`. An index is drawn in proportion to its weight: with the weights 3 and 1, index
+    0 is drawn in three of four calls on average. At least one weight must be above 0. The result depends only on the
+    arguments. `purpose` names the use of the index, and `*counters` are integers, such as the step and the sample.
     """
     ends = np.cumsum(np.asarray(weights, np.float64))
     return int(np.searchsorted(ends, uniform(seed, purpose, *counters) * ends[-1], side="right"))

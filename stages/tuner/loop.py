@@ -88,8 +88,9 @@ def validation_of(task: Task[Any, Any]) -> Validation:
 
 
 def load_training(task: Task[Any, Any], start: Checkpoint | None, plan: MemoryPlan | None = None) -> TrainingStep:
-    """Load the model and build the training step for `task`, from the checkpoint `start`, or anew if it is None. `plan` is the
-    memory plan. If it is None, a step is one graph without a memory limit. Raises ValueError if [train] `initial` does not fit.
+    """Load the model of `task`, and return its training step. `start` is the checkpoint to continue from, or None. `plan`
+    is the memory plan; with None, a step is one graph without a limit. Raises ValueError if the adapter [train] `initial`
+    does not fit.
     """
     initial = None if start else task.initial_adapter()
     model = task.load_model()

@@ -27,9 +27,9 @@ AHEAD = 0.5  # share of one block's working memory that work started ahead may u
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The way in which a run computes its steps within its memory. `plan` says how many of the last blocks keep their
-    activations until the backward pass: "whole" (all blocks), "blocks" (one block) or a number. `max_tokens` is the
-    largest number of tokens in a micro-batch (samples computed at once), or None for no limit.
+    """How a run computes its steps within the memory that it may take. `plan` says how many of the last blocks keep their
+    activations until the backward pass: "whole" (all blocks), "blocks" (one block) or a number. `max_tokens` is the largest
+    number of tokens in a micro-batch (samples computed at once), or None for no limit.
 
     Blocks that keep no activations are computed twice. `limit` is the memory that training may take, in bytes. While
     `live_bytes` bytes or more are in use, MLX starts no further operation. `max_samples` is the largest number of samples
@@ -116,10 +116,11 @@ def live_bytes_limit(estimate: Estimate, plan: Plan, limit: int) -> int:
 def plan_run(
     config: TrainingConfig, candidate: Candidate, tokens: int, limit: int, start: Checkpoint | None, say: Callable[[str], None]
 ) -> MemoryPlan:
-    """Return the memory plan of a run and print it with `say`. `candidate` is the chosen micro-batch size and plan. `tokens` is
-    the number of tokens of one sample of the largest batch. `limit` is the bytes that training may take. `start` is the
-    checkpoint to resume from, or None for a new run. A resumed run keeps its micro-batch size. If its plan changes, the user is
-    told.
+    """Return the memory plan of a run, and print it with `say`. `candidate` is the chosen number of samples in a
+    micro-batch and the chosen plan. `tokens` is the number of tokens of one sample of the largest batch. `limit` is the
+    memory that training may take, in bytes. `start` is the checkpoint to continue from, or None for a new run.
+
+    A continued run keeps its micro-batch size. If its plan changes, the user is told.
     """
     state = start.state if start else {}
     begun, plan = state.get("plan"), candidate.plan

@@ -79,11 +79,11 @@ def _recorded_metadata(checkpoints: list[Checkpoint]) -> dict[str, str]:
 
 
 def _recorded_adapter(artifacts: Path, step: int) -> str:
-    """Return the sha256 that the adapter file of the checkpoint at `step` should have, or "" if it is unknown.
-    `artifacts` is the folder of the run's files. The sha256 is read from the checkpoint's record.
+    """Return the sha256 that the adapter file of the checkpoint at `step` should have, or "" if it is unknown. `artifacts`
+    is the folder of the run's files. The sha256 is read from the checkpoint's file `state.json`.
 
-    Without a record, the file in the checkpoint's own folder is hashed, or else the run's final adapter. A file of
-    another step is left out.
+    If that file is missing, the adapter file in the checkpoint's folder is hashed instead, or else the run's final adapter.
+    A file of another step is not used.
     """
     for saved in checkpoint.find_checkpoints(artifacts):
         if saved.step == step:

@@ -221,8 +221,9 @@ class TrainingStep:
         return loss_and_grads_in_parts(self.model, adapter, self.scales, parts, join, term.loss, self.plan, self.ranks)
 
     def _terms(self, batch: MicroBatch, meter: Meter | None) -> Iterator[Term]:
-        """Yield the terms of the loss for one micro-batch (samples computed at once). If a `meter` is given, the inputs
-        of each term are computed first, and this is recorded as the phase "batch".
+        """Yield the terms of the loss for one micro-batch (samples computed at once), one after another. The loss is the
+        sum of its terms. With a `meter`, the inputs of each term are computed before the term is yielded, and their time
+        and memory are recorded as the phase "batch".
         """
         if meter is None:
             yield from self.objective.terms(self.model, batch)

@@ -1,6 +1,8 @@
-"""What the stage `checks` finds and costs: `python -m tests.bench.checks [--images 20000]`, which writes data/checks.md.
+"""Measure what the stage `checks` finds and costs: `python -m tests.bench.checks [--images 20000]`, which writes
+data/checks.md.
 
-The planted sets are those of the tests: near-duplicates of 2,000 different pictures, and blurred and badly exposed photographs.
+The planted sets are those of the tests: near-duplicates of 2,000 different pictures, and blurred and badly exposed
+photographs.
 """
 
 from __future__ import annotations
@@ -34,13 +36,17 @@ STAGES = ("images", "captions", "checks", "checks")
 
 
 def thumbnails(pictures: Sequence[Image.Image]) -> np.ndarray:
-    """Return the thumbnails that near-duplicates are found by, uint8 (pictures, 32, 32)."""
+    """Return small grey copies of `pictures`, uint8 (pictures, 32, 32). The stage `checks` compares them to find
+    near-duplicates.
+    """
     found = [np.frombuffer(measure_picture(each.convert("L"))["thumbnail"], np.uint8) for each in pictures]
     return np.stack(found).reshape(-1, SIDE, SIDE)
 
 
 def duplicates(count: int) -> str:
-    """Return a table in Markdown: recall by kind of copy, and precision, at several thresholds. `count` pictures differ."""
+    """Return a table in Markdown about finding near-duplicates: recall by kind of copy, and precision, at several
+    thresholds. `count` is the number of different pictures.
+    """
     originals = list(planted.different(count))
     chosen = np.random.default_rng(0).choice(count, COPIES, replace=False).tolist()
     groups = [*range(count), *(n for _ in planted.CHANGES for n in chosen)]
@@ -59,14 +65,17 @@ def duplicates(count: int) -> str:
 
 
 def values(column: str, change: Callable[[Image.Image], Image.Image] | None = None, real: bool = False) -> list[float]:
-    """Return a measured column of the photographs after `change`, or of all real pictures."""
+    """Return a measured column, such as the blur, for every photograph of the tests. `change` is applied to each photograph
+    before; None changes nothing. With `real`, all real pictures of the tests are measured instead.
+    """
     pictures = planted.real() if real else planted.photographs()
     return [float(measure_picture((change(each) if change else each).convert("L"))[column]) for each in pictures]
 
 
 def roc() -> Iterator[tuple[str, ...]]:
-    """Yield lines of a table: planted fault, pictures, area under the ROC curve, and (false, true) positive rate at the default
-    threshold and at the threshold with the fewest errors.
+    """Yield lines of a table about finding planted faults: the fault, the number of pictures, the area under the ROC curve,
+    and the pair (false, true) of positive rates, first at the default threshold and then at the threshold with the fewest
+    errors.
     """
     sharp, usual = values("blur", real=True), values("brightness")
     for radius in (1, 2, 3, 4, 6):
@@ -81,7 +90,9 @@ def roc() -> Iterator[tuple[str, ...]]:
 
 
 def line(name: str, normal: Sequence[float], marked: Sequence[float], limit: float) -> tuple[str, ...]:
-    """Return one line of the table of `roc`. A picture is marked if its value is at least `limit`."""
+    """Return one line of the table of `roc`. `name` is the fault. `normal` and `marked` are the measured values of pictures
+    without and with the fault. A picture counts as found if its value is at least `limit`.
+    """
     area = np.mean([(m > n) + 0.5 * (m == n) for n in normal for m in marked])
     best = max(sorted({*normal, *marked}), key=lambda each: rate(marked, each) - rate(normal, each))
     rates = [f"{rate(normal, each):.2f}, {rate(marked, each):.2f}" for each in (limit, best)]
@@ -115,7 +126,7 @@ def cost(count: int) -> Iterator[tuple[str, ...]]:
 
 
 def decoding() -> str:
-    """Return a sentence about the time of one large photograph."""
+    """Return a sentence about the time that the stages take to decode one large photograph."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "large.jpg")
         planted.photographs()[0].resize((4000, 3000), Image.Resampling.BICUBIC).save(path, quality=90)
@@ -131,7 +142,9 @@ def decoding() -> str:
 @click.option("--images", default=20_000, show_default=True, help="pictures whose cost is measured")
 @click.option("--different", default=2_000, show_default=True, help="different pictures among which near-duplicates are")
 def main(images: int, different: int) -> None:
-    """Measure, and write the page."""
+    """Measure everything and write data/checks.md. `images` is the number of pictures in the measurement of cost, and
+    `different` the number in that of near-duplicates.
+    """
     near, curves, large = duplicates(different), markdown(HEAD, roc()), decoding()
     lines = markdown(("stage", "seconds", "CPU seconds", "peak GB"), cost(images))
     machine = f"{platform.system()} {platform.machine()}, 2 cores"

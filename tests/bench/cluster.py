@@ -83,9 +83,10 @@ def measure_commits(rows: int, pixels: int) -> dict[str, Any]:
 
 
 def measure_workers(workers: int, count: int, seconds: float) -> dict[str, Any]:
-    """Compute `count` units that only wait `seconds` each, on Ray workers of this machine. Returns units per second between the
-    first and the last result, the speed relative to one worker without overhead, and the overhead of a unit in milliseconds.
-    `driver_cpu_ms` and `worker_cpu_ms` are the CPU times that a unit costs this process and its worker.
+    """Compute `count` work units that only wait `seconds` each, on `workers` Ray workers of this machine. Return a dict:
+    units per second between the first and the last result, the speed relative to one worker without overhead, and the
+    overhead of a unit in milliseconds. `driver_cpu_ms` and `worker_cpu_ms` are the CPU times that a unit costs this process
+    and its worker.
     """
     arrived: list[float] = []
     used: list[tuple[float, float]] = []  # CPU seconds of this process and of the workers

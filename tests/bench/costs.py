@@ -48,8 +48,8 @@ def cost_sections(rows: list[Row]) -> Iterator[str]:
 
 
 def cpu_section(rows: list[Row]) -> Iterator[str]:
-    """Yield the section that compares a training step on a CPU with PyTorch's. Of the rows with one number of threads the last
-    counts.
+    """Yield the lines of the section that compares a training step on a CPU with PyTorch's. If several rows have the same
+    number of threads, the last is shown.
     """
     newest = list({(row["threads"], row["batch"], row["pixels"]): row for row in rows}.values())
     yield from heading("Beside PyTorch on a CPU", CPU, newest)

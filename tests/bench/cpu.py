@@ -171,7 +171,9 @@ def serve(side: str, shape: Shape) -> None:
 @click.option("--shape", default="{}", help="batch, pixels and rank as a JSON object; what is left out has a default.")
 @click.option("--serve", "side", type=click.Choice(SIDES), help="Be one side: take a step for each line of standard input.")
 def main(threads: tuple[int, ...], steps: int, shape: str, side: str | None) -> None:
-    """Compare a training step on this CPU with PyTorch's, and print a row for each number of threads."""
+    """Compare a training step on this CPU with PyTorch's, and print one row for each number of threads in `threads`. With
+    `side`, "mlx" or "torch", take steps of that side for a comparing process instead.
+    """
     sizes = Shape(**json.loads(shape))
     if side:
         serve(side, sizes)

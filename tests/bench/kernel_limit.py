@@ -1,7 +1,7 @@
-"""What it costs to cut large kernels as on Metal: `python -m tests.bench.kernel_limit`.
+"""Measure the cost of splitting large kernels as on Metal: `python -m tests.bench.kernel_limit`.
 
-Training steps with random weights of a family's true widths are taken in turns, with kernels as the device has them and with
-kernels of at most --tflop. A GPU is timed by the clock, a CPU in CPU seconds.
+Training steps with random weights of a family's true widths alternate between two ways: with kernels as the device has
+them, and with kernels of at most --tflop. A GPU is timed by the clock, a CPU in CPU seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from tests.bench.environment import describe
 @click.option("--tflop", default=0.25, show_default=True, help="Most work of one kernel where kernels are cut.")
 @click.option("--steps", default=5, show_default=True, help="Measured steps of each kind, after one to warm up.")
 def main(name: str, px: int, blocks: int, tflop: float, steps: int) -> None:
-    """Print a row for each way: median and least seconds of a step."""
+    """Print one row for each of the two ways: the median and the smallest seconds of a step. `name` is the model family,
+    `px` the side of the image, and `blocks` the number of blocks. `tflop` is the limit of a kernel, and `steps` the number
+    of steps.
+    """
     from stages import kernels
     from stages.text_to_image.families import family
     from stages.text_to_image.train.memory_plan import BatchShape

@@ -38,7 +38,9 @@ def size(row: Row) -> str:
 
 
 def name(row: Row) -> str:
-    """What a row measures: the configuration of a training step, "loader", "checksums", or an encoder with its dtype."""
+    """Return the name of what a row measures: the configuration of a training step, "loader", "checksums", or an encoder
+    with its dtype.
+    """
     kind = row["kind"].replace("_", " ")
     if kind == "workers":
         return f"{row['workers']} Ray worker{'s' if row['workers'] > 1 else ''}"

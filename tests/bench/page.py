@@ -35,7 +35,7 @@ plan's estimate, and on CUDA {BUFFER_VARIABLE}={BUFFER_MB} limits the work in fl
 
 
 def page(rows: list[Row]) -> Iterator[str]:
-    """Yield the lines of the page. Of several rows of one configuration the last counts."""
+    """Yield the lines of the page in Markdown. If several rows have the same configuration, the last is shown."""
     good = [row for row in rows if "error" not in row]
     training = [row for row in good if row["kind"] == "train"]
     yield from INTRODUCTION.splitlines()

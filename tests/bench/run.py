@@ -90,7 +90,9 @@ def measure_training(case: Case) -> dict[str, Any]:
 
 
 def measure_encoder(case: Case) -> dict[str, Any]:
-    """Time and memory of encoding or decoding one image with the autoencoder, or of encoding one caption."""
+    """Measure how long it takes to encode or decode one image with the autoencoder, or to encode one caption, and how much
+    memory. Return the columns of the row. `case` says which of them is measured.
+    """
     import mlx.core as mx
 
     from stages.models.flux2 import rows

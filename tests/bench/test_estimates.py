@@ -56,7 +56,7 @@ def estimate(row: dict) -> int:
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """The facts of a GPU with CUDA, on which shapes are traced but nothing is computed."""
+    """Pretend that MLX runs on a GPU with CUDA. Shapes are traced, but nothing is computed."""
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setenv("MLX_CUDA_USE_CUDNN_SDPA", "1")

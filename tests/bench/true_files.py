@@ -1,6 +1,6 @@
 """Write files of random weights with the shapes of a released model, in the diffusers layout, in shards.
 
-Values repeat: one block of normal values fills all matrices of equal width. So a machine writes as fast as its disk takes.
+All matrices of equal width repeat one block of normal values, so writing is limited only by the disk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class Entry(NamedTuple):
-    """A tensor of a file. `dtype` is spelled as in safetensors."""
+    """One tensor of a file: its name, its dtype as safetensors spells it, and its shape."""
 
     name: str
     dtype: str
@@ -47,8 +47,8 @@ def normal_values() -> np.ndarray:
 
 @functools.lru_cache(maxsize=8)
 def repeated(dtype: str, inputs: int) -> np.ndarray:
-    """Return `BLOCK` random values as they lie in a file. In bfloat16 they have the standard deviation 1 / sqrt(inputs). In fp8
-    they have 64 times as much, and the scale 1/64 belongs to them.
+    """Return `BLOCK` random values as bytes of a file, for a matrix with `inputs` columns. bfloat16 values have the
+    standard deviation 1 / sqrt(inputs). fp8 values are 64 times as large, because a scale of 1/64 belongs to them.
     """
     values = normal_values() * np.float32(inputs**-0.5)
     with mx.stream(mx.cpu):
@@ -93,7 +93,10 @@ def write_shard(file: Path, shard: list[Entry]) -> None:
 
 
 def write_component(folder: Path, stem: str, shapes: Shapes, config: dict[str, Any], fp8: bool = False) -> None:
-    """Write config.json, shards of at most SHARD bytes and their index. `stem` begins the names of the files."""
+    """Write the files of one model component into `folder`: config.json, shards of at most SHARD bytes, and the index of
+    the shards. `stem` begins the names of the files. `shapes` maps the names of tensors to shapes. With `fp8`, matrices are
+    in fp8.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     shards: list[list[Entry]] = [[]]
@@ -123,12 +126,16 @@ def component_shapes(record: Family, component: str) -> Shapes:
 
 
 def bytes_of(record: Family, component: str, fp8: bool = False) -> int:
-    """Return how many bytes the files of a component take, about."""
+    """Return roughly how many bytes the files of a component take. `record` is the model family. With `fp8`, matrices are
+    in fp8.
+    """
     return sum(entry.size for entry in entries(component_shapes(record, component), fp8))
 
 
 def write(record: Family, folder: Path, component: str, fp8: bool = False) -> None:
-    """Write a component of a family, at its sizes, below `folder`. The text encoder comes with a tokenizer of few words."""
+    """Write one component of the model family `record`, at its released sizes, below `folder`. The text encoder comes with
+    a small tokenizer.
+    """
     from stages.models.text.tiny_tokenizer import write_tokenizer
 
     shapes = component_shapes(record, component)

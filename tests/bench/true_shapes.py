@@ -87,19 +87,19 @@ Row = dict[str, Any]
 
 
 class Meter:
-    """The peaks of a process in GB, and what loading a model took."""
+    """Records the peak memory of this process, in GB, and the time and memory of loading models."""
 
     def __init__(self) -> None:
         self.peak = 0
         self.copying = 0.0  # seconds of writing a converted copy
 
     def highest(self) -> float:
-        """Return the largest memory of MLX since the last call of `restart`, or before a load."""
+        """Return the peak of MLX's memory in GB since the last call of `restart`. Peaks before a load are included."""
         self.peak = max(self.peak, mx.get_peak_memory())
         return round(self.peak / 1e9, 2)
 
     def timed(self, load: Callable[..., Any], into: Row) -> Callable[..., Any]:
-        """Return `load` with its seconds and peak recorded in `into`."""
+        """Return a function that calls `load` and writes the seconds and the peak memory of the call into the row `into`."""
 
         @functools.wraps(load)
         def measured(*given: Any, **named: Any) -> Any:
@@ -135,20 +135,22 @@ class Meter:
 
 
 def evaluate(model: Any) -> None:
-    """Read the weights of a model that are still on the disk."""
+    """Read those weights of a model from disk that have not been read yet."""
     model = getattr(model, "model", model)  # of an encoder or a sampler
     if hasattr(model, "blocks"):
         mx.eval(model.top, [block.weights for block in model.blocks])
 
 
 def process_peak() -> float:
-    """Return the largest memory of this process so far in GB, as Linux counts it. getrusage would count its parent's too."""
+    """Return the largest memory that this process has taken so far, in GB, as Linux counts it. `getrusage` would include
+    the memory of the parent process.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
     return round(next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024 / 1e9, 2)
 
 
 def load_again(project: Project) -> None:
-    """Load the transformer of `train` from its converted copy."""
+    """Load the transformer of the stage `train` a second time, from its converted copy."""
     load = importlib.import_module("stages.text_to_image.train.model").load_transformer
     copies = project.path / converted.FOLDER
     assert list(copies.glob("*.safetensors")), "there is no converted copy"
@@ -156,7 +158,9 @@ def load_again(project: Project) -> None:
 
 
 def run_stage(project: Path, name: str, tables: MemoryTables | None) -> Row:
-    """Run one stage, or load the transformer again. Return its seconds and its peaks in GB."""
+    """Run the stage `name` of the project, and return its seconds and its peaks in GB. The name "again" loads the
+    transformer a second time instead. `tables` holds tables in memory; with None, they are on disk.
+    """
     begun, meter, found = time.perf_counter(), Meter(), Row()
     mx.reset_peak_memory()
     if loader := LOADERS.get("train" if name == AGAIN else name):
@@ -176,7 +180,9 @@ def run_stage(project: Path, name: str, tables: MemoryTables | None) -> Row:
 
 
 def run_step(project: Path, names: tuple[str, ...], in_memory: bool) -> None:
-    """Run the stages of a step and print a line for each. With `in_memory`, the tables come from a file and go there."""
+    """Run the stages `names` in this process, and print one line of JSON for each. With `in_memory`, the tables are read
+    from a file before, and written to it after.
+    """
     file, tables = project.parent / "tables.pickle", None
     if in_memory:
         tables = MemoryTables(project.parent / "artifacts")
@@ -190,7 +196,9 @@ def run_step(project: Path, names: tuple[str, ...], in_memory: bool) -> None:
 
 
 def write_component(record: Family, weights: Path, component: str, fp8: bool) -> Row:
-    """Write the files of a component and return a row about them. Without room for bfloat16, they are written in fp8."""
+    """Write the files of a component and return a row about them. If the disk has no room for bfloat16, the matrices are
+    written in fp8.
+    """
     begun = time.perf_counter()
     weights.mkdir(parents=True, exist_ok=True)
     small = component == "autoencoder"
@@ -203,7 +211,7 @@ def write_component(record: Family, weights: Path, component: str, fp8: bool) ->
 
 
 def write_project(given: argparse.Namespace, project: Path, weights: Path) -> None:
-    """Write the project and its settings."""
+    """Write a project with two images and its settings into the folder `project`. `weights` is the folder of the weights."""
     if not project.is_dir():
         projects.make(project, weights, images=2)
     settings = {
@@ -228,7 +236,9 @@ def report(given: argparse.Namespace, row: Row) -> None:
 
 
 def start(given: argparse.Namespace, names: tuple[str, ...]) -> bool:
-    """Run a step in a process of its own and report its lines. A step that fails has a line with `error`; return False."""
+    """Run the stages `names` in a process of their own, and report the lines that it prints. If it fails, report a line
+    with `error` and return False.
+    """
     words = [sys.executable, "-m", "tests.bench.true_shapes", given.family, str(given.folder), "--step", *names]
     words += ["--memory"] if given.memory else []
     with tempfile.TemporaryFile("w+") as errors:
@@ -245,7 +255,7 @@ def start(given: argparse.Namespace, names: tuple[str, ...]) -> bool:
 
 
 def main() -> None:
-    """Write the files that are missing and run the stages."""
+    """Write the missing files of weights, and run all stages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family")
     parser.add_argument("folder", type=Path)

@@ -84,7 +84,9 @@ def results(folder: Path) -> dict[str, bytes]:
 
 
 def chain(folder: Path) -> list[str]:
-    """Use a project in every way. Returns the errors that were said; AssertionError for any that is not one line for the user."""
+    """Use a project in every way, and return the errors that the user sees. Raises AssertionError for an error that is not
+    one line.
+    """
     said = []
 
     def attempt(use: Callable[[], object]) -> None:
@@ -112,7 +114,7 @@ def check_results(folder: Path, expected: dict[str, bytes], kept: set[str]) -> N
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One round in `make test`, all under --prove."""
+    """Choose the number of rounds: one in `make test`, all with --prove."""
     if "seed" in metafunc.fixturenames:
         metafunc.parametrize("seed", range(ROUNDS if metafunc.config.getoption("--prove") else 1))
 

@@ -1,4 +1,6 @@
-"""What the plan refuses exceeds the budget when it runs all the same; what it accepts stays within it. MLX counts the peaks."""
+"""Runs against the memory plan: a stage that the plan refuses exceeds the budget when it is forced to run, and a stage that
+the plan accepts stays within it. MLX counts the peaks.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,14 @@ STAGES = ("latents", "embeddings", "train", "samples")
 
 
 def give(monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
-    """Let every stage take `budget` bytes."""
+    """Set the memory budget of every stage to `budget` bytes."""
     monkeypatch.setattr(device, "memory_budget", lambda limit_gb=None: budget)
     for name in ("text_to_image.embeddings.stage", "text_to_image.train.memory_plan", "text_to_image.train.forecast"):
         monkeypatch.setattr(f"stages.{name}.memory_budget", lambda limit_gb=None: budget)
 
 
 def peak_of(folder: Path, name: str) -> int:
-    """Run a stage and return the most memory that it took, in bytes."""
+    """Run the stage `name`, and return the peak of its memory in bytes."""
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()

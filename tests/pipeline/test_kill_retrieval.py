@@ -25,7 +25,7 @@ BATCHES = "".join(
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory) -> tuple[Path, dict[str, int]]:
-    """A finished project over two real packages, and how often each stage called fsync in a process of its own."""
+    """A finished project over two real packages, and how often each stage called fsync when it ran in a new process."""
     place = tmp_path_factory.mktemp("retrieval")
     for package in (email, json):
         source = Path(str(package.__file__)).parent

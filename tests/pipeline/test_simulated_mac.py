@@ -1,4 +1,6 @@
-"""Whole chains as on a Mac: GPU errors at a step and the resume after them, F_FULLFSYNC, side files, names, few descriptors."""
+"""Whole pipelines under conditions of a Mac: GPU errors during a step and the resume after them, F_FULLFSYNC, metadata
+files of macOS, file names, and few file descriptors.
+"""
 
 from __future__ import annotations
 

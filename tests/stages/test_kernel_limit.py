@@ -1,4 +1,6 @@
-"""On Metal no kernel of a family, image size or micro-batch exceeds the limit: graphs are traced, nothing is computed."""
+"""On Metal, no kernel exceeds the limit, for any family, image size and micro-batch. Graphs are traced, and nothing is
+computed.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,11 @@ Kernel = tuple[float, str, list[tuple[int, ...]]]  # floating-point operations, 
 
 @contextmanager
 def recorded() -> Iterator[list[Kernel]]:
-    """Record the products, convolutions and attentions that are built in this context; they need not be computed.
+    """Record the matrix products, convolutions and attentions that are built within this context manager. They need not be
+    computed.
 
-    The gradient that MLX derives of a product is two products of the same size, and that of an attention has half of its size.
+    MLX's own gradient of a product is two products of the same size. That of an attention is recorded with half of its
+    size.
     """
     found: list[Kernel] = []
     multiply, add, convolve, attend = mx.array.__matmul__, mx.addmm, mx.conv2d, mx.fast.scaled_dot_product_attention
@@ -60,7 +64,7 @@ def recorded() -> Iterator[list[Kernel]]:
 
 @pytest.fixture
 def metal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choose kernels as on Metal, and trace them instead of computing them."""
+    """Choose kernels as on Metal. They are traced, not computed."""
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     monkeypatch.setattr(mx, "eval", lambda *results: None)
@@ -72,13 +76,15 @@ def metal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def short(name: str) -> Any:
-    """A family of true widths with one block of each kind."""
+    """Return the record of the model family `name`, with one block of each kind in its transformer. All widths are true."""
     record = family(name)
     return replace(record, transformer={**record.transformer, "num_layers": 1, "num_single_layers": 1})
 
 
 def training_kernels(name: str, side: int, samples: int, **settings: Any) -> list[Kernel]:
-    """Return the kernels of the gradient of one micro-batch."""
+    """Return the kernels that the gradient of one micro-batch needs. `side` is that of the images in pixels, and `samples`
+    is their number.
+    """
     record, config = short(name), replace(profile_settings(), precision="bfloat16", **settings)
     architecture = record.architecture
     sizes = architecture.transformer_config(None, record)

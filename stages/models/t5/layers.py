@@ -82,7 +82,9 @@ def _gelu_times_kept_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[m
 
 
 def _slope(wide: mx.array, share: mx.array) -> mx.array:
-    """Return the derivative of GELU. `wide` and `share` are the results of `_wide_and_share`."""
+    """Return the derivative of GELU at `wide`, element by element. `wide` is the input of GELU in float32. `share` is
+    GELU(wide) / wide, as `_wide_and_share` returns it.
+    """
     return share + (share - share * share) * (wide * (STEEP + 3 * STEEP * CUBIC * (wide * wide)))
 
 
@@ -116,12 +118,13 @@ def _wide_and_share(gate: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def attend(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, mask_BHLL: mx.array) -> mx.array:
-    """Return the attention `softmax(q @ k.T + mask) @ v`, `(batch, heads, tokens, width)`. Queries, keys and values
-    have the same shape as the result. `mask_BHLL` has the shape `(batch, heads, tokens, tokens)`. It is added to the
-    scores and gets no gradient. The scores are not scaled, because T5's weights contain that factor.
+    """Return the attention `softmax(q @ k.T + mask) @ v`, `(batch, heads, tokens, width)`. Queries, keys and values have
+    the same shape as the result. `mask_BHLL` has the shape `(batch, heads, tokens, tokens)`. It is added to the scores and
+    gets no gradient. The scores are not scaled, because T5's weights contain that factor.
 
-    The gradient keeps no probabilities. A device with a fused gradient uses it; elsewhere, they are computed again. Only where
-    softmax takes longer than the matrix products, they are kept.
+    The probabilities (the result of softmax) are not stored for the gradient. A fused gradient is used where the device has
+    one. Otherwise the probabilities are computed again. They are stored only on devices where softmax takes longer than the
+    matrix products.
     """
     if slow_exp(q_BHLK):
         return _attend_kept(mx.contiguous(q_BHLK), mx.contiguous(k_BHLK), mx.contiguous(v_BHLK), mask_BHLL)
@@ -163,7 +166,9 @@ def attend(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, mask_BHLL: mx.a
 
 
 def _attend_kept(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, mask_BHLL: mx.array) -> mx.array:
-    """Return the result of `attend`, and keep the probabilities for the gradient. A few texts are computed at a time."""
+    """Return the result of `attend`, a few texts at a time. The probabilities (the result of softmax) are stored for the
+    gradient. The arguments are those of `attend`.
+    """
     B, H, L, _ = q_BHLK.shape
     parts = slices(B, max(1, CHUNK_BYTES // (4 * H * L * L)))
 
@@ -194,8 +199,8 @@ def _attend_kept(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, mask_BHLL
 
 
 def _pull(q: mx.array, k: mx.array, v: mx.array, p_bHLL: mx.array, y: mx.array, dy: mx.array) -> tuple[mx.array, ...]:
-    """Return the gradients of attention by q, k and v. `p_bHLL` holds the probabilities, `y` the result, and `dy` the gradient
-    of the result.
+    """Return the gradients of attention with respect to the queries, keys and values. `p_bHLL` holds the probabilities (the
+    result of softmax), `y` the attention's output, and `dy` the gradient with respect to that output.
     """
     pull_bHL1 = (dy.astype(mx.float32) * y).sum(-1, keepdims=True)
     ds_bHLL = (p_bHLL * (dy @ v.swapaxes(-1, -2) - pull_bHL1)).astype(q.dtype)

@@ -35,8 +35,9 @@ def operate(captions: Iterable[Caption], config: CaptionsConfig, image_id: str) 
 
 
 def weighted(captions: Iterable[Caption], weights: Sequence[float]) -> list[Caption]:
-    """Return the captions of one image with their weights. The first caption has the first of `weights`, the second the
-    second, and so on. Further captions have the last weight. If `weights` is empty, the captions are returned as they are.
+    """Return the captions of one image with their weights set. The first caption gets the first of `weights`, the second
+    the second, and so on. If there are more captions than weights, the others get the last weight. If `weights` is empty,
+    the captions are returned unchanged.
     """
     if not weights:
         return list(captions)

@@ -152,9 +152,9 @@ def _check_trigger(texts: list[str], subjects: Mapping[str, Subject], config: Ca
 
 
 def _image_rows(image_id: str, texts: list[tuple[Filled, Caption]]) -> list[Row]:
-    """Return the rows of the table `captions` for one image: one dict per different training text, in order. `texts`
-    are pairs (training text, original caption). If a text is there several times, its first pair is used. The weights of
-    its captions are added up.
+    """Return the rows of the table `captions` for one image: one dict per different training text, in order. `texts` are
+    pairs (training text, original caption). If a text occurs several times, its first pair is used, and the weights of its
+    captions are added up.
     """
     weights: dict[str, float | None] = {}
     for filled, caption in texts:

@@ -49,11 +49,12 @@ def measure_picture(image: Image.Image) -> Row:
 
 
 def blur(grey: np.ndarray) -> float:
-    """Return how blurred a picture is, from 0 (sharp) to 1. `grey` holds the picture's brightness, float32 (height, width), 0 to
-    255. The blur is measured along rows and along columns, and the smaller value is returned. A picture of one colour gives 0.
+    """Return how blurred a picture is, from 0 (sharp) to 1. `grey` holds the picture's brightness, float32 (height, width),
+    0 to 255. The blur is measured along rows and along columns, and the smaller value is returned. A picture of one colour
+    gives 0.
 
-    The picture is blurred once more. A sharp picture then loses most of the differences between neighbouring pixels, and a
-    blurred one loses few (Crete and others, 2007).
+    The measure compares the picture with a blurred copy of itself. The differences between neighbouring pixels become much
+    smaller in the copy if the picture is sharp, and little smaller if it is already blurred (Crete and others, 2007).
     """
     return round(float(min(_blur_along(grey), _blur_along(grey.T))), 4)
 

@@ -82,8 +82,8 @@ def jittered(bucket: Row, number: int, share: float) -> Row:
 
 
 def with_references(images: pa.Table) -> set[str]:
-    """Return the image_ids of images that have references or are references, in edit training. `images` is the table
-    `images`.
+    """Return the image_ids of the images that take part in edit training: images with reference images, and the references.
+    `images` is the table `images`.
     """
     rows = images.select(["path", "image_id", "use", "reference_of"]).to_pylist()
     shown = {row["reference_of"] for row in rows if row["reference_of"]}
@@ -134,9 +134,10 @@ def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def live_bytes(ctx: StageContext) -> int:
-    """Return the memory limit for encoding the pending images, in bytes. When MLX uses this much, it must wait before
-    it starts further work. This is the estimated peak for the largest pending image: strips that a GPU starts ahead
-    wait for memory instead of taking more.
+    """Return the memory limit for encoding the pending images, in bytes. While MLX uses this much, it starts no further
+    work. The limit is the estimated peak for the largest pending image.
+
+    A GPU could otherwise start several strips of an image ahead of time, and hold them all in memory.
     """
     family = ctx.need("family")
     width, height = max(((row["width"], row["height"]) for row in ctx.pending.to_pylist()), key=lambda size: size[0] * size[1])

@@ -46,9 +46,9 @@ def read_reference(file: Path) -> Image.Image:
 def references_by_prompt(
     prompts: Iterable[str], usual: Sequence[str], special: Mapping[str, Sequence[str]], trigger: str
 ) -> dict[str, tuple[str, ...]]:
-    """Return the reference images of each preview prompt: prompt -> paths. `usual` are the paths for prompts that are not in
-    `special`, which maps a prompt to other paths. In its keys, {trigger} stands for the word `trigger`. Raises ValueError
-    if a key is no preview prompt.
+    """Return the reference images of each preview prompt: prompt -> paths. `special` maps some prompts to the paths of
+    their references; {trigger} in a key stands for the word `trigger`. All other prompts have the references `usual`.
+    Raises ValueError if a key of `special` is no preview prompt.
     """
     found = {prompt: tuple(usual) for prompt in prompts}
     for key, paths in special.items():

@@ -112,12 +112,12 @@ class Dataset:
 
 
 def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
-    """Read the tables of the project and return the crops and captions to train on. `config` holds the settings
-    [train]. Images that cannot be used, or have no caption, are left out. Raises ValueError if no crop remains, or if a
-    table lacks rows that the settings need.
+    """Read the tables of the project and return the crops and captions to train on. `config` holds the settings [train].
+    Rejected crops, images that cannot be used and images without a caption are left out. Raises ValueError if no crop
+    remains, or if a table lacks rows that the settings need.
 
     The settings choose the held-out images (never regularisation images), how often crops occur, and whether masks and
-    class captions are used. Rejected crops are left out.
+    class captions are used.
     """
     paths = usable_paths(ctx.rows(IMAGES))
     every = ctx.rows(IMAGES).to_pylist()

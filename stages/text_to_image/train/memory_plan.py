@@ -70,9 +70,9 @@ class BatchShape:
 
     @property
     def resolution(self) -> int:
-        """The side, in pixels, of the smallest square that has at least as many image tokens as the largest image. For
-        example, images of 1024 x 256 pixels with 16 pixels per token have the resolution 512. The images of the batch
-        and of its validation batch `held` are included. The side is a multiple of `pixels_per_token`.
+        """The resolution of the largest image in the batch, in pixels: the side of a square with as many image tokens,
+        rounded up to a multiple of `pixels_per_token`. For example, with 16 pixels per token, an image of 1024 x 256 has
+        the resolution 512. Reference images count too, and so do the images of the validation batch `held`.
         """
         most = max(math.prod(grid) for grid in (self.grid, *self.references))
         own = self.pixels_per_token * (math.isqrt(most - 1) + 1)
@@ -198,8 +198,9 @@ class MemoryEstimator:
 
 
 def with_micro_batch(config: TrainConfig, batch: BatchShape) -> TrainConfig:
-    """Return the settings [train] with the micro-batch of this device. `batch` is the largest batch of the run. On Metal, a
-    micro-batch has one sample from 768 px. Otherwise, and if `micro_batch` is set, the result is `config`.
+    """Return the settings [train], with `micro_batch` set to 1 if training on this device needs that. It does on Metal, if
+    the images of `batch` have 768 px or more. If `micro_batch` is set already, it is kept. `batch` is the shape of the
+    largest batch of the run.
 
     macOS ends a program that keeps the display waiting. One sample at a time gives the display more turns.
     """

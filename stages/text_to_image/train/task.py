@@ -115,9 +115,9 @@ class ImageTask:
         yield from self._input_warnings()
 
     def _input_warnings(self) -> Iterator[str]:
-        """Yield lines that warn the user about the inputs of the training, if there is a reason. The latents may have
-        another mean or deviation than those that the transformer was trained on. The embeddings may have another form.
-        There is at most one line about each. Only the first latents and embeddings are checked.
+        """Yield warnings for the user about the inputs of the training, one line each. There is one if the latents have
+        another mean or deviation than those that the transformer was trained on, and one if the embeddings have another
+        form. Only the first latents and embeddings are checked.
         """
         crops, latents, embeddings = self.data.crops, self.ctx.tensors(LATENTS), embedding_reader(self.ctx)
         yield from sound_start.check_latents(latents.read(crop.latent_id) for crop in crops[: sound_start.CROPS])

@@ -73,8 +73,8 @@ def output_change(x: mx.array, arrays: Mapping[str, mx.array]) -> mx.array:
 
 
 def _each(left: mx.array, right: mx.array) -> mx.array:
-    """Return `left @ right`. `left` is one matrix (rows, inner). `right` is a stack of matrices, (..., inner, columns). On
-    Metal, a large stack is computed in several kernels.
+    """Return `left @ right` for every matrix in a stack. `left` is one matrix (rows, inner). `right` is the stack, (...,
+    inner, columns). On Metal, a large stack is computed in several kernels.
     """
     flat = right.reshape(-1, *right.shape[-2:])
     rows, inner = left.shape

@@ -51,9 +51,9 @@ def adapted_linear(adapters: Mapping[str, mx.array], scales: Mapping[str, float]
 
 
 def split_by_block(blocks: Sequence[str], values: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Split a dict with the keys "<block>.<name>" into one dict for each block. `blocks` are the names of the model's
-    blocks. Return two lists. The first holds the dicts, in the order of `blocks`. They map "<name>" to a value. The
-    second list holds the keys that belong to no block.
+    """Divide a dict whose keys begin with block names into one dict per block. The keys of `values` are "<block>.<name>".
+    `blocks` are the names of the model's blocks. Return two lists: the dicts from "<name>" to value, in the order of
+    `blocks`, and the keys that belong to no block.
 
     Each key is looked at once: the device has no work while a step begins.
     """

@@ -1,4 +1,4 @@
-"""Runs of an experiment in processes: each row is kept as soon as it is there."""
+"""Tests of running an experiment in several processes: each result is written as soon as it is complete."""
 
 import json
 
@@ -8,7 +8,7 @@ from data.experiments.processes import run_all
 
 
 def work(row, folder):
-    """A run that fails for the row 3."""
+    """A run of an experiment. It fails for the row 3."""
     if row["n"] == 3:
         raise ValueError("no row")
     return row | {"square": row["n"] ** 2}

@@ -119,7 +119,7 @@ def test_plan_and_doctor_fit_a_terminal_of_80_columns_and_need_no_weights(tmp_pa
 
 
 def in_terminal(arguments: list[str]) -> tuple[int, str]:
-    """Run a command of latentmill in a terminal of 80 columns; return its exit code and what it shows."""
+    """Run `latentmill` with `arguments` in a terminal of 80 columns. Return its exit code and what it shows."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}

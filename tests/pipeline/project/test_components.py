@@ -1,4 +1,4 @@
-"""A component of a model may lie in a folder of its own."""
+"""Tests of the setting [project] components: the weights of one component may lie in a folder of their own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def with_encoder(project: Path, encoder: Path | str, name: str = "text_encoder")
 
 
 def quantised(source: Path, folder: Path) -> Path:
-    """Write the text encoder in `source` to `folder` as mlx-lm quantises it to 4 bits."""
+    """Write the text encoder in `source` to `folder`, quantised to 4 bits in the format of mlx-lm."""
     folder.mkdir()
     stored, settings = {}, {"group_size": 32, "bits": 4}
     for key, value in mx.load(str(source / "model.safetensors")).items():

@@ -36,10 +36,12 @@ except ValueError as error:
 
 
 class Hub(ThreadingHTTPServer):
-    """A hub with one repository. `files` maps names to bytes. `served` lists (method, file, first byte) of every request.
-    `status` maps a file, or "" for the repository, to the status of its answers. `cut` ends the next answer with this file after
-    so many bytes. `damaged` names a file of which other bytes are sent. Of the file `stalled`, a thousand bytes are sent per
-    request, or all up to the byte `stalled_at`, and then nothing until `released` is set.
+    """A server that acts as a hub with one repository. `files` maps file names to bytes. `served` lists (method, file,
+    first byte) of every request. `status` maps a file, or "" for the repository, to the HTTP status of its answers. `cut`
+    maps a file to a number of bytes: the next answer with this file ends after so many.
+
+    `damaged` names a file that is sent with wrong bytes. The file `stalled` is sent in answers of a thousand bytes, or of
+    all bytes up to `stalled_at`; each answer then sends nothing more until `released` is set.
     """
 
     daemon_threads = True
@@ -150,7 +152,7 @@ def server(tiny_weights: Path) -> Iterator[Hub]:
 
 
 def start(server: Hub, folder: Path, repository: str = REPOSITORY, family: str = "klein-4b") -> subprocess.Popen[str]:
-    """Start a process that asks for the transformer and the tokenizer."""
+    """Start a process that loads the transformer and the tokenizer from the hub, and return it. `folder` is its cache."""
     place = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "0"}
     place |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     place |= {"HF_HUB_DOWNLOAD_TIMEOUT": "1", "HF_HUB_ETAG_TIMEOUT": "1"} if server.stalled else {}
@@ -159,7 +161,7 @@ def start(server: Hub, folder: Path, repository: str = REPOSITORY, family: str =
 
 
 def fetch(server: Hub, folder: Path, repository: str = REPOSITORY, family: str = "klein-4b") -> str:
-    """Ask for the transformer and the tokenizer in a process of its own, and return the line that it prints."""
+    """Load the transformer and the tokenizer from the hub in a new process. Return the line that the process prints."""
     process = start(server, folder, repository, family)
     out, errors = process.communicate(timeout=HANG)
     assert process.returncode == 0, errors

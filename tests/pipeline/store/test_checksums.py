@@ -44,7 +44,9 @@ def flip(path: Path, place: int = -20) -> None:
 
 
 def files(folder: Path, *numbers: int, inside: str = "") -> TableFolder:
-    """A finished table of FILES, each row with a small file in the folder `inside` of the artifacts."""
+    """Return a finished table with the schema FILES and one row per number. Each row has a small file in the folder
+    `inside` of the artifacts.
+    """
     table = TableFolder(folder, FILES)
     with Writer(table, {}) as writer:
         for number in numbers:
@@ -204,7 +206,7 @@ def test_vectors_written_before_and_after_a_repair_are_equal(tmp_path: Path):
 
 @pytest.mark.parametrize("first", [0, 5000])
 def test_rows_of_a_commit_that_a_power_cut_broke_off_are_never_read(tmp_path: Path, first: int):
-    """Where no fsync came before the cut, pages of a file can be zeros. Lance does not notice them inside a data file."""
+    """If no fsync came before the power cut, pages of a file can be zeros. Lance does not notice zeros inside a data file."""
     table = TableFolder(tmp_path / "t", NOTES)
     with Writer(table, {}) as writer:
         writer.append(notes(*range(first)))

@@ -1,8 +1,8 @@
-"""Runs functions in forks of one process that has imported everything: a case of a sweep then costs its own work alone.
+"""Run functions in forks of one process that has imported everything. A case of a sweep then costs only its own work.
 
-The process uses nothing of what it imports, so it has one thread and a fork of it is sound. disk.c is preloaded. It counts the
-steps of a fork on the disk below a folder. It kills the fork before one of them, refuses writes as a full disk does, or records
-the steps.
+The process has one thread, because it uses nothing of what it imports; so forking it is safe. The library disk.c is
+preloaded. It counts the steps of a fork on the disk below a folder. It can kill the fork before a given step, refuse writes
+as a full disk does, or record the steps.
 
     with Forks(folder) as forks:
         done = forks.call("module:function", "argument", watch=project, kill=17)
@@ -45,8 +45,9 @@ notes: mmap.mmap | None = None  # shared with the parent, so that it outlives a 
 
 @dataclass(frozen=True)
 class Done:
-    """How a fork ended: `code` is its exit code, `value` what the function returned, `text` what it wrote to its outputs, `steps`
-    how many steps on the disk it took, `noted` what it left by `note`.
+    """The result of a fork. `code` is its exit code, and `value` is what the function returned. `text` is what it wrote to
+    standard output and standard error. `steps` is the number of its steps on the disk. `noted` is the last value that it
+    passed to `note`.
     """
 
     code: int
@@ -57,7 +58,9 @@ class Done:
 
 
 def note(value: Any) -> None:
-    """Leave a value (JSON) for the process that started this fork, instead of the value before. A kill cannot lose it."""
+    """Store `value` (JSON) for the process that started this fork. It replaces the value of an earlier call. The value
+    survives a kill of the fork.
+    """
     if notes is None:
         return
     text = json.dumps(value).encode()
@@ -72,7 +75,7 @@ def mark(text: str) -> None:
 
 
 class Forks:
-    """The process that is forked, used as `with Forks(folder) as forks:`. disk.c is compiled into `folder`."""
+    """The process that is forked, a context manager: `with Forks(folder) as forks:`. disk.c is compiled into `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.library = folder / "disk.so"
@@ -95,9 +98,10 @@ class Forks:
     def call(
         self, function: str, *arguments: Any, watch: Path | None = None, kill: int = 0, room: int = -1, record: Path | None = None
     ) -> Done:
-        """Call `function` ("module:name") with `arguments` (JSON) in a fork. `watch` is a folder. Below it, the fork kills itself
-        before its step `kill` (0: never), the disk is full after `room` bytes (-1: never), and the steps are added to the file
-        `record`. AssertionError if the function raises an exception.
+        """Call a function in a fork, and return how the fork ended. `function` is "module:name", and `arguments` are JSON
+        values. The fork's steps on the disk are counted below the folder `watch`. The fork is killed before its step `kill`
+        (0: never). The disk is full after `room` bytes (-1: never). The steps are appended to the file `record`. Raises
+        AssertionError if the function raises an exception.
         """
         order = {
             "function": function,
@@ -148,7 +152,9 @@ def _import_all() -> None:
 
 
 def _fork(order: Mapping[str, Any], steps: mmap.mmap) -> dict[str, Any]:
-    """Call a function in a fork, and return the entries of `Done`. `steps` is shared memory for the number of steps."""
+    """Call a function in a fork, and return the fields of `Done` as a dict. `order` says what to call. `steps` is shared
+    memory in which the number of steps is counted.
+    """
     assert notes is not None
     steps[:8] = bytes(8)
     notes[:4] = bytes(4)

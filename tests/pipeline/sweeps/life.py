@@ -1,4 +1,4 @@
-"""What a sweep does with a project, each function in a fork of its own: build, run a command, look for what is lost."""
+"""What a sweep does with a project, one function per fork: build it, run a command, and check that nothing is lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ SETTINGS = (
 
 
 def make(folder: Path, weights: Path, images: int = 3) -> Path:
-    """Write the project of the sweeps: small, several commits for each stage, an averaged adapter."""
+    """Write the project of the sweeps into `folder`, and return its path. It is small, its stages commit several times, and
+    its adapter has a moving average.
+    """
     projects.make(folder, weights, images=images)
     for old, new in SETTINGS:
         projects.edit(folder, old, new)
@@ -35,13 +37,14 @@ def make(folder: Path, weights: Path, images: int = 3) -> Path:
 
 
 def build(path: str, *names: str) -> None:
-    """Bring stages up to date, all without `names`."""
+    """Run the stages `names` of the project at `path`. Without names, run all stages."""
     projects.build(Path(path), *names)
 
 
 def command(path: str, words: Sequence[str], before: Acknowledged, caption: str = "") -> None:
-    """Run `latentmill WORDS --project PATH`; ends the process with its exit code. The rows that are committed on the way are
-    noted, beginning with those of `before`, and marked in the record of steps, with the files below exports/ at the end.
+    """Run `latentmill WORDS --project PATH`, and end the process with the command's exit code. The number of committed rows
+    of each table is noted during the run, beginning with `before`. It is also written into the record of steps, with the
+    files below exports/ at the end.
     """
     from pipeline import cli
     from pipeline.commands import clean
@@ -81,7 +84,7 @@ def command(path: str, words: Sequence[str], before: Acknowledged, caption: str 
 
 
 def write(path: str, text: str) -> None:
-    """Write a file as an editor does that waits for the disk."""
+    """Write a file and wait until the disk has it, as some editors do."""
     with Path(path).open("w") as file:
         file.write(text)
         file.flush()
@@ -89,7 +92,9 @@ def write(path: str, text: str) -> None:
 
 
 def recover(path: str, marked: Mapping[str, Any], caption: str) -> dict[str, Any]:
-    """Use a project after a power cut. Returns what was lost or is left, and the digests of all results."""
+    """Use a project after a power cut. Return what was lost, the temporary files that are left, and the digests of all
+    results.
+    """
     from pipeline.commands.clean import clean
     from pipeline.project.project import Project
 
@@ -110,7 +115,9 @@ def _digest(file: Path) -> str:
 
 
 def lost(path: str, acknowledged: Mapping[str, int]) -> list[str]:
-    """Show a project that was cut off. Returns one line for each table that has fewer rows than were committed."""
+    """Show the status of a project whose process was killed. Return one line for each table that has fewer rows than were
+    committed.
+    """
     from pipeline.commands.status import states
     from pipeline.project.project import Project
     from pipeline.store.table import TableFolder
@@ -130,14 +137,16 @@ def lost(path: str, acknowledged: Mapping[str, int]) -> list[str]:
 
 
 def damaged(path: str) -> list[str]:
-    """Returns the damage that `verify` finds."""
+    """Return the damage that `verify` finds, one line each."""
     from pipeline.api import Project
 
     return [str(each) for each in Project(path).verify()]
 
 
 def leftovers(path: str) -> list[str]:
-    """Returns the temporary and damaged files of a project, and files that no row names. Clean it with --runs before."""
+    """Return the temporary and damaged files of a project, and the files that no row names. Clean the project with --runs
+    first.
+    """
     from pipeline.project.project import Project
 
     project, found = Project(Path(path)), []
@@ -149,18 +158,18 @@ def leftovers(path: str) -> list[str]:
 
 
 def temporary(path: str) -> list[str]:
-    """Returns the temporary and damaged files of a project."""
+    """Return the temporary and damaged files of a project."""
     return [str(each) for each in Path(path).rglob("*") if each.name.startswith(".tmp-") or each.name == "damaged"]
 
 
 def completed(path: str) -> dict[str, str]:
-    """Bring all stages up to date. Returns a digest of each table with its artifacts, and of an export."""
+    """Run all stages of the project. Return a digest of each table with its artifacts, and of an export."""
     projects.build(Path(path))
     return digests(path)
 
 
 def digests(path: str) -> dict[str, str]:
-    """Returns a digest of each table with its artifacts, and of an export: equal for equal results."""
+    """Return a digest of each table with its artifacts, and of an export. Equal results have equal digests."""
     from pipeline.commands.export import export_run
     from pipeline.project.project import Project
 

@@ -1,7 +1,7 @@
-"""Replays a record of steps on the disk up to a power cut, after which only some of the unsynced steps are on the disk.
+"""Replay a record of steps on the disk up to a power cut, after which only some of the unsynced steps are on the disk.
 
-A file keeps what was written before its last fsync, and a folder the names that it had at its last fsync. A renaming is there or
-not, never half. Of everything later, a cut of each kind in CUTS keeps another part.
+A file keeps what was written before its last fsync. A folder keeps the names that it had at its last fsync. A rename is
+done or not done, never half. Of everything later, a cut of each kind in CUTS keeps another part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HEAD = struct.Struct("<IIIIQq")
 
 @dataclass
 class Step:
-    """A step of the record. `kind` is its letter in disk.c, `path` and `other` are names, `data` is what was written."""
+    """One step of the record. `kind` is its letter in disk.c, `path` and `other` are names, and `data` is what was written."""
 
     kind: str
     inode: int
@@ -34,7 +34,7 @@ class Step:
 
 @dataclass
 class Node:
-    """A file, a folder or a link as the process sees it. A folder has `names`, a link a `target`."""
+    """A file, a folder or a link, as the process sees it. A folder has `names`, and a link has a `target`."""
 
     names: dict[str, Node] | None = None
     target: str = ""
@@ -45,7 +45,7 @@ class Node:
 
 @dataclass
 class Change:
-    """A change of one file's data, or of the names of folders: (folder, name, the node or None)."""
+    """A change of one file's data, or of names in folders. `names` lists (folder, name, the new node or None)."""
 
     time: int
     file: Node | None = None
@@ -57,7 +57,7 @@ class Change:
 
 
 def read(record: Path) -> list[Step]:
-    """Returns the steps of a record, oldest first."""
+    """Return the steps of a record, oldest first."""
     content, place, found = record.read_bytes(), 0, []
     while place < len(content):
         kind, path, other, size, inode, offset = HEAD.unpack_from(content, place)
@@ -70,7 +70,7 @@ def read(record: Path) -> list[Step]:
 
 
 class Disk:
-    """The disk below a folder. `root` is that folder as it is before the record begins."""
+    """What is on the disk below a folder while a record is replayed. `root` is that folder before the first step."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
@@ -94,7 +94,7 @@ class Disk:
         return node
 
     def apply(self, step: Step) -> None:
-        """Take the next step of the record."""
+        """Replay the next step of the record."""
         self.time += 1
         if step.kind == "N":
             self.marked = json.loads(step.path)
@@ -183,7 +183,9 @@ class Disk:
 
 
 def _torn(change: Change, generator: random.Random, kind: str) -> Change:
-    """Returns a change of which some pages did not reach the disk: they are zeros, or for other kinds than `holes` missing."""
+    """Return a copy of a change, of which a random part did not reach the disk: pages are zeros, or the end is missing.
+    With the kind `holes`, there are only pages of zeros.
+    """
     if change.offset < 0:
         return change
     if kind != "holes" and generator.random() < 0.5:
@@ -219,7 +221,7 @@ def _folders(node: Node) -> Iterator[Node]:
 
 
 def _copy_names(top: Node) -> dict[int, dict[str, Node]]:
-    """Returns the names of all folders at the beginning of the record, by the folder's id."""
+    """Return the names in all folders at the beginning of the record: id of a folder -> its names."""
     return {id(folder): dict(folder.names or {}) for folder in _folders(top)}
 
 

@@ -1,4 +1,4 @@
-"""A disk that becomes full in the middle of a command: one line says so, and after room is made nothing is lost."""
+"""A disk that becomes full in the middle of a command: one line says so, and nothing is lost once there is room again."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _full(folder: Path, words: tuple[str, ...]) -> list[str]:
 
 
 def _write(forks: Forks, folder: Path, words: tuple[str, ...], record: Path) -> int:
-    """Run a command to its end. Returns how many bytes it wrote."""
+    """Run a command to its end. Return how many bytes it wrote."""
     done = forks.call("tests.pipeline.sweeps.life:command", str(folder), _full(folder, words), {}, watch=folder, record=record)
     assert done.code == 0, done.text
     written = sum(len(step.data) for step in read(record) if step.kind == "W")

@@ -51,7 +51,9 @@ def _replace(file: Path, old: str, new: str, on: bool) -> None:
 
 
 class Life:
-    """One project that is edited, used and killed, beside a reference that is built in one go for each state of the edits."""
+    """A project that is edited and used while its processes are killed. For each state of the edits, a reference project is
+    built without a kill.
+    """
 
     def __init__(self, forks: Forks, place: Path, weights: Path, seed: int) -> None:
         self.forks, self.folder, self.reference = forks, place / "project", place / "unbroken" / "project"
@@ -69,7 +71,7 @@ class Life:
         return done
 
     def run(self, words: tuple[str, ...], kill: int = 0) -> Done:
-        """Run a command, and kill it before its step `kill` on the disk (0: never)."""
+        """Run a command. It is killed before its step `kill` on the disk (0: never)."""
         exports = self.folder / "exports"
         words = tuple(word.format(exports=exports) for word in words)
         done = self.forks.call(
@@ -83,7 +85,7 @@ class Life:
         return done
 
     def killed(self, words: tuple[str, ...]) -> bool:
-        """Run a command that is killed before a random step. Returns False if it ended before that."""
+        """Run a command and kill it before a random step. Return False if it ended before that step."""
         known = self.steps.get(" ".join(word.format(exports=self.folder / "exports") for word in words), 40)
         if self.run(words, self.generator.randint(1, max(known, 2))).code == 0:
             return False
@@ -98,7 +100,9 @@ class Life:
         return True
 
     def export(self, words: tuple[str, ...]) -> None:
-        """Kill a command that writes below exports/: what it left is whole, and the command can be run again."""
+        """Kill a command that writes below exports/. Check that the files it left are complete, and that it can be run
+        again.
+        """
         exports = self.folder / "exports"
         shutil.rmtree(exports, ignore_errors=True)
         exports.mkdir()
@@ -113,7 +117,7 @@ class Life:
         assert [name for name in left if left[name] != found[name] and not name.endswith(".html")] == [], words
 
     def edit(self) -> State:
-        """Edit the images, the captions and the settings. Returns the state of the edits."""
+        """Edit the images, the captions and the settings at random. Return the state of the edits."""
         state = tuple(self.generator.random() < 0.5 for _ in EDITS)
         self.apply(self.folder, state)
         return state
@@ -123,7 +127,7 @@ class Life:
             change(folder, on)
 
     def unbroken(self, state: State) -> dict[str, str]:
-        """The digests of a project that was built in one go in this state."""
+        """Return the digests of a project that was built without a kill in the state `state` of the edits."""
         if state not in self.expected:
             shutil.rmtree(self.reference / "tables", ignore_errors=True)
             self.apply(self.reference, state)
@@ -162,7 +166,7 @@ def forks(tmp_path_factory) -> Iterator[Forks]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One round in `make test`, all under --prove."""
+    """Choose the number of rounds: one in `make test`, all with --prove."""
     if "seed" in metafunc.fixturenames:
         metafunc.parametrize("seed", range(ROUNDS if metafunc.config.getoption("--prove") else 1))
 

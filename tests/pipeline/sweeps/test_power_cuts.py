@@ -32,8 +32,8 @@ def forks(tmp_path_factory) -> Iterator[Forks]:
 
 
 def recorded(forks: Forks, folder: Path, record: Path) -> dict[str, dict[str, str]]:
-    """Use a project, edit a caption and use it again, and record each step on the disk. Returns the digests of the results that
-    belong to each caption.
+    """Use a project, edit a caption, use the project again, and record each step on the disk. Return, for each caption, the
+    digests of the results that belong to it.
     """
     expected, rows = {}, {}
     for caption in CAPTIONS:

@@ -29,7 +29,7 @@ def published(tiny_weights: Path, tmp_path: Path) -> Path:
 
 
 def load(path: Path, folder: Path | None, config: TrainConfig = CONFIG) -> tuple[dict[str, Any], list[str]]:
-    """Return the weights that a load gives, flat by name, and what it says."""
+    """Load a transformer, and return its weights by name, and the lines that the user sees."""
     said: list[str] = []
     return flat(converted.load_transformer(TINY, path, mx.float32, config, folder, said.append)), said
 

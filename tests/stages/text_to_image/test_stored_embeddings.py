@@ -1,4 +1,6 @@
-"""Embeddings with 8 bits a value: half the space, near the values, and every later stage reads them."""
+"""Embeddings with 8 bits per value: they take half the space, they are close to the original values, and every later stage
+reads them.
+"""
 
 from __future__ import annotations
 

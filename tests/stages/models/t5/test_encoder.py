@@ -65,7 +65,7 @@ def hidden_states(model: T5, ids: np.ndarray, real: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=2)
 def theirs(form: str, rows: int, length: int) -> np.ndarray:
-    """The states that transformers computes for the texts of this size."""
+    """Return the hidden states that transformers computes for texts of this size."""
     import torch
 
     model, _ = reference(form)

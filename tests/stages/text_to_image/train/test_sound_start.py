@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 def run_all(chosen: list[Case], folder: Path) -> None:
-    """Run cases; each must do what it should."""
+    """Run the cases, and check that each ends as it should."""
     for case in chosen:
         assert not problem(case, run(case, folder / case.name)), case.name
 
