@@ -89,8 +89,7 @@ def validation_of(task: Task[Any, Any]) -> Validation:
 
 def load_training(task: Task[Any, Any], start: Checkpoint | None, plan: MemoryPlan | None = None) -> TrainingStep:
     """Load the model of `task`, and return its training step. `start` is the checkpoint to continue from, or None. `plan`
-    is the memory plan; with None, a step is one graph without a limit. Raises ValueError if the adapter [train] `initial`
-    does not fit.
+    is the memory plan; with None, a step is one graph. Raises ValueError if the adapter [train] `initial` does not fit.
     """
     initial = None if start else task.initial_adapter()
     model = task.load_model()
