@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tests.bench.labels import Row, origin
+from tests.bench.labels import Row, configuration, origin, size
 
 INT8 = "latent, int8 embeddings"
 # Kinds of rows that only these sections show.
@@ -36,15 +36,43 @@ pass of a transformer with random weights of true shapes, against bfloat16. Late
 one with `[latents] exact = true`, which is the default; commit bd63a66 encoded in strips of 32 MB. Embedding: the values of
 `micro` stored with `[embeddings] stored = "int8"`, and the latents drawn with them, against bfloat16.
 """
+CHECKSUMS = """\
+A training step needs a latent and a caption, here of 512 tokens, whose checksums are computed when they are read; `make bench`
+measures this. CPU milliseconds for one sample, medians: reading from mapped files into MLX, without and with checksums, in turns;
+what the checksums add; the checksums alone, of values in memory and in no cache. The data loader reads in a background thread
+while the device computes. So a step waits only for what that thread has not finished: the milliseconds waited, without and with
+checksums, while the work of a step takes as long as named. Share: the wait with checksums, of the shortest training step of this
+family and size in this file, one image per step, by any memory plan. The last columns say where each was measured.
+"""
 
 
 def cost_sections(rows: list[Row]) -> Iterator[str]:
-    """Yield the sections on the CPU, streamed blocks, strips, kernels and differences, each only if it has rows."""
+    """Yield the sections on checksums, the CPU, streamed blocks, strips, kernels and differences, each only if it has rows."""
+    yield from checksums_section(rows)
     yield from cpu_section([row for row in rows if row["kind"] == "cpu"])
     yield from streamed_section(rows)
     yield from strips_section([row for row in rows if of_strips(row)])
     yield from kernels_section([row for row in rows if row["kind"] == "kernel_limit"])
     yield from differences_section([row for row in rows if row["kind"] in KINDS and "rms" in row])
+
+
+def checksums_section(rows: list[Row]) -> Iterator[str]:
+    """Yield the section on checksums: a line for each family and size with a row and a training step to compare with."""
+    newest = {(row["family"], size(row)): row for row in rows if row["kind"] == "checksums"}
+    steps = [row for row in rows if row["kind"] == "train" and row["backend"] == "mlx" and row.get("ranks", 1) == 1]
+    pairs = [(row, [step for step in steps if (step["family"], size(step)) == key]) for key, row in newest.items()]
+    lines = [checksums_line(row, min(found, key=lambda step: float(step["s"]))) for row, found in pairs if found]
+    yield from heading("Checksums beside a training step", CHECKSUMS, lines)
+    head = "| | MB | read without | with | added | alone | waited without | with | work | step, ms | share | where | step where |"
+    yield from table(head, iter(lines))
+
+
+def checksums_line(row: Row, step: Row) -> str:
+    """Format a line of the section on checksums."""
+    keys = ("unchecked_s", "checked_s", "s", "alone_s", "waited_unchecked_s", "waited_s")
+    cells = [f"{row['family']}, {size(row)}", f"{row['sample_bytes'] / 1e6:.2f}", *(f"{1e3 * row[key]:.3f}" for key in keys)]
+    cells += [f"{1e3 * row['step_s']:.0f}", f"{1e3 * step['s']:.1f}, {configuration(step)}", f"{row['waited_s'] / step['s']:.2%}"]
+    return f"| {' | '.join(cells)} | {origin(row)} | {origin(step)} |"
 
 
 def cpu_section(rows: list[Row]) -> Iterator[str]:

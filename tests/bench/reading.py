@@ -14,7 +14,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+import types
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,13 @@ from pipeline.store.shards import shards_folder, write_shard
 from schemas.table import TableSchema
 from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.latents import LATENTS
+from stages.tuner.loader import Loader
 
 ROWS_PER_SHARD = 8
 TEXT_ROWS = 512
+STEP_S = (
+    0.06  # seconds of a training step's work: klein 4B at 512 px takes 0.062 on one H200, the fastest device that was measured
+)
 EMPTY: dict[str, Any] = {"string": "", "bool": False, "float": 0.0, "double": 0.0, "int32": 0, "list<item: int32>": []}
 
 
@@ -107,24 +112,103 @@ def read_epoch(count: int, pixels: int, text_rows: int, features: int) -> dict[s
     }
 
 
-def check_samples(count: int, pixels: int, text_rows: int, features: int) -> dict[str, Any]:
-    """Compute the checksums of `count` samples, and return one benchmark row: median seconds per sample, and its bytes.
+def without_checksums(rows: pa.Table, schema: TableSchema) -> pa.Table:
+    """Return stored rows as releases before checksums wrote them: a reader does not check their tensors."""
+    for tensor in schema.tensors:
+        at = rows.column_names.index(tensor.checksum)
+        rows = rows.set_column(at, rows.schema.field(at), pa.nulls(len(rows), rows.schema.field(at).type))
+    return rows
 
-    A sample is a latent of a square image of `pixels` and an embedding of (text_rows, features). All samples together are
-    larger than the processor's caches if `count` is large.
+
+def time_sample(readers: list[ShardReader], key: str, released: str) -> float:
+    """Read one sample as a training step does, and return the CPU seconds of this thread. `released` is the key of the sample
+    that was read before: its pages are given back first.
     """
-    generator = np.random.default_rng(0)
-    shapes = ((128, pixels // 16, pixels // 16), (text_rows, features))
-    samples = [[generator.integers(0, 1 << 14, shape, dtype=np.uint16) for shape in shapes] for _ in range(count)]
-    seconds = []
-    for sample in samples * 3:
-        began = time.perf_counter()
-        for values in sample:
-            tensor_checksum(values)
-        seconds.append(time.perf_counter() - began)
-    size = sum(values.nbytes for values in samples[0])
-    median = statistics.median(seconds)
-    return {"sample_bytes": size, "rows": count, "s": median, "gb_per_s": size / median / 1e9}
+    import mlx.core as mx
+
+    for reader in readers:
+        reader.ahead([released])
+    began = time.thread_time()
+    mx.eval([mx.array(reader.read(key)).view(mx.bfloat16) for reader in readers])
+    return time.thread_time() - began
+
+
+class SampleReader:
+    """A reader of one sample per step for the data loader of training. `readers` are those of the sample's tensors, and `order`
+    the keys of the samples by step.
+    """
+
+    def __init__(self, readers: list[ShardReader], order: list[str]) -> None:
+        self.readers, self.order = readers, order
+
+    def draw(self, step: int) -> list[list[str]]:
+        """Return the one micro-batch of a step: the key of its sample."""
+        return [[self.order[step % len(self.order)]]]
+
+    def prefetch(self, samples: Iterable[str]) -> None:
+        """Start to read samples from disk, and release those that were read before."""
+        keys = list(samples)
+        for reader in self.readers:
+            reader.ahead(keys)
+
+    def read(self, step: int, samples: list[str]) -> list[np.ndarray]:
+        """Return the tensors of the samples of `step`, copied into memory of their own."""
+        return [np.stack([reader.read(key) for key in samples]) for reader in self.readers]
+
+
+def time_waits(readers: list[ShardReader], order: list[str], steps: int, step_s: float) -> float:
+    """Return the median seconds that the training loop waits for a sample which its data loader reads in the background. The
+    device's work of a step is a wait of `step_s` seconds.
+    """
+    reader = SampleReader(readers, order)
+    loss = types.SimpleNamespace(separable=False)
+    task: Any = types.SimpleNamespace(objective=loss, draw=reader.draw, reader=lambda: reader)
+    waits = []
+    for _, _, waited in Loader(task, range(steps)):
+        waits.append(waited)
+        time.sleep(step_s)
+    return statistics.median(waits[1:])  # nothing was read ahead of the first step
+
+
+def check_samples(count: int, pixels: int, text_rows: int, features: int) -> dict[str, Any]:
+    """Measure what checksums cost in reading `count` samples for training, and return one benchmark row: CPU seconds per sample.
+
+    A sample is a latent of a square image of `pixels` and an embedding of (text_rows, features). Samples are read from mapped
+    shards, which lie in the system's cache of files, with their checksums and without them in turns. `checked_s` and
+    `unchecked_s` are the medians, `s` is the median of the differences, and `alone_s` that of the checksums of values in memory.
+    Training reads a sample in the background, while the device computes the step before. So `waited_s`, with checksums, and
+    `waited_unchecked_s` are the seconds of a step that training loses by reading, if the device's work takes STEP_S.
+    """
+    shapes = {LATENTS: (128, pixels // 16, pixels // 16), EMBEDDINGS: (text_rows, features)}
+    seconds: dict[str, list[float]] = {"unchecked_s": [], "checked_s": [], "alone_s": []}
+    with tempfile.TemporaryDirectory(dir=os.environ.get("LATENTMILL_BENCH_FOLDER")) as scratch:
+        readers: dict[str, list[ShardReader]] = {"unchecked_s": [], "checked_s": []}
+        for schema, shape in shapes.items():
+            folder = Path(scratch) / schema.name
+            folder.mkdir()
+            rows = write_random_rows(folder, schema, shape, count)
+            readers["checked_s"].append(ShardReader(folder, rows, schema))
+            readers["unchecked_s"].append(ShardReader(folder, without_checksums(rows, schema), schema))
+        order = [f"{row:08d}" for row in np.random.default_rng(1).permutation(count)]
+        for turn in range(6):
+            for before, key in zip([*order[-1:], *order], order, strict=False):
+                for what in sorted(readers, reverse=turn % 2 == 0):
+                    seconds[what].append(time_sample(readers[what], key, before))
+        for key in order:
+            values = [np.array(reader.read(key)) for reader in readers["unchecked_s"]]
+            np.zeros(1 << 26, np.uint8).sum()  # 64 MB push the values out of the processor's caches
+            began = time.thread_time()
+            for value in values:
+                tensor_checksum(value)
+            seconds["alone_s"].append(time.thread_time() - began)
+        waits = {
+            name: time_waits(readers[what], order, 3 * count, STEP_S)
+            for name, what in (("waited_s", "checked_s"), ("waited_unchecked_s", "unchecked_s"))
+        }
+    added = [checked - unchecked for checked, unchecked in zip(seconds["checked_s"], seconds["unchecked_s"], strict=True)]
+    medians = {what: statistics.median(found) for what, found in seconds.items()}
+    size = sum(2 * int(np.prod(shape)) for shape in shapes.values())
+    return {"sample_bytes": size, "rows": count, "s": statistics.median(added), "step_s": STEP_S} | medians | waits
 
 
 @click.command()

@@ -165,7 +165,7 @@ def measure_loader(case: Case) -> dict[str, Any]:
 
 
 def measure_checksums(case: Case) -> dict[str, Any]:
-    """Time of computing the checksums of one sample of the case, as the reader of a training step does."""
+    """Time that checksums add to reading one sample of the case for a training step."""
     from stages.text_to_image.families import family
     from tests.bench.reading import check_samples
 

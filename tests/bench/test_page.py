@@ -96,3 +96,21 @@ def test_an_encoding_as_a_stage_runs_is_in_the_table_of_encodings_and_one_withou
     assert "| autoencoder, klein-base-4b, 1024 px, float32 | 0.04 | 2 | 1 |" in lines
     assert "| autoencoder, klein-base-4b, 1024 px, float32, exact | 0.1 | 2 | 1 |" in lines
     assert "| autoencoder, 1024 px | 128 | 2 | 0.0400 | 2.00 | 2.10 |" in lines
+
+
+def test_checksums_stand_beside_our_shortest_step_of_one_process_at_the_same_family_and_size():
+    times = {"s": 0.0003, "alone_s": 0.0006, "unchecked_s": 0.001, "checked_s": 0.0013, "waited_unchecked_s": 0.00005}
+    times |= {"waited_s": 0.00006, "step_s": 0.05}
+    checksums = asdict(Case("tiny", 512, 512, kind="checksums")) | GPU | times | {"sample_bytes": 8_000_000}
+    step = asdict(Case("tiny", 512, 512)) | GPU | {"s": 0.06, "peak_gb": 2.0}
+    others = [
+        step | {"s": 0.07},
+        step | {"s": 0.01, "ranks": 2},
+        step | {"s": 0.01, "backend": "torch"},
+        step | {"s": 0.01, "width": 64},
+    ]
+    line = next(line for line in page([checksums, *others, step]) if line.startswith("| tiny, 512 px | 8.00"))
+    assert line.startswith(
+        "| tiny, 512 px | 8.00 | 1.000 | 1.300 | 0.300 | 0.600 | 0.050 | 0.060 | 50 | 60.0, blocks | 0.10% | NVIDIA X"
+    )
+    assert not any("Checksums beside" in line for line in page([step, checksums | {"family": "dev"}]))

@@ -20,7 +20,7 @@ from PIL import Image, UnidentifiedImageError
 
 from stages.text_to_image.imaging import packed
 from stages.text_to_image.imaging.colour import RangeError, check_range, composite, eight_bit, parse_colour, to_srgb
-from stages.text_to_image.imaging.truncation import is_truncated, peek
+from stages.text_to_image.imaging.truncation import avif_size, is_truncated, peek
 from stages.untrusted import open_regular
 
 # Pillow reads more formats, but EPS would start Ghostscript, and TGA and others accept any bytes as an image.
@@ -223,6 +223,9 @@ def _image_error(error: Exception, file: BinaryIO) -> ImageError:
         return ImageError("bomb", str(error).replace(", could be decompression bomb DOS attack.", "").strip())
     if is_truncated(file):
         return ImageError("truncated", "the file ends before the image does")
+    if isinstance(error, UnidentifiedImageError) and (size := avif_size(file)) and size[0] * size[1] > CEILING:
+        width, height = size  # libavif refuses such files with the error that it gives for damage
+        return ImageError("bomb", f"{width} x {height} is {width * height} pixels, more than {CEILING}")
     if isinstance(error, UnidentifiedImageError):
         return ImageError("unreadable", "no image in a known format: the file is damaged, or is not an image")
     words = str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Recognise an image file whose end is missing, by what its container says about its length."""
+"""What the container of an image file says about its length, so that a cut file is recognised, and about its size in pixels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 TIFF_BYTES = {3: 2, 4: 4, 5: 8, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8}  # bytes per value of a TIFF field type; 1 for all others
+HEADER = 4096  # bytes at the start of an AVIF file in which its sizes are looked for
 TAIL = 64  # bytes at the end of a file in which its end marker must lie
 
 
@@ -39,6 +40,18 @@ def peek(file: BinaryIO, offset: int, count: int) -> bytes:
     except OSError:
         return b""
     return data
+
+
+def avif_size(file: BinaryIO) -> tuple[int, int] | None:
+    """Return (width, height) in pixels of the largest image that the header of an open AVIF file names, before any turn. Return
+    None if the file is not AVIF, or if no size is found. The file position is set to the start of the file.
+    """
+    head = peek(file, 0, HEADER)
+    if head[4:8] != b"ftyp" or b"avif" not in head[8:64]:
+        return None
+    boxes = (part[4:12] for part in head.split(b"ispe")[1:])  # after the box's name: version and flags, width, height
+    sizes = [struct.unpack(">II", part) for part in boxes if len(part) == 8]
+    return max(sizes, key=lambda size: size[0] * size[1], default=None)
 
 
 def _lacks(marker: bytes) -> Callable[[BinaryIO, int], bool]:

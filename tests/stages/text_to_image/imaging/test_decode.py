@@ -325,6 +325,15 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded_even_where_pillow_
     assert probe(io.BytesIO(saved(picture())), max_pixels=1536).width == 48
 
 
+def test_an_avif_file_with_more_pixels_than_its_decoder_takes_is_refused_as_too_many_pixels_not_as_damaged():
+    data, size = saved(picture(), "AVIF"), struct.pack(">II", 48, 32)
+    assert data.count(b"ispe" + bytes(4) + size) == 1
+    huge = data.replace(b"ispe" + bytes(4) + size, b"ispe" + bytes(4) + struct.pack(">II", 17_000, 17_000))
+    assert refused(huge).reason == "bomb" and "17000 x 17000 is 289000000 pixels" in refused(huge).detail
+    damaged = data.replace(b"av01", b"av00")
+    assert refused(damaged).reason == "unreadable"
+
+
 def test_heic_without_its_plug_in_is_unsupported_and_the_error_names_the_remedy(monkeypatch):
     monkeypatch.setattr(decode, "_register_heif", lambda: False)
     found = refused(saved(picture(), "HEIF"))
